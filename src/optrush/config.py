@@ -252,8 +252,11 @@ class TrackerConfig(StrictModel):
 
 
 class Config(StrictModel):
+    """A run: what is trained, on what, how long, and by which techniques."""
+
     model: Annotated[Model, BeforeValidator(_short_model)]
     objective: Literal["pretrain", "sft", "dpo"]
+    method: Literal["full", "lora", "qlora", "auto"] | None = None  # None: what `with` says
     dpo: Dpo | None = None  # None: its defaults, where the objective is dpo
     data: Data
     batch: BatchSize = BatchSize()
@@ -263,6 +266,40 @@ class Config(StrictModel):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     output: File
     with_: dict[str, dict[str, Any]] = Field(default_factory=dict, alias="with")
+
+    @property
+    def unplanned(self) -> bool:
+        """Whether the planner is to choose the techniques: `with` was left out, or the method is."""
+        return self.method == "auto" or "with_" not in self.model_fields_set
+
+
+# What a method trains, as techniques; `full` has none.
+METHODS: dict[str, dict[str, dict[str, Any]]] = {"full": {}, "lora": {"lora": {}}, "qlora": {"nf4": {}, "lora": {}}}
+ADAPTER_LR = 2e-4  # where adapters are trained and `optim.lr` is left out
+
+
+def with_method(config: Config) -> Config:
+    """Return the configuration with its method's techniques next to its own, whose options stay.
+
+    Raises:
+        ConfigError: a technique of the file that another method has.
+    """
+    if config.method is None or config.method == "auto":
+        return config
+    own = METHODS[config.method]
+    others = {name for parts in METHODS.values() for name in parts} - own.keys()
+    if odd := sorted(others & config.with_.keys()):
+        fitting = next((m for m, parts in METHODS.items() if {*odd, *own} <= parts.keys()), "auto")
+        do = f"leave one of the two out, or write `method: {fitting}`"
+        raise ConfigError(f"`method: {config.method}`", f"`with.{odd[0]}`, which is not of it", do)
+    if own.keys() <= config.with_.keys():
+        return config
+    return config.model_copy(update={"with_": {**own, **config.with_}})
+
+
+def spelled_out(config: Config) -> Config:
+    """Return the configuration with its method as techniques alone, which a caller may then change."""
+    return config if config.method == "auto" else with_method(config).model_copy(update={"method": None})
 
 
 def dump_config(config: Config) -> str:
@@ -339,6 +376,9 @@ def refuse_renamed(name: str, place: str) -> None:
     Args:
         place: where the name stands: a flag and the name, or a description of its place in the YAML.
     """
+    if name in METHODS.keys() - METHODS["lora"].keys():
+        spelling = f"--set method={name}" if place.startswith("--") else f"method: {name}"
+        raise ConfigError(place, "a method, which several techniques make together", f"write `{spelling}`")
     if name in RENAMED:
         new, options, _ = RENAMED[name]
         if "mlp" not in options and new == "fused-kernels":  # its default is another one of its options
@@ -480,6 +520,33 @@ def _set(data: dict[str, Any], flag: str) -> Keys:
     return tuple(keys)
 
 
+# Keys of other trainers, and the line that means the same here.
+ELSEWHERE_CALLED = {
+    **dict.fromkeys(("learning_rate", "lr"), "optim: {lr: 2e-5}"),
+    **dict.fromkeys(("lora_r", "lora_rank"), "with: {lora: {rank: 16}}"),
+    "lora_alpha": "with: {lora: {alpha: 32}}",
+    "lora_dropout": "with: {lora: {dropout: 0.05}}",
+    **dict.fromkeys(("lora_target", "lora_target_modules"), "with: {lora: {targets: all-linear}}"),
+    "bf16": "with: {amp: {}}",
+    "fp16": "with: {amp: {dtype: fp16}}",
+    **dict.fromkeys(("load_in_4bit", "qlora"), "method: qlora"),
+    "adapter": "method: lora",
+    **dict.fromkeys(("model_name_or_path", "base_model", "model_name"), "model: NAME"),
+    **dict.fromkeys(("num_train_epochs", "num_epochs", "epochs"), "train: {epochs: 1}"),
+    **dict.fromkeys(("max_steps", "steps"), "train: {steps: 100}"),
+    **dict.fromkeys(("max_seq_length", "max_length", "sequence_len", "cutoff_len"), "batch: {seq: 2048}"),
+    **dict.fromkeys(("gradient_accumulation_steps", "batch_size"), "batch: {tokens: 32768}"),
+    **dict.fromkeys(("per_device_train_batch_size", "micro_batch_size"), "batch: {micro_tokens: 2048}"),
+    "output_dir": "output: FOLDER",
+    **dict.fromkeys(("dataset", "datasets", "dataset_name"), "data: {path: FILE}"),
+    "gradient_checkpointing": "with: {recompute: {}}",
+    "warmup_ratio": "optim: {warmup: 0.03}",
+    "weight_decay": "optim: {weight_decay: 0.0}",
+    "lr_scheduler_type": "optim: {schedule: cosine}",
+    "max_grad_norm": "optim: {clip: 1.0}",
+}  # fmt: skip
+
+
 def explain(
     error: ValidationError, where: str, lines: Mapping[Keys, int], flags: Mapping[Keys, str], root: type[StrictModel]
 ) -> ConfigError:
@@ -500,7 +567,9 @@ def explain(
         return ConfigError(f"{place}: `{name}`", "it is missing", f"add `{name if root is Config else path[-1]}:`")
     place = flag or (f"{where}:{lines[path]}" if path in lines else where)
     if first["type"] == "extra_forbidden":
-        return ConfigError(f"{place}: `{name}`", "no such key", nearest(str(path[-1]), yaml_keys(root, path)))
+        key = str(path[-1])
+        do = f"write `{ELSEWHERE_CALLED[key]}`" if key in ELSEWHERE_CALLED else nearest(key, yaml_keys(root, path))
+        return ConfigError(f"{place}: `{name}`", "no such key", do)
     messages = [p["msg"] for p in problems if _path(p["loc"])[: len(path)] == path]
     place, found = (LOGIN.sub("***@", text) for text in (place, f"{first['input']!r}"))  # no password is repeated
     do = " or ".join(dict.fromkeys(m[0].lower() + m[1:] for m in messages))

@@ -44,21 +44,45 @@ def _gpu(
     return Device("cuda", name, capability, peak, half, float32, bandwidth, link, int(gib * GIB))
 
 
-# Names that `--hardware` takes. Rates from NVIDIA's datasheet of each product (SXM where both exist); link: NVLink
-# where the product has it, else PCI Express x16; memory as drivers report it, less than the nominal size.
+# Names that `--hardware` takes. Rates from the maker's datasheet of each product (SXM where both exist); link: NVLink
+# where the product has it, else PCI Express x16; memory as drivers report it, less than the nominal size; of GeForce
+# products with float32 accumulation. Of what is not NVIDIA's only the memory is planned.
 NAMED: dict[str, Device] = {
     "t4": _gpu("Tesla T4", (7, 5), 6.5e13, 8.1e12, 3.2e11, 1.6e10, 14.6),
     "v100": _gpu("Tesla V100-SXM2-16GB", (7, 0), 1.25e14, 1.57e13, 9.0e11, 1.5e11, 15.8),
     "a10": _gpu("NVIDIA A10", (8, 6), 1.25e14, 3.12e13, 6.0e11, 3.2e10, 22.1),
     "l4": _gpu("NVIDIA L4", (8, 9), 1.21e14, 3.03e13, 3.0e11, 3.2e10, 22.0),
+    "l40s": _gpu("NVIDIA L40S", (8, 9), 3.62e14, 9.16e13, 8.64e11, 3.2e10, 44.4),
+    "3060": _gpu("NVIDIA GeForce RTX 3060", (8, 6), 2.55e13, 1.27e13, 3.6e11, 3.2e10, 11.6),
+    "3070": _gpu("NVIDIA GeForce RTX 3070", (8, 6), 4.06e13, 2.03e13, 4.48e11, 3.2e10, 7.7),
+    "3080": _gpu("NVIDIA GeForce RTX 3080", (8, 6), 5.95e13, 2.98e13, 7.6e11, 3.2e10, 9.6),
     "3090": _gpu("NVIDIA GeForce RTX 3090", (8, 6), 7.1e13, 3.56e13, 9.36e11, 3.2e10, 23.7),
+    "4060ti-16": _gpu("NVIDIA GeForce RTX 4060 Ti", (8, 9), 4.41e13, 2.21e13, 2.88e11, 1.6e10, 15.6),
+    "4070": _gpu("NVIDIA GeForce RTX 4070", (8, 9), 5.83e13, 2.91e13, 5.04e11, 3.2e10, 11.6),
+    "4080": _gpu("NVIDIA GeForce RTX 4080", (8, 9), 9.75e13, 4.87e13, 7.168e11, 3.2e10, 15.6),
     "4090": _gpu("NVIDIA GeForce RTX 4090", (8, 9), 1.652e14, 8.26e13, 1.008e12, 3.2e10, 23.6),
+    "5070ti": _gpu("NVIDIA GeForce RTX 5070 Ti", (12, 0), 8.79e13, 4.39e13, 8.96e11, 6.4e10, 15.5),
+    "5080": _gpu("NVIDIA GeForce RTX 5080", (12, 0), 1.126e14, 5.63e13, 9.6e11, 6.4e10, 15.5),
+    "5090": _gpu("NVIDIA GeForce RTX 5090", (12, 0), 2.095e14, 1.048e14, 1.792e12, 6.4e10, 31.4),
+    "a6000": _gpu("NVIDIA RTX A6000", (8, 6), 1.548e14, 3.87e13, 7.68e11, 3.2e10, 47.5),
+    "rtxpro6000": _gpu(
+        "NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (12, 0), 5.03e14, 1.25e14, 1.792e12, 6.4e10, 95.0
+    ),
     "a100-40": _gpu("NVIDIA A100-SXM4-40GB", (8, 0), 3.12e14, 1.95e13, 1.555e12, 3.0e11, 39.4),
     "a100-80": _gpu("NVIDIA A100-SXM4-80GB", (8, 0), 3.12e14, 1.95e13, 2.039e12, 3.0e11, 79.1),
     "h100": _gpu("NVIDIA H100 80GB HBM3", (9, 0), 9.895e14, 6.7e13, 3.35e12, 4.5e11, 79.1),
     "h200": _gpu("NVIDIA H200", (9, 0), 9.895e14, 6.7e13, 4.8e12, 4.5e11, 139.8),
     "b200": _gpu("NVIDIA B200", (10, 0), 2.25e15, 7.5e13, 8.0e12, 9.0e11, 178.3),
+    "mi300x": Device("cuda", "AMD Instinct MI300X", (8, 0), None, bandwidth_bytes_s=5.3e12, memory_bytes=191 * GIB),
 }
+# Where several products have one name: what to ask.
+AMBIGUOUS = {"a100": ("a100-40", "a100-80"), "4060ti": ("4060ti-16",)}
+# US dollars an hour of one card: list prices of rented ones, September to October 2026 (akash.network/pricing/gpus,
+# openrelay.inc/pricing, verda.com/pricing). Prices change: they rank cards, and `--price` gives your own.
+PRICES_USD_H = {
+    "3090": 0.18, "4090": 0.29, "a100-40": 0.80, "a6000": 0.82, "rtxpro6000": 1.45, "a100-80": 1.71, "h100": 2.71,
+    "h200": 4.45, "b200": 5.00,
+}  # fmt: skip
 # Other products of the same chip, where their datasheets differ.
 _VARIANTS = {
     "NVIDIA A100 80GB PCIe": dataclasses.replace(NAMED["a100-80"], bandwidth_bytes_s=1.935e12, link_bytes_s=3.2e10),
@@ -69,6 +93,13 @@ _BY_NAME = {d.name: d for d in NAMED.values()} | _VARIANTS
 
 CPU = Device("cpu", "cpu", (0, 0), None)
 
+_FREE = re.compile(r"(\d{1,4}(?:\.\d{1,3})?)gib")  # 24gib: a GPU of so much memory, of unknown rates
+
+
+def _unnamed(gib: float) -> Device:
+    """Return a GPU of which only the memory is known, with the kernels of Ampere."""
+    return Device("cuda", f"a GPU of {gib:g} GiB", (8, 0), None, memory_bytes=int(gib * GIB))
+
 
 def parse_hardware(text: str) -> tuple[Device, int]:
     """Return the device of a `--hardware` name, and their number: "h200", "2xh200", "cpu", "auto".
@@ -76,18 +107,23 @@ def parse_hardware(text: str) -> tuple[Device, int]:
     Raises:
         ConfigError: an unknown name; `auto` on a machine whose devices differ.
     """
-    many, _, name = text.rpartition("x")
-    count = 1 if not many else int(many) if many.isascii() and many.isdigit() and len(many) < 6 else 0
+    several = re.fullmatch(r"([0-9]{1,5})x(.+)", text)
+    count, name = (int(several[1]), several[2].lower()) if several else (1, text.lower())
     if text == "auto":
         return first_device(), 1
-    name = name if many else text
+    if count >= 1 and (size := _FREE.fullmatch(name)):
+        return _unnamed(float(size[1])), count
+    if name in AMBIGUOUS:
+        raise ConfigError(
+            f"the hardware {text}", "several cards have this name", f"take {' or '.join(AMBIGUOUS[name])}"
+        )
     if count >= 1 and name == "cpu":
         here = cpu()
         share = None if here.memory_bytes is None else here.memory_bytes // count
         return dataclasses.replace(here, memory_bytes=share), count
     if count < 1 or name not in NAMED:
         known = ", ".join(["auto", "cpu", *NAMED])
-        raise ConfigError(f"the hardware {text}", "no such name", f"known: {known}; several as 2xh200")
+        raise ConfigError(f"the hardware {text}", "no such name", f"known: {known}; several as 2xh200, others as 24GiB")
     return NAMED[name], count
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from optrush import hardware
-from optrush.config import Config, Dpo, refuse_secrets
+from optrush.config import ADAPTER_LR, METHODS, Config, Dpo, refuse_secrets, spelled_out, with_method
 from optrush.errors import ConfigError, NeedsError
 from optrush.hardware import Device
 from optrush.launch import launched
@@ -67,12 +67,16 @@ def resolve(
     Raises:
         UserError: in its three lines; nothing has been written.
     """
+    if config.method == "auto":
+        raise ConfigError("`method: auto`", "nothing here plans", f"take {', '.join(METHODS)}")
+    config = with_method(config)
     automatic = config.batch.micro_tokens == "auto"
     config = _chooser(config, classes) if automatic else config
     check_dpo(config)
     if config.objective == "dpo":
         config = config.model_copy(update={"dpo": config.dpo or Dpo()})
     techniques = in_order(instantiate(classes, config.with_))
+    config = _own_rate(config, techniques)
     check_fields(config)
     ranks = launched()[1] if ranks is None else ranks
     axes = mesh_axes(techniques, ranks)
@@ -124,6 +128,14 @@ def resized(prepared: ResolvedConfig, rows: int) -> ResolvedConfig:
     others = [t for t in prepared.techniques if Part.MEMORY not in t.claims]
     refuse_unmet(unmet(others, env))
     return dataclasses.replace(prepared, config=_sized(prepared.config, env), env=env)
+
+
+def _own_rate(config: Config, techniques: Sequence[Technique]) -> Config:
+    """Set the learning rate of adapters, where none is given; pairs keep the smaller one."""
+    adapters = any(Part.TRAINED in t.claims for t in techniques)
+    if "lr" in config.optim.model_fields_set or config.objective == "dpo" or not adapters:
+        return config
+    return config.model_copy(update={"optim": config.optim.model_copy(update={"lr": ADAPTER_LR})})
 
 
 def _sized(config: Config, env: Environment) -> Config:
@@ -224,7 +236,8 @@ def without_adapters(config: Config, classes: Sequence[type[Technique]] = ALL) -
     Returns:
         It without the techniques that claim or want TRAINED, which would add adapters and quantise again; their names.
     """
+    config = spelled_out(config)
     gone = [c.name for c in classes if Part.TRAINED in c.claims | c.wants and c.name in config.with_]
     kept = {name: options for name, options in config.with_.items() if name not in gone}
     settings = config.dpo and config.dpo.model_copy(update={"reference": "auto"})
-    return config.model_copy(update={"with_": kept, "dpo": settings}), gone
+    return config.model_copy(update={"with_": kept, "dpo": settings, "method": None}), gone

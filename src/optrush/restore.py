@@ -123,7 +123,7 @@ def _bare(config: Config) -> Config:
     seq = config.batch.seq
     batch = BatchSize(seq=seq, tokens=seq, micro_tokens=seq)
     changes = {"objective": "pretrain", "dpo": None, "data": Data(random=1), "batch": batch, "with_": with_}
-    return config.model_copy(update=changes)
+    return config.model_copy(update={**changes, "method": None})
 
 
 def _same(checkpoint: Manifest, trainer: Trainer) -> None:

@@ -15,7 +15,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_type_hints
@@ -145,6 +145,7 @@ class Environment:
     sdpa_obstacle: str | None = None  # why a model through transformers cannot run sdpa
     dpo: Dpo | None = None  # of an objective that compares pairs: rows of two documents, losses token by token
     spec: ModelSpec = ModelSpec()
+    scarce: bool = False  # nothing that a search always tries fits
     reach: float = 1.0  # a token's document as a share of T, on average: known to the plan, which estimates it
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # ranks of each axis but "dp", which has the rest
     sharded: frozenset[str] = frozenset()  # axes over which matrices are cut
@@ -269,6 +270,7 @@ class Technique:
     wants: ClassVar[frozenset[Part]] = frozenset()
     shards: ClassVar[frozenset[str]] = frozenset()  # axes of the mesh over which it cuts matrices
     searched: ClassVar[bool] = True  # False: the user decides, and a search neither adds nor removes the technique
+    last_resort: ClassVar[bool] = False  # a search tries it where nothing else fits
     sample: ClassVar[Mapping[str, Any]] = {}  # options for a description, where the defaults alone are refused
 
     def __init_subclass__(cls) -> None:
@@ -295,6 +297,10 @@ class Technique:
         """Yield rules on the ledger's lines and work, each with its reason. May not import torch."""
         yield from ()
 
+    def quality(self, env: Environment) -> str:
+        """Return what it costs in quality, in a few words; empty: nothing."""
+        return ""
+
     def packages(self) -> tuple[tuple[str, str], ...]:
         """Return (distribution, extra of optrush that installs it) of each package that these options call."""
         return ()
@@ -302,7 +308,7 @@ class Technique:
     @classmethod
     def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
         """Yield options that a search should try on this device: the defaults, unless others may win."""
-        if cls.searched:
+        if cls.searched or (cls.last_resort and env.scarce):
             yield {}
 
     # The stages: each returns how many things it changed.
@@ -475,8 +481,13 @@ def rows_of_batch(config: Config, ranks: int, each: int = 1) -> tuple[int, int]:
 
 def library(name: str) -> str | None:
     """Version of an installed distribution, or None; does not import it."""
+    return _version(name, metadata.version)
+
+
+@cache  # a search asks hundreds of times, and a distribution's metadata is a file
+def _version(name: str, read: Callable[[str], str]) -> str | None:
     try:
-        return metadata.version(name)
+        return read(name)
     except metadata.PackageNotFoundError:
         return None
 

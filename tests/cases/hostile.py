@@ -103,7 +103,7 @@ class Box:
         run: dict[str, Any] = {
             "model": str(self.model), "objective": "pretrain", "data": {"path": str(self.folder / "text.jsonl")},
             "batch": {"seq": 32, "tokens": 64}, "train": {"steps": 1, "export": False},
-            "output": str(self.folder / "out"),
+            "output": str(self.folder / "out"), "with": {},
         }  # fmt: skip
         return {key: value for key, value in {**run, **changes}.items() if value is not None}
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from optrush import hardware
 from optrush.config import Config, parse_config, parse_yaml
-from optrush.planner import init_config
+from optrush.planner import init_config, search
 from optrush.planner.init_config import InitRequest, compose
 from optrush.resolve import resolve
 from optrush.technique import instantiate
@@ -187,6 +187,21 @@ def test_techniques_suit_the_machine(machine: str, chosen: dict[str, object], ca
     assert written().with_ == chosen
 
 
+def test_what_does_not_fit_is_made_smaller_or_refused(call: Call) -> None:
+    """The listed techniques are fast; where they need too much, the search finds others, or nothing is written."""
+    big = ("--model", "shape:llama-3.1-8b", "--data", "random", "--yes")
+    for machine, flags in (("4090", ()), ("t4", ("--with", "lora", "--with", "nf4")), ("24GiB", ("--method", "qlora"))):
+        assert call("init", *big, "--hardware", machine, *flags, "--force").code == 0
+        config = written()
+        predicted = search.predict(config, machine)
+        assert predicted.fits and "lora" in config.with_ and config.optim.lr > 1e-4, machine
+        assert machine != "24GiB" or "nf4" in config.with_
+    Path("train.yaml").unlink()
+    refused(call("init", *big, "--hardware", "4090", "--method", "full"), "nothing fits", "method: ")
+    bigger = ("--model", "shape:llama-3.1-70b", *big[2:])
+    refused(call("init", *bigger, "--hardware", "3070"), "nothing fits", "other hardware: ")
+
+
 def test_what_is_asked_for_displaces_what_is_chosen(call: Call) -> None:
     """`bf16` owns what `amp` would, `attention` brings its own options; the order is the ladder's."""
     asked = ("--with", "bf16", "--with", "recompute:every=2", "--with", "attention:impl=masked")
@@ -247,14 +262,16 @@ def test_a_model_that_the_plan_does_not_know(call: Call, here: Path) -> None:
 
 def test_questions(call: Call, monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
     """Each with a line of help and a default; a wrong answer is asked again with the reason."""
-    monkeypatch.setattr(sys, "stdin", Typed("\nno.jsonl\nchat.jsonl\nstf\n\nmine\n"))
+    monkeypatch.setattr(sys, "stdin", Typed("\nno.jsonl\nchat.jsonl\nstf\n\nmine\nloar\nlora\n256\n3\n"))
     found = call("init")
     assert found.code == 0, found.err
     config = written()
     values = (config.model.path, config.data.path, config.objective, config.output)
     assert values == ("tiny", "chat.jsonl", "sft", "mine")
+    assert "lora" in config.with_ and config.batch.seq == 256 and config.train.epochs == 3
     for said in ("`tiny` is built in", "model [tiny]:", "JSON Lines file", "no such file", "data [sample:recipes]:",
-                 "did you mean `sft`?", "objective [sft]:", "new or empty", "output [runs/train]:"):  # fmt: skip
+                 "did you mean `sft`?", "objective [sft]:", "new or empty", "output [runs/train]:",
+                 "did you mean `lora`?", "method [auto]:", "seq [auto]:", "epochs [1]:"):  # fmt: skip
         assert said in found.err, said
     shown = [line.strip() for line in found.out.splitlines()]  # questions leave a blank on standard output
     assert shown == ["optrush train train.yaml --dry-run", "optrush train train.yaml"]
@@ -262,7 +279,7 @@ def test_questions(call: Call, monkeypatch: pytest.MonkeyPatch, here: Path) -> N
 
 def test_only_what_is_missing_is_asked(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", Typed("\n"))
-    found = call("init", *SAMPLE, "--objective", "pretrain")
+    found = call("init", *SAMPLE, "--objective", "pretrain", "--method", "full", "--seq", "512", "--epochs", "1")
     assert found.code == 0 and "model [" not in found.err and "output [runs/train]" in found.err
     assert written().objective == "pretrain"
     monkeypatch.setattr(sys, "stdin", Typed(""))

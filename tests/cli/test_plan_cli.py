@@ -20,7 +20,16 @@ LLAMA = Path(__file__).parents[2] / "benchmarks" / "llama1b.yaml"
 
 
 def test_for_people(call: Call) -> None:
-    found = call("plan", str(LLAMA), "--hardware", "h200")
+    short = call("plan", str(LLAMA), "--hardware", "h200")
+    first = short.out.splitlines()[0]
+    assert (
+        first.startswith("fits on NVIDIA H200: full, ")
+        and "tokens/s" in first
+        and " steps, " in first
+        and "USD" in first
+    )
+    assert "as configured: " in short.out and "backward.gate_up" not in short.out
+    found = call("plan", str(LLAMA), "--hardware", "h200", "--details")
     assert found.code == 0
     for text in (
         "as configured", "NVIDIA H200: ", "usable (139.8 in all), fits", "█", "tokens/s (basis: datasheet)",
@@ -83,7 +92,7 @@ def test_refusals(call: Call, tmp_path: Path) -> None:
     assert yaml.safe_load(there.read_text())["with"]
     big = tmp_path / "big.yaml"
     big.write_text(LLAMA.read_text().replace("llama-3.2-1b", "llama-3.1-70b"))
-    assert "no setting fits" in refused(call, str(big), "--hardware", "h200", "--out", str(tmp_path / "none.yaml"))
+    assert "no setting fits" in refused(call, str(big), "--hardware", "3070", "--out", str(tmp_path / "none.yaml"))
     assert "No such file" in refused(call, str(LLAMA), "--hardware", "h200", "--out", str(tmp_path / "a" / "b.yaml"))
 
 

@@ -172,7 +172,8 @@ def committed(_: Command) -> dict[str, Any]:
     return {"keys": paths(held), "rungs": [one["rung"] for one in held]}
 
 
-SMALLEST = {"model": "tiny", "objective": "sft", "data": {"sample": "recipes", "max_samples": 8}, "output": "never"}
+SMALLEST = {"model": "tiny", "objective": "sft", "data": {"sample": "recipes", "max_samples": 8}, "output": "never",
+            "with": {}}  # fmt: skip
 SFT = {
     **SMALLEST,
     "data": {"sample": "recipes", "eval": 0.25, "max_samples": 16, "too_long": "split"},

@@ -116,7 +116,7 @@ def test_gradients_that_end_where_they_are_made():
 
     def held_in(phase: str, *rules: Rule) -> list[float]:
         book = apply_rules(lines, FLOAT32, rules)
-        return [ledger._there(book, line, 0.0, phase)[0] for line in book.lines]
+        return [ledger._there(book, line, ledger.line_bytes(book, line), phase)[0] for line in book.lines]
 
     stepped = live("g.*", "updated at once", freed_on_update=True)
     assert held_in("backward, last block", stepped) == [3, 0, 0, 12]

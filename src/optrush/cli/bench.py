@@ -50,7 +50,9 @@ def bench(
     The ladder `config` takes the techniques of CONFIG one by one; the other ladders bring their own techniques and
     take model and data from CONFIG. Nothing is written to CONFIG's `output`.
     """
-    run = read_run(config, set_, with_, without)
+    from optrush.config import spelled_out
+
+    run = spelled_out(read_run(config, set_, with_, without))
     if launched()[1] > 1:
         raise ConfigError("optrush bench", f"a launcher has started {launched()[1]} ranks", "start it alone")
     from optrush.bench.ladder import find_ladder

@@ -127,7 +127,7 @@ def _prepare(config: Config) -> ResolvedConfig:
     if config.data.random is not None:
         raise DataError("to look at the data", "`data.random`: nothing to show", "give data.path or data.sample")
     laying = {t.name: config.with_[t.name] for t in instantiate(ALL, config.with_) if Part.BATCH_LAYOUT in t.claims}
-    return resolve(config.model_copy(update={"with_": laying}), ranks=1)
+    return resolve(config.model_copy(update={"with_": laying, "method": None}), ranks=1)
 
 
 def _layout(prepared: ResolvedConfig) -> RowLayout:

@@ -21,8 +21,9 @@ from optrush.launch import launched
 
 if TYPE_CHECKING:
     from optrush.config import Config
+    from optrush.planner.answer import Answer, Way
     from optrush.planner.calibration import Calibration
-    from optrush.planner.search import Candidate, Prediction, SearchResult
+    from optrush.planner.search import Candidate, Prediction
 
 BAR = 24  # characters of the longest bar
 SMALL = 0.01  # share of the peak; smaller lines are shown as one
@@ -43,55 +44,93 @@ def plan(
         Path | None, typer.Option("--out", metavar="FILE", help="write the best setting as a YAML that train takes")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="with --out: overwrite the file")] = False,
+    details: Annotated[
+        bool, typer.Option("--details", help="memory line by line, the work, and what other techniques would change")
+    ] = False,
+    solve: Annotated[
+        str | None,
+        typer.Option("--solve", metavar="WHAT", help="longest (row), largest-model, cheapest (card), batch"),
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option("--price", min=0, metavar="USD", help="an hour of one card; else a list price")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Predict memory and speed, and find better settings.
+    """Find what fits and how fast it is, by method and techniques.
 
-    Nothing is built and nothing is written, but --out FILE. Memory is shown by line at the moment of its peak. Speed
+    The first line answers: what fits, how fast, how long the run takes. If nothing fits, the nearest that does follows.
+    Nothing is built and nothing is written, but --out FILE. --details shows memory by line at its peak. Speed
     rests on the rates that `optrush calibrate` measured on the device; without them on its datasheet and on the share
     of it that such work reached on one H200; the output names which (basis).
     """
     config = read_run(path, set_, with_, without)
+    from optrush.planner import answer as asked
     from optrush.planner import search as planner
 
+    if solve is not None:
+        text, values = asked.solve(config, hardware, solve)
+        print(json.dumps(values) if as_json else text)
+        return
     if out is not None and out.exists() and not force:
         raise ConfigError(f"--out {out}", "this file exists", "take another name, or add --force")
     prediction: Prediction | None = None
     refused: UserError | None = None
     try:
-        prediction = planner.predict(config, hardware)
+        planned, _ = asked.choose_techniques(config, hardware, launch_ranks(hardware))
+        prediction = planner.predict(planned, hardware)
     except (ConfigError, ConflictError, NeedsError) as error:  # another setting may run there
         refused = error  # if none can, the search raises it too
-    found = planner.search(config, hardware, keep_maths=keep_maths)
+    found = asked.answer(config, hardware, keep_maths=keep_maths)
     if as_json:
-        print(json.dumps(_document(prediction, refused, found)))
+        print(json.dumps(_document(prediction, refused, found, hardware, price)))
     else:
-        print("\n".join(_text(config, hardware, prediction, refused, found)))
+        print("\n".join(_text(config, hardware, prediction, refused, found, price, details)))
     if out is not None:
         _write(config, hardware, found, out)
 
 
-def _write(config: Config, name: str, found: SearchResult, out: Path) -> None:
+def launch_ranks(hardware: str) -> int:
+    from optrush.hardware import parse_hardware
+
+    return parse_hardware(hardware)[1]
+
+
+def _write(config: Config, name: str, found: Answer, out: Path) -> None:
     from optrush import hardware
     from optrush.config import dump_config
 
-    if not found.settings:
-        raise ConfigError(f"--out {out}", "no setting fits", "take a smaller model, shorter rows or other hardware")
+    best = found.best
+    if best is None or best.setting is None:
+        do = found.nearest[0] if found.nearest else "take a smaller model, shorter rows or other hardware"
+        raise ConfigError(f"--out {out}", "no setting fits", do)
     _, ranks = hardware.parse_hardware(name)
     launch = f"optrush train {out}" + (f" --ranks {ranks}" if ranks > 1 else "")
     try:
-        out.write_text(f"# {launch}\n{dump_config(found.settings[0].over(config))}")
+        out.write_text(f"# {launch}\n{dump_config(_over(config, best))}")
     except OSError as error:
         raise ConfigError(f"--out {out}", f"{error.strerror}", "give a path that can be written") from None
     print(f"the best setting: {launch}", file=sys.stderr)
 
 
-def _document(prediction: Prediction | None, refused: UserError | None, found: SearchResult) -> dict[str, Any]:
-    """Build the document of --json: the prediction's fields, null where it was refused, and the alternatives."""
+def _over(config: Config, way: Way) -> Config:
+    """Return the configuration with a method and its setting."""
+    from optrush.config import METHODS
+
+    assert way.setting is not None
+    named = way.method in METHODS and METHODS[way.method].keys() <= way.setting.with_.keys() and config.method
+    return way.setting.over(config).model_copy(update={"method": way.method if named else None})
+
+
+def _document(
+    prediction: Prediction | None, refused: UserError | None, answer: Answer, hardware: str, price: float | None
+) -> dict[str, Any]:
+    """Build the document of --json: the prediction's fields, null where it was refused, and the answer."""
     from optrush.planner.search import Prediction
 
     names = [f.name for f in dataclasses.fields(Prediction)]
     own = dict.fromkeys(names) if prediction is None else dataclasses.asdict(prediction)
+    best = answer.best
+    settings = answer.found.settings or ((best.setting,) if best is not None and best.setting is not None else ())
     return {
         **own,
         "fits": prediction is not None and prediction.fits,
@@ -99,36 +138,121 @@ def _document(prediction: Prediction | None, refused: UserError | None, found: S
         "alternatives": [
             {"with": {k: dict(v) for k, v in s.with_.items()}, "micro_rows": s.micro_rows}
             | {name: getattr(s.prediction, name) for name in ("peak_bytes", "tokens_per_s", "fits")}
-            for s in found.settings
+            for s in settings
         ],
-        "tried": found.tried,
-        "lost": [{"what": what, "why": why} for what, why in found.lost],
+        "tried": answer.found.tried,
+        "lost": [{"what": what, "why": why} for what, why in answer.found.lost],
+        "answer": {
+            "fits": best is not None,
+            "methods": [_way_document(w, hardware, price) for w in answer.ways],
+            "nearest": list(answer.nearest),
+        },
     }
 
 
-def _text(
-    config: Config, hardware: str, prediction: Prediction | None, refused: UserError | None, found: SearchResult
-) -> list[str]:
-    """Format the configuration's memory as bars, its speed, better settings and other models."""
-    from optrush.planner import search as planner
+def _way_document(way: Way, hardware: str, price: float | None) -> dict[str, Any]:
+    s = way.setting
+    known: dict[str, Any] = {"method": way.method, "fits": s is not None}
+    if s is None:
+        return {**known, "least_bytes": way.least_bytes}
+    return {
+        **known,
+        "with": {k: dict(v) for k, v in s.with_.items()},
+        "micro_rows": s.micro_rows,
+        "peak_bytes": s.prediction.peak_bytes,
+        "tokens_per_s": s.prediction.tokens_per_s,
+        "quality": list(way.quality),
+        "steps": way.steps,
+        "hours": None if way.seconds is None else way.seconds / 3600,
+        "usd": _usd(way, hardware, price),
+    }
 
-    lines = ["as configured"]
-    if prediction is not None:
-        lines += memory_lines(prediction)
-        lines += ["", *work_lines(prediction)]
+
+def _usd(way: Way, name: str, price: float | None) -> float | None:
+    """Return the price of the whole run; None: its length or the price of an hour is not known."""
+    from optrush import hardware
+
+    _, ranks = hardware.parse_hardware(name)
+    an_hour = hardware.PRICES_USD_H.get(name.rpartition("x")[2] if ranks > 1 else name) if price is None else price
+    return None if an_hour is None or way.seconds is None else way.seconds / 3600 * an_hour * ranks
+
+
+def _text(
+    config: Config, hardware: str, prediction: Prediction | None, refused: UserError | None, answer: Answer,
+    price: float | None, details: bool,
+) -> list[str]:  # fmt: skip
+    """Format the answer, its methods and better settings; with `details` memory as bars, work and other models."""
+    lines = [*_answer_lines(config, hardware, answer, price), ""]
+    if details:
+        lines.append("as configured")
+        if prediction is not None:
+            lines += [*memory_lines(prediction), "", *work_lines(prediction)]
+    elif prediction is not None:
+        fits = "fits" if prediction.fits else "does NOT fit"
+        lines.append(f"as configured: {prediction.peak_bytes / GIB:.2f} GiB, {fits}; {_speed(prediction)}")
+    else:
+        lines.append("as configured")
     if refused is not None:
         lines += [f"  {text}" for text in str(refused).splitlines()]
-    lines += ["", f"the best of {found.tried} sets of techniques that go together, each with its micro-batch"]
+    found = answer.found
+    if found.settings:
+        lines += ["", f"the best of {found.tried} sets of techniques that go together, each with its micro-batch"]
     for place, setting in enumerate(found.settings, 1):
         lines.append(f"  {place}. {setting.title}")
         lines.append(f"     {_short(setting)}")
-    if not found.settings:
-        return [*lines, "  none fits: take a smaller model, shorter rows or other hardware"]
-    lines += ["", "beside the best"]
+    return lines + (_other_lines(config, hardware, answer) if details else [])
+
+
+def _answer_lines(config: Config, hardware: str, answer: Answer, price: float | None) -> list[str]:
+    """Format the answer in one line, then a line for each method, or what is nearest."""
+    from optrush.hardware import parse_hardware
+
+    device, ranks = parse_hardware(hardware)
+    on = device.name if ranks == 1 else f"{ranks} x {device.name}"
+    best = answer.best
+    if best is None or best.setting is None:
+        least = min((w.least_bytes for w in answer.ways if w.least_bytes), default=None)
+        needs = "" if least is None else f"; the smallest tried needs {least / GIB:.1f} GiB"
+        nearest = answer.nearest or ("optrush knows none: take a smaller model, shorter rows or other hardware",)
+        return [f"does NOT fit on {on}{needs}", *(f"  nearest: {text}" for text in nearest)]
+    p = best.setting.prediction
+    most = "" if p.room_bytes is None else f" of {p.room_bytes / GIB:.1f}"
+    time = "" if best.seconds is None else f"; this data: {_time(best, hardware, price)}"
+    lines = [f"fits on {on}: {best.method}, {p.peak_bytes / GIB:.1f}{most} GiB, {_speed(p)}{time}"]
+    width = max(len(w.method) for w in answer.ways)
+    for way in answer.ways:
+        if way.setting is None:
+            needs = "" if way.least_bytes is None else f": {way.least_bytes / GIB:.1f} GiB at least"
+            lines.append(f"  {way.method:<{width}}  does not fit{needs}")
+        else:
+            lines += [
+                f"  {way.method:<{width}}  {way.costs}{', tight' * way.tight}; {_short(way.setting)}",
+                f"  {'':<{width}}  {way.setting.title}",
+            ]
+    return lines
+
+
+def _time(way: Way, hardware: str, price: float | None) -> str:
+    assert way.seconds is not None
+    hours = way.seconds / 3600
+    time = f"{hours:,.1f} h" if hours >= 1 else f"{way.seconds / 60:,.1f} min"
+    usd = _usd(way, hardware, price)
+    steps = "" if way.steps is None else f"{way.steps:,.0f} steps, "
+    return f"{steps}{time}" + ("" if usd is None else f", {usd:,.2f} USD")
+
+
+def _other_lines(config: Config, hardware: str, answer: Answer) -> list[str]:
+    """Format what other techniques would change, and other models of the family."""
+    from optrush.planner import search as planner
+
+    found, best = answer.found, answer.best
+    if best is None or best.setting is None:
+        return []
+    lines = ["", "beside the best"] if found.lost else []
     width = max((len(what) for what, _ in found.lost), default=0)
     lines += [f"  {what:<{width}}  {why}" for what, why in found.lost]
     lines += ["", "the same on models of the family"]
-    rows = list(planner.family(config, hardware, found.settings[0]))
+    rows = list(planner.family(config, hardware, found.settings[0] if found.settings else best.setting))
     width = max((len(name) for name, _, _ in rows), default=0)
     for name, parameters, other in rows:
         cost = "does not fit" if other is None else _short(other)

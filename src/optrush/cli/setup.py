@@ -47,6 +47,13 @@ def init(
         str | None, typer.Option("--data", metavar="DATA", help="a JSON Lines file, sample:recipes, or random[:N]")
     ] = None,
     output: Annotated[str | None, typer.Option("--output", metavar="DIR", help="the run's folder")] = None,
+    method: Annotated[
+        str | None, typer.Option("--method", metavar="NAME", help="full, lora, qlora, or auto: what fits")
+    ] = None,
+    seq: Annotated[
+        int | None, typer.Option("--seq", min=2, metavar="TOKENS", help="the longest text that is seen whole")
+    ] = None,
+    epochs: Annotated[float | None, typer.Option("--epochs", min=0, help="how often the data is seen")] = None,
     hardware: Annotated[
         str, typer.Option("--hardware", metavar="NAME", help="the machine it is for: cpu, h200, 2xh200, ...")
     ] = "auto",
@@ -62,7 +69,13 @@ def init(
     Its techniques and sizes are those that suit this machine (or --hardware). On a terminal, what no flag says is
     asked; elsewhere --model and --data are needed, or --yes. FILE is train.yaml unless you name one.
     """
-    from optrush.planner.init_config import InitRequest, check_data, check_new_output, check_objective, compose
+    from optrush.planner.init_config import (
+        InitRequest,
+        check_data,
+        check_new_output,
+        check_objective,
+        compose,
+    )
 
     _check_file(file, force)
     asking = sys.stdin.isatty() and not yes
@@ -88,7 +101,9 @@ def init(
     if output is None:
         help_ = "The folder that the run writes into; it must be new or empty."
         output = _prompt("--output", _new(file), help_, check_new_output) if asking else _new(file)
-    first = compose(InitRequest(model, objective, data, output, hardware, with_), str(file))
+    method, seq, epochs = _how(method, seq, epochs, asking)
+    request = InitRequest(model, objective, data, output, hardware, with_, method, seq, epochs)
+    first = compose(request, str(file))
     try:
         with file.open("w" if force else "x", encoding="utf-8") as opened:
             opened.write(first.text)
@@ -97,6 +112,23 @@ def init(
     ranks = f" --ranks {first.ranks}" if first.ranks > 1 else ""
     for more in (" --dry-run", ""):
         print(f"optrush train {shlex.quote(str(file))}{ranks}{more}")
+
+
+def _how(method: str | None, seq: int | None, epochs: float | None, asking: bool) -> tuple[str, int | None, float]:
+    """Return method, tokens of a row and epochs, from the flags or the terminal."""
+    from optrush.planner.init_config import check_method, check_number
+
+    if method is None:
+        help_ = "full trains all weights, lora adapters, qlora adapters on 4 bits; auto takes the first that fits."
+        method = _prompt("--method", "auto", help_, check_method) if asking else "auto"
+    if asking and seq is None:
+        help_ = "The longest text that is seen whole, in tokens; auto: as suits the machine."
+        text = _prompt("--seq", "auto", help_, lambda t: t if t == "auto" else check_number(t))
+        seq = None if text == "auto" else int(float(text))
+    if epochs is None:
+        epochs = float(_prompt("--epochs", "1", "How often the data is seen.", check_number)) if asking else 1
+    epochs = int(epochs) if epochs == int(epochs) else epochs
+    return method, seq, epochs
 
 
 def _check_file(file: Path, force: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -15,9 +16,10 @@ import typer
 
 from optrush.cli.options import ConfigFile, Json, Ranks, Set, With, Without, launches, read_run
 from optrush.errors import ConfigError, RunError
-from optrush.launch import launched
+from optrush.launch import LAUNCHER, launched
 
 if TYPE_CHECKING:
+    from optrush.config import Config
     from optrush.resolve import ResolvedConfig
 
 
@@ -67,6 +69,7 @@ def train_command(
     config = read_run(path, set_, with_, without)
     _check_flags(allow_change, resume, dry_run, overfit, overfit_steps, as_json)
     start: Literal["auto"] | Path | None = "auto" if resume == "auto" else Path(resume) if resume else None
+    config = _planned(config, ranks if launches(ranks) else launched()[1], start)
     from optrush.resolve import resolve
     from optrush.trainer import distributed
 
@@ -97,6 +100,26 @@ def train_command(
             print(f"held-out loss {losses}", file=sys.stderr)
         print(outcome.output)
     raise typer.Exit(outcome.code)
+
+
+def _planned(config: Config, ranks: int, start: Literal["auto"] | Path | None) -> Config:
+    """Choose what the file leaves to the planner, and print it; a run that goes on has what it began with."""
+    if not config.unplanned:
+        return config
+    from optrush.config import parse_config
+    from optrush.planner.answer import choose_techniques
+
+    began = Path(config.output) / "run.yaml"
+    if start is not None and began.is_file():
+        before = parse_config(began.read_text("utf-8"), str(began), own=True)
+        batch = config.batch
+        if batch.micro_tokens is None:
+            batch = batch.model_copy(update={"micro_tokens": before.batch.micro_tokens})
+        return config.model_copy(update={"with_": before.with_, "method": before.method, "batch": batch})
+    config, line = choose_techniques(config, ranks=ranks)
+    if launched()[0] == 0 and LAUNCHER not in os.environ:
+        print(line, file=sys.stderr)
+    return config
 
 
 def _checked(resolved: ResolvedConfig, start: Literal["auto"] | Path | None) -> Callable[[], str]:

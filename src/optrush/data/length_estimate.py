@@ -16,6 +16,8 @@ FILES = 8  # that they come from, if there are more
 MOST_CHARS = 4 << 20
 CHARS_A_TOKEN = 4.0  # of English; the usual rule of thumb
 CHARS_A_TURN = 8  # of a template around a turn
+RANDOM, SAMPLES = 4096, 1000  # documents of `data.random: true`, conversations of a sample, where none are counted
+MOST_BYTES = 256 << 20  # read to count lines
 
 
 class Fill(NamedTuple):
@@ -59,6 +61,38 @@ def estimate(data: Data, seed: int, *, pairs: bool = False) -> list[float]:
     for file in files[:ROWS]:
         found += _chars(file, data, max(1, ROWS // len(files)))
     return [chars / CHARS_A_TOKEN for chars in found]
+
+
+def estimate_tokens(config: Config) -> float | None:
+    """Estimate the tokens of one epoch, all sources counted by their weights; None: not known."""
+    data, T = config.data, config.batch.seq
+    if data.random is not None:
+        return float(RANDOM if data.random is True else data.random) * T
+    lengths = estimate(data, config.seed, pairs=config.objective == "dpo")
+    if not lengths:
+        return None
+    mean = sum(lengths) / len(lengths)
+    rows: float | None = float(SAMPLES) if data.sample is not None else _rows(data)
+    if rows is None:
+        return None
+    rows = rows if data.max_samples is None else min(rows, data.max_samples)
+    held_out = data.eval if isinstance(data.eval, float) else 0.0
+    return rows * (1 - held_out) * mean
+
+
+def _rows(data: Data) -> float | None:
+    """Count the rows of JSON Lines by their line ends; None: files of another kind, or too many of them."""
+    rows, left = 0.0, MOST_BYTES
+    for origin in data.origins:
+        for file in _files(origin.path):
+            if file.suffix != ".jsonl" or left <= 0:
+                return None
+            size = file.stat().st_size
+            with file.open("rb") as opened:
+                head = opened.read(min(size, left))
+            left -= len(head)
+            rows += origin.weight * head.count(b"\n") * (size / max(1, len(head)))
+    return rows or None
 
 
 def _size(turns: Sequence[dict[str, str]]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import tempfile
 from functools import cache
@@ -25,7 +26,8 @@ def locate(config: Config, weights: bool = True) -> tuple[Path | None, dict[str,
     """Return the model's folder (None: a shape with random weights) and its config.json.
 
     Args:
-        weights: False downloads only config.json from the hub, and the tokenizer where tokens are added.
+        weights: False downloads only config.json from the hub, and the tokenizer where tokens are added; of a widely
+            used model nothing, since its sizes are stored here.
 
     Raises:
         ConfigError: no such folder, shape or hub id; no config.json; not JSON.
@@ -39,6 +41,8 @@ def locate(config: Config, weights: bool = True) -> tuple[Path | None, dict[str,
             raise ConfigError(f"`model.shape: {m.shape}`", "no such shape", nearest(m.shape, SHAPES))
         return None, copy.deepcopy(SHAPES[m.shape])
     assert m.path is not None
+    if not weights and not m.add_tokens and m.path in _published() and not Path(m.path).exists():
+        return None, copy.deepcopy(_published()[m.path])
     folder = _tiny() if m.path == "tiny" else Path(m.path)
     if not folder.is_dir():
         folder = _download(m.path, WEIGHTS if weights else TOKENIZER if m.add_tokens else CONFIG)
@@ -46,6 +50,13 @@ def locate(config: Config, weights: bool = True) -> tuple[Path | None, dict[str,
     if not file.is_file():
         raise ConfigError(f"the model {folder}", "a folder without config.json", "name a Hugging Face model's folder")
     return folder, read_config_json(file)
+
+
+@cache
+def _published() -> dict[str, dict[str, Any]]:
+    """Return the sizes and flags of widely used models by hub id, which a plan needs no network for."""
+    found: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "models.json").read_text("utf-8"))
+    return found
 
 
 def _tiny() -> Path:

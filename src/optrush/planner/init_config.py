@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 import shlex
@@ -19,15 +18,15 @@ from typing import Any
 import yaml
 
 from optrush import hardware
-from optrush.config import Config, nearest, parse_config, parse_scalar
-from optrush.errors import ConfigError, UserError
+from optrush.config import ADAPTER_LR, METHODS, Config, nearest, parse_config, parse_scalar
+from optrush.errors import ConfigError, NeedsError, UserError
 from optrush.hardware import Device
 from optrush.models.shapes import ModelShape, native_obstacle, refuse_foreign
 from optrush.models.source import locate
-from optrush.planner import search
+from optrush.planner import answer, search
 from optrush.planner.search import Prediction
 from optrush.resolve import resolve
-from optrush.technique import RANK_PARTS, Environment, Part, Requirement, Technique, compilers, instantiate
+from optrush.technique import RANK_PARTS, Part, Requirement, Technique, instantiate
 from optrush.techniques import ALL
 
 # --- the text
@@ -93,25 +92,9 @@ COUNTED = 2000  # rows of a file that are counted, to choose the part that is he
 FEW = 10  # rows of which nothing is held out
 GPU_SEQ, GPU_TOKENS = 2048, 32768
 CPU_SEQ, CPU_TOKENS = 512, 2048
+LR = 2e-5  # of a model that has learnt before
 FASTER = 1.01  # the least gain for which the micro-batch is enlarged
 CPU_CONVERSATIONS = 300  # of the sample: minutes on two cores
-
-# Techniques for each kind of device, in the ladder's order; of several options the first that can run here.
-Choice = tuple[str, tuple[dict[str, Any], ...]]
-ON_GPU: tuple[Choice, ...] = (
-    ("amp", ({}, {"dtype": "fp16"})),
-    ("fused-adamw", ({},)),
-    ("attention", ({"impl": "varlen"}, {"impl": "sdpa"})),
-    ("compile", ({},)),
-    ("packing", ({},)),
-    ("fused-loss", ({},)),
-)
-ON_CPU: tuple[Choice, ...] = (
-    ("fused-adamw", ({},)),
-    ("attention", ({"impl": "sdpa"},)),
-    ("packing", ({},)),
-    ("fused-loss", ({"chunk": 256},)),
-)
 
 
 @dataclass(frozen=True)
@@ -124,6 +107,9 @@ class InitRequest:
     output: str
     hardware: str = "auto"
     withs: Sequence[str] = ()  # as --with takes them
+    method: str = "auto"
+    seq: int | None = None  # None: as long as suits the device
+    epochs: float = 1
 
 
 @dataclass(frozen=True)
@@ -146,6 +132,7 @@ def compose(request: InitRequest, file: str, classes: Sequence[type[Technique]] 
     if not request.model:
         raise ConfigError("the model ''", "no name", "name a Hugging Face folder, a hub id, or `tiny`")
     check_objective(request.objective)
+    check_method(request.method)
     check_data(request.data)
     check_new_output(request.output)
     own = parse_config(SMALLEST, file, withs=request.withs).with_
@@ -154,19 +141,46 @@ def compose(request: InitRequest, file: str, classes: Sequence[type[Technique]] 
         many = math.prod(n for t in wanted for n in t.axes().values())
         ranks = max(2, many, len(hardware.probe()) // many * many if here else 2)
     tree = choose_values(request, device, ranks)
-    env = resolve(Config.model_validate(tree), classes, 1, device).env
-    techniques, left = _pick(request, own, env, classes, here)
+    env = resolve(Config.model_validate(tree | {"with": {}}), classes, 1, device).env
+    own = {**METHODS.get(request.method, {}), **own}
+    techniques, left = answer.pick_listed(own, env, classes, here, text=not request.data.startswith(RANDOM))
     config = Config.model_validate(tree | {"with": techniques})
     resolve(config, classes, ranks, device)
-    tree["batch"]["micro_tokens"], memory = _fitting(config, request.hardware, ranks, classes)
+    micro, memory, fits = _fitting(config, request.hardware, ranks, classes)
+    if not fits:  # the listed techniques are fast, not small
+        techniques, left = _searched(Config.model_validate(tree | {"with": own}), request, classes), []
+        config = Config.model_validate(tree | {"with": techniques})
+        micro, memory, _ = _fitting(config, request.hardware, ranks, classes)
+    tree["batch"]["micro_tokens"] = micro
+    if tree["optim"]["lr"] == LR and any(Part.TRAINED in t.claims for t in instantiate(classes, techniques)):
+        tree["optim"]["lr"] = ADAPTER_LR
     text = yaml_text(tree, file, device, techniques, left, memory, ranks, classes)
     config = parse_config(text, file)
     resolve(config, classes, ranks, device)
     return FirstConfig(text, config, ranks)
 
 
-def _fitting(config: Config, hardware_name: str, ranks: int, classes: Sequence[type[Technique]]) -> tuple[int, str]:
-    """Return the micro-batch and its predicted memory, as part of a sentence.
+def _searched(config: Config, request: InitRequest, classes: Sequence[type[Technique]]) -> dict[str, dict[str, Any]]:
+    """Return the techniques of the best setting that fits, of any method unless one is asked for.
+
+    Raises:
+        NeedsError: nothing fits, with the nearest that does.
+    """
+    method = None if request.method == "auto" else request.method
+    batch = config.batch.model_copy(update={"micro_tokens": None})
+    found = answer.answer(config.model_copy(update={"method": method, "batch": batch}), request.hardware, classes)
+    if found.best is None or found.best.setting is None:
+        least = min((w.least_bytes for w in found.ways if w.least_bytes), default=0) / hardware.GIB
+        do = "; or ".join(found.nearest) or "take a smaller model, shorter rows or other hardware"
+        asked = f"a run of {request.model} on {request.hardware}"
+        raise NeedsError(asked, f"nothing fits: the smallest set tried needs {least:.1f} GiB", do)
+    return {name: dict(options) for name, options in found.best.setting.with_.items()}
+
+
+def _fitting(
+    config: Config, hardware_name: str, ranks: int, classes: Sequence[type[Technique]]
+) -> tuple[int, str, bool]:
+    """Return the micro-batch, its predicted memory as part of a sentence, and whether it fits or is not known.
 
     It grows while it fits and is faster; it is one row on a CPU, and where the planner does not support the model.
     """
@@ -181,13 +195,12 @@ def _fitting(config: Config, hardware_name: str, ranks: int, classes: Sequence[t
         try:
             p = search.predict(config.model_copy(update={"batch": batch}), hardware_name, ranks, classes)
         except UserError as error:
-            return T, f"no prediction of memory: {error.found}"
+            return T, f"no prediction of memory: {error.found}", True
         if best is not None and not (p.fits and (p.tokens_per_s or 0.0) > (best.tokens_per_s or 0.0) * FASTER):
             break
         best, micro = p, rows * T
     assert best is not None
-    fits = "" if best.fits else ", which is too much: take a smaller model, or add techniques (`optrush techniques`)"
-    return micro, f"predicted to need {best.peak_bytes / hardware.GIB:.1f} GiB of memory at most{fits}"
+    return micro, f"predicted to need {best.peak_bytes / hardware.GIB:.1f} GiB of memory at most", best.fits
 
 
 def choose_values(request: InitRequest, device: Device, ranks: int = 1) -> dict[str, Any]:
@@ -200,62 +213,18 @@ def choose_values(request: InitRequest, device: Device, ranks: int = 1) -> dict[
         if "too_long" in tree["data"]:
             tree["data"]["too_long"] = "drop"
     gpu = device.kind == "cuda"
-    seq = _longest(tree, GPU_SEQ if gpu else CPU_SEQ)
+    seq = _longest(tree, request.seq or (GPU_SEQ if gpu else CPU_SEQ))
     rows = max(1, (GPU_TOKENS if gpu else CPU_TOKENS) // seq // ranks) * ranks
     tree["batch"] = {"seq": seq, "tokens": seq * rows, "micro_tokens": seq}
     fresh = request.model == "tiny" or request.model.startswith(SHAPE)
-    lr = 2e-3 if request.model == "tiny" else 3e-4 if fresh else 2e-5
+    lr = 2e-3 if request.model == "tiny" else 3e-4 if fresh else LR
     lr = lr / 10 if pairs and fresh else 1e-6 if pairs else lr  # 1e-6 is also TRL's
     tree["optim"] = {"lr": lr, "schedule": "cosine", "warmup": 0.1 if fresh else 0.03, "clip": 1.0}
-    tree["train"] = {"steps": 100} if "random" in tree["data"] else {"epochs": 1}
+    tree["train"] = {"steps": 100} if "random" in tree["data"] else {"epochs": request.epochs}
     tree["train"] |= {"log_every": 5, "save_every": 0.25, "keep": 2}
     if "eval" in tree["data"]:
         tree["train"]["eval_every"] = 0.25
     return tree | {"seed": 0, "output": request.output}
-
-
-def _pick(
-    request: InitRequest, own: dict[str, Any], env: Environment, classes: Sequence[type[Technique]], here: bool
-) -> tuple[dict[str, dict[str, Any]], list[tuple[str, Requirement]]]:
-    """Choose techniques with their options, in the ladder's order; return them, and those left out with the reason."""
-    known = {c.name: c for c in classes}
-    taken = {part for t in instantiate(classes, own) for part in t.claims}
-    text = not request.data.startswith(RANDOM)
-    chosen: dict[str, tuple[dict[str, Any], ...]] = {}
-    for name, options in ON_GPU if env.device.kind == "cuda" else ON_CPU:
-        if name in own or known[name].claims & taken or (not text and Part.BATCH_LAYOUT in known[name].claims):
-            continue
-        if not text and name == "attention":  # rows of one document need no mask
-            options = options[-1:]
-        chosen[name] = options
-    left: list[tuple[str, Requirement]] = []
-    while True:
-        owned = frozenset(taken.union(*(known[name].claims for name in chosen)))
-        settled = dataclasses.replace(env, claimed=owned)
-        first = {name: _first(known[name], options, settled, here) for name, options in chosen.items()}
-        lacks = {name: need for name, need in first.items() if isinstance(need, Requirement)}
-        if not lacks:
-            break
-        for name, need in lacks.items():
-            left.append((name, need))
-            del chosen[name]
-    techniques = {**{name: options for name, options in first.items() if isinstance(options, dict)}, **own}
-    return {c.name: techniques[c.name] for c in classes if c.name in techniques}, left
-
-
-def _first(
-    cls: type[Technique], options: Sequence[dict[str, Any]], env: Environment, here: bool
-) -> dict[str, Any] | Requirement:
-    """Return the first of these options whose needs are met, or what the last one lacks."""
-    unmet: list[Requirement] = []
-    for option in options:
-        technique = instantiate([cls], {cls.name: option})[0]
-        unmet = [n for n in technique.needs(env) if not n.met]
-        compiles = type(technique).compile is not Technique.compile
-        unmet += [n for n in compilers(env.device) if not n.met] if here and compiles else []
-        if not unmet:
-            return option
-    return unmet[0]
 
 
 def _data(text: str, device: Device) -> dict[str, Any]:
@@ -300,6 +269,22 @@ def check_objective(text: str) -> str:
     known = ("sft", "pretrain", "dpo")
     if text not in known:
         raise ConfigError(f"the objective {text}", "no such objective", nearest(text, known))
+    return text
+
+
+def check_method(text: str) -> str:
+    """Return the method if it exists; else raise ConfigError."""
+    known = ("auto", *METHODS)
+    if text not in known:
+        raise ConfigError(f"the method {text}", "no such method", nearest(text, known))
+    return text
+
+
+def check_number(text: str) -> str:
+    """Return the text if it is a number above 0; else raise ConfigError."""
+    value = parse_scalar(text)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise ConfigError(f"the number {text}", "no number above 0", "write 1, or 2048")
     return text
 
 

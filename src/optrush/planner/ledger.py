@@ -198,11 +198,13 @@ class Ledger:
     @cached_property
     def forms(self) -> dict[str, tuple[float, float, dict[float, float]]]:
         """Bytes by phase: once, for each token, and for each token up to a number of tokens."""
+        sizes = [(line, line_bytes(self, line, 1.0)) for line in self.lines]
+        sizes = [(line, size) for line, size in sizes if size]
         forms = {}
         for phase in PHASES:
             once, each, chunks = 0.0, 0.0, dict[float, float]()
-            for line in self.lines:
-                share, gathered = _there(self, line, 1.0, phase)
+            for line, size in sizes:
+                share, gathered = _there(self, line, size, phase)
                 once += gathered
                 if not line.per_token:
                     once += share
@@ -224,7 +226,8 @@ def apply_rules(
     """
     entries = list(baseline)
     changed: dict[Role, float] = {}
-    for rule in sorted(rules, key=lambda r: r.kind):
+    ordered = sorted(rules, key=lambda r: r.kind)
+    for rule in ordered:
         if rule.kind is Kind.ADD:
             entries += _added(rule, baseline)
         elif rule.kind is Kind.RETYPE:
@@ -233,11 +236,17 @@ def apply_rules(
                     raise ValueError(f"two rules give {role!r} different widths ({rule.reason})")
                 if not any(e.role == role for e in entries):
                     raise ValueError(f"nothing has the role {role!r} ({rule.reason})")
-        else:
-            edited = [_edited(rule, e) if _matches(rule, e) else e for e in entries]
-            if all(map(operator.is_, edited, entries)):
+    names = tuple(e.name for e in entries)
+    edits: dict[int, dict[str, Any]] = {}  # by place: the fields that differ from the entry's
+    for rule in ordered:
+        if rule.kind > Kind.RETYPE:
+            places = [i for i in _places(rule.kind is Kind.FREEZE, rule.match, names) if _matches(rule, entries[i])]
+            if not places:
                 raise ValueError(f"nothing is called {rule.match!r} ({rule.reason})")
-            entries = edited
+            for i in places:
+                _edit(rule, entries[i], edits.setdefault(i, {}))
+    for i, fields in edits.items():
+        entries[i] = dataclasses.replace(entries[i], **fields)
     doubled = [name for name, n in Counter((type(e), e.name) for e in entries).items() if n > 1]
     if doubled:
         raise ValueError(f"two entries are called {doubled[0][1]!r}")
@@ -256,13 +265,17 @@ def _added(rule: Rule, baseline: Sequence[Entry]) -> tuple[Entry, ...]:
 
 
 def _matches(rule: Rule, entry: Entry) -> bool:
-    if rule.kind is Kind.FREEZE:
-        return _named(entry.name, f"gradients.{rule.match}") or _named(entry.name, f"states.{rule.match}")
+    """Return whether a rule is about an entry of a name that matches."""
     if rule.kind is Kind.CUT and not isinstance(entry, Line):
         return False
-    if rule.by_token and not entry.by_token:
-        return False
-    return (entry.fusable or not rule.fusable) and _named(entry.name, rule.match)
+    return (entry.fusable or not rule.fusable) and (entry.by_token or not rule.by_token)
+
+
+@cache  # for all sets of a search that have the same entries
+def _places(frozen: bool, pattern: str, names: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the places of the names that match; of what is frozen, of its gradients and states."""
+    patterns = (f"gradients.{pattern}", f"states.{pattern}") if frozen else (pattern,)
+    return tuple(i for i, name in enumerate(names) if any(_named(name, p) for p in patterns))
 
 
 @cache  # a search repeats the same few hundred calls for each of its sets
@@ -270,11 +283,12 @@ def _named(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern)
 
 
-def _edited(rule: Rule, entry: Entry) -> Entry:
-    changes = {"gone": True} if rule.kind is Kind.FREEZE else rule.changes
-    # Some fields are of lines only, or of work only.
-    present = {name: value for name, value in changes.items() if hasattr(entry, name)}
-    return dataclasses.replace(entry, **{n: _EDITS[n](getattr(entry, n), value) for n, value in present.items()})
+def _edit(rule: Rule, entry: Entry, fields: dict[str, Any]) -> None:
+    """Combine a rule's changes with the fields that earlier rules gave an entry."""
+    changes: Mapping[str, Any] = {"gone": True} if rule.kind is Kind.FREEZE else rule.changes
+    for name, value in changes.items():
+        if hasattr(entry, name):  # some fields are of lines only, or of work only
+            fields[name] = _EDITS[name](fields.get(name, getattr(entry, name)), value)
 
 
 # --- evaluation
@@ -316,7 +330,7 @@ def peak_memory(ledger: Ledger, tokens: float) -> Peak:
     worst = max(PHASES, key=lambda phase: _bytes(ledger, tokens, phase))
     items = []
     for line in ledger.lines:
-        own, gathered = _there(ledger, line, tokens, worst)
+        own, gathered = _there(ledger, line, line_bytes(ledger, line, tokens), worst)
         items.append(Item(line.name, round(own), line.reason))
         items.append(Item(f"gathered {line.name}", round(gathered), "cut over the ranks, and whole while it is used"))
     return Peak(worst, tuple(i for i in items if i.bytes))
@@ -352,9 +366,9 @@ def line_bytes(ledger: Ledger, line: Line, tokens: float = 0.0) -> float:
     return ledger.width(line) * line.values * count / math.prod(line.cut.values())
 
 
-def _there(ledger: Ledger, line: Line, tokens: float, phase: str) -> tuple[float, float]:
-    """Return the bytes of a line in a phase: this rank's share, and what is gathered whole in addition."""
-    bytes_ = line_bytes(ledger, line, tokens) * _share(line, phase, ledger.accumulation)
+def _there(ledger: Ledger, line: Line, size: float, phase: str) -> tuple[float, float]:
+    """Return the bytes of a line of `size` in a phase: this rank's share, and what is gathered whole in addition."""
+    bytes_ = size * _share(line, phase, ledger.accumulation)
     if line.live == "gradient":
         in_use = bytes_ > 0 and phase.startswith("backward")
     else:

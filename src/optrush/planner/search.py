@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from optrush import technique
-from optrush.config import Config
+from optrush.config import Config, with_method
 from optrush.data.length_estimate import estimate_fill
 from optrush.errors import ConfigError, ConflictError, NeedsError
 from optrush.hardware import parse_hardware
@@ -25,7 +25,7 @@ from optrush.planner.calibration import Calibration
 from optrush.planner.cost import CLOSE, Rates, room
 from optrush.planner.ledger import Item, Ledger, Line
 from optrush.resolve import resolve
-from optrush.technique import Environment, Numerics, Part, Requirement, Technique, in_order, instantiate
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, compilers, in_order, instantiate
 from optrush.techniques import ALL
 
 Options = Sequence[Technique | None]  # of one technique: leaving it out, or one of its variants
@@ -52,6 +52,7 @@ class Prediction:
     # Seconds of a step by part at the device's ceiling: measured rates, or the datasheet's whole ones.
     ceiling_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     host_bytes: int = 0  # of pinned host memory, in addition to the device's
+    step_s: float | None = None  # of one step
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ class SearchResult:
     settings: tuple[Candidate, ...]
     tried: int
     lost: tuple[tuple[str, str], ...]
+    least_bytes: int | None = None  # the smallest peak of what does not fit
 
 
 def predict(
@@ -98,6 +100,8 @@ def predict(
         UserError: the configuration cannot be resolved on this hardware, or the planner does not support its model.
     """
     device, count = parse_hardware(hardware)
+    if config.method == "auto":  # what the run itself trains: everything, unless its techniques differ
+        config = config.model_copy(update={"method": None})
     resolved = resolve(config, classes, ranks or count, device)
     lengths = estimate_fill(config)
     env = dataclasses.replace(resolved.env, reach=lengths.reach)
@@ -117,7 +121,8 @@ def predict(
 
 def search(
     config: Config, hardware: str = "auto", classes: Sequence[type[Technique]] = ALL, *, keep_maths: bool = False,
-    best: int = 3,
+    best: int = 3, ranks: int | None = None, whole: bool = True, scarce: bool = False, fixed: bool = False,
+    here: bool = False, start: Mapping[str, Mapping[str, Any]] | None = None, keep: Container[str] = (),
 ) -> SearchResult:  # fmt: skip
     """Search sets of techniques and micro-batches for the fastest settings; the tokens of a step stay the same.
 
@@ -126,18 +131,54 @@ def search(
     Args:
         keep_maths: leave out techniques that change what is computed (`Numerics.DIFFERENT_MATHS`).
         best: number of settings.
+        ranks: processes; None: the number in the hardware's name.
+        whole: also try each option that is not in the best set; needed for what is lost without it.
+        scarce: also try what saves memory at the cost of speed.
+        fixed: keep the micro-batch, where the configuration has a number.
+        here: leave out what this machine lacks packages or compilers for.
+        start: techniques to climb from, instead of the run's own and none.
+        keep: techniques that stay as configured.
     """
-    problem = _problem(config, hardware, classes)
+    config = with_method(config)
+    problem = _problem(config, hardware, classes, ranks)
+    if fixed and isinstance(config.batch.micro_tokens, int):
+        problem = dataclasses.replace(problem, micro_rows=config.batch.micro_tokens // config.batch.seq)
+    problem = dataclasses.replace(problem, env=dataclasses.replace(problem.env, scarce=scarce))
     options, unmet = _options(problem.env, classes, keep_maths, config.with_)
+    if here:
+        options = [[t for t in group if t is None or _runs_here(t, problem.env)] or [None] for group in options]
     evaluations = Evaluations(problem)
-    configured = [instantiate([c], {c.name: config.with_[c.name]})[0] for c in classes if c.name in config.with_]
+    begin = {**(start or {}), **config.with_}
+    options = [_pinned(group, begin, keep) for group in options]
+    configured = [instantiate([c], {c.name: begin[c.name]})[0] for c in classes if c.name in begin]
     own = tuple(next((t for t in group if t in configured), None) for group in options)
     none = tuple(None if None in group else group[0] for group in options)
-    climb((own, none), options, lambda a, b: bool(a.claims & b.claims), evaluations.score)
+    own = tuple(t if t in group else group[0] for t, group in zip(own, options))
+    climb(
+        (own, none) if start is None else (own,),
+        options,
+        lambda a, b: bool(a.claims & b.claims),
+        evaluations.score,
+        whole,
+    )
     settings = sorted(evaluations.settings, key=lambda s: s.speed, reverse=True)
     leading = tuple(_leading(settings, best))
-    lost = _lost(leading[0], settings, options, problem.env) if leading else ()
-    return SearchResult(leading, evaluations.tried, (*lost, *unmet))
+    lost = _lost(leading[0], settings, options, problem.env) if leading and whole else ()
+    least = min((n for n in evaluations.results.values() if isinstance(n, int)), default=None)
+    return SearchResult(leading, evaluations.tried, (*lost, *unmet), least)
+
+
+def _pinned(group: Options, given: Mapping[str, Mapping[str, Any]], keep: Container[str]) -> Options:
+    """Return only the configured options of a technique that is to be kept."""
+    for t in group:
+        if t is not None and t.name in keep:
+            return instantiate([type(t)], {t.name: given[t.name]})
+    return group
+
+
+def _runs_here(t: Technique, env: Environment) -> bool:
+    compiles = type(t).compile is not Technique.compile
+    return not any(True for _ in technique.missing(t)) and (not compiles or all(n.met for n in compilers(env.device)))
 
 
 def family(
@@ -150,7 +191,7 @@ def family(
     Yields:
         name, parameters, setting; None: it does not fit.
     """
-    problem = _problem(config, hardware, classes)
+    problem = _problem(config.model_copy(update={"with_": dict(setting.with_)}), hardware, classes)
     owners = [c for c in classes if Part.ACTIVATION_CHECKPOINTING in c.claims]
     saving = [t for c in owners for options in c.variants(problem.env) for t in instantiate([c], {c.name: options})]
     kept = [t for t in instantiate(classes, setting.with_) if Part.ACTIVATION_CHECKPOINTING not in t.claims]
@@ -178,6 +219,7 @@ def _prediction(book: Ledger, env: Environment, peak: ledger.Peak, rates: Rates 
         capacity_bytes=env.device.memory_bytes,
         fits=most is None or peak.bytes <= most,
         tokens_per_s=None if seconds is None else useful / seconds,
+        step_s=seconds,
         basis="datasheet" if rates is None else rates.basis,
         rates_from="" if rates is None else rates.source,
         work=() if rates is None else tuple(cost.efforts(book, env.device, tokens, rates)),
@@ -216,11 +258,14 @@ class _Problem:
     env: Environment
     padding: float
     calibration: Calibration | None
+    micro_rows: int | None = None  # None: to be found
 
 
-def _problem(config: Config, hardware: str, classes: Sequence[type[Technique]]) -> _Problem:
+def _problem(config: Config, hardware: str, classes: Sequence[type[Technique]], ranks: int | None = None) -> _Problem:
     """Resolve the configuration with one row a micro-batch, and of the techniques only the owner of Part.TRAINED."""
-    device, ranks = parse_hardware(hardware)
+    device, count = parse_hardware(hardware)
+    ranks = ranks or count
+    config = config.model_copy(update={"method": None})  # its techniques are in `with_`
     batch = config.batch.model_copy(update={"micro_tokens": config.batch.seq})
     kept = {c.name: config.with_[c.name] for c in classes if Part.TRAINED in c.claims and c.name in config.with_}
     resolved = resolve(config.model_copy(update={"with_": kept, "batch": batch}), classes, 1, device)
@@ -243,7 +288,8 @@ def _options(
     options: list[Options] = []
     unmet: list[tuple[str, str]] = []
     for cls in classes:
-        if keep_maths and cls.numerics is Numerics.DIFFERENT_MATHS:
+        trains = Part.TRAINED in cls.claims | cls.wants and cls.name in configured  # asked for, not chosen for speed
+        if keep_maths and cls.numerics is Numerics.DIFFERENT_MATHS and not trains:
             unmet.append((cls.name, "it changes the maths, which are to be kept"))
             continue
         given, variants = configured.get(cls.name), list(cls.variants(env))
@@ -312,7 +358,10 @@ def _fastest(members: Sequence[Technique], env: Environment, problem: _Problem) 
     book: Ledger | None = None
     rules: list[ledger.Rule] = []
     powers = [2**k for k in range(20) if 2**k < rows and rows % 2**k == 0]
-    for sizes in filter(None, (powers, [rows])):  # rules may depend on whether there is accumulation
+    fixed = problem.micro_rows
+    for sizes in filter(
+        None, (powers, [rows]) if fixed is None else ([fixed],)
+    ):  # rules may depend on whether there is accumulation
         first = dataclasses.replace(env, micro_rows=sizes[0])
         predicted = [r for t in members for r in t.predict(first)]
         if book is None or predicted != rules:
@@ -330,7 +379,7 @@ def _fastest(members: Sequence[Technique], env: Environment, problem: _Problem) 
                 best = (speed, sized, book)
     if best is None:
         assert book is not None
-        return ledger.peak_memory(book, env.seq * (1 if rows % 2 == 0 else rows)).bytes
+        return ledger.peak_memory(book, env.seq * (fixed or (1 if rows % 2 == 0 else rows))).bytes
     _, env, book = best
     peak = ledger.peak_memory(book, env.micro_rows * env.seq)
     return Candidate({t.name: _changed(t) for t in members}, env.micro_rows, _prediction(book, env, peak, rates))
@@ -406,7 +455,9 @@ Value = Callable[[Chosen[T]], Score | None]  # of a combination; None: it is not
 IMPOSSIBLE: Score = (-1.0,)  # less than any score
 
 
-def climb(begins: Sequence[Chosen[T]], groups: Groups[T], clash: Clash, value: Value[T]) -> Chosen[T]:
+def climb(
+    begins: Sequence[Chosen[T]], groups: Groups[T], clash: Clash, value: Value[T], whole: bool = True
+) -> Chosen[T]:
     """Return the best combination reached by climbing from each beginning.
 
     Every single change of it has then been evaluated; and, for each option with which none of these is usable, the best
@@ -414,8 +465,11 @@ def climb(begins: Sequence[Chosen[T]], groups: Groups[T], clash: Clash, value: V
 
     Args:
         value: caches its results.
+        whole: False: without the climbs of the other options.
     """
     best = max((_ascend(b, groups, clash, value) for b in begins), key=lambda c: value(c) or IMPOSSIBLE)
+    if not whole:
+        return best
     for place, group in enumerate(groups):
         for option in group:
             around = [best, *_changes(best, place, [option], clash, value)]

@@ -30,9 +30,13 @@ class Adam4bit(Technique):
     numerics = Numerics.DIFFERENT_MATHS
     claims = frozenset({Part.OPTIMIZER})
     searched = False
+    last_resort = True
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         yield env.needs_no_kahan(self.name)
+
+    def quality(self, env: Environment) -> str:
+        return "4-bit moments"
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         yield live("states.*", "half a byte for each moment, and a float32 scale for 128 of them", role="nibble")

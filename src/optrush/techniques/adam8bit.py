@@ -29,9 +29,13 @@ class Adam8bit(Technique):
     numerics = Numerics.DIFFERENT_MATHS
     claims = frozenset({Part.OPTIMIZER})
     searched = False
+    last_resort = True
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         yield env.needs_no_kahan(self.name)
+
+    def quality(self, env: Environment) -> str:
+        return "8-bit moments"
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         yield live("states.*", "a byte for each moment, and a float32 scale for 256 of them", role="code")

@@ -83,7 +83,7 @@ class Attention(Technique):
     def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
         yield {}
         yield {"impl": "varlen"}  # packed rows without a mask
-        if env.device.capability >= (9, 0):
+        if (9, 0) <= env.device.capability < (12, 0):  # the cards of data centres
             yield {"impl": "fa4"}
 
     def model(self, trainer: Trainer) -> int:

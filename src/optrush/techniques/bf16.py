@@ -49,6 +49,9 @@ class Bf16(Technique):
         asked = "`bf16` needs a device that multiplies in bf16"
         yield env.needs_capability((8, 0), asked, "take --with amp:dtype=fp16")
 
+    def quality(self, env: Environment) -> str:
+        return "" if Part.TRAINED in env.claimed else "bf16 weights"  # adapters are float32
+
     def predict(self, env: Environment) -> Iterator[Rule]:
         everything: dict[Role, float] = {"weight": 2, "gradient": 2, "state": 2, "product": 2, "residual": 2}
         yield retype(everything, "8 bytes a parameter, and 2 bytes a saved value")

@@ -58,6 +58,9 @@ class Fp8(Technique):
         slots, do = env.slots, f"take a batch.seq that is a multiple of {MULTIPLE * env.axes.get('cp', 1)}"
         yield Requirement(slots % MULTIPLE == 0, f"`fp8` sums over multiples of {MULTIPLE} slots", f"{slots} slots", do)
 
+    def quality(self, env: Environment) -> str:
+        return "fp8 products"
+
     def predict(self, env: Environment) -> Iterator[Rule]:
         """Products at the other rate, and bytes of rounding, assumed: an operand is read twice and written once; an
         input is transposed later (read and written), a gradient at once; a weight is rounded once a pass."""

@@ -65,6 +65,11 @@ class Fsdp(Technique):
         met = env.gradient_ranks % self.replicate == 0 and env.gradient_ranks > self.replicate
         yield Requirement(met, asked, found, do)
 
+    @classmethod
+    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
+        yield {}
+        yield {"stage": 2}
+
     def predict(self, env: Environment) -> Iterator[Rule]:
         """Yield shares of everything, whole blocks while they run, and what the link carries."""
         n, L = env.gradient_ranks // self.replicate, env.blocks

@@ -80,6 +80,9 @@ class Ia3(Technique):
         do = f"take some of {', '.join(names)}, or add it to the targets"
         return Requirement(not wrong or self.feedforward == Ia3.feedforward, asked, found, do)
 
+    def quality(self, env: Environment) -> str:
+        return "adapters only"
+
     def predict(self, env: Environment) -> Iterator[Rule]:
         learnt: list[int] = []
         keep, left, names = set(), 0, {*ledger.chosen(self._targets(ledger.LINEARS), ledger.LINEARS)}

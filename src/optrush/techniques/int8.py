@@ -37,6 +37,9 @@ class Int8(Technique):
     def needs(self, env: Environment) -> Iterator[Requirement]:
         yield env.needs_dense("`int8`")
 
+    def quality(self, env: Environment) -> str:
+        return "8-bit base"
+
     def predict(self, env: Environment) -> Iterator[Rule]:
         yield from ledger.predict_quantized(env, 1 + (4 / env.shape.width if env.shape else 0))
 

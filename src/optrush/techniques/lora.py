@@ -81,6 +81,9 @@ class Lora(Technique):
             }  # fmt: skip
             io.read_config(self.name, self.init, trained_with)
 
+    def quality(self, env: Environment) -> str:
+        return "adapters only"
+
     def predict(self, env: Environment) -> Iterator[Rule]:
         """The frozen model, h = A x of r values a piece and token, and B laid out over all rows."""
         learnt: list[int] = []

@@ -45,6 +45,9 @@ class Nf4(Technique):
     def needs(self, env: Environment) -> Iterator[Requirement]:
         yield env.needs_dense("`nf4`")
 
+    def quality(self, env: Environment) -> str:
+        return "4-bit base"
+
     def predict(self, env: Environment) -> Iterator[Rule]:
         yield from ledger.predict_quantized(env, 0.5 + 1 / 64 + 4 / (64 * 256) if self.double else 0.5 + 4 / 64)
 

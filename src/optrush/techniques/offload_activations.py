@@ -37,6 +37,7 @@ class OffloadActivations(Technique):
     numerics = Numerics.EXACT
     claims = frozenset({Part.ACTIVATION_STORAGE})
     searched = False  # for rows that fit in no other way
+    last_resort = True
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         yield env.needs_gpu(self.name)

@@ -40,6 +40,7 @@ class PagedStates(Technique):
     numerics = Numerics.EXACT
     claims = frozenset({Part.STATES})
     searched = False  # for what does not fit in any other way
+    last_resort = True
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         yield env.needs_gpu(self.name)

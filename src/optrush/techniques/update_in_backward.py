@@ -36,6 +36,7 @@ class UpdateInBackward(Technique):
     numerics = Numerics.SAME_MATHS
     claims = frozenset({Part.UPDATE})
     searched = False  # no clipping
+    last_resort = True
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         n = env.accumulation

@@ -1,0 +1,176 @@
+"""What the planner answers: tests/questions.yaml, methods, and what is chosen for a run without `with`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from optrush import hardware
+from optrush.config import ADAPTER_LR, Config, dump_config, parse_config, spelled_out
+from optrush.errors import ConfigError, NeedsError
+from optrush.planner import answer, search
+from optrush.resolve import resolve
+from optrush.technique import Numerics
+from optrush.techniques import ALL
+
+QUESTIONS: list[dict[str, Any]] = yaml.safe_load((Path(__file__).parents[1] / "questions.yaml").read_text("utf-8"))
+
+
+def run(model: str = "llama-3.1-8b", ranks: int = 1, seq: int = 2048, **more: Any) -> Config:
+    named = {"path": model} if "/" in model or model == "tiny" else {"shape": model}
+    rows = 16 if 16 % ranks == 0 else 5 * ranks
+    tree = {"model": named, "objective": "pretrain", "data": {"random": 2048}, "output": "o",
+            "batch": {"seq": seq, "tokens": seq * rows}, **more}  # fmt: skip
+    return Config.model_validate(tree)
+
+
+def asked(q: dict[str, Any]) -> Config:
+    _, ranks = hardware.parse_hardware(q["hardware"])
+    given = {key: q[key] for key in ("method", "with", "seq") if key in q}
+    return run(q["model"], ranks, **{"with": {}, **given})
+
+
+@pytest.mark.parametrize("q", QUESTIONS, ids=lambda q: q["ask"])
+def test_questions(q: dict[str, Any]) -> None:
+    if "solve" in q:
+        text, values = answer.solve(asked(q), q["hardware"], q["solve"])
+        for key, value in q["values"].items():
+            close = pytest.approx(value, rel=0.1) if isinstance(value, int) else value
+            assert values[key] == close, text
+        return
+    found = answer.answer(asked(q), q["hardware"])
+    fitting = {w.method for w in found.ways if w.setting is not None}
+    best = found.best
+    if "first" in q:
+        assert (best and best.method) == q["first"], found.ways
+    assert {*q.get("fits", ())} <= fitting and not {*q.get("not", ())} & fitting, found.ways
+    if best is not None and best.setting is not None:
+        low, high = q["gib"]
+        assert low <= best.setting.prediction.peak_bytes / 2**30 <= high
+        assert best.setting.speed > 0 and best.seconds and best.steps
+        assert "fsdp" in best.setting.with_ or not q.get("sharded")
+        again = search.predict(best.setting.over(spelled_out(asked(q))), q["hardware"])
+        assert again.fits and again.peak_bytes == best.setting.prediction.peak_bytes
+    for what in q.get("nearest", ()):
+        assert any(what in line for line in found.nearest), found.nearest
+
+
+def test_there_are_fifteen() -> None:
+    assert len(QUESTIONS) == 15
+
+
+def test_costs_in_quality_are_named_and_the_least_comes_first() -> None:
+    found = answer.answer(run(**{"with": {}}), "a100-80")
+    costs = {w.method: w.costs for w in found.ways}
+    assert "adapters only" in costs["lora"] and "4-bit base" in costs["qlora"] and "8-bit base" in costs["lora + int8"]
+    assert [w.method for w in found.ways if w.setting and not w.tight][:2] == ["full", "lora"] or found.best.tight
+    only = answer.answer(run(method="qlora", **{"with": {}}), "a100-80")
+    assert [w.method for w in only.ways] == ["qlora"]
+    given = answer.answer(run(**{"with": {"ia3": {}, "nf4": {}}}), "a100-80")
+    assert len(given.ways) == 1 and {"ia3", "nf4"} <= given.ways[0].setting.with_.keys()
+
+
+# --- `method`
+
+
+def test_a_method_brings_its_techniques_and_its_rate() -> None:
+    device = hardware.NAMED["h100"]
+    for method, names in (("full", set()), ("lora", {"lora"}), ("qlora", {"lora", "nf4"})):
+        resolved = resolve(run(method=method, **{"with": {}}), device=device)
+        assert resolved.config.with_.keys() == names
+        assert resolved.config.optim.lr == (ADAPTER_LR if names else 2e-5)
+        again = parse_config(dump_config(resolved.config), "run.yaml")
+        assert resolve(again, device=device).config == resolved.config
+    given = run(method="lora", optim={"lr": 1e-3}, **{"with": {"lora": {"rank": 4}}})
+    resolved = resolve(given, device=device)
+    assert resolved.config.optim.lr == 1e-3 and resolved.config.with_ == {"lora": {"rank": 4}}
+    assert resolve(run(**{"with": {"lora": {}}}), device=device).config.optim.lr == ADAPTER_LR
+
+
+@pytest.mark.parametrize(("method", "name", "do"), [("full", "lora", "method: lora"), ("lora", "nf4", "method: qlora")])
+def test_a_technique_of_another_method(method: str, name: str, do: str) -> None:
+    with pytest.raises(ConfigError, match=f"with.{name}") as refused:
+        resolve(run(method=method, **{"with": {name: {}}}), device=hardware.NAMED["h100"])
+    assert do in refused.value.do
+
+
+@pytest.mark.parametrize(
+    ("text", "do"),
+    [
+        ("with: {qlora: {}}", "write `method: qlora`"),
+        ("lora_r: 8", "write `with: {lora: {rank: 16}}`"),
+        ("learning_rate: 1e-4", "write `optim: {lr: 2e-5}`"),
+        ("bf16: true", "write `with: {amp: {}}`"),
+        ("model_name_or_path: x", "write `model: NAME`"),
+    ],
+)
+def test_words_of_other_trainers(text: str, do: str) -> None:
+    whole = f"model: tiny\nobjective: sft\ndata: {{sample: recipes}}\noutput: o\n{text}\n"
+    with pytest.raises(ConfigError) as refused:
+        resolve(parse_config(whole, "x.yaml"))
+    assert do in str(refused.value)
+    with pytest.raises(ConfigError, match="--set method=qlora"):
+        parse_config(whole.replace(text, ""), "x.yaml", withs=["qlora"])
+
+
+# --- a run without `with`
+
+
+def test_what_is_named_is_never_changed() -> None:
+    config = run(**{"with": {}})
+    assert answer.choose_techniques(config, "h100") == (config, "")
+    given = run(method="lora", batch={"seq": 2048, "tokens": 32768, "micro_tokens": 4096})
+    chosen, line = answer.choose_techniques(given, "h100")
+    assert chosen.batch == given.batch and "lora" in chosen.with_ and chosen.method == "lora"
+    assert line.startswith("planned for NVIDIA H100") and "GiB" in line
+    kept = run(method="auto", **{"with": {"attention": {"impl": "masked"}}})
+    chosen, _ = answer.choose_techniques(kept, "h200")
+    assert chosen.with_["attention"] == {"impl": "masked"} and not chosen.unplanned
+
+
+@pytest.mark.parametrize("name", ["h100", "4090", "2xh100"])
+def test_the_choice_fits_and_keeps_the_maths(name: str) -> None:
+    _, ranks = hardware.parse_hardware(name)
+    chosen, _ = answer.choose_techniques(run("llama-3.2-1b", ranks), name, ranks)
+    predicted = search.predict(chosen, name)
+    changing = {t.name for t in ALL if t.numerics is Numerics.DIFFERENT_MATHS}
+    assert predicted.fits and not changing & chosen.with_.keys() and chosen.unplanned is False
+    plain = search.search(run("llama-3.2-1b", ranks, **{"with": {}}), name, keep_maths=True)
+    assert predicted.tokens_per_s >= 0.97 * plain.settings[0].speed
+
+
+def test_a_method_is_chosen_where_it_is_asked_for() -> None:
+    chosen, _ = answer.choose_techniques(run(method="auto"), "4090")
+    assert chosen.method in ("lora", "qlora") and search.predict(chosen, "4090").fits
+    with pytest.raises(NeedsError, match="no set of techniques fits") as refused:
+        answer.choose_techniques(run(), "4090")
+    assert "method: " in refused.value.do
+
+
+def test_a_cpu_has_its_list() -> None:
+    sample = Config.model_validate({"model": "tiny", "objective": "sft", "data": {"sample": "recipes"}, "output": "o"})
+    chosen, line = answer.choose_techniques(sample, "cpu")
+    assert chosen.with_ == {n: o[0] for n, o in answer.ON_CPU} | {} and line.startswith("planned for cpu: fused-adamw")
+    several, _ = answer.choose_techniques(sample, "2xcpu", 2)
+    assert "ddp" in several.with_
+
+
+def test_how_long_it_takes() -> None:
+    found = answer.answer(run("llama-3.2-1b", train={"epochs": 2}, **{"with": {}}), "h100").best
+    assert found is not None and found.setting is not None and found.steps == 2 * 2048 / 16
+    assert found.seconds == pytest.approx(2 * 2048 * 2048 / found.setting.speed)
+
+
+def test_the_largest_batch_is_the_last_that_fits() -> None:
+    config = run("llama-3.2-1b", **{"with": {"bf16": {}, "attention": {}, "fused-loss": {}}})
+    _, values = answer.solve(config, "4090", "batch")
+    best = values["micro_tokens"] // 2048
+    for rows, fits in ((best, True), (best + max(1, best // 8) + 1, False)):
+        sized = {"seq": 2048, "tokens": rows * 2048, "micro_tokens": rows * 2048}
+        whole = config.model_copy(update={"batch": config.batch.model_copy(update=sized)})
+        assert search.predict(whole, "4090").fits is fits
+    with pytest.raises(ConfigError, match="no such question"):
+        answer.solve(config, "4090", "fastest")
