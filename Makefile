@@ -13,8 +13,8 @@ demo: $(VENV)/.base
 	$(BIN)/optrush plan examples/demo.yaml
 	$(BIN)/optrush train examples/demo.yaml
 	rm -rf demo/ladder
-	$(BIN)/optrush bench examples/demo.yaml --ladder cpu-demo --cumulative-only --out demo/ladder
-	@echo "the run: demo/run/report.html; the trained model: demo/run/model; the ladder: demo/ladder/report.html"
+	-$(BIN)/optrush bench examples/demo.yaml --ladder cpu-demo --cumulative-only --out demo/ladder
+	@$(BIN)/python examples/demo.py demo --closing $(VENV)
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile

@@ -1,3 +1,63 @@
-"""optrush: train large language models as efficiently as the hardware allows, and prove it."""
+"""Train large language models as efficiently as the hardware allows, and prove it.
+
+The functions of the command line, from Python:
+
+    from optrush import Config, plan, train, evaluate, bench, export, generate
+
+    outcome = train({
+        "model": "tiny", "objective": "sft", "data": {"sample": "recipes"}, "output": "runs/first",
+        "train": {"steps": 10},
+    })
+    print(outcome.output, generate("runs/first", ["How do I cook rice?"])[0].text)
+
+docs/python.md describes them. `import optrush` loads nothing; each function loads what it needs when it is called.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from optrush.api import Callback, Plan, bench, evaluate, export, generate, plan, train
+    from optrush.config import Config, Sampling
 
 __version__ = "0.1.0"
+__all__ = ["Callback", "Config", "Plan", "Sampling", "bench", "evaluate", "export", "generate", "plan", "train"]
+
+_PLACES = {"Config": "config", "Sampling": "config"}  # else `api`
+_BOTH = ("bench", "export", "generate")  # functions of `api` whose names modules of the package have, too
+
+
+class _CallableModule(ModuleType):
+    """A module that can be called: the function of its name in `optrush.api`."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        function = getattr(importlib.import_module("optrush.api"), self.__name__.rpartition(".")[2])
+        return function(*arguments, **options)
+
+
+class _Package(ModuleType):
+    """The package, which makes those modules callable when the import system binds them."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _BOTH and isinstance(value, ModuleType):
+            value.__class__ = _CallableModule
+        super().__setattr__(name, value)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'optrush' has no attribute {name!r}")
+    if name in _BOTH:
+        return importlib.import_module(f"optrush.{name}")
+    return getattr(importlib.import_module(f"optrush.{_PLACES.get(name, 'api')}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Package

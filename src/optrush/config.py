@@ -17,7 +17,16 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    ValidationError,
+    model_validator,
+)
 
 from optrush.errors import ConfigError
 
@@ -117,6 +126,7 @@ class Model(StrictModel):
     """Which model: a Hugging Face folder (or the built-in `tiny`), or a named shape with random weights."""
 
     path: File | None = None
+    revision: Text | None = None  # of a hub id: a branch, a tag or a commit
     shape: str | None = None
     tokenizer: File | None = None  # a folder that has one, for a shape that is trained on text
     implementation: Literal["native", "transformers"] | None = None
@@ -216,8 +226,8 @@ class Training(StrictModel):
 
     epochs: Annotated[float, Field(gt=0)] = 1.0
     steps: Annotated[int, Field(ge=1)] | None = None
-    log_every: Annotated[int, Field(ge=1)] = 10
-    eval_every: Cadence | None = None
+    log_every: Annotated[int, Field(ge=1)] | None = None  # None: by the length of the run, at most 10
+    eval_every: Cadence | None = None  # None: at the end; in runs of 100 steps or more five times
     save_every: Cadence | None = None
     save: Literal["sync", "async"] = "sync"  # async: a thread writes checkpoints, from a copy in host memory
     keep: Annotated[int, Field(ge=1)] = 2
@@ -225,6 +235,14 @@ class Training(StrictModel):
     export: bool = True  # writes model/ at the end
     clean: bool = False
     timeout: Annotated[float, Field(ge=1)] = 600.0  # seconds: how long a rank may keep the others waiting
+
+    def steps_a_line(self, total: int) -> int:
+        """Return the steps between two logged lines of a run of `total` steps."""
+        return max(1, min(10, total // 20)) if self.log_every is None else self.log_every
+
+    def eval_cadence(self, total: int) -> float | None:
+        """Return `eval_every`, or what stands for it in a run of `total` steps; None: at the end alone."""
+        return 0.2 if self.eval_every is None and total >= 100 else self.eval_every
 
 
 class Dpo(StrictModel):
@@ -251,6 +269,9 @@ class TrackerConfig(StrictModel):
     artifacts: Literal["all", "model", "none"] = "all"  # all: checkpoints and the final model
 
 
+_TEXT_FILE = re.compile(r"\.txt(\.(gz|bz2|xz|zst))?$")
+
+
 class Config(StrictModel):
     """A run: what is trained, on what, how long, and by which techniques."""
 
@@ -266,6 +287,20 @@ class Config(StrictModel):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     output: File
     with_: dict[str, dict[str, Any]] = Field(default_factory=dict, alias="with")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split_texts(cls, given: Any) -> Any:
+        """Split the documents of text files in pre-training, unless `data.too_long` is given: a file is a document."""
+        data = given.get("data") if isinstance(given, dict) and given.get("objective") == "pretrain" else None
+        if isinstance(data, dict) and "too_long" not in data:
+            paths = data.get("path")
+            paths = [
+                p.get("path") if isinstance(p, dict) else p for p in (paths if isinstance(paths, list) else [paths])
+            ]
+            if all(isinstance(p, str) and _TEXT_FILE.search(p) for p in paths):
+                return {**given, "data": {**data, "too_long": "split"}}
+        return given
 
     @property
     def unplanned(self) -> bool:
@@ -520,33 +555,6 @@ def _set(data: dict[str, Any], flag: str) -> Keys:
     return tuple(keys)
 
 
-# Keys of other trainers, and the line that means the same here.
-ELSEWHERE_CALLED = {
-    **dict.fromkeys(("learning_rate", "lr"), "optim: {lr: 2e-5}"),
-    **dict.fromkeys(("lora_r", "lora_rank"), "with: {lora: {rank: 16}}"),
-    "lora_alpha": "with: {lora: {alpha: 32}}",
-    "lora_dropout": "with: {lora: {dropout: 0.05}}",
-    **dict.fromkeys(("lora_target", "lora_target_modules"), "with: {lora: {targets: all-linear}}"),
-    "bf16": "with: {amp: {}}",
-    "fp16": "with: {amp: {dtype: fp16}}",
-    **dict.fromkeys(("load_in_4bit", "qlora"), "method: qlora"),
-    "adapter": "method: lora",
-    **dict.fromkeys(("model_name_or_path", "base_model", "model_name"), "model: NAME"),
-    **dict.fromkeys(("num_train_epochs", "num_epochs", "epochs"), "train: {epochs: 1}"),
-    **dict.fromkeys(("max_steps", "steps"), "train: {steps: 100}"),
-    **dict.fromkeys(("max_seq_length", "max_length", "sequence_len", "cutoff_len"), "batch: {seq: 2048}"),
-    **dict.fromkeys(("gradient_accumulation_steps", "batch_size"), "batch: {tokens: 32768}"),
-    **dict.fromkeys(("per_device_train_batch_size", "micro_batch_size"), "batch: {micro_tokens: 2048}"),
-    "output_dir": "output: FOLDER",
-    **dict.fromkeys(("dataset", "datasets", "dataset_name"), "data: {path: FILE}"),
-    "gradient_checkpointing": "with: {recompute: {}}",
-    "warmup_ratio": "optim: {warmup: 0.03}",
-    "weight_decay": "optim: {weight_decay: 0.0}",
-    "lr_scheduler_type": "optim: {schedule: cosine}",
-    "max_grad_norm": "optim: {clip: 1.0}",
-}  # fmt: skip
-
-
 def explain(
     error: ValidationError, where: str, lines: Mapping[Keys, int], flags: Mapping[Keys, str], root: type[StrictModel]
 ) -> ConfigError:
@@ -567,13 +575,87 @@ def explain(
         return ConfigError(f"{place}: `{name}`", "it is missing", f"add `{name if root is Config else path[-1]}:`")
     place = flag or (f"{where}:{lines[path]}" if path in lines else where)
     if first["type"] == "extra_forbidden":
-        key = str(path[-1])
-        do = f"write `{ELSEWHERE_CALLED[key]}`" if key in ELSEWHERE_CALLED else nearest(key, yaml_keys(root, path))
-        return ConfigError(f"{place}: `{name}`", "no such key", do)
+        hint = nearest(str(path[-1]), yaml_keys(root, path))
+        if root is Config:
+            hint = foreign_spelling(str(path[-1]), first["input"]) or hint
+        return ConfigError(f"{place}: `{name}`", "no such key", hint)
     messages = [p["msg"] for p in problems if _path(p["loc"])[: len(path)] == path]
     place, found = (LOGIN.sub("***@", text) for text in (place, f"{first['input']!r}"))  # no password is repeated
     do = " or ".join(dict.fromkeys(m[0].lower() + m[1:] for m in messages))
     return ConfigError(f"{place}: `{name}`", found, do)
+
+
+# Keys of other tools (TRL and transformers, axolotl, LLaMA-Factory, PEFT): the line to write here; {} is their value.
+FOREIGN = {
+    "learning_rate": "optim: {{lr: {}}}",
+    "lr_scheduler_type": "optim: {{schedule: {}}}",
+    "lr_scheduler": "optim: {{schedule: {}}}",
+    "warmup_ratio": "optim: {{warmup: {}}}",
+    "warmup_steps": "optim: {{warmup: {}}}",
+    "weight_decay": "optim: {{weight_decay: {}}}",
+    "adam_epsilon": "optim: {{eps: {}}}",
+    "max_grad_norm": "optim: {{clip: {}}}",
+    "num_train_epochs": "train: {{epochs: {}}}",
+    "num_epochs": "train: {{epochs: {}}}",
+    "max_steps": "train: {{steps: {}}}",
+    "logging_steps": "train: {{log_every: {}}}",
+    "eval_steps": "train: {{eval_every: {}}}",
+    "save_steps": "train: {{save_every: {}}}",
+    "save_total_limit": "train: {{keep: {}}}",
+    "output_dir": "output: {}",
+    "base_model": "model: {}",
+    "model_name_or_path": "model: {}",
+    "model_name": "model: {}",
+    "model_id": "model: {}",
+    "dataset": "data: {{path: {}}}",
+    "dataset_name": "data: {{path: {}}}",
+    "val_set_size": "data: {{eval: {}}}",
+    "val_size": "data: {{eval: {}}}",
+    "max_seq_length": "batch: {{seq: {}}}",
+    "max_length": "batch: {{seq: {}}}",
+    "sequence_len": "batch: {{seq: {}}}",
+    "cutoff_len": "batch: {{seq: {}}}",
+    "per_device_train_batch_size": "batch: {{micro_tokens: N}}, where N is {} rows x batch.seq",
+    "micro_batch_size": "batch: {{micro_tokens: N}}, where N is {} rows x batch.seq",
+    "gradient_accumulation_steps": "batch: {{tokens: N}}, where N is {} x batch.micro_tokens x ranks",
+    "bf16": "with: {{amp: {{}}}} (float32 weights), or with: {{bf16: {{}}}} (all in bf16)",
+    "fp16": "with: {{amp: {{dtype: fp16}}}}",
+    "fp8": "with: {{fp8: {{}}}}",
+    "load_in_4bit": "method: qlora",
+    "load_in_8bit": "with: {{int8: {{}}, lora: {{}}}}",
+    "qlora": "method: qlora",
+    "lora": "method: lora",
+    "adapter": "method: {}",
+    "lora_target": "with: {{lora: {{targets: {}}}}}",
+    "datasets": "data: {{path: {}}}",
+    "lora_r": "with: {{lora: {{rank: {}}}}}",
+    "lora_rank": "with: {{lora: {{rank: {}}}}}",
+    "lora_alpha": "with: {{lora: {{alpha: {}}}}}",
+    "lora_dropout": "with: {{lora: {{dropout: {}}}}}",
+    "lora_target_modules": "with: {{lora: {{targets: {}}}}}",
+    "gradient_checkpointing": "with: {{recompute: {{}}}}",
+    "sample_packing": "with: {{packing: {{}}}}",
+    "packing": "with: {{packing: {{}}}}",
+    "torch_compile": "with: {{compile: {{}}}}",
+    "flash_attention": "with: {{attention: {{}}}}",
+    "flash_attn": "with: {{attention: {{}}}}",
+    "attn_implementation": "with: {{attention: {{}}}}",
+    "streaming": "data: {{stream: {}}}",
+    "report_to": "tracker: {}",
+    "resume_from_checkpoint": "no key: optrush train CONFIG --resume auto",
+}
+
+
+def foreign_spelling(key: str, value: Any) -> str | None:
+    """Return what to write for a key of another tool; None if it is not one that is known."""
+    form = FOREIGN.get(key.lower().replace("-", "_"))
+    if form is None:
+        return None
+    if value is False:
+        return "leave it out: it is off unless it is written"
+    text = yaml.safe_dump(value, default_flow_style=True, width=sys.maxsize).removesuffix("\n...\n").strip()
+    line = form.format(text)
+    return line if line.startswith("no key") else f"write `{line}`"
 
 
 def _path(loc: Keys) -> Keys:

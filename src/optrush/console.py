@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn, track
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, track
 
 from optrush.launch import launched
 
@@ -74,6 +74,14 @@ def count(n: float) -> str:
     return f"{n:.3g}"
 
 
+def duration(seconds: float) -> str:
+    """Format seconds: 42 s, 3 min 20 s, 5 h 12 min."""
+    whole = round(seconds)
+    if whole < 120:
+        return f"{whole} s"
+    return f"{whole // 60} min {whole % 60} s" if whole < 7200 else f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
 def line(m: dict[str, Any]) -> str:
     """Format a record of metrics."""
     if "eval_loss" in m:
@@ -96,13 +104,15 @@ def _rewards(m: dict[str, Any], kind: str = "") -> str:
 
 
 class Bar:
-    """Progress over the steps of a run, from its records of metrics; without a terminal, lines with an ETA."""
+    """Progress over the steps of a run, from its records of metrics: lines, and under them a bar on a terminal.
+
+    The time left is that of the steps so far, whatever time lies between two lines.
+    """
 
     def __init__(self, total: int, done: int = 0) -> None:
         self.total, self.first, self.begun = total, done, time.monotonic()
         columns = (
-            SpinnerColumn(), MofNCompleteColumn(), BarColumn(20), TextColumn("{task.description}"),
-            TimeRemainingColumn(),
+            SpinnerColumn(), MofNCompleteColumn(), BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}"),
         )  # fmt: skip
         self.progress = Progress(*columns, console=err, transient=True) if sys.stderr.isatty() else None
         self.task = None if self.progress is None else self.progress.add_task("", total=total, completed=done)
@@ -117,15 +127,14 @@ class Bar:
             self.progress.stop()
 
     def say(self, m: dict[str, Any]) -> None:
-        step, text = m["step"], line(m)
-        if self.progress is None or self.task is None:
-            eta = (time.monotonic() - self.begun) / max(1, step - self.first) * (self.total - step)
-            rest = f"  ETA {eta:.0f} s" if "loss" in m and step < self.total else ""
-            err.print(shown(f"step {step}/{self.total}  {text}{rest}"), markup=False)
-        elif "loss" in m:
-            self.progress.update(self.task, completed=step, description=text)
-        else:
-            err.print(shown(f"step {step}/{self.total}  {text}"), markup=False)
+        step, rest = m["step"], ""
+        if "loss" in m and step > self.first:
+            eta = duration((time.monotonic() - self.begun) / (step - self.first) * (self.total - step))
+            if self.progress is not None and self.task is not None:
+                self.progress.update(self.task, completed=step, description=f"ETA {eta}")
+            elif step < self.total:
+                rest = f"  ETA {eta}"
+        err.print(shown(f"step {step}/{self.total}  {line(m)}{rest}"), markup=False)
 
 
 def passing(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
@@ -146,6 +155,12 @@ def say(text: str) -> None:
     """Print a line on the first rank."""
     if launched()[0] == 0:
         err.print(shown(text), markup=False)
+
+
+def loading(text: str) -> None:
+    """Print on the first rank's terminal what is loaded before the first step; a log has no use for it."""
+    if sys.stderr.isatty():
+        say(text)
 
 
 def warn(text: str) -> None:

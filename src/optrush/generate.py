@@ -392,14 +392,15 @@ def prompts(path: Path, plain: bool = False, system: str | None = None) -> Itera
         DataError: no such file, or a row that is no prompt, with its source.
     """
     for where, found in read_rows(path):
-        prompt = _prompt(where, found, plain)
+        prompt = read_prompt(where, found, plain)
         if system is not None and not isinstance(prompt.asked, str) and prompt.asked[0].role != "system":
             asked = (Message("system", system), *prompt.asked)
             prompt = Prompt(where, asked, prompt.tools, prompt.reference)
         yield prompt
 
 
-def _prompt(where: RowLocation, found: dict[str, Any], plain: bool) -> Prompt:
+def read_prompt(where: RowLocation, found: dict[str, Any], plain: bool) -> Prompt:
+    """Return the prompt of a row; DataError if it has none."""
     found, answered = _completed(found, plain)
     row = schema.parse_row(where, found)
     row = row.chosen if isinstance(row, Pair) else row

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_type_hints
 
 import optrush
-from optrush.config import Config, Dpo, nearest, refuse_renamed
+from optrush.config import Config, Dpo, foreign_spelling, nearest, refuse_renamed
 from optrush.errors import ConfigError, ConflictError, NeedsError
 from optrush.hardware import CPU, Device
 from optrush.planner.ledger import Rule
@@ -351,7 +351,8 @@ def instantiate(classes: Sequence[type[Technique]], wanted: Mapping[str, Mapping
     for name in wanted:
         refuse_renamed(name, f"the technique `{name}`")
         if name not in known:
-            raise ConfigError(f"the technique `{name}`", "no such technique", nearest(name, known))
+            hint = foreign_spelling(name, True) or nearest(name, known)
+            raise ConfigError(f"the technique `{name}`", "no such technique", hint)
     return [_instance(c, wanted[c.name]) for c in classes if c.name in wanted]
 
 

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
+import yaml
 
-from optrush.config import RENAMED, Config, current_techniques, dump_config, parse_config, parse_scalar
+from optrush.config import (
+    FOREIGN,
+    RENAMED,
+    Config,
+    current_techniques,
+    dump_config,
+    parse_config,
+    parse_scalar,
+    yaml_keys,
+)
 from optrush.errors import ConfigError
+from optrush.models.source import locate
 from optrush.technique import instantiate
 from optrush.techniques import ALL
 
@@ -150,3 +163,72 @@ def test_older_runs_have_the_techniques_of_today() -> None:
         "fused-kernels": {"mlp": "none", "norm": True, "rope": True}
     }
     assert current_techniques({"stochastic-rounding": {}}) == {"bf16": {"rounding": "stochastic"}}
+
+
+@pytest.mark.parametrize(
+    ("line", "write"),
+    [
+        ("learning_rate: 1e-4", "optim: {lr: 0.0001}"),
+        ("lora_r: 16", "with: {lora: {rank: 16}}"),
+        ("bf16: true", "with: {amp: {}}"),
+        ("bf16: false", "leave it out"),
+        ("model_name_or_path: org/name", "model: org/name"),
+        ("per_device_train_batch_size: 4", "batch: {micro_tokens: N}"),
+        ("optim: {learning_rate: 3}", "optim: {lr: 3}"),
+        ("train: {num_train_epochs: 2}", "train: {epochs: 2}"),
+        ("with: {qlora: {}}", "with: {nf4: {}, lora: {}}"),
+        ("resume_from_checkpoint: true", "--resume auto"),
+    ],
+)
+def test_spellings_of_other_tools_are_answered_with_ours(line: str, write: str) -> None:
+    """Each answer that is a line of YAML is one that is read."""
+    base = {"model": "tiny", "objective": "sft", "data": {"sample": "recipes"}, "output": "out"}
+    whole = {**base, **yaml.safe_load(line)}
+    with pytest.raises(ConfigError) as found:
+        instantiate(ALL, parse_config(yaml.safe_dump(whole), "run.yaml").with_)
+    assert write in found.value.do
+    if found.value.do.startswith("write `") and "N" not in write:
+        theirs = yaml.safe_load(found.value.do.split("`")[1].partition(" (")[0])
+        instantiate(ALL, parse_config(yaml.safe_dump({**base, **theirs}), "run.yaml").with_)
+
+
+def test_every_answer_names_keys_that_there_are() -> None:
+    techniques = {t.name: {f.name for f in dataclasses.fields(t)} for t in ALL}
+    for key, form in FOREIGN.items():
+        line = form.format("1").partition(" (")[0].partition(", where")[0]
+        if line.startswith("no key"):
+            continue
+        ((section, fields),) = yaml.safe_load(line).items()
+        if section == "with":
+            assert all(set(options) <= techniques[name] for name, options in fields.items()), key
+        elif isinstance(fields, dict):
+            assert set(fields) <= set(yaml_keys(Config, (section, "x"))), key
+        else:
+            assert section in Config.model_fields, key
+
+
+@pytest.mark.parametrize(
+    ("path", "objective", "more", "too_long"),
+    [
+        ("book.txt", "pretrain", "", "split"),
+        ("[a.txt, {path: b.txt.gz, weight: 2}]", "pretrain", "", "split"),
+        ("[a.txt, b.jsonl]", "pretrain", "", "error"),
+        ("book.txt", "pretrain", ", too_long: drop", "drop"),
+        ("book.txt", "sft", "", "error"),
+    ],
+)
+def test_text_files_are_split_in_pre_training(path: str, objective: str, more: str, too_long: str) -> None:
+    """A whole book is one document: no row is as long."""
+    text = f"model: tiny\nobjective: {objective}\ndata: {{path: {path}{more}}}\noutput: out\n"
+    config = parse_config(text, "run.yaml")
+    assert config.data.too_long == too_long and parse_config(dump_config(config), "run.yaml") == config
+
+
+def test_a_revision_is_of_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **how: asked.append((name, how)) or tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    locate(run(sets=["model.path=org/name", "model.revision=v2"]), weights=False)
+    assert asked[0][0] == "org/name" and asked[0][1]["revision"] == "v2"
+    with pytest.raises(ConfigError, match="no hub id"):
+        locate(run(sets=["model.revision=v2"]))

@@ -310,11 +310,15 @@ def test_refusals_are_those_of_train(
 
 
 def test_the_folder_of_a_run(call: Call, write: Write, here: Path) -> None:
-    """A run lies there: refused, unless it is resumed, and then it goes on where that stands."""
+    """A run lies there: that is said, and all the rest is shown; resumed, it goes on where that stands."""
     config = write(train={"epochs": None, "steps": 2})
     assert call("train", config).code == 0
-    found = call("train", config, "--dry-run")
-    assert found.code == 2 and "a run lies there" in found.err
+    text = shown(call, config)
+    assert "refused as it stands: a run lies there" in text and "--resume auto" in text
+    found = told(call, config)
+    assert "--resume auto" in found["occupied"]
+    tokens, speed = found["data"]["tokens"], found["memory"]["tokens_per_s"]
+    assert found["time"] == {"steps": 2, "train_s": tokens / speed if speed else None}
     before = files(here / "out")
     more = ("--resume", "auto", "--set", "train.steps=4")
     assert told(call, config, *more)["data"]["done"] == 2

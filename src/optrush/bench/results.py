@@ -366,10 +366,11 @@ class BenchState:
     rungs: list[Rung]
     out: Path
     repeats: int
-    limit_s: float
+    limit_s: float  # of a process
     command: str
     source: dict[str, Any]
     machine: dict[str, str]
+    exact_limit: bool = False  # the limit holds on a slow machine too
     refused: dict[str, str] = field(default_factory=dict)  # by rung: why it cannot start
     predict: Callable[[Rung, Config], dict[str, Any]] = lambda rung, run: {}
     predicted: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)  # by rung and T, what it returned

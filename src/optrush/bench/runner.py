@@ -50,6 +50,8 @@ COMMAND = [sys.executable, "-m", "optrush.bench.worker"]
 QUIET = {"KINETO_LOG_LEVEL": "6"}  # otherwise the profiler's log would be reported as the error of a dead process
 TAIL = 5  # lines of standard error in the report of a process without a result
 LOCK = ".lock"
+LATE = "still running"  # the beginning of the error of a process that was stopped at its limit
+FIRST, SLOWER = 10, 6  # limits: of the first process in a ladder's limits, of others in what the slowest before took
 TRIES = "tries"  # folder of the results of a search for the longest row, a file a length
 FULL = 0.995  # a share of real tokens in the slots from which on the table does not show it
 
@@ -152,7 +154,7 @@ def run_ladder(
     rungs = ladder.resolve_rungs(written, config, cumulative_only)
     state = BenchState(
         written, rungs, out, repeats or written.repeats, limit_s or written.limit_s, command, record.source(),
-        record.machine(), predict=_predict,
+        record.machine(), predict=_predict, exact_limit=limit_s is not None,
     )  # fmt: skip
     _check_folder(out, resume)
     _refuse(state, board)
@@ -344,7 +346,7 @@ def _result(state: BenchState, rung: Rung, request: dict[str, Any], board: Progr
     """Return the result of one process, or of a search for the longest row the best of many."""
     span = state.ladder.longest
     if span is None:
-        return run_worker(request, state.limit_s, rung.peer)
+        return run_worker(request, time_limit(state), rung.peer)
 
     def attempt(seq: int) -> dict[str, Any]:
         unproved = {"steps": 0, "documents": 0}
@@ -372,10 +374,22 @@ def _attempt(state: BenchState, rung: Rung, request: dict[str, Any], seq: int) -
         saved = json.loads(path.read_text("utf-8"))
         if {"digest": saved["digest"], "request": saved["request"]} == key:
             return dict(saved["result"])
-    result = run_worker(request, state.limit_s)
+    result = run_worker(request, time_limit(state))
     path.parent.mkdir(exist_ok=True)
     write_whole(path, json.dumps({**key, "result": result}, indent=1))
     return result
+
+
+def time_limit(state: BenchState) -> float:
+    """Return the seconds that a process may take: as given, else more where the machine was slow so far.
+
+    The first process has ten times the ladder's limit, the others at least six times what the slowest so far took, so
+    that a busy machine makes a bench long and not red.
+    """
+    if state.exact_limit:
+        return state.limit_s
+    took = [r.get("seconds", 0.0) for results in state.results.values() for r in results if "error" not in r]
+    return max(state.limit_s, SLOWER * max(took)) if took else FIRST * state.limit_s
 
 
 def _file(state: BenchState, rung: Rung, repeat: int) -> str:
@@ -422,7 +436,7 @@ def run_worker(request: Mapping[str, Any], limit_s: float, peer: Peer | None = N
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         seconds = time.monotonic() - start
-        late = f"still running after {limit_s:g} s, and stopped (limit_s)"
+        late = f"{LATE} after {limit_s:g} s, and stopped (limit_s); --limit SECONDS allows more"
         failed = next((r for r, code in enumerate(codes) if code), 0)  # the first rank that failed, else rank 0
         code = codes[failed]
         end = late if code is None else cause_of_death(code, logs[failed].read_text("utf-8", "replace"))

@@ -29,7 +29,6 @@ app = typer.Typer(
     "Exit codes: 0 done, 1 the run failed, 2 something must be changed and nothing was written, 143 stopped by a "
     "signal and resumable. --debug anywhere shows the traceback of an error.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -76,6 +75,9 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
+    # Threads that wait for each other sleep: spinning takes the cores that they wait for, where others work there too.
+    # Read once, as torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if "RANK" in os.environ:  # a lost connection is an error of three lines: its traces in C++ are not printed
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     debug = "--debug" in sys.argv

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from optrush.cli.options import ConfigFile, Json, Ranks, Set, With, Without, launches, read_run
+from optrush.console import shown
 from optrush.errors import ConfigError, RunError
 from optrush.launch import LAUNCHER, launched
 
@@ -95,9 +96,7 @@ def train_command(
     with distributed.leaving():
         outcome = run(RunRequest(resolve(config), start, frozenset(allow_change)))
     if outcome.code == 0 and launched()[0] == 0:
-        if outcome.evals:
-            losses = " -> ".join(f"{loss:.4f}" for loss in dict.fromkeys((outcome.evals[0], outcome.evals[-1])))
-            print(f"held-out loss {losses}", file=sys.stderr)
+        print("\n".join(map(shown, outcome.closing_lines(config.objective == "dpo"))), file=sys.stderr)
         print(outcome.output)
     raise typer.Exit(outcome.code)
 
@@ -160,8 +159,8 @@ def _show_dry_run(resolved: ResolvedConfig, start: Literal["auto"] | Path | None
     if as_json:
         text = json.dumps(facts)
     else:
-        shown = {"rows": facts["rows"], "seq": config.batch.seq, "too_long": config.data.too_long}
-        rows = ["random tokens: nothing to decode"] if facts["rows"] is None else data_lines(shown, use_color())
+        page = {"rows": facts["rows"], "seq": config.batch.seq, "too_long": config.data.too_long}
+        rows = ["random tokens: nothing to decode"] if facts["rows"] is None else data_lines(page, use_color())
         text = dry_run.dry_run_text(facts, config, rows)
     # The rows are the user's text, whatever the terminal can encode.
     print(text.encode(sys.stdout.encoding or "utf-8", "backslashreplace").decode(sys.stdout.encoding or "utf-8"))
@@ -187,7 +186,11 @@ def eval_command(
     rows: list[str] = []
     if data is not None:
         rows = [f"data.path={json.dumps(data, ensure_ascii=False)}", "data.random=null", "data.sample=null"]
-    other = [f"model.path={json.dumps(model, ensure_ascii=False)}", "model.shape=null"] if model else []
+    other = (
+        [f"model.path={json.dumps(model, ensure_ascii=False)}", "model.shape=null", "model.revision=null"]
+        if model
+        else []
+    )
     before = read_run(path, [*set_, *rows], with_, without)
     config = read_run(path, [*set_, *other, *rows], with_, without)
     if config.objective == "dpo" and model is None:

@@ -41,11 +41,14 @@ def locate(config: Config, weights: bool = True) -> tuple[Path | None, dict[str,
             raise ConfigError(f"`model.shape: {m.shape}`", "no such shape", nearest(m.shape, SHAPES))
         return None, copy.deepcopy(SHAPES[m.shape])
     assert m.path is not None
+    if m.revision is not None and (m.path == "tiny" or Path(m.path).is_dir()):
+        found = f"{m.path}, which is no hub id"
+        raise ConfigError(f"`model.revision: {m.revision}`", found, "leave it out, or name the model by its hub id")
     if not weights and not m.add_tokens and m.path in _published() and not Path(m.path).exists():
         return None, copy.deepcopy(_published()[m.path])
     folder = _tiny() if m.path == "tiny" else Path(m.path)
     if not folder.is_dir():
-        folder = _download(m.path, WEIGHTS if weights else TOKENIZER if m.add_tokens else CONFIG)
+        folder = _download(m.path, WEIGHTS if weights else TOKENIZER if m.add_tokens else CONFIG, m.revision)
     file = folder / "config.json"
     if not file.is_file():
         raise ConfigError(f"the model {folder}", "a folder without config.json", "name a Hugging Face model's folder")
@@ -77,7 +80,7 @@ def _tiny() -> Path:
     return folder
 
 
-def _download(name: str, patterns: list[str]) -> Path:
+def _download(name: str, patterns: list[str], revision: str | None = None) -> Path:
     """Download a model by its hub id: files that match, never its code or its pickles."""
     asked = f"the model {name}"
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
@@ -86,7 +89,7 @@ def _download(name: str, patterns: list[str]) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         found = f"no such folder, and the hub did not give it: {type(error).__name__}"
         raise ConfigError(asked, found, "check the name and the network, or name a folder") from None

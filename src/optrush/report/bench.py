@@ -95,13 +95,14 @@ def write_many(folders: Sequence[Path], out: Path) -> None:
     Raises:
         UserError: a folder is neither a ladder's nor a run's, or cannot be read; nothing was written.
     """
-    benches, trained = [], []
+    benches, logs = [], []
     for folder in folders:
         if folder_kind(folder) == "bench":
             benches.append((folder, _records(folder)))
         else:
-            trained.append(run.summary(run.load_run(folder)))
-    write_whole(out, render("many.html.j2", **_many(benches), trained=trained))
+            logs.append(run.load_run(folder))
+    trained = {"trained": [run.summary(log) for log in logs], **run.overlaid(logs)}
+    write_whole(out, render("many.html.j2", **_many(benches), **trained))
 
 
 def folder_kind(folder: Path) -> str:

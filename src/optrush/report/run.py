@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from optrush.config import Config, dump_config, parse_config
+from optrush.console import duration
 from optrush.errors import ConfigError, DataError, UserError
 from optrush.files import parse_json
 from optrush.hardware import GIB
@@ -151,8 +152,49 @@ def summary(run: RunLog) -> dict[str, str]:
         "loss": _loss(run.steps, "loss"),
         "held_out": _loss(run.evals, "eval_loss"),
         "speed": speed(run.median("tokens_per_s")),
+        "time": DASH if (seconds := _seconds(run)) is None else duration(seconds),
         "peak": gib(_peak(run)),
     }
+
+
+def overlaid(runs: Sequence[RunLog]) -> dict[str, Any]:
+    """Return the losses of several runs in one chart each, and the settings in which they differ."""
+    if len(runs) < 2:
+        return {"overlaid": [], "differing": []}
+    charts = []
+    for heading, words, series in (
+        ("Training loss", "of each run", [Series(r.name, r.points("loss")) for r in runs]),
+        ("Held-out loss", "of each run", [Series(r.name, _held_out(r), dots=True) for r in runs if r.evals]),
+    ):
+        if series:
+            texts = "; ".join(f"{s.name}: {_ends(s.points)}" for s in series)
+            charts.append((heading, words, inline_svg(curves(series, axis="step", height=260), heading, texts)))
+    settings = [dict(_settings(r.config.model_dump(mode="json", by_alias=True))) for r in runs]
+    keys = dict.fromkeys(key for one in settings for key in one)
+    rows = [(key, [one.get(key, DASH) for one in settings]) for key in keys]
+    return {"overlaid": charts, "differing": [(key, values) for key, values in rows if len(set(values)) > 1]}
+
+
+def _held_out(run: RunLog) -> list[tuple[float, float | None]]:
+    return [(m["step"], number(m["eval_loss"])) for m in run.evals]
+
+
+def _settings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield each value of a configuration under its dotted key, as safe text."""
+    if isinstance(value, dict) and value:
+        for name, part in value.items():
+            yield from _settings(part, f"{key}.{name}" if key else name)
+    else:
+        yield safe_text(key), "on" if value == {} else safe_text(value)
+
+
+def _seconds(run: RunLog) -> float | None:
+    """Return the seconds of the logged steps, evaluations and saves not counted."""
+    total, before = 0.0, 0.0
+    for m in run.steps:
+        total += (number(m.get("step_s")) or 0.0) * max(0.0, m["step"] - before)
+        before = m["step"]
+    return total or None
 
 
 def _kind(run: RunLog) -> dict[str, str]:
@@ -184,6 +226,7 @@ def _verdict(run: RunLog) -> str:
         text += f", the held-out loss {end}" + (f" (at first {first})" if len(run.evals) > 1 else "")
     text += f". Median {speed(run.median('tokens_per_s'))} tokens/s"
     mfu, peak = run.median("mfu"), _peak(run)
+    text += "" if (seconds := _seconds(run)) is None else f", {duration(seconds)} of steps"
     text += "" if mfu is None else f", MFU {percent(100 * mfu)}"
     return text + ("." if peak is None else f", peak {gib(peak)} GiB.")
 
@@ -239,7 +282,7 @@ def _curves(run: RunLog) -> list[tuple[str, str, Markup]]:
 
 
 def _loss_chart(run: RunLog) -> Markup:
-    evals = [(m["step"], number(m["eval_loss"])) for m in run.evals]
+    evals = _held_out(run)
     series = [Series("training loss", run.points("loss"))]
     series += [Series("held-out loss", evals, dots=True)] if evals else []
     return inline_svg(curves(series, axis="step", height=260), "Loss", _ends(series[0].points))

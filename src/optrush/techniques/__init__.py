@@ -1,6 +1,13 @@
-"""The techniques, one a file. The order of ALL is the ladder's order; adding one is a file and a line here."""
+"""The techniques, one a file. The order of ALL is the ladder's order; adding one is a file and a line here.
+
+Other packages add theirs through the entry point group `optrush.techniques` (docs/python.md).
+"""
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.metadata import entry_points
 
 from optrush.technique import Technique
 from optrush.techniques.adam4bit import Adam4bit
@@ -37,7 +44,7 @@ from optrush.techniques.tensor import TensorParallel
 from optrush.techniques.update_in_backward import UpdateInBackward
 from optrush.techniques.wrap import Wrap
 
-ALL: tuple[type[Technique], ...] = (
+OWN: tuple[type[Technique], ...] = (
     Amp,
     Bf16,
     Nf4,
@@ -72,3 +79,24 @@ ALL: tuple[type[Technique], ...] = (
     MicroBatch,
     MemoryCap,
 )
+
+
+def installed(own: Sequence[type[Technique]]) -> Iterator[type[Technique]]:
+    """Yield the techniques of other packages; one that cannot be used is named on standard error and left out."""
+    names = {technique.name for technique in own}
+    for entry in sorted(entry_points(group="optrush.techniques"), key=lambda entry: entry.name):
+        try:
+            found = entry.load()
+            if not (isinstance(found, type) and issubclass(found, Technique)):
+                raise TypeError(f"{entry.value} is no subclass of optrush.technique.Technique")
+            if found.name != entry.name or found.name in names:
+                raise ValueError(f"its name {found.name!r} is not the entry point's, or another technique has it")
+        except Exception as error:  # any: it is not our code
+            package = "a package" if entry.dist is None else entry.dist.name
+            sys.stderr.write(f"the technique {entry.name} of {package} is left out: {type(error).__name__}: {error}\n")
+        else:
+            names.add(found.name)
+            yield found
+
+
+ALL = (*OWN, *installed(OWN))

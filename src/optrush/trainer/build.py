@@ -13,12 +13,16 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from optrush import console
+from optrush.config import Config
 from optrush.data import sampler
+from optrush.data.batch import Batch
 from optrush.data.chat_template import Tokens, open_tokens
 from optrush.data.dataset import Sources, read_sources
 from optrush.errors import ConfigError, NeedsError, NoEffectError, UserError
@@ -67,6 +71,7 @@ def build(
     data: str | None = None,
     progress: Callable[[str], None] | None = None,
     today: datetime.date | None = None,
+    objective: Callable[[Any, Tensor, Batch], Tensor] | None = None,
 ) -> Trainer:
     """Build the trainer: everything before step 0 but resuming. An error of one rank is raised on all.
 
@@ -75,6 +80,7 @@ def build(
         training: False leaves out the optimizer, and what only it shows (`optrush eval`).
         data: a file to evaluate on instead of what the run holds out.
         progress: called with a line now and then during long work.
+        objective: the loss, in place of `next_token`: head, hidden (B, T, D), batch -> () float32, a sum.
         today: the date for chat templates that use one; a resumed run keeps its first date.
     """
     started = started or join_ranks(prepared)
@@ -82,7 +88,7 @@ def build(
     world = distributed.build_mesh(prepared.env.axes, started.device)
     error: UserError | None = None
     try:
-        trainer = _build(prepared, started, world, training, data, progress, today)
+        trainer = _build(prepared, started, world, training, data, progress, today, objective)
     except UserError as e:
         error = e
     distributed.wait_for_all()  # one machine may have tokenised for an hour
@@ -99,9 +105,11 @@ def _build(
     data: str | None,
     progress: Callable[[str], None] | None,
     today: datetime.date | None,
+    objective: Callable[[Any, Tensor, Batch], Tensor] | None,
 ) -> Trainer:
     """Contains no collective: an error of one rank must not leave the others waiting in one."""
     config, env, hf, techniques = prepared.config, prepared.env, prepared.hf, prepared.techniques
+    console.loading(f"opening the model {config.model.path or config.model.shape} and its tokenizer")
     tokens = open_tokens(config, prepared.folder, today)
     dtype, growth = getattr(torch, config.model.dtype), prepared.growth
     model, recipe = load(prepared.folder, hf, config.model.implementation, dtype, config.seed, growth)
@@ -118,6 +126,9 @@ def _build(
     if growth is not None:
         trainer.notes.append(growth.note)
     _defaults(trainer)
+    if objective is not None:
+        trainer.loss_from_hidden = partial(objective, trainer.model.head)
+        trainer.notes.append(f"the loss is {getattr(objective, '__qualname__', objective)}, not the objective's own")
 
     def stage(name: str) -> None:
         for t in techniques:
@@ -126,6 +137,7 @@ def _build(
 
     stage("data")
     check_layout(config, trainer.layout)
+    console.loading(f"reading the data: {_named(config)}")
     sources = read_sources(config, tokens, vocab, progress, data, cut=trainer.layout.uncut or not training)
     trainer.sources = sources
     held_out = sources.held_out or (None if training else sources.train)
@@ -152,6 +164,7 @@ def _build(
         )  # fmt: skip
     if config.dpo is not None or not all(p.requires_grad for p in model.parameters()):
         trainer.fingerprints["base"] = weights_fingerprint(prepared.folder, config.seed)
+    console.loading(f"loading the weights: {sum(p.numel() for p in model.parameters()) / 1e6:,.1f} M parameters")
     materialise(trainer)
     if training:
         stage("optimizer")
@@ -171,6 +184,13 @@ def _build(
     else:
         stage("wrap_step")
     return trainer
+
+
+def _named(config: Config) -> str:
+    """Return where the data comes from, in a few words."""
+    places = [origin.path for origin in config.data.origins]
+    more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+    return f"{places[0]}{more}" if places else f"the sample {config.data.sample}" if config.data.sample else "random"
 
 
 def _defaults(trainer: Trainer) -> None:

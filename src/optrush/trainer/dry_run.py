@@ -21,7 +21,7 @@ from optrush.data.chat_template import open_tokens
 from optrush.data.dataset import Sources, read_sources
 from optrush.data.packing import RowLayout
 from optrush.data.schema import RowLocation
-from optrush.errors import UserError
+from optrush.errors import ConfigError, UserError
 from optrush.hardware import GIB
 from optrush.launch import launched
 from optrush.objectives import check_layout
@@ -51,7 +51,13 @@ def dry_run(resolved: ResolvedConfig, resume: Literal["auto"] | Path | None, com
         UserError: whatever training would refuse before it builds the model.
     """
     config, env = resolved.config, resolved.env
-    check_run_output(resolved, resume)
+    there = None
+    try:
+        check_run_output(resolved, resume)
+    except ConfigError as error:  # the facts are of use beside a finished run too
+        if error.found != run_dir.OCCUPIED:
+            raise
+        there = error.do
     manifest = checkpoint.choose(config.output, resume)[0] if launched()[1] == 1 else None
     today = checkpoint.first_date(manifest)
     tokens = open_tokens(config, resolved.folder, today)
@@ -69,12 +75,16 @@ def dry_run(resolved: ResolvedConfig, resume: Literal["auto"] | Path | None, com
         first = [(b, row) for b, row in enumerate(stream.step(0, steps)) if row][:ROWS]
         source = _StreamedRows(stream.source.parts) if not stream.tokenized else stream.source
         rows = list(preview.describe_rows(cast("Dataset", source), tokens.tokenizer, first, env.seq))
+    memory = memory_facts(config, env.ranks)
+    facts = data_facts(resolved, sources, stream, steps, 0 if manifest is None else manifest.step)
     return {
         "config": absolute(config).model_dump(mode="json", by_alias=True),
-        "memory": memory_facts(config, env.ranks),
+        "memory": memory,
+        "time": time_facts(memory, facts),
         "disk": disk_facts(resolved, steps.steps),
-        "data": data_facts(resolved, sources, stream, steps, 0 if manifest is None else manifest.step),
+        "data": facts,
         "rows": rows,
+        "occupied": there,
         "launch": command,
     }
 
@@ -118,6 +128,13 @@ def memory_facts(config: Config, ranks: int) -> dict[str, Any]:
     )
     facts = {name: getattr(found, name) for name in (*own, "rates_from")}
     return facts | {"lines": [{"name": i.name, "bytes": i.bytes, "reason": i.reason} for i in lines]}
+
+
+def time_facts(memory: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+    """Return the predicted seconds of the steps that remain, without evaluations and saves; None without a speed."""
+    steps, speed = data["steps"] - data["done"], memory.get("tokens_per_s")
+    tokens = data["tokens"] or data["steps"] * data["rows_a_step"] * data["seq"]  # a stream's: as if rows were full
+    return {"steps": steps, "train_s": tokens / speed * steps / data["steps"] if speed else None}
 
 
 def disk_facts(resolved: ResolvedConfig, steps: int) -> dict[str, Any]:
@@ -178,10 +195,11 @@ def dry_run_text(facts: dict[str, Any], config: Config, rows: Iterable[str]) -> 
     parts = (
         ("configuration", dump_config(absolute(config)).rstrip().splitlines()),
         ("memory", _memory(facts["memory"])),
+        ("time", _time(facts["time"])),
         ("disk", _disk(facts["disk"])),
         ("data", _data(facts["data"])),
         ("first rows", rows),
-        ("launch", [facts["launch"]]),
+        ("launch", _launch(facts["launch"], facts["occupied"])),
     )
     return "\n\n".join("\n".join([title, *(f"  {line}".rstrip() for line in lines)]) for title, lines in parts)
 
@@ -214,6 +232,18 @@ def _memory(m: dict[str, Any]) -> list[str]:
         if m["rates_from"]:
             lines.append(f"rates: {m['rates_from']}")
     return lines
+
+
+def _time(t: dict[str, Any]) -> list[str]:
+    if t["train_s"] is None:
+        return ["unknown: optrush calibrate measures this machine's rates"]
+    return [
+        f"about {console.duration(t['train_s'])} for {_many(t['steps'], 'step')}, evaluations and saves not counted"
+    ]
+
+
+def _launch(command: str, occupied: str | None) -> list[str]:
+    return [command] if occupied is None else [command, f"refused as it stands: {run_dir.OCCUPIED}", occupied]
 
 
 def _disk(d: dict[str, Any]) -> list[str]:

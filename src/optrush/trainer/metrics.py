@@ -81,6 +81,7 @@ class Meter:
         self.evals: list[float] = []
         self.judged: Callable[[int, float], None] = lambda step, loss: None  # on every rank
         self.last = 0  # the last step that was counted
+        self.all_tokens = 0  # up to the last line, of all ranks, padding excluded
         self.unwritten = ""
         self._begin(_now(self.device))
 
@@ -102,7 +103,7 @@ class Meter:
         self.attended += sum(b.attended for b in batches)
         self.skipped += skipped
         self._watch(step, batches, skipped)
-        if step % self.trainer.config.train.log_every == 0 or step == self.total_steps:
+        if step % self.trainer.config.train.steps_a_line(self.total_steps) == 0 or step == self.total_steps:
             self._note(step, batches, loss, norm)
         self._drain(wait=step == self.total_steps)
 
@@ -110,6 +111,7 @@ class Meter:
         """Queue a line: the host's values now, the device's when their copy has arrived."""
         total = self.trainer.all_reduce_int
         tokens, attended = total(self.tokens), total(self.attended)
+        self.all_tokens += tokens
         own = {"tokens": sum(b.n_tokens for b in batches), "target_tokens": sum(b.n_targets for b in batches)}
         counts = {name: total(n) for name, n in own.items()}
         figures = self._figures(sum(b.n_terms for b in batches))

@@ -11,15 +11,17 @@ import gc
 import glob
 import math
 import os
+import shlex
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -52,17 +54,28 @@ RESUMABLE = 143  # exit code
 QUARANTINE = "quarantine.jsonl"
 
 
+class Listener(Protocol):
+    """What a run reports to on rank 0 (`optrush.api.Callback`)."""
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None: ...
+    def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None: ...
+    def save(self, step: int, checkpoint: Path) -> None: ...
+
+
 @dataclass(frozen=True)
 class RunRequest:
     """What to train and how to begin.
 
     resume: "auto" continues from the newest intact checkpoint, a folder from that one, None begins anew.
     allow_change: fields whose fingerprint may have changed since the checkpoint.
+    loss: replaces `objectives.next_token`. callbacks: called on rank 0.
     """
 
     resolved: ResolvedConfig
     resume: Literal["auto"] | Path | None = None
     allow_change: frozenset[str] = frozenset()
+    loss: Callable[[Any, Tensor, Batch], Tensor] | None = None
+    callbacks: tuple[Listener, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,6 +85,28 @@ class Outcome:
     code: int
     output: Path
     evals: tuple[float, ...] = ()  # held-out losses of the whole run, in order
+    seconds: float = 0.0  # from the start of the run, what was loaded before the first step included
+    tokens: int = 0  # that this process and its ranks trained on, padding excluded
+
+    def closing_lines(self, pairs: bool) -> list[str]:
+        """Return what a finished run prints: duration, tokens, held-out loss, paths, what to do next.
+
+        Args:
+            pairs: the loss is of pairs, and has no perplexity.
+        """
+        lines = [f"done in {console.duration(self.seconds)}, {console.count(self.tokens)} tokens"]
+        if self.evals:
+            losses = " -> ".join(f"{loss:.4f}" for loss in dict.fromkeys((self.evals[0], self.evals[-1])))
+            lines.append(f"held-out loss {losses}" + ("" if pairs else f", perplexity {perplexity(self.evals[-1])}"))
+        lines.append(f"report    {self.output / 'report.html'}")
+        if (self.output / "model").is_dir():
+            lines += [f"model     {self.output / 'model'}", f"next      optrush chat {shlex.quote(str(self.output))}"]
+        return lines
+
+
+def perplexity(loss: float) -> str:
+    """Format exp(loss), the perplexity of a loss in nats a token."""
+    return f"{math.exp(loss):.4g}" if loss < 700 else "beyond 1e304"
 
 
 def run(request: RunRequest) -> Outcome:
@@ -81,6 +116,7 @@ def run(request: RunRequest) -> Outcome:
         UserError: something must be changed; the output folder is as it was.
         RunError: three updates in a row were not finite, or a step ran out of memory.
     """
+    begun = time.monotonic()
     config, output = request.resolved.config, Path(request.resolved.config.output)
     check_run_output(request.resolved, request.resume)
     group = join_ranks(request.resolved)  # the ranks agree on a checkpoint
@@ -102,7 +138,7 @@ def run(request: RunRequest) -> Outcome:
             console.err.print(trainer.describe(), markup=False)
         stack.enter_context(stop_signals(trainer))
         bar = stack.enter_context(console.Bar(plan.total, plan.done)) if main else None
-        session = stack.enter_context(Session(trainer, plan, manifest, passed, saver, reporter, bar))
+        session = stack.enter_context(Session(trainer, plan, manifest, passed, saver, reporter, bar, request.callbacks))
         with distributed.reported(), reading(trainer.batches), session.out_of_memory_reported():
             session.evaluate_untrained()
             train(trainer, session.meter, plan, session.save)
@@ -111,7 +147,7 @@ def run(request: RunRequest) -> Outcome:
             return session.stopped()
         distributed.under_way("the export")
         export_best(trainer, plan.total, request.resolved.folder, session.best)
-        return session.finished()
+        return replace(session.finished(), seconds=time.monotonic() - begun)
 
 
 # --- Refusals before anything is built
@@ -252,7 +288,7 @@ def build_to_fit(
     resolved = resized(resolved, rows) if rows < resolved.env.micro_rows else resolved
     length = resolved.config.train
     while True:
-        trainer = build(resolved, group, progress=console.say, today=today)
+        trainer = build(resolved, group, progress=console.say, today=today, objective=request.loss)
         plan = RunPlan(trainer, trainer.stream.plan(None if length.steps else length.epochs, length.steps))
         refusal: UserError | None = None
         if resolved.config.dpo is not None:  # by the weights before a checkpoint is restored
@@ -447,6 +483,7 @@ class Session:
     def __init__(
         self, trainer: Trainer, plan: RunPlan, manifest: checkpoint.Manifest | None, passed: list[tuple[Path, str]],
         saver: checkpoint.Saver, tracker: Reporter | None, bar: console.Bar | None,
+        callbacks: tuple[Listener, ...] = (),
     ) -> None:  # fmt: skip
         """Log what is different since the checkpoint, and begin to report.
 
@@ -456,6 +493,7 @@ class Session:
         """
         self.trainer, self.plan, self.bar, self.output = trainer, plan, bar, Path(trainer.config.output)
         self.saver, saver.settled = saver, self._settled
+        self.callbacks = () if bar is None else callbacks
         self.run_id = checkpoint.fresh_id() if manifest is None else manifest.run_id
         self.unsaved: dict[int, str] = {}  # steps whose checkpoint could not be saved, and why
         self.reporters = [] if tracker is None else [tracker]
@@ -509,6 +547,8 @@ class Session:
             self.meter.write({"step": step, "save_failed": str(failure)})
         if self.best is not None:
             (self.best.saved if failure is None else self.best.not_saved)(step)
+        for callback in self.callbacks if failure is None else ():
+            callback.save(step, self.output / checkpoint.FOLDER / f"step-{step:06d}")
 
     def _begin_step(self, step: int) -> None:
         self.saver.settle()
@@ -523,6 +563,11 @@ class Session:
         """Print a line of metrics.jsonl, and log a reporter's first failure."""
         if self.bar is not None:
             self.bar.say(line)
+        for callback in self.callbacks:
+            if "eval_loss" in line:
+                callback.evaluation(line["step"], line)
+            elif "loss" in line:
+                callback.step(line["step"], line)
         for reporter in self.reporters:
             if trouble := reporter.news():
                 self.trainer.log_event({"tensorboard" if reporter.options is None else "tracker": trouble})
@@ -570,7 +615,8 @@ class Session:
                 do = f"make room, then: optrush report {self.output}"
                 console.say(f"the run is done, but its report could not be written ({error.strerror}); {do}")
         evals = tuple(self.meter.evals)
-        return Outcome(0, self.output, evals if self.plan.done == 0 else evals[-1:])
+        evals = evals if self.plan.done == 0 else evals[-1:]
+        return Outcome(0, self.output, evals, tokens=self.meter.all_tokens)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and (self.trainer.world.ranks > 1 or kind is KeyboardInterrupt):

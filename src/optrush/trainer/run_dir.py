@@ -37,6 +37,9 @@ KNOWN = frozenset(
 )
 
 
+OCCUPIED = "a run lies there"
+
+
 def check_free(output: Path | str, clean: bool, resume: Literal["auto"] | Path | None) -> None:
     """Check that a run may begin in `output`; write nothing.
 
@@ -65,7 +68,7 @@ def check_free(output: Path | str, clean: bool, resume: Literal["auto"] | Path |
         raise ConfigError(asked, "a `model` lies there, which this run would replace", "take another `output`")
     if resume is None and (names & {RUN, METRICS} or find_checkpoints(path)):
         do = "continue it: --resume auto; or replace it: `train.clean: true`; or another `output`"
-        raise ConfigError(asked, "a run lies there", do)
+        raise ConfigError(asked, OCCUPIED, do)
 
 
 def check_inputs(output: Path | str, clean: bool, reads: Iterable[Path | str | None]) -> None:
@@ -94,7 +97,7 @@ SMALL_FILES_bytes = 1 << 20  # room for metrics, curves, pages and tokenizer
 
 def saved_copies(config: Config, steps: int) -> tuple[int, int]:
     """Return how often a run of `steps` steps saves at most, and how many checkpoints lie on the disk at once."""
-    every, keep, tried = config.train.save_every, config.train.keep, config.train.eval_every
+    every, keep, tried = config.train.save_every, config.train.keep, config.train.eval_cadence(steps)
     period = steps if every is None else _period(every, steps)
     saved = {*range(period, steps + 1, period), steps}
     evaluated = set() if tried is None else set(range(_period(tried, steps), steps, _period(tried, steps)))

@@ -326,7 +326,7 @@ class RunPlan:
     def evaluates(self, step: int) -> bool:
         if self.trainer.evaluation is None:
             return False
-        return step == self.total or _due(step, self.trainer.config.train.eval_every, self.total)
+        return step == self.total or _due(step, self.trainer.config.train.eval_cadence(self.total), self.total)
 
     def saves(self, step: int) -> bool:
         if self.trainer.stopped:

@@ -1,0 +1,321 @@
+"""Run the verbs of the command line from Python: plan, train, evaluate, bench, export, generate.
+
+Each takes a configuration as a `Config`, as a mapping with the keys of the YAML, or as the path of a YAML file, and
+returns the objects that the command line prints. A `UserError` has what is refused, why, and what to do; nothing was
+written then. A `RunError` is a run that failed. docs/python.md has examples.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+from optrush.config import Config, Sampling, parse_config, refuse_secrets
+from optrush.errors import ConfigError, ConflictError, DataError, NeedsError, UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from optrush.bench.record import Record
+    from optrush.data.batch import Batch
+    from optrush.export import Delivered
+    from optrush.generate import Answer
+    from optrush.planner.search import Prediction, SearchResult
+    from optrush.trainer.run import Outcome
+    from optrush.trainer.trainer import Evaluated
+
+Configuration = Config | Mapping[str, Any] | str | Path
+Loss = Callable[["nn.Module", "Tensor", "Batch"], "Tensor"]
+"""(head, hidden (B, T, D), batch) -> () float32: the sum over the batch's target tokens, as
+`optrush.objectives.next_token`. `head(hidden, batch.labels, reduce="none")` returns their losses, (B, T)."""
+
+
+class Callback(Protocol):
+    """What a run calls on its first rank; a subclass overrides what it needs. An exception ends the run."""
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Receive a logged step (`train.log_every`): loss, lr, tokens_per_s ..., as metrics.jsonl has them."""
+
+    def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Receive an evaluation: eval_loss in nats a target token (of dpo: a pair), eval_target_tokens."""
+
+    def save(self, step: int, checkpoint: Path) -> None:
+        """Receive the folder of a checkpoint that is complete."""
+
+
+class Plan(NamedTuple):
+    """The prediction for a configuration, and better ones."""
+
+    prediction: Prediction | None  # None: refused as configured
+    refused: UserError | None
+    search: SearchResult  # `search.settings`, the best first; `.settings[0].over(config)` is a Config
+
+
+def _config(given: Configuration) -> Config:
+    """Return a checked configuration.
+
+    Raises:
+        ConfigError: a key, a type or a value that is not known, with the nearest that is.
+    """
+    if isinstance(given, Config):
+        config = given
+    elif isinstance(given, Mapping):
+        import yaml
+
+        try:
+            text = yaml.safe_dump(dict(given), sort_keys=False, allow_unicode=True)
+        except yaml.YAMLError as error:
+            raise ConfigError("the configuration", f"a value that YAML has not: {error}", "take plain values") from None
+        config = parse_config(text, "the configuration")
+    else:
+        path = Path(given)
+        if not path.is_file():
+            raise ConfigError(f"the configuration {path}", "no such file", "name a YAML file; examples/ has some")
+        config = parse_config(path.read_text("utf-8"), str(path))
+    refuse_secrets(config)
+    return config
+
+
+def plan(config: Configuration, hardware: str = "auto", *, keep_maths: bool = False) -> Plan:
+    """Predict memory (bytes) and speed (tokens a second) of a configuration, and find better ones; builds nothing.
+
+    Args:
+        hardware: auto (this machine), h200, 2xh200, 4090, cpu, ...
+        keep_maths: leave out techniques that change what is computed.
+
+    Raises:
+        UserError: neither it nor any other set of techniques can be planned.
+
+    Example:
+        >>> plan("first.yaml", "h200").prediction.peak_bytes
+    """
+    from optrush.planner import search
+
+    chosen = _config(config)
+    prediction, refused = None, None
+    try:
+        prediction = search.predict(chosen, hardware)
+    except (ConfigError, ConflictError, NeedsError) as error:
+        refused = error
+    return Plan(prediction, refused, search.search(chosen, hardware, keep_maths=keep_maths))
+
+
+def train(
+    config: Configuration,
+    *,
+    rows: Iterable[Mapping[str, Any]] | None = None,
+    eval_rows: Iterable[Mapping[str, Any]] | None = None,
+    loss: Loss | None = None,
+    callbacks: Sequence[Callback] = (),
+    resume: Literal["auto"] | str | Path | None = None,
+    allow_change: Iterable[str] = (),
+) -> Outcome:
+    """Train a model, with several ranks under torchrun; its folder is the configuration's `output`.
+
+    Args:
+        rows: the data, in place of `data.path`: mappings such as {"messages": [...]}, {"prompt": ..., "completion":
+            ...}, {"text": ...}. They are written to a file in the cache, so any length will do.
+        eval_rows: held-out rows, in place of `data.eval`.
+        loss: in place of the objective's loss (pretrain and sft), see `Loss`. Checkpoints do not contain it.
+        callbacks: see `Callback`.
+        resume: "auto" goes on from the newest intact checkpoint, a folder from that one.
+        allow_change: fields that may have changed since, as --allow-change.
+
+    Returns:
+        `code` (0 done, 143 stopped by a signal and resumable), `output`, `evals` (held-out losses), seconds, tokens.
+
+    Raises:
+        UserError: something must be changed; nothing was written.
+        RunError: the run failed.
+
+    Example:
+        >>> train({"model": "tiny", "objective": "sft", "data": {}, "output": "runs/a"}, rows=my_rows)
+    """
+    from optrush.resolve import resolve
+    from optrush.trainer import distributed
+    from optrush.trainer.run import RunRequest, run
+
+    chosen = _with_rows(_config(config), rows, eval_rows)
+    if loss is not None and chosen.objective == "dpo":
+        raise ConfigError(
+            "a loss of your own with `objective: dpo`", "pairs, whose loss is `dpo.loss`", "sft or pretrain"
+        )
+    start: Literal["auto"] | Path | None = "auto" if resume == "auto" else None if resume is None else Path(resume)
+    with distributed.leaving():
+        return run(RunRequest(resolve(chosen), start, frozenset(allow_change), loss, tuple(callbacks)))
+
+
+def _with_rows(
+    config: Config, rows: Iterable[Mapping[str, Any]] | None, held_out: Iterable[Mapping[str, Any]] | None
+) -> Config:
+    """Return the configuration with the rows' files as its data."""
+    changes: dict[str, Any] = {}
+    if rows is not None:
+        if config.data.path is not None or config.data.sample is not None or config.data.random is not None:
+            raise ConfigError("`rows` and data of the configuration", "both", "leave one of them out")
+        changes["path"] = _stored(rows, "rows", config.data.cache)
+    if held_out is not None:
+        if config.data.eval is not None:
+            raise ConfigError("`eval_rows` and `data.eval`", "both", "leave one of them out")
+        changes["eval"] = _stored(held_out, "eval_rows", config.data.cache)
+    return config.model_copy(update={"data": config.data.model_copy(update=changes)}) if changes else config
+
+
+def _stored(rows: Iterable[Mapping[str, Any]], name: str, cache: str | None) -> str:
+    """Write rows as JSON Lines to the cache, under the hash of what they hold; return the file's path."""
+    from optrush.data.tokenize import cache_root
+
+    folder = cache_root(cache) / "rows"
+    folder.mkdir(parents=True, exist_ok=True)
+    part, digest, count = folder / f".{name}-{os.getpid()}", hashlib.sha256(), 0
+    try:
+        with part.open("xb") as file:
+            for number, row in enumerate(rows):
+                try:
+                    line = json.dumps(dict(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+                except (TypeError, ValueError) as error:
+                    raise DataError(f"`{name}`, row {number}", f"{error}", "give mappings of plain values") from None
+                digest.update(line)
+                file.write(line)
+                count += 1
+        if not count:
+            raise DataError(f"`{name}`", "no row", "give at least one")
+        whole = folder / f"{digest.hexdigest()[:32]}.jsonl"
+        part.replace(whole)
+    finally:
+        part.unlink(missing_ok=True)
+    return str(whole)
+
+
+def evaluate(config: Configuration, *, model: str | Path | None = None, data: str | Path | None = None) -> Evaluated:
+    """Measure a model's loss on held-out data, packed, as `optrush eval` does.
+
+    Args:
+        model: another model's folder, such as OUTPUT/model; the configuration's own, which is what a run began from.
+        data: another file of rows; what the configuration holds out (`data.eval`), else all its data.
+
+    Returns:
+        `loss` (mean nats a target token), `targets` (their number), `figures` (other metrics of the objective).
+
+    Raises:
+        UserError: something must be changed.
+
+    Example:
+        >>> evaluate("first.yaml", model="runs/first/model").loss
+    """
+    from optrush.resolve import resolve, without_adapters
+    from optrush.trainer import distributed
+    from optrush.trainer.build import build
+    from optrush.trainer.trainer import evaluate as measure
+
+    chosen = _config(config)
+    if chosen.objective == "dpo":
+        do = "optrush eval CONFIG --model OUTPUT/model"
+        raise ConfigError("`evaluate` of `objective: dpo`", "pairs, which are measured against a second model", do)
+    file = None if data is None else str(data)
+    if data is None and isinstance(chosen.data.eval, str):
+        file = chosen.data.eval
+    elif data is not None:
+        held = chosen.data.model_copy(update={"path": file, "random": None, "sample": None})
+        chosen = chosen.model_copy(update={"data": held})
+    if model is not None:
+        other = chosen.model.model_copy(update={"path": str(model), "shape": None, "revision": None})
+        chosen, _ = without_adapters(chosen.model_copy(update={"model": other}))
+    with distributed.leaving():
+        return measure(build(resolve(chosen), training=False, data=file))
+
+
+def bench(
+    config: Configuration, out: str | Path, *, ladder: str = "config", repeats: int | None = None,
+    limit_s: float | None = None, cumulative_only: bool = False, resume: bool = False,
+) -> list[Record]:  # fmt: skip
+    """Measure the rungs of a ladder one by one, each in fresh processes; records and report are written to `out`.
+
+    Args:
+        ladder: config (the configuration's own techniques), single-gpu, cpu-demo ..., or a YAML file.
+        repeats: processes a rung; the ladder's own number if not given.
+        limit_s: seconds that one process may take at most.
+        cumulative_only: leave out the rungs that take one technique away.
+        resume: go on with a bench that was stopped.
+
+    Returns:
+        A record a rung: tokens_per_s, peak_bytes, predicted_*, verdict, error.
+
+    Raises:
+        UserError: the ladder, the baseline or the folder must be changed; nothing was written.
+
+    Example:
+        >>> [(r.rung, r.tokens_per_s) for r in bench("first.yaml", "ladder")]
+    """
+    from optrush.bench.ladder import find_ladder
+    from optrush.bench.runner import ProgressBoard, run_ladder
+
+    chosen = _config(config)
+    with ProgressBoard() as board:
+        return run_ladder(
+            find_ladder(ladder, chosen), chosen, Path(out), board, repeats=repeats, cumulative_only=cumulative_only,
+            limit_s=limit_s, resume=resume, command="optrush.bench",
+        )  # fmt: skip
+
+
+def export(
+    run: str | Path, out: str | Path | None = None, *, checkpoint: str | int | None = None, dtype: str | None = None,
+    adapter: bool = False, verify: bool = True,
+) -> Delivered:  # fmt: skip
+    """Write a checkpoint of a run as a folder that transformers loads, and compare its logits after reloading.
+
+    Args:
+        out: the folder to write; RUN/model if not given.
+        checkpoint: a step or a folder; the best, else the newest intact one.
+        dtype: float32, bfloat16 or float16; as trained if not given.
+        adapter: the adapter's files, as PEFT keeps them, in place of merged weights.
+
+    Raises:
+        UserError: no run there, or no such checkpoint.
+        RunError: the folder's logits differ by more than rounding explains.
+
+    Example:
+        >>> export("runs/first", "exported", dtype="bfloat16").out
+    """
+    from optrush.export import export_run
+
+    return export_run(
+        Path(run), None if out is None else Path(out), checkpoint=None if checkpoint is None else str(checkpoint),
+        dtype=dtype, adapter=adapter, verifies=verify,
+    )  # fmt: skip
+
+
+def generate(
+    model: str | Path, prompts: Iterable[str | Sequence[Mapping[str, Any]]], *, sampling: Sampling | None = None,
+    seed: int = 0, batch: int = 8, plain: bool = False,
+) -> list[Answer]:  # fmt: skip
+    """Answer prompts with a model, in their order.
+
+    Args:
+        model: a run's folder, a Hugging Face folder or hub id, or tiny.
+        prompts: a user's turn each, or a list of messages ({"role": ..., "content": ...}).
+        sampling: temperature, top_p, top_k, max_tokens (512), greedy.
+        batch: prompts at once.
+        plain: texts are continued as they are, without the chat template.
+
+    Returns:
+        An answer a prompt: `text`, `tokens` (their number), `finish` (stop, length).
+
+    Raises:
+        UserError: no such model, or a prompt that it cannot take; nothing was generated.
+
+    Example:
+        >>> generate("runs/first", ["How do I cook rice?"], sampling=Sampling(greedy=True))[0].text
+    """
+    from optrush.data.schema import RowLocation
+    from optrush.generate import find_model, generate_answers, read_prompt
+
+    found = [
+        read_prompt(RowLocation(Path("prompts"), n + 1), {"prompt" if isinstance(p, str) else "messages": p}, plain)
+        for n, p in enumerate(prompts)
+    ]
+    return list(generate_answers(find_model(str(model)), found, sampling or Sampling(), seed=seed, batch=batch))

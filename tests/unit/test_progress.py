@@ -1,0 +1,77 @@
+"""What a run shows while it trains and at its end: lines with the time left, cadences, the closing lines."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from optrush import console
+from optrush.bench import runner
+from optrush.bench.results import BenchState
+from optrush.config import Training
+from optrush.trainer.run import Outcome, perplexity
+
+LINE = {
+    "step": 1, "loss": 2.0, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_s": 100.0, "mfu": None, "peak_bytes": 2**30,
+    "data_wait_s": 0.0, "step_s": 1.0, "skipped": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_time_left_is_shown_from_the_second_line_on(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    """A line a minute, as a large model logs: the bar shows the time left, and the lines before stay."""
+    out, now = io.StringIO(), [0.0]
+    screen = Console(file=out, force_terminal=terminal, width=200, soft_wrap=True, highlight=False)
+    monkeypatch.setattr(console, "err", screen)
+    monkeypatch.setattr(console.sys.stderr, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    with console.Bar(10) as bar:
+        for step in (1, 2):
+            now[0] += 60.0
+            bar.say({**LINE, "step": step})
+        if bar.progress is not None:
+            assert bar.progress.tasks[0].description == "ETA 8 min 0 s"
+    text = out.getvalue()
+    assert "step 1/10  loss 2.0000" in text and "step 2/10  loss 2.0000" in text
+    assert terminal or "ETA 8 min 0 s" in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (119, "119 s"), (200, "3 min 20 s"), (18720, "5 h 12 min")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert console.duration(seconds) == text
+
+
+def test_cadences_follow_the_length_of_a_run() -> None:
+    free, given = Training(), Training(log_every=7, eval_every=0.5)
+    assert [free.steps_a_line(n) for n in (1, 40, 200, 10**6)] == [1, 2, 10, 10]
+    assert [free.eval_cadence(n) for n in (1, 99, 100)] == [None, None, 0.2]
+    assert given.steps_a_line(10**6) == 7 and given.eval_cadence(10**6) == 0.5
+
+
+def test_the_closing_lines(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    lines = Outcome(0, tmp_path, (3.0, 2.0), 130.0, 12_345).closing_lines(pairs=False)
+    assert lines[0] == "done in 2 min 10 s, 12.3K tokens"
+    assert lines[1] == "held-out loss 3.0000 -> 2.0000, perplexity 7.389"
+    assert lines[-1].split() == ["next", "optrush", "chat", str(tmp_path)]
+    assert "perplexity" not in "".join(Outcome(0, tmp_path, (3.0, 2.0)).closing_lines(pairs=True))
+    assert perplexity(1e4) == "beyond 1e304"
+
+
+def test_limits_scale_with_what_was_measured() -> None:
+    """On a busy machine a process has more time, unless the limit was given."""
+    some: Any = None
+    state = BenchState(some, [], Path(), 1, 120.0, "", {}, {})
+    assert runner.time_limit(state) == 1200.0, "nothing measured yet"
+    state.results = {"a": [{"seconds": 15.0}]}
+    assert runner.time_limit(state) == 120.0, "a quiet machine"
+    state.results = {"a": [{"seconds": 15.0}, {"seconds": 200.0}], "b": [{"seconds": 900.0, "error": "x"}]}
+    assert runner.time_limit(state) == 1200.0
+    state.exact_limit = True
+    assert runner.time_limit(state) == 120.0
