@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -27,6 +28,7 @@ from optrush.data.batch import collate
 from optrush.data.chat_template import Tokens, turn_ends
 from optrush.data.schema import Document
 from optrush.errors import ConfigError, DataError, RunError, UserError
+from optrush.models import gguf
 from optrush.models.hf import load_plain
 from optrush.models.source import GENERATION, read_generation
 from optrush.models.weights import Folder, export_weights
@@ -428,6 +430,35 @@ def export_run(
         raise RunError(f"out of memory while exporting ({next(iter(str(error).splitlines()), '')}); {do}") from error
     size, said = sum(f.stat().st_size for f in where.iterdir()), None if kind is None else str(kind)[len("torch.") :]
     return Delivered(where, found.manifest.step, found.passed, said, size, compared)
+
+
+def export_gguf(
+    run: Path, out: Path | None, kind: gguf.Kind, *, checkpoint: str | None = None, verifies: bool = True
+) -> tuple[Path, int]:
+    """Export a run's checkpoint as one GGUF file; return it and the number of its tensors.
+
+    The folder for transformers is written first, and compared with the trained model, then converted and removed.
+
+    Raises:
+        UserError: as `export_run`; the file exists; the format has no name for the model or its tokenizer.
+        RunError: the folder or the file is not what was trained.
+    """
+    gguf.demand_gguf()
+    folder, _ = open_run(run)
+    file = out or folder / f"model-{kind}.gguf"
+    if file.exists():
+        raise ConfigError(f"to export to {file}", "it exists", "name another file: --out FILE.gguf")
+    if file.suffix != ".gguf" or not file.absolute().parent.is_dir():
+        raise ConfigError(f"to export to {file}", "no file .gguf in a folder that exists", "--out FILE.gguf")
+    part = file.with_name(file.name + ".tmp")
+    try:
+        with _writing(file), tempfile.TemporaryDirectory(dir=file.absolute().parent, prefix=".gguf-") as fresh:
+            export_run(run, Path(fresh) / "model", checkpoint=checkpoint, verifies=verifies)
+            tensors = gguf.write_gguf(Path(fresh) / "model", part, kind, folder.resolve().name)
+            os.replace(part, file)
+    finally:
+        part.unlink(missing_ok=True)
+    return file, tensors
 
 
 @contextmanager

@@ -402,3 +402,27 @@ def test_nothing_is_left_of_what_failed(call: Call, trained: Path, here: Path, m
         found = call("export", "run")
         assert found.code == code and said in found.err and found.out == ""
     assert not (trained / "model").exists() and not list(trained.glob("*.tmp"))
+
+
+# --- GGUF
+
+
+def test_a_gguf_file(call: Call, trained: Path) -> None:
+    facts = exported(call, "run", "--to", "gguf", "--gguf-type", "f32", "--out", "m.gguf")
+    assert facts["out"] == "m.gguf" and Path("m.gguf").stat().st_size == facts["size_bytes"]
+    assert not list(Path().glob(".gguf-*")) and not Path("m.gguf.tmp").exists()
+    assert call("export", "run", "--to", "gguf", "--out", "m.gguf").code == 2, "an existing file stays"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--gguf-type", "f16"), "--to hf"),
+        (("--to", "gguf", "--adapter"), "--adapter with --to gguf"),
+        (("--to", "gguf", "--dtype", "float16"), "--dtype float16 with --to gguf"),
+        (("--to", "gguf", "--out", "folder"), "no file .gguf"),
+    ],
+)
+def test_flags_of_gguf(call: Call, trained: Path, flags: tuple[str, ...], says: str) -> None:
+    found = call("export", "run", *flags)
+    assert found.code == 2 and says in found.err

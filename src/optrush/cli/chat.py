@@ -399,6 +399,13 @@ def export_command(
         typer.Option("--dtype", help="convert the weights; as they were trained if not given"),
     ] = None,
     adapter: Annotated[bool, typer.Option("--adapter", help="the adapter's files, as PEFT keeps them")] = False,
+    to: Annotated[
+        Literal["hf", "gguf"], typer.Option("--to", help="hf: a folder for transformers; gguf: one file for llama.cpp")
+    ] = "hf",
+    gguf_type: Annotated[
+        Literal["f32", "f16", "bf16", "q8_0"] | None,
+        typer.Option("--gguf-type", help="with --to gguf: of the matrices; f16 if not given"),
+    ] = None,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="do not load the folder and compare logits")] = False,
     max_shard_gb: Annotated[
         float | None,
@@ -406,7 +413,7 @@ def export_command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write a checkpoint of a run as a folder that transformers loads.
+    """Write a checkpoint of a run as a folder that transformers loads, or as a GGUF file.
 
     Adapters are merged in float32, then rounded. With the weights go the tokenizer with its chat template, the
     generation config and a model card. Then the folder is loaded by transformers and its logits are compared with the
@@ -416,8 +423,20 @@ def export_command(
         raise ConfigError(f"--adapter with --dtype {dtype}", "an adapter is written as it was trained", "leave one out")
     if adapter and max_shard_gb is not None:
         raise ConfigError(f"--adapter with --max-shard-gb {max_shard_gb:g}", "an adapter is one file", "leave one out")
-    from optrush.export import export_run
+    if gguf_type is not None and to != "gguf":
+        raise ConfigError(
+            f"--gguf-type {gguf_type}", "--to hf, whose types are --dtype's", "give --to gguf, or --dtype"
+        )
+    if to == "gguf" and (adapter or dtype is not None):
+        void = "--adapter" if adapter else f"--dtype {dtype}"
+        raise ConfigError(f"{void} with --to gguf", "the whole model in --gguf-type is written", f"leave {void} out")
+    from optrush.export import export_gguf, export_run
 
+    if to == "gguf":
+        file, tensors = export_gguf(run, out, gguf_type or "f16", checkpoint=checkpoint, verifies=not no_verify)
+        facts = {"out": str(file), "tensors": tensors, "type": gguf_type or "f16", "size_bytes": file.stat().st_size}
+        print(json.dumps(facts) if as_json else file)
+        return
     found = export_run(
         run, out, checkpoint=checkpoint, dtype=dtype, adapter=adapter, verifies=not no_verify,
         max_shard_bytes=1e9 * (5.0 if max_shard_gb is None else max_shard_gb),

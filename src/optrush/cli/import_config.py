@@ -1,0 +1,676 @@
+"""import: translate a configuration of another trainer into the YAML of a run, key by key, or refuse it by its key.
+
+The tables of keys are in `import_keys`; this module reads the file, and combines what they give: rows, accumulation
+and ranks become the slots of a step, an adapter and its base become techniques.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+import yaml
+
+from optrush.cli.import_keys import (
+    FACTORY_COLUMNS,
+    FOREIGN,
+    INSTRUCTION,
+    KIND_NAMES,
+    KINDS,
+    LEAVE,
+    LOGGED,
+    LOGGER,
+    ROW_IDLE,
+    ROW_KINDS,
+    SPEED,
+    TOOLS,
+    Rule,
+    Tool,
+    ToolName,
+)
+from optrush.config import Config, Model, Origin, nearest, parse_config, parse_scalar, parse_yaml, refuse_secrets
+from optrush.errors import ConfigError
+
+Notes = list[str]
+_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
+_DATA_FILE = re.compile(r"\.(jsonl?|parquet|csv|txt|arrow|zst|gz)\Z")
+
+
+def import_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="a YAML, JSON, or a command line", show_default=False)],
+    tool: Annotated[
+        ToolName | None,
+        typer.Option("--from", metavar="TOOL", help=f"{', '.join(get_args(ToolName))}; found if unsaid"),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option("--data", metavar="DATA", help="data.path, where FILE names data by a list elsewhere")
+    ] = None,
+    ranks: Annotated[
+        int, typer.Option("--ranks", min=1, help="GPUs that FILE was meant for: a step has so many rows")
+    ] = 1,
+    out: Annotated[Path | None, typer.Option("--out", metavar="YAML", help="the file to write; else printed")] = None,
+) -> None:
+    """Translate another trainer's configuration.
+
+    FILE is of axolotl, LLaMA-Factory or TRL (SFT and DPO), or holds the command line of a train.py with the arguments
+    of transformers. Each key is mapped, or has no effect here and is listed, or is refused by name (exit code 2).
+    """
+    if out is not None and out.exists():
+        raise ConfigError(f"--out {out}", "it exists", "name another file, or remove it")
+    found = translate(file, tool, data, ranks)
+    if out is None:
+        print(found.text, end="")
+    else:
+        try:
+            out.write_text(found.text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--out {out}", f"{error.strerror}", "name another file") from None
+        print(f"optrush train {shlex.quote(str(out))}{f' --ranks {found.ranks}' if found.ranks > 1 else ''} --dry-run")
+    for note in found.notes:
+        typer.echo(note, err=True)
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A translated configuration."""
+
+    tool: ToolName
+    text: str  # our YAML
+    notes: tuple[str, ...]  # what has no effect here, or another one
+    config: Config
+    ranks: int  # that a step's rows are for
+
+
+# --- from a file to facts
+
+
+def translate(file: Path, tool: ToolName | None = None, data: str | None = None, ranks: int = 1) -> Imported:
+    """Translate a file of another trainer.
+
+    Args:
+        tool: whose file it is; None: found by its keys.
+        data: `data.path` in place of what the file names.
+        ranks: processes of the run that the file describes; its own command line may name them.
+
+    Raises:
+        ConfigError: not read, of no known tool, or a key or a value without a counterpart.
+    """
+    given, lines, spoken = _read(file)
+    kind = tool or spoken or _recognised(given, file)
+    notes: Notes = []
+    facts = _facts(given, TOOLS[kind], _Place(file, lines), notes)
+    if data is not None:
+        facts = {key: value for key, value in facts.items() if key not in DATA_FACTS} | {"data.path": data}
+    composer = _Composer(kind, facts, ranks, file, notes)
+    tree = composer.tree()
+    text = f"# Translated from {file.name} of {kind}.\n{yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)}"
+    config = parse_config(text, str(file))
+    refuse_secrets(config)
+    return Imported(kind, text, tuple(dict.fromkeys(notes)), config, composer.ranks)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a key is."""
+
+    file: Path
+    lines: Mapping[Any, int]
+
+    def of(self, key: str) -> str:
+        line = self.lines.get((key,))
+        return f"{self.file}:{line}: `{key}`" if line else f"{self.file}: `{key}`"
+
+
+def _read(file: Path) -> tuple[dict[str, Any], Mapping[Any, int], ToolName | None]:
+    """Return the keys of a YAML, a JSON or a command line, their lines, and the tool that a command names."""
+    try:
+        text = file.read_text("utf-8")
+    except OSError as error:
+        raise ConfigError(f"{file}", f"{error.strerror}", "name a file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}", f"not UTF-8: {error.reason}", "save it as UTF-8") from None
+    if text.lstrip().startswith("{"):
+        try:
+            found = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"{file}", f"not JSON: {error}", "mend it") from None
+        return found, {}, None
+    if re.search(r"(^|\s)--[a-z][\w-]+", re.sub(r"(?m)#.*$", "", text)) and not re.search(r"(?m)^[a-z_]+:(\s|$)", text):
+        return *_arguments(text, file), None
+    given, lines = parse_yaml(text, str(file))
+    return given, lines, None
+
+
+def _arguments(text: str, file: Path) -> tuple[dict[str, Any], Mapping[Any, int]]:
+    """Return the arguments of the last command in a text that has any, and under `@script` what is run."""
+    commands = [line for line in re.sub(r"\\\r?\n", " ", text).splitlines() if re.search(r"\s--[a-z]", line)]
+    try:
+        words = shlex.split(commands[-1], comments=True) if commands else []
+    except ValueError as error:
+        raise ConfigError(f"{file}", f"no command line: {error}", "mend its quotes") from None
+    at = next((n for n, word in enumerate(words) if word.endswith(".py") or word in ("sft", "dpo")), -1)
+    given: dict[str, Any] = {"@script": Path(words[at]).name if at >= 0 else ""}
+    launcher = dict(_pairs(words[: max(at, 0)]))
+    for name in ("num_processes", "nproc_per_node"):
+        if name in launcher:
+            given["@ranks"] = launcher[name]
+    if "config_file" in launcher:
+        given["deepspeed"] = launcher["config_file"]
+    return given | dict(_pairs(words[at + 1 :])), {}
+
+
+def _pairs(words: list[str]) -> Iterator[tuple[str, Any]]:
+    """Yield --key value, --key=value, and --key alone as true; several values as a list."""
+    n = 0
+    while n < len(words):
+        word, n = words[n], n + 1
+        if not word.startswith("--"):
+            continue
+        name, equals, value = word.removeprefix("--").partition("=")
+        values = [value] if equals else []
+        while not equals and n < len(words) and not words[n].startswith("--"):
+            values.append(words[n])
+            n += 1
+        read = [parse_scalar(v) for v in values]
+        name = name.replace("-", "_")
+        if name.startswith("no_") and not read:
+            name, read = name.removeprefix("no_"), [False]
+        yield name, True if not read else read[0] if len(read) == 1 else read
+
+
+def _recognised(given: Mapping[str, Any], file: Path) -> ToolName:
+    script = str(given.get("@script", ""))
+    keys = given.keys()
+    if "base_model" in keys and not script:
+        return "axolotl"
+    if keys & {"stage", "finetuning_type", "cutoff_len", "template"}:
+        return "llama-factory"
+    if re.fullmatch(r"dpo(\.py)?", script) or (
+        not script and keys & {"beta", "precompute_ref_log_probs", "f_divergence_type"}
+    ):
+        return "trl-dpo"
+    if "train" in script:
+        return "train.py"
+    if script and not re.fullmatch(r"sft(\.py)?", script):
+        raise ConfigError(f"{file}", f"a command of {script}", f"name it: --from {', '.join(get_args(ToolName))}")
+    if keys & {"model_name_or_path", "model_name"}:
+        return "trl-sft"
+    found = ", ".join(sorted(map(str, keys))[:6]) or "no key"
+    raise ConfigError(f"{file}", f"of no known tool: {found}", f"name it: --from {', '.join(get_args(ToolName))}")
+
+
+def _facts(given: Mapping[str, Any], tool: Tool, place: _Place, notes: Notes) -> dict[str, Any]:
+    """Return the values of a file by place in our YAML or @fact, defaults of the tool included."""
+    facts: dict[str, Any] = {}
+    by: dict[str, str] = {}
+    for key, value in given.items():
+        if key.startswith("@"):
+            facts[key] = value
+            continue
+        if value is None or value == "" or value == [] or value == {}:
+            continue
+        rule = tool.keys.get(key)
+        if rule is None and LOGGER.match(key):
+            rule = LOGGED
+        if rule is None:
+            do = LEAVE if FOREIGN.match(key) else f"{LEAVE}; {nearest(key, tool.keys)}"
+            if value is False:
+                notes.append(f"{key}: off there, and absent here")
+                continue
+            raise ConfigError(place.of(key), f"a key of {tool.name} without a counterpart", do)
+        if rule.idle:
+            notes.append(f"{key}: {rule.idle}")
+            continue
+        if not rule.to:
+            if not any(value == v and type(value) is type(v) for v in rule.only):
+                raise ConfigError(place.of(key), f"{value!r}, which has no counterpart", rule.do or LEAVE)
+            continue
+        found = _valued(key, value, rule, place)
+        if rule.to == "@with":
+            facts["@with"] = {**facts.get("@with", {}), **found}
+        elif rule.to in by and facts[rule.to] != found and not (key.endswith("packing") or found is None):
+            do = f"keep one of `{by[rule.to]}` and `{key}`"
+            raise ConfigError(place.of(key), f"{value!r}, where `{by[rule.to]}` gives another value", do)
+        elif found is not None and not (rule.to in by and found is False):
+            facts[rule.to], by[rule.to] = found, key
+    merged = {**tool.defaults, **facts}
+    if "@with" in facts and "@with" in tool.defaults and "gradient_checkpointing" not in given:
+        merged["@with"] = {**tool.defaults["@with"], **facts["@with"]}
+    return merged
+
+
+def _valued(key: str, value: Any, rule: Rule, place: _Place) -> Any:
+    """Return a value as the rule translates it, or raise ConfigError."""
+    kinds = next((kinds for places, kinds in KINDS if rule.to in places), None)
+    if kinds is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
+        raise ConfigError(place.of(key), f"{value!r}", f"give {' or '.join(KIND_NAMES[kind] for kind in kinds)}")
+    if rule.values is None:
+        return value
+    truth = True if value in ("true", "True") else False if value in ("false", "False") else value
+    for known, ours in rule.values.items():
+        if known == truth and isinstance(known, bool) == isinstance(truth, bool):
+            return ours
+    choices = ", ".join(str(v).lower() if isinstance(v, bool) else str(v) for v in rule.values)
+    raise ConfigError(place.of(key), f"{value!r}, which has no counterpart", rule.do or f"take one of {choices}")
+
+
+# --- from facts to our YAML
+
+DATA_FACTS = ("@data", "@datasets", "@pretraining", "@data_config", "@data_split", "@dataset_dir")
+
+
+class _Composer:
+    """Combines facts into the tree of our YAML."""
+
+    def __init__(self, tool: ToolName, facts: dict[str, Any], ranks: int, file: Path, notes: Notes) -> None:
+        self.tool, self.facts, self.file, self.notes = tool, facts, file, notes
+        self.ranks = int(facts.get("@ranks", ranks))
+        self.columns: dict[str, str] = {}
+        self.roles: dict[str, str] = {}
+        self.with_: dict[str, Any] = {name: dict(options) for name, options in facts.get("@with", {}).items()}
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.facts.get(name, default)
+
+    def refuse(self, key: str, found: str, do: str) -> ConfigError:
+        return ConfigError(f"{self.file}: `{key}`", found, do)
+
+    def tree(self) -> dict[str, Any]:
+        """Return our YAML as values."""
+        tree: dict[str, Any] = {"model": {}, "objective": "sft", "data": {}, "batch": {}, "optim": {}, "train": {}}
+        for place, value in self.facts.items():
+            section, _, key = place.partition(".")
+            if place.startswith("@") or value is None:
+                continue
+            if not key:
+                tree[section] = value
+            else:
+                tree.setdefault(section, {})[key] = value
+        if "path" not in tree["model"]:
+            raise self.refuse("model", "none is named", "name one")
+        self._model(tree)
+        self._data(tree)
+        self._objective(tree)
+        self._batch(tree)
+        self._optim(tree)
+        self._cadences(tree)
+        self._techniques(tree)
+        tree["with"] = self.with_
+        order = ("model", "objective", "dpo", "data", "batch", "optim", "train", "seed", "output", "with")
+        return {
+            key: tree[key] for key in (*order, *(k for k in tree if k not in order)) if tree.get(key) not in ({}, None)
+        }
+
+    def _model(self, tree: dict[str, Any]) -> None:
+        if (revision := self.get("@revision")) not in (None, "main"):
+            if "revision" not in Model.model_fields:
+                raise self.refuse("model_revision", f"{revision!r}", "download that revision, and name its folder")
+            tree["model"]["revision"] = str(revision)
+        if (tokens := self.get("@tokens")) is not None:
+            if not isinstance(tokens, list):
+                raise self.refuse("tokens", f"{tokens!r}", "list the tokens to add: [<a>, <b>]")
+            tree["model"]["add_tokens"] = tokens
+        template = self.get("@template")
+        if template == "chatml":
+            tree["model"]["chat_template"] = "chatml"
+        elif template is not None:
+            self.notes.append(f"{template}: the chat template of the model's own tokenizer is taken")
+        if (own := self.get("@tokenizer")) not in (None, tree["model"]["path"]):
+            raise self.refuse(
+                "tokenizer_config",
+                f"{own}, another tokenizer than the model's",
+                "put its files into the model's folder",
+            )
+        for name, token in (self.get("@special") or {}).items():
+            self.notes.append(f"special_tokens.{name}: {token}; the tokenizer's own is taken, and no token is padding")
+
+    # Data
+
+    def _data(self, tree: dict[str, Any]) -> None:
+        data, d = tree["data"], self.facts
+        if "path" not in data:
+            if "@datasets" in d or "@pretraining" in d:
+                data["path"] = self._axolotl(tree)
+            elif "@data" in d:
+                named = (
+                    self._factory(tree)
+                    if self.tool == "llama-factory"
+                    else [
+                        self._origin({"path": d["@data"], "name": d.get("@data_config"), "split": d.get("@data_split")})
+                    ]
+                )
+                data["path"] = named[0] if len(named) == 1 else named
+            else:
+                raise self.refuse("data", "none is named", "name it: --data FILE, a hub id, or a folder")
+        if (field_ := self.get("@text_field")) not in (None, "text"):
+            self.columns[field_] = "text"
+        if self.columns:
+            data["columns"] = self.columns
+        if self.roles:
+            data["roles"] = self.roles
+        held = data.get("eval")
+        if held in (0, 0.0):
+            del data["eval"]
+        elif isinstance(held, (int, float)) and held >= 1:
+            raise self.refuse("data.eval", f"{held} rows", "give the share of the rows that is held out, such as 0.05")
+        for key, place in (("@eval_data", "eval_dataset"), ("@test_datasets", "test_datasets")):
+            if self.get(key):
+                data["eval"] = self._held_out(place, self.get(key))
+        clean: dict[str, Any] = {}
+        if self.get("@dedup"):
+            clean["exact_duplicates"] = True
+        if self.get("@least"):
+            clean["tokens"] = [self.get("@least"), None]
+        if clean:
+            data["clean"] = clean
+
+    def _held_out(self, key: str, given: Any) -> str:
+        path = given[0].get("path") if isinstance(given, list) and len(given) == 1 else given
+        if not isinstance(path, str) or not (Path(path).suffix or Path(path).exists()):
+            raise self.refuse(key, f"{given!r}", "name one file of held-out rows, or give a share: data.eval: 0.05")
+        return path
+
+    def _origin(self, entry: Mapping[str, Any]) -> Any:
+        """Return one source as our data.path has it."""
+        path, split, config = entry["path"], entry.get("split"), entry.get("name")
+        if files := entry.get("data_files"):
+            listed = [files] if isinstance(files, str) else list(files)
+            if len(listed) > 1:
+                raise self.refuse("data_files", f"{len(listed)} files", "give each file an entry of its own")
+            return listed[0]
+        if not (_HUB.match(path) and not _DATA_FILE.search(path) and not Path(path).exists()):
+            return path
+        own = Origin.model_fields.keys()
+        if config is not None and "config" not in own:
+            raise self.refuse(
+                "name", f"the configuration {config!r} of {path}", "download it, and name its file: --data"
+            )
+        if split in (None, "train") and config is None:
+            return f"hub:{path}"
+        if "split" in own:
+            return {
+                "path": f"hub:{path}",
+                **({"split": split} if split else {}),
+                **({"config": config} if config else {}),
+            }
+        if not re.fullmatch(r"\w[\w.]*", str(split)):
+            raise self.refuse("split", f"{split!r}, a slice", "name the whole split, and give `data.max_samples`")
+        return f"hub:{path}:{split}"
+
+    def _axolotl(self, tree: dict[str, Any]) -> Any:
+        """Return data.path of `datasets` or `pretraining_dataset`; sets the objective and the columns."""
+        given = self.get("@datasets") or self.get("@pretraining")
+        entries = [given] if isinstance(given, (str, dict)) else list(given)
+        objectives, found = set(), []
+        for n, entry in enumerate(entries):
+            entry = {"path": entry} if isinstance(entry, str) else dict(entry)
+            kind = entry.pop("type", None) or ("pretrain" if "@pretraining" in self.facts else None)
+            if isinstance(kind, dict):
+                entry, kind = {**kind, **entry}, "alpaca"
+            if kind not in ROW_KINDS:
+                do = f"write the rows as messages, or take one of {', '.join(sorted(ROW_KINDS))}"
+                raise self.refuse(f"datasets[{n}].type", f"{kind!r}, rows that are not known here", do)
+            objective, columns = ROW_KINDS[kind]
+            objectives.add(objective)
+            self.columns |= columns
+            self._columns_of(entry, n)
+            found.append(self._origin(entry))
+        if len(objectives) > 1:
+            raise self.refuse("datasets", "texts beside conversations", "train on one kind a run")
+        tree["objective"] = objectives.pop()
+        return found[0] if len(found) == 1 else found
+
+    def _columns_of(self, entry: dict[str, Any], n: int) -> None:
+        """Note what the keys of a source's rows are, and refuse its keys that have no counterpart."""
+        turns = {"message_field_role": "role", "message_field_content": "content"}
+        named = {turns[k]: entry[k] for k in turns if k in entry} | dict(entry.get("message_property_mappings") or {})
+        for ours, theirs in named.items():
+            if ours in ("role", "content") and theirs not in ("role", "content", "from", "value"):
+                self.columns[f"messages[].{theirs}"] = ours
+        if (key := entry.get("field_messages")) not in (None, "messages", "conversations"):
+            self.columns[key] = "prompt" if self.get("@objective") else "messages"
+        for theirs, ours in (("field", "text"), ("text_column", "text"), ("field_chosen", "chosen"),
+                             ("field_rejected", "rejected"), *INSTRUCTION.items()):  # fmt: skip
+            if entry.get(theirs) not in (None, "", ours):
+                self.columns[entry[theirs]] = ours
+        for role, names in (entry.get("roles") or {}).items():
+            self.roles |= {name: role for name in names if name != role and name not in ("human", "gpt")}
+        learnt = entry.get("roles_to_train")
+        if learnt is not None and not set(learnt) <= {"assistant", "gpt"}:
+            raise self.refuse(f"datasets[{n}].roles_to_train", f"{learnt}", "the assistant's turns are learnt")
+        known = {"path", "split", "name", "data_files", "message_property_mappings", "field_messages", "field", "roles",
+                 "text_column", "field_chosen", "field_rejected", "roles_to_train", *turns, *INSTRUCTION}  # fmt: skip
+        for key, value in entry.items():
+            if key in ROW_IDLE:
+                self.notes.append(f"datasets[{n}].{key}: the chat template of the model renders the rows")
+            elif key not in known and value not in (None, "", [], False):
+                raise self.refuse(f"datasets[{n}].{key}", f"{value!r}", LEAVE)
+
+    def _factory(self, tree: dict[str, Any]) -> list[Any]:
+        """Return the sources that LLaMA-Factory's list of data sets has under these names."""
+        names = self.get("@data")
+        names = [n.strip() for n in names.split(",")] if isinstance(names, str) else list(names)
+        where = self.get("@dataset_dir", "data")
+        around = [Path(where), *(parent / where for parent in self.file.resolve().parents)]
+        listed = next((f for folder in around if (f := folder / "dataset_info.json").is_file()), None)
+        if listed is None:
+            found = f"{', '.join(names)}: names in {where}/dataset_info.json, which is not there"
+            raise self.refuse("dataset", found, "name the rows: --data FILE")
+        table = json.loads(listed.read_text("utf-8"))
+        found_rows: list[Any] = []
+        for name in names:
+            if name not in table:
+                raise self.refuse("dataset", f"{name}, which {listed} has not", "name the rows: --data FILE")
+            entry = table[name]
+            for column, theirs in (entry.get("columns") or {}).items():
+                if column not in FACTORY_COLUMNS and column != "history":
+                    raise self.refuse(
+                        "dataset", f"{name} has {column}", "train on text, without images, audio and labels"
+                    )
+                ours = FACTORY_COLUMNS.get(column, "ignore")
+                if entry.get("ranking") and column == "messages":
+                    ours = "prompt"
+                if tree["objective"] == "pretrain" or self.get("@objective") == "pretrain":
+                    ours = "text" if column == "prompt" else ours
+                if theirs not in (ours, "conversations" if ours == "messages" else ours):
+                    self.columns[theirs] = ours
+            source = entry.get("hf_hub_url") or str(listed.parent / entry.get("file_name", name))
+            found_rows.append(self._origin({"path": source, "split": entry.get("split"), "name": entry.get("subset")}))
+        if "max_samples" in tree["data"] and len(names) > 1:
+            tree["data"]["max_samples"] *= len(names)
+            self.notes.append("max_samples: of each data set there, of all together here")
+        return found_rows
+
+    # Objective, sizes, optimizer
+
+    def _objective(self, tree: dict[str, Any]) -> None:
+        named, known = self.get("@objective"), get_args(Config.model_fields["objective"].annotation)
+        loss = self.get("@loss")
+        loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
+        if self.tool == "trl-dpo":
+            named = "dpo"
+        if named == "ipo":
+            named, loss = "dpo", "ipo"
+        if loss in ("orpo", "simpo"):
+            named, loss = loss, None
+        if named is not None:
+            if named not in known:
+                raise self.refuse("objective", f"{named}", f"optrush has {', '.join(known)}")
+            tree["objective"] = named
+        if loss is not None:
+            if loss not in ("sigmoid", "ipo"):
+                raise self.refuse("loss", f"{loss!r}", "dpo.loss: sigmoid or ipo")
+            tree.setdefault("dpo", {})["loss"] = loss
+        objective = tree["objective"]
+        if objective != "dpo" and "dpo" in tree:
+            del tree["dpo"]
+            self.notes.append("arguments of preferences: no effect without pairs")
+        if objective == "pretrain":
+            tree["data"].pop("train_on", None)
+            tree["data"]["too_long"] = "split"
+        elif objective == "dpo":
+            tree["data"].pop("train_on", None)
+            tree["data"]["too_long"] = "drop"
+            self.notes.append("pairs that are too long are left out whole, where other trainers cut them")
+        elif self.tool in ("trl-sft", "train.py") and "train_on" not in tree["data"]:
+            if self.get("@answers"):
+                tree["data"]["train_on"] = "assistant"
+            else:
+                tree["data"]["train_on"] = "all"
+                self.notes.append(
+                    "data.train_on: all, as TRL learns conversations by default; of prompts with completions it "
+                    "learns the completions alone: data.train_on: assistant"
+                )
+        if tree["data"].get("too_long") == "truncate":
+            tree["data"]["most_truncated"] = 1.0
+
+    def _batch(self, tree: dict[str, Any]) -> None:
+        rows, times = int(self.get("@rows")), int(self.get("@accumulate", 1))
+        if (total := self.get("@all_rows")) is not None:
+            times = max(1, int(total) // rows)
+        seq = int(tree["batch"]["seq"])
+        if tree["objective"] == "dpo":
+            seq *= 2
+            self.notes.append(f"batch.seq: {seq}, for both answers of a pair lie in one row")
+        tree["batch"] = {"seq": seq, "tokens": rows * times * seq * self.ranks, "micro_tokens": rows * seq}
+
+    def _optim(self, tree: dict[str, Any]) -> None:
+        optim = tree["optim"]
+        optim["betas"] = [float(self.get("@beta1")), float(self.get("@beta2"))]
+        steps, ratio = float(self.get("@warmup_steps", 0)), float(self.get("@warmup_ratio", 0))
+        optim["warmup"] = steps if steps > 0 else ratio
+        for name in ("lr", "weight_decay", "eps", "clip"):
+            if name in optim:
+                optim[name] = float(optim[name])
+        if optim.get("clip") == 0:
+            raise self.refuse("max_grad_norm", "0", "optim.clip: null clips nothing")
+        if optim["schedule"] == "@constant":  # transformers warms up only by another name
+            optim["schedule"], optim["warmup"] = "constant", 0.0
+
+    def _cadences(self, tree: dict[str, Any]) -> None:
+        train, epochs = tree["train"], float(tree["train"].get("epochs", 1))
+        train["epochs"] = epochs
+        if int(self.get("@steps", -1)) > 0:
+            train["steps"] = int(self.get("@steps"))
+        if isinstance(train.get("log_every"), float):
+            train["log_every"] = max(1, int(train["log_every"]))
+        for name, per_epoch in (("eval", self.get("@evals")), ("save", self.get("@saves"))):
+            strategy, steps = self.get(f"@{name}_strategy"), self.get(f"@{name}_steps")
+            every: float | None = None
+            if per_epoch is not None:
+                every = 1 / (per_epoch * epochs) if per_epoch else None
+            elif strategy == "epoch":
+                every = 1 / epochs
+            elif steps and strategy not in ("no", False):
+                every = float(steps)
+            if every is not None and (every != 1 or steps):
+                train[f"{name}_every"] = int(every) if every >= 1 else round(every, 6)
+        if "eval" not in tree["data"]:
+            train.pop("eval_every", None)
+
+    # Techniques
+
+    def _techniques(self, tree: dict[str, Any]) -> None:
+        adapter = self._adapter()
+        dtype = str(self.get("@dtype", "")).removeprefix("torch.")
+        if self.get("@fp16"):
+            self.with_["amp"] = {"dtype": "fp16"}
+        elif self.get("@bf16") in (True, "auto", "true", "full") or self.get("@pure") or dtype == "bfloat16":
+            pure = self.tool == "axolotl" or self.get("@pure") or dtype == "bfloat16"
+            if pure and not adapter:
+                self.with_["bf16"] = {"rounding": "nearest"}
+            else:
+                self.with_["amp"] = {}
+        if self.get("@recompute") and not (self.with_.keys() & {"recompute", "offload-activations"}):
+            self.with_["recompute"] = {}
+        elif self.get("@recompute") is False:
+            self.with_.pop("recompute", None)
+        if self.get("@offload"):
+            self.with_.pop("recompute", None)
+            self.with_["offload-activations"] = {}
+        if self.get("@packing"):
+            self.with_["packing"] = {}
+        elif self.get("@sorted"):
+            self.with_["sort-by-length"] = {}
+        elif not self.get("@whole_rows") and "compile" not in self.with_:
+            self.with_["pad"] = {}
+        if self.with_.get("attention", {}).get("impl") == "varlen" and not self.with_.keys() & {"amp", "bf16"}:
+            self.with_["attention"] = {"impl": "sdpa"}
+        if int(self.get("@workers") or 0) > 0:
+            self.with_["loader"] = {"workers": int(self.get("@workers"))}
+        for name in ("fraction", "mib"):
+            if self.get(f"@memory.{name}") is not None:
+                self.with_["memory-cap"] = {name: self.get(f"@memory.{name}")}
+        self._sharding()
+        for plugin in self.get("@plugins") or []:
+            if not re.search(r"\.(liger|cut_cross_entropy|kernels|swanlab)\.", str(plugin)):
+                raise self.refuse("plugins", f"{plugin}", LEAVE)
+            self.notes.append(f"plugins: {plugin}: {SPEED.idle}")
+        self.with_.setdefault("attention", {"impl": "sdpa"})
+
+    def _adapter(self) -> bool:
+        """Add the adapter and its base's codes; return whether there is one."""
+        adapter, lora = self.get("@adapter"), self.get
+        if self.tool == "llama-factory" and "@adapter" not in self.facts:
+            adapter = "lora"
+        four = self.get("@four") or self.get("@bits") == 4 or adapter == "qlora"
+        eight = self.get("@eight") or self.get("@bits") == 8
+        if adapter is None:
+            if four or eight:
+                raise self.refuse("load_in_4bit", "no adapter", "codes are not trained: add an adapter")
+            if "@linear" in self.facts or self.get("@lora.init"):
+                self.notes.append("arguments of lora: no effect without an adapter")
+            return False
+        targets = self.get("@targets")
+        if self.get("@linear") or targets in ("all", "all-linear", None):
+            found: Any = "all-linear"
+        elif targets == "peft":  # its own choice for these families
+            found = ["q_proj", "v_proj"]
+        else:
+            found = (
+                [t.strip() for t in targets.split(",")]
+                if isinstance(targets, str)
+                else [str(t).strip(" ,") for t in targets]
+            )
+            if any(not re.fullmatch(r"\w+", t) for t in found):
+                raise self.refuse("lora_target_modules", f"{targets!r}", "name the linears: [q_proj, v_proj]")
+        rank = int(lora("@lora.rank"))
+        options: dict[str, Any] = {
+            "rank": rank, "alpha": float(lora("@lora.alpha", 2 * rank)), "dropout": float(lora("@lora.dropout", 0)),
+            "targets": found,
+        }  # fmt: skip
+        for name in ("rslora", "dora", "save", "init"):
+            if lora(f"@lora.{name}"):
+                options[name] = lora(f"@lora.{name}")
+        if isinstance(options.get("save"), str):
+            options["save"] = [s.strip() for s in options["save"].split(",")]
+        self.with_["lora"] = options
+        if four:
+            self.with_["nf4"] = {"double": bool(self.get("@double"))}
+        elif eight:
+            self.with_["int8"] = {}
+        return True
+
+    def _sharding(self) -> None:
+        given = self.get("@sharding")
+        if given is None:
+            if self.ranks > 1:
+                self.with_["ddp"] = {}
+            return
+        text = json.dumps(given) if isinstance(given, (dict, list)) else str(given)
+        if "offload" in text:
+            raise self.refuse(
+                "deepspeed", f"{text}, which keeps states in host memory", "with: {paged-states: {}} does"
+            )
+        if self.ranks == 1:
+            self.notes.append(f"{text}: give --ranks N, and the rows of a step and `with: {{fsdp: ...}}` follow")
+        elif re.search(r"z(ero)?_?-?[01]|multi_gpu|single_gpu", text):
+            self.with_["ddp"] = {}
+        else:
+            self.with_["fsdp"] = {"stage": 2 if re.search(r"z(ero)?_?-?2", text) else 3}

@@ -1,0 +1,204 @@
+"""Write a Hugging Face folder as one GGUF file, for llama.cpp and what is built on it.
+
+The file has the weights, the vocabulary with its merges, the chat template and the tokens that end an answer. One
+tensor is in memory at a time. Rows of queries and keys are reordered for llama and mistral, whose rotary embedding
+turns neighboring values there, and values that are half a head apart here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from safetensors import safe_open
+
+from optrush.errors import NeedsError, RunError
+from optrush.models.shapes import ModelShape, read_config_json
+from optrush.models.weights import Folder
+
+Kind = Literal["f32", "f16", "bf16", "q8_0"]
+# model_type: its architecture there, and whether rows of queries and keys are reordered.
+FAMILIES = {"llama": ("LLAMA", True), "mistral": ("LLAMA", True), "qwen2": ("QWEN2", False), "qwen3": ("QWEN3", False)}
+# A byte-level tokenizer is known there by the name of its rule for splitting words.
+_LLAMA3, _QWEN = r"\p{N}{1,3}", r"\p{N}|"
+MOST_ENDS = 3  # tokens that end an answer: eos, eot, eom
+
+
+def demand_gguf() -> None:
+    """Raise NeedsError without the package that writes the format."""
+    if find_spec("gguf") is None:
+        do = "python -m pip install 'optrush[gguf]'"
+        raise NeedsError("a GGUF file", "the package gguf is not installed", do)
+
+
+def write_gguf(folder: Path, file: Path, kind: Kind, name: str) -> int:
+    """Write a folder's model, tokenizer, template and ends of an answer; return the number of tensors.
+
+    Args:
+        folder: config.json, safetensors, tokenizer.json and generation_config.json.
+        kind: of the matrices; vectors are float32. q8_0 falls back to f16 where a row is no multiple of 32.
+
+    Raises:
+        NeedsError: a family or a tokenizer that the format has no name for, or no package gguf.
+        RunError: a tensor is not read back as it was written.
+    """
+    demand_gguf()
+    import gguf
+
+    hf = read_config_json(folder / "config.json")
+    family = str(hf.get("model_type"))
+    if family not in FAMILIES:
+        raise NeedsError(f"{family} as GGUF", "not written here", f"one of {', '.join(FAMILIES)}; else export to hf")
+    shape, (arch, reorders) = ModelShape.read(hf), FAMILIES[family]
+    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[arch]])
+    _write_sizes(writer, hf, shape, kind, name)
+    _write_tokenizer(writer, folder, shape.vocab)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch], shape.layers)
+    held = Folder(folder)
+
+    def tensors() -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+        for hf_name in held.files:
+            new = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
+            if new is None:
+                raise NeedsError(f"{hf_name} in a GGUF file", f"{arch} has no such tensor", "export to hf")
+            with safe_open(folder / held.files[hf_name], "pt") as opened:
+                values = opened.get_tensor(hf_name).to(torch.float32)
+            if reorders and hf_name.split(".")[-2] in ("q_proj", "k_proj"):
+                heads = shape.heads if ".q_proj." in hf_name else shape.kv_heads
+                values = _reordered(values, heads)
+            yield new, values.numpy()
+        if (factors := _rope_factors(shape)) is not None:
+            yield "rope_freqs.weight", factors
+
+    types: dict[str, gguf.GGMLQuantizationType] = {}
+    for new, values in tensors():  # sizes first: the file begins with them
+        types[new] = chosen = _type(values, kind)
+        size = gguf.quant_shape_to_byte_shape(values.shape, chosen)
+        plain = chosen in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16)
+        dtype = np.dtype(np.float16 if chosen == gguf.GGMLQuantizationType.F16 else np.float32 if plain else np.uint8)
+        writer.add_tensor_info(new, values.shape if plain else size, dtype, int(np.prod(size)), raw_dtype=chosen)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for new, values in tensors():
+        writer.write_tensor_data(gguf.quants.quantize(values, types[new]))
+    writer.close()
+    read = {t.name: t for t in gguf.GGUFReader(file).tensors}
+    for new, values in tensors():
+        if new not in read or not np.array_equal(read[new].data, gguf.quants.quantize(values, types[new])):
+            raise RunError(f"{file} is not the trained model: {new} was written otherwise than it is read")
+    return len(read)
+
+
+def _type(values: np.ndarray[Any, Any], kind: Kind) -> Any:
+    """Return the type of a tensor: float32 for vectors, else the kind where its blocks fit a row."""
+    import gguf
+
+    if values.ndim < 2:
+        return gguf.GGMLQuantizationType.F32
+    if kind == "q8_0" and values.shape[-1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType.Q8_0][0]:
+        return gguf.GGMLQuantizationType.F16
+    return gguf.GGMLQuantizationType[kind.upper()]
+
+
+def _reordered(values: torch.Tensor, heads: int) -> torch.Tensor:
+    """Return rows (H E, ...) with those of a head's two halves in turn."""
+    halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+    return halves.swapaxes(1, 2).reshape(values.shape).contiguous()
+
+
+def _rope_factors(shape: ModelShape) -> np.ndarray[Any, Any] | None:
+    """Return what llama3's RoPE divides each frequency by, (E / 2,); None: another kind."""
+    r = shape.rope
+    if r.kind != "llama3":
+        return None
+    dim = shape.head_width
+    waves = 2 * np.pi * r.theta ** (torch.arange(0, dim, 2, dtype=torch.float32).numpy() / dim)
+    low, high = r.original_max / r.low_freq_factor, r.original_max / r.high_freq_factor
+    smooth = (r.original_max / waves - r.low_freq_factor) / (r.high_freq_factor - r.low_freq_factor)
+    between = 1 / ((1 - smooth) / r.factor + smooth)
+    return np.where(waves < high, 1.0, np.where(waves > low, r.factor, between)).astype(np.float32)
+
+
+def _write_sizes(writer: Any, hf: dict[str, Any], shape: ModelShape, kind: Kind, name: str) -> None:
+    import gguf
+
+    writer.add_type(gguf.GGUFType.MODEL)
+    writer.add_name(name)
+    positions = int(hf.get("max_position_embeddings") or 2048)
+    if shape.window is not None:  # the format has none for these families: within it, attention is the same
+        positions = min(positions, shape.window)
+    writer.add_context_length(positions)
+    writer.add_embedding_length(shape.width)
+    writer.add_block_count(shape.layers)
+    writer.add_feed_forward_length(shape.ff_width)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.head_width)
+    writer.add_value_length(shape.head_width)
+    writer.add_rope_dimension_count(shape.head_width)
+    writer.add_rope_freq_base(shape.rope.theta)
+    if shape.rope.kind == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(shape.rope.factor)
+    writer.add_layer_norm_rms_eps(shape.norm_eps)
+    writer.add_vocab_size(shape.vocab)
+    kinds = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
+    writer.add_file_type(gguf.LlamaFileType[kinds[kind]])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+
+
+def _write_tokenizer(writer: Any, folder: Path, vocabulary: int) -> None:
+    """Write tokens with their types, merges, special tokens, the chat template, and what ends an answer."""
+    import gguf
+
+    file, asked = folder / "tokenizer.json", "the tokenizer as GGUF"
+    if not file.is_file():
+        raise NeedsError(asked, f"no {file.name}", "export to hf, and convert it with llama.cpp's own script")
+    engine = json.loads(file.read_bytes())
+    words = engine["model"]
+    if words.get("type") != "BPE" or words.get("byte_fallback"):
+        found = f"{words.get('type')}{' of sentencepiece' if words.get('byte_fallback') else ''}, no byte-level BPE"
+        raise NeedsError(asked, found, "export to hf, and convert it with llama.cpp's own script")
+    tokens = [f"[PAD{i}]" for i in range(vocabulary)]
+    types = [gguf.TokenType.UNUSED] * vocabulary
+    for text, i in words["vocab"].items():
+        tokens[i], types[i] = text, gguf.TokenType.NORMAL
+    for added in engine.get("added_tokens") or ():
+        tokens[added["id"]] = added["content"]
+        types[added["id"]] = gguf.TokenType.CONTROL if added["special"] else gguf.TokenType.USER_DEFINED
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(_splitting(engine, asked))
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    special = gguf.SpecialVocab(folder, load_merges=True, n_vocab=vocabulary)
+    generation = folder / "generation_config.json"
+    ends = json.loads(generation.read_bytes()).get("eos_token_id") if generation.is_file() else None
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if len(ends) > MOST_ENDS:
+        raise NeedsError(asked, f"{len(ends)} tokens that end an answer", f"keep {MOST_ENDS} in generation_config.json")
+    if ends and special.special_token_ids.get("eos") not in ends:
+        special.special_token_ids["eos"] = ends[0]
+    others = [i for i in ends if i != special.special_token_ids["eos"]]
+    for role, i in zip(("eot", "eom"), others):
+        special.special_token_ids[role] = i
+    special.add_to_gguf(writer, quiet=True)
+
+
+def _splitting(engine: dict[str, Any], asked: str) -> str:
+    """Return the name of the rule by which a byte-level tokenizer splits words."""
+    first = engine.get("pre_tokenizer") or {}
+    parts = first.get("pretokenizers") or [first]
+    patterns = [str((p.get("pattern") or {}).get("Regex", "")) for p in parts if p.get("type") == "Split"]
+    if not patterns and any(p.get("type") == "ByteLevel" and p.get("use_regex", True) for p in parts):
+        return "gpt-2"
+    if len(patterns) == 1 and _LLAMA3 in patterns[0]:
+        return "llama-bpe"
+    if len(patterns) == 1 and _QWEN in patterns[0]:
+        return "qwen2"
+    raise NeedsError(asked, f"words split by {patterns or first.get('type')}", "export to hf, and convert it elsewhere")

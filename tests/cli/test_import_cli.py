@@ -1,0 +1,237 @@
+"""`optrush import`: configurations of other trainers become ours, or are refused by their key."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from optrush.cli.import_config import translate
+from optrush.cli.import_keys import TOOLS
+from optrush.config import Config
+from optrush.errors import ConfigError
+from optrush.hardware import parse_hardware
+from optrush.resolve import resolve
+from optrush.technique import instantiate
+from optrush.techniques import ALL
+
+from clirun import Found
+
+Call = Callable[..., Found]
+H200 = parse_hardware("h200")[0]
+AXOLOTL: dict[str, Any] = {
+    "base_model": "tiny", "datasets": [{"path": "rows.jsonl", "type": "alpaca"}], "sequence_len": 256,
+    "micro_batch_size": 2, "gradient_accumulation_steps": 3, "num_epochs": 2, "learning_rate": 2e-4,
+    "optimizer": "adamw_bnb_8bit", "lr_scheduler": "cosine", "bf16": "auto", "sample_packing": True, "adapter": "qlora",
+    "load_in_4bit": True, "lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.05, "lora_target_linear": True,
+    "gradient_checkpointing": True, "val_set_size": 0.1, "evals_per_epoch": 4, "saves_per_epoch": 1,
+    "warmup_ratio": 0.1, "logging_steps": 1, "output_dir": "out", "wandb_project": "kitchen", "tf32": False,
+    "attn_implementation": "flash_attention_2", "special_tokens": {"pad_token": "<pad>"}, "lora_model_dir": None,
+}  # fmt: skip
+FACTORY: dict[str, Any] = {
+    "model_name_or_path": "tiny", "stage": "sft", "do_train": True, "finetuning_type": "lora", "lora_rank": 4,
+    "lora_target": "q_proj,v_proj", "dataset": "dishes, pairs", "dataset_dir": "lists", "template": "qwen",
+    "cutoff_len": 128, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "learning_rate": 1e-4,
+    "num_train_epochs": 3.0, "lr_scheduler_type": "constant", "warmup_ratio": 0.1, "bf16": True, "save_steps": 50,
+    "output_dir": "saved", "overwrite_output_dir": True, "plot_loss": True, "quantization_bit": 8,
+}  # fmt: skip
+LISTED = {
+    "dishes": {"file_name": "dishes.json", "columns": {"prompt": "question", "response": "answer"}},
+    "pairs": {"hf_hub_url": "some/pairs", "formatting": "sharegpt", "columns": {"messages": "conversations"}},
+}
+SFT = """# as it was started
+accelerate launch --config_file fsdp2.yaml --num_processes 4 sft.py \\
+    --model_name_or_path tiny --dataset_name some/chats --learning_rate 2.0e-4 --max_length 128 --packing \\
+    --per_device_train_batch_size 2 --eval_strategy steps --eval_steps 100 --use_peft --lora_r 32 \\
+    --lora_target_modules q_proj, v_proj --output_dir out --assistant_only_loss --report_to none
+"""
+DPO = {
+    "model_name_or_path": "tiny", "dataset_name": "pairs.jsonl", "beta": 0.2, "loss_type": "ipo", "max_length": 64,
+    "per_device_train_batch_size": 1, "gradient_checkpointing": False, "max_steps": 7, "bf16": False,
+    "output_dir": "out",
+}  # fmt: skip
+SCRIPT = (
+    "python train.py --model tiny --data chats.jsonl --eval_split 0.05 --eval_strategy steps --eval_steps 0.05 "
+    "--save_steps 0.05 --max_samples 100 --train_on_prompt --clean_output --gpu_memory_fraction 0.5 --lr 1e-5 --bf16"
+)
+
+
+def translated(file: str, text: str | dict[str, Any], **given: Any) -> dict[str, Any]:
+    """The YAML that a text becomes, after it was checked as a run is before it is built."""
+    Path(file).write_text(text if isinstance(text, str) else yaml.safe_dump(text))
+    found = translate(Path(file), **given)
+    resolve(found.config, ranks=found.ranks, device=H200)
+    return yaml.safe_load(found.text)
+
+
+def test_axolotl(here: Path) -> None:
+    found = translated("a.yml", AXOLOTL)
+    assert found == {
+        "model": {"path": "tiny"}, "objective": "sft", "data": {"path": "rows.jsonl", "eval": 0.1, "too_long": "drop"},
+        "batch": {"seq": 256, "tokens": 2 * 3 * 256, "micro_tokens": 512},
+        "optim": {"lr": 2e-4, "schedule": "cosine", "warmup": 0.1, "betas": [0.9, 0.999]},
+        "train": {"epochs": 2.0, "log_every": 1, "best": False, "eval_every": 0.125, "save_every": 0.5},
+        "seed": 42, "output": "out",
+        "with": {
+            "adam8bit": {}, "recompute": {}, "attention": {"impl": "varlen"}, "amp": {}, "packing": {},
+            "nf4": {"double": True},
+            "lora": {"rank": 8, "alpha": 16.0, "dropout": 0.05, "targets": "all-linear"},
+        },
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "place", "value"),
+    [
+        ({"adapter": None, "load_in_4bit": False}, ("with", "bf16"), {"rounding": "nearest"}),
+        ({"adapter": "lora", "load_in_4bit": None, "load_in_8bit": True}, ("with", "int8"), {}),
+        ({"sample_packing": False}, ("with", "pad"), {}),
+        ({"sample_packing": False, "group_by_length": True}, ("with", "sort-by-length"), {}),
+        ({"optimizer": "adamw_torch_fused"}, ("with", "fused-adamw"), {}),
+        ({"lora_target_linear": None, "lora_target_modules": ["q_proj"]}, ("with", "lora", "targets"), ["q_proj"]),
+        ({"rl": "ipo", "datasets": [{"path": "p.jsonl", "type": "chatml.intel"}]}, ("dpo", "loss"), "ipo"),
+        ({"rl": "dpo", "datasets": [{"path": "p.jsonl", "type": "chatml.ultra"}]}, ("batch", "seq"), 512),
+        ({"datasets": [{"path": "t.txt", "type": "completion"}]}, ("data", "too_long"), "split"),
+        ({"datasets": [{"path": "a/b", "type": "sharegpt"}]}, ("data", "path"), "hub:a/b"),
+        ({"datasets": [{"path": "json", "data_files": "x.jsonl", "type": "alpaca"}]}, ("data", "path"), "x.jsonl"),
+        ({"datasets": [{"path": "c.jsonl", "type": "chat_template", "field_messages": "talk",
+                        "message_property_mappings": {"role": "by", "content": "words"}}]},
+         ("data", "columns"), {"talk": "messages", "messages[].by": "role", "messages[].words": "content"}),
+        ({"batch_size": 12, "gradient_accumulation_steps": None}, ("batch", "tokens"), 12 * 256),
+        ({"chat_template": "chatml"}, ("model", "chat_template"), "chatml"),
+        ({"warmup_steps": 20}, ("optim", "warmup"), 20.0),
+        ({"train_on_inputs": True}, ("data", "train_on"), "all"),
+        ({"fp16": True}, ("with", "amp"), {"dtype": "fp16"}),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) and value else "",
+)  # fmt: skip
+def test_keys_of_axolotl(here: Path, changes: dict[str, Any], place: tuple[str, ...], value: Any) -> None:
+    found: Any = translated("a.yml", {k: v for k, v in {**AXOLOTL, **changes}.items() if v is not None})
+    for key in place:
+        found = found[key]
+    assert found == value
+
+
+def test_llama_factory(here: Path) -> None:
+    """Names of data sets are looked up in the list that they are from."""
+    Path("lists").mkdir()
+    Path("lists/dataset_info.json").write_text(json.dumps(LISTED))
+    found = translated("f.yaml", FACTORY)
+    assert found["data"] == {
+        "path": ["lists/dishes.json", "hub:some/pairs"], "too_long": "truncate", "most_truncated": 1.0,
+        "columns": {"question": "instruction", "answer": "output"},
+    }  # fmt: skip
+    assert found["with"] == {
+        "lora": {"rank": 4, "alpha": 8.0, "dropout": 0.0, "targets": ["q_proj", "v_proj"]}, "int8": {}, "amp": {},
+        "recompute": {}, "pad": {}, "attention": {"impl": "sdpa"},
+    }  # fmt: skip
+    assert found["optim"] == {"lr": 1e-4, "schedule": "constant", "warmup": 0.0, "betas": [0.9, 0.999]}
+    assert found["train"] == {"epochs": 3.0, "best": False, "clean": True, "save_every": 50}
+    assert found["batch"] == {"seq": 128, "tokens": 2 * 4 * 128, "micro_tokens": 256}
+
+
+def test_trl_from_a_command_line(here: Path) -> None:
+    found = translated("sft.sh", SFT)
+    assert found["data"] == {
+        "path": "hub:some/chats", "too_long": "truncate", "train_on": "assistant", "most_truncated": 1.0
+    }  # fmt: skip
+    assert found["batch"]["tokens"] == 4 * 2 * 128
+    assert found["with"] == {
+        "recompute": {}, "amp": {}, "packing": {}, "fsdp": {"stage": 3}, "attention": {"impl": "sdpa"},
+        "lora": {"rank": 32, "alpha": 32.0, "dropout": 0.05, "targets": ["q_proj", "v_proj"]},
+    }  # fmt: skip
+    assert "eval_every" not in found["train"], "without held-out rows"
+
+
+def test_trl_dpo(here: Path) -> None:
+    found = translated("d.json", json.dumps(DPO))
+    assert found["objective"] == "dpo" and found["dpo"] == {"beta": 0.2, "loss": "ipo"}
+    assert found["optim"]["lr"] == 1e-6 and found["train"]["steps"] == 7 and found["batch"]["seq"] == 128
+    assert found["with"] == {"pad": {}, "attention": {"impl": "sdpa"}}
+
+
+def test_arguments_of_a_script(here: Path) -> None:
+    found = translated("run.sh", SCRIPT)
+    assert found["data"] == {
+        "path": "chats.jsonl", "eval": 0.05, "max_samples": 100, "train_on": "all", "too_long": "truncate",
+        "most_truncated": 1.0,
+    }  # fmt: skip
+    assert found["train"]["eval_every"] == found["train"]["save_every"] == 0.05 and found["train"]["clean"]
+    assert found["with"]["memory-cap"] == {"fraction": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"unheard_of": 1}, "unheard_of"), ({"rl": "grpo"}, "rl"), ({"rl": "kto"}, "objective"),
+        ({"lr_scheduler": "rex"}, "lr_scheduler"), ({"optimizer": "lion_8bit"}, "optimizer"),
+        ({"unfrozen_parameters": ["a"]}, "unfrozen_parameters"),
+        ({"processor_type": "AutoProcessor"}, "processor_type"),
+        ({"datasets": [{"path": "a", "type": "jeopardy"}]}, "datasets[0].type"), ({"val_set_size": 200}, "data.eval"),
+        ({"datasets": [{"path": "a", "type": "alpaca", "odd": 1}]}, "datasets[0].odd"),
+        ({"adapter": None}, "load_in_4bit"), ({"gradient_accumulation_steps": 2, "batch_size": "x"}, "batch_size"),
+        ({"deepspeed": "zero3_offload.json"}, "deepspeed"), ({"plugins": ["their.own.Plugin"]}, "plugins"),
+        ({"learning_rate": [1]}, "learning_rate"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_what_has_no_counterpart_is_refused_by_its_key(
+    call: Call, here: Path, changes: dict[str, Any], key: str
+) -> None:
+    text = yaml.safe_dump({k: v for k, v in {**AXOLOTL, **changes}.items() if v is not None})
+    Path("a.yml").write_text(text)
+    found = call("import", "a.yml", "--out", "ours.yaml")
+    assert found.code == 2 and not Path("ours.yaml").exists()
+    assert f"`{key}`" in found.err.splitlines()[-3], found.err
+    assert [line[:7] for line in found.err.splitlines()[-3:]] == ["asked: ", "found: ", "do:    "]
+
+
+def test_what_has_no_effect_is_listed(call: Call, here: Path) -> None:
+    Path("a.yml").write_text(yaml.safe_dump(AXOLOTL))
+    found = call("import", "a.yml", "--out", "ours.yaml", "--ranks", "2")
+    assert found.code == 0 and found.out == "optrush train ours.yaml --ranks 2 --dry-run\n"
+    assert "wandb_project: the name of a log" in found.err and "tf32" in found.err
+    assert yaml.safe_load(Path("ours.yaml").read_text())["with"]["ddp"] == {}
+    assert call("import", "a.yml", "--out", "ours.yaml").code == 2, "an existing file stays"
+
+
+def test_data_of_a_list_that_is_elsewhere(call: Call, here: Path) -> None:
+    Path("f.yaml").write_text(yaml.safe_dump(FACTORY))
+    found = call("import", "f.yaml")
+    assert found.code == 2 and "dataset_info.json" in found.err and "--data FILE" in found.err
+    assert yaml.safe_load(call("import", "f.yaml", "--data", "mine.jsonl").out)["data"]["path"] == "mine.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "not JSON"),
+        ("a: 1\n", "of no known tool"),
+        ("python grpo.py --beta 1", "a command of grpo.py"),
+        ("", "nothing"),
+    ],
+)
+def test_what_is_of_no_tool(here: Path, text: str, says: str) -> None:
+    Path("x").write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        translate(Path("x"))
+
+
+def test_every_place_exists() -> None:
+    """A mapped key leads to a key of ours, or to a fact."""
+    places = {"@with"} | {rule.to for tool in TOOLS.values() for rule in tool.keys.values() if rule.to}
+    for place in places | {key for tool in TOOLS.values() for key in tool.defaults}:
+        part: Any = Config
+        for name in [] if place.startswith("@") else place.split("."):
+            fields = part.model_fields
+            assert name in fields, place
+            part = next((m for m in [fields[name].annotation, *getattr(fields[name].annotation, "__args__", ())]
+                         if hasattr(m, "model_fields")), None)  # fmt: skip
+    wanted = [v for tool in TOOLS.values() for r in tool.keys.values() if r.to == "@with" for v in r.values.values()]
+    for with_ in wanted:
+        assert all(dataclasses.is_dataclass(t) for t in instantiate(ALL, with_))
