@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 
 
 class Pair:
