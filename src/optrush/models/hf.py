@@ -379,9 +379,9 @@ def _query_widths(config: Any, blocks: list[nn.Module]) -> list[int]:
     widths: list[Any] = [next((m.head_dim for m in held if hasattr(m, "head_dim")), 0) for held in modules]
     found = []
     for i, layer in enumerate(layers):
-        heads = layer.num_attention_heads
+        heads = getattr(layer, "num_attention_heads", 0)  # of a family without attention there are none
         heads = heads[i] if isinstance(heads, list | tuple) else heads
-        width = widths[i] if any(widths) else getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        width = widths[i] if any(widths) else getattr(layer, "head_dim", None) or layer.hidden_size // max(1, heads)
         found.append(int(heads * width))
     return found
 
@@ -464,7 +464,9 @@ def probe_model(adapter: HFModel, hf_model: Any, dtype: torch.dtype) -> None:
     tokens, positions, documents = _probe_row(adapter)
     try:
         hidden = adapter(tokens, positions, documents)
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+        if "alloc" in str(error):  # memory
+            raise
         raise unsupported(adapter.config, f"it does not run on tokens and positions ({error})") from None
     spans = list(zip(documents.starts[:-1].tolist(), documents.starts[1:].tolist(), strict=True))
     single = documents._replace(single=True)
