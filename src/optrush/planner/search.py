@@ -25,7 +25,17 @@ from optrush.planner.calibration import Calibration
 from optrush.planner.cost import CLOSE, Rates, room
 from optrush.planner.ledger import Item, Ledger, Line
 from optrush.resolve import resolve
-from optrush.technique import Environment, Numerics, Part, Requirement, Technique, compilers, in_order, instantiate
+from optrush.technique import (
+    Environment,
+    Numerics,
+    Part,
+    Requirement,
+    Technique,
+    compilers,
+    in_order,
+    instantiate,
+    mesh_axes,
+)  # fmt: skip
 from optrush.techniques import ALL
 
 Options = Sequence[Technique | None]  # of one technique: leaving it out, or one of its variants
@@ -269,15 +279,17 @@ def _problem(config: Config, hardware: str, classes: Sequence[type[Technique]], 
     batch = config.batch.model_copy(update={"micro_tokens": config.batch.seq})
     kept = {c.name: config.with_[c.name] for c in classes if Part.TRAINED in c.claims and c.name in config.with_}
     resolved = resolve(config.model_copy(update={"with_": kept, "batch": batch}), classes, 1, device)
-    rows = resolved.env.rows
-    if rows % ranks:
+    lengths = estimate_fill(config)
+    always = [c for c in classes if c.name in config.with_ and not c.searched]  # no set is without them
+    axes = mesh_axes(instantiate(always, {c.name: config.with_[c.name] for c in always}), ranks)
+    env = dataclasses.replace(resolved.env, ranks=ranks, reach=lengths.reach, axes=axes)
+    if env.rows % env.data_ranks:
+        groups = f"{ranks} ranks" if env.data_ranks == ranks else f"{env.data_ranks} groups of ranks"
         raise ConfigError(
             f"`batch.tokens: {config.batch.tokens}`",
-            f"{rows} rows, which {ranks} ranks cannot share",
-            f"take {max(1, rows // ranks) * ranks * config.batch.seq}",
+            f"{env.rows} rows, which {groups} cannot share",
+            f"take {max(1, env.rows // env.data_ranks) * env.data_ranks * config.batch.seq}",
         )
-    lengths = estimate_fill(config)
-    env = dataclasses.replace(resolved.env, ranks=ranks, reach=lengths.reach)
     return _Problem(resolved.hf, env, lengths.padding, calibration.for_device(device))
 
 
@@ -339,6 +351,8 @@ class Evaluations:
         ):  # some need a step of one micro-batch
             with suppress(ConflictError, NeedsError):
                 env = technique.settle(in_order(members), dataclasses.replace(one, micro_rows=micro_rows))
+                if env.rows % env.data_ranks:  # without an axis that the run has, more ranks read rows of their own
+                    return None
                 return _fastest(members, env, self.problem)
         return None
 
