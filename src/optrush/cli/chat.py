@@ -76,12 +76,12 @@ def chat(
     from optrush.config import Sampling
 
     sampling = Sampling(temperature, top_p, top_k, max_tokens, greedy)
-    from optrush import generate
+    from optrush.generate import GenerationModel, base_of, find_model
 
-    source = generate.find_model(model)
-    sources = [generate.base_of(source, "--base"), source] if base else [source]
-    own = generate.GenerationModel(source)
-    models = [*(generate.GenerationModel(s, own.tokenizer.chat_template) for s in sources[:-1]), own]
+    source = find_model(model)
+    sources = [base_of(source, "--base"), source] if base else [source]
+    own = GenerationModel(source)
+    models = [*(GenerationModel(s, own.tokenizer.chat_template) for s in sources[:-1]), own]
     if not plain and own.template is None:
         found, do = "its tokenizer has no chat template", "--plain continues what you write as it stands"
         raise ConfigError(f"to chat with {model}", found, do)
@@ -330,11 +330,11 @@ def generate(
     from optrush.config import Sampling
 
     sampling = Sampling(temperature, top_p, top_k, max_tokens, greedy)
-    from optrush import generate
+    from optrush.generate import base_of, find_model
     from optrush.generate import prompts as read
 
-    source = generate.find_model(model)
-    other = generate.base_of(source, "--base") if base else None if against is None else generate.find_model(against)
+    source = find_model(model)
+    other = base_of(source, "--base") if base else None if against is None else find_model(against)
     asked = list(read(prompts, plain, system))
     facts = _write_answers(asked, source, other, sampling, drawn(seed), batch, out)
     print(json.dumps(facts) if as_json else out)
@@ -355,15 +355,15 @@ def _write_answers(
     out: Path,
 ) -> dict[str, Any]:  # fmt: skip
     """Generate with one model after the other, and write each row when its answer is complete."""
-    from optrush import generate
+    from optrush.generate import generate_answers, template_of
 
     how: dict[str, Any] = {"sampling": sampling, "seed": seed, "batch": batch}
     others = None
     if other is not None:
-        found = generate.generate_answers(other, prompts, template=generate.template_of(source), **how)
+        found = generate_answers(other, prompts, template=template_of(source), **how)
         others = list(passing(found, len(prompts), f"answers of {other.name}"))
     part = out.with_name(out.name + ".part")  # stays when this is interrupted
-    answers = passing(generate.generate_answers(source, prompts, **how), len(prompts), f"answers of {source.name}")
+    answers = passing(generate_answers(source, prompts, **how), len(prompts), f"answers of {source.name}")
     first = next(answers)  # nothing is written before everything that can be refused was
     tokens = 0
     part.unlink(missing_ok=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,12 +28,12 @@ from optrush.data.dataset import Sources, read_sources
 from optrush.errors import ConfigError, NeedsError, NoEffectError, UserError
 from optrush.models.decoder import frozen_flops
 from optrush.models.hf import HFModel, load
-from optrush.models.source import check_positions
+from optrush.models.source import Growth, check_positions
 from optrush.models.weights import refuse_frozen, weights_fingerprint
 from optrush.objectives import FIGURES, check_layout, dpo, next_token
 from optrush.optim.adamw import AdamW
 from optrush.resolve import ResolvedConfig
-from optrush.technique import Edit
+from optrush.technique import Edit, Technique
 from optrush.trainer import distributed
 from optrush.trainer.distributed import World
 from optrush.trainer.trainer import (
@@ -120,14 +120,8 @@ def _build(
     trainer.applied = [*prepared.applied, *started.applied]
     trainer.fsdp_roots = [model]
     trainer.tokenizer = None if tokens is None else tokens.tokenizer
-    if config.batch.seq > (made := hf.get("max_position_embeddings") or config.batch.seq):
-        trainer.notes.append(f"rows of {config.batch.seq} tokens, where the model was made for {made} positions")
-    if growth is not None:
-        trainer.notes.append(growth.note)
-    _defaults(trainer)
-    if objective is not None:
-        trainer.loss_from_hidden = partial(objective, trainer.model.head)
-        trainer.notes.append(f"the loss is {getattr(objective, '__qualname__', objective)}, not the objective's own")
+    _note_model(trainer, growth)
+    _defaults(trainer, objective)
 
     def stage(name: str) -> None:
         for t in techniques:
@@ -176,10 +170,7 @@ def _build(
             trainer.notes.append("the optimizer reads the device in each step")
         stage("wrap_step")
         stage("wrap_window")
-        effective = {e.technique for e in trainer.applied}
-        for t in techniques:
-            if t.name not in effective:
-                raise NoEffectError(f"`{t.name}`", "it changed nothing here", f"leave it out: --without {t.name}")
+        _refuse_without_effect(trainer, techniques)
     else:
         stage("wrap_step")
     return trainer
@@ -192,7 +183,24 @@ def _named(config: Config) -> str:
     return f"{places[0]}{more}" if places else f"the sample {config.data.sample}" if config.data.sample else "random"
 
 
-def _defaults(trainer: Trainer) -> None:
+def _note_model(trainer: Trainer, growth: Growth | None) -> None:
+    """Note what is unusual in the model for these rows."""
+    seq = trainer.config.batch.seq
+    if seq > (made := trainer.hf.get("max_position_embeddings") or seq):
+        trainer.notes.append(f"rows of {seq} tokens, where the model was made for {made} positions")
+    if growth is not None:
+        trainer.notes.append(growth.note)
+
+
+def _refuse_without_effect(trainer: Trainer, techniques: Sequence[Technique]) -> None:
+    """Raise NoEffectError for a technique that changed nothing."""
+    effective = {e.technique for e in trainer.applied}
+    for t in techniques:
+        if t.name not in effective:
+            raise NoEffectError(f"`{t.name}`", "it changed nothing here", f"leave it out: --without {t.name}")
+
+
+def _defaults(trainer: Trainer, objective: Callable[[Any, Tensor, Batch], Tensor] | None) -> None:
     device, mesh = trainer.world.device, trainer.world.mesh
     group = None if mesh is None else mesh["dp"].get_group()
 
@@ -212,6 +220,9 @@ def _defaults(trainer: Trainer) -> None:
     if trainer.config.dpo is not None:
         trainer.metrics = {name: torch.zeros((), device=device) for name in FIGURES}
         trainer.loss_from_hidden = partial(dpo.score, trainer.model.head, trainer.config.dpo, trainer.metrics)
+    if objective is not None:
+        trainer.loss_from_hidden = partial(objective, trainer.model.head)
+        trainer.notes.append(f"the loss is {getattr(objective, '__qualname__', objective)}, not the objective's own")
     trainer.loss = partial(loss, trainer)
     trainer.forward_backward = partial(forward_backward, trainer)
     trainer.eval_loss = partial(eval_loss, trainer)
