@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,12 +29,12 @@ from optrush.errors import ConfigError, NeedsError, NoEffectError, UserError
 from optrush.models.decoder import frozen_flops
 from optrush.models.experts import LOAD_FIGURES
 from optrush.models.hf import HFModel, load
-from optrush.models.source import check_positions
+from optrush.models.source import Growth, check_positions
 from optrush.models.weights import refuse_frozen, weights_fingerprint
 from optrush.objectives import FIGURES, check_layout, dpo, next_token
 from optrush.optim.adamw import AdamW
 from optrush.resolve import ResolvedConfig
-from optrush.technique import Edit
+from optrush.technique import Edit, Technique
 from optrush.trainer import distributed
 from optrush.trainer.distributed import World
 from optrush.trainer.trainer import (
@@ -121,14 +121,8 @@ def _build(
     trainer.applied = [*prepared.applied, *started.applied]
     trainer.fsdp_roots = [model]
     trainer.tokenizer = None if tokens is None else tokens.tokenizer
-    if config.batch.seq > (made := hf.get("max_position_embeddings") or config.batch.seq):
-        trainer.notes.append(f"rows of {config.batch.seq} tokens, where the model was made for {made} positions")
-    if growth is not None:
-        trainer.notes.append(growth.note)
-    _defaults(trainer)
-    if objective is not None:
-        trainer.loss_from_hidden = partial(objective, trainer.model.head)
-        trainer.notes.append(f"the loss is {getattr(objective, '__qualname__', objective)}, not the objective's own")
+    _note_model(trainer, growth)
+    _defaults(trainer, objective)
 
     def stage(name: str) -> None:
         for t in techniques:
@@ -177,10 +171,7 @@ def _build(
             trainer.notes.append("the optimizer reads the device in each step")
         stage("wrap_step")
         stage("wrap_window")
-        effective = {e.technique for e in trainer.applied}
-        for t in techniques:
-            if t.name not in effective:
-                raise NoEffectError(f"`{t.name}`", "it changed nothing here", f"leave it out: --without {t.name}")
+        _refuse_without_effect(trainer, techniques)
     else:
         stage("wrap_step")
     return trainer
@@ -193,7 +184,24 @@ def _named(config: Config) -> str:
     return f"{places[0]}{more}" if places else f"the sample {config.data.sample}" if config.data.sample else "random"
 
 
-def _defaults(trainer: Trainer) -> None:
+def _note_model(trainer: Trainer, growth: Growth | None) -> None:
+    """Note what is unusual in the model for these rows."""
+    seq = trainer.config.batch.seq
+    if seq > (made := trainer.hf.get("max_position_embeddings") or seq):
+        trainer.notes.append(f"rows of {seq} tokens, where the model was made for {made} positions")
+    if growth is not None:
+        trainer.notes.append(growth.note)
+
+
+def _refuse_without_effect(trainer: Trainer, techniques: Sequence[Technique]) -> None:
+    """Raise NoEffectError for a technique that changed nothing."""
+    effective = {e.technique for e in trainer.applied}
+    for t in techniques:
+        if t.name not in effective:
+            raise NoEffectError(f"`{t.name}`", "it changed nothing here", f"leave it out: --without {t.name}")
+
+
+def _defaults(trainer: Trainer, objective: Callable[[Any, Tensor, Batch], Tensor] | None) -> None:
     device, mesh = trainer.world.device, trainer.world.flat("rep", "dp", "cp")
     group = None if mesh is None or mesh.size() == 1 else mesh.get_group()
 
@@ -215,6 +223,9 @@ def _defaults(trainer: Trainer) -> None:
         trainer.loss_from_hidden = partial(dpo.score, trainer.model.head, trainer.config.dpo, trainer.metrics)
     if trainer.env.shape is not None and trainer.env.shape.experts is not None:
         trainer.metrics.update((name, torch.zeros((), device=device)) for name in LOAD_FIGURES)
+    if objective is not None:
+        trainer.loss_from_hidden = partial(objective, trainer.model.head)
+        trainer.notes.append(f"the loss is {getattr(objective, '__qualname__', objective)}, not the objective's own")
     trainer.loss = partial(loss, trainer)
     trainer.place = lambda batch: batch.to(device)
     trainer.forward_backward = partial(forward_backward, trainer)
