@@ -235,6 +235,25 @@ class Dpo(StrictModel):
     reference: Literal["auto", "adapter", "precomputed"] = "auto"
 
 
+class Orpo(StrictModel):
+    """Of `objective: orpo`: the weight of the odds beside the chosen answer's own loss (docs/orpo.md)."""
+
+    beta: Annotated[float, Field(gt=0)] = 0.1
+
+
+class Simpo(StrictModel):
+    """Of `objective: simpo`: the scale of a mean log-probability, and by how much the chosen one must lead
+    (docs/simpo.md)."""
+
+    beta: Annotated[float, Field(gt=0)] = 2.0
+    gamma: Annotated[float, Field(ge=0)] = 1.0
+
+
+# Objectives with settings of their own, under their own name; these all learn from pairs.
+SECTIONS: dict[str, type[Dpo] | type[Orpo] | type[Simpo]] = {"dpo": Dpo, "orpo": Orpo, "simpo": Simpo}
+PAIRED = frozenset(SECTIONS)  # objectives whose rows are pairs of a chosen and a rejected answer
+
+
 def _short_tracker(value: object) -> object:
     return {"name": value} if isinstance(value, str) else value
 
@@ -252,8 +271,10 @@ class TrackerConfig(StrictModel):
 
 class Config(StrictModel):
     model: Annotated[Model, BeforeValidator(_short_model)]
-    objective: Literal["pretrain", "sft", "dpo"]
-    dpo: Dpo | None = None  # None: its defaults, where the objective is dpo
+    objective: Literal["pretrain", "sft", "dpo", "orpo", "simpo"]
+    dpo: Dpo | None = None  # None: its defaults, where the objective is of that name
+    orpo: Orpo | None = None
+    simpo: Simpo | None = None
     data: Data
     batch: BatchSize = BatchSize()
     optim: Optim = Optim()
@@ -262,6 +283,11 @@ class Config(StrictModel):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     output: File
     with_: dict[str, dict[str, Any]] = Field(default_factory=dict, alias="with")
+
+    @property
+    def paired(self) -> bool:
+        """Whether rows are pairs of a chosen and a rejected answer."""
+        return self.objective in PAIRED
 
 
 def dump_config(config: Config) -> str:

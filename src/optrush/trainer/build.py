@@ -26,7 +26,7 @@ from optrush.models.decoder import frozen_flops
 from optrush.models.hf import HFModel, load
 from optrush.models.source import check_positions
 from optrush.models.weights import refuse_frozen, weights_fingerprint
-from optrush.objectives import FIGURES, check_layout, dpo, next_token
+from optrush.objectives import FIGURES, check_layout, dpo, loss_of
 from optrush.optim.adamw import AdamW
 from optrush.resolve import ResolvedConfig
 from optrush.technique import Edit
@@ -188,10 +188,9 @@ def _defaults(trainer: Trainer) -> None:
         trainer.stopped = 2 if failed else 1 if told else trainer.stopped
         return n
 
-    trainer.loss_from_hidden = partial(next_token, trainer.model.head)
-    if trainer.config.dpo is not None:
+    if trainer.config.paired:
         trainer.metrics = {name: torch.zeros((), device=device) for name in FIGURES}
-        trainer.loss_from_hidden = partial(dpo.score, trainer.model.head, trainer.config.dpo, trainer.metrics)
+    trainer.loss_from_hidden = loss_of(trainer.config, trainer.model.head, trainer.metrics)
     trainer.loss = partial(loss, trainer)
     trainer.forward_backward = partial(forward_backward, trainer)
     trainer.eval_loss = partial(eval_loss, trainer)
