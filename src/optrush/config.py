@@ -254,6 +254,25 @@ class Dpo(StrictModel):
     reference: Literal["auto", "adapter", "precomputed"] = "auto"
 
 
+class Orpo(StrictModel):
+    """Of `objective: orpo`: the weight of the odds beside the chosen answer's own loss (docs/orpo.md)."""
+
+    beta: Annotated[float, Field(gt=0)] = 0.1
+
+
+class Simpo(StrictModel):
+    """Of `objective: simpo`: the scale of a mean log-probability, and by how much the chosen one must lead
+    (docs/simpo.md)."""
+
+    beta: Annotated[float, Field(gt=0)] = 2.0
+    gamma: Annotated[float, Field(ge=0)] = 1.0
+
+
+# Objectives with settings of their own, under their own name; these all learn from pairs.
+SECTIONS: dict[str, type[Dpo] | type[Orpo] | type[Simpo]] = {"dpo": Dpo, "orpo": Orpo, "simpo": Simpo}
+PAIRED = frozenset(SECTIONS)  # objectives whose rows are pairs of a chosen and a rejected answer
+
+
 def _short_tracker(value: object) -> object:
     return {"name": value} if isinstance(value, str) else value
 
@@ -276,9 +295,11 @@ class Config(StrictModel):
     """A run: what is trained, on what, how long, and by which techniques."""
 
     model: Annotated[Model, BeforeValidator(_short_model)]
-    objective: Literal["pretrain", "sft", "dpo"]
+    objective: Literal["pretrain", "sft", "dpo", "orpo", "simpo"]
     method: Literal["full", "lora", "qlora", "auto"] | None = None  # None: what `with` says
-    dpo: Dpo | None = None  # None: its defaults, where the objective is dpo
+    dpo: Dpo | None = None  # None: its defaults, where the objective is of that name
+    orpo: Orpo | None = None
+    simpo: Simpo | None = None
     data: Data
     batch: BatchSize = BatchSize()
     optim: Optim = Optim()
@@ -301,6 +322,11 @@ class Config(StrictModel):
             if all(isinstance(p, str) and _TEXT_FILE.search(p) for p in paths):
                 return {**given, "data": {**data, "too_long": "split"}}
         return given
+
+    @property
+    def paired(self) -> bool:
+        """Whether rows are pairs of a chosen and a rejected answer."""
+        return self.objective in PAIRED
 
     @property
     def unplanned(self) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from optrush import hardware
-from optrush.config import ADAPTER_LR, METHODS, Config, Dpo, refuse_secrets, spelled_out, with_method
+from optrush.config import ADAPTER_LR, METHODS, SECTIONS, Config, Dpo, refuse_secrets, spelled_out, with_method
 from optrush.errors import ConfigError, NeedsError
 from optrush.hardware import Device
 from optrush.launch import launched
@@ -72,9 +72,10 @@ def resolve(
     config = with_method(config)
     automatic = config.batch.micro_tokens == "auto"
     config = _chooser(config, classes) if automatic else config
-    check_dpo(config)
-    if config.objective == "dpo":
-        config = config.model_copy(update={"dpo": config.dpo or Dpo()})
+    check_pairs(config)
+    if section := SECTIONS.get(config.objective):
+        settings = getattr(config, config.objective) or section()
+        config = config.model_copy(update={config.objective: settings})
     techniques = in_order(instantiate(classes, config.with_))
     config = _own_rate(config, techniques)
     check_fields(config)
@@ -109,7 +110,8 @@ def resolve(
         device, ranks, config.batch.seq, rows, micro_rows, config.optim.clip, config.model.dtype, native,
         blocks=int(hf.get("num_hidden_layers") or hf.get("n_layer") or 0), vocab=int(hf.get("vocab_size") or 0),
         shape=shape, sdpa_obstacle=None if native else sdpa_obstacle(hf),
-        spec=ModelSpec(grouped_heads=known is None or known.kv_heads < known.heads), dpo=config.dpo, axes=axes,
+        spec=ModelSpec(grouped_heads=known is None or known.kv_heads < known.heads), paired=config.paired,
+        dpo=config.dpo, axes=axes,
     )  # fmt: skip
     if automatic:
         env = dataclasses.replace(env, micro_rows=choose_micro_batch(techniques, env, hf))
@@ -197,12 +199,14 @@ def check_fields(config: Config) -> None:
         raise ConfigError("`data.clean`", "no `data.path` to clean", "leave data.clean out")
 
 
-def check_dpo(config: Config) -> None:
-    """Raise ConfigError for a `dpo` block that the objective ignores, or data that pairs cannot have; reads nothing."""
+def check_pairs(config: Config) -> None:
+    """Raise ConfigError for a section that the objective ignores, or data that pairs cannot have; reads nothing."""
     asked, d, settings = f"`objective: {config.objective}`", config.data, config.dpo or Dpo()
-    if config.objective != "dpo":
-        if config.dpo is not None:
-            raise ConfigError(f"`dpo` with {asked}", "nothing there reads it", "leave `dpo` out, or objective: dpo")
+    for name in SECTIONS:
+        if name != config.objective and getattr(config, name) is not None:
+            do = f"leave `{name}` out, or objective: {name}"
+            raise ConfigError(f"`{name}` with {asked}", "nothing there reads it", do)
+    if not config.paired:
         return
     if settings.loss == "ipo" and settings.label_smoothing:
         found = "a squared distance, which has no probability of a wrong label in it"

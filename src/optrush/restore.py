@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from optrush.config import BatchSize, Config, Data, current_techniques, parse_config
+from optrush.config import SECTIONS, BatchSize, Config, Data, current_techniques, parse_config
 from optrush.errors import CheckpointError, ConfigError
 from optrush.files import parse_json
 from optrush.resolve import resolve
@@ -122,8 +122,8 @@ def _bare(config: Config) -> Config:
             with_[t.name] = {key: value for key, value in config.with_[t.name].items() if key == "dtype"}
     seq = config.batch.seq
     batch = BatchSize(seq=seq, tokens=seq, micro_tokens=seq)
-    changes = {"objective": "pretrain", "dpo": None, "data": Data(random=1), "batch": batch, "with_": with_}
-    return config.model_copy(update={**changes, "method": None})
+    changes = {"objective": "pretrain", **dict.fromkeys(SECTIONS), "data": Data(random=1), "batch": batch}
+    return config.model_copy(update={**changes, "with_": with_, "method": None})
 
 
 def _same(checkpoint: Manifest, trainer: Trainer) -> None:

@@ -143,7 +143,8 @@ class Environment:
     vocab: int = 0  # V; 0: unknown
     shape: ModelShape | None = None  # of a model of our own decoder
     sdpa_obstacle: str | None = None  # why a model through transformers cannot run sdpa
-    dpo: Dpo | None = None  # of an objective that compares pairs: rows of two documents, losses token by token
+    paired: bool = False  # the objective compares pairs: rows of two documents, losses token by token
+    dpo: Dpo | None = None  # of an objective that compares with the untrained model, the reference
     spec: ModelSpec = ModelSpec()
     scarce: bool = False  # nothing that a search always tries fits
     reach: float = 1.0  # a token's document as a share of T, on average: known to the plan, which estimates it
@@ -396,7 +397,7 @@ def settle(techniques: Sequence[Technique], env: Environment, classes: Sequence[
     spec = ModelSpec(env.spec.grouped_heads)
     for t in techniques:
         spec = t.describe(spec)
-    claimed = frozenset(owners) | ({Part.PACKED_ROWS} if env.dpo is not None else set())
+    claimed = frozenset(owners) | ({Part.PACKED_ROWS} if env.paired else set())
     axes, sharded = mesh_axes(techniques, env.ranks), frozenset(axis for t in techniques for axis in t.shards)
     env = dataclasses.replace(env, claimed=claimed, spec=spec, axes=axes, sharded=sharded)
     for t in techniques:

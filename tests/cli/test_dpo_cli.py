@@ -125,6 +125,11 @@ def test_a_streamed_run_with_an_adapter(call: Call, write: Write, here: Path) ->
 
 REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "its block elsewhere": ({"objective": "sft", "dpo": {}}, ("`dpo` with `objective: sft`", "nothing there reads it")),
+    "another's section": (preferences(orpo={}), ("`orpo` with `objective: dpo`", "nothing there reads it")),
+    "conversations, for another": ({"objective": "simpo"}, ("`objective: simpo`", "chat.jsonl:1 that is no pair")),
+    "cut answers, for another": (
+        preferences(objective="orpo", data={"too_long": "split"}), ("`objective: orpo`", "too_long: error or drop"),
+    ),
     "smoothed ipo": (
         preferences(dpo={"loss": "ipo", "label_smoothing": 0.1}), ("`dpo.loss: ipo`", "leave one of the two out"),
     ),

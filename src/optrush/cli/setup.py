@@ -42,7 +42,9 @@ def init(
     model: Annotated[
         str | None, typer.Option("--model", metavar="MODEL", help="a folder, a hub id, `tiny`, or shape:NAME")
     ] = None,
-    objective: Annotated[str | None, typer.Option("--objective", metavar="NAME", help="sft, pretrain or dpo")] = None,
+    objective: Annotated[
+        str | None, typer.Option("--objective", metavar="NAME", help="sft, pretrain, dpo, orpo or simpo")
+    ] = None,
     data: Annotated[
         str | None, typer.Option("--data", metavar="DATA", help="a JSON Lines file, sample:recipes, or random[:N]")
     ] = None,
@@ -96,7 +98,7 @@ def init(
     data = value("--data", data, DATA, help_, check_data)
     suggested = check_data(data)
     if objective is None:
-        help_ = "sft learns the assistant's words of conversations, pretrain every token, dpo from pairs."
+        help_ = "sft learns the assistant's words of conversations, pretrain every token, dpo, orpo, simpo from pairs."
         objective = _prompt("--objective", suggested, help_, check_objective) if asking else suggested
     if output is None:
         help_ = "The folder that the run writes into; it must be new or empty."

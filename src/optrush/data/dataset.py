@@ -868,7 +868,7 @@ def _places(config: Config) -> Iterator[tuple[list[Path], list[tuple[int, float]
     if d.sample is not None:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / f"{d.sample}.jsonl"
-            sample.write_sample(path, d.max_samples or SAMPLE_ROWS, config.seed, pairs=config.objective == "dpo")
+            sample.write_sample(path, d.max_samples or SAMPLE_ROWS, config.seed, pairs=config.paired)
             yield [path], [(1, 1.0)]
         return
     origins = [(readers.find_files(origin.path, cache_root(d.cache)), origin.weight) for origin in d.origins]
@@ -938,9 +938,9 @@ class _Reading:
     def _suits(self, parts: int, where: RowLocation) -> None:
         """Raise DataError for a row of so many documents if the objective cannot learn from it."""
         self.parts = parts
-        asked, pairs = f"`objective: {self.config.objective}`", self.config.objective == "dpo"
+        asked, pairs = f"`objective: {self.config.objective}`", self.config.paired
         if parts > 1 and not pairs:
-            do = "give rows of messages, of prompt and completion, or of text; or take objective: dpo"
+            do = "give rows of messages, of prompt and completion, or of text; or take an objective of pairs: dpo"
             raise DataError(asked, f"a pair of a chosen and a rejected answer at {where}", do)
         if parts == 1 and pairs:
             found = f"a row at {where} that is no pair of a chosen and a rejected answer"

@@ -36,11 +36,11 @@ def estimate_fill(config: Config) -> Fill:
         if Path(path).suffix and not (Path(path).exists() or glob.glob(path, recursive=True)):  # no hub id
             raise DataError(f"`data.path: {path}`", "no such file", "name the file with the run's rows")
     T = config.batch.seq
-    lengths = [min(n, T) for n in estimate(config.data, config.seed, pairs=config.objective == "dpo")]
+    lengths = [min(n, T) for n in estimate(config.data, config.seed, pairs=config.paired)]
     if not any(lengths):
         return Fill(0.0, 1.0)
     reach = sum(n * n for n in lengths) / (T * sum(lengths))
-    return Fill(1 - sum(lengths) / (T * len(lengths)), reach / 2 if config.objective == "dpo" else reach)
+    return Fill(1 - sum(lengths) / (T * len(lengths)), reach / 2 if config.paired else reach)
 
 
 def estimate(data: Data, seed: int, *, pairs: bool = False) -> list[float]:

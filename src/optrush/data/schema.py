@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from optrush.config import Config
+from optrush.config import PAIRED, Config
 from optrush.errors import DataError
 
 # --- JSON without leniency: one meaning or none.
@@ -367,7 +367,7 @@ def _sign(found: dict[str, Any], objective: str) -> str:
     if objective and "text" in kinds:
         kinds = ["text"] if objective == "pretrain" else [kind for kind in kinds if kind != "text"]
     if objective and len(kinds) == 2 and kinds[1] == "chosen" and found[kinds[0]] == found["chosen"]:
-        kinds = kinds[1:] if objective == "dpo" else kinds[:1]  # the conversation is the chosen one
+        kinds = kinds[1:] if objective in PAIRED else kinds[:1]  # the conversation is the chosen one
     if len(kinds) > 1:
         reason = f"both {quoted(signs[0])} and {quoted(signs[-1])}; which one is meant cannot be known"
         line = f"leave one out: `data.columns: {{{signs[-1]}: ignore}}`"

@@ -1,8 +1,14 @@
-"""Objectives: which tokens are targets, which layouts of rows are valid, and the next-token loss; dpo.py has DPO's."""
+"""Objectives: which tokens are targets, which layouts of rows are valid, and the next-token loss.
+
+Each objective of pairs is a file of its own name, whose `score` is its loss; pairs.py has what they share.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, cast
 
 from optrush.config import Config
 from optrush.errors import ConfigError
@@ -19,7 +25,7 @@ FIGURES = ("rewards_chosen", "rewards_rejected", "reward_accuracy", "reward_marg
 
 def unit(config: Config) -> str:
     """Return the unit of the loss."""
-    return "a pair" if config.objective == "dpo" else "nats a target token"
+    return "a pair" if config.paired else "nats a target token"
 
 
 def learnt(config: Config) -> str:
@@ -38,9 +44,22 @@ def check_layout(config: Config, layout: RowLayout) -> None:
     Raises:
         ConfigError: pairs in rows whose documents are split, and attend to each other.
     """
-    if config.objective == "dpo" and not (layout.isolated and layout.uncut):
+    if config.paired and not (layout.isolated and layout.uncut):
         found = "rows whose documents are torn and see each other, where two answers must stand apart"
-        raise ConfigError("`objective: dpo` with --with wrap", found, "take --with packing instead")
+        raise ConfigError(f"`objective: {config.objective}` with --with wrap", found, "take --with packing instead")
+
+
+def loss_of(config: Config, head: nn.Module, figures: Mapping[str, Tensor]) -> Callable[[Tensor, Batch], Tensor]:
+    """Return the objective's loss of hidden states (B, T, D) and their batch, a sum over the batch's terms.
+
+    Args:
+        figures: of an objective of pairs, each of FIGURES, to which sums are added.
+    """
+    if not config.paired:
+        return partial(next_token, head)
+    score = import_module(f"{__name__}.{config.objective}").score
+    found = partial(score, head, getattr(config, config.objective), figures)
+    return cast("Callable[[Tensor, Batch], Tensor]", found)
 
 
 def next_token(head: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:

@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optrush.config import Dpo
-from optrush.data.batch import IGNORE, Batch
+from optrush.data.batch import Batch
 from optrush.errors import NeedsError
-from optrush.objectives import FIGURES
+from optrush.objectives.pairs import add_rewards, log_probabilities, target_counts
 
 Untrained = Callable[[], AbstractContextManager[None]]
 
@@ -37,38 +37,17 @@ def score(head: nn.Module, settings: Dpo, figures: Mapping[str, Tensor], hidden:
 
     figures: of each of FIGURES a () tensor, to which the batch's sum is added.
     """
-    there = batch.extra["pairs"]
     ratios = log_probabilities(head, hidden, batch) - batch.extra["reference"]  # (B, P, 2)
     chosen, rejected = ratios.unbind(-1)  # (B, P)
     if settings.loss == "ipo":
-        targets = _by_document((batch.labels != IGNORE).to(ratios.dtype), batch).clamp_min(1)
+        targets = target_counts(batch)
         means = ratios / targets
         losses = (means[..., 0] - means[..., 1] - 1 / (2 * settings.beta)).square()
     else:
         z, e = settings.beta * (chosen - rejected), settings.label_smoothing
         losses = -(1 - e) * F.logsigmoid(z) - e * F.logsigmoid(-z)
-    rewards = settings.beta * ratios.detach()
-    first, second = rewards.unbind(-1)
-    values_of = (first, second, first > second, first - second)
-    for name, values in zip(FIGURES, values_of, strict=True):
-        figures[name].add_(torch.where(there, values, 0).sum())
-    return torch.where(there, losses, 0).sum()
-
-
-def log_probabilities(head: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
-    """Sum log-probabilities over targets of each pair's documents: hidden (B, T, D) -> (B, P, 2) float32, 0 if absent.
-
-    The head is called, its weight never read: under sharding only its forward has the full weight.
-    """
-    losses: Tensor = head(hidden, batch.labels, reduce="token")  # (B, T)
-    return _by_document(-losses, batch)
-
-
-def _by_document(values: Tensor, batch: Batch) -> Tensor:
-    """Sum over documents: (B, T) -> (B, P, 2). Padding, the last document of a row, has zeros only."""
-    B, P = batch.extra["pairs"].shape
-    slots = batch.documents.ids.long().clamp(max=2 * P - 1)
-    return values.new_zeros(B, 2 * P).scatter_add(1, slots, values).view(B, P, 2)
+    add_rewards(figures, settings.beta * ratios, batch)
+    return torch.where(batch.extra["pairs"], losses, 0).sum()
 
 
 def by_adapter(settings: Dpo, untrained: Untrained | None) -> bool:

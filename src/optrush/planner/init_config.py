@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from optrush import hardware
-from optrush.config import ADAPTER_LR, METHODS, Config, nearest, parse_config, parse_scalar
+from optrush.config import ADAPTER_LR, METHODS, PAIRED, SECTIONS, Config, nearest, parse_config, parse_scalar
 from optrush.errors import ConfigError, NeedsError, UserError
 from optrush.hardware import Device
 from optrush.models.shapes import ModelShape, native_obstacle, refuse_foreign
@@ -207,9 +207,10 @@ def choose_values(request: InitRequest, device: Device, ranks: int = 1) -> dict[
     """Choose every value except the techniques; return them as the tree of the YAML."""
     model = {"shape": request.model.removeprefix(SHAPE)} if request.model.startswith(SHAPE) else request.model
     tree: dict[str, Any] = {"model": model, "objective": request.objective, "data": _data(request.data, device)}
-    pairs = request.objective == "dpo"
+    pairs = request.objective in PAIRED
     if pairs:
-        tree["dpo"] = {"beta": 0.1, "loss": "sigmoid", "reference": "auto"}
+        settings = SECTIONS[request.objective]().model_dump()
+        tree[request.objective] = {key: value for key, value in settings.items() if value}
         if "too_long" in tree["data"]:
             tree["data"]["too_long"] = "drop"
     gpu = device.kind == "cuda"
@@ -266,7 +267,7 @@ def check_data(text: str) -> str:
 
 def check_objective(text: str) -> str:
     """Return the objective if it exists; else raise ConfigError."""
-    known = ("sft", "pretrain", "dpo")
+    known = ("sft", "pretrain", *SECTIONS)
     if text not in known:
         raise ConfigError(f"the objective {text}", "no such objective", nearest(text, known))
     return text

@@ -264,7 +264,7 @@ def _trouble(run: RunLog) -> list[str]:
 def _curves(run: RunLog) -> list[tuple[str, str, Markup]]:
     """Return heading, unit and chart of each metric."""
     shares = [("MFU", "percent of the device's peak", run.points("mfu", 100))] if run.median("mfu") is not None else []
-    if run.config.objective == "dpo":
+    if run.config.paired:
         shares += [("Pairs right", "percent of a step's, by their rewards", run.points("reward_accuracy", 100))]
         shares += [("Reward margin", "of the chosen over the rejected", run.points("reward_margin"))]
     drawn = [("Loss", unit(run.config), _loss_chart(run))]

@@ -65,7 +65,7 @@ class Context(Technique):
         asked = "`context` shares the tokens of blocks without experts"
         yield Requirement(not routed, asked, "experts, whose load is counted over whole rows", "leave context out")
         found = "pairs, whose losses are of whole documents"
-        yield Requirement(env.dpo is None, "`context` sums losses token by token", found, "leave context out")
+        yield Requirement(not env.paired, "`context` sums losses token by token", found, "leave context out")
         fixed = Part.ROW_WIDTH not in env.claimed or Part.COMPILED in env.claimed
         found, do = "a technique that gives each micro-batch its own width", "take packing in its place"
         yield Requirement(fixed, "`context` cuts rows of one width", found, do)

@@ -45,7 +45,7 @@ class FusedLoss(Technique):
             return
         asked = f"fused-loss:impl={self.impl}"
         found = "an objective that wants losses token by token, where this kernel has their sum's gradients at once"
-        yield Requirement(env.dpo is None, f"`{asked}`", found, "take impl=chunked")
+        yield Requirement(not env.paired, f"`{asked}`", found, "take impl=chunked")
         yield env.needs_gpu(asked, (9, 0) if self.impl == "quack" else (8, 0))
         if self.impl == "liger":
             found, do = f"chunk={self.chunk}, where Liger cuts the rows itself", "leave chunk out"

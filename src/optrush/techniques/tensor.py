@@ -77,7 +77,7 @@ class TensorParallel(Technique):
         found = "fused-kernels:mlp=quack, which multiplies by whole matrices"
         yield Requirement(env.spec.mlp != "quack", asked, found, f"take mlp=triton, or {ELSE}")
         found, do = "an objective that compares pairs", f"take ddp or fsdp for it, and {ELSE}"
-        yield Requirement(env.dpo is None, "`tensor` sums losses", found, do)
+        yield Requirement(not env.paired, "`tensor` sums losses", found, do)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         """Yield a rank's shares, and the stream's way over the link, for which the products wait."""

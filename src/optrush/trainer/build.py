@@ -31,7 +31,7 @@ from optrush.models.experts import LOAD_FIGURES
 from optrush.models.hf import HFModel, load
 from optrush.models.source import Growth, check_positions
 from optrush.models.weights import refuse_frozen, weights_fingerprint
-from optrush.objectives import FIGURES, check_layout, dpo, next_token
+from optrush.objectives import FIGURES, check_layout, dpo, loss_of
 from optrush.optim.adamw import AdamW
 from optrush.resolve import ResolvedConfig
 from optrush.technique import Edit, Technique
@@ -217,12 +217,11 @@ def _defaults(trainer: Trainer, objective: Callable[[Any, Tensor, Batch], Tensor
         trainer.stopped = 2 if failed else 1 if told else trainer.stopped
         return n
 
-    trainer.loss_from_hidden = partial(next_token, trainer.model.head)
-    if trainer.config.dpo is not None:
+    if trainer.config.paired:
         trainer.metrics = {name: torch.zeros((), device=device) for name in FIGURES}
-        trainer.loss_from_hidden = partial(dpo.score, trainer.model.head, trainer.config.dpo, trainer.metrics)
     if trainer.env.shape is not None and trainer.env.shape.experts is not None:
         trainer.metrics.update((name, torch.zeros((), device=device)) for name in LOAD_FIGURES)
+    trainer.loss_from_hidden = loss_of(trainer.config, trainer.model.head, trainer.metrics)
     if objective is not None:
         trainer.loss_from_hidden = partial(objective, trainer.model.head)
         trainer.notes.append(f"the loss is {getattr(objective, '__qualname__', objective)}, not the objective's own")

@@ -30,6 +30,7 @@ from optrush.errors import ConfigError, UserError
 from optrush.files import sync_folder, write_whole
 from optrush.models.weights import value_files
 from optrush.objectives import dpo
+from optrush.objectives.pairs import log_probabilities
 from optrush.resolve import ResolvedConfig
 from optrush.technique import Numerics
 from optrush.trainer import distributed
@@ -207,7 +208,7 @@ def _scored(trainer: Trainer, batches: Iterable[Batch], n: int, place: Callable[
     found = torch.zeros(n, 2, device=device)
 
     def noted(hidden: Tensor, batch: Batch) -> Tensor:
-        values = dpo.log_probabilities(trainer.model.head, hidden, batch)[batch.extra["pairs"]]  # (pairs, 2)
+        values = log_probabilities(trainer.model.head, hidden, batch)[batch.extra["pairs"]]  # (pairs, 2)
         found[torch.tensor([place(sample) for sample in batch.samples], device=device).long()] = values.float()
         return values.sum()
 

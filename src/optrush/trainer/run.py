@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from optrush import console, files
-from optrush.config import Config, dump_config
+from optrush.config import SECTIONS, Config, dump_config
 from optrush.data import sampler, tokenize
 from optrush.data.batch import Batch
 from optrush.data.sampler import ROOM, reading
@@ -652,7 +652,8 @@ def batches(trainer: Trainer, plan: RunPlan) -> Iterator[list[Batch]]:
 def changes(before: dict[str, Any], config: Config) -> dict[str, str]:
     """Return the keys that change the loss curve and differ from the saved run's, as "old -> new"."""
     old, new = dict(flat(before)), dict(flat(config.model_dump(mode="json", by_alias=True)))
-    keys = [k for k in {**old, **new} if k.startswith(("optim.", "dpo.", "train.steps", "train.epochs", "with."))]
+    told = ("optim.", *(f"{name}." for name in SECTIONS), "train.steps", "train.epochs", "with.")
+    keys = [k for k in {**old, **new} if k.startswith(told)]
     return {k: f"{old.get(k)} -> {new.get(k)}" for k in keys if old.get(k) != new.get(k)}
 
 

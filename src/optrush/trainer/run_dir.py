@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from optrush import files
-from optrush.config import Config, Data
+from optrush.config import SECTIONS, Config, Data
 from optrush.data import readers
 from optrush.data.tokenize import cache_root
 from optrush.errors import CheckpointError, ConfigError, DataError
@@ -341,7 +341,7 @@ class BestCheckpoint:
 def comparable(config: Config, fingerprints: Mapping[str, str], before: Manifest) -> bool:
     """Return whether a checkpoint's held-out loss compares with the run's own: the same loss, of the same data."""
     now = config.model_dump(mode="json", by_alias=True)
-    alike = all(before.config.get(key) == now[key] for key in ("objective", "dpo"))
+    alike = all(before.config.get(key) == now[key] for key in ("objective", *SECTIONS))
     return alike and all(before.fingerprints.get(k) == fingerprints.get(k) for k in ("data", "template", "tokenizer"))
 
 

@@ -1,0 +1,44 @@
+"""Sum what objectives of pairs compare: log-probabilities and targets of documents; add up the rewards.
+
+Shapes: B rows, T tokens a row, P pairs at most in a row; pair p of a row is its documents 2p and 2p + 1. No function
+synchronizes with the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from optrush.data.batch import IGNORE, Batch
+from optrush.objectives import FIGURES
+
+
+def log_probabilities(head: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
+    """Sum log-probabilities over targets of each pair's documents: hidden (B, T, D) -> (B, P, 2) float32, 0 if absent.
+
+    The head is called, its weight never read: under sharding only its forward has the full weight.
+    """
+    losses: Tensor = head(hidden, batch.labels, reduce="token")  # (B, T)
+    return by_document(-losses, batch)
+
+
+def by_document(values: Tensor, batch: Batch) -> Tensor:
+    """Sum over documents: (B, T) -> (B, P, 2). Padding, the last document of a row, has zeros only."""
+    B, P = batch.extra["pairs"].shape
+    slots = batch.documents.ids.long().clamp(max=2 * P - 1)
+    return values.new_zeros(B, 2 * P).scatter_add(1, slots, values).view(B, P, 2)
+
+
+def target_counts(batch: Batch) -> Tensor:
+    """Count the targets of each pair's documents: (B, P, 2) float32, at least 1 to be divided by."""
+    return by_document((batch.labels != IGNORE).float(), batch).clamp_min(1)
+
+
+def add_rewards(figures: Mapping[str, Tensor], rewards: Tensor, batch: Batch) -> None:
+    """Add the sums over the batch's pairs to figures, of each of FIGURES a () tensor: rewards (B, P, 2)."""
+    first, second = rewards.detach().unbind(-1)  # (B, P)
+    values_of = (first, second, first > second, first - second)
+    for name, values in zip(FIGURES, values_of, strict=True):
+        figures[name].add_(torch.where(batch.extra["pairs"], values, 0).sum())
