@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from optrush import model_card
-from optrush.config import Config
+from optrush.config import Config, scrubbed
 from optrush.data import readers, schema
 from optrush.data import sample as recipes
 from optrush.data.batch import collate
@@ -459,6 +459,43 @@ def export_gguf(
     finally:
         part.unlink(missing_ok=True)
     return file, tensors
+
+
+def check_push(repository: str) -> None:
+    """Raise ConfigError before anything is written where an upload to the hub cannot begin."""
+    import huggingface_hub
+
+    asked = f"--push {repository}"
+    if readers.HUB_ID.fullmatch(repository) is None or ":" in repository:
+        raise ConfigError(asked, "no name of a repository", "write --push ORGANISATION/NAME")
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        raise ConfigError(
+            asked, "HF_HUB_OFFLINE is set, so that the hub is not reached", "unset it, or leave --push out"
+        )
+    if huggingface_hub.get_token() is None:
+        raise ConfigError(asked, "no token of the hub", "log in: hf auth login, or set HF_TOKEN")
+
+
+def push_to_hub(written: Path, repository: str) -> str:
+    """Upload a folder, or one file, to a repository of the hub, which is made private if it is new; return its address.
+
+    Raises:
+        RunError: the upload failed; what was written stays. The message has no secrets of the environment.
+    """
+    import huggingface_hub
+
+    api, secret = huggingface_hub.HfApi(), huggingface_hub.get_token()
+    try:
+        url = api.create_repo(repository, private=True, exist_ok=True)
+        if written.is_dir():
+            api.upload_folder(repo_id=repository, folder_path=written, commit_message="Upload the model")
+        else:
+            api.upload_file(path_or_fileobj=written, path_in_repo=written.name, repo_id=repository)
+    except Exception as error:  # of the library, and of those below it
+        told = scrubbed(f"{type(error).__name__}: {error}".splitlines()[0])
+        told = told if secret is None else told.replace(secret, "***")
+        raise RunError(f"{written} is written, but could not be uploaded to {repository}: {told}") from None
+    return str(url)
 
 
 @contextmanager

@@ -41,7 +41,7 @@ def test_import() -> None:
 
 VERBS = (
     "train", "eval", "bench", "techniques", "report", "init", "doctor", "plan", "calibrate", "export", "chat",
-    "generate", "data", "import",
+    "generate", "data", "import", "schema",
 )  # fmt: skip
 LLAMA = Path(__file__).parents[2] / "benchmarks" / "llama1b.yaml"
 

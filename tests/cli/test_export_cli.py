@@ -426,3 +426,63 @@ def test_a_gguf_file(call: Call, trained: Path) -> None:
 def test_flags_of_gguf(call: Call, trained: Path, flags: tuple[str, ...], says: str) -> None:
     found = call("export", "run", *flags)
     assert found.code == 2 and says in found.err
+
+
+# --- an upload
+
+
+class Hub:
+    """Records what would be uploaded, or fails as the library does."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.error = error
+
+    def create_repo(self, repository: str, **options: Any) -> str:
+        self.calls.append((repository, options))
+        return f"https://hub/{repository}"
+
+    def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> None:
+        if self.error is not None:
+            raise self.error
+        self.calls.append((repo_id, sorted(p.name for p in folder_path.iterdir())))
+
+    def upload_file(self, *, path_or_fileobj: Path, path_in_repo: str, repo_id: str) -> None:
+        self.calls.append((repo_id, path_in_repo))
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
+    found = Hub()
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: found)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_verysecret")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    return found
+
+
+def test_a_pushed_folder_has_its_card(call: Call, trained: Path, hub: Hub) -> None:
+    facts = exported(call, "run", "--push", "cooks/first", "--no-verify")
+    assert facts["pushed"] == "https://hub/cooks/first"
+    (made, options), (repository, files) = hub.calls
+    assert made == repository == "cooks/first" and options == {"private": True, "exist_ok": True}
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= set(files)
+
+
+def test_a_failed_upload_keeps_the_folder_and_the_token(call: Call, trained: Path, hub: Hub) -> None:
+    hub.error = ValueError("refused for hf_verysecret")
+    found = call("export", "run", "--push", "cooks/first", "--no-verify")
+    assert found.code == 1 and "could not be uploaded to cooks/first: ValueError: refused for ***" in found.err
+    assert "hf_verysecret" not in found.err + found.out and (trained / "model" / "README.md").is_file()
+
+
+@pytest.mark.parametrize("case", ["name", "offline", "token"])
+def test_a_push_that_cannot_begin_writes_nothing(
+    call: Call, trained: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    if case == "offline":
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    if case == "token":
+        monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    found = call("export", "run", "--push", "cooks" if case == "name" else "cooks/first")
+    assert found.code == 2 and not (trained / "model").exists() and not hub.calls
+    assert [line[:7] for line in found.err.splitlines()[-3:]] == ["asked: ", "found: ", "do:    "]

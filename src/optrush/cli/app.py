@@ -63,6 +63,7 @@ app.command("export")(chat.export_command)
 app.command()(chat.chat)
 app.command()(chat.generate)
 app.command()(setup.doctor)
+app.command()(setup.schema)
 
 
 def _of_rank(rank: str, text: str) -> str:

@@ -406,6 +406,9 @@ def export_command(
         Literal["f32", "f16", "bf16", "q8_0"] | None,
         typer.Option("--gguf-type", help="with --to gguf: of the matrices; f16 if not given"),
     ] = None,
+    push: Annotated[
+        str | None, typer.Option("--push", metavar="ORG/NAME", help="upload what was written to this hub repository")
+    ] = None,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="do not load the folder and compare logits")] = False,
     max_shard_gb: Annotated[
         float | None,
@@ -430,23 +433,28 @@ def export_command(
     if to == "gguf" and (adapter or dtype is not None):
         void = "--adapter" if adapter else f"--dtype {dtype}"
         raise ConfigError(f"{void} with --to gguf", "the whole model in --gguf-type is written", f"leave {void} out")
-    from optrush.export import export_gguf, export_run
+    from optrush.export import check_push, export_gguf, export_run, push_to_hub
 
+    if push is not None:
+        check_push(push)
     if to == "gguf":
         file, tensors = export_gguf(run, out, gguf_type or "f16", checkpoint=checkpoint, verifies=not no_verify)
         facts = {"out": str(file), "tensors": tensors, "type": gguf_type or "f16", "size_bytes": file.stat().st_size}
-        print(json.dumps(facts) if as_json else file)
+        if push is not None:
+            facts["pushed"] = push_to_hub(file, push)
+        print(json.dumps(facts) if as_json else facts.get("pushed", file))
         return
     found = export_run(
         run, out, checkpoint=checkpoint, dtype=dtype, adapter=adapter, verifies=not no_verify,
         max_shard_bytes=1e9 * (5.0 if max_shard_gb is None else max_shard_gb),
     )  # fmt: skip
+    pushed = None if push is None else push_to_hub(found.out, push)
     if as_json:
-        print(json.dumps(found.facts()))
+        print(json.dumps(found.facts() | ({} if pushed is None else {"pushed": pushed})))
         return
     for name, why in found.passed:
         print(f"{name} was passed over: {why}", file=sys.stderr)
     print(f"step {found.step}, {found.dtype or 'an adapter'}, {found.size_bytes / 1e9:.2f} GB", file=sys.stderr)
     if not no_verify:
         print(found.compared or "an adapter's files are not compared: merge them to be sure", file=sys.stderr)
-    print(found.out)
+    print(pushed or found.out)

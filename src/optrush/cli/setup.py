@@ -280,6 +280,34 @@ def techniques(as_json: Json = False) -> None:
         print(f"{'':<19} {promise}; owns {owns}" + (f"; options: {options}" if options else ""))
 
 
+def schema() -> None:
+    """Print the JSON schema of a run's YAML, for editors.
+
+    With VS Code's YAML extension: `# yaml-language-server: $schema=optrush.json` as the first line of the YAML.
+    """
+    print(json.dumps(config_schema(), indent=1))
+
+
+def config_schema(classes: Sequence[type[Technique]] = ALL) -> dict[str, Any]:
+    """Return the JSON schema of a configuration, with every technique and its options under `with`."""
+    from pydantic import TypeAdapter
+
+    from optrush.config import Config
+
+    found = Config.model_json_schema(by_alias=True)
+    short = {name: found["properties"][name] for name in ("model", "tracker")}  # a text alone is their short form
+    found["properties"] |= {name: {"anyOf": [{"type": "string"}, part]} for name, part in short.items()}
+    techniques = {}
+    for cls in classes:
+        hints, options = get_type_hints(cls, include_extras=True), {}
+        for option in dataclasses.fields(cls):  # type: ignore[arg-type]
+            options[option.name] = TypeAdapter(hints[option.name]).json_schema() | {"default": option.default}
+        body = {"type": ["object", "null"], "properties": options, "additionalProperties": False}
+        techniques[cls.name] = {**body, "description": cls.summary}
+    found["properties"]["with"] = {"type": "object", "properties": techniques, "additionalProperties": False}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found}
+
+
 # --- what `optrush doctor` shows; determined without torch
 #
 # A technique can run if its own `needs` are met, as in a run; the compile stage also needs compilers.
