@@ -242,8 +242,7 @@ class Orpo(StrictModel):
 
 
 class Simpo(StrictModel):
-    """Of `objective: simpo`: the scale of a mean log-probability, and by how much the chosen one must lead
-    (docs/simpo.md)."""
+    """Of `objective: simpo`: the scale of a mean log-probability, and the margin of the chosen (docs/simpo.md)."""
 
     beta: Annotated[float, Field(gt=0)] = 2.0
     gamma: Annotated[float, Field(ge=0)] = 1.0
