@@ -269,6 +269,8 @@ class TrackerConfig(StrictModel):
 
 
 class Config(StrictModel):
+    """Describe a run: what a YAML file holds (docs/contract.md)."""
+
     model: Annotated[Model, BeforeValidator(_short_model)]
     objective: Literal["pretrain", "sft", "dpo", "orpo", "simpo"]
     dpo: Dpo | None = None  # None: its defaults, where the objective is of that name
