@@ -261,8 +261,7 @@ class Orpo(StrictModel):
 
 
 class Simpo(StrictModel):
-    """Of `objective: simpo`: the scale of a mean log-probability, and by how much the chosen one must lead
-    (docs/simpo.md)."""
+    """Of `objective: simpo`: the scale of a mean log-probability, and the margin of the chosen (docs/simpo.md)."""
 
     beta: Annotated[float, Field(gt=0)] = 2.0
     gamma: Annotated[float, Field(ge=0)] = 1.0
@@ -292,7 +291,7 @@ _TEXT_FILE = re.compile(r"\.txt(\.(gz|bz2|xz|zst))?$")
 
 
 class Config(StrictModel):
-    """A run: what is trained, on what, how long, and by which techniques."""
+    """Describe a run: what a YAML file holds (docs/contract.md)."""
 
     model: Annotated[Model, BeforeValidator(_short_model)]
     objective: Literal["pretrain", "sft", "dpo", "orpo", "simpo"]

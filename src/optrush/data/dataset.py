@@ -940,7 +940,7 @@ class _Reading:
         self.parts = parts
         asked, pairs = f"`objective: {self.config.objective}`", self.config.paired
         if parts > 1 and not pairs:
-            do = "give rows of messages, of prompt and completion, or of text; or take an objective of pairs: dpo"
+            do = "give rows of messages, of prompt and completion, or of text; or take objective: dpo"
             raise DataError(asked, f"a pair of a chosen and a rejected answer at {where}", do)
         if parts == 1 and pairs:
             found = f"a row at {where} that is no pair of a chosen and a rejected answer"
