@@ -149,3 +149,25 @@ def test_the_example_for_a_cpu(call: Call, here: Path) -> None:
     found = call("train", str(example), *(word for flag in short for word in ("--set", flag)))
     assert found.code == 0, found.err
     assert (here / found.out.strip() / "model" / "config.json").exists()
+
+
+def test_a_run_without_techniques_is_planned(
+    call: Call, write: Write, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once: the set is printed, stands in run.yaml, and a run that goes on has it, whatever would be chosen then."""
+    from optrush.planner import answer
+
+    config = write(with_=None, train={"epochs": None, "steps": 2, "save_every": 1, "eval_every": None}, method="lora")
+    found = call("train", config)
+    assert found.code == 0, found.err
+    assert "planned for cpu: fused-adamw attention:impl=sdpa packing fused-loss:chunk=256\n" in found.err
+    ran = parse_config((here / "out" / "run.yaml").read_text(), "run.yaml")
+    assert list(ran.with_) == ["lora", "fused-adamw", "attention", "packing", "fused-loss"] and ran.method == "lora"
+    monkeypatch.setattr(answer, "ON_CPU", ())
+    again = call("train", config, "--set", "train.steps=3", "--resume", "auto")
+    assert again.code == 0, again.err
+    assert "planned for" not in again.err
+    assert parse_config((here / "out" / "run.yaml").read_text(), "run.yaml").with_ == ran.with_
+    plain_run = call("train", write(with_={}, train={"epochs": None, "steps": 1}, output="plain"))
+    assert plain_run.code == 0 and "planned" not in plain_run.err
+    assert parse_config((here / "plain" / "run.yaml").read_text(), "run.yaml").with_ == {}
