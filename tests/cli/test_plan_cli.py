@@ -100,5 +100,5 @@ def test_the_page_shows_what_it_prints(call: Call, monkeypatch: pytest.MonkeyPat
     root = LLAMA.parents[1]
     page = (root / "docs" / "plan.md").read_text("utf-8")
     monkeypatch.chdir(root)
-    found = call("plan", "benchmarks/llama1b.yaml", "--hardware", "h200")
+    found = call("plan", "benchmarks/llama1b.yaml", "--hardware", "h200", "--details")
     assert textwrap.indent(found.out.rstrip(), "    ") in page, "paste it again"
