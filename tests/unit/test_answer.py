@@ -107,10 +107,9 @@ def test_a_technique_of_another_method(method: str, name: str, do: str) -> None:
     ("text", "do"),
     [
         ("with: {qlora: {}}", "write `method: qlora`"),
-        ("lora_r: 8", "write `with: {lora: {rank: 16}}`"),
-        ("learning_rate: 1e-4", "write `optim: {lr: 2e-5}`"),
-        ("bf16: true", "write `with: {amp: {}}`"),
-        ("model_name_or_path: x", "write `model: NAME`"),
+        ("lora_r: 8", "write `with: {lora: {rank: 8}}`"),
+        ("bf16: true", "write `with: {amp: {}}"),
+        ("model_name_or_path: x", "write `model: x`"),
     ],
 )
 def test_words_of_other_trainers(text: str, do: str) -> None:

@@ -18,7 +18,7 @@ from optrush.data.batch import collate
 from optrush.data.packing import Fitted, Packed, Padded, Sorted
 from optrush.data.schema import Chat, Document, Pair, RowLocation
 from optrush.data.schema import parse_row as row
-from optrush.objectives import FIGURES, dpo
+from optrush.objectives import FIGURES, dpo, pairs
 from optrush.trainer.run import largest_batch
 
 T = 40
@@ -115,7 +115,7 @@ def test_a_row_that_is_full_has_no_padding_to_count():
     batch = collate([*full, *short, []], T, single=False, most=3 * 3, parts=2, reference=known(2))
     assert batch.extra["pairs"].tolist() == [[True], [True], [False]]
     values = torch.where(batch.labels >= 0, 1.0, 0.0)
-    assert dpo._by_document(values, batch)[:, 0].tolist() == [[14, 24], [2, 6], [0, 0]]
+    assert pairs.by_document(values, batch)[:, 0].tolist() == [[14, 24], [2, 6], [0, 0]]
 
 
 # --- the score, on log-probabilities that are given
@@ -181,9 +181,7 @@ def test_the_sample_has_pairs(tmp_path: Path):
 def test_the_largest_micro_batch_is_full_rows_of_pairs():
     rows = sampler.Stream(Pairs(25), Packed(), T=T, rows=4, seed=0)
     rows.reference = known(25)
-    weight = torch.zeros(90, 1)
-    model = SimpleNamespace(embedding=SimpleNamespace(weight=weight))
-    job = SimpleNamespace(stream=rows, env=SimpleNamespace(seq=T, micro_rows=2), model=model)
+    job = SimpleNamespace(stream=rows, env=SimpleNamespace(seq=T, micro_rows=2), vocab=90)
     plan = SimpleNamespace(length=rows.plan(epochs=1))
     batch = largest_batch(job, plan)
     assert batch.n_tokens == 2 * T and batch.n_terms == 2 and batch.n_targets == 2 * (T - 2)
