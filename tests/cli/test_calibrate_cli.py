@@ -37,7 +37,7 @@ def test_for_people_and_for_the_plan(call: Call, write: Callable[..., str], kept
                  "float32", "T 256, 6/2 heads of 32", "GB/s", "to start an operator"):  # fmt: skip
         assert text in found.out, text
     assert "pinned" not in found.out, "a processor has no link to itself"
-    shown = call("plan", run, "--hardware", "cpu").out
+    shown = call("plan", run, "--hardware", "cpu", "--details").out
     after = predict(read_run(Path(run), [], [], []), "cpu")
     assert after.basis == "calibrated" and after.tokens_per_s != before.tokens_per_s
     assert f"about {after.tokens_per_s:,.0f} tokens/s (basis: calibrated)" in shown

@@ -78,7 +78,7 @@ VALUES: dict[str, Case] = {
     "infinite rate": ({"optim": {"lr": float("inf")}}, [], ("`optim.lr`", "inf", "finite")),
     "negative rate": ({"optim": {"lr": -1e-3}}, [], ("`optim.lr`", "-0.001", "greater than 0")),
     "unknown choice": ({"optim": {"schedule": "cosin"}}, [], ("`optim.schedule`", "'cosin'", "'cosine'")),
-    "objective not built": ({"objective": "ppo"}, [], ("`objective`", "'ppo'", "'pretrain', 'sft' or 'dpo'")),
+    "objective not built": ({"objective": "ppo"}, [], ("`objective`", "'ppo'", "'dpo', 'orpo' or 'simpo'")),
     "list for a section": ({"optim": [1]}, [], ("`optim`", "[1]", "optim")),
     "eval out of range": ({"data": {"eval": 1.5}}, [], ("`data.eval`", "1.5", "less than 1")),
     "rows do not divide": (
@@ -236,7 +236,7 @@ def test_no_configuration(call: Call, here: Path) -> None:
 # --- models
 
 CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "mixture of experts": ({"model_type": "mixtral", "num_local_experts": 8}, ("num_local_experts = 8", "dense")),
+    "mixture of experts": ({"model_type": "qwen2_moe", "num_experts": 8}, ("num_experts = 8", "dense")),
     "encoder-decoder": ({"model_type": "t5", "is_encoder_decoder": True}, ("an encoder-decoder", "causal")),
     "quantised": (
         {"quantization_config": {"quant_method": "gptq"}}, ("weights quantised on disk", "gptq", "unquantised"),
