@@ -140,10 +140,9 @@ def train(
     from optrush.trainer.run import RunRequest, run
 
     chosen = _with_rows(_config(config), rows, eval_rows)
-    if loss is not None and chosen.objective == "dpo":
-        raise ConfigError(
-            "a loss of your own with `objective: dpo`", "pairs, whose loss is `dpo.loss`", "sft or pretrain"
-        )
+    if loss is not None and chosen.paired:
+        asked = f"a loss of your own with `objective: {chosen.objective}`"
+        raise ConfigError(asked, "pairs, whose loss is the objective's", "take objective: sft or pretrain")
     start: Literal["auto"] | Path | None = "auto" if resume == "auto" else None if resume is None else Path(resume)
     with distributed.leaving():
         return run(RunRequest(resolve(chosen), start, frozenset(allow_change), loss, tuple(callbacks)))

@@ -135,7 +135,7 @@ def resized(prepared: ResolvedConfig, rows: int) -> ResolvedConfig:
 def _own_rate(config: Config, techniques: Sequence[Technique]) -> Config:
     """Set the learning rate of adapters, where none is given; pairs keep the smaller one."""
     adapters = any(Part.TRAINED in t.claims for t in techniques)
-    if "lr" in config.optim.model_fields_set or config.objective == "dpo" or not adapters:
+    if "lr" in config.optim.model_fields_set or config.paired or not adapters:
         return config
     return config.model_copy(update={"optim": config.optim.model_copy(update={"lr": ADAPTER_LR})})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import yaml
 
 from optrush import hardware
-from optrush.config import ADAPTER_LR, Config, dump_config, parse_config, spelled_out
+from optrush.config import ADAPTER_LR, PAIRED, Config, dump_config, parse_config, spelled_out
+from optrush.data.length_estimate import estimate_tokens
 from optrush.errors import ConfigError, NeedsError
 from optrush.planner import answer, search
 from optrush.resolve import resolve
@@ -94,6 +96,18 @@ def test_a_method_brings_its_techniques_and_its_rate() -> None:
     resolved = resolve(given, device=device)
     assert resolved.config.optim.lr == 1e-3 and resolved.config.with_ == {"lora": {"rank": 4}}
     assert resolve(run(**{"with": {"lora": {}}}), device=device).config.optim.lr == ADAPTER_LR
+
+
+@pytest.mark.parametrize("objective", sorted(PAIRED))
+def test_pairs_of_every_objective(objective: str, tmp_path: Path) -> None:
+    """Adapters keep the smaller rate; both answers count as tokens of an epoch."""
+    pair = {"prompt": "a " * 40, "chosen": "b " * 40, "rejected": "c " * 40}
+    (tmp_path / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 20)
+    data = {"path": str(tmp_path / "pairs.jsonl")}
+    given = run("tiny", objective=objective, data=data, **{"with": {"lora": {}}})
+    assert resolve(given, device=hardware.NAMED["h200"]).config.optim.lr == 2e-5
+    tokens = estimate_tokens(given)
+    assert tokens is not None and tokens == estimate_tokens(run("tiny", objective="dpo", data=data))
 
 
 @pytest.mark.parametrize(("method", "name", "do"), [("full", "lora", "method: lora"), ("lora", "nf4", "method: qlora")])

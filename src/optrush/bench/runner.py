@@ -454,9 +454,6 @@ def run_worker(request: Mapping[str, Any], limit_s: float, peer: Peer | None = N
 def _exit_codes(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> list[int | None]:
     """Return the exit code of each process, None of one that had not ended: in time, or after another had failed."""
     until = time.monotonic() + limit_s
-    for process in processes[:1] if len(processes) == 1 else ():
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(limit_s)
     while any(p.poll() is None for p in processes) and time.monotonic() < until:
         if any(p.poll() for p in processes):
             until = min(until, time.monotonic() + FAILED_GRACE_S)

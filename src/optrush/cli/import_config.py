@@ -34,7 +34,17 @@ from optrush.cli.import_keys import (
     Tool,
     ToolName,
 )
-from optrush.config import Config, Model, Origin, nearest, parse_config, parse_scalar, parse_yaml, refuse_secrets
+from optrush.config import (
+    PAIRED,
+    Config,
+    Model,
+    Origin,
+    nearest,
+    parse_config,
+    parse_scalar,
+    parse_yaml,
+    refuse_secrets,
+)
 from optrush.errors import ConfigError
 
 Notes = list[str]
@@ -514,7 +524,7 @@ class _Composer:
         if objective == "pretrain":
             tree["data"].pop("train_on", None)
             tree["data"]["too_long"] = "split"
-        elif objective == "dpo":
+        elif objective in PAIRED:
             tree["data"].pop("train_on", None)
             tree["data"]["too_long"] = "drop"
             self.notes.append("pairs that are too long are left out whole, where other trainers cut them")
@@ -535,7 +545,7 @@ class _Composer:
         if (total := self.get("@all_rows")) is not None:
             times = max(1, int(total) // rows)
         seq = int(tree["batch"]["seq"])
-        if tree["objective"] == "dpo":
+        if tree["objective"] in PAIRED:
             seq *= 2
             self.notes.append(f"batch.seq: {seq}, for both answers of a pair lie in one row")
         tree["batch"] = {"seq": seq, "tokens": rows * times * seq * self.ranks, "micro_tokens": rows * seq}

@@ -96,7 +96,7 @@ def train_command(
     with distributed.leaving():
         outcome = run(RunRequest(resolve(config), start, frozenset(allow_change)))
     if outcome.code == 0 and launched()[0] == 0:
-        print("\n".join(map(shown, outcome.closing_lines(config.objective == "dpo"))), file=sys.stderr)
+        print("\n".join(map(shown, outcome.closing_lines(config.paired))), file=sys.stderr)
         print(outcome.output)
     raise typer.Exit(outcome.code)
 

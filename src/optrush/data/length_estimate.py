@@ -68,7 +68,7 @@ def estimate_tokens(config: Config) -> float | None:
     data, T = config.data, config.batch.seq
     if data.random is not None:
         return float(RANDOM if data.random is True else data.random) * T
-    lengths = estimate(data, config.seed, pairs=config.objective == "dpo")
+    lengths = estimate(data, config.seed, pairs=config.paired)
     if not lengths:
         return None
     mean = sum(lengths) / len(lengths)

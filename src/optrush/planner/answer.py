@@ -266,8 +266,9 @@ def _nothing(what: str, name: str) -> ConfigError:
 def _longest(config: Config, name: str, classes: Sequence[type[Technique]]) -> tuple[str, dict[str, Any]]:
     """Search the longest row of one document: powers of two, then steps of an eighth of the last one."""
     _, ranks = hardware.parse_hardware(name)
-    config = config.model_copy(update={"data": config.data.model_copy(update={"random": True, "path": None,
-        "sample": None, "eval": None}), "objective": "pretrain"}) if config.objective != "dpo" else config  # fmt: skip
+    if not config.paired:
+        data = config.data.model_copy(update={"random": True, "path": None, "sample": None, "eval": None})
+        config = config.model_copy(update={"data": data, "objective": "pretrain"})
     _, hf = locate(config, weights=False)
     most = min(LONGEST, int(hf.get("max_position_embeddings") or LONGEST))
 
