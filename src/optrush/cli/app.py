@@ -77,9 +77,10 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
-    # Threads that wait for each other sleep: spinning takes the cores that they wait for, where others work there too.
-    # Read once, as torch is loaded.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Threads that wait for each other spin for a moment, then sleep: for long, they take the cores that they wait for,
+    # where others work there too; not at all, and each wait costs a wake-up (docs/log). Read once, as torch is loaded.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     if "RANK" in os.environ:  # a lost connection is an error of three lines: its traces in C++ are not printed
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     debug = "--debug" in sys.argv
