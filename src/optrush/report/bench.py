@@ -526,7 +526,7 @@ def _scaling_chart(shown: Sequence[RungResult]) -> Markup | None:
     """Return the chart of the shares of ideal scaling; None where no rung has several ranks."""
     rows = []
     for r in shown:
-        text = f"{amount(r.ranks, 'rank')}, {percent(None if r.scaling is None else 100 * r.scaling)}{_note(r)}"
+        text = f"{amount(r.ranks, 'rank')}, {percent(None if r.scaling is None else 100 * r.scaling)}"
         pieces = () if r.scaling is None else ((0.0, 100 * r.scaling, "base"),)
         tick = None if r.predicted_scaling is None else 100 * r.predicted_scaling
         rows.append(_failure(r) if r.failed else BarRow(r.key, text, pieces, predicted=tick))
