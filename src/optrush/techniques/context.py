@@ -61,9 +61,7 @@ class Context(Technique):
             "take another model",
         )
         yield Requirement(env.native, "`context` exchanges heads or keys in our own decoder", found, do)
-        routed = env.shape is not None and env.shape.experts is not None
-        asked = "`context` shares the tokens of blocks without experts"
-        yield Requirement(not routed, asked, "experts, whose load is counted over whole rows", "leave context out")
+        yield env.needs_dense("`context` shares the tokens of a block")
         found = "pairs, whose losses are of whole documents"
         yield Requirement(not env.paired, "`context` sums losses token by token", found, "leave context out")
         fixed = Part.ROW_WIDTH not in env.claimed or Part.COMPILED in env.claimed

@@ -57,8 +57,7 @@ class TensorParallel(Technique):
         yield env.needs_mesh(self.name, f"`tensor: size: {n}` cuts the model over {n} ranks")
         found = "the model runs through transformers"
         yield Requirement(env.native, "`tensor` cuts our own decoder", found, ELSE)
-        routed = s is not None and s.experts is not None
-        yield Requirement(not routed, "`tensor` cuts the products of a block", "blocks with experts", ELSE)
+        yield env.needs_dense("`tensor` cuts the products of a block")
         uneven = "" if s is None else next((f"{many:,} {what}" for what, many in _sizes(s) if many % n), "")
         asked = f"`tensor: size: {n}` gives each rank as much"
         yield Requirement(not uneven, asked, uneven, f"take a size that divides, or {ELSE}")
