@@ -55,6 +55,7 @@ def document(**changes: Any) -> dict[str, Any]:
         "data": {"random": 256},
         "batch": {"seq": 64, "tokens": 128, "micro_tokens": 128},
         "optim": {"lr": 1e-3, "schedule": "constant", "warmup": 0},
+        "with": {},
         "output": "never-written",
     }
     return {**run, **changes}
@@ -98,14 +99,14 @@ class Copy:
         path.write_text(text.replace(old, new))
 
     def add(self, name: str, text: str) -> None:
-        """A technique: its file, and its line of ALL."""
+        """A technique: its file, and its line of OWN."""
         module = name.replace("-", "_")
         (self.folder / "optrush" / "techniques" / f"{module}.py").write_text(text)
         cls = name.title().replace("-", "")
         path = self.folder / "optrush" / "techniques" / "__init__.py"
-        line = f"from optrush.techniques.{module} import {cls}\n\nALL: "
+        line = f"from optrush.techniques.{module} import {cls}\n\nOWN: "
         path.write_text(
-            path.read_text().replace("\nALL: ", line, 1).replace("    Amp,\n", f"    Amp,\n    {cls},\n", 1)
+            path.read_text().replace("\nOWN: ", line, 1).replace("    Amp,\n", f"    Amp,\n    {cls},\n", 1)
         )
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
