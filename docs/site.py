@@ -33,7 +33,7 @@ def lay_out(folder: Path) -> Path:
 def pages() -> list[str]:
     """Return the pages that a reader may come to, committed or made here."""
     committed = [p for p in (ROOT / "docs").rglob("*.md") if p.parent.name != "reference"]
-    outside = [p for p in (*ROOT.glob("*.md"), ROOT / "benchmarks/README.md")]
+    outside = [*ROOT.glob("*.md"), ROOT / "benchmarks/README.md"]
     return sorted(str(p.relative_to(ROOT)) for p in committed + outside) + list(MADE)
 
 
@@ -89,11 +89,11 @@ def configuration() -> str:
     contract = (ROOT / "docs/contract.md").read_text("utf-8").partition("## Configuration")[2].partition("\n## ")[0]
     meanings = dict[str, str]()
     for keys, meaning in re.findall(r"^\| (`.*?) \| .*? \| (.*) \|$", contract, re.MULTILINE):
-        meanings |= {key: meaning for key in re.findall(r"`([\w.]+)`", keys)}
+        meanings |= dict.fromkeys(re.findall(r"`([\w.]+)`", keys), meaning)
     text = [
         "# Configuration", "",
-        "Every key of a run's YAML, from its schema. `optrush schema` prints the schema for editors. The options of each",
-        "technique, under `with`, are on [its page](../techniques/README.md).", "",
+        "Every key of a run's YAML, from its schema. `optrush schema` prints the schema for editors. The options of",
+        "each technique, under `with`, are on [its page](../techniques/README.md).", "",
         "| key | type | default | meaning |", "|---|---|---|---|",
     ]  # fmt: skip
     for key, kind, default in _keys(schema, schema, ""):
@@ -153,11 +153,11 @@ def on_files(files: Any, config: Any) -> Any:
     """Leave out what no page is or links to, and add the pages that are made."""
     from mkdocs.structure.files import File
 
+    known = pages()
     for file in list(files):
-        kept = file.src_uri in pages() or not file.src_uri.endswith(".md")
-        if not kept or not any(fnmatch(Path(file.src_uri).name, text) for text in TEXTS):
-            if "assets/" not in file.src_uri:
-                files.remove(file)
+        named = file.src_uri in known or not file.src_uri.endswith(".md")
+        if not named or not any(fnmatch(Path(file.src_uri).name, text) for text in TEXTS):
+            files.remove(file)
     for name, make in MADE.items():
         files.append(File.generated(config, name, content=make()))
     return files

@@ -24,7 +24,7 @@ Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix,
 
 
 def navigation() -> list[Any]:
-    return yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), Loader)["nav"]  # noqa: S506
+    return yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), Loader)["nav"]
 
 
 def lost(nav: Any, known: list[str]) -> set[str]:
