@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shlex
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ import torch
 from optrush.cli import app
 from optrush.config import parse_config
 from optrush.planner.search import predict
+from optrush.trainer import run
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the hub's library is imported
 ROOT = Path(__file__).parents[2]
@@ -75,6 +77,8 @@ def test_every_chapter_has_blocks() -> None:
 
 def test_every_block_runs(tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "write_run", lambda *_: None)  # a second of charts each; they have tests of their own
+    monkeypatch.setattr(run.metrics, "plot", lambda *_: None)
     torch.set_num_threads(1)
     names: dict[str, Any] = {}
     for page in PAGES:
@@ -87,6 +91,20 @@ def test_every_block_runs(tmp_path: Path, tiny_folder: Path, monkeypatch: pytest
                 run_commands(block, monkeypatch)
             elif block.language == "python":
                 exec(compile(block.text, block.where, "exec"), names)
+
+
+def test_its_pictures_are_what_is_drawn(tmp_path: Path) -> None:
+    """Drawn again and compared dot by dot; another version of the fonts may move an edge."""
+    from matplotlib.image import imread
+
+    runpy.run_path(str(ROOT / "docs/pictures.py"))["draw"](tmp_path)
+    for drawn in (found := sorted(tmp_path.glob("*.png"))):
+        new, committed = imread(drawn), imread(GUIDE / drawn.name)
+        assert new.shape == committed.shape and abs(new - committed).mean() < 0.01, (
+            f"{drawn.name}: run docs/pictures.py"
+        )
+        assert (GUIDE / drawn.name).stat().st_size < 60_000
+    assert {p.stem for p in found} == {p.stem for p in CHAPTERS} - {"README"}
 
 
 def test_a_wrong_sum_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
