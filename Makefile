@@ -6,7 +6,7 @@ READERS ?= $(VENV)-readers
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
-.PHONY: demo test lint faults readers clean
+.PHONY: demo test lint site faults readers clean
 
 demo: $(VENV)/.base
 	$(BIN)/python examples/demo.py demo
@@ -23,6 +23,9 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+site: $(VENV)/.docs  # the documentation, into build/site; fails for a dead link or a page without a place
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 faults: $(VENV)/.dev  # about an hour; benchmarks/faults/run.py R7 tries one
 	$(BIN)/python benchmarks/faults/run.py --write
@@ -45,6 +48,10 @@ $(VENV)/.base: pyproject.toml $(CONSTRAINTS)
 
 $(VENV)/.dev: $(VENV)/.base
 	$(PIP) -e '.[dev]'
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.base
+	$(PIP) -e '.[docs]'
 	touch $@
 
 clean:

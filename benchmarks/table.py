@@ -31,6 +31,7 @@ from optrush.techniques import ALL, attention
 sys.path.insert(0, str(Path(__file__).parent))
 import cells
 import gains
+import guide
 
 ROOT = Path(__file__).parent.parent
 LADDER = Path("benchmarks/results/h200-single-gpu")
@@ -469,6 +470,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/reliability.md": survived,
     **{f"docs/techniques/{c.name}.md": partial(lambda name: gained()[name], c.name) for c in ALL},
     "docs/techniques/fp8.md": lambda: f"{gained()['fp8']}\n\n{learnt()}",
+    **guide.PAGES,
 }
 
 

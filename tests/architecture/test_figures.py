@@ -44,6 +44,14 @@ def test_the_page_is_what_the_records_say(page: str, rung: str) -> None:
     assert rung in text
 
 
+@pytest.mark.parametrize("name", sorted(p.name for p in (ROOT / "docs/guide").glob("[0-9]*.md")))
+def test_the_guide_is_what_the_records_say(name: str) -> None:
+    table, page = written_by(), f"docs/guide/{name}"
+    text = (ROOT / page).read_text()
+    assert page not in table["PAGES"] or table["written"](page) == text, "run benchmarks/table.py"
+    assert (page in table["PAGES"]) == (table["BEGIN"] in text)
+
+
 @pytest.mark.parametrize("name", [c.name for c in ALL])
 def test_what_a_technique_was_worth_is_what_the_records_say(name: str) -> None:
     table = written_by()
