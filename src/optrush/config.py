@@ -658,6 +658,8 @@ FOREIGN = {
     "lora_alpha": "with: {{lora: {{alpha: {}}}}}",
     "lora_dropout": "with: {{lora: {{dropout: {}}}}}",
     "lora_target_modules": "with: {{lora: {{targets: {}}}}}",
+    "loraplus_lr_ratio": "with: {{lora: {{lr_ratio: {}}}}}",
+    "neftune_noise_alpha": "with: {{neftune: {{alpha: {}}}}}",
     "gradient_checkpointing": "with: {{recompute: {{}}}}",
     "sample_packing": "with: {{packing: {{}}}}",
     "packing": "with: {{packing: {{}}}}",

@@ -116,7 +116,8 @@ def _bare(config: Config) -> Config:
         if edits or Part.WEIGHTS in t.claims:
             with_[t.name] = dict(config.with_[t.name])
     for t in built if any(Part.TRAINED in t.claims for t in built) else ():
-        if Part.TRAINED in t.claims:  # the checkpoint has what adapters began with, and what became of it
+        if Part.TRAINED in t.claims and not t.splits_base:
+            # The checkpoint has what adapters began with, and what became of it.
             with_[t.name].pop("init", None)
         elif Part.PRECISION in t.claims and t.name not in with_:  # the type, and nothing of how activations flow
             with_[t.name] = {key: value for key, value in config.with_[t.name].items() if key == "dtype"}

@@ -272,6 +272,7 @@ class Technique:
     shards: ClassVar[frozenset[str]] = frozenset()  # axes of the mesh over which it cuts matrices
     searched: ClassVar[bool] = True  # False: the user decides, and a search neither adds nor removes the technique
     last_resort: ClassVar[bool] = False  # a search tries it where nothing else fits
+    splits_base: bool = False  # what it freezes is not the published weights: a rebuilt model needs `init` again
     sample: ClassVar[Mapping[str, Any]] = {}  # options for a description, where the defaults alone are refused
 
     def __init_subclass__(cls) -> None:

@@ -107,6 +107,10 @@ def test_axolotl(here: Path) -> None:
         ({"warmup_steps": 20}, ("optim", "warmup"), 20.0),
         ({"train_on_inputs": True}, ("data", "train_on"), "all"),
         ({"fp16": True}, ("with", "amp"), {"dtype": "fp16"}),
+        ({"neftune_noise_alpha": 5}, ("with", "neftune"), {"alpha": 5.0}),
+        ({"loraplus_lr_ratio": 16, "loraplus_lr_embedding": 1e-6}, ("with", "lora", "lr_ratio"), 16.0),
+        ({"adapter": "lora", "load_in_4bit": None, "peft_init_lora_weights": "pissa_niter_4"},
+         ("with", "lora", "init"), "pissa_niter_4"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) and value else "",
 )  # fmt: skip
@@ -121,6 +125,9 @@ def test_llama_factory(here: Path) -> None:
     """Names of data sets are looked up in the list that they are from."""
     Path("lists").mkdir()
     Path("lists/dataset_info.json").write_text(json.dumps(LISTED))
+    pissa = {**FACTORY, "quantization_bit": None, "pissa_init": True, "pissa_convert": True}
+    for more, init in (({}, "pissa_niter_16"), ({"pissa_iter": -1}, "pissa")):
+        assert translated("p.yaml", {**pissa, **more})["with"]["lora"]["init"] == init
     found = translated("f.yaml", FACTORY)
     assert found["data"] == {
         "path": ["lists/dishes.json", "hub:some/pairs"], "too_long": "truncate", "most_truncated": 1.0,

@@ -612,6 +612,8 @@ class _Composer:
             self.with_["pad"] = {}
         if self.with_.get("attention", {}).get("impl") == "varlen" and not self.with_.keys() & {"amp", "bf16"}:
             self.with_["attention"] = {"impl": "sdpa"}
+        if self.get("@neftune"):
+            self.with_["neftune"] = {"alpha": float(self.get("@neftune"))}
         if int(self.get("@workers") or 0) > 0:
             self.with_["loader"] = {"workers": int(self.get("@workers"))}
         for name in ("fraction", "mib"):
@@ -655,9 +657,14 @@ class _Composer:
             "rank": rank, "alpha": float(lora("@lora.alpha", 2 * rank)), "dropout": float(lora("@lora.dropout", 0)),
             "targets": found,
         }  # fmt: skip
-        for name in ("rslora", "dora", "save", "init"):
+        for name in ("rslora", "dora", "save", "init", "lr_ratio"):
             if lora(f"@lora.{name}"):
                 options[name] = lora(f"@lora.{name}")
+        if "lr_ratio" in options:
+            options["lr_ratio"] = float(options["lr_ratio"])
+        if self.get("@pissa"):
+            turns = int(self.get("@pissa_iter", 16))  # LLaMA-Factory's default; below 0: exact
+            options["init"] = f"pissa_niter_{turns}" if turns >= 0 else "pissa"
         if isinstance(options.get("save"), str):
             options["save"] = [s.strip() for s in options["save"].split(",")]
         self.with_["lora"] = options

@@ -56,6 +56,10 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     **{name: {"fused-adamw": {}, "paged-states": {}} for name in ("paged_adamw_32bit", "paged_adamw")},
     "adamw_torch_4bit": {"adam4bit": {}}, "muon": {"muon": {}},
 }  # fmt: skip
+FIRST: dict[Any, Any] = {
+    True: None,
+    **{name: name for name in ("pissa", "olora", *(f"pissa_niter_{n}" for n in range(1, 100)))},
+}
 FLASH: dict[str, Any] = {"attention": {"impl": "varlen"}}
 SDPA: dict[str, Any] = {"attention": {"impl": "sdpa"}}
 ATTENTION: dict[str, dict[str, Any]] = {
@@ -104,7 +108,7 @@ TRAINER: Table = {
     "do_predict": only(*OFF, do="optrush eval"),
     "predict_with_generate": only(*OFF, do="optrush generate answers a file of prompts"),
     "resume_from_checkpoint": only(*OFF, "auto", do="leave it out, and run: optrush train --resume auto"),
-    "neftune_noise_alpha": only(0, do=LEAVE), "label_smoothing_factor": only(0, 0.0, do=LEAVE),
+    "neftune_noise_alpha": to("@neftune"), "label_smoothing_factor": only(0, 0.0, do=LEAVE),
     "push_to_hub": idle("optrush export RUN --push ORG/NAME does so afterwards"),
     "fp8": to("@with", {True: {"fp8": {}}, False: {}}),
     "early_stopping_patience": only(do="leave it out: `train.best` keeps the best checkpoint"),
@@ -125,6 +129,7 @@ LORA: Table = {
     "lora_r": to("@lora.rank"), "lora_rank": to("@lora.rank"), "lora_alpha": to("@lora.alpha"),
     "lora_dropout": to("@lora.dropout"), "use_rslora": to("@lora.rslora", BOOL), "use_dora": to("@lora.dora", BOOL),
     "load_in_4bit": to("@four", BOOL), "load_in_8bit": to("@eight", BOOL),
+    "loraplus_lr_ratio": to("@lora.lr_ratio"), "loraplus_lr_embedding": idle("an embedding has no adapter here"),
 }  # fmt: skip
 TRL: Table = {
     **TRAINER, **LORA,
@@ -198,6 +203,8 @@ LLAMA_FACTORY: Table = {
     "cache_dir": PATHS, "use_kv_cache": SPEED, "use_muon": to("@with", {True: {"muon": {}}, False: {}}),
     "model_revision": to("@revision"), "enable_thinking": idle("rows are rendered as they are"),
     "export_dir": only(do="leave it out, and run: optrush export RUN"), "use_reentrant_gc": SPEED,
+    "pissa_init": to("@pissa", BOOL), "pissa_iter": to("@pissa_iter"),
+    "pissa_convert": idle("an adapter is always written for the published weights"),
     "create_new_adapter": only(*OFF, do=LEAVE), "infer_backend": only(do="this is no training: optrush chat"),
     "ref_model": only(do="leave it out: the reference is the model that training begins with"),
     "freeze_vision_tower": only(do="leave it out: models of images are not trained here"),
@@ -223,7 +230,9 @@ AXOLOTL: Table = {
     "adapter": to("@adapter", {"lora": "lora", "qlora": "qlora"}, do="adapter: lora or qlora, or none"),
     "lora_target_modules": to("@targets"), "lora_target_linear": to("@linear", BOOL),
     "lora_modules_to_save": to("@lora.save"), "lora_model_dir": to("@lora.init"), "peft_use_rslora": to(
-        "@lora.rslora", BOOL), "peft_use_dora": to("@lora.dora", BOOL), "lora_fan_in_fan_out": only(*OFF, do=LEAVE),
+        "@lora.rslora", BOOL), "peft_use_dora": to("@lora.dora", BOOL), "peft_init_lora_weights": to(
+        "@lora.init", FIRST, do="peft_init_lora_weights: true, pissa, pissa_niter_N or olora"),
+    "lora_fan_in_fan_out": only(*OFF, do=LEAVE),
     "train_on_inputs": to("data.train_on", {True: "all", False: None}),
     "rl": to("@objective", {"dpo": "dpo", "ipo": "ipo", "kto": "kto", "orpo": "orpo", "simpo": "simpo"}),
     "rl_beta": to("dpo.beta"), "dpo_label_smoothing": to("dpo.label_smoothing"),
@@ -266,7 +275,7 @@ AXOLOTL: Table = {
 FOREIGN = re.compile(
     r"(lora_target_parameters|unfrozen_parameters|"
     r"freeze_|image|video|audio|vision|qat|ebft|expert|moe|galore|apollo_|badam|lisa_"
-    r"|oft_|kt_|pissa|loraplus|reinit_weights|reward_model|process_reward|num_labels|diffusion|relora|gptq|vllm|"
+    r"|oft_|kt_|reinit_weights|reward_model|process_reward|num_labels|diffusion|relora|gptq|vllm|"
     r"trl$|quantize_|onebit|tensor_parallel|context_parallel|dp_(shard|replicate)|llmcompressor|lora_qkv|reward|"
     r"dft|eaft|asft)"
 )
@@ -314,12 +323,13 @@ TOOLS: dict[ToolName, Tool] = {
 # Types of the values that are computed with, by place; the others are checked with the whole of our YAML.
 KINDS: tuple[tuple[frozenset[str], tuple[type, ...]], ...] = (
     (frozenset({
-        "@rows", "@all_rows", "@accumulate", "@steps", "@workers", "@ranks", "batch.seq", "@lora.rank",
+        "@rows", "@all_rows", "@accumulate", "@pissa_iter", "@steps", "@workers", "@ranks", "batch.seq", "@lora.rank",
         "data.max_samples",
     }), (int,)),
     (frozenset({
         "@warmup_steps", "@warmup_ratio", "@beta1", "@beta2", "@eval_steps", "@save_steps", "@evals", "@saves",
-        "@lora.alpha", "@lora.dropout", "@least", "optim.lr", "optim.weight_decay", "optim.eps", "optim.clip",
+        "@lora.alpha", "@lora.dropout", "@lora.lr_ratio", "@neftune",
+        "@least", "optim.lr", "optim.weight_decay", "optim.eps", "optim.clip",
         "train.epochs",
     }), (int, float)),
     (frozenset({"@datasets", "@pretraining", "@test_datasets"}), (list, dict, str)),

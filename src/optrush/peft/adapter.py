@@ -90,6 +90,10 @@ class LinearAdapter(nn.Module, ABC):
     def published(self, whole: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield PEFT's names and tensors of whole parameters, given by our names."""
 
+    def exported(self, whole: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield as `published`, for the published weight, if the frozen one is another."""
+        yield from self.published(whole)
+
     @abstractmethod
     def taken(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Invert `published`."""

@@ -58,7 +58,7 @@ def save_adapter(folder: Path, model: Model, recipe: WeightMap, trained: Mapping
     for name, adapter in theirs.items():
         own = f"{name}.adapter."
         mine = {p.removeprefix(own): t for p, t in trained.items() if p.startswith(own)}
-        found |= {key: t.contiguous().clone() for key, t in adapter.published(mine)}
+        found |= {key: t.contiguous().clone() for key, t in adapter.exported(mine)}
     for parameter, module in modules.items():
         if parameter in trained:
             # PEFT selects all modules with this ending: `norm` would be every norm.
