@@ -212,9 +212,9 @@ def evaluate(config: Configuration, *, model: str | Path | None = None, data: st
     from optrush.trainer.trainer import evaluate as measure
 
     chosen = _config(config)
-    if chosen.objective == "dpo":
-        do = "optrush eval CONFIG --model OUTPUT/model"
-        raise ConfigError("`evaluate` of `objective: dpo`", "pairs, which are measured against a second model", do)
+    if chosen.has_reference:
+        asked, found = f"`evaluate` of `objective: {chosen.objective}`", "answers, which a second model is compared on"
+        raise ConfigError(asked, found, "optrush eval CONFIG --model OUTPUT/model")
     file = None if data is None else str(data)
     if data is None and isinstance(chosen.data.eval, str):
         file = chosen.data.eval

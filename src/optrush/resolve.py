@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from optrush import hardware
-from optrush.config import ADAPTER_LR, METHODS, SECTIONS, Config, Dpo, refuse_secrets, spelled_out, with_method
+from optrush.config import ADAPTER_LR, JUDGED, METHODS, SECTIONS, Config, Dpo, refuse_secrets, spelled_out, with_method
 from optrush.errors import ConfigError, NeedsError
 from optrush.hardware import Device
 from optrush.launch import launched
@@ -111,12 +111,12 @@ def resolve(
         blocks=int(hf.get("num_hidden_layers") or hf.get("n_layer") or 0), vocab=int(hf.get("vocab_size") or 0),
         shape=shape, sdpa_obstacle=None if native else sdpa_obstacle(hf),
         spec=ModelSpec(grouped_heads=known is None or known.kv_heads < known.heads), paired=config.paired,
-        dpo=config.dpo, axes=axes,
+        reference=config.referenced.reference if config.referenced else None, axes=axes,
     )  # fmt: skip
     if automatic:
         env = dataclasses.replace(env, micro_rows=choose_micro_batch(techniques, env, hf))
     env = settle(techniques, env, classes)
-    check_reference(env)
+    check_reference(env, config.objective)
     if here:  # before hours of tokenising
         for technique in techniques:
             refuse_unmet(missing(technique))
@@ -214,6 +214,9 @@ def check_pairs(config: Config) -> None:
     if d.too_long in ("split", "truncate"):
         found = "pairs: answers that are cut were never compared"
         raise ConfigError(f"`data.too_long: {d.too_long}` with {asked}", found, "take data.too_long: error or drop")
+    if d.stream and config.objective == JUDGED:
+        found = "`data.stream`, whose rows are not read before step 0: none has the answer of another one"
+        raise ConfigError(f"`data.stream` with {asked}", found, "leave data.stream out")
     if d.train_on == "all":
         found = "pairs, whose prompt is the same on both sides and cancels out"
         raise ConfigError(f"`data.train_on: all` with {asked}", found, "take data.train_on: assistant or last")
@@ -222,16 +225,17 @@ def check_pairs(config: Config) -> None:
         raise ConfigError("`dpo.reference: precomputed`", found, "leave data.stream out, or take reference: adapter")
 
 
-def check_reference(env: Environment) -> None:
-    """Raise NeedsError if `dpo.reference: adapter` is set and the model before training cannot be restored."""
-    if env.dpo is None or env.dpo.reference != "adapter" or env.spec.adapters_removable:
+def check_reference(env: Environment, objective: str) -> None:
+    """Raise NeedsError if `reference: adapter` is set and the model before training cannot be restored."""
+    if env.reference != "adapter" or env.spec.adapters_removable:
         return
     found = "every weight is trained, and nothing keeps what it was"
-    do = "train an adapter (optrush techniques), or take dpo.reference: precomputed"
+    other = f"{objective}.reference: precomputed"
+    do = f"train an adapter (optrush techniques), or take {other}"
     if Part.TRAINED in env.claimed:
         found = "what is trained cannot be undone: whole weights are, or the adapter began from a folder (save, init)"
-        do = "leave save and init out, or take dpo.reference: precomputed"
-    raise NeedsError("`dpo.reference: adapter`", found, do)
+        do = f"leave save and init out, or take {other}"
+    raise NeedsError(f"`{objective}.reference: adapter`", found, do)
 
 
 def without_adapters(config: Config, classes: Sequence[type[Technique]] = ALL) -> tuple[Config, list[str]]:
@@ -243,5 +247,4 @@ def without_adapters(config: Config, classes: Sequence[type[Technique]] = ALL) -
     config = spelled_out(config)
     gone = [c.name for c in classes if Part.TRAINED in c.claims | c.wants and c.name in config.with_]
     kept = {name: options for name, options in config.with_.items() if name not in gone}
-    settings = config.dpo and config.dpo.model_copy(update={"reference": "auto"})
-    return config.model_copy(update={"with_": kept, "dpo": settings, "method": None}), gone
+    return config.with_reference("auto").model_copy(update={"with_": kept, "method": None}), gone

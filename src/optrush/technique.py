@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_type_hints
 
 import optrush
-from optrush.config import Config, Dpo, foreign_spelling, nearest, refuse_renamed
+from optrush.config import Config, foreign_spelling, nearest, refuse_renamed
 from optrush.errors import ConfigError, ConflictError, NeedsError
 from optrush.hardware import CPU, Device
 from optrush.planner.ledger import Rule
@@ -144,7 +144,7 @@ class Environment:
     shape: ModelShape | None = None  # of a model of our own decoder
     sdpa_obstacle: str | None = None  # why a model through transformers cannot run sdpa
     paired: bool = False  # the objective compares pairs: rows of two documents, losses token by token
-    dpo: Dpo | None = None  # of an objective that compares with the untrained model, the reference
+    reference: str | None = None  # where an objective that compares with the untrained model has that from
     spec: ModelSpec = ModelSpec()
     scarce: bool = False  # nothing that a search always tries fits
     reach: float = 1.0  # a token's document as a share of T, on average: known to the plan, which estimates it

@@ -96,6 +96,10 @@ def test_axolotl(here: Path) -> None:
         ({"lora_target_linear": None, "lora_target_modules": ["q_proj"]}, ("with", "lora", "targets"), ["q_proj"]),
         ({"rl": "ipo", "datasets": [{"path": "p.jsonl", "type": "chatml.intel"}]}, ("dpo", "loss"), "ipo"),
         ({"rl": "dpo", "datasets": [{"path": "p.jsonl", "type": "chatml.ultra"}]}, ("batch", "seq"), 512),
+        ({"rl": "kto", "datasets": [{"path": "p.jsonl", "type": "chatml.argilla"}], "rl_beta": 1,
+          "kto_undesirable_weight": 0.2}, ("kto",), {"beta": 1.0, "undesirable_weight": 0.2}),
+        ({"rl": "simpo", "rl_beta": 3, "datasets": [{"path": "p.jsonl", "type": "chatml.ultra"}]},
+         ("simpo", "beta"), 3.0),
         ({"datasets": [{"path": "t.txt", "type": "completion"}]}, ("data", "too_long"), "split"),
         ({"datasets": [{"path": "a/b", "type": "sharegpt"}]}, ("data", "path"), "hub:a/b"),
         ({"datasets": [{"path": "json", "data_files": "x.jsonl", "type": "alpaca"}]}, ("data", "path"), "x.jsonl"),
@@ -162,6 +166,14 @@ def test_trl_dpo(here: Path) -> None:
     assert found["with"] == {"pad": {}, "attention": {"impl": "sdpa"}}
 
 
+def test_trl_kto(here: Path) -> None:
+    """Each answer has a mismatched one in its row."""
+    given = {**DPO, "loss_type": "kto", "undesirable_weight": 2.0}
+    found = translated("k.json", json.dumps(given), tool="trl-kto")
+    assert found["objective"] == "kto" and found["kto"] == {"beta": 0.2, "undesirable_weight": 2.0}
+    assert found["data"]["too_long"] == "drop" and found["batch"]["seq"] == 128
+
+
 def test_arguments_of_a_script(here: Path) -> None:
     found = translated("run.sh", SCRIPT)
     assert found["data"] == {
@@ -175,7 +187,7 @@ def test_arguments_of_a_script(here: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"unheard_of": 1}, "unheard_of"), ({"rl": "grpo"}, "rl"), ({"rl": "kto"}, "objective"),
+        ({"unheard_of": 1}, "unheard_of"), ({"rl": "grpo"}, "rl"),
         ({"lr_scheduler": "rex"}, "lr_scheduler"), ({"optimizer": "lion_8bit"}, "optimizer"),
         ({"unfrozen_parameters": ["a"]}, "unfrozen_parameters"),
         ({"processor_type": "AutoProcessor"}, "processor_type"),

@@ -35,7 +35,8 @@ from optrush.cli.import_keys import (
     ToolName,
 )
 from optrush.config import (
-    PAIRED,
+    JUDGED,
+    SECTIONS,
     Config,
     Model,
     Origin,
@@ -68,7 +69,7 @@ def import_command(
 ) -> None:
     """Translate another trainer's configuration.
 
-    FILE is of axolotl, LLaMA-Factory or TRL (SFT and DPO), or holds the command line of a train.py with the arguments
+    FILE is of axolotl, LLaMA-Factory or TRL (SFT, DPO, KTO), or holds the command line of a train.py with the arguments
     of transformers. Each key is mapped, or has no effect here and is listed, or is refused by name (exit code 2).
     """
     if out is not None and out.exists():
@@ -164,7 +165,7 @@ def _arguments(text: str, file: Path) -> tuple[dict[str, Any], Mapping[Any, int]
         words = shlex.split(commands[-1], comments=True) if commands else []
     except ValueError as error:
         raise ConfigError(f"{file}", f"no command line: {error}", "mend its quotes") from None
-    at = next((n for n, word in enumerate(words) if word.endswith(".py") or word in ("sft", "dpo")), -1)
+    at = next((n for n, word in enumerate(words) if word.endswith(".py") or word in ("sft", "dpo", "kto")), -1)
     given: dict[str, Any] = {"@script": Path(words[at]).name if at >= 0 else ""}
     launcher = dict(_pairs(words[: max(at, 0)]))
     for name in ("num_processes", "nproc_per_node"):
@@ -205,6 +206,8 @@ def _recognised(given: Mapping[str, Any], file: Path) -> ToolName:
         not script and keys & {"beta", "precompute_ref_log_probs", "f_divergence_type"}
     ):
         return "trl-dpo"
+    if re.fullmatch(r"kto(\.py)?", script) or (not script and keys & {"desirable_weight", "undesirable_weight"}):
+        return "trl-kto"
     if "train" in script:
         return "train.py"
     if script and not re.fullmatch(r"sft(\.py)?", script):
@@ -312,7 +315,7 @@ class _Composer:
         self._cadences(tree)
         self._techniques(tree)
         tree["with"] = self.with_
-        order = ("model", "objective", "dpo", "data", "batch", "optim", "train", "seed", "output", "with")
+        order = ("model", "objective", *SECTIONS, "data", "batch", "optim", "train", "seed", "output", "with")
         return {
             key: tree[key] for key in (*order, *(k for k in tree if k not in order)) if tree.get(key) not in ({}, None)
         }
@@ -480,9 +483,7 @@ class _Composer:
             entry = table[name]
             for column, theirs in (entry.get("columns") or {}).items():
                 if column not in FACTORY_COLUMNS and column != "history":
-                    raise self.refuse(
-                        "dataset", f"{name} has {column}", "train on text, without images, audio and labels"
-                    )
+                    raise self.refuse("dataset", f"{name} has {column}", "train on text, without images and audio")
                 ours = FACTORY_COLUMNS.get(column, "ignore")
                 if entry.get("ranking") and column == "messages":
                     ours = "prompt"
@@ -503,8 +504,8 @@ class _Composer:
         named, known = self.get("@objective"), get_args(Config.model_fields["objective"].annotation)
         loss = self.get("@loss")
         loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
-        if self.tool == "trl-dpo":
-            named = "dpo"
+        if self.tool in ("trl-dpo", "trl-kto"):
+            named = self.tool.removeprefix("trl-")
         if named == "ipo":
             named, loss = "dpo", "ipo"
         if loss in ("orpo", "simpo"):
@@ -519,15 +520,24 @@ class _Composer:
             tree.setdefault("dpo", {})["loss"] = loss
         objective = tree["objective"]
         if objective != "dpo" and "dpo" in tree:
-            del tree["dpo"]
-            self.notes.append("arguments of preferences: no effect without pairs")
+            beta = tree.pop("dpo").get("beta")
+            if objective in SECTIONS and beta is not None:
+                tree.setdefault(objective, {})["beta"] = beta
+            else:
+                self.notes.append("arguments of preferences: no effect without pairs")
+        own = {"kto": ("@kto.desirable_weight", "@kto.undesirable_weight"), "simpo": ("@gamma",)}
+        for place in own.get(objective, ()):
+            if self.get(place) is not None:
+                tree.setdefault(objective, {})[place.removeprefix("@kto.").removeprefix("@")] = float(self.get(place))
+        if objective in SECTIONS and objective in tree:
+            tree[objective] = {k: float(v) if isinstance(v, int) else v for k, v in tree[objective].items()}
         if objective == "pretrain":
             tree["data"].pop("train_on", None)
             tree["data"]["too_long"] = "split"
-        elif objective in PAIRED:
+        elif objective in SECTIONS:
             tree["data"].pop("train_on", None)
             tree["data"]["too_long"] = "drop"
-            self.notes.append("pairs that are too long are left out whole, where other trainers cut them")
+            self.notes.append("answers that are too long are left out whole, where other trainers cut them")
         elif self.tool in ("trl-sft", "train.py") and "train_on" not in tree["data"]:
             if self.get("@answers"):
                 tree["data"]["train_on"] = "assistant"
@@ -545,9 +555,10 @@ class _Composer:
         if (total := self.get("@all_rows")) is not None:
             times = max(1, int(total) // rows)
         seq = int(tree["batch"]["seq"])
-        if tree["objective"] in PAIRED:
+        if tree["objective"] in SECTIONS:
             seq *= 2
-            self.notes.append(f"batch.seq: {seq}, for both answers of a pair lie in one row")
+            both = "an answer and a mismatched one" if tree["objective"] == JUDGED else "both answers of a pair"
+            self.notes.append(f"batch.seq: {seq}, for {both} lie in one row")
         tree["batch"] = {"seq": seq, "tokens": rows * times * seq * self.ranks, "micro_tokens": rows * seq}
 
     def _optim(self, tree: dict[str, Any]) -> None:

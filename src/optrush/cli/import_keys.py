@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-ToolName = Literal["axolotl", "llama-factory", "trl-sft", "trl-dpo", "train.py"]
+ToolName = Literal["axolotl", "llama-factory", "trl-sft", "trl-dpo", "trl-kto", "train.py"]
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,15 @@ TRL_DPO: Table = {
     "f_divergence_type": only("reverse_kl", do=LEAVE), "sync_ref_model": only(*OFF, do=LEAVE),
     "use_weighting": only(*OFF, do=LEAVE), "precompute_ref_batch_size": SPEED,
 }  # fmt: skip
+TRL_KTO: Table = {
+    **TRL, "beta": to("kto.beta"), "desirable_weight": to("kto.desirable_weight"),
+    "undesirable_weight": to("kto.undesirable_weight"), "loss_type": only("kto", do=LEAVE),
+    "disable_dropout": only(*ON, do=LEAVE),
+    "precompute_ref_log_probs": to("kto.reference", {True: "precomputed", False: None}),
+    "max_prompt_length": only(do="leave it out: a row that is too long is left out whole"),
+    "max_completion_length": only(do="leave it out: a row that is too long is left out whole"),
+    "precompute_ref_batch_size": SPEED,
+}  # fmt: skip
 SCRIPT: Table = {  # of scripts that call themselves train.py
     **TRL_SFT,
     **dict.fromkeys(("model", "model_id", "base_model"), to("model.path")),
@@ -199,6 +208,8 @@ LLAMA_FACTORY: Table = {
     "flash_attn": to("@with", ATTENTION), "enable_liger_kernel": to("@with", {True: {"fused-loss": {}}, False: {}}),
     "disable_gradient_checkpointing": to("@recompute", {True: False, False: True}),
     "pref_beta": to("dpo.beta"), "pref_loss": to("@loss", do="dpo.loss: sigmoid or ipo"),
+    "kto_chosen_weight": to("@kto.desirable_weight"), "kto_rejected_weight": to("@kto.undesirable_weight"),
+    "simpo_gamma": to("@gamma"), "pref_ftx": only(0, 0.0, do=LEAVE),
     "dpo_label_smoothing": to("dpo.label_smoothing"), "tokenized_path": PATHS, "use_unsloth": only(*OFF, do=LEAVE),
     "cache_dir": PATHS, "use_kv_cache": SPEED, "use_muon": to("@with", {True: {"muon": {}}, False: {}}),
     "model_revision": to("@revision"), "enable_thinking": idle("rows are rendered as they are"),
@@ -235,6 +246,7 @@ AXOLOTL: Table = {
     "lora_fan_in_fan_out": only(*OFF, do=LEAVE),
     "train_on_inputs": to("data.train_on", {True: "all", False: None}),
     "rl": to("@objective", {"dpo": "dpo", "ipo": "ipo", "kto": "kto", "orpo": "orpo", "simpo": "simpo"}),
+    "kto_desirable_weight": to("@kto.desirable_weight"), "kto_undesirable_weight": to("@kto.undesirable_weight"),
     "rl_beta": to("dpo.beta"), "dpo_label_smoothing": to("dpo.label_smoothing"),
     "flash_attention": to("@with", {True: FLASH, False: {}}), "sdp_attention": to("@with", {True: SDPA, False: {}}),
     "xformers_attention": to("@with", {True: SDPA, False: {}}), "pad_to_sequence_len": to("@whole_rows", BOOL),
@@ -317,6 +329,7 @@ TOOLS: dict[ToolName, Tool] = {
     }),
     "trl-sft": Tool("trl-sft", TRL_SFT, _SFT),
     "trl-dpo": Tool("trl-dpo", TRL_DPO, {**_TRL, "optim.lr": 1e-6}),
+    "trl-kto": Tool("trl-kto", TRL_KTO, {**_TRL, "optim.lr": 1e-6}),
     "train.py": Tool("train.py", SCRIPT, _SFT),
 }  # fmt: skip
 
@@ -345,6 +358,7 @@ ROW_KINDS: dict[str, tuple[str, dict[str, str]]] = {
     "gpteacher": ("sft", {"response": "output"}),
     **{name: ("dpo", {}) for name in ("chatml.ultra", "llama3.ultra", "chatml.default", "user_defined.default")},
     **{name: ("dpo", {"question": "prompt"}) for name in ("chatml.intel", "llama3.intel")},
+    **{name: ("kto", {"instruction": "prompt"}) for name in ("chatml.argilla", "llama3.argilla")},
     **{name: ("dpo", {"input": "prompt"}) for name in ("chatml.icr", "llama3.icr")},
 }  # fmt: skip
 INSTRUCTION = {"field_instruction": "instruction", "field_input": "input", "field_output": "output",
@@ -354,5 +368,5 @@ ROW_IDLE = ("ds_type", "format", "no_input_format", "chat_template", "field_thin
             "train_on_eot")  # fmt: skip
 FACTORY_COLUMNS = {
     "prompt": "instruction", "query": "input", "response": "output", "messages": "messages", "system": "system",
-    "tools": "tools", "chosen": "chosen", "rejected": "rejected",
+    "tools": "tools", "chosen": "chosen", "rejected": "rejected", "kto_tag": "label",
 }  # fmt: skip

@@ -238,6 +238,6 @@ def _objective(env: Environment, shape: ModelShape) -> Iterator[Rule]:
     if Part.HEAD in env.claimed:
         why = "losses token by token: a chunk's logits are made again in the backward pass, 2 a weight of the head"
         yield ledger.add(WorkItem("head.again", why, "token", flop))
-    if env.dpo is not None and env.dpo.reference != "precomputed" and env.spec.adapters_removable:
+    if env.reference not in (None, "precomputed") and env.spec.adapters_removable:
         yield ledger.live("forward.*", "and once more without what is trained, as the reference", times=2)
         yield ledger.add(WorkItem("reference.head", "the head of that pass, 2 a weight of it", "token", flop))

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from optrush import hardware
-from optrush.config import ADAPTER_LR, METHODS, PAIRED, SECTIONS, Config, nearest, parse_config, parse_scalar
+from optrush.config import ADAPTER_LR, JUDGED, METHODS, SECTIONS, Config, nearest, parse_config, parse_scalar
 from optrush.errors import ConfigError, NeedsError, UserError
 from optrush.hardware import Device
 from optrush.models.shapes import ModelShape, native_obstacle, refuse_foreign
@@ -207,7 +207,7 @@ def choose_values(request: InitRequest, device: Device, ranks: int = 1) -> dict[
     """Choose every value except the techniques; return them as the tree of the YAML."""
     model = {"shape": request.model.removeprefix(SHAPE)} if request.model.startswith(SHAPE) else request.model
     tree: dict[str, Any] = {"model": model, "objective": request.objective, "data": _data(request.data, device)}
-    pairs = request.objective in PAIRED
+    pairs = request.objective in SECTIONS
     if pairs:
         settings = SECTIONS[request.objective]().model_dump()
         tree[request.objective] = {key: value for key, value in settings.items() if value}
@@ -249,7 +249,7 @@ def check_data(text: str) -> str:
         DataError: no such file, or its first row is invalid.
     """
     from optrush.data.readers import read_rows
-    from optrush.data.schema import Chat, Pair
+    from optrush.data.schema import JUDGEMENT, Chat, Pair, RowRules
     from optrush.data.schema import parse_row as row
 
     if text.startswith(SAMPLE):
@@ -261,7 +261,11 @@ def check_data(text: str) -> str:
         if not re.fullmatch(r"random(:[1-9]\d*)?", text):
             raise ConfigError(f"the data {text}", "no number of documents", "write random, or random:4096")
         return "pretrain"
-    kind = row(*next(read_rows(Path(text).expanduser())))
+    where, found = next(read_rows(Path(text).expanduser()))
+    if JUDGEMENT & {key.lower() for key in found}:
+        row(where, found, RowRules(JUDGED))
+        return JUDGED
+    kind = row(where, found)
     return "dpo" if isinstance(kind, Pair) else "sft" if isinstance(kind, Chat) else "pretrain"
 
 

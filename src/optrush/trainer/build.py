@@ -31,7 +31,7 @@ from optrush.models.experts import LOAD_FIGURES
 from optrush.models.hf import HFModel, load
 from optrush.models.source import Growth, check_positions
 from optrush.models.weights import refuse_frozen, weights_fingerprint
-from optrush.objectives import FIGURES, check_layout, dpo, loss_of
+from optrush.objectives import check_layout, dpo, figures, loss_of
 from optrush.optim.adamw import AdamW
 from optrush.resolve import ResolvedConfig
 from optrush.technique import Edit, Technique
@@ -146,7 +146,7 @@ def _build(
     )  # fmt: skip
     for name in ("model", "peft", "split", "loss", "recompute", "compile", "shard"):
         stage(name)
-        if name == "peft" and config.dpo is not None and dpo.by_adapter(config.dpo, trainer.adapters_disabled):
+        if name == "peft" and config.referenced and dpo.by_adapter(config.referenced, trainer.adapters_disabled):
             assert trainer.adapters_disabled is not None
             trainer.loss = partial(dpo.loss_with_reference, trainer.loss, trainer.model, trainer.adapters_disabled)
     if growth is not None and training:
@@ -156,7 +156,7 @@ def _build(
             held_out, T=env.seq, micro_rows=env.micro_rows, rank=world.data_rank, ranks=world.data_ranks,
             packed=model.supports_packing,
         )  # fmt: skip
-    if config.dpo is not None or not all(p.requires_grad for p in model.parameters()):
+    if config.referenced is not None or not all(p.requires_grad for p in model.parameters()):
         trainer.fingerprints["base"] = weights_fingerprint(prepared.folder, config.seed)
     console.loading(f"loading the weights: {sum(p.numel() for p in model.parameters()) / 1e6:,.1f} M parameters")
     materialise(trainer)
@@ -217,8 +217,7 @@ def _defaults(trainer: Trainer, objective: Callable[[Any, Tensor, Batch], Tensor
         trainer.stopped = 2 if failed else 1 if told else trainer.stopped
         return n
 
-    if trainer.config.paired:
-        trainer.metrics = {name: torch.zeros((), device=device) for name in FIGURES}
+    trainer.metrics = {name: torch.zeros((), device=device) for name in figures(trainer.config)}
     if trainer.env.shape is not None and trainer.env.shape.experts is not None:
         trainer.metrics.update((name, torch.zeros((), device=device)) for name in LOAD_FIGURES)
     trainer.loss_from_hidden = loss_of(trainer.config, trainer.model.head, trainer.metrics)
