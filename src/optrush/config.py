@@ -277,11 +277,19 @@ class Simpo(StrictModel):
     gamma: Annotated[float, Field(ge=0)] = 1.0
 
 
+class Reward(StrictModel):
+    """Of `objective: reward`: the margin of the chosen answer's score, and how scores are centered (docs/reward.md)."""
+
+    margin: Annotated[float, Field(ge=0)] = 0.0
+    center: Annotated[float, Field(ge=0)] = 0.0  # weight of the squared sum of both scores
+
+
 # Objectives with settings of their own, under their own name.
-SECTIONS: dict[str, type[Dpo] | type[Kto] | type[Orpo] | type[Simpo]] = {
-    "dpo": Dpo, "kto": Kto, "orpo": Orpo, "simpo": Simpo,
+SECTIONS: dict[str, type[Dpo] | type[Kto] | type[Orpo] | type[Simpo] | type[Reward]] = {
+    "dpo": Dpo, "kto": Kto, "orpo": Orpo, "simpo": Simpo, "reward": Reward,
 }  # fmt: skip
-PAIRED = frozenset({"dpo", "orpo", "simpo"})  # objectives whose rows are pairs of a chosen and a rejected answer
+# Objectives whose rows are pairs of a chosen and a rejected answer.
+PAIRED = frozenset({"dpo", "orpo", "simpo", "reward"})
 JUDGED = "kto"  # the objective whose rows are answers with a label
 
 
@@ -307,12 +315,13 @@ class Config(StrictModel):
     """Describe a run: what a YAML file holds (docs/contract.md)."""
 
     model: Annotated[Model, BeforeValidator(_short_model)]
-    objective: Literal["pretrain", "sft", "dpo", "kto", "orpo", "simpo"]
+    objective: Literal["pretrain", "sft", "dpo", "kto", "orpo", "simpo", "reward"]
     method: Literal["full", "lora", "qlora", "auto"] | None = None  # None: what `with` says
     dpo: Dpo | None = None  # None: its defaults, where the objective is of that name
     kto: Kto | None = None
     orpo: Orpo | None = None
     simpo: Simpo | None = None
+    reward: Reward | None = None
     data: Data
     batch: BatchSize = BatchSize()
     optim: Optim = Optim()
@@ -340,6 +349,11 @@ class Config(StrictModel):
     def paired(self) -> bool:
         """Whether a sample is two documents, whose likelihoods are compared."""
         return self.objective in PAIRED or self.objective == JUDGED
+
+    @property
+    def scored(self) -> bool:
+        """Whether the model has a score in place of next tokens."""
+        return self.objective == "reward"
 
     @property
     def has_reference(self) -> bool:

@@ -51,6 +51,7 @@ class ResolvedConfig:
     hf: dict[str, Any]  # config.json as the config stage left it
     applied: tuple[Edit, ...]  # of the config stage
     growth: Growth | None = None  # of the vocabulary
+    scored: bool = False  # the model gets a score in place of next tokens
 
 
 def resolve(
@@ -112,6 +113,7 @@ def resolve(
         shape=shape, sdpa_obstacle=None if native else sdpa_obstacle(hf),
         spec=ModelSpec(grouped_heads=known is None or known.kv_heads < known.heads), paired=config.paired,
         reference=config.referenced.reference if config.referenced else None, axes=axes,
+        scored=config.scored,
     )  # fmt: skip
     if automatic:
         env = dataclasses.replace(env, micro_rows=choose_micro_batch(techniques, env, hf))
@@ -120,7 +122,7 @@ def resolve(
     if here:  # before hours of tokenising
         for technique in techniques:
             refuse_unmet(missing(technique))
-    return ResolvedConfig(_sized(config, env), techniques, env, folder, hf, tuple(edits), growth)
+    return ResolvedConfig(_sized(config, env), techniques, env, folder, hf, tuple(edits), growth, config.scored)
 
 
 def resized(prepared: ResolvedConfig, rows: int) -> ResolvedConfig:

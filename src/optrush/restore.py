@@ -7,7 +7,7 @@ that a machine which could not have trained the model can still export it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from optrush.config import SECTIONS, BatchSize, Config, Data, current_techniques, parse_config
@@ -99,7 +99,7 @@ def rebuild(place: Path, checkpoint_name: str | None = None) -> RebuiltModel:
     """
     folder, config = open_run(place)
     checkpoint, passed = choose_checkpoint(folder, checkpoint_name)
-    prepared = resolve(_bare(config), ranks=1)
+    prepared = replace(resolve(_bare(config), ranks=1), scored=config.scored)
     trainer = build(prepared, training=False)
     _same(checkpoint, trainer)
     load_parameters(trainer, checkpoint)

@@ -144,6 +144,7 @@ class Environment:
     shape: ModelShape | None = None  # of a model of our own decoder
     sdpa_obstacle: str | None = None  # why a model through transformers cannot run sdpa
     paired: bool = False  # the objective compares pairs: rows of two documents, losses token by token
+    scored: bool = False  # the head gives a score in place of next tokens
     reference: str | None = None  # where an objective that compares with the untrained model has that from
     spec: ModelSpec = ModelSpec()
     scarce: bool = False  # nothing that a search always tries fits

@@ -98,6 +98,8 @@ def test_axolotl(here: Path) -> None:
         ({"rl": "dpo", "datasets": [{"path": "p.jsonl", "type": "chatml.ultra"}]}, ("batch", "seq"), 512),
         ({"rl": "kto", "datasets": [{"path": "p.jsonl", "type": "chatml.argilla"}], "rl_beta": 1,
           "kto_undesirable_weight": 0.2}, ("kto",), {"beta": 1.0, "undesirable_weight": 0.2}),
+        ({"reward_model": True, "center_rewards_coefficient": 0.01,
+          "datasets": [{"path": "p.jsonl", "type": "bradley_terry.chat_template"}]}, ("reward",), {"center": 0.01}),
         ({"rl": "simpo", "rl_beta": 3, "datasets": [{"path": "p.jsonl", "type": "chatml.ultra"}]},
          ("simpo", "beta"), 3.0),
         ({"datasets": [{"path": "t.txt", "type": "completion"}]}, ("data", "too_long"), "split"),
@@ -172,6 +174,12 @@ def test_trl_kto(here: Path) -> None:
     found = translated("k.json", json.dumps(given), tool="trl-kto")
     assert found["objective"] == "kto" and found["kto"] == {"beta": 0.2, "undesirable_weight": 2.0}
     assert found["data"]["too_long"] == "drop" and found["batch"]["seq"] == 128
+
+
+def test_trl_reward(here: Path) -> None:
+    given = {k: v for k, v in DPO.items() if k not in ("beta", "loss_type")} | {"center_rewards_coefficient": 0.01}
+    found = translated("r.json", json.dumps(given))
+    assert found["objective"] == "reward" and found["reward"] == {"center": 0.01} and found["batch"]["seq"] == 128
 
 
 def test_arguments_of_a_script(here: Path) -> None:

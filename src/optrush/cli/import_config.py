@@ -69,8 +69,9 @@ def import_command(
 ) -> None:
     """Translate another trainer's configuration.
 
-    FILE is of axolotl, LLaMA-Factory or TRL (SFT, DPO, KTO), or holds the command line of a train.py with the arguments
-    of transformers. Each key is mapped, or has no effect here and is listed, or is refused by name (exit code 2).
+    FILE is of axolotl, LLaMA-Factory or TRL (SFT, DPO, KTO, reward models), or holds the command line of a train.py
+    with the arguments of transformers. Each key is mapped, or has no effect here and is listed, or is refused by name
+    (exit code 2).
     """
     if out is not None and out.exists():
         raise ConfigError(f"--out {out}", "it exists", "name another file, or remove it")
@@ -165,7 +166,9 @@ def _arguments(text: str, file: Path) -> tuple[dict[str, Any], Mapping[Any, int]
         words = shlex.split(commands[-1], comments=True) if commands else []
     except ValueError as error:
         raise ConfigError(f"{file}", f"no command line: {error}", "mend its quotes") from None
-    at = next((n for n, word in enumerate(words) if word.endswith(".py") or word in ("sft", "dpo", "kto")), -1)
+    at = next(
+        (n for n, word in enumerate(words) if word.endswith(".py") or word in ("sft", "dpo", "kto", "reward")), -1
+    )
     given: dict[str, Any] = {"@script": Path(words[at]).name if at >= 0 else ""}
     launcher = dict(_pairs(words[: max(at, 0)]))
     for name in ("num_processes", "nproc_per_node"):
@@ -208,6 +211,8 @@ def _recognised(given: Mapping[str, Any], file: Path) -> ToolName:
         return "trl-dpo"
     if re.fullmatch(r"kto(\.py)?", script) or (not script and keys & {"desirable_weight", "undesirable_weight"}):
         return "trl-kto"
+    if re.fullmatch(r"reward(_modeling)?(\.py)?", script) or (not script and "center_rewards_coefficient" in keys):
+        return "trl-reward"
     if "train" in script:
         return "train.py"
     if script and not re.fullmatch(r"sft(\.py)?", script):
@@ -504,7 +509,7 @@ class _Composer:
         named, known = self.get("@objective"), get_args(Config.model_fields["objective"].annotation)
         loss = self.get("@loss")
         loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
-        if self.tool in ("trl-dpo", "trl-kto"):
+        if self.tool in ("trl-dpo", "trl-kto", "trl-reward"):
             named = self.tool.removeprefix("trl-")
         if named == "ipo":
             named, loss = "dpo", "ipo"
@@ -525,7 +530,11 @@ class _Composer:
                 tree.setdefault(objective, {})["beta"] = beta
             else:
                 self.notes.append("arguments of preferences: no effect without pairs")
-        own = {"kto": ("@kto.desirable_weight", "@kto.undesirable_weight"), "simpo": ("@gamma",)}
+        own = {
+            "kto": ("@kto.desirable_weight", "@kto.undesirable_weight"),
+            "simpo": ("@gamma",),
+            "reward": ("@center",),
+        }
         for place in own.get(objective, ()):
             if self.get(place) is not None:
                 tree.setdefault(objective, {})[place.removeprefix("@kto.").removeprefix("@")] = float(self.get(place))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-ToolName = Literal["axolotl", "llama-factory", "trl-sft", "trl-dpo", "trl-kto", "train.py"]
+ToolName = Literal["axolotl", "llama-factory", "trl-sft", "trl-dpo", "trl-kto", "trl-reward", "train.py"]
 
 
 @dataclass(frozen=True)
@@ -174,6 +174,10 @@ TRL_KTO: Table = {
     "max_completion_length": only(do="leave it out: a row that is too long is left out whole"),
     "precompute_ref_batch_size": SPEED,
 }  # fmt: skip
+TRL_REWARD: Table = {
+    **TRL, "center_rewards_coefficient": to("reward.center"), "disable_dropout": only(*ON, do=LEAVE),
+    "lora_task_type": only("SEQ_CLS", do=LEAVE),
+}  # fmt: skip
 SCRIPT: Table = {  # of scripts that call themselves train.py
     **TRL_SFT,
     **dict.fromkeys(("model", "model_id", "base_model"), to("model.path")),
@@ -247,6 +251,7 @@ AXOLOTL: Table = {
     "train_on_inputs": to("data.train_on", {True: "all", False: None}),
     "rl": to("@objective", {"dpo": "dpo", "ipo": "ipo", "kto": "kto", "orpo": "orpo", "simpo": "simpo"}),
     "kto_desirable_weight": to("@kto.desirable_weight"), "kto_undesirable_weight": to("@kto.undesirable_weight"),
+    "reward_model": to("@objective", {True: "reward", False: None}), "center_rewards_coefficient": to("@center"),
     "rl_beta": to("dpo.beta"), "dpo_label_smoothing": to("dpo.label_smoothing"),
     "flash_attention": to("@with", {True: FLASH, False: {}}), "sdp_attention": to("@with", {True: SDPA, False: {}}),
     "xformers_attention": to("@with", {True: SDPA, False: {}}), "pad_to_sequence_len": to("@whole_rows", BOOL),
@@ -330,6 +335,7 @@ TOOLS: dict[ToolName, Tool] = {
     "trl-sft": Tool("trl-sft", TRL_SFT, _SFT),
     "trl-dpo": Tool("trl-dpo", TRL_DPO, {**_TRL, "optim.lr": 1e-6}),
     "trl-kto": Tool("trl-kto", TRL_KTO, {**_TRL, "optim.lr": 1e-6}),
+    "trl-reward": Tool("trl-reward", TRL_REWARD, {**_TRL, "optim.lr": 1e-4}),
     "train.py": Tool("train.py", SCRIPT, _SFT),
 }  # fmt: skip
 
@@ -358,6 +364,7 @@ ROW_KINDS: dict[str, tuple[str, dict[str, str]]] = {
     "gpteacher": ("sft", {"response": "output"}),
     **{name: ("dpo", {}) for name in ("chatml.ultra", "llama3.ultra", "chatml.default", "user_defined.default")},
     **{name: ("dpo", {"question": "prompt"}) for name in ("chatml.intel", "llama3.intel")},
+    "bradley_terry.chat_template": ("dpo", {}),
     **{name: ("kto", {"instruction": "prompt"}) for name in ("chatml.argilla", "llama3.argilla")},
     **{name: ("dpo", {"input": "prompt"}) for name in ("chatml.icr", "llama3.icr")},
 }  # fmt: skip

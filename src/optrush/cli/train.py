@@ -193,6 +193,9 @@ def eval_command(
     )
     before = read_run(path, [*set_, *rows], with_, without)
     config = read_run(path, [*set_, *other, *rows], with_, without)
+    if config.scored and model is not None:
+        found = "a reward model, whose scores the run itself compares"
+        raise ConfigError("`optrush eval --model` of `objective: reward`", found, "read eval_loss of its metrics.jsonl")
     if config.has_reference and model is None:
         found, do = "no --model: CONFIG's would be compared with itself", "give the trained one: --model OUTPUT/model"
         raise ConfigError(f"`optrush eval` of `objective: {config.objective}`", found, do)

@@ -222,6 +222,7 @@ def freeze_base(model: Model, recipe: WeightMap, save: Collection[str], precisio
     would cast them; the embedding's output keeps its type.
     """
     trained = {name for name, module in outside(model, recipe).items() if last(module) in save}
+    trained |= {"head.weight"} if model.head.scores else set()  # it has learnt nothing before
     for name, p in model.named_parameters():
         p.requires_grad_(name in trained)
     if precision is None:

@@ -69,7 +69,8 @@ def save_adapter(folder: Path, model: Model, recipe: WeightMap, trained: Mapping
     if model.ties and EMBEDDING in saved:
         saved.add(HEAD)
     config = {
-        "base_model_name_or_path": base, "task_type": "CAUSAL_LM", "inference_mode": True, "revision": None,
+        "base_model_name_or_path": base, "task_type": "SEQ_CLS" if model.head.scores else "CAUSAL_LM",
+        "inference_mode": True, "revision": None,
         "auto_mapping": None, "modules_to_save": sorted(saved) or None,
         "target_modules": sorted({last(m) for a in theirs.values() for m in a.hf}),
         **next(iter(theirs.values())).settings(),

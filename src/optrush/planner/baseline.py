@@ -234,6 +234,12 @@ def _objective(env: Environment, shape: ModelShape) -> Iterator[Rule]:
     """Yield the work that the objective adds to one forward and one backward pass."""
     if not env.paired:
         return
+    if env.scored:
+        why = "a score of each token, in place of logits"
+        yield ledger.live("head.*", why, gone=True)
+        yield ledger.live("casts.head", why, gone=True)
+        yield ledger.live("tied.*" if shape.tied else "[!c]*.head", why, gone=True)
+        return
     flop = 2 * shape.width * shape.vocab
     if Part.HEAD in env.claimed:
         why = "losses token by token: a chunk's logits are made again in the backward pass, 2 a weight of the head"

@@ -55,7 +55,7 @@ def yaml_text(
     )  # fmt: skip
     environment.filters |= {"flow": _flow, "line": _line}
     return environment.get_template("init.yaml.j2").render(
-        **tree, techniques=techniques, left=left, memory=memory, machine=machine,
+        **tree, settings=tree.get(tree["objective"]), techniques=techniques, left=left, memory=memory, machine=machine,
         command=command + (f" --ranks {ranks}" if ranks > 1 else ""), summaries={c.name: c.summary for c in classes},
         larger="double it while memory lasts" if device.kind == "cpu" else "halve it when memory runs out",
     )  # fmt: skip

@@ -41,6 +41,8 @@ class FusedLoss(Technique):
     claims = frozenset({Part.HEAD})
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
+        found, do = "an objective whose head gives one score, without a vocabulary", "leave it out"
+        yield Requirement(not env.scored, "`fused-loss` computes a loss over the vocabulary", found, do)
         if self.impl == "chunked":
             return
         asked = f"fused-loss:impl={self.impl}"

@@ -29,6 +29,7 @@ from optrush.errors import ConfigError, NeedsError, NoEffectError, UserError
 from optrush.models.decoder import frozen_flops
 from optrush.models.experts import LOAD_FIGURES
 from optrush.models.hf import HFModel, load
+from optrush.models.score import score_head
 from optrush.models.source import Growth, check_positions
 from optrush.models.weights import refuse_frozen, weights_fingerprint
 from optrush.objectives import check_layout, dpo, figures, loss_of
@@ -113,6 +114,8 @@ def _build(
     tokens = open_tokens(config, prepared.folder, today)
     dtype, growth = getattr(torch, config.model.dtype), prepared.growth
     model, recipe = load(prepared.folder, hf, config.model.implementation, dtype, config.seed, growth)
+    if prepared.scored:
+        recipe, hf = score_head(model, recipe, hf, dtype, config.seed)
     if isinstance(model, HFModel):  # its config has the defaults of what config.json leaves out
         check_positions(model.config.to_dict(), config.batch.seq, f"`batch.seq: {config.batch.seq}`")
     assert isinstance(model.embedding.weight, Tensor)
