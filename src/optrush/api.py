@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from optrush.config import Config, Sampling, parse_config, refuse_secrets
+from optrush.config import SECTIONS, Config, Sampling, parse_config, refuse_secrets
 from optrush.errors import ConfigError, ConflictError, DataError, NeedsError, UserError
 
 if TYPE_CHECKING:
@@ -140,9 +140,9 @@ def train(
     from optrush.trainer.run import RunRequest, run
 
     chosen = _with_rows(_config(config), rows, eval_rows)
-    if loss is not None and chosen.paired:
+    if loss is not None and chosen.objective in SECTIONS:
         asked = f"a loss of your own with `objective: {chosen.objective}`"
-        raise ConfigError(asked, "pairs, whose loss is the objective's", "take objective: sft or pretrain")
+        raise ConfigError(asked, "an objective with a loss of its own", "take objective: sft or pretrain")
     start: Literal["auto"] | Path | None = "auto" if resume == "auto" else None if resume is None else Path(resume)
     with distributed.leaving():
         return run(RunRequest(resolve(chosen), start, frozenset(allow_change), loss, tuple(callbacks)))

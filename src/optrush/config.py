@@ -284,13 +284,25 @@ class Reward(StrictModel):
     center: Annotated[float, Field(ge=0)] = 0.0  # weight of the squared sum of both scores
 
 
+class Distill(StrictModel):
+    """Of `objective: distill`: the teacher, and how far from it the model is (docs/distill.md)."""
+
+    teacher: File | None = None  # a Hugging Face folder or hub id; required
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of its weights
+    divergence: Literal["forward", "reverse"] = "forward"  # of the teacher from the model, or of the model from it
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    alpha: Annotated[float, Field(ge=0, lt=1)] = 0.0  # share of the next-token loss
+    chunk: Annotated[int, Field(ge=1)] = 1024  # tokens whose logits are in memory at once
+
+
 # Objectives with settings of their own, under their own name.
-SECTIONS: dict[str, type[Dpo] | type[Kto] | type[Orpo] | type[Simpo] | type[Reward]] = {
-    "dpo": Dpo, "kto": Kto, "orpo": Orpo, "simpo": Simpo, "reward": Reward,
+SECTIONS: dict[str, type[Dpo] | type[Kto] | type[Orpo] | type[Simpo] | type[Reward] | type[Distill]] = {
+    "dpo": Dpo, "kto": Kto, "orpo": Orpo, "simpo": Simpo, "reward": Reward, "distill": Distill,
 }  # fmt: skip
 # Objectives whose rows are pairs of a chosen and a rejected answer.
 PAIRED = frozenset({"dpo", "orpo", "simpo", "reward"})
 JUDGED = "kto"  # the objective whose rows are answers with a label
+COMPARED = PAIRED | {JUDGED}  # objectives whose samples are two documents
 
 
 def _short_tracker(value: object) -> object:
@@ -315,13 +327,14 @@ class Config(StrictModel):
     """Describe a run: what a YAML file holds (docs/contract.md)."""
 
     model: Annotated[Model, BeforeValidator(_short_model)]
-    objective: Literal["pretrain", "sft", "dpo", "kto", "orpo", "simpo", "reward"]
+    objective: Literal["pretrain", "sft", "dpo", "kto", "orpo", "simpo", "reward", "distill"]
     method: Literal["full", "lora", "qlora", "auto"] | None = None  # None: what `with` says
     dpo: Dpo | None = None  # None: its defaults, where the objective is of that name
     kto: Kto | None = None
     orpo: Orpo | None = None
     simpo: Simpo | None = None
     reward: Reward | None = None
+    distill: Distill | None = None
     data: Data
     batch: BatchSize = BatchSize()
     optim: Optim = Optim()
@@ -348,7 +361,14 @@ class Config(StrictModel):
     @property
     def paired(self) -> bool:
         """Whether a sample is two documents, whose likelihoods are compared."""
-        return self.objective in PAIRED or self.objective == JUDGED
+        return self.objective in COMPARED
+
+    def of_teacher(self) -> Config | None:
+        """Return the configuration of the teacher as a model; None: there is no teacher."""
+        if self.distill is None or self.distill.teacher is None:
+            return None
+        model = Model(path=self.distill.teacher, dtype=self.distill.dtype)
+        return self.model_copy(update={"model": model})
 
     @property
     def scored(self) -> bool:

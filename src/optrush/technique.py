@@ -127,6 +127,15 @@ class ModelSpec:
 
 
 @dataclass(frozen=True)
+class Teacher:
+    """The model whose logits another one learns from."""
+
+    shape: ModelShape | None  # of a family of our own decoder
+    width_bytes: int  # of a weight
+    chunk: int  # tokens whose logits are in memory at once
+
+
+@dataclass(frozen=True)
 class Environment:
     """Hold what techniques may read before anything is built: owners and sizes, never names of techniques."""
 
@@ -144,6 +153,7 @@ class Environment:
     shape: ModelShape | None = None  # of a model of our own decoder
     sdpa_obstacle: str | None = None  # why a model through transformers cannot run sdpa
     paired: bool = False  # the objective compares pairs: rows of two documents, losses token by token
+    teacher: Teacher | None = None  # of an objective that learns from another model's logits
     scored: bool = False  # the head gives a score in place of next tokens
     reference: str | None = None  # where an objective that compares with the untrained model has that from
     spec: ModelSpec = ModelSpec()

@@ -27,6 +27,8 @@ from optrush.trainer import run as fit
 
 from trials import apart, assembled, published, steps
 
+# PEFT's own.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 CLOSE = 1e-5
 SETTINGS = {"margin": 0.2, "center": 0.01}
 

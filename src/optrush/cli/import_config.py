@@ -35,6 +35,7 @@ from optrush.cli.import_keys import (
     ToolName,
 )
 from optrush.config import (
+    COMPARED,
     JUDGED,
     SECTIONS,
     Config,
@@ -543,7 +544,7 @@ class _Composer:
         if objective == "pretrain":
             tree["data"].pop("train_on", None)
             tree["data"]["too_long"] = "split"
-        elif objective in SECTIONS:
+        elif objective in COMPARED:
             tree["data"].pop("train_on", None)
             tree["data"]["too_long"] = "drop"
             self.notes.append("answers that are too long are left out whole, where other trainers cut them")
@@ -564,7 +565,7 @@ class _Composer:
         if (total := self.get("@all_rows")) is not None:
             times = max(1, int(total) // rows)
         seq = int(tree["batch"]["seq"])
-        if tree["objective"] in SECTIONS:
+        if tree["objective"] in COMPARED:
             seq *= 2
             both = "an answer and a mismatched one" if tree["objective"] == JUDGED else "both answers of a pair"
             self.notes.append(f"batch.seq: {seq}, for {both} lie in one row")

@@ -10,7 +10,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
-from optrush.config import JUDGED, Config
+from optrush.config import JUDGED, SECTIONS, Config
 from optrush.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 # Metrics of preferences in addition to their loss, means over pairs: names of metrics.jsonl (docs/dpo.md).
 FIGURES = ("rewards_chosen", "rewards_rejected", "reward_accuracy", "reward_margin")
 JUDGEMENTS = ("kl", "reward_accuracy", "reward_margin")  # of judged answers, means over them (docs/kto.md)
-ALL_FIGURES = tuple(dict.fromkeys((*FIGURES, *JUDGEMENTS)))
+LESSONS = ("kl", "next_token_loss")  # of distillation, means over target tokens (docs/distill.md)
+ALL_FIGURES = tuple(dict.fromkeys((*FIGURES, *JUDGEMENTS, *LESSONS)))
 
 
 def figures(config: Config) -> tuple[str, ...]:
     """Return the names of the objective's other metrics."""
-    return JUDGEMENTS if config.objective == JUDGED else FIGURES if config.paired else ()
+    of = {JUDGED: JUDGEMENTS, "distill": LESSONS}
+    return of.get(config.objective, FIGURES if config.paired else ())
 
 
 def unit(config: Config) -> str:
@@ -62,7 +64,7 @@ def loss_of(config: Config, head: nn.Module, metrics: Mapping[str, Tensor]) -> C
     Args:
         metrics: of each name of `figures`, to which sums are added.
     """
-    if not config.paired:
+    if config.objective not in SECTIONS:
         return partial(next_token, head)
     score = import_module(f"{__name__}.{config.objective}").score
     found = partial(score, head, getattr(config, config.objective), metrics)

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from optrush import hardware
-from optrush.config import ADAPTER_LR, JUDGED, METHODS, SECTIONS, Config, nearest, parse_config, parse_scalar
+from optrush.config import ADAPTER_LR, COMPARED, JUDGED, METHODS, SECTIONS, Config, nearest, parse_config, parse_scalar
 from optrush.errors import ConfigError, NeedsError, UserError
 from optrush.hardware import Device
 from optrush.models.shapes import ModelShape, native_obstacle, refuse_foreign
@@ -207,7 +207,7 @@ def choose_values(request: InitRequest, device: Device, ranks: int = 1) -> dict[
     """Choose every value except the techniques; return them as the tree of the YAML."""
     model = {"shape": request.model.removeprefix(SHAPE)} if request.model.startswith(SHAPE) else request.model
     tree: dict[str, Any] = {"model": model, "objective": request.objective, "data": _data(request.data, device)}
-    pairs = request.objective in SECTIONS
+    pairs = request.objective in COMPARED
     if pairs:
         settings = SECTIONS[request.objective]().model_dump()
         tree[request.objective] = {key: value for key, value in settings.items() if value}

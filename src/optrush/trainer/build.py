@@ -38,6 +38,7 @@ from optrush.resolve import ResolvedConfig
 from optrush.technique import Edit, Technique
 from optrush.trainer import distributed
 from optrush.trainer.distributed import World
+from optrush.trainer.teacher import add_teacher
 from optrush.trainer.trainer import (
     TrainedParam,
     Trainer,
@@ -149,6 +150,8 @@ def _build(
     )  # fmt: skip
     for name in ("model", "peft", "split", "loss", "recompute", "compile", "shard"):
         stage(name)
+        if name == "loss" and prepared.teacher is not None and objective is None:
+            add_teacher(trainer, *prepared.teacher)
         if name == "peft" and config.referenced and dpo.by_adapter(config.referenced, trainer.adapters_disabled):
             assert trainer.adapters_disabled is not None
             trainer.loss = partial(dpo.loss_with_reference, trainer.loss, trainer.model, trainer.adapters_disabled)
