@@ -182,6 +182,18 @@ def test_trl_reward(here: Path) -> None:
     assert found["objective"] == "reward" and found["reward"] == {"center": 0.01} and found["batch"]["seq"] == 128
 
 
+def test_trl_gkd(here: Path) -> None:
+    """Distillation on rows; what generates while it trains is refused."""
+    given = {k: v for k, v in DPO.items() if k not in ("beta", "loss_type")}
+    given |= {"teacher_model_name_or_path": "tiny", "lmbda": 0.0, "beta": 1.0, "assistant_only_loss": True}
+    found = translated("g.json", json.dumps(given))
+    assert found["objective"] == "distill" and found["batch"]["seq"] == 64
+    assert found["distill"] == {"teacher": "tiny", "temperature": 0.9, "divergence": "reverse"}
+    for key in ("lmbda", "beta"):
+        with pytest.raises(ConfigError, match=f"`{key}`"):
+            translated("h.json", json.dumps({k: v for k, v in given.items() if k != key}), tool="trl-gkd")
+
+
 def test_arguments_of_a_script(here: Path) -> None:
     found = translated("run.sh", SCRIPT)
     assert found["data"] == {

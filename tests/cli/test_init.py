@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from optrush import hardware
 from optrush.config import SECTIONS, Config, parse_config, parse_yaml
+from optrush.errors import ConfigError
 from optrush.planner import init_config, search
 from optrush.planner.init_config import InitRequest, compose
 from optrush.resolve import resolve
@@ -79,10 +80,15 @@ def test_a_file_of_conversations(call: Call, here: Path) -> None:
 @pytest.mark.parametrize("objective", SECTIONS)
 def test_every_objective(here: Path, objective: str) -> None:
     """Its settings are in the text, and its rows are explained."""
-    begun = compose(InitRequest("tiny", objective, "sample:recipes", "new"), "new.yaml")
+    teacher = "tiny" if objective == "distill" else None
+    begun = compose(InitRequest("tiny", objective, "sample:recipes", "new", teacher=teacher), "new.yaml")
     assert begun.config.objective == objective and getattr(begun.config, objective) is not None
     assert f"\n{objective}: {{" in begun.text and '{"prompt": ' in begun.text
-    assert begun.config.data.too_long == "drop"
+    assert begun.config.data.too_long == ("drop" if teacher is None else "split")
+    for other in (InitRequest("tiny", "distill", "sample:recipes", "new"),
+                  InitRequest("tiny", "sft", "sample:recipes", "new", teacher="tiny")):  # fmt: skip
+        with pytest.raises(ConfigError, match="teacher"):
+            compose(other, "new.yaml")
 
 
 def test_the_objective_is_suggested_by_the_rows(call: Call, here: Path) -> None:

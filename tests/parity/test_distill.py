@@ -150,8 +150,10 @@ def test_the_plan_counts_the_teacher(folder):
     config = distill_run(folder, packed=True)
     plain = config.model_copy(update={"objective": "pretrain", "distill": None})
     of, without = (search.predict(c, "h100", 1) for c in (config, plain))
-    lines = {line.name for line in of.ledger.lines} if hasattr(of, "ledger") else set()
-    assert of.peak_bytes > without.peak_bytes and (not lines or "teacher" in lines)
+    assert of.peak_bytes > without.peak_bytes
+    (line,) = (item for item in of.lines if item.name == "teacher")
+    teacher = AutoModelForCausalLM.from_pretrained(folder / "teacher")
+    assert line.bytes == 4 * sum(p.numel() for p in teacher.parameters())
 
 
 @pytest.mark.parametrize("kind", ["tokens", "rows", "none", "fused", "ranks"])

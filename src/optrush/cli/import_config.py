@@ -206,14 +206,16 @@ def _recognised(given: Mapping[str, Any], file: Path) -> ToolName:
         return "axolotl"
     if keys & {"stage", "finetuning_type", "cutoff_len", "template"}:
         return "llama-factory"
+    if re.fullmatch(r"kto(\.py)?", script) or (not script and keys & {"desirable_weight", "undesirable_weight"}):
+        return "trl-kto"
+    if re.fullmatch(r"gkd(\.py)?", script) or (not script and keys & {"lmbda", "seq_kd"}):
+        return "trl-gkd"
+    if re.fullmatch(r"reward(_modeling)?(\.py)?", script) or (not script and "center_rewards_coefficient" in keys):
+        return "trl-reward"
     if re.fullmatch(r"dpo(\.py)?", script) or (
         not script and keys & {"beta", "precompute_ref_log_probs", "f_divergence_type"}
     ):
         return "trl-dpo"
-    if re.fullmatch(r"kto(\.py)?", script) or (not script and keys & {"desirable_weight", "undesirable_weight"}):
-        return "trl-kto"
-    if re.fullmatch(r"reward(_modeling)?(\.py)?", script) or (not script and "center_rewards_coefficient" in keys):
-        return "trl-reward"
     if "train" in script:
         return "train.py"
     if script and not re.fullmatch(r"sft(\.py)?", script):
@@ -512,6 +514,9 @@ class _Composer:
         loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
         if self.tool in ("trl-dpo", "trl-kto", "trl-reward"):
             named = self.tool.removeprefix("trl-")
+        if self.tool == "trl-gkd":
+            named = "distill"
+            self._distill(tree["distill"])
         if named == "ipo":
             named, loss = "dpo", "ipo"
         if loss in ("orpo", "simpo"):
@@ -548,7 +553,7 @@ class _Composer:
             tree["data"].pop("train_on", None)
             tree["data"]["too_long"] = "drop"
             self.notes.append("answers that are too long are left out whole, where other trainers cut them")
-        elif self.tool in ("trl-sft", "train.py") and "train_on" not in tree["data"]:
+        elif self.tool in ("trl-sft", "trl-gkd", "train.py") and "train_on" not in tree["data"]:
             if self.get("@answers"):
                 tree["data"]["train_on"] = "assistant"
             else:
@@ -559,6 +564,17 @@ class _Composer:
                 )
         if tree["data"].get("too_long") == "truncate":
             tree["data"]["most_truncated"] = 1.0
+
+    def _distill(self, distill: dict[str, Any]) -> None:
+        """Refuse what a teacher does elsewhere and not here."""
+        if self.get("@lmbda"):
+            found = f"{self.get('@lmbda')}: that share of the answers is generated while training (0.5 where unsaid)"
+            raise self.refuse("lmbda", found, "lmbda: 0 learns from the rows")
+        if distill["divergence"] == "@middle":
+            raise self.refuse("beta", "0.5 where unsaid: between both divergences", "beta: 0 (forward) or 1 (reverse)")
+        distill["temperature"] = float(distill["temperature"])
+        if distill["temperature"] != 1:
+            self.notes.append("temperature: the loss is multiplied by its square here, as in its source")
 
     def _batch(self, tree: dict[str, Any]) -> None:
         rows, times = int(self.get("@rows")), int(self.get("@accumulate", 1))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-ToolName = Literal["axolotl", "llama-factory", "trl-sft", "trl-dpo", "trl-kto", "trl-reward", "train.py"]
+ToolName = Literal["axolotl", "llama-factory", "trl-sft", "trl-dpo", "trl-kto", "trl-reward", "trl-gkd", "train.py"]
 
 
 @dataclass(frozen=True)
@@ -178,6 +178,13 @@ TRL_REWARD: Table = {
     **TRL, "center_rewards_coefficient": to("reward.center"), "disable_dropout": only(*ON, do=LEAVE),
     "lora_task_type": only("SEQ_CLS", do=LEAVE),
 }  # fmt: skip
+TRL_GKD: Table = {
+    **TRL, "teacher_model_name_or_path": to("distill.teacher"), "temperature": to("distill.temperature"),
+    "beta": to("distill.divergence", {0: "forward", 1: "reverse"}, do="beta: 0 (forward) or 1 (reverse)"),
+    "lmbda": to("@lmbda"), "seq_kd": only(*OFF, do="write the teacher's answers first: optrush generate"),
+    "disable_dropout": only(*ON, do=LEAVE), "max_new_tokens": idle("no answer is generated while training"),
+    "loss_type": only("nll", "chunked_nll", do=LEAVE),
+}  # fmt: skip
 SCRIPT: Table = {  # of scripts that call themselves train.py
     **TRL_SFT,
     **dict.fromkeys(("model", "model_id", "base_model"), to("model.path")),
@@ -336,6 +343,8 @@ TOOLS: dict[ToolName, Tool] = {
     "trl-dpo": Tool("trl-dpo", TRL_DPO, {**_TRL, "optim.lr": 1e-6}),
     "trl-kto": Tool("trl-kto", TRL_KTO, {**_TRL, "optim.lr": 1e-6}),
     "trl-reward": Tool("trl-reward", TRL_REWARD, {**_TRL, "optim.lr": 1e-4}),
+    "trl-gkd": Tool("trl-gkd", TRL_GKD, {
+        **_SFT, "distill.temperature": 0.9, "distill.divergence": "@middle", "@lmbda": 0.5}),
     "train.py": Tool("train.py", SCRIPT, _SFT),
 }  # fmt: skip
 

@@ -110,6 +110,7 @@ class InitRequest:
     method: str = "auto"
     seq: int | None = None  # None: as long as suits the device
     epochs: float = 1
+    teacher: str | None = None  # of `distill`
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,7 @@ def compose(request: InitRequest, file: str, classes: Sequence[type[Technique]] 
         raise ConfigError("the model ''", "no name", "name a Hugging Face folder, a hub id, or `tiny`")
     check_objective(request.objective)
     check_method(request.method)
+    check_teacher(request)
     check_data(request.data)
     check_new_output(request.output)
     own = parse_config(SMALLEST, file, withs=request.withs).with_
@@ -208,11 +210,13 @@ def choose_values(request: InitRequest, device: Device, ranks: int = 1) -> dict[
     model = {"shape": request.model.removeprefix(SHAPE)} if request.model.startswith(SHAPE) else request.model
     tree: dict[str, Any] = {"model": model, "objective": request.objective, "data": _data(request.data, device)}
     pairs = request.objective in COMPARED
-    if pairs:
+    if request.objective in SECTIONS:
         settings = SECTIONS[request.objective]().model_dump()
         tree[request.objective] = {key: value for key, value in settings.items() if value}
-        if "too_long" in tree["data"]:
-            tree["data"]["too_long"] = "drop"
+        if request.teacher is not None:
+            tree[request.objective]["teacher"] = request.teacher
+    if pairs and "too_long" in tree["data"]:
+        tree["data"]["too_long"] = "drop"
     gpu = device.kind == "cuda"
     seq = _longest(tree, request.seq or (GPU_SEQ if gpu else CPU_SEQ))
     rows = max(1, (GPU_TOKENS if gpu else CPU_TOKENS) // seq // ranks) * ranks
@@ -275,6 +279,14 @@ def check_objective(text: str) -> str:
     if text not in known:
         raise ConfigError(f"the objective {text}", "no such objective", nearest(text, known))
     return text
+
+
+def check_teacher(request: InitRequest) -> None:
+    """Raise ConfigError for a teacher without an objective that has one, or the other way."""
+    if (request.objective == "distill") != (request.teacher is not None):
+        found = "no teacher" if request.teacher is None else f"a teacher, {request.teacher}"
+        do = "name one: --teacher MODEL" if request.teacher is None else "take --objective distill, or leave it out"
+        raise ConfigError(f"the objective {request.objective}", found, do)
 
 
 def check_method(text: str) -> str:

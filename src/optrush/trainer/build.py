@@ -150,11 +150,7 @@ def _build(
     )  # fmt: skip
     for name in ("model", "peft", "split", "loss", "recompute", "compile", "shard"):
         stage(name)
-        if name == "loss" and prepared.teacher is not None and objective is None:
-            add_teacher(trainer, *prepared.teacher)
-        if name == "peft" and config.referenced and dpo.by_adapter(config.referenced, trainer.adapters_disabled):
-            assert trainer.adapters_disabled is not None
-            trainer.loss = partial(dpo.loss_with_reference, trainer.loss, trainer.model, trainer.adapters_disabled)
+        _other_model(trainer, prepared, name, objective is None)
     if growth is not None and training:
         refuse_frozen(model, recipe, growth)
     if held_out is not None:
@@ -181,6 +177,20 @@ def _build(
     else:
         stage("wrap_step")
     return trainer
+
+
+def _other_model(trainer: Trainer, prepared: ResolvedConfig, stage: str, own: bool) -> None:
+    """Give the loss its second model after the stage that settles the first: an adapter's base, or a teacher.
+
+    Args:
+        own: the loss is the objective's.
+    """
+    settings, untrained = prepared.config.referenced, trainer.adapters_disabled
+    if stage == "peft" and settings is not None and dpo.by_adapter(settings, untrained):
+        assert untrained is not None
+        trainer.loss = partial(dpo.loss_with_reference, trainer.loss, trainer.model, untrained)
+    if stage == "loss" and prepared.teacher is not None and own:
+        add_teacher(trainer, *prepared.teacher)
 
 
 def _named(config: Config) -> str:
