@@ -311,15 +311,23 @@ def trained(trainer: Trainer, texts: Sequence[Sequence[int]]) -> list[Tensor]:
         document = Document(np.array(ids, np.int32), np.arange(len(ids)) > 0)
         row = collate([[(0, document)]], len(ids), single=True, most=1).to(trainer.world.device)
         hidden = trainer.model(row.tokens, row.positions, row.documents)  # (1, T, D)
-        found.append(trainer.model.head.logits(hidden)[0].cpu())
+        logits = trainer.model.head.logits(hidden)[0]
+        found.append(logits[_last(trainer.model.head, ids)].cpu() if trainer.model.head.scores else logits.cpu())
     return found
 
 
+def _last(head: nn.Module, ids: Sequence[int]) -> slice:
+    """Return the place of a text's last token that is no padding."""
+    last = max(i for i, token in enumerate(ids) if token != head.pad)
+    return slice(last, last + 1)
+
+
 @torch.no_grad()
-def reloaded(folder: Path, texts: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
-    """Return the folder's logits as `trained` does, by transformers alone."""
-    model = load_plain(folder, torch.float32, device)
-    return [model(torch.tensor([list(ids)], device=device), use_cache=False).logits[0].float().cpu() for ids in texts]
+def reloaded(folder: Path, texts: Sequence[Sequence[int]], device: torch.device, scores: bool = False) -> list[Tensor]:
+    """Return the folder's logits as `trained` does, by transformers alone; of a reward model that of the last token."""
+    model = load_plain(folder, torch.float32, device, scores)
+    given = (torch.tensor([list(ids)], device=device) for ids in texts)
+    return [model(ids, use_cache=False).logits.float().cpu().flatten(0, -2) for ids in given]
 
 
 def compare(ours: Sequence[Tensor], theirs: Sequence[Tensor], texts: str, dtype: torch.dtype, exact: bool) -> Compared:
@@ -569,7 +577,7 @@ def _verify(found: RebuiltModel, fresh: Path, written: Mapping[str, str], kind: 
     ours = trained(trainer, texts)
     device = trainer.world.device
     trainer.model.to("meta")  # its memory is the reloaded model's now
-    theirs = reloaded(fresh, texts, device)
+    theirs = reloaded(fresh, texts, device, found.config.scored)
     compared = compare(ours, theirs, said, kind, exact)
     demand_sound(compared, fresh)
     return compared

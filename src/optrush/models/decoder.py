@@ -180,6 +180,7 @@ class Head(nn.Module):
     """The output layer with its loss. Call it instead of reading its weight: sharding gathers the weight in a call."""
 
     bias: nn.Parameter | None  # (V,)
+    scores = False  # one score a token, no logits of a vocabulary
 
     def __init__(self, weight: Tensor, bias: nn.Parameter | None = None) -> None:
         super().__init__()
@@ -283,7 +284,9 @@ def frozen_flops(model: Any) -> int:
 
     A frozen weight has no gradient of its own: 4 instead of 6; an adapter's weights count 6 (docs/notation.md).
     """
-    flop = 0 if model.head.weight is None or model.head.weight.requires_grad else 2 * model.head.weight.numel()
+    dense = isinstance(model, Decoder) and model.head.scores  # `ModelShape.flops` counts a head of V rows
+    flop = 6 * (model.shape.vocab - 1) * model.shape.width if dense else 0
+    flop += 0 if model.head.weight is None or model.head.weight.requires_grad else 2 * model.head.weight.numel()
     for experts in (m for m in model.modules() if isinstance(m, Experts)):
         active = experts.shape.active / experts.shape.count
         for weight, share in ((experts.router, 1.0), (experts.gate_up, active), (experts.down, active)):

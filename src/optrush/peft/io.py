@@ -58,7 +58,7 @@ def save_adapter(folder: Path, model: Model, recipe: WeightMap, trained: Mapping
     for name, adapter in theirs.items():
         own = f"{name}.adapter."
         mine = {p.removeprefix(own): t for p, t in trained.items() if p.startswith(own)}
-        found |= {key: t.contiguous().clone() for key, t in adapter.published(mine)}
+        found |= {key: t.contiguous().clone() for key, t in adapter.exported(mine)}
     for parameter, module in modules.items():
         if parameter in trained:
             # PEFT selects all modules with this ending: `norm` would be every norm.
@@ -69,7 +69,8 @@ def save_adapter(folder: Path, model: Model, recipe: WeightMap, trained: Mapping
     if model.ties and EMBEDDING in saved:
         saved.add(HEAD)
     config = {
-        "base_model_name_or_path": base, "task_type": "CAUSAL_LM", "inference_mode": True, "revision": None,
+        "base_model_name_or_path": base, "task_type": "SEQ_CLS" if model.head.scores else "CAUSAL_LM",
+        "inference_mode": True, "revision": None,
         "auto_mapping": None, "modules_to_save": sorted(saved) or None,
         "target_modules": sorted({last(m) for a in theirs.values() for m in a.hf}),
         **next(iter(theirs.values())).settings(),

@@ -32,6 +32,7 @@ from optrush.techniques.lora import Lora
 from optrush.techniques.memory_cap import MemoryCap
 from optrush.techniques.micro_batch import MicroBatch
 from optrush.techniques.muon import Muon
+from optrush.techniques.neftune import Neftune
 from optrush.techniques.nf4 import Nf4
 from optrush.techniques.offload_activations import OffloadActivations
 from optrush.techniques.packing import Packing
@@ -51,6 +52,7 @@ OWN: tuple[type[Technique], ...] = (
     Int8,
     Lora,
     Ia3,
+    Neftune,
     FusedAdamW,
     Adam8bit,
     Adam4bit,

@@ -291,7 +291,7 @@ def build_to_fit(
         trainer = build(resolved, group, progress=console.say, today=today, objective=request.loss)
         plan = RunPlan(trainer, trainer.stream.plan(None if length.steps else length.epochs, length.steps))
         refusal: UserError | None = None
-        if resolved.config.dpo is not None:  # by the weights before a checkpoint is restored
+        if resolved.config.referenced is not None:  # by the weights before a checkpoint is restored
             refusal = run_guarded(trainer, partial(fill_reference, trainer, resolved))
         if manifest is not None and refusal is None:
             changed = partial(run_dir.data_changes, manifest.path.parent.parent, trainer.config, manifest.config)
