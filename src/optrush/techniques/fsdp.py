@@ -126,7 +126,7 @@ class Fsdp(Technique):
         policy = MixedPrecisionPolicy()
         if trainer.autocast:  # the gathered weights are cast once, instead of at every use
             policy = MixedPrecisionPolicy(param_dtype=trainer.precision, reduce_dtype=torch.float32)
-            trainer.autocast = False
+            trainer.autocast, trainer.narrow_stream = False, True  # it casts what enters a block
         cut: dict[str, Any] = {"mesh": trainer.world.shards, "mp_policy": policy}
         model = trainer.model
         for block in model.blocks.values():
@@ -134,9 +134,9 @@ class Fsdp(Technique):
         if model.ties:  # one parameter must be in one group
             fully_shard([model.embedding, model.head], reshard_after_forward=False, **cut)
         else:
-            for module, again in ((model.embedding, self.stage == 3), (model.head, False)):
+            for module in dict.fromkeys((model.embedding, model.head)):
                 if module.weight is not None:  # a stage of a pipeline may be without
-                    fully_shard(module, reshard_after_forward=again, **cut)
+                    fully_shard(module, reshard_after_forward=self.stage == 3 and module is not model.head, **cut)
         for root in trainer.fsdp_roots:
             if not isinstance(root, FSDPModule):
                 fully_shard(root, reshard_after_forward=False, **cut)

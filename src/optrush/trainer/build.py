@@ -146,6 +146,8 @@ def _build(
     )  # fmt: skip
     for name in ("model", "peft", "split", "loss", "recompute", "compile", "shard"):
         stage(name)
+        if name == "peft":  # while every rank has the whole model: its cost deals rows to ranks
+            model.frozen_flops = frozen_flops(model)
         if name == "peft" and config.dpo is not None and dpo.by_adapter(config.dpo, trainer.adapters_disabled):
             assert trainer.adapters_disabled is not None
             trainer.loss = partial(dpo.loss_with_reference, trainer.loss, trainer.model, trainer.adapters_disabled)
@@ -251,7 +253,6 @@ def materialise(trainer: Trainer) -> None:
     trainer.weight_map.release()
     learned = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     trainer.trained = [TrainedParam(name, p, decays=p.dim() > 1) for name, p in learned]
-    model.frozen_flops = frozen_flops(model)
 
 
 def check_rounding(trainer: Trainer) -> None:
