@@ -221,6 +221,7 @@ class Decoder(nn.Module):
         weight = self.embedding.weight
         self.head = Head(weight if shape.tied else nn.Parameter(torch.empty(shape.vocab, shape.width, **at)))
         self.ties: tuple[tuple[str, str], ...] = (("head.weight", "embedding.weight"),) if shape.tied else ()
+        self.tied = shape.tied  # on whichever rank the two are
         self.block_call: Callable[..., Any] = call
         self.stream_ranks = 1  # that have a part each of T of the hidden states between blocks
         self.elsewhere: dict[str, Linear] = {}  # of blocks that other ranks hold, on the meta device, by name
