@@ -64,6 +64,8 @@ class Fsdp(Technique):
         do = f"take {2 * self.replicate} ranks or another multiple of that, a smaller replicate, or ddp"
         met = env.gradient_ranks % self.replicate == 0 and env.gradient_ranks > self.replicate
         yield Requirement(met, asked, found, do)
+        met, found = self.sync == "last" or Part.PP not in env.claimed, "a technique that reduces once a window"
+        yield Requirement(met, "`fsdp: sync: each`", found, "leave sync out")
 
     @classmethod
     def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
@@ -73,7 +75,7 @@ class Fsdp(Technique):
     def predict(self, env: Environment) -> Iterator[Rule]:
         """Yield shares of everything, whole blocks while they run, and what the link carries."""
         n, L = env.gradient_ranks // self.replicate, env.blocks
-        blocks = min(L, 2) if self.stage == 3 else L
+        blocks = min(L, 2) if self.stage == 3 and Part.PP not in env.claimed else L
         whole = "a block's weights are whole while it runs, and the next block's ahead of it"
         freed = self.stage == 3  # after the forward pass, and again after the backward pass
         during = ("forward", "backward") if freed else ()

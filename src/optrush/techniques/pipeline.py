@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from optrush.planner.ledger import Line, Rule, WorkItem, add, cut, live
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 ELSE = "leave pipeline out"
@@ -87,6 +88,80 @@ class Pipeline(Technique):
         yield Requirement(met, "`pipeline` has several micro-batches under way", found, do)
         if self.schedule == "zero-bubble":
             yield from self._zero_bubble(env)
+
+    def in_flight(self, rank: int, accumulation: int) -> float:
+        """Return how many micro-batches of all its blocks a rank keeps at once, for their backward passes."""
+        n, m = self.size, accumulation
+        if self.schedule == "interleaved":  # counted in stages, of which it has two
+            rounds = max(1, m // n)
+            return min(2 * m, m // rounds + 2 * (n - 1 - rank) + 1) / 2
+        return min(m, n - rank if self.schedule == "1f1b" else n)
+
+    def bubble(self, accumulation: int) -> float:
+        """Return the share of a window in which a rank waits for the others.
+
+        A stage's backward pass takes as long as two forward passes; of zero-bubble, each of its halves as long as one.
+        """
+        work = {"1f1b": 1, "interleaved": 2, "zero-bubble": 6}[self.schedule] * accumulation
+        idle = self.size - 1
+        if self.schedule == "zero-bubble":  # which fills with 2 p - 1 micro-batches
+            idle += max(0, 2 * self.size - 1 - accumulation)
+        return idle / (work + idle)
+
+    def predict(self, env: Environment) -> Iterator[Rule]:
+        """Yield what the rank `env.pp_rank` of the pipeline holds and does, what it receives and how long it waits."""
+        L, m, rank = env.blocks, env.accumulation, env.pp_rank
+        numbers, last = self.mine(rank), self.size * self.each - 1
+        held = sum(len(self.blocks(number, L)) for number in numbers)
+        begins, ends = 0 in numbers, last in numbers
+        yield cut("*", "pp", L / held, f"a rank holds {held} of {L} blocks", in_blocks=True)
+        flight = self.in_flight(rank, m)
+        why = f"{flight:g} micro-batches are under way"
+        yield live("*", why, in_blocks=True, in_flight=flight)
+        yield live("[bf][ao][cr]*ward.*", "of a rank's blocks", times=held / L)
+        yield from self._ends(env, begins, ends, held / L)
+        if env.shape is None:
+            return
+        D = env.shape.width
+        receives, sends = len(numbers) - begins, len(numbers) - ends
+        why = "what stages receive, of every micro-batch of a window, D each way"
+        yield add(
+            Line("received", why, m * D * (receives + sends), "residual", "always", True),
+            Line("window", "tokens, labels, positions, documents of the other micro-batches", 28 * (m - 1), "byte",
+                 "always", True),
+            WorkItem("sent.forward", "hidden states to the next stage", "token", unit="link", values=D * sends,
+                     role="residual", awaited=True),
+            WorkItem("sent.backward", "their gradients to the stage before", "token", unit="link", values=D * receives,
+                     role="residual", awaited=True),
+        )  # fmt: skip
+        share = self.bubble(m)
+        why = f"{share:.0%} of a window's time: {self.size} ranks, {m} micro-batches, {self.schedule}"
+        yield add(WorkItem("bubble", why, "micro", waiting=share))
+
+    def _ends(self, env: Environment, begins: bool, ends: bool, share: float) -> Iterator[Rule]:
+        """Yield what only the first and the last stage have, and a rank's share of the update."""
+        tied, elsewhere = env.shape is not None and env.shape.tied, "on another rank"
+        if not ends:
+            yield live("head.*", elsewhere, gone=True)
+            yield live("casts.head", elsewhere, gone=True)
+            for kind in ("weights", "gradients", "states"):
+                yield live(f"{kind}.norm", elsewhere, gone=True)
+                if not tied:
+                    yield live(f"{kind}.head", elsewhere, gone=True)
+        if not (begins or (ends and tied)):
+            for kind in ("weights", "gradients", "states"):
+                yield live(f"{kind}.embedding", elsewhere, gone=True)
+        if not (begins and ends):
+            yield live("tied.*", "the two gradients are on different ranks", gone=True)
+        s = env.shape
+        if s is not None:
+            outside = s.vocab * s.width
+            blocks = s.parameters - outside * (1 if tied else 2)
+            share = (share * blocks + outside * (begins + (ends and not (tied and begins)))) / s.parameters
+        for name in ("update*", "norm", "casts", *(["reduce*"] if Part.DATA in env.claimed else [])):
+            yield live(name, "of what a rank holds", times=share)
+        if "dp" in env.sharded:
+            yield live("gather.*", "of what a rank holds", times=share)
 
     def _filled(self, env: Environment) -> Requirement:
         """Return the requirement of as many micro-batches as the schedule takes."""
