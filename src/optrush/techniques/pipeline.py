@@ -177,7 +177,14 @@ class Pipeline(Technique):
         return Requirement(met, asked, f"{m} micro-batch{'es' * (m != 1)} a step", do)
 
     def _zero_bubble(self, env: Environment) -> Iterator[Requirement]:
-        yield from ()
+        asked, do = "`pipeline: schedule: zero-bubble` halves backward passes", "take schedule: interleaved"
+        found = "a loss kernel that makes its gradients once, for one pass"
+        one = Part.HEAD in env.claimed or Part.TP in env.claimed  # whose loss is made in chunks, too
+        yield Requirement(not one, asked, found, do)
+        found = "a technique that cuts weights over data ranks: torch's halves do not reach all of their gradients"
+        yield Requirement("dp" not in env.sharded, asked, found, f"{do}, or ddp")
+        found = "compiled blocks, whose backward passes are whole"
+        yield Requirement(Part.COMPILED not in env.claimed, asked, found, do)
 
     def split(self, trainer: Trainer) -> int:
         from optrush.models.decoder import Decoder
