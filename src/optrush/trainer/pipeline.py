@@ -19,8 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.pipelining import PipelineStage, schedules
 
 from optrush.data.batch import Batch, Documents
 from optrush.models.decoder import Decoder
@@ -183,9 +182,13 @@ class Pipeline:
                 )
                 for part in self.parts
             ]  # fmt: skip
-            kind = get_schedule_class(self.names[learns])
+            kind = schedules.get_schedule_class(self.names[learns])
             one = len(stages) == 1
-            self.made[key] = kind(stages[0] if one else stages, many, loss_fn=_loss, scale_grads=False)
+            made: Any = kind(stages[0] if one else stages, many, loss_fn=_loss, scale_grads=False)
+            if not learns and not one:  # else an evaluation of stages that are neighbors asks for gradients
+                for action in ("FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "REDUCE_GRAD"):
+                    made.register_custom_function(getattr(schedules, action), _nothing)
+            self.made[key] = made
         return self.made[key]
 
     def _sum_tied(self) -> None:
@@ -198,6 +201,11 @@ class Pipeline:
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
             mine += theirs
+
+
+def _nothing(action: Any, context: Any) -> None:
+    """Take the place of a backward pass in an evaluation, for which nothing was received."""
+    context.schedule_ref.bwd_recv_ops.pop((action.stage_index, action.microbatch_index), None)
 
 
 def _loss(loss: Tensor, _: Tensor) -> Tensor:
