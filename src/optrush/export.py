@@ -159,13 +159,12 @@ def published_tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
     """The published model's parameters by canonical name, whole and on the host of rank 0; on the others only the
     gathering happens. Adapters are merged in float32 and the sum is rounded; weights stored in another form are dense.
     """
-    return from_stages(trainer.world, _published(trainer))
+    return from_stages(trainer.world, _published(trainer, _kept(trainer)))
 
 
-def _published(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
+def _published(trainer: Trainer, kept: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield those of this rank's stage, whole and on the host of its first rank."""
     model, first = trainer.model, trainer.world.leads
-    kept = _kept(trainer)
     changed = {name: m for name, m in model.linears() if m.quantized is not None or m.adapter is not None}
     for name, linear in changed.items():
         with _gathered(model, name):
