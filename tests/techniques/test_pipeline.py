@@ -95,9 +95,7 @@ def evaluated(box, with_):
     return before.loss, norm, evaluate(job).loss, before.targets, job.model.flops(1000, 20000)
 
 
-@pytest.mark.parametrize(
-    "with_", [ONE, TWICE, ZERO, ONE | {"fsdp": {}}, TWICE | {"fsdp": {"stage": 2}}], ids=str
-)
+@pytest.mark.parametrize("with_", [ONE, TWICE, ZERO, ONE | {"fsdp": {}}, TWICE | {"fsdp": {"stage": 2}}], ids=str)
 def test_an_evaluation_is_that_of_one_process(deep, pair, quad, with_):
     *close, targets, flops = evaluated(deep, LORA)
     for found in (quad if "fsdp" in with_ else pair)(evaluated, deep, with_ | LORA):
@@ -122,7 +120,9 @@ def test_a_checkpoint_goes_on_in_another_mesh(box, pair, quad, tmp_path):
     assert whole.keys() == resumed.keys() and all(whole[name].equal(resumed[name]) for name in whole), "bit by bit"
     follows(train(box, one, {}, saved(two), "tied", export=True), "tied", first=5)
     assert furthest(whole, exported(one)) < 1e-4
-    follows(quad(train, box, tmp_path / "four", ONE | {"fsdp": {}}, saved(one.parent / "two"), "tied")[0], "tied", first=5)
+    follows(
+        quad(train, box, tmp_path / "four", ONE | {"fsdp": {}}, saved(one.parent / "two"), "tied")[0], "tied", first=5
+    )
     train(box, fresh, {}, None, "tied")
     follows(pair(train, box, tmp_path / "back", ONE, saved(fresh), "tied")[0], "tied", first=5)
 
@@ -227,7 +227,9 @@ def test_rounds_of_an_interleaved_schedule(deep):
 
 def orders(t, many):
     """The passes of every rank in turn, by torch's own schedule."""
-    stages = [SimpleNamespace(num_stages=t.size * t.each, group_size=t.size, group_rank=0, submod=None) for _ in range(t.each)]
+    stages = [
+        SimpleNamespace(num_stages=t.size * t.each, group_size=t.size, group_rank=0, submod=None) for _ in range(t.each)
+    ]
     for number, stage in enumerate(stages):
         stage.stage_index = number
     kind = get_schedule_class(CLASSES[t.schedule][0])
@@ -310,10 +312,10 @@ def test_what_a_rank_holds_is_what_was_predicted(deep, pair, with_):
 def test_the_ranks_do_the_work_of_one_and_wait():
     def booked(*withs, ranks):
         resolved = resolve(shaped("llama-3.1-8b", *withs, rows=1, windows=8), ranks=ranks)
-        return baseline.books(resolved.techniques, resolved.env, resolved.env.shape, 0.0), resolved.env
+        return baseline.books(resolved.techniques, resolved.env, resolved.env.shape, 0.0)
 
-    (alone,), env = booked(ranks=1)
-    books, _ = booked("pipeline:size=4", ranks=4)
+    (alone,) = booked(ranks=1)
+    books = booked("pipeline:size=4", ranks=4)
 
     def flop(book):
         return sum(w.flop * w.times for w in book.work if not w.gone)

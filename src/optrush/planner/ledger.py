@@ -178,9 +178,7 @@ def live(
 ) -> Rule:
     """Change fields of what matches, combined with their old values by `_EDITS`."""
     assert changes.keys() <= _EDITS.keys() - {"cut", "gathered", "gathered_in"}, changes
-    return Rule(
-        Kind.LIVE, reason, match, changes=changes, fusable=fusable, by_token=by_token, in_blocks=in_blocks
-    )
+    return Rule(Kind.LIVE, reason, match, changes=changes, fusable=fusable, by_token=by_token, in_blocks=in_blocks)
 
 
 # How the old value of a field and a rule's are combined. Rules of one kind commute, so that their order never matters.

@@ -389,7 +389,9 @@ def _fastest(members: Sequence[Technique], env: Environment, problem: _Problem) 
             books, rules = baseline.books(members, first, _shape(hf), problem.padding), predicted
             rates, _ = cost.expected_and_ceiling(env.device, problem.calibration, hf, env.span, env.seq)
         piped = "pp" in env.axes  # then rules depend on the number of micro-batches
-        largest = rows if most is None or piped else min(ledger.largest(book, most, env.seq) for book in books) // env.seq
+        largest = (
+            rows if most is None or piped else min(ledger.largest(book, most, env.seq) for book in books) // env.seq
+        )
         for size in (n for n in sizes if n <= largest):
             sized = dataclasses.replace(env, micro_rows=size)
             if any(technique.unmet(members, sized)):

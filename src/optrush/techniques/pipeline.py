@@ -172,7 +172,9 @@ class Pipeline(Technique):
         tokens = near * env.micro_rows * env.data_ranks * env.seq
         asked = f"`pipeline: size: {n}` fills with {n} micro-batches of a step or more"
         if self.schedule == "interleaved":
-            asked = f"`pipeline: schedule: interleaved` takes a step's micro-batches in rounds of {n} or more, all alike"
+            asked = (
+                f"`pipeline: schedule: interleaved` takes a step's micro-batches in rounds of {n} or more, all alike"
+            )
         do = f"set batch.tokens to {tokens}, or another batch.micro_tokens, or {ELSE}"
         return Requirement(met, asked, f"{m} micro-batch{'es' * (m != 1)} a step", do)
 

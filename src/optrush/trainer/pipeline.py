@@ -88,7 +88,7 @@ class Pipeline:
         self.factor: Tensor | None = None  # of a loss: the scale over the number of targets
         self.total = torch.empty(0)
         self.tied = ""  # the name of a parameter that the first and the last stage hold
-        self.score, self.grad_mode = trainer.loss_from_hidden, True
+        self.score = trainer.loss_from_hidden
         for part in parts:
             part.run = self._run
         trainer.model.forward = self._states  # type: ignore[method-assign]
