@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -36,7 +35,7 @@ from optrush.peft import io
 from optrush.restore import RebuiltModel, open_run, rebuild
 from optrush.tokenizer_files import copy_tokenizer
 from optrush.trainer import run_dir
-from optrush.trainer.distributed import agree, gathered, is_gathered
+from optrush.trainer.distributed import agree, from_first, from_stages, gathered, is_gathered
 from optrush.trainer.trainer import Trainer, exhausted
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -125,12 +124,15 @@ def _write_tokenizer(fresh: Path, trainer: Trainer, source: Path | None) -> None
 
 def trained_parameters(trainer: Trainer) -> dict[str, Tensor]:
     """Return the trained parameters by canonical name, whole, on the host of rank 0; every rank takes part."""
-    found: dict[str, Tensor] = {}
-    for t in trainer.trained:
-        values = gathered(t.parameter.detach())
-        if trainer.world.rank == 0:
-            found[t.name] = values.cpu()
-    return found
+    world = trainer.world
+
+    def own() -> Iterator[tuple[str, Tensor]]:
+        for t in trainer.trained:
+            if t.name not in trainer.counted_elsewhere:
+                values = gathered(t.parameter.detach())
+                yield t.name, values.cpu() if world.leads else values
+
+    return {name: t for name, t in from_stages(world, own()) if world.rank == 0}
 
 
 def write_generation(trainer: Trainer, fresh: Path, source: Path | None) -> None:
@@ -157,9 +159,12 @@ def published_tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
     """The published model's parameters by canonical name, whole and on the host of rank 0; on the others only the
     gathering happens. Adapters are merged in float32 and the sum is rounded; weights stored in another form are dense.
     """
-    model, first = trainer.model, not dist.is_initialized() or dist.get_rank() == 0
-    kept = model.embedding.weight
-    assert isinstance(kept, Tensor)
+    return from_stages(trainer.world, _published(trainer, _kept(trainer)))
+
+
+def _published(trainer: Trainer, kept: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield those of this rank's stage, whole and on the host of its first rank."""
+    model, first = trainer.model, trainer.world.leads
     changed = {name: m for name, m in model.linears() if m.quantized is not None or m.adapter is not None}
     for name, linear in changed.items():
         with _gathered(model, name):
@@ -168,11 +173,11 @@ def published_tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
             if linear.adapter is not None:
                 weight, bias = linear.adapter.merge(weight, bias)
             to = torch.device("cpu") if first else weight.device
-            yield f"{name}.weight", weight.detach().to(to, kept.dtype)
+            yield f"{name}.weight", weight.detach().to(to, kept)
             if bias is not None:
-                yield f"{name}.bias", bias.detach().to(to, kept.dtype)
+                yield f"{name}.bias", bias.detach().to(to, kept)
     for name, p in model.named_parameters():
-        if any(name.startswith(f"{owner}.") for owner in changed):
+        if any(name.startswith(f"{owner}.") for owner in changed) or name in trainer.counted_elsewhere:
             continue
         values = gathered(p.detach())
         yield name, values.cpu() if first else values
@@ -561,9 +566,11 @@ def _write_merged(found: RebuiltModel, fresh: Path, dtype: str | None, max_shard
 
 
 def _kept(trainer: Trainer) -> torch.dtype:
+    """Return the type of the embedding, which weights are published in; every rank calls it."""
     weight = trainer.model.embedding.weight
-    assert isinstance(weight, Tensor)
-    return weight.dtype
+    name = from_first("" if weight is None else str(weight.dtype))  # a stage of a pipeline may be without
+    dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
+    return dtype
 
 
 def _verify(found: RebuiltModel, fresh: Path, written: Mapping[str, str], kind: torch.dtype) -> Compared:

@@ -161,6 +161,7 @@ class Environment:
     reach: float = 1.0  # a token's document as a share of T, on average: known to the plan, which estimates it
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # ranks of each axis but "dp", which has the rest
     sharded: frozenset[str] = frozenset()  # axes over which matrices are cut
+    pp_rank: int = 0  # the place on "pp" that a prediction is for
 
     # What several techniques need of the environment.
 

@@ -19,7 +19,7 @@ Built on the meta device and without buffers, so allocating memory loses nothing
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -222,7 +222,10 @@ class Decoder(nn.Module):
         weight = self.embedding.weight
         self.head = Head(weight if shape.tied else nn.Parameter(torch.empty(shape.vocab, shape.width, **at)))
         self.ties: tuple[tuple[str, str], ...] = (("head.weight", "embedding.weight"),) if shape.tied else ()
+        self.tied = shape.tied  # on whichever rank the two are
         self.block_call: Callable[..., Any] = call
+        self.stream_ranks = 1  # that have a part each of T of the hidden states between blocks
+        self.elsewhere: dict[str, Linear] = {}  # of blocks that other ranks hold, on the meta device, by name
         self.load: Tensor | None = None  # of the last forward pass, of the layers with experts: (L, 2, N)
         # Kept once a device, outside the parameters and buffers: computed on the host as the published models do (a
         # device's own pow differs in the last bit), and copying it every step would stop a graph capture.
@@ -230,18 +233,21 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, documents: Documents) -> Tensor:
         """tokens and positions (B, T) -> hidden states after the last norm (B, T, D)."""
-        x = self.embedding(tokens)
+        hidden: Tensor = self.norm(self.through(self.embedding(tokens), positions, documents, self.blocks.values()))
+        return hidden
+
+    def through(self, x: Tensor, positions: Tensor, documents: Documents, blocks: Iterable[nn.Module]) -> Tensor:
+        """Run hidden states x (B, T, D) through some of the blocks."""
         cos, sin = self.angles(positions, x.dtype)
         loads = []
-        for block in self.blocks.values():
+        for block in blocks:
             x = self.block_call(block, x, cos, sin, documents)
             if block.experts is not None:
                 x, load = x
                 loads.append(load)
         if loads:
             self.load = torch.stack(loads)
-        hidden: Tensor = self.norm(x)
-        return hidden
+        return x
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """positions (B, T) -> cos and sin (B, T, 1, E) of every angle, in float32 until the last cast."""

@@ -80,6 +80,8 @@ class HFModel(nn.Module):
         self._block_matrices = sum(p.numel() for p in matrices)
         self._query_width = sum(_query_widths(config, list(self.blocks.values())))
         self.ties = _ties(self)
+        self.tied = bool(self.ties)
+        self.elsewhere: dict[str, Linear] = {}
         self._buffers_on_host: dict[tuple[str, str], Tensor] = {}
 
     def _own_linears(self, block: nn.Module) -> None:

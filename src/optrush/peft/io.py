@@ -38,8 +38,9 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
 
 
 def adapters(model: Model) -> dict[str, LinearAdapter]:
-    """Return the adapters of a model by the canonical names of their linears."""
-    return {name: linear.adapter for name, linear in model.linears() if linear.adapter is not None}
+    """Return the adapters of a model, those on other ranks too, by the canonical names of their linears."""
+    linears = (*model.linears(), *model.elsewhere.items())
+    return {name: linear.adapter for name, linear in linears if linear.adapter is not None}
 
 
 def save_adapter(folder: Path, model: Model, recipe: WeightMap, trained: Mapping[str, Tensor], base: str) -> None:
@@ -66,7 +67,7 @@ def save_adapter(folder: Path, model: Model, recipe: WeightMap, trained: Mapping
             saved.add(last(module) if alone else module)
             rows = _stored_rows(recipe, parameter)
             found |= {key: trained[parameter][:rows].clone() for key in _whole(model, parameter, module)}
-    if model.ties and EMBEDDING in saved:
+    if model.tied and EMBEDDING in saved:
         saved.add(HEAD)
     config = {
         "base_model_name_or_path": base, "task_type": "SEQ_CLS" if model.head.scores else "CAUSAL_LM",
@@ -95,7 +96,7 @@ def _whole(model: Model, parameter: str, module: str) -> Iterator[str]:
     """Yield the names of a parameter trained whole: a tied weight has those of both modules."""
     kind = parameter.rpartition(".")[2]
     yield f"{module}.{kind}"
-    if model.ties and last(module) == EMBEDDING:
+    if model.tied and last(module) == EMBEDDING:
         yield f"{HEAD}.{kind}"
 
 

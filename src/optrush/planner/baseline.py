@@ -41,6 +41,12 @@ def book(techniques: Sequence[Technique], env: Environment, shape: ModelShape, p
     return ledger.apply_rules(plain, widths, changes, env.accumulation)
 
 
+def books(techniques: Sequence[Technique], env: Environment, shape: ModelShape, padding: float) -> list[Ledger]:
+    """Build the ledger of each rank of a pipeline as `book` does; one where there is none."""
+    ranks = range(env.axes.get("pp", 1))
+    return [book(techniques, dataclasses.replace(env, pp_rank=rank), shape, padding) for rank in ranks]
+
+
 @cache  # one for all sets of a search
 def entries(shape: ModelShape, T: int, *, native: bool, cuda: bool, padding: float = 0.0) -> tuple[Entry, ...]:
     """Build lines and work of float32 training with masked attention, whole logits and updates in a loop.

@@ -38,6 +38,7 @@ from optrush.techniques.offload_activations import OffloadActivations
 from optrush.techniques.packing import Packing
 from optrush.techniques.pad import Pad
 from optrush.techniques.paged_states import PagedStates
+from optrush.techniques.pipeline import Pipeline
 from optrush.techniques.recompute import Recompute
 from optrush.techniques.selective_recompute import SelectiveRecompute
 from optrush.techniques.sort_by_length import SortByLength
@@ -75,6 +76,7 @@ OWN: tuple[type[Technique], ...] = (
     UpdateInBackward,
     CudaGraphs,
     TensorParallel,
+    Pipeline,
     Ddp,
     Fsdp,
     Context,

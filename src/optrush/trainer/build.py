@@ -150,6 +150,8 @@ def _build(
     )  # fmt: skip
     for name in ("model", "peft", "split", "loss", "recompute", "compile", "shard"):
         stage(name)
+        if name == "peft":  # while every rank has the whole model: its cost deals rows to ranks
+            model.frozen_flops = frozen_flops(model)
         _other_model(trainer, prepared, name, objective is None)
     if growth is not None and training:
         refuse_frozen(model, recipe, growth)
@@ -266,7 +268,6 @@ def materialise(trainer: Trainer) -> None:
     trainer.weight_map.release()
     learned = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     trainer.trained = [TrainedParam(name, p, decays=p.dim() > 1) for name, p in learned]
-    model.frozen_flops = frozen_flops(model)
 
 
 def check_rounding(trainer: Trainer) -> None:
