@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from optrush.errors import NeedsError
 from optrush.resolve import resolve
 from optrush.technique import Part, refuse_unmet
-from optrush.techniques.neftune import Neftune
+from optrush.techniques.neftune import Neftune, _Noise
 from optrush.trainer.trainer import evaluate
 
 from trials import assembled, golden_run, micro, steps
@@ -70,3 +71,15 @@ def test_refused_beside(box, part):
     env = dataclasses.replace(resolve(golden_run(box)).env, claimed=frozenset({part}))
     with pytest.raises(NeedsError, match="neftune"):
         refuse_unmet(Neftune().needs(env))
+
+
+def test_ranks_that_share_tokens_add_their_parts():
+    """Together the noise of whole rows: what each would have drawn alone."""
+    rows = SimpleNamespace(ids=torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]]))
+    parts = []
+    for at, embedded in ((0, torch.zeros(1, 8, 4)), (0, torch.zeros(1, 4, 4)), (1, torch.zeros(1, 4, 4))):
+        noise = _Noise(5.0, at)
+        noise.enter(SimpleNamespace(training=True), (None, None, rows))
+        torch.manual_seed(3)
+        parts.append(noise.add(None, (), embedded))
+    assert parts[0].any() and torch.equal(parts[0], torch.cat(parts[1:], 1))

@@ -49,7 +49,7 @@ class Neftune(Technique):
             yield add(WorkItem("forward.noise", why, "token", values=3 * env.shape.width, role="wide"))
 
     def model(self, trainer: Trainer) -> int:
-        noise = _Noise(self.alpha)
+        noise = _Noise(self.alpha, trainer.world.at("tp"))
         trainer.model.register_forward_pre_hook(noise.enter)
         trainer.model.embedding.register_forward_hook(noise.add)
         return 1
@@ -60,14 +60,18 @@ class _Noise:
 
     documents: Documents
 
-    def __init__(self, alpha: float) -> None:
-        self.alpha, self.training = alpha, False
+    def __init__(self, alpha: float, at: int) -> None:
+        """at: this rank's place among those that may share the tokens of what they embed."""
+        self.alpha, self.at, self.training = alpha, at, False
 
     def enter(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
         self.documents, self.training = inputs[2], model.training
 
     def add(self, _: nn.Module, inputs: tuple[Any, ...], embedded: Tensor) -> Tensor | None:
-        """embedded (B, T, D) -> the same with noise, drawn in float32 from the generator that each step seeds."""
+        """embedded (B, T, D) -> the same with noise, drawn in float32 from the generator that each step seeds.
+
+        Of ranks that share tokens each draws the noise of whole rows, the same everywhere, and adds its part of T.
+        """
         import torch
 
         if not self.training:
@@ -75,5 +79,7 @@ class _Noise:
         ids = self.documents.ids.long()  # (B, T)
         tokens = torch.zeros_like(ids).scatter_add_(1, ids, torch.ones_like(ids)).gather(1, ids)
         size = self.alpha / (tokens * embedded.shape[-1]).float().sqrt()  # (B, T)
-        noise = torch.rand(embedded.shape, device=embedded.device) * 2 - 1
-        return embedded + (noise * size[..., None]).to(embedded.dtype)
+        noise = (torch.rand(*ids.shape, embedded.shape[-1], device=embedded.device) * 2 - 1) * size[..., None]
+        here = embedded.shape[1]
+        own = noise.narrow(1, self.at * here if here < ids.shape[1] else 0, here)
+        return embedded + own.to(embedded.dtype)
