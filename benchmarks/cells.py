@@ -117,13 +117,8 @@ TWO = {
     "8b lora fsdp, 2": Cell("llama-3.1-8b", 4096, 4, 1, {**FAST, **LORA, "fsdp": {}}, 2),
     "8b qlora fsdp, 2": Cell("llama-3.1-8b", 4096, 4, 1, {**FAST, **QLORA, "fsdp": {}}, 2),
     "70b qlora fsdp, 2, T=2048": Cell("llama-3.1-70b", 2048, 1, 1, {**FAST, **QLORA, "recompute": {}, "fsdp": {}}, 2),
-    "3b amp fsdp, 2, of 24 GB": Cell(
-        "llama-3.2-3b",
-        2048,
-        1,
-        8,
-        {"amp": {}, **NATIVE, "recompute": {}, "fsdp": {"sync": "each"}, "memory-cap": {"mib": 24064}},
-        2,
+    "3b bf16 fsdp, 2, of 24 GB": Cell(
+        "llama-3.2-3b", 2048, 1, 8, {"bf16": {}, **NATIVE, "recompute": {}, "fsdp": {}, "memory-cap": {"mib": 24064}}, 2
     ),
 }
 FOUR = {
@@ -164,7 +159,7 @@ EIGHT = {
         "qwen3-30b-a3b", 4096, 2, 1, {"bf16": {}, **NATIVE, "recompute": {}, "fsdp": {}}, 8
     ),
 }  # fmt: skip
-PLAIN = {"attention": {}, "fused-loss": {}, "fused-adamw": {}}
+PLAIN: dict[str, Any] = {"attention": {}, "fused-loss": {}, "fused-adamw": {}}
 ON_CPU = {
     "one process": Cell("tiny", 128, 2, 4, PLAIN),
     "ddp, 4": Cell("tiny", 128, 2, 1, {**PLAIN, "ddp": {}}, 4),
