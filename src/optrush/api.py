@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from optrush.config import Config, Sampling, parse_config, refuse_secrets
+from optrush.config import SECTIONS, Config, Sampling, parse_config, refuse_secrets
 from optrush.errors import ConfigError, ConflictError, DataError, NeedsError, UserError
 
 if TYPE_CHECKING:
@@ -140,9 +140,9 @@ def train(
     from optrush.trainer.run import RunRequest, run
 
     chosen = _with_rows(_config(config), rows, eval_rows)
-    if loss is not None and chosen.paired:
+    if loss is not None and chosen.objective in SECTIONS:
         asked = f"a loss of your own with `objective: {chosen.objective}`"
-        raise ConfigError(asked, "pairs, whose loss is the objective's", "take objective: sft or pretrain")
+        raise ConfigError(asked, "an objective with a loss of its own", "take objective: sft or pretrain")
     start: Literal["auto"] | Path | None = "auto" if resume == "auto" else None if resume is None else Path(resume)
     with distributed.leaving():
         return run(RunRequest(resolve(chosen), start, frozenset(allow_change), loss, tuple(callbacks)))
@@ -212,9 +212,9 @@ def evaluate(config: Configuration, *, model: str | Path | None = None, data: st
     from optrush.trainer.trainer import evaluate as measure
 
     chosen = _config(config)
-    if chosen.objective == "dpo":
-        do = "optrush eval CONFIG --model OUTPUT/model"
-        raise ConfigError("`evaluate` of `objective: dpo`", "pairs, which are measured against a second model", do)
+    if chosen.has_reference:
+        asked, found = f"`evaluate` of `objective: {chosen.objective}`", "answers, which a second model is compared on"
+        raise ConfigError(asked, found, "optrush eval CONFIG --model OUTPUT/model")
     file = None if data is None else str(data)
     if data is None and isinstance(chosen.data.eval, str):
         file = chosen.data.eval

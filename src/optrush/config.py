@@ -169,7 +169,8 @@ class Cleaning(StrictModel):
 
 Column = Literal[  # a key of a row or, as `messages[].key`, of its turns
     "text", "messages", "conversations", "instruction", "input", "output", "system", "prompt", "completion", "chosen",
-    "rejected", "tools", "role", "from", "content", "value", "reasoning_content", "tool_calls", "tool_call_id", "name",
+    "rejected", "label", "tools", "role", "from", "content", "value", "reasoning_content", "tool_calls",
+    "tool_call_id", "name",
     "weight", "train", "ignore",
 ]  # fmt: skip
 
@@ -254,6 +255,15 @@ class Dpo(StrictModel):
     reference: Literal["auto", "adapter", "precomputed"] = "auto"
 
 
+class Kto(StrictModel):
+    """Of `objective: kto`: the loss of a judged answer, and where its reference comes from (docs/kto.md)."""
+
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    desirable_weight: Annotated[float, Field(gt=0)] = 1.0  # of answers labelled true
+    undesirable_weight: Annotated[float, Field(gt=0)] = 1.0  # of answers labelled false
+    reference: Literal["auto", "adapter", "precomputed"] = "auto"
+
+
 class Orpo(StrictModel):
     """Of `objective: orpo`: the weight of the odds beside the chosen answer's own loss (docs/orpo.md)."""
 
@@ -267,9 +277,32 @@ class Simpo(StrictModel):
     gamma: Annotated[float, Field(ge=0)] = 1.0
 
 
-# Objectives with settings of their own, under their own name; these all learn from pairs.
-SECTIONS: dict[str, type[Dpo] | type[Orpo] | type[Simpo]] = {"dpo": Dpo, "orpo": Orpo, "simpo": Simpo}
-PAIRED = frozenset(SECTIONS)  # objectives whose rows are pairs of a chosen and a rejected answer
+class Reward(StrictModel):
+    """Of `objective: reward`: the margin of the chosen answer's score, and how scores are centered (docs/reward.md)."""
+
+    margin: Annotated[float, Field(ge=0)] = 0.0
+    center: Annotated[float, Field(ge=0)] = 0.0  # weight of the squared sum of both scores
+
+
+class Distill(StrictModel):
+    """Of `objective: distill`: the teacher, and how far from it the model is (docs/distill.md)."""
+
+    teacher: File | None = None  # a Hugging Face folder or hub id; required
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of its weights
+    divergence: Literal["forward", "reverse"] = "forward"  # of the teacher from the model, or of the model from it
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    alpha: Annotated[float, Field(ge=0, lt=1)] = 0.0  # share of the next-token loss
+    chunk: Annotated[int, Field(ge=1)] = 1024  # tokens whose logits are in memory at once
+
+
+# Objectives with settings of their own, under their own name.
+SECTIONS: dict[str, type[Dpo] | type[Kto] | type[Orpo] | type[Simpo] | type[Reward] | type[Distill]] = {
+    "dpo": Dpo, "kto": Kto, "orpo": Orpo, "simpo": Simpo, "reward": Reward, "distill": Distill,
+}  # fmt: skip
+# Objectives whose rows are pairs of a chosen and a rejected answer.
+PAIRED = frozenset({"dpo", "orpo", "simpo", "reward"})
+JUDGED = "kto"  # the objective whose rows are answers with a label
+COMPARED = PAIRED | {JUDGED}  # objectives whose samples are two documents
 
 
 def _short_tracker(value: object) -> object:
@@ -294,11 +327,14 @@ class Config(StrictModel):
     """Describe a run: what a YAML file holds (docs/contract.md)."""
 
     model: Annotated[Model, BeforeValidator(_short_model)]
-    objective: Literal["pretrain", "sft", "dpo", "orpo", "simpo"]
+    objective: Literal["pretrain", "sft", "dpo", "kto", "orpo", "simpo", "reward", "distill"]
     method: Literal["full", "lora", "qlora", "auto"] | None = None  # None: what `with` says
     dpo: Dpo | None = None  # None: its defaults, where the objective is of that name
+    kto: Kto | None = None
     orpo: Orpo | None = None
     simpo: Simpo | None = None
+    reward: Reward | None = None
+    distill: Distill | None = None
     data: Data
     batch: BatchSize = BatchSize()
     optim: Optim = Optim()
@@ -324,8 +360,36 @@ class Config(StrictModel):
 
     @property
     def paired(self) -> bool:
-        """Whether rows are pairs of a chosen and a rejected answer."""
-        return self.objective in PAIRED
+        """Whether a sample is two documents, whose likelihoods are compared."""
+        return self.objective in COMPARED
+
+    def of_teacher(self) -> Config | None:
+        """Return the configuration of the teacher as a model; None: there is no teacher."""
+        if self.distill is None or self.distill.teacher is None:
+            return None
+        model = Model(path=self.distill.teacher, dtype=self.distill.dtype)
+        return self.model_copy(update={"model": model})
+
+    @property
+    def scored(self) -> bool:
+        """Whether the model has a score in place of next tokens."""
+        return self.objective == "reward"
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the objective compares with the untrained model."""
+        return self.objective in ("dpo", JUDGED)
+
+    @property
+    def referenced(self) -> Dpo | Kto | None:
+        """Return the settings of such an objective, if they are there."""
+        return self.kto if self.objective == JUDGED else self.dpo
+
+    def with_reference(self, kind: str) -> Config:
+        """Return the configuration with its reference from there; without one as it is."""
+        settings = self.referenced
+        changed = settings and settings.model_copy(update={"reference": kind})
+        return self.model_copy(update={} if changed is None else {self.objective: changed})
 
     @property
     def unplanned(self) -> bool:
@@ -658,6 +722,8 @@ FOREIGN = {
     "lora_alpha": "with: {{lora: {{alpha: {}}}}}",
     "lora_dropout": "with: {{lora: {{dropout: {}}}}}",
     "lora_target_modules": "with: {{lora: {{targets: {}}}}}",
+    "loraplus_lr_ratio": "with: {{lora: {{lr_ratio: {}}}}}",
+    "neftune_noise_alpha": "with: {{neftune: {{alpha: {}}}}}",
     "gradient_checkpointing": "with: {{recompute: {{}}}}",
     "sample_packing": "with: {{packing: {{}}}}",
     "packing": "with: {{packing: {{}}}}",

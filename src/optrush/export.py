@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -36,7 +35,7 @@ from optrush.peft import io
 from optrush.restore import RebuiltModel, open_run, rebuild
 from optrush.tokenizer_files import copy_tokenizer
 from optrush.trainer import run_dir
-from optrush.trainer.distributed import agree, gathered, is_gathered
+from optrush.trainer.distributed import agree, from_first, from_stages, gathered, is_gathered
 from optrush.trainer.trainer import Trainer, exhausted
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -125,12 +124,15 @@ def _write_tokenizer(fresh: Path, trainer: Trainer, source: Path | None) -> None
 
 def trained_parameters(trainer: Trainer) -> dict[str, Tensor]:
     """Return the trained parameters by canonical name, whole, on the host of rank 0; every rank takes part."""
-    found: dict[str, Tensor] = {}
-    for t in trainer.trained:
-        values = gathered(t.parameter.detach())
-        if trainer.world.rank == 0:
-            found[t.name] = values.cpu()
-    return found
+    world = trainer.world
+
+    def own() -> Iterator[tuple[str, Tensor]]:
+        for t in trainer.trained:
+            if t.name not in trainer.counted_elsewhere:
+                values = gathered(t.parameter.detach())
+                yield t.name, values.cpu() if world.leads else values
+
+    return {name: t for name, t in from_stages(world, own()) if world.rank == 0}
 
 
 def write_generation(trainer: Trainer, fresh: Path, source: Path | None) -> None:
@@ -157,9 +159,12 @@ def published_tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
     """The published model's parameters by canonical name, whole and on the host of rank 0; on the others only the
     gathering happens. Adapters are merged in float32 and the sum is rounded; weights stored in another form are dense.
     """
-    model, first = trainer.model, not dist.is_initialized() or dist.get_rank() == 0
-    kept = model.embedding.weight
-    assert isinstance(kept, Tensor)
+    return from_stages(trainer.world, _published(trainer, _kept(trainer)))
+
+
+def _published(trainer: Trainer, kept: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield those of this rank's stage, whole and on the host of its first rank."""
+    model, first = trainer.model, trainer.world.leads
     changed = {name: m for name, m in model.linears() if m.quantized is not None or m.adapter is not None}
     for name, linear in changed.items():
         with _gathered(model, name):
@@ -168,11 +173,11 @@ def published_tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
             if linear.adapter is not None:
                 weight, bias = linear.adapter.merge(weight, bias)
             to = torch.device("cpu") if first else weight.device
-            yield f"{name}.weight", weight.detach().to(to, kept.dtype)
+            yield f"{name}.weight", weight.detach().to(to, kept)
             if bias is not None:
-                yield f"{name}.bias", bias.detach().to(to, kept.dtype)
+                yield f"{name}.bias", bias.detach().to(to, kept)
     for name, p in model.named_parameters():
-        if any(name.startswith(f"{owner}.") for owner in changed):
+        if any(name.startswith(f"{owner}.") for owner in changed) or name in trainer.counted_elsewhere:
             continue
         values = gathered(p.detach())
         yield name, values.cpu() if first else values
@@ -311,15 +316,23 @@ def trained(trainer: Trainer, texts: Sequence[Sequence[int]]) -> list[Tensor]:
         document = Document(np.array(ids, np.int32), np.arange(len(ids)) > 0)
         row = collate([[(0, document)]], len(ids), single=True, most=1).to(trainer.world.device)
         hidden = trainer.model(row.tokens, row.positions, row.documents)  # (1, T, D)
-        found.append(trainer.model.head.logits(hidden)[0].cpu())
+        logits = trainer.model.head.logits(hidden)[0]
+        found.append(logits[_last(trainer.model.head, ids)].cpu() if trainer.model.head.scores else logits.cpu())
     return found
 
 
+def _last(head: nn.Module, ids: Sequence[int]) -> slice:
+    """Return the place of a text's last token that is no padding."""
+    last = max(i for i, token in enumerate(ids) if token != head.pad)
+    return slice(last, last + 1)
+
+
 @torch.no_grad()
-def reloaded(folder: Path, texts: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
-    """Return the folder's logits as `trained` does, by transformers alone."""
-    model = load_plain(folder, torch.float32, device)
-    return [model(torch.tensor([list(ids)], device=device), use_cache=False).logits[0].float().cpu() for ids in texts]
+def reloaded(folder: Path, texts: Sequence[Sequence[int]], device: torch.device, scores: bool = False) -> list[Tensor]:
+    """Return the folder's logits as `trained` does, by transformers alone; of a reward model that of the last token."""
+    model = load_plain(folder, torch.float32, device, scores)
+    given = (torch.tensor([list(ids)], device=device) for ids in texts)
+    return [model(ids, use_cache=False).logits.float().cpu().flatten(0, -2) for ids in given]
 
 
 def compare(ours: Sequence[Tensor], theirs: Sequence[Tensor], texts: str, dtype: torch.dtype, exact: bool) -> Compared:
@@ -553,9 +566,11 @@ def _write_merged(found: RebuiltModel, fresh: Path, dtype: str | None, max_shard
 
 
 def _kept(trainer: Trainer) -> torch.dtype:
+    """Return the type of the embedding, which weights are published in; every rank calls it."""
     weight = trainer.model.embedding.weight
-    assert isinstance(weight, Tensor)
-    return weight.dtype
+    name = from_first("" if weight is None else str(weight.dtype))  # a stage of a pipeline may be without
+    dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
+    return dtype
 
 
 def _verify(found: RebuiltModel, fresh: Path, written: Mapping[str, str], kind: torch.dtype) -> Compared:
@@ -569,7 +584,7 @@ def _verify(found: RebuiltModel, fresh: Path, written: Mapping[str, str], kind: 
     ours = trained(trainer, texts)
     device = trainer.world.device
     trainer.model.to("meta")  # its memory is the reloaded model's now
-    theirs = reloaded(fresh, texts, device)
+    theirs = reloaded(fresh, texts, device, found.config.scored)
     compared = compare(ours, theirs, said, kind, exact)
     demand_sound(compared, fresh)
     return compared

@@ -24,7 +24,7 @@ from optrush.config import Config, Data, Model, Sampling
 from optrush.data import schema
 from optrush.data.chat_template import Template, Tokens, any_of, open_tokenizer, turn_ends
 from optrush.data.readers import read_rows
-from optrush.data.schema import Completion, Message, Pair, RowLocation, Text
+from optrush.data.schema import Completion, Message, RowLocation, Text, parts_of
 from optrush.errors import ConfigError, DataError, NeedsError, RunError, first_line
 from optrush.files import parse_json
 from optrush.models.hf import load_plain
@@ -403,7 +403,7 @@ def read_prompt(where: RowLocation, found: dict[str, Any], plain: bool) -> Promp
     """Return the prompt of a row; DataError if it has none."""
     found, answered = _completed(found, plain)
     row = schema.parse_row(where, found)
-    row = row.chosen if isinstance(row, Pair) else row
+    row = parts_of(row)[0]
     if isinstance(row, Text):
         return Prompt(where, row.text)
     if isinstance(row, Completion):

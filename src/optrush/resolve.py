@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from optrush import hardware
-from optrush.config import ADAPTER_LR, METHODS, SECTIONS, Config, Dpo, refuse_secrets, spelled_out, with_method
+from optrush.config import ADAPTER_LR, JUDGED, METHODS, SECTIONS, Config, Dpo, refuse_secrets, spelled_out, with_method
 from optrush.errors import ConfigError, NeedsError
 from optrush.hardware import Device
 from optrush.launch import launched
@@ -27,6 +27,8 @@ from optrush.technique import (
     Environment,
     ModelSpec,
     Part,
+    Requirement,
+    Teacher,
     Technique,
     in_order,
     instantiate,
@@ -51,6 +53,8 @@ class ResolvedConfig:
     hf: dict[str, Any]  # config.json as the config stage left it
     applied: tuple[Edit, ...]  # of the config stage
     growth: Growth | None = None  # of the vocabulary
+    scored: bool = False  # the model gets a score in place of next tokens
+    teacher: tuple[Path | None, dict[str, Any]] | None = None  # its folder and config.json
 
 
 def resolve(
@@ -106,21 +110,26 @@ def resolve(
     if config.model.dtype == "bfloat16" and device.kind == "cuda" and device.capability < (8, 0):
         found = f"{device.name}, capability {device.capability}, which has no such products"
         raise NeedsError("`model.dtype: bfloat16`", found, "leave it out, and take --with amp:dtype=fp16")
+    teacher = None if (of := config.of_teacher()) is None else locate(of, weights=here)
     env = Environment(
         device, ranks, config.batch.seq, rows, micro_rows, config.optim.clip, config.model.dtype, native,
         blocks=int(hf.get("num_hidden_layers") or hf.get("n_layer") or 0), vocab=int(hf.get("vocab_size") or 0),
         shape=shape, sdpa_obstacle=None if native else sdpa_obstacle(hf),
         spec=ModelSpec(grouped_heads=known is None or known.kv_heads < known.heads), paired=config.paired,
-        dpo=config.dpo, axes=axes,
+        reference=config.referenced.reference if config.referenced else None, axes=axes,
+        scored=config.scored, teacher=None if teacher is None else _sizes(config, teacher[1]),
     )  # fmt: skip
     if automatic:
         env = dataclasses.replace(env, micro_rows=choose_micro_batch(techniques, env, hf))
     env = settle(techniques, env, classes)
-    check_reference(env)
+    check_reference(env, config.objective)
+    check_teacher(env)
     if here:  # before hours of tokenising
         for technique in techniques:
             refuse_unmet(missing(technique))
-    return ResolvedConfig(_sized(config, env), techniques, env, folder, hf, tuple(edits), growth)
+    return ResolvedConfig(
+        _sized(config, env), techniques, env, folder, hf, tuple(edits), growth, config.scored, teacher
+    )
 
 
 def resized(prepared: ResolvedConfig, rows: int) -> ResolvedConfig:
@@ -182,8 +191,11 @@ def check_fields(config: Config) -> None:
     if len(given) != 1:
         found = " and ".join(f"`data.{g}`" for g in given) or "none of them"
         raise ConfigError("one of `data.path`, `data.sample`, `data.random`", found, "give exactly one")
+    if config.distill is not None and config.distill.teacher is None:
+        do = "name a Hugging Face folder or hub id: distill: {teacher: ...}"
+        raise ConfigError("`distill.teacher`", "none is named", do)
     if d.random is not None:
-        if config.objective != "pretrain":
+        if config.objective not in ("pretrain", "distill"):
             asked = f"`objective: {config.objective}` on `data.random`"
             raise ConfigError(asked, "random tokens", "objective: pretrain")
         if isinstance(d.eval, str):
@@ -214,6 +226,9 @@ def check_pairs(config: Config) -> None:
     if d.too_long in ("split", "truncate"):
         found = "pairs: answers that are cut were never compared"
         raise ConfigError(f"`data.too_long: {d.too_long}` with {asked}", found, "take data.too_long: error or drop")
+    if d.stream and config.objective == JUDGED:
+        found = "`data.stream`, whose rows are not read before step 0: none has the answer of another one"
+        raise ConfigError(f"`data.stream` with {asked}", found, "leave data.stream out")
     if d.train_on == "all":
         found = "pairs, whose prompt is the same on both sides and cancels out"
         raise ConfigError(f"`data.train_on: all` with {asked}", found, "take data.train_on: assistant or last")
@@ -222,16 +237,37 @@ def check_pairs(config: Config) -> None:
         raise ConfigError("`dpo.reference: precomputed`", found, "leave data.stream out, or take reference: adapter")
 
 
-def check_reference(env: Environment) -> None:
-    """Raise NeedsError if `dpo.reference: adapter` is set and the model before training cannot be restored."""
-    if env.dpo is None or env.dpo.reference != "adapter" or env.spec.adapters_removable:
+def _sizes(config: Config, hf: dict[str, Any]) -> Teacher:
+    """Return what the plan needs of a teacher."""
+    refuse_foreign(hf)
+    assert config.distill is not None
+    known = ModelShape.read(hf) if native_obstacle(hf) is None else None
+    return Teacher(known, 2 if config.distill.dtype == "bfloat16" else 4, config.distill.chunk)
+
+
+def check_teacher(env: Environment) -> None:
+    """Raise NeedsError for techniques that a teacher cannot run with."""
+    if env.teacher is None:
+        return
+    asked, do = "`objective: distill`, whose teacher sees whole rows on every rank", "leave that technique out"
+    found = "a technique that gives ranks parts of the rows, the model or its layers"
+    met = not {Part.CP, Part.TP, Part.PP} & env.claimed
+    refuse_unmet([Requirement(met, asked, found, do)])
+    found = "a technique that records the step, in which no teacher has been tried"
+    refuse_unmet([Requirement(Part.CAPTURE not in env.claimed, "`objective: distill`", found, do)])
+
+
+def check_reference(env: Environment, objective: str) -> None:
+    """Raise NeedsError if `reference: adapter` is set and the model before training cannot be restored."""
+    if env.reference != "adapter" or env.spec.adapters_removable:
         return
     found = "every weight is trained, and nothing keeps what it was"
-    do = "train an adapter (optrush techniques), or take dpo.reference: precomputed"
+    other = f"{objective}.reference: precomputed"
+    do = f"train an adapter (optrush techniques), or take {other}"
     if Part.TRAINED in env.claimed:
         found = "what is trained cannot be undone: whole weights are, or the adapter began from a folder (save, init)"
-        do = "leave save and init out, or take dpo.reference: precomputed"
-    raise NeedsError("`dpo.reference: adapter`", found, do)
+        do = f"leave save and init out, or take {other}"
+    raise NeedsError(f"`{objective}.reference: adapter`", found, do)
 
 
 def without_adapters(config: Config, classes: Sequence[type[Technique]] = ALL) -> tuple[Config, list[str]]:
@@ -243,5 +279,4 @@ def without_adapters(config: Config, classes: Sequence[type[Technique]] = ALL) -
     config = spelled_out(config)
     gone = [c.name for c in classes if Part.TRAINED in c.claims | c.wants and c.name in config.with_]
     kept = {name: options for name, options in config.with_.items() if name not in gone}
-    settings = config.dpo and config.dpo.model_copy(update={"reference": "auto"})
-    return config.model_copy(update={"with_": kept, "dpo": settings, "method": None}), gone
+    return config.with_reference("auto").model_copy(update={"with_": kept, "method": None}), gone

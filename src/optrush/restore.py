@@ -7,7 +7,7 @@ that a machine which could not have trained the model can still export it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from optrush.config import SECTIONS, BatchSize, Config, Data, current_techniques, parse_config
@@ -99,7 +99,7 @@ def rebuild(place: Path, checkpoint_name: str | None = None) -> RebuiltModel:
     """
     folder, config = open_run(place)
     checkpoint, passed = choose_checkpoint(folder, checkpoint_name)
-    prepared = resolve(_bare(config), ranks=1)
+    prepared = replace(resolve(_bare(config), ranks=1), scored=config.scored)
     trainer = build(prepared, training=False)
     _same(checkpoint, trainer)
     load_parameters(trainer, checkpoint)
@@ -116,7 +116,8 @@ def _bare(config: Config) -> Config:
         if edits or Part.WEIGHTS in t.claims:
             with_[t.name] = dict(config.with_[t.name])
     for t in built if any(Part.TRAINED in t.claims for t in built) else ():
-        if Part.TRAINED in t.claims:  # the checkpoint has what adapters began with, and what became of it
+        if Part.TRAINED in t.claims and not t.splits_base:
+            # The checkpoint has what adapters began with, and what became of it.
             with_[t.name].pop("init", None)
         elif Part.PRECISION in t.claims and t.name not in with_:  # the type, and nothing of how activations flow
             with_[t.name] = {key: value for key, value in config.with_[t.name].items() if key == "dtype"}

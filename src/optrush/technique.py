@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_type_hints
 
 import optrush
-from optrush.config import Config, Dpo, foreign_spelling, nearest, refuse_renamed
+from optrush.config import Config, foreign_spelling, nearest, refuse_renamed
 from optrush.errors import ConfigError, ConflictError, NeedsError
 from optrush.hardware import CPU, Device
 from optrush.planner.ledger import Rule
@@ -127,6 +127,15 @@ class ModelSpec:
 
 
 @dataclass(frozen=True)
+class Teacher:
+    """The model whose logits another one learns from."""
+
+    shape: ModelShape | None  # of a family of our own decoder
+    width_bytes: int  # of a weight
+    chunk: int  # tokens whose logits are in memory at once
+
+
+@dataclass(frozen=True)
 class Environment:
     """Hold what techniques may read before anything is built: owners and sizes, never names of techniques."""
 
@@ -144,12 +153,15 @@ class Environment:
     shape: ModelShape | None = None  # of a model of our own decoder
     sdpa_obstacle: str | None = None  # why a model through transformers cannot run sdpa
     paired: bool = False  # the objective compares pairs: rows of two documents, losses token by token
-    dpo: Dpo | None = None  # of an objective that compares with the untrained model, the reference
+    teacher: Teacher | None = None  # of an objective that learns from another model's logits
+    scored: bool = False  # the head gives a score in place of next tokens
+    reference: str | None = None  # where an objective that compares with the untrained model has that from
     spec: ModelSpec = ModelSpec()
     scarce: bool = False  # nothing that a search always tries fits
     reach: float = 1.0  # a token's document as a share of T, on average: known to the plan, which estimates it
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # ranks of each axis but "dp", which has the rest
     sharded: frozenset[str] = frozenset()  # axes over which matrices are cut
+    pp_rank: int = 0  # the place on "pp" that a prediction is for
 
     # What several techniques need of the environment.
 
@@ -272,6 +284,7 @@ class Technique:
     shards: ClassVar[frozenset[str]] = frozenset()  # axes of the mesh over which it cuts matrices
     searched: ClassVar[bool] = True  # False: the user decides, and a search neither adds nor removes the technique
     last_resort: ClassVar[bool] = False  # a search tries it where nothing else fits
+    splits_base: bool = False  # what it freezes is not the published weights: a rebuilt model needs `init` again
     sample: ClassVar[Mapping[str, Any]] = {}  # options for a description, where the defaults alone are refused
 
     def __init_subclass__(cls) -> None:

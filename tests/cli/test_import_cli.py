@@ -96,6 +96,12 @@ def test_axolotl(here: Path) -> None:
         ({"lora_target_linear": None, "lora_target_modules": ["q_proj"]}, ("with", "lora", "targets"), ["q_proj"]),
         ({"rl": "ipo", "datasets": [{"path": "p.jsonl", "type": "chatml.intel"}]}, ("dpo", "loss"), "ipo"),
         ({"rl": "dpo", "datasets": [{"path": "p.jsonl", "type": "chatml.ultra"}]}, ("batch", "seq"), 512),
+        ({"rl": "kto", "datasets": [{"path": "p.jsonl", "type": "chatml.argilla"}], "rl_beta": 1,
+          "kto_undesirable_weight": 0.2}, ("kto",), {"beta": 1.0, "undesirable_weight": 0.2}),
+        ({"reward_model": True, "center_rewards_coefficient": 0.01,
+          "datasets": [{"path": "p.jsonl", "type": "bradley_terry.chat_template"}]}, ("reward",), {"center": 0.01}),
+        ({"rl": "simpo", "rl_beta": 3, "datasets": [{"path": "p.jsonl", "type": "chatml.ultra"}]},
+         ("simpo", "beta"), 3.0),
         ({"datasets": [{"path": "t.txt", "type": "completion"}]}, ("data", "too_long"), "split"),
         ({"datasets": [{"path": "a/b", "type": "sharegpt"}]}, ("data", "path"), "hub:a/b"),
         ({"datasets": [{"path": "json", "data_files": "x.jsonl", "type": "alpaca"}]}, ("data", "path"), "x.jsonl"),
@@ -107,6 +113,10 @@ def test_axolotl(here: Path) -> None:
         ({"warmup_steps": 20}, ("optim", "warmup"), 20.0),
         ({"train_on_inputs": True}, ("data", "train_on"), "all"),
         ({"fp16": True}, ("with", "amp"), {"dtype": "fp16"}),
+        ({"neftune_noise_alpha": 5}, ("with", "neftune"), {"alpha": 5.0}),
+        ({"loraplus_lr_ratio": 16, "loraplus_lr_embedding": 1e-6}, ("with", "lora", "lr_ratio"), 16.0),
+        ({"adapter": "lora", "load_in_4bit": None, "peft_init_lora_weights": "pissa_niter_4"},
+         ("with", "lora", "init"), "pissa_niter_4"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) and value else "",
 )  # fmt: skip
@@ -121,6 +131,9 @@ def test_llama_factory(here: Path) -> None:
     """Names of data sets are looked up in the list that they are from."""
     Path("lists").mkdir()
     Path("lists/dataset_info.json").write_text(json.dumps(LISTED))
+    pissa = {**FACTORY, "quantization_bit": None, "pissa_init": True, "pissa_convert": True}
+    for more, init in (({}, "pissa_niter_16"), ({"pissa_iter": -1}, "pissa")):
+        assert translated("p.yaml", {**pissa, **more})["with"]["lora"]["init"] == init
     found = translated("f.yaml", FACTORY)
     assert found["data"] == {
         "path": ["lists/dishes.json", "hub:some/pairs"], "too_long": "truncate", "most_truncated": 1.0,
@@ -155,6 +168,32 @@ def test_trl_dpo(here: Path) -> None:
     assert found["with"] == {"pad": {}, "attention": {"impl": "sdpa"}}
 
 
+def test_trl_kto(here: Path) -> None:
+    """Each answer has a mismatched one in its row."""
+    given = {**DPO, "loss_type": "kto", "undesirable_weight": 2.0}
+    found = translated("k.json", json.dumps(given), tool="trl-kto")
+    assert found["objective"] == "kto" and found["kto"] == {"beta": 0.2, "undesirable_weight": 2.0}
+    assert found["data"]["too_long"] == "drop" and found["batch"]["seq"] == 128
+
+
+def test_trl_reward(here: Path) -> None:
+    given = {k: v for k, v in DPO.items() if k not in ("beta", "loss_type")} | {"center_rewards_coefficient": 0.01}
+    found = translated("r.json", json.dumps(given))
+    assert found["objective"] == "reward" and found["reward"] == {"center": 0.01} and found["batch"]["seq"] == 128
+
+
+def test_trl_gkd(here: Path) -> None:
+    """Distillation on rows; what generates while it trains is refused."""
+    given = {k: v for k, v in DPO.items() if k not in ("beta", "loss_type")}
+    given |= {"teacher_model_name_or_path": "tiny", "lmbda": 0.0, "beta": 1.0, "assistant_only_loss": True}
+    found = translated("g.json", json.dumps(given))
+    assert found["objective"] == "distill" and found["batch"]["seq"] == 64
+    assert found["distill"] == {"teacher": "tiny", "temperature": 0.9, "divergence": "reverse"}
+    for key in ("lmbda", "beta"):
+        with pytest.raises(ConfigError, match=f"`{key}`"):
+            translated("h.json", json.dumps({k: v for k, v in given.items() if k != key}), tool="trl-gkd")
+
+
 def test_arguments_of_a_script(here: Path) -> None:
     found = translated("run.sh", SCRIPT)
     assert found["data"] == {
@@ -168,7 +207,7 @@ def test_arguments_of_a_script(here: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"unheard_of": 1}, "unheard_of"), ({"rl": "grpo"}, "rl"), ({"rl": "kto"}, "objective"),
+        ({"unheard_of": 1}, "unheard_of"), ({"rl": "grpo"}, "rl"),
         ({"lr_scheduler": "rex"}, "lr_scheduler"), ({"optimizer": "lion_8bit"}, "optimizer"),
         ({"unfrozen_parameters": ["a"]}, "unfrozen_parameters"),
         ({"processor_type": "AutoProcessor"}, "processor_type"),

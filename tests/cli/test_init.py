@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from optrush import hardware
-from optrush.config import Config, parse_config, parse_yaml
+from optrush.config import SECTIONS, Config, parse_config, parse_yaml
+from optrush.errors import ConfigError
 from optrush.planner import init_config, search
 from optrush.planner.init_config import InitRequest, compose
 from optrush.resolve import resolve
@@ -74,6 +75,20 @@ def test_a_file_of_conversations(call: Call, here: Path) -> None:
     assert (config.data.path, config.data.eval, config.output, config.objective) == ("chat.jsonl", 0.1, "there", "sft")
     trained = call("train", "mine.yaml", "--set", "train.epochs=0.3")
     assert trained.code == 0, trained.err
+
+
+@pytest.mark.parametrize("objective", SECTIONS)
+def test_every_objective(here: Path, objective: str) -> None:
+    """Its settings are in the text, and its rows are explained."""
+    teacher = "tiny" if objective == "distill" else None
+    begun = compose(InitRequest("tiny", objective, "sample:recipes", "new", teacher=teacher), "new.yaml")
+    assert begun.config.objective == objective and getattr(begun.config, objective) is not None
+    assert f"\n{objective}: {{" in begun.text and '{"prompt": ' in begun.text
+    assert begun.config.data.too_long == ("drop" if teacher is None else "split")
+    for other in (InitRequest("tiny", "distill", "sample:recipes", "new"),
+                  InitRequest("tiny", "sft", "sample:recipes", "new", teacher="tiny")):  # fmt: skip
+        with pytest.raises(ConfigError, match="teacher"):
+            compose(other, "new.yaml")
 
 
 def test_the_objective_is_suggested_by_the_rows(call: Call, here: Path) -> None:

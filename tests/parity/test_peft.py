@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from optrush import config
+from optrush.errors import NeedsError
 from optrush.export import write_model
 from optrush.peft import io
 from optrush.peft.adapter import outside
@@ -319,3 +320,70 @@ def test_dora_begins_with_the_lengths_of_the_rows(folders, tmp_path):
     assert len(wanted) == 6
     for name, p in wanted.items():
         torch.testing.assert_close(found[name], p.detach())
+
+
+# Adapters that begin as a part of the weights.
+
+
+@pytest.mark.parametrize(
+    ("family", "implementation", "init", "more"),
+    [
+        ("llama", "native", "pissa", {}),
+        ("qwen2", "native", "pissa", {"rslora": True, "targets": ["q_proj", "v_proj", "up_proj"]}),
+        ("llama-tied", "transformers", "pissa", {}),
+        ("llama", "native", "pissa_niter_4", {}),
+        ("llama", "native", "olora", {}),
+    ],
+)  # fmt: skip
+def test_split_weights(folders, tmp_path, family, implementation, init, more):
+    """Base and adapter are PEFT's; what a run leaves adds up to what was trained, on the published base."""
+    folder = folders(family)
+    targets = more.get("targets", EVERY)
+    options = LoraConfig(
+        r=R, lora_alpha=ALPHA, target_modules=targets, init_lora_weights=init, use_rslora="rslora" in more
+    )
+    base = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    untrained = logits_of(base, BATCH).detach()
+    peft = get_peft_model(base, options).train()
+    init_option = {"init": {"init": init, **more}}
+    text = ("all", f"model.implementation={implementation}")
+    job = assembled(run(folder, tmp_path / "run", *text, **init_option))
+    assert job.adapters_disabled is None
+    assert apart(ours_of(job, BATCH)[REAL], untrained[REAL]) < 1e-5, "it begins as the model itself"
+    pieces = dict(
+        part for n, p in job.model.named_parameters() if n in job.weight_map.entries
+        for part in job.weight_map.split(n, p.detach())
+    )  # fmt: skip
+    parts = {n.removeprefix(io.PREFIX).replace(".base_layer", ""): p for n, p in peft.named_parameters()}
+    if "niter" not in init:  # another random subspace
+        for name in (n for n in parts if "lora" not in n):
+            torch.testing.assert_close(pieces[name], parts[name], atol=2e-6, rtol=0)
+        assert answered(job, BATCH)[0] == pytest.approx(asked(peft, BATCH)[0], rel=3e-7)
+    for a in (p for p in io.adapters(job.model).values() if init == "pissa"):
+        whole = dict(a.published({n: p.detach() for n, p in a.named_parameters()}))
+        for key in (k for k in whole if "lora_A" in k):
+            b = key.replace("lora_A", "lora_B")
+            want = parts[b.replace(".weight", ".default.weight")] @ parts[key.replace(".weight", ".default.weight")]
+            torch.testing.assert_close(whole[b] @ whole[key], want, atol=2e-6, rtol=0)
+    with torch.no_grad():
+        for t in job.trained:
+            t.local.mul_(1.1)
+        job.model.eval()
+        ours = ours_of(job, BATCH)
+        assert apart(ours[REAL], untrained[REAL]) > 1e-3, "it has learnt something"
+        (tmp_path / "run.yaml").write_text(config.dump_config(job.config))
+        model = write_model(job, tmp_path, 2, folder)
+        read = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter").eval()
+        merged = AutoModelForCausalLM.from_pretrained(model).eval()
+        assert apart(logits_of(read, BATCH)[REAL], ours[REAL]) < 1e-5
+        assert apart(logits_of(merged, BATCH)[REAL], ours[REAL]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [({"rank": 33}, "of rank 33"), ({"dora": True}, "dora: true"), ({"beside": {"nf4": {}}}, "4 or 8 bits")],
+)
+def test_split_weights_refused(folders, tmp_path, options, found):
+    beside = options.pop("beside", {})
+    with pytest.raises(NeedsError, match=found):
+        assembled(run(folders("llama"), tmp_path, "all", init={"init": "pissa", **options}, **beside))

@@ -32,5 +32,15 @@ def fresh() -> Iterator[None]:
 @pytest.fixture
 def traced(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile makes the same graphs, and writes no code for them, which takes most of its time."""
+    _compiler(monkeypatch, "aot_eager")
+
+
+@pytest.fixture
+def partitioned(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `traced`, and the same tensors are kept for the backward pass."""
+    _compiler(monkeypatch, "aot_eager_decomp_partition")
+
+
+def _compiler(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, options=None, **kwargs: real(f, backend="aot_eager", **kwargs))
+    monkeypatch.setattr(torch, "compile", lambda f, options=None, **kwargs: real(f, backend=backend, **kwargs))

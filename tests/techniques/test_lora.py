@@ -25,11 +25,13 @@ from optrush.models.weights import Memory, WeightMap, native_entries
 from optrush.peft import io
 from optrush.planner import baseline, search
 from optrush.resolve import resolve
+from optrush.restore import rebuild
 from optrush.technique import instantiate
 from optrush.techniques import ALL
 from optrush.techniques.lora import Lora
 from optrush.techniques.offload_activations import OffloadActivations
 from optrush.trainer import checkpoint
+from optrush.trainer import run as fit
 from optrush.trainer.trainer import evaluate
 
 import memory
@@ -510,3 +512,42 @@ def test_evaluation_sees_adapters(box):
     with job.adapters_disabled():
         before = evaluate(job)
     assert evaluate(job) != before
+
+
+# B at a rate of its own, and weights that are split.
+
+
+@pytest.mark.parametrize("optimizer", [{}, {"fused_adamw": {}}], ids=str)
+def test_b_steps_faster(box, optimizer):
+    """torch's AdamW with two groups, on the gradients of each step."""
+    ratio = 16.0
+    job = learning(box, lora={**SOME, "lr_ratio": ratio}, sets=["optim.clip=null"], **optimizer)
+    o = job.config.optim
+    copies = [torch.nn.Parameter(t.local.clone()) for t in job.trained]
+    fast = [t.name.endswith(".b") for t in job.trained]
+    groups = [{"params": [c for c, f in zip(copies, fast) if f is faster], "lr": 0.0} for faster in (False, True)]
+    other = torch.optim.AdamW(groups, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
+    for n in range(1, 4):
+        batches = next(job.batches)
+        job.set_step(n)
+        job.forward_backward(batches, job.all_reduce_int(sum(b.n_terms for b in batches)))
+        for c, t in zip(copies, job.trained, strict=True):
+            c.grad = t.grad.clone()
+        for group, times in zip(other.param_groups, (1, ratio), strict=True):
+            group["lr"] = job.lr.item() * times
+        job.optimizer_step()
+        other.step()
+    for c, t in zip(copies, job.trained, strict=True):
+        torch.testing.assert_close(t.local, c.detach(), atol=1e-7, rtol=1e-5)
+    assert {t.name for t in job.trained} == job.optimizer.state().keys()
+
+
+def test_split_weights_are_rebuilt(box, tmp_path):
+    """A checkpoint has the adapters alone: a run that resumes, and an export, split the base again."""
+    config = golden_run(box, packed=True, sets=["train.save_every=1"], lora={**SOME, "init": "pissa"})
+    assert fit.run(fit.RunRequest(resolve(config))).code == 0
+    rebuilt = rebuild(Path(config.output)).trainer
+    job = assembled(config)
+    list(steps(job))
+    for (name, ours), (_, theirs) in zip(job.model.named_parameters(), rebuilt.model.named_parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, msg=name)

@@ -380,7 +380,7 @@ def test_what_does_not_go_with_it(box, here):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("beside", [{}, {"recompute": {}}, {"selective_recompute": {}}], ids=str)
-def test_compiled_blocks(box, here, beside):
+def test_compiled_blocks(box, here, beside, partitioned):
     """What a graph saves passes the hooks; with the same figures as compiled without."""
     torch._dynamo.reset()
     base = trained(box, here, 2, compile={}, attention={}, **beside)

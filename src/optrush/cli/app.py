@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from optrush import __version__
-from optrush.cli import bench, chat, data, import_config, plan, setup, train
+from optrush.cli import bench, chat, data, import_config, launch, plan, setup, train
 from optrush.console import LOST, shown
 from optrush.errors import ConfigError, RunError, UserError
 from optrush.launch import TRACKER_THREAD
@@ -46,6 +46,7 @@ app.command()(plan.plan)
 app.command("import")(import_config.import_command)
 app.command("train")(train.train_command)
 app.command("eval")(train.eval_command)
+app.command()(launch.launch)
 app.command()(bench.bench)
 app.command()(plan.calibrate)
 app.command()(bench.report)

@@ -35,7 +35,9 @@ from optrush.cli.import_keys import (
     ToolName,
 )
 from optrush.config import (
-    PAIRED,
+    COMPARED,
+    JUDGED,
+    SECTIONS,
     Config,
     Model,
     Origin,
@@ -68,8 +70,9 @@ def import_command(
 ) -> None:
     """Translate another trainer's configuration.
 
-    FILE is of axolotl, LLaMA-Factory or TRL (SFT and DPO), or holds the command line of a train.py with the arguments
-    of transformers. Each key is mapped, or has no effect here and is listed, or is refused by name (exit code 2).
+    FILE is of axolotl, LLaMA-Factory or TRL (SFT, DPO, KTO, reward models), or holds the command line of a train.py
+    with the arguments of transformers. Each key is mapped, or has no effect here and is listed, or is refused by name
+    (exit code 2).
     """
     if out is not None and out.exists():
         raise ConfigError(f"--out {out}", "it exists", "name another file, or remove it")
@@ -164,7 +167,9 @@ def _arguments(text: str, file: Path) -> tuple[dict[str, Any], Mapping[Any, int]
         words = shlex.split(commands[-1], comments=True) if commands else []
     except ValueError as error:
         raise ConfigError(f"{file}", f"no command line: {error}", "mend its quotes") from None
-    at = next((n for n, word in enumerate(words) if word.endswith(".py") or word in ("sft", "dpo")), -1)
+    at = next(
+        (n for n, word in enumerate(words) if word.endswith(".py") or word in ("sft", "dpo", "kto", "reward")), -1
+    )
     given: dict[str, Any] = {"@script": Path(words[at]).name if at >= 0 else ""}
     launcher = dict(_pairs(words[: max(at, 0)]))
     for name in ("num_processes", "nproc_per_node"):
@@ -201,6 +206,12 @@ def _recognised(given: Mapping[str, Any], file: Path) -> ToolName:
         return "axolotl"
     if keys & {"stage", "finetuning_type", "cutoff_len", "template"}:
         return "llama-factory"
+    if re.fullmatch(r"kto(\.py)?", script) or (not script and keys & {"desirable_weight", "undesirable_weight"}):
+        return "trl-kto"
+    if re.fullmatch(r"gkd(\.py)?", script) or (not script and keys & {"lmbda", "seq_kd"}):
+        return "trl-gkd"
+    if re.fullmatch(r"reward(_modeling)?(\.py)?", script) or (not script and "center_rewards_coefficient" in keys):
+        return "trl-reward"
     if re.fullmatch(r"dpo(\.py)?", script) or (
         not script and keys & {"beta", "precompute_ref_log_probs", "f_divergence_type"}
     ):
@@ -312,7 +323,7 @@ class _Composer:
         self._cadences(tree)
         self._techniques(tree)
         tree["with"] = self.with_
-        order = ("model", "objective", "dpo", "data", "batch", "optim", "train", "seed", "output", "with")
+        order = ("model", "objective", *SECTIONS, "data", "batch", "optim", "train", "seed", "output", "with")
         return {
             key: tree[key] for key in (*order, *(k for k in tree if k not in order)) if tree.get(key) not in ({}, None)
         }
@@ -480,9 +491,7 @@ class _Composer:
             entry = table[name]
             for column, theirs in (entry.get("columns") or {}).items():
                 if column not in FACTORY_COLUMNS and column != "history":
-                    raise self.refuse(
-                        "dataset", f"{name} has {column}", "train on text, without images, audio and labels"
-                    )
+                    raise self.refuse("dataset", f"{name} has {column}", "train on text, without images and audio")
                 ours = FACTORY_COLUMNS.get(column, "ignore")
                 if entry.get("ranking") and column == "messages":
                     ours = "prompt"
@@ -503,8 +512,11 @@ class _Composer:
         named, known = self.get("@objective"), get_args(Config.model_fields["objective"].annotation)
         loss = self.get("@loss")
         loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
-        if self.tool == "trl-dpo":
-            named = "dpo"
+        if self.tool in ("trl-dpo", "trl-kto", "trl-reward"):
+            named = self.tool.removeprefix("trl-")
+        if self.tool == "trl-gkd":
+            named = "distill"
+            self._distill(tree["distill"])
         if named == "ipo":
             named, loss = "dpo", "ipo"
         if loss in ("orpo", "simpo"):
@@ -519,16 +531,29 @@ class _Composer:
             tree.setdefault("dpo", {})["loss"] = loss
         objective = tree["objective"]
         if objective != "dpo" and "dpo" in tree:
-            del tree["dpo"]
-            self.notes.append("arguments of preferences: no effect without pairs")
+            beta = tree.pop("dpo").get("beta")
+            if objective in SECTIONS and beta is not None:
+                tree.setdefault(objective, {})["beta"] = beta
+            else:
+                self.notes.append("arguments of preferences: no effect without pairs")
+        own = {
+            "kto": ("@kto.desirable_weight", "@kto.undesirable_weight"),
+            "simpo": ("@gamma",),
+            "reward": ("@center",),
+        }
+        for place in own.get(objective, ()):
+            if self.get(place) is not None:
+                tree.setdefault(objective, {})[place.removeprefix("@kto.").removeprefix("@")] = float(self.get(place))
+        if objective in SECTIONS and objective in tree:
+            tree[objective] = {k: float(v) if isinstance(v, int) else v for k, v in tree[objective].items()}
         if objective == "pretrain":
             tree["data"].pop("train_on", None)
             tree["data"]["too_long"] = "split"
-        elif objective in PAIRED:
+        elif objective in COMPARED:
             tree["data"].pop("train_on", None)
             tree["data"]["too_long"] = "drop"
-            self.notes.append("pairs that are too long are left out whole, where other trainers cut them")
-        elif self.tool in ("trl-sft", "train.py") and "train_on" not in tree["data"]:
+            self.notes.append("answers that are too long are left out whole, where other trainers cut them")
+        elif self.tool in ("trl-sft", "trl-gkd", "train.py") and "train_on" not in tree["data"]:
             if self.get("@answers"):
                 tree["data"]["train_on"] = "assistant"
             else:
@@ -540,14 +565,26 @@ class _Composer:
         if tree["data"].get("too_long") == "truncate":
             tree["data"]["most_truncated"] = 1.0
 
+    def _distill(self, distill: dict[str, Any]) -> None:
+        """Refuse what a teacher does elsewhere and not here."""
+        if self.get("@lmbda"):
+            found = f"{self.get('@lmbda')}: that share of the answers is generated while training (0.5 where unsaid)"
+            raise self.refuse("lmbda", found, "lmbda: 0 learns from the rows")
+        if distill["divergence"] == "@middle":
+            raise self.refuse("beta", "0.5 where unsaid: between both divergences", "beta: 0 (forward) or 1 (reverse)")
+        distill["temperature"] = float(distill["temperature"])
+        if distill["temperature"] != 1:
+            self.notes.append("temperature: the loss is multiplied by its square here, as in its source")
+
     def _batch(self, tree: dict[str, Any]) -> None:
         rows, times = int(self.get("@rows")), int(self.get("@accumulate", 1))
         if (total := self.get("@all_rows")) is not None:
             times = max(1, int(total) // rows)
         seq = int(tree["batch"]["seq"])
-        if tree["objective"] in PAIRED:
+        if tree["objective"] in COMPARED:
             seq *= 2
-            self.notes.append(f"batch.seq: {seq}, for both answers of a pair lie in one row")
+            both = "an answer and a mismatched one" if tree["objective"] == JUDGED else "both answers of a pair"
+            self.notes.append(f"batch.seq: {seq}, for {both} lie in one row")
         tree["batch"] = {"seq": seq, "tokens": rows * times * seq * self.ranks, "micro_tokens": rows * seq}
 
     def _optim(self, tree: dict[str, Any]) -> None:
@@ -612,6 +649,8 @@ class _Composer:
             self.with_["pad"] = {}
         if self.with_.get("attention", {}).get("impl") == "varlen" and not self.with_.keys() & {"amp", "bf16"}:
             self.with_["attention"] = {"impl": "sdpa"}
+        if self.get("@neftune"):
+            self.with_["neftune"] = {"alpha": float(self.get("@neftune"))}
         if int(self.get("@workers") or 0) > 0:
             self.with_["loader"] = {"workers": int(self.get("@workers"))}
         for name in ("fraction", "mib"):
@@ -655,9 +694,14 @@ class _Composer:
             "rank": rank, "alpha": float(lora("@lora.alpha", 2 * rank)), "dropout": float(lora("@lora.dropout", 0)),
             "targets": found,
         }  # fmt: skip
-        for name in ("rslora", "dora", "save", "init"):
+        for name in ("rslora", "dora", "save", "init", "lr_ratio"):
             if lora(f"@lora.{name}"):
                 options[name] = lora(f"@lora.{name}")
+        if "lr_ratio" in options:
+            options["lr_ratio"] = float(options["lr_ratio"])
+        if self.get("@pissa"):
+            turns = int(self.get("@pissa_iter", 16))  # LLaMA-Factory's default; below 0: exact
+            options["init"] = f"pissa_niter_{turns}" if turns >= 0 else "pissa"
         if isinstance(options.get("save"), str):
             options["save"] = [s.strip() for s in options["save"].split(",")]
         self.with_["lora"] = options

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-ToolName = Literal["axolotl", "llama-factory", "trl-sft", "trl-dpo", "train.py"]
+ToolName = Literal["axolotl", "llama-factory", "trl-sft", "trl-dpo", "trl-kto", "trl-reward", "trl-gkd", "train.py"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,10 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     **{name: {"fused-adamw": {}, "paged-states": {}} for name in ("paged_adamw_32bit", "paged_adamw")},
     "adamw_torch_4bit": {"adam4bit": {}}, "muon": {"muon": {}},
 }  # fmt: skip
+FIRST: dict[Any, Any] = {
+    True: None,
+    **{name: name for name in ("pissa", "olora", *(f"pissa_niter_{n}" for n in range(1, 100)))},
+}
 FLASH: dict[str, Any] = {"attention": {"impl": "varlen"}}
 SDPA: dict[str, Any] = {"attention": {"impl": "sdpa"}}
 ATTENTION: dict[str, dict[str, Any]] = {
@@ -104,7 +108,7 @@ TRAINER: Table = {
     "do_predict": only(*OFF, do="optrush eval"),
     "predict_with_generate": only(*OFF, do="optrush generate answers a file of prompts"),
     "resume_from_checkpoint": only(*OFF, "auto", do="leave it out, and run: optrush train --resume auto"),
-    "neftune_noise_alpha": only(0, do=LEAVE), "label_smoothing_factor": only(0, 0.0, do=LEAVE),
+    "neftune_noise_alpha": to("@neftune"), "label_smoothing_factor": only(0, 0.0, do=LEAVE),
     "push_to_hub": idle("optrush export RUN --push ORG/NAME does so afterwards"),
     "fp8": to("@with", {True: {"fp8": {}}, False: {}}),
     "early_stopping_patience": only(do="leave it out: `train.best` keeps the best checkpoint"),
@@ -125,6 +129,7 @@ LORA: Table = {
     "lora_r": to("@lora.rank"), "lora_rank": to("@lora.rank"), "lora_alpha": to("@lora.alpha"),
     "lora_dropout": to("@lora.dropout"), "use_rslora": to("@lora.rslora", BOOL), "use_dora": to("@lora.dora", BOOL),
     "load_in_4bit": to("@four", BOOL), "load_in_8bit": to("@eight", BOOL),
+    "loraplus_lr_ratio": to("@lora.lr_ratio"), "loraplus_lr_embedding": idle("an embedding has no adapter here"),
 }  # fmt: skip
 TRL: Table = {
     **TRAINER, **LORA,
@@ -160,6 +165,26 @@ TRL_DPO: Table = {
     "f_divergence_type": only("reverse_kl", do=LEAVE), "sync_ref_model": only(*OFF, do=LEAVE),
     "use_weighting": only(*OFF, do=LEAVE), "precompute_ref_batch_size": SPEED,
 }  # fmt: skip
+TRL_KTO: Table = {
+    **TRL, "beta": to("kto.beta"), "desirable_weight": to("kto.desirable_weight"),
+    "undesirable_weight": to("kto.undesirable_weight"), "loss_type": only("kto", do=LEAVE),
+    "disable_dropout": only(*ON, do=LEAVE),
+    "precompute_ref_log_probs": to("kto.reference", {True: "precomputed", False: None}),
+    "max_prompt_length": only(do="leave it out: a row that is too long is left out whole"),
+    "max_completion_length": only(do="leave it out: a row that is too long is left out whole"),
+    "precompute_ref_batch_size": SPEED,
+}  # fmt: skip
+TRL_REWARD: Table = {
+    **TRL, "center_rewards_coefficient": to("reward.center"), "disable_dropout": only(*ON, do=LEAVE),
+    "lora_task_type": only("SEQ_CLS", do=LEAVE),
+}  # fmt: skip
+TRL_GKD: Table = {
+    **TRL, "teacher_model_name_or_path": to("distill.teacher"), "temperature": to("distill.temperature"),
+    "beta": to("distill.divergence", {0: "forward", 1: "reverse"}, do="beta: 0 (forward) or 1 (reverse)"),
+    "lmbda": to("@lmbda"), "seq_kd": only(*OFF, do="write the teacher's answers first: optrush generate"),
+    "disable_dropout": only(*ON, do=LEAVE), "max_new_tokens": idle("no answer is generated while training"),
+    "loss_type": only("nll", "chunked_nll", do=LEAVE),
+}  # fmt: skip
 SCRIPT: Table = {  # of scripts that call themselves train.py
     **TRL_SFT,
     **dict.fromkeys(("model", "model_id", "base_model"), to("model.path")),
@@ -194,10 +219,14 @@ LLAMA_FACTORY: Table = {
     "flash_attn": to("@with", ATTENTION), "enable_liger_kernel": to("@with", {True: {"fused-loss": {}}, False: {}}),
     "disable_gradient_checkpointing": to("@recompute", {True: False, False: True}),
     "pref_beta": to("dpo.beta"), "pref_loss": to("@loss", do="dpo.loss: sigmoid or ipo"),
+    "kto_chosen_weight": to("@kto.desirable_weight"), "kto_rejected_weight": to("@kto.undesirable_weight"),
+    "simpo_gamma": to("@gamma"), "pref_ftx": only(0, 0.0, do=LEAVE),
     "dpo_label_smoothing": to("dpo.label_smoothing"), "tokenized_path": PATHS, "use_unsloth": only(*OFF, do=LEAVE),
     "cache_dir": PATHS, "use_kv_cache": SPEED, "use_muon": to("@with", {True: {"muon": {}}, False: {}}),
     "model_revision": to("@revision"), "enable_thinking": idle("rows are rendered as they are"),
     "export_dir": only(do="leave it out, and run: optrush export RUN"), "use_reentrant_gc": SPEED,
+    "pissa_init": to("@pissa", BOOL), "pissa_iter": to("@pissa_iter"),
+    "pissa_convert": idle("an adapter is always written for the published weights"),
     "create_new_adapter": only(*OFF, do=LEAVE), "infer_backend": only(do="this is no training: optrush chat"),
     "ref_model": only(do="leave it out: the reference is the model that training begins with"),
     "freeze_vision_tower": only(do="leave it out: models of images are not trained here"),
@@ -223,9 +252,13 @@ AXOLOTL: Table = {
     "adapter": to("@adapter", {"lora": "lora", "qlora": "qlora"}, do="adapter: lora or qlora, or none"),
     "lora_target_modules": to("@targets"), "lora_target_linear": to("@linear", BOOL),
     "lora_modules_to_save": to("@lora.save"), "lora_model_dir": to("@lora.init"), "peft_use_rslora": to(
-        "@lora.rslora", BOOL), "peft_use_dora": to("@lora.dora", BOOL), "lora_fan_in_fan_out": only(*OFF, do=LEAVE),
+        "@lora.rslora", BOOL), "peft_use_dora": to("@lora.dora", BOOL), "peft_init_lora_weights": to(
+        "@lora.init", FIRST, do="peft_init_lora_weights: true, pissa, pissa_niter_N or olora"),
+    "lora_fan_in_fan_out": only(*OFF, do=LEAVE),
     "train_on_inputs": to("data.train_on", {True: "all", False: None}),
     "rl": to("@objective", {"dpo": "dpo", "ipo": "ipo", "kto": "kto", "orpo": "orpo", "simpo": "simpo"}),
+    "kto_desirable_weight": to("@kto.desirable_weight"), "kto_undesirable_weight": to("@kto.undesirable_weight"),
+    "reward_model": to("@objective", {True: "reward", False: None}), "center_rewards_coefficient": to("@center"),
     "rl_beta": to("dpo.beta"), "dpo_label_smoothing": to("dpo.label_smoothing"),
     "flash_attention": to("@with", {True: FLASH, False: {}}), "sdp_attention": to("@with", {True: SDPA, False: {}}),
     "xformers_attention": to("@with", {True: SDPA, False: {}}), "pad_to_sequence_len": to("@whole_rows", BOOL),
@@ -266,7 +299,7 @@ AXOLOTL: Table = {
 FOREIGN = re.compile(
     r"(lora_target_parameters|unfrozen_parameters|"
     r"freeze_|image|video|audio|vision|qat|ebft|expert|moe|galore|apollo_|badam|lisa_"
-    r"|oft_|kt_|pissa|loraplus|reinit_weights|reward_model|process_reward|num_labels|diffusion|relora|gptq|vllm|"
+    r"|oft_|kt_|reinit_weights|reward_model|process_reward|num_labels|diffusion|relora|gptq|vllm|"
     r"trl$|quantize_|onebit|tensor_parallel|context_parallel|dp_(shard|replicate)|llmcompressor|lora_qkv|reward|"
     r"dft|eaft|asft)"
 )
@@ -308,18 +341,23 @@ TOOLS: dict[ToolName, Tool] = {
     }),
     "trl-sft": Tool("trl-sft", TRL_SFT, _SFT),
     "trl-dpo": Tool("trl-dpo", TRL_DPO, {**_TRL, "optim.lr": 1e-6}),
+    "trl-kto": Tool("trl-kto", TRL_KTO, {**_TRL, "optim.lr": 1e-6}),
+    "trl-reward": Tool("trl-reward", TRL_REWARD, {**_TRL, "optim.lr": 1e-4}),
+    "trl-gkd": Tool("trl-gkd", TRL_GKD, {
+        **_SFT, "distill.temperature": 0.9, "distill.divergence": "@middle", "@lmbda": 0.5}),
     "train.py": Tool("train.py", SCRIPT, _SFT),
 }  # fmt: skip
 
 # Types of the values that are computed with, by place; the others are checked with the whole of our YAML.
 KINDS: tuple[tuple[frozenset[str], tuple[type, ...]], ...] = (
     (frozenset({
-        "@rows", "@all_rows", "@accumulate", "@steps", "@workers", "@ranks", "batch.seq", "@lora.rank",
+        "@rows", "@all_rows", "@accumulate", "@pissa_iter", "@steps", "@workers", "@ranks", "batch.seq", "@lora.rank",
         "data.max_samples",
     }), (int,)),
     (frozenset({
         "@warmup_steps", "@warmup_ratio", "@beta1", "@beta2", "@eval_steps", "@save_steps", "@evals", "@saves",
-        "@lora.alpha", "@lora.dropout", "@least", "optim.lr", "optim.weight_decay", "optim.eps", "optim.clip",
+        "@lora.alpha", "@lora.dropout", "@lora.lr_ratio", "@neftune",
+        "@least", "optim.lr", "optim.weight_decay", "optim.eps", "optim.clip",
         "train.epochs",
     }), (int, float)),
     (frozenset({"@datasets", "@pretraining", "@test_datasets"}), (list, dict, str)),
@@ -335,6 +373,8 @@ ROW_KINDS: dict[str, tuple[str, dict[str, str]]] = {
     "gpteacher": ("sft", {"response": "output"}),
     **{name: ("dpo", {}) for name in ("chatml.ultra", "llama3.ultra", "chatml.default", "user_defined.default")},
     **{name: ("dpo", {"question": "prompt"}) for name in ("chatml.intel", "llama3.intel")},
+    "bradley_terry.chat_template": ("dpo", {}),
+    **{name: ("kto", {"instruction": "prompt"}) for name in ("chatml.argilla", "llama3.argilla")},
     **{name: ("dpo", {"input": "prompt"}) for name in ("chatml.icr", "llama3.icr")},
 }  # fmt: skip
 INSTRUCTION = {"field_instruction": "instruction", "field_input": "input", "field_output": "output",
@@ -344,5 +384,5 @@ ROW_IDLE = ("ds_type", "format", "no_input_format", "chat_template", "field_thin
             "train_on_eot")  # fmt: skip
 FACTORY_COLUMNS = {
     "prompt": "instruction", "query": "input", "response": "output", "messages": "messages", "system": "system",
-    "tools": "tools", "chosen": "chosen", "rejected": "rejected",
+    "tools": "tools", "chosen": "chosen", "rejected": "rejected", "kto_tag": "label",
 }  # fmt: skip

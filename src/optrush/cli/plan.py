@@ -273,6 +273,8 @@ def memory_lines(p: Prediction) -> list[str]:
         f"  {p.device}: {p.peak_bytes / GIB:.2f} GiB{room}, {fits}; the peak lies in: {p.phase}",
         f"  {p.parameters / 1e9:.3f} G parameters x {total:.3g} bytes ({kinds})",
     ]
+    if p.stage_bytes:
+        lines.append(f"  ranks of the pipeline: {', '.join(f'{n / GIB:.2f}' for n in p.stage_bytes)} GiB")
     if p.host_bytes:
         lines.append(f"  and {p.host_bytes / GIB:.2f} GiB of pinned host memory")
     shown = sorted((i for i in p.lines if i.bytes >= SMALL * p.peak_bytes), key=lambda i: -i.bytes)

@@ -43,12 +43,16 @@ def init(
         str | None, typer.Option("--model", metavar="MODEL", help="a folder, a hub id, `tiny`, or shape:NAME")
     ] = None,
     objective: Annotated[
-        str | None, typer.Option("--objective", metavar="NAME", help="sft, pretrain, dpo, orpo or simpo")
+        str | None,
+        typer.Option("--objective", metavar="NAME", help="sft, pretrain, dpo, distill, ... (docs/contract.md)"),
     ] = None,
     data: Annotated[
         str | None, typer.Option("--data", metavar="DATA", help="a JSON Lines file, sample:recipes, or random[:N]")
     ] = None,
     output: Annotated[str | None, typer.Option("--output", metavar="DIR", help="the run's folder")] = None,
+    teacher: Annotated[
+        str | None, typer.Option("--teacher", metavar="MODEL", help="of distill: a folder or a hub id")
+    ] = None,
     method: Annotated[
         str | None, typer.Option("--method", metavar="NAME", help="full, lora, qlora, or auto: what fits")
     ] = None,
@@ -71,13 +75,7 @@ def init(
     Its techniques and sizes are those that suit this machine (or --hardware). On a terminal, what no flag says is
     asked; elsewhere --model and --data are needed, or --yes. FILE is train.yaml unless you name one.
     """
-    from optrush.planner.init_config import (
-        InitRequest,
-        check_data,
-        check_new_output,
-        check_objective,
-        compose,
-    )
+    from optrush.planner.init_config import InitRequest, check_data, check_new_output, check_objective, compose
 
     _check_file(file, force)
     asking = sys.stdin.isatty() and not yes
@@ -98,13 +96,13 @@ def init(
     data = value("--data", data, DATA, help_, check_data)
     suggested = check_data(data)
     if objective is None:
-        help_ = "sft learns the assistant's words of conversations, pretrain every token, dpo, orpo, simpo from pairs."
+        help_ = "sft learns the assistant's words of conversations, pretrain every token, dpo and its like from pairs."
         objective = _prompt("--objective", suggested, help_, check_objective) if asking else suggested
     if output is None:
         help_ = "The folder that the run writes into; it must be new or empty."
         output = _prompt("--output", _new(file), help_, check_new_output) if asking else _new(file)
     method, seq, epochs = _how(method, seq, epochs, asking)
-    request = InitRequest(model, objective, data, output, hardware, with_, method, seq, epochs)
+    request = InitRequest(model, objective, data, output, hardware, with_, method, seq, epochs, teacher)
     first = compose(request, str(file))
     try:
         with file.open("w" if force else "x", encoding="utf-8") as opened:

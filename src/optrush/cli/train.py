@@ -193,9 +193,12 @@ def eval_command(
     )
     before = read_run(path, [*set_, *rows], with_, without)
     config = read_run(path, [*set_, *other, *rows], with_, without)
-    if config.objective == "dpo" and model is None:
-        found = "no --model: CONFIG's would be compared with itself"
-        raise ConfigError("`optrush eval` of `objective: dpo`", found, "give the trained one: --model OUTPUT/model")
+    if config.scored and model is not None:
+        found = "a reward model, whose scores the run itself compares"
+        raise ConfigError("`optrush eval --model` of `objective: reward`", found, "read eval_loss of its metrics.jsonl")
+    if config.has_reference and model is None:
+        found, do = "no --model: CONFIG's would be compared with itself", "give the trained one: --model OUTPUT/model"
+        raise ConfigError(f"`optrush eval` of `objective: {config.objective}`", found, do)
     from optrush.resolve import resolve, without_adapters
     from optrush.trainer import distributed, dpo_reference
     from optrush.trainer.build import build
@@ -214,7 +217,7 @@ def eval_command(
     if data is None and isinstance(config.data.eval, str):
         data = config.data.eval
     with distributed.leaving():
-        if config.objective == "dpo":
+        if config.has_reference:
             trainer = dpo_reference.against(resolve(config), resolve(before), data, say)
         else:
             trainer = build(resolve(config), training=False, data=data, progress=say)

@@ -56,6 +56,7 @@ class Batch:
     extra: Mapping[str, Tensor] = field(default_factory=dict)
     """Tensors of pairs, of which a row has room for P. Pair p is its row's documents 2p (chosen) and 2p + 1 (rejected).
     pairs (B, P) bool: whether there is such a pair.
+    desirable (B, P) bool: whether its first document is a good answer; of judged answers some are not.
     reference (B, P, 2) float32: log-probabilities of its documents under the reference, where they were made before."""
 
     def parts(self, most: int) -> list[Batch]:
@@ -157,7 +158,7 @@ def collate(
     starts[1 : len(lengths) + 1] = np.cumsum(lengths)
     filled = np.arange(T) < np.array([[c.tokens] for c in counts])
     learnt = int((labels != IGNORE).sum())
-    extra = _pairs([c.samples for c in counts], most // max(1, B) // parts, reference) if parts > 1 else {}
+    extra = _pairs(rows, [c.samples for c in counts], most // max(1, B) // parts, reference) if parts > 1 else {}
     bucket = min(T, max(SHORTEST, 1 << (longest - 1).bit_length()))
     return Batch(
         torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(positions),
@@ -167,14 +168,20 @@ def collate(
     )  # fmt: skip
 
 
-def _pairs(rows: Sequence[Sequence[int]], P: int, reference: np.ndarray | None) -> dict[str, Tensor]:
-    there = np.zeros((len(rows), P), bool)
+def _pairs(
+    rows: Sequence[Sequence[tuple[int, Document]]],
+    numbers: Sequence[Sequence[int]],
+    P: int,
+    reference: np.ndarray | None,
+) -> dict[str, Tensor]:
+    there, good = np.zeros((len(rows), P), bool), np.ones((len(rows), P), bool)
     known = np.zeros((len(rows), P, 2), np.float32)
-    for b, samples in enumerate(rows):
+    for b, (row, samples) in enumerate(zip(rows, numbers, strict=True)):
         there[b, : len(samples)] = True
+        good[b, : len(samples)] = [document.desirable for _, document in row[::2]]
         if reference is not None:
             known[b, : len(samples)] = reference[list(samples)]
-    found = {"pairs": torch.from_numpy(there)}
+    found = {"pairs": torch.from_numpy(there), "desirable": torch.from_numpy(good)}
     return found if reference is None else found | {"reference": torch.from_numpy(known)}
 
 

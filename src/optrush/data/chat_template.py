@@ -30,7 +30,7 @@ from jinja2.exceptions import TemplateError
 from optrush.config import Config
 from optrush.console import transformers_silenced
 from optrush.data import schema
-from optrush.data.schema import Chat, Completion, Document, Message, Pair, Row, RowLocation, Text
+from optrush.data.schema import Chat, Completion, Document, Judged, Message, Pair, Row, RowLocation, Text, parts_of
 from optrush.errors import ConfigError, DataError, NeedsError, reason
 from optrush.technique import library
 from optrush.tokenizer_files import copy_tokenizer
@@ -733,8 +733,7 @@ class Tokens:
         drafts: list[list[_Draft] | DataError] = []  # of each row
         for where, row in samples:
             try:
-                parts = (row.chosen, row.rejected) if isinstance(row, Pair) else (row,)
-                drafts.append([self._draft(part, train_on, where) for part in parts])
+                drafts.append([self._draft(part, train_on, where) for part in parts_of(row)])
             except DataError as error:
                 drafts.append(error)
         encodings = iter(self._encode([draft for of in drafts if isinstance(of, list) for draft in of]))
@@ -744,15 +743,18 @@ class Tokens:
                 made.append(of)
                 continue
             encoded = [(draft, next(encodings)) for draft in of]
+            row = samples[len(made)][1]
+            labels = row.labels if isinstance(row, Judged) else [True] * len(encoded)
             try:
-                made.append(tuple([self._document(*pair) for pair in encoded]))
+                judged = zip(encoded, labels, strict=True)
+                made.append(tuple([replace(self._document(*pair), desirable=label) for pair, label in judged]))
             except DataError as error:
                 made.append(error)
         return made
 
     def document(self, row: Row, train_on: str, where: RowLocation) -> Document:
         """Return the token ids of a row that is no pair, and which are learnt; raises DataError if none would be."""
-        assert not isinstance(row, Pair)
+        assert not isinstance(row, Pair | Judged)
         made = self.batch([(where, row)], train_on)[0]
         if isinstance(made, DataError):
             raise made

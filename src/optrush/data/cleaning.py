@@ -51,7 +51,18 @@ from optrush.data.readers import (
     skip_mark,
     without_blank_end,
 )  # fmt: skip
-from optrush.data.schema import NO_RULES, Chat, Completion, Pair, Row, RowLocation, RowRules, bad_row, decode_json
+from optrush.data.schema import (
+    NO_RULES,
+    Chat,
+    Completion,
+    Judged,
+    Pair,
+    Row,
+    RowLocation,
+    RowRules,
+    bad_row,
+    decode_json,
+)
 from optrush.errors import ConfigError, DataError, NeedsError, RunError
 from optrush.launch import die_with_parent
 
@@ -340,6 +351,8 @@ def own_text(row: Row) -> str:
 
     if isinstance(row, Pair):
         return schema.row_text(Pair(without(row.chosen), without(row.rejected)))
+    if isinstance(row, Judged):
+        return schema.row_text(Judged(tuple(map(without, row.answers)), row.labels))
     return schema.row_text(without(row) if isinstance(row, Chat | Completion) else row)
 
 

@@ -26,12 +26,12 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from optrush.config import Config
+from optrush.config import JUDGED, PAIRED, Config
 from optrush.data import readers, sample, tokenize
 from optrush.data.chat_template import Tokens
 from optrush.data.cleaning import clean_files
 from optrush.data.readers import PARQUET, TEXT, Chunk, attempts, chunks, form
-from optrush.data.schema import Chat, Document, Pair, Row, RowLocation, Text, quoted, row_rules
+from optrush.data.schema import Chat, Document, Judged, Pair, Row, RowLocation, Text, quoted, row_rules
 from optrush.data.tokenize import OTHER_KEYS, BadRow, Builder, Say, Shard, SHARD_tok, TokenizeWork, cache_root
 from optrush.errors import ConfigError, DataError
 from optrush.files import parse_json, write_whole
@@ -172,6 +172,7 @@ class Dataset:
     at: np.ndarray  # (N,) int64: of the first token, counted through all shards
     length: np.ndarray  # (N,) int64
     learnt: np.ndarray  # (N,) int64
+    desirable: np.ndarray  # (N,) bool: False of answers that were judged to be bad
     row: np.ndarray  # (N,) int64
     first: np.ndarray | None  # (N,) int64: tokens of a pair's first document
     counts: Counts
@@ -198,7 +199,7 @@ class Dataset:
         shard, start = self.shelf.shard(k), at - self.shelf.tokens_before[k]
         end = start + int(self.length[i])
         if self.first is None:
-            return (shard.document(start, end),)
+            return (shard.document(start, end, bool(self.desirable[i])),)
         middle = start + int(self.first[i])
         return shard.document(start, middle), shard.document(middle, end)
 
@@ -241,7 +242,7 @@ def view(
     origin_of = np.repeat(np.arange(len(weights)), [n for n, _ in origins] or [len(shelf.files)])
     counts = Counts(rows=shelf.total if keep is None else int(keep.sum()))
     counts.refused = sum(keep is None or bool(keep[number]) for number, _ in shelf.refused)
-    columns = 5 if shelf.parts > 1 else 4  # where, tokens, targets, row, tokens of a pair's first document
+    columns = 6 if shelf.parts > 1 else 5  # where, tokens, targets, judgement, row, a pair's first document
     parts, sizes = [np.zeros((columns, 0), np.int64)], np.zeros(len(weights), np.int64)
     for k in range(len(shelf.made)):
         shard = shelf.shard(k)
@@ -251,9 +252,9 @@ def view(
             chosen = chosen[keep[rows[chosen]]]
         sample, pieces = _pieces(shard, chosen, T, how, shelf.files, counts)
         pieces[0] += shelf.tokens_before[k]
-        parts.append(np.vstack([pieces[:3], rows[sample], pieces[3]])[:columns])
+        parts.append(np.vstack([pieces[:4], rows[sample], pieces[4]])[:columns])
         sizes += np.bincount(origin_of[shard.files[sample]], minlength=len(weights))
-    at, length, targets, row, *first = np.concatenate(parts, axis=1)
+    at, length, targets, good, row, *first = np.concatenate(parts, axis=1)
     counts.documents, counts.tokens, counts.targets = len(at) * shelf.parts, int(length.sum()), int(targets.sum())
     if not len(at):
         asked = f"training data from {', '.join(map(str, shelf.files[:3]))}"
@@ -263,16 +264,18 @@ def view(
     few, weighed = shelf.total < shelf.rows_before[-1], any(weight != 1 for weight in weights)
     identity = [*shelf.names, named, few and shelf.total, counts.too_long and (T, how), weighed and spans]
     fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-    return Dataset(shelf, at, length, targets, row, first[0] if first else None, counts, fingerprint, spans)
+    cut = first[0] if first else None
+    return Dataset(shelf, at, length, targets, good.astype(bool), row, cut, counts, fingerprint, spans)
 
 
 def _pieces(
     shard: Shard, chosen: np.ndarray, T: int | None, how: str, files: Sequence[Path], counts: Counts
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return ((N,) the sample of each piece, (4, N) int64: where it begins, its tokens, targets, first part)."""
+    """Return ((N,) the sample of each piece, (5, N) int64: its beginning, tokens, targets, judgement, first part)."""
     starts, parts = shard.starts, shard.parts
     first = starts[1::parts] - starts[:-1:parts]
-    whole = np.vstack([starts[:-1:parts], shard.lengths(), shard.learnt, first])[:, chosen].astype(np.int64)
+    facts = [starts[:-1:parts], shard.lengths(), shard.learnt, shard.desirable, first]
+    whole = np.vstack(facts)[:, chosen].astype(np.int64)
     if T is None or not (whole[1] > T).any():
         return chosen, whole
     long = np.flatnonzero(whole[1] > T)
@@ -305,6 +308,82 @@ def _cuts(targets: np.ndarray, T: int, how: str, counts: Counts) -> np.ndarray:
     counts.truncated += how == "truncate" and bool(keep.any())
     counts.targets_lost += all_targets - int(learnt.sum())
     return np.vstack([begin, np.minimum(T, len(targets) - begin), learnt])[:, keep]
+
+
+@dataclass(frozen=True)
+class Mismatched(Dataset):
+    """Samples of two documents: the sample's own, and its prompt followed by the answer of another sample.
+
+    KTO estimates from the second how far the model has gone from its reference. What precedes the first target is the
+    prompt. The other sample is half the data away, so that answers to one prompt, which are neighbors, do not meet.
+    """
+
+    whole: Dataset  # without those that were too long left out
+    own: np.ndarray  # (N,) int64: numbers in `whole`
+    other: np.ndarray  # (N,) int64: those whose answers are taken
+    prompts: np.ndarray  # (all,) int64: tokens before the first target, of each of `whole`
+
+    @property
+    def parts(self) -> int:
+        return 2
+
+    def lengths(self) -> np.ndarray:
+        return both_lengths(self.whole, self.prompts, self.own, self.other)
+
+    def targets(self) -> np.ndarray:
+        return np.asarray(self.whole.learnt[self.own] + self.whole.learnt[self.other])
+
+    def documents(self, i: int) -> tuple[Document, ...]:
+        own, other = int(self.own[i]), int(self.other[i])
+        (document,), (stranger,) = self.whole.documents(own), self.whole.documents(other)
+        n, m = int(self.prompts[own]), int(self.prompts[other])
+        ids = np.concatenate([document.ids[:n], stranger.ids[m:]])
+        targets = np.concatenate([document.targets[:n], stranger.targets[m:]])
+        return document, Document(ids, targets, document.desirable)
+
+
+def mismatched(samples: Dataset, T: int, how: str) -> Mismatched:
+    """Return judged answers with their mismatched documents, both in a row of at most T tokens.
+
+    Args:
+        how: what is done with longer ones: `error` raises, `drop` leaves them out, counted as too long.
+
+    Raises DataError: one is too long, or nothing is left.
+    """
+    n = len(samples)
+    prompts, own = _prompts(samples), np.arange(n)
+    other = (own + n // 2) % n
+    long = both_lengths(samples, prompts, own, other) > T
+    if long.any() and how == "error":
+        i = int(np.flatnonzero(long)[0])
+        raise overlong(samples.where(i), int(both_lengths(samples, prompts, own, other)[i]), T, pair=True)
+    if long.all():
+        asked, found = "answers and mismatched ones in a row", f"all {n} are longer than {T} tokens"
+        raise DataError(asked, found, "raise batch.seq")
+    keep = np.flatnonzero(~long)
+    counts = replace(samples.counts)
+    counts.too_long += int(long.sum())
+    counts.dropped += int(long.sum())
+    counts.documents = 2 * len(keep)
+    ends = np.cumsum([0, *(many for many, _ in samples.spans)])
+    spans = [(int(((keep >= a) & (keep < b)).sum()), w) for (_, w), a, b in zip(samples.spans, ends, ends[1:])]
+    kept = {f.name: getattr(samples, f.name) for f in fields(Dataset)}
+    kept |= {name: kept[name][keep] for name in ("at", "length", "learnt", "row", "desirable")}
+    kept |= {"counts": counts, "fingerprint": f"{samples.fingerprint} mismatched"}
+    kept["spans"] = tuple(span for span in spans if span[0])
+    return Mismatched(**kept, whole=samples, own=keep, other=other[keep], prompts=prompts)
+
+
+def both_lengths(samples: Dataset, prompts: np.ndarray, own: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Return the tokens of samples together with their mismatched documents."""
+    length = samples.length
+    return np.asarray(length[own] + prompts[own] + length[other] - prompts[other])
+
+
+def _prompts(samples: Dataset) -> np.ndarray:
+    """Return the tokens before the first target of each sample."""
+    found = [int(samples.documents(i)[0].targets.argmax()) for i in range(len(samples))]
+    return np.array(found, np.int64)
 
 
 def fit_row(
@@ -789,7 +868,7 @@ def read_sources(
     reading = _Reading(config, tokens, vocab, progress or tokenize.silent)
     how = d.too_long if cut else "split"  # of what is evaluated: no row of T tokens has room for more
     if data is not None:
-        only = reading.evaluation(data, how)
+        only = _completed(config, reading.evaluation(data, how))
         return reading.sources(only, only)
     if isinstance(d.eval, str) and not (Path(d.eval).exists() or glob.glob(d.eval, recursive=True)):
         raise DataError(f"`data.eval: {d.eval}`", "no such file", "give a JSONL file, or a fraction such as 0.1")
@@ -824,7 +903,16 @@ def read_sources(
     if isinstance(train, Dataset) and held_out is not None:
         _count_known(train, held_out, d.eval)
     reading.check_columns(train, held_out)
+    if isinstance(train, Dataset):
+        train, held_out = _completed(config, train), None if held_out is None else _completed(config, held_out)
     return reading.sources(train, held_out)
+
+
+def _completed(config: Config, samples: Dataset) -> Dataset:
+    """Return judged answers with their mismatched documents; other samples as they are."""
+    if config.objective != JUDGED:
+        return samples
+    return mismatched(samples, config.batch.seq, config.data.too_long)
 
 
 def _refuse_same(paths: Sequence[Path], held_out: Sequence[Path], named: str) -> None:
@@ -919,7 +1007,8 @@ class _Reading:
                     raise result
                 continue
             assert not isinstance(row, DataError)
-            for part, one in zip(tokenize.split_turns(row) if train_on == "each" else [row], result, strict=True):
+            apart = train_on == "each" or isinstance(row, Judged)
+            for part, one in zip(tokenize.split_turns(row) if apart else [row], result, strict=True):
                 self._suits(len(one), where)
                 cut = [one] if T is None else fit_row(one, T, d.too_long, where, counts)
                 samples.append((where, part))
@@ -938,7 +1027,7 @@ class _Reading:
     def _suits(self, parts: int, where: RowLocation) -> None:
         """Raise DataError for a row of so many documents if the objective cannot learn from it."""
         self.parts = parts
-        asked, pairs = f"`objective: {self.config.objective}`", self.config.paired
+        asked, pairs = f"`objective: {self.config.objective}`", self.config.objective in PAIRED
         if parts > 1 and not pairs:
             do = "give rows of messages, of prompt and completion, or of text; or take objective: dpo"
             raise DataError(asked, f"a pair of a chosen and a rejected answer at {where}", do)
@@ -1024,7 +1113,7 @@ class _Reading:
         if held_out is not None and held_out is not train:
             keys, rows = keys + held_out.counts.keys, rows + (0 if of else held_out.counts.rows)
         summary += describe_keys(keys, f"the {of}{rows} rows")
-        if any(isinstance(row, Chat | Pair) for _, row in self._first[0]) and self.tokens.tagged():
+        if any(isinstance(row, Chat | Pair | Judged) for _, row in self._first[0]) and self.tokens.tagged():
             summary += "; the chat template's generation tags are not read: data.train_on decides what is learnt"
         names = sorted({name for origin in self.config.data.origins for name in readers.about(origin.path)})
         if names:

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from optrush.config import Config, Data
+from optrush.config import JUDGED, Config, Data
 from optrush.errors import DataError
 
 ROWS = 200  # looked at
@@ -36,14 +36,18 @@ def estimate_fill(config: Config) -> Fill:
         if Path(path).suffix and not (Path(path).exists() or glob.glob(path, recursive=True)):  # no hub id
             raise DataError(f"`data.path: {path}`", "no such file", "name the file with the run's rows")
     T = config.batch.seq
-    lengths = [min(n, T) for n in estimate(config.data, config.seed, pairs=config.paired)]
+    lengths = [min(n, T) for n in estimate(config.data, config.seed, pairs=config.paired, judged=_judged(config))]
     if not any(lengths):
         return Fill(0.0, 1.0)
     reach = sum(n * n for n in lengths) / (T * sum(lengths))
     return Fill(1 - sum(lengths) / (T * len(lengths)), reach / 2 if config.paired else reach)
 
 
-def estimate(data: Data, seed: int, *, pairs: bool = False) -> list[float]:
+def _judged(config: Config) -> bool:
+    return config.objective == JUDGED
+
+
+def estimate(data: Data, seed: int, *, pairs: bool = False, judged: bool = False) -> list[float]:
     """Estimate the tokens of the first documents, or pairs of them; empty if they fill their rows or are unknown.
 
     Unknown are a missing file and data that needs a missing library; a data set of the hub is not fetched.
@@ -59,7 +63,7 @@ def estimate(data: Data, seed: int, *, pairs: bool = False) -> list[float]:
     files = [file for origin in data.origins for file in _spread(_files(origin.path), each)]
     found: list[float] = []
     for file in files[:ROWS]:
-        found += _chars(file, data, max(1, ROWS // len(files)))
+        found += _chars(file, data, max(1, ROWS // len(files)), judged)
     return [chars / CHARS_A_TOKEN for chars in found]
 
 
@@ -68,7 +72,7 @@ def estimate_tokens(config: Config) -> float | None:
     data, T = config.data, config.batch.seq
     if data.random is not None:
         return float(RANDOM if data.random is True else data.random) * T
-    lengths = estimate(data, config.seed, pairs=config.paired)
+    lengths = estimate(data, config.seed, pairs=config.paired, judged=_judged(config))
     if not lengths:
         return None
     mean = sum(lengths) / len(lengths)
@@ -115,13 +119,14 @@ def _spread(files: Sequence[Path], most: int) -> list[Path]:
     return [files[i * len(files) // most] for i in range(most)] if len(files) > most else list(files)
 
 
-def _chars(file: Path, data: Data, most: int) -> Iterator[int]:
+def _chars(file: Path, data: Data, most: int, judged: bool) -> Iterator[int]:
     """Yield the characters of the first rows of a file, with those of a template; bad rows are left out."""
     from optrush.data.readers import attempts
-    from optrush.data.schema import Chat, Pair, RowRules, parse_row, row_text
+    from optrush.data.schema import Chat, Judged, RowRules, parse_row, parts_of, row_text
     from optrush.errors import UserError
 
-    left, rules = MOST_CHARS, RowRules("sft", tuple(data.columns.items()), tuple(data.roles.items()))
+    kind = JUDGED if judged else "sft"
+    left, rules = MOST_CHARS, RowRules(kind, tuple(data.columns.items()), tuple(data.roles.items()))
     try:
         for where, found in islice(attempts(file, data.text_rows), most):
             if left < 0:
@@ -131,9 +136,9 @@ def _chars(file: Path, data: Data, most: int) -> Iterator[int]:
             except UserError:
                 continue
             if row is not None:
-                parts = (row.chosen, row.rejected) if isinstance(row, Pair) else (row,)
-                turns = sum(len(part.messages) for part in parts if isinstance(part, Chat))
+                turns = sum(len(part.messages) for part in parts_of(row) if isinstance(part, Chat))
                 size = len(row_text(row)) + turns * CHARS_A_TURN
+                size *= 1 + isinstance(row, Judged)  # with the answer of another row, about as much again
                 left -= size
                 yield size
     except UserError:

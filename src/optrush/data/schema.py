@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from optrush.config import PAIRED, Config
+from optrush.config import JUDGED, PAIRED, Config
 from optrush.errors import DataError
 
 # --- JSON without leniency: one meaning or none.
@@ -267,7 +267,22 @@ class Pair:
     rejected: Chat | Completion
 
 
-Row = Text | Chat | Completion | Pair
+@dataclass(frozen=True)
+class Judged:
+    """Answers with whether each is a good one: of a row with a label one, of a pair both."""
+
+    answers: tuple[Chat | Completion, ...]
+    labels: tuple[bool, ...]
+
+
+Row = Text | Chat | Completion | Pair | Judged
+
+
+def parts_of(row: Row) -> tuple[Text | Chat | Completion, ...]:
+    """Return the answers of a row, each with its prompt: of a pair two."""
+    if isinstance(row, Judged):
+        return row.answers
+    return (row.chosen, row.rejected) if isinstance(row, Pair) else (row,)
 
 
 def bad_row(where: RowLocation, reason: str, do: str = MEND) -> DataError:
@@ -279,6 +294,8 @@ def row_text(row: Row) -> str:
     """Return the readable text of a row, a newline between turns; of a pair the common prompt once."""
     if isinstance(row, Text):
         return row.text
+    if isinstance(row, Judged):
+        return row_text(row.answers[0] if len(row.answers) == 1 else Pair(*row.answers))
     if isinstance(row, Completion):
         return row.prompt + row.completion
     if isinstance(row, Chat):
@@ -314,13 +331,43 @@ def parse_row(
     try:
         if rules.columns:
             found = _named_columns(found, rules, unread)
+        label = None
+        if rules.objective == JUDGED:
+            found, label = _label(found)
         sign = _sign(found, rules.objective)
         row = _row(found, sign, rules, unread)
+        if rules.objective == JUDGED:
+            row = _judgement(row, label)
         if left := found.keys() - READ[sign]:
             _left(found, left, sign, row, unread)
         return row
     except _Bad as bad:
         raise bad_row(where, str(bad), bad.do or _hint(found, rules.objective) or MEND) from None
+
+
+def _label(found: dict[str, Any]) -> tuple[dict[str, Any], bool | None]:
+    """Return the row without the judgement of its answer, and that."""
+    given = {key: found[key] for key in found if key.lower() in JUDGEMENT and found[key] is not None}
+    labels = {key: _flag(value) for key, value in given.items()}
+    for key, label in labels.items():
+        if label is None:
+            raise _Bad(f"{key} is neither true nor false: {quoted(str(given[key]))}")
+    if len({*labels.values()}) > 1:
+        raise _Bad(f"{' and '.join(labels)} contradict each other")
+    rest = {key: value for key, value in found.items() if key.lower() not in JUDGEMENT}
+    return rest, next(iter(labels.values()), None)
+
+
+def _judgement(row: Row, label: bool | None) -> Judged:
+    if isinstance(row, Pair):
+        if label is not None:
+            raise _Bad("a pair with a label; which of its answers is meant cannot be known")
+        return Judged((row.chosen, row.rejected), (True, False))
+    if not isinstance(row, Chat | Completion):
+        raise _Bad("a text, which has no answer to be judged")
+    if label is None:
+        raise _Bad("no 'label', true or false, says whether the answer is a good one")
+    return Judged((row,), (label,))
 
 
 def _named_columns(found: dict[str, Any], rules: RowRules, noted: set[str]) -> dict[str, Any]:
@@ -825,6 +872,7 @@ class Document:
 
     ids: np.ndarray  # (n,) int32
     targets: np.ndarray  # (n,) bool
+    desirable: bool = True  # False: an answer that was judged to be a bad one
 
     def __len__(self) -> int:
         return len(self.ids)

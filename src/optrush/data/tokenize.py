@@ -42,7 +42,7 @@ from optrush.config import Config
 from optrush.data import readers, schema
 from optrush.data.chat_template import Tokens, answers
 from optrush.data.readers import PARQUET, Chunk, attempts, chunks, form
-from optrush.data.schema import NO_RULES, Chat, Document, Row, RowLocation, RowRules, row_rules
+from optrush.data.schema import NO_RULES, Chat, Document, Judged, Row, RowLocation, RowRules, row_rules
 from optrush.errors import DataError, UserError
 from optrush.files import open_to_append, sync_folder, write_whole
 from optrush.objectives import learnt
@@ -53,7 +53,7 @@ from optrush.objectives import learnt
 # The name has the shard's place and the SHA-256 of its bytes, so a shard that was cut off or has one bit flipped is
 # found by reading it once. Nothing in it depends on the paths of the data files, or on T: documents are whole.
 
-FORMAT = 4  # part of every key: shards of another format are other shards
+FORMAT = 5  # part of every key: shards of another format are other shards
 HERE = "\0"  # in place of the row's place in the text of an error
 TEMPORARY = ".tmp-"
 STALE_S = 86400.0  # the age at which a temporary file of another machine counts as abandoned
@@ -61,7 +61,7 @@ STALE_S = 86400.0  # the age at which a temporary file of another machine counts
 _DTYPES: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "U8": np.dtype("u1")}
 _ARRAYS = (  # widest elements first, so that each array is aligned
     ("starts", "I64"), ("numbers", "I64"), ("lines", "I64"), ("digests", "I64"), ("files", "I32"), ("learnt", "I32"),
-    ("ids", "I32"), ("targets", "U8"), ("refused", "U8"), ("keys", "U8"),
+    ("ids", "I32"), ("targets", "U8"), ("desirable", "U8"), ("refused", "U8"), ("keys", "U8"),
 )  # fmt: skip
 _FACTS = ("rows", "cleaned", "marked", "parts", "highest", "last")
 
@@ -95,6 +95,7 @@ class Shard:
     learnt: np.ndarray  # (S,) int32: targets of each sample
     ids: np.ndarray  # (tokens,) int32
     targets: np.ndarray  # (tokens / 8,) uint8: bits
+    desirable: np.ndarray  # (S,) uint8: 0 of answers that were judged to be bad
     refused: np.ndarray  # uint8: JSON, a list of [number, file, line and the three texts of the error]
     keys: np.ndarray  # uint8: JSON, how many rows have each key that is not read, or that `data.columns` names
 
@@ -105,12 +106,12 @@ class Shard:
         """Return the tokens of each sample, (S,) int64."""
         return np.asarray(np.diff(self.starts[:: self.parts]))
 
-    def document(self, start: int, end: int) -> Document:
+    def document(self, start: int, end: int, desirable: bool = True) -> Document:
         """Return the tokens [start, end) of `ids`; the first is no target, for it has no context."""
         bits = np.unpackbits(self.targets[start // 8 : -(-end // 8)])
         targets = bits[start % 8 :][: end - start].astype(bool)
         targets[:1] = False
-        return Document(np.asarray(self.ids[start:end]), targets)
+        return Document(np.asarray(self.ids[start:end]), targets, desirable)
 
     def refusals(self, files: Sequence[Path]) -> list[tuple[int, BadRow]]:
         """Return the refused rows in order, by their number."""
@@ -152,6 +153,7 @@ class Builder:
     _ids: list[np.ndarray] = field(default_factory=list)
     _targets: list[np.ndarray] = field(default_factory=list)
     _samples: list[tuple[int, int, int, int, int]] = field(default_factory=list)  # number, line, digest, file, learnt
+    _desirable: list[bool] = field(default_factory=list)
     _refused: list[list[Any]] = field(default_factory=list)
 
     def note(self, keys: Iterable[str]) -> None:
@@ -182,6 +184,7 @@ class Builder:
             targets = sum(int(np.count_nonzero(document.targets)) for document in row)
             digest = hashlib.blake2b(b"".join([document.ids.tobytes() for document in row]), digest_size=8).digest()
             self._samples.append((self.rows, where.line, int.from_bytes(digest, "little", signed=True), file, targets))
+            self._desirable.append(row[0].desirable)
             self.tokens += sum(map(len, row))
         self.rows += 1
 
@@ -196,7 +199,8 @@ class Builder:
         highest = int(ids.max(initial=-1))
         return Shard(
             self.rows, self.cleaned, self.marked, self.parts or 1, highest, int(last), starts, numbers, lines,
-            digests, files.astype(np.int32), learnt.astype(np.int32), ids, bits, refused, keys,
+            digests, files.astype(np.int32), learnt.astype(np.int32), ids, bits,
+            np.array(self._desirable, np.uint8), refused, keys,
         )  # fmt: skip
 
 
@@ -324,7 +328,11 @@ def shards(
 def row_samples(tokens: Tokens, rows: Sequence[tuple[RowLocation, Row]], train_on: str) -> list[Samples | DataError]:
     """Return the samples of each row, or the error that names it: one, or with `each` one an answer that is learnt."""
     if train_on != "each":
-        return [made if isinstance(made, DataError) else [made] for made in tokens.batch(rows, train_on)]
+        found = zip(rows, tokens.batch(rows, train_on), strict=True)
+        return [
+            made if isinstance(made, DataError) else [(d,) for d in made] if isinstance(row, Judged) else [made]
+            for (_, row), made in found
+        ]
     parts = [split_turns(row) for _, row in rows]
     flat = [(where, part) for (where, _), of in zip(rows, parts, strict=True) for part in of]
     made = iter(tokens.batch(flat, "last"))
@@ -337,7 +345,9 @@ def row_samples(tokens: Tokens, rows: Sequence[tuple[RowLocation, Row]], train_o
 
 
 def split_turns(row: Row) -> list[Row]:
-    """Return a conversation up to each of its answers that are learnt; any other row as it is."""
+    """Return a conversation up to each of its answers that are learnt; judged answers apart; any other row as it is."""
+    if isinstance(row, Judged):
+        return [Judged((answer,), (label,)) for answer, label in zip(row.answers, row.labels, strict=True)]
     if not isinstance(row, Chat):
         return [row]
     return [replace(row, messages=row.messages[: i + 1]) for i in answers(row, "assistant")] or [row]

@@ -85,6 +85,24 @@ class Chunked(_Kernel):
         return chunked_cross_entropy(*args, chunk=self.chunk, inner=self._inner, **kwargs)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Scores(_Kernel):
+    """No loss: the products with a weight of one row, (N,) float32 at least, in float32 whatever the precision."""
+
+    @cached_property
+    def _function(self) -> Callable[..., Tensor]:
+        return self._body(scores)
+
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
+        return self._function(hidden, weight)
+
+
+def scores(hidden: Tensor, weight: Tensor) -> Tensor:
+    """hidden (N, D), weight (1, D) -> (N,)."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        return widen(hidden) @ widen(weight)[0]
+
+
 @dataclass(frozen=True)
 class VocabularyPart:
     """The rows of the vocabulary that this rank's part of a head holds: as many on each rank of the group."""

@@ -19,7 +19,7 @@ Built on the meta device and without buffers, so allocating memory loses nothing
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -180,6 +180,7 @@ class Head(nn.Module):
     """The output layer with its loss. Call it instead of reading its weight: sharding gathers the weight in a call."""
 
     bias: nn.Parameter | None  # (V,)
+    scores = False  # one score a token, no logits of a vocabulary
 
     def __init__(self, weight: Tensor, bias: nn.Parameter | None = None) -> None:
         super().__init__()
@@ -221,7 +222,10 @@ class Decoder(nn.Module):
         weight = self.embedding.weight
         self.head = Head(weight if shape.tied else nn.Parameter(torch.empty(shape.vocab, shape.width, **at)))
         self.ties: tuple[tuple[str, str], ...] = (("head.weight", "embedding.weight"),) if shape.tied else ()
+        self.tied = shape.tied  # on whichever rank the two are
         self.block_call: Callable[..., Any] = call
+        self.stream_ranks = 1  # that have a part each of T of the hidden states between blocks
+        self.elsewhere: dict[str, Linear] = {}  # of blocks that other ranks hold, on the meta device, by name
         self.load: Tensor | None = None  # of the last forward pass, of the layers with experts: (L, 2, N)
         # Kept once a device, outside the parameters and buffers: computed on the host as the published models do (a
         # device's own pow differs in the last bit), and copying it every step would stop a graph capture.
@@ -229,18 +233,21 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, documents: Documents) -> Tensor:
         """tokens and positions (B, T) -> hidden states after the last norm (B, T, D)."""
-        x = self.embedding(tokens)
+        hidden: Tensor = self.norm(self.through(self.embedding(tokens), positions, documents, self.blocks.values()))
+        return hidden
+
+    def through(self, x: Tensor, positions: Tensor, documents: Documents, blocks: Iterable[nn.Module]) -> Tensor:
+        """Run hidden states x (B, T, D) through some of the blocks."""
         cos, sin = self.angles(positions, x.dtype)
         loads = []
-        for block in self.blocks.values():
+        for block in blocks:
             x = self.block_call(block, x, cos, sin, documents)
             if block.experts is not None:
                 x, load = x
                 loads.append(load)
         if loads:
             self.load = torch.stack(loads)
-        hidden: Tensor = self.norm(x)
-        return hidden
+        return x
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """positions (B, T) -> cos and sin (B, T, 1, E) of every angle, in float32 until the last cast."""
@@ -283,7 +290,9 @@ def frozen_flops(model: Any) -> int:
 
     A frozen weight has no gradient of its own: 4 instead of 6; an adapter's weights count 6 (docs/notation.md).
     """
-    flop = 0 if model.head.weight is None or model.head.weight.requires_grad else 2 * model.head.weight.numel()
+    dense = isinstance(model, Decoder) and model.head.scores  # `ModelShape.flops` counts a head of V rows
+    flop = 6 * (model.shape.vocab - 1) * model.shape.width if dense else 0
+    flop += 0 if model.head.weight is None or model.head.weight.requires_grad else 2 * model.head.weight.numel()
     for experts in (m for m in model.modules() if isinstance(m, Experts)):
         active = experts.shape.active / experts.shape.count
         for weight, share in ((experts.router, 1.0), (experts.gate_up, active), (experts.down, active)):

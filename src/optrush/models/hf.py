@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 PROBE_LENGTHS = (7, 1, 5, 11)  # documents of the probe's packed row
 PROBE_LOGIT = 60.0  # hidden states are scaled until logits are this large, which makes a softcap visible
 ATTENTIONS = {"masked": "eager", "sdpa": "sdpa"}  # our name: transformers' name
+CLASSIFIER = "ForSequenceClassification"  # what transformers' classes of reward models end with
 ALONE = "optrush_sdpa"  # name of `_alone` in transformers' registries
 NUMBERED = frozenset({None, "default", "linear", "llama3", "yarn"})  # rotations independent of the row's length
 
@@ -79,6 +80,8 @@ class HFModel(nn.Module):
         self._block_matrices = sum(p.numel() for p in matrices)
         self._query_width = sum(_query_widths(config, list(self.blocks.values())))
         self.ties = _ties(self)
+        self.tied = bool(self.ties)
+        self.elsewhere: dict[str, Linear] = {}
         self._buffers_on_host: dict[tuple[str, str], Tensor] = {}
 
     def _own_linears(self, block: nn.Module) -> None:
@@ -327,11 +330,13 @@ class _Undrawn(TorchFunctionMode):
 
 def _pretrained(folder: Path, config: Any, dtype: torch.dtype | str, attention: str) -> Any:
     """Return transformers' model of a folder in eval mode; raise NeedsError if its weights do not fit config.json."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     weights.refuse_more_layers(Folder(folder), config.to_dict())  # refuses pickles, and an index to other folders
+    kind = next(iter(config.architectures or ()), "")
+    auto = AutoModelForSequenceClassification if kind.endswith(CLASSIFIER) else AutoModelForCausalLM
     with transformers_silenced():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto.from_pretrained(
             folder, config=config, dtype=dtype, attn_implementation=attention, local_files_only=True,
             use_safetensors=True, trust_remote_code=False, output_loading_info=True,
         )  # fmt: skip
@@ -583,14 +588,16 @@ def load(
     return model, WeightMap(entries, weights.widened(stored, model, entries, growth), growth=growth)
 
 
-def load_plain(folder: Path, dtype: torch.dtype | None, device: torch.device) -> Any:
+def load_plain(folder: Path, dtype: torch.dtype | None, device: torch.device, scores: bool = False) -> Any:
     """Load transformers' own model of a folder, in eval mode: for generation, and to verify an export.
 
     Args:
         dtype: None: as stored.
+        scores: a reward model, in place of one that continues texts.
 
     Raises:
-        NeedsError: transformers does not support it, its weights are pickles, or they do not fit its config.json.
+        NeedsError: it is of the other kind, transformers does not support it, its weights are pickles, or they do not
+            fit its config.json.
     """
     from transformers import AutoConfig
 
@@ -601,6 +608,10 @@ def load_plain(folder: Path, dtype: torch.dtype | None, device: torch.device) ->
         # config.json may name an attention whose code is on the hub, and has precedence over the argument.
         attention = "eager" if sdpa_obstacle(config.to_dict()) else "sdpa"
         config._attn_implementation = attention
+        kind = next(iter(config.architectures or ()), "")
+        if kind.endswith(CLASSIFIER) != scores:
+            found = f"architecture {kind}, which scores texts and continues none" if not scores else f"a {kind}"
+            raise NeedsError(f"the model {folder}", found, "name a model that objective: pretrain, sft or dpo trained")
         model = _pretrained(folder, config, dtype or "auto", attention)
     except (UserError, MemoryError):
         raise

@@ -107,6 +107,7 @@ def split_model(model: Decoder, axis: Axis) -> int:
     else:
         _split(model.head, "weight", 0, axis)
     model.head.enter = axis.enter
+    model.stream_ranks = axis.ranks if axis.sequence else 1
     return changed + 2
 
 

@@ -302,8 +302,11 @@ class WeightMap:
 
     def release(self) -> None:
         """Free host values that only `fill` needs; afterwards `fill` fails, `split` works."""
-        if isinstance(self.source, Memory):
-            self.source.tensors.clear()
+        source: object = self.source
+        while not isinstance(source, Memory) and hasattr(source, "source"):
+            source = source.source
+        if isinstance(source, Memory):
+            source.tensors.clear()
 
 
 _BLOCK_NAMES = {

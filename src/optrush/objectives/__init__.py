@@ -10,7 +10,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
-from optrush.config import Config
+from optrush.config import JUDGED, SECTIONS, Config
 from optrush.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,11 +21,20 @@ if TYPE_CHECKING:
 
 # Metrics of preferences in addition to their loss, means over pairs: names of metrics.jsonl (docs/dpo.md).
 FIGURES = ("rewards_chosen", "rewards_rejected", "reward_accuracy", "reward_margin")
+JUDGEMENTS = ("kl", "reward_accuracy", "reward_margin")  # of judged answers, means over them (docs/kto.md)
+LESSONS = ("kl", "next_token_loss")  # of distillation, means over target tokens (docs/distill.md)
+ALL_FIGURES = tuple(dict.fromkeys((*FIGURES, *JUDGEMENTS, *LESSONS)))
+
+
+def figures(config: Config) -> tuple[str, ...]:
+    """Return the names of the objective's other metrics."""
+    of = {JUDGED: JUDGEMENTS, "distill": LESSONS}
+    return of.get(config.objective, FIGURES if config.paired else ())
 
 
 def unit(config: Config) -> str:
     """Return the unit of the loss."""
-    return "a pair" if config.paired else "nats a target token"
+    return "a judged answer" if config.objective == JUDGED else "a pair" if config.paired else "nats a target token"
 
 
 def learnt(config: Config) -> str:
@@ -49,16 +58,16 @@ def check_layout(config: Config, layout: RowLayout) -> None:
         raise ConfigError(f"`objective: {config.objective}` with --with wrap", found, "take --with packing instead")
 
 
-def loss_of(config: Config, head: nn.Module, figures: Mapping[str, Tensor]) -> Callable[[Tensor, Batch], Tensor]:
+def loss_of(config: Config, head: nn.Module, metrics: Mapping[str, Tensor]) -> Callable[[Tensor, Batch], Tensor]:
     """Return the objective's loss of hidden states (B, T, D) and their batch, a sum over the batch's terms.
 
     Args:
-        figures: of an objective of pairs, each of FIGURES, to which sums are added.
+        metrics: of each name of `figures`, to which sums are added.
     """
-    if not config.paired:
+    if config.objective not in SECTIONS:
         return partial(next_token, head)
     score = import_module(f"{__name__}.{config.objective}").score
-    found = partial(score, head, getattr(config, config.objective), figures)
+    found = partial(score, head, getattr(config, config.objective), metrics)
     return cast("Callable[[Tensor, Batch], Tensor]", found)
 
 

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optrush.config import Dpo
+from optrush.config import Dpo, Kto
 from optrush.data.batch import Batch
 from optrush.errors import NeedsError
 from optrush.objectives.pairs import add_rewards, log_probabilities, target_counts
@@ -50,7 +50,7 @@ def score(head: nn.Module, settings: Dpo, figures: Mapping[str, Tensor], hidden:
     return torch.where(batch.extra["pairs"], losses, 0).sum()
 
 
-def by_adapter(settings: Dpo, untrained: Untrained | None) -> bool:
+def by_adapter(settings: Dpo | Kto, untrained: Untrained | None) -> bool:
     """Return whether the reference is the model itself with its adapters disabled, run in every step.
 
     Raises:
@@ -58,8 +58,9 @@ def by_adapter(settings: Dpo, untrained: Untrained | None) -> bool:
     """
     if settings.reference == "adapter" and untrained is None:
         found = "what is trained cannot be undone: whole weights are, or the adapter began from a folder (save, init)"
-        do = "leave save and init out, or take dpo.reference: precomputed"
-        raise NeedsError("`dpo.reference: adapter`", found, do)
+        name = type(settings).__name__.lower()
+        do = f"leave save and init out, or take {name}.reference: precomputed"
+        raise NeedsError(f"`{name}.reference: adapter`", found, do)
     return settings.reference != "precomputed" and untrained is not None
 
 

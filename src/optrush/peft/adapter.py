@@ -90,6 +90,10 @@ class LinearAdapter(nn.Module, ABC):
     def published(self, whole: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield PEFT's names and tensors of whole parameters, given by our names."""
 
+    def exported(self, whole: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield as `published`, for the published weight, if the frozen one is another."""
+        yield from self.published(whole)
+
     @abstractmethod
     def taken(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Invert `published`."""
@@ -218,6 +222,7 @@ def freeze_base(model: Model, recipe: WeightMap, save: Collection[str], precisio
     would cast them; the embedding's output keeps its type.
     """
     trained = {name for name, module in outside(model, recipe).items() if last(module) in save}
+    trained |= {"head.weight"} if model.head.scores else set()  # it has learnt nothing before
     for name, p in model.named_parameters():
         p.requires_grad_(name in trained)
     if precision is None:

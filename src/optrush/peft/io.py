@@ -38,8 +38,9 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
 
 
 def adapters(model: Model) -> dict[str, LinearAdapter]:
-    """Return the adapters of a model by the canonical names of their linears."""
-    return {name: linear.adapter for name, linear in model.linears() if linear.adapter is not None}
+    """Return the adapters of a model, those on other ranks too, by the canonical names of their linears."""
+    linears = (*model.linears(), *model.elsewhere.items())
+    return {name: linear.adapter for name, linear in linears if linear.adapter is not None}
 
 
 def save_adapter(folder: Path, model: Model, recipe: WeightMap, trained: Mapping[str, Tensor], base: str) -> None:
@@ -58,7 +59,7 @@ def save_adapter(folder: Path, model: Model, recipe: WeightMap, trained: Mapping
     for name, adapter in theirs.items():
         own = f"{name}.adapter."
         mine = {p.removeprefix(own): t for p, t in trained.items() if p.startswith(own)}
-        found |= {key: t.contiguous().clone() for key, t in adapter.published(mine)}
+        found |= {key: t.contiguous().clone() for key, t in adapter.exported(mine)}
     for parameter, module in modules.items():
         if parameter in trained:
             # PEFT selects all modules with this ending: `norm` would be every norm.
@@ -66,10 +67,11 @@ def save_adapter(folder: Path, model: Model, recipe: WeightMap, trained: Mapping
             saved.add(last(module) if alone else module)
             rows = _stored_rows(recipe, parameter)
             found |= {key: trained[parameter][:rows].clone() for key in _whole(model, parameter, module)}
-    if model.ties and EMBEDDING in saved:
+    if model.tied and EMBEDDING in saved:
         saved.add(HEAD)
     config = {
-        "base_model_name_or_path": base, "task_type": "CAUSAL_LM", "inference_mode": True, "revision": None,
+        "base_model_name_or_path": base, "task_type": "SEQ_CLS" if model.head.scores else "CAUSAL_LM",
+        "inference_mode": True, "revision": None,
         "auto_mapping": None, "modules_to_save": sorted(saved) or None,
         "target_modules": sorted({last(m) for a in theirs.values() for m in a.hf}),
         **next(iter(theirs.values())).settings(),
@@ -94,7 +96,7 @@ def _whole(model: Model, parameter: str, module: str) -> Iterator[str]:
     """Yield the names of a parameter trained whole: a tied weight has those of both modules."""
     kind = parameter.rpartition(".")[2]
     yield f"{module}.{kind}"
-    if model.ties and last(module) == EMBEDDING:
+    if model.tied and last(module) == EMBEDDING:
         yield f"{HEAD}.{kind}"
 
 

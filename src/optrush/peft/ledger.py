@@ -28,6 +28,7 @@ LINEARS = tuple(name for names in PIECES.values() for name in names)
 EVERY = ("auto", "all-linear")
 SETS = {"attention": LINEARS[:4], "mlp": LINEARS[4:]}
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
+SPLITS = r"pissa|olora|pissa_niter_[1-9]\d?"  # values of `init` that split the weights themselves
 TILE = 64  # an adapter's rows fill whole tiles of a product behind a weight; else a compiler would pad, and copy
 WHOLE = (EMBEDDING, HEAD, "norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
 

@@ -36,7 +36,8 @@ from optrush.kernels.lora_matmul import (
 from optrush.kernels.swiglu_quack import gated_matmul, gated_matmul_backward
 from optrush.models.decoder import Block, Linear
 from optrush.models.weights import Initializer, Shape, WeightMap, seeded_generator
-from optrush.peft.adapter import AdapterToggle, LinearAdapter, fill_constant
+from optrush.peft.adapter import AdapterToggle, LinearAdapter, fill_constant, fill_from
+from optrush.peft.decomposed import Decomposed
 from optrush.peft.ledger import TILE, tiles
 from optrush.peft.quantized import PackedLayout, unpacked
 
@@ -115,11 +116,17 @@ class Lora(LinearAdapter):
 
     def __init__(
         self, linear: Linear, modules: Sequence[str], names: Collection[str], switch: AdapterToggle, settings: Settings,
-        quack: bool = False,
+        quack: bool = False, split: Decomposed | None = None,
     ) -> None:  # fmt: skip
-        """quack: multiply by the frozen weight with QuACK's kernels, where its sizes allow."""
+        """Build the parameters.
+
+        Args:
+            quack: multiply by the frozen weight with QuACK's kernels, where its sizes allow.
+            split: of a linear whose frozen weight is what its first adapter leaves of the published one.
+        """
         super().__init__(linear, modules, names, switch)
         self.s, n = settings, len(self.hf)
+        self.first = split
         self.by: MatmulBackend = "quack" if quack and self.width % ALIGNED == self.rows % ALIGNED == 0 else "cublas"
         at: dict[str, Any] = {"device": torch.device("meta"), "dtype": torch.float32}
         self.a = nn.Parameter(torch.empty(n * settings.rank, self.width, **at))  # (n r, D)
@@ -219,21 +226,48 @@ class Lora(LinearAdapter):
         found = {"a": torch.cat(of("lora_A.weight")), "b": self.together(of("lora_B.weight"))}
         return found | ({"magnitude": self.together(of("lora_magnitude_vector"))} if self.s.dora else {})
 
+    def exported(self, whole: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield as `published`, for the published weight: with a first adapter B0 A0, the difference B A - B0 A0.
+
+        It is an adapter of twice the rank, [B, -B0] [A; A0], as PEFT converts such adapters.
+        """
+        for key, t in self.published(whole):
+            module, _, which = key.removesuffix(".weight").rpartition(".")
+            if self.first is None:
+                yield key, t
+            else:
+                a, b = self.first.found[f"{module}.weight"]
+                yield key, torch.cat((t, a)) if which == "lora_A" else torch.cat((t, -b), 1)
+
     def settings(self) -> dict[str, Any]:
-        alpha = int(self.s.alpha) if self.s.alpha == int(self.s.alpha) else self.s.alpha  # as PEFT writes it
+        times = 1 if self.first is None else 2
+        wide = self.s.alpha * (times**0.5 if self.s.rslora else times)  # the same factor at that rank
+        alpha = int(wide) if wide == int(wide) else wide  # as PEFT writes it
         return {
-            "peft_type": "LORA", "r": self.s.rank, "lora_alpha": alpha, "lora_dropout": self.s.dropout,
+            "peft_type": "LORA", "r": times * self.s.rank, "lora_alpha": alpha, "lora_dropout": self.s.dropout,
             "use_rslora": self.s.rslora, "use_dora": self.s.dora, "bias": "none", "fan_in_fan_out": False,
             "init_lora_weights": True, "rank_pattern": {}, "alpha_pattern": {},
         }  # fmt: skip
 
     def fillers(self, name: str, linear: Linear, recipe: WeightMap, seed: int) -> Iterator[tuple[str, Initializer]]:
         """Yield the initial values of the parameters; name: the linear's."""
+        if self.first is not None:
+            shapes = {hf: shape for hf, shape in recipe.entries[f"{name}.weight"].hf_shapes() if hf in self.first.names}
+            yield "a", partial(self._fill_first, self.first, shapes, "a")
+            yield "b", partial(self._fill_first, self.first, shapes, "b")
+            return
         yield "a", partial(self._fill_a, seed)
         yield "b", partial(fill_constant, 0.0)
         if self.magnitude is not None:
             held = torch.float32 if linear.quantized is not None else linear.weight.dtype
             yield "magnitude", partial(self._fill_magnitude, recipe, f"{name}.weight", held)
+
+    def _fill_first(
+        self, split: Decomposed, shapes: Mapping[str, Shape], which: str, local: Tensor, offset: Shape
+    ) -> None:
+        pairs = [split.first(hf, shape, local.device) for hf, shape in shapes.items()]
+        whole = torch.cat([a for a, _ in pairs]) if which == "a" else self.together([b for _, b in pairs])
+        fill_from(whole, local, offset)
 
     def _fill_a(self, seed: int, local: Tensor, offset: Shape) -> None:
         """Draw as kaiming_uniform_ with a = sqrt(5), each piece seeded by its own name, so independent of fusing."""

@@ -18,7 +18,7 @@ from functools import cache
 from optrush.models.shapes import ModelShape
 from optrush.planner import ledger
 from optrush.planner.ledger import ComputedIn, Entry, Ledger, Line, Live, Role, Rule, Side, WorkItem
-from optrush.technique import Environment, Part, Technique
+from optrush.technique import Environment, Part, Teacher, Technique
 
 CUBLAS_BYTES = 100e6  # workspaces that torch gives cuBLAS on a GPU, and batches; measured on an H200
 # On a CPU the resident set is counted: the process with Python, torch and a tokenizer, and the C library's heap, which
@@ -39,6 +39,12 @@ def book(techniques: Sequence[Technique], env: Environment, shape: ModelShape, p
     plain = entries(shape, env.seq, native=env.native, cuda=env.device.kind == "cuda", padding=padding)
     changes = [*_objective(env, shape), *(rule for t in techniques for rule in t.predict(env))]
     return ledger.apply_rules(plain, widths, changes, env.accumulation)
+
+
+def books(techniques: Sequence[Technique], env: Environment, shape: ModelShape, padding: float) -> list[Ledger]:
+    """Build the ledger of each rank of a pipeline as `book` does; one where there is none."""
+    ranks = range(env.axes.get("pp", 1))
+    return [book(techniques, dataclasses.replace(env, pp_rank=rank), shape, padding) for rank in ranks]
 
 
 @cache  # one for all sets of a search
@@ -230,14 +236,40 @@ def rounded_update(env: Environment) -> Iterator[Rule]:
         yield ledger.add(WorkItem("update.launches", "a kernel for each parameter", "step", launches=launches))
 
 
+def _teacher(teacher: Teacher, shape: ModelShape) -> Iterator[Rule]:
+    """Yield the memory and work of a frozen second model, whose logits are made a chunk at a time."""
+    chunk = teacher.chunk
+    yield ledger.live("head.logits*", "of one chunk at a time", most_tokens=chunk)
+    why = "probabilities of both models and their difference, of a chunk, 4 V in float32"
+    yield ledger.add(Line("head.compared", why, 4 * shape.vocab, "wide", "head", True, most_tokens=chunk))
+    why = "the head's gradient, summed over chunks in float32, D V"
+    yield ledger.like("casts.head", Line("head.gradient", why, 1.0, "wide", "head"))
+    if teacher.shape is None:
+        return
+    t = teacher.shape
+    why = f"{t.parameters:,} frozen parameters of the teacher, {teacher.width_bytes} bytes each"
+    yield ledger.add(Line("teacher", why, t.parameters * teacher.width_bytes, "byte", "always"))
+    why = "the teacher's forward pass, 2 a weight of its matrices and head"
+    flop = 2.0 * (t.block_matrices + t.vocab * t.width)
+    yield ledger.add(WorkItem("forward.teacher", why, "token", flop))
+
+
 def _objective(env: Environment, shape: ModelShape) -> Iterator[Rule]:
     """Yield the work that the objective adds to one forward and one backward pass."""
+    if env.teacher is not None:
+        yield from _teacher(env.teacher, shape)
     if not env.paired:
+        return
+    if env.scored:
+        why = "a score of each token, in place of logits"
+        yield ledger.live("head.*", why, gone=True)
+        yield ledger.live("casts.head", why, gone=True)
+        yield ledger.live("tied.*" if shape.tied else "[!c]*.head", why, gone=True)
         return
     flop = 2 * shape.width * shape.vocab
     if Part.HEAD in env.claimed:
         why = "losses token by token: a chunk's logits are made again in the backward pass, 2 a weight of the head"
         yield ledger.add(WorkItem("head.again", why, "token", flop))
-    if env.dpo is not None and env.dpo.reference != "precomputed" and env.spec.adapters_removable:
+    if env.reference not in (None, "precomputed") and env.spec.adapters_removable:
         yield ledger.live("forward.*", "and once more without what is trained, as the reference", times=2)
         yield ledger.add(WorkItem("reference.head", "the head of that pass, 2 a weight of it", "token", flop))

@@ -243,6 +243,10 @@ def efforts(ledger: Ledger, device: Device, tokens: float, rates: Rates | None =
             listed.append(WorkTime(work.name, flop, moved, 0.0, alone, place, work.reason))
         if started:
             listed.append(WorkTime(work.name, 0.0, 0.0, work.launches * times, started, "host", work.reason))
+    if waiting := _waiting(ledger):
+        window = sum(alone for work, _, alone, _ in _each(ledger, tokens, rates) if _in_window(work))
+        reason = next(w.reason for w in ledger.work if w.waiting)
+        listed.append(WorkTime("bubble", 0.0, 0.0, 0.0, window * waiting / (1 - waiting), "device", reason))
     return listed + [e for e in _host_traffic(ledger, tokens, rates) if e.seconds and math.isfinite(e.seconds)]
 
 
@@ -251,20 +255,29 @@ def step_seconds(ledger: Ledger, device: Device, tokens: float, rates: Rates | N
     rates = rates or device_rates(device)
     if rates is None:
         return None
-    on_device, on_host, on_link, disturbed = 0.0, 0.0, 0.0, 0.0
+    on_device, on_host, on_link, disturbed, window = 0.0, 0.0, 0.0, 0.0, 0.0
     for work, _, alone, started in _each(ledger, tokens, rates):
         on_host += started
+        window += alone * _in_window(work)
         if work.unit in LINKS and not work.awaited:
             on_link += alone
             disturbed += alone * CONTENTION * (work.unit == "link")
         else:
             on_device += alone
     on_device += min(disturbed, CONTENTION * on_device)
+    on_device += window * (waiting := _waiting(ledger)) / (1 - waiting)
     offload, paging = _host_traffic(ledger, tokens, rates)
     on_device += paging.seconds
     if not on_device or math.isinf(max(on_device, on_link, offload.seconds)):
         return None
     return max(on_device, on_host, on_link, offload.seconds) + rates.micro_s * ledger.accumulation + rates.step_s
+
+
+def slowest(books: Sequence[Ledger], device: Device, tokens: float, rates: Rates | None = None) -> float | None:
+    """Return the seconds of a step on the rank of a pipeline that takes longest; None: rates are unknown."""
+    found = [step_seconds(book, device, tokens, rates) for book in books]
+    known = [seconds for seconds in found if seconds is not None]
+    return max(known) if len(known) == len(found) else None
 
 
 def seconds_by_part(ledger: Ledger, tokens: float, rates: Rates) -> dict[str, float]:
@@ -319,6 +332,16 @@ def _each(ledger: Ledger, tokens: float, rates: Rates) -> Iterator[tuple[WorkIte
             yield work, times, alone, work.launches * times * rates.launch_s
 
 
+def _in_window(work: WorkItem) -> bool:
+    """Return whether the device does it in every micro-batch, and nothing else meanwhile."""
+    return work.per != "step" and (work.unit not in LINKS or work.awaited)
+
+
+def _waiting(ledger: Ledger) -> float:
+    """Return the share of a window in which this rank waits for other stages of a pipeline."""
+    return sum(w.waiting * w.times for w in ledger.work if not w.gone)
+
+
 def filled_share(ledger: Ledger) -> float:
     """Return the share of the slots that hold a token."""
     return 1.0 - sum(w.padding * w.times for w in ledger.work if not w.gone)
@@ -368,10 +391,10 @@ def choose_micro_batch(techniques: Sequence[Technique], env: Environment, hf: Ma
     rates, most = device_rates(device, calibration.for_device(device), shape, T), room(device)
     speeds: list[tuple[float, int]] = []
     for one in possible:
-        book, rows = baseline.book(techniques, one, shape, 0.0), one.micro_rows
-        if most is None or peak_memory(book, rows * T).bytes <= most:
+        books, rows = baseline.books(techniques, one, shape, 0.0), one.micro_rows
+        if most is None or all(peak_memory(book, rows * T).bytes <= most for book in books):
             # Without rates the largest is chosen: fewer and larger products are not slower.
-            seconds = step_seconds(book, device, rows * T, rates)
+            seconds = slowest(books, device, rows * T, rates)
             speeds.append((rows if seconds is None else 1 / seconds, rows))
     if not speeds:
         return possible[0].micro_rows  # it may fit all the same: the trial step decides

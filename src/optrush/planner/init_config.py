@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from optrush import hardware
-from optrush.config import ADAPTER_LR, METHODS, PAIRED, SECTIONS, Config, nearest, parse_config, parse_scalar
+from optrush.config import ADAPTER_LR, COMPARED, JUDGED, METHODS, SECTIONS, Config, nearest, parse_config, parse_scalar
 from optrush.errors import ConfigError, NeedsError, UserError
 from optrush.hardware import Device
 from optrush.models.shapes import ModelShape, native_obstacle, refuse_foreign
@@ -55,7 +55,7 @@ def yaml_text(
     )  # fmt: skip
     environment.filters |= {"flow": _flow, "line": _line}
     return environment.get_template("init.yaml.j2").render(
-        **tree, techniques=techniques, left=left, memory=memory, machine=machine,
+        **tree, settings=tree.get(tree["objective"]), techniques=techniques, left=left, memory=memory, machine=machine,
         command=command + (f" --ranks {ranks}" if ranks > 1 else ""), summaries={c.name: c.summary for c in classes},
         larger="double it while memory lasts" if device.kind == "cpu" else "halve it when memory runs out",
     )  # fmt: skip
@@ -110,6 +110,7 @@ class InitRequest:
     method: str = "auto"
     seq: int | None = None  # None: as long as suits the device
     epochs: float = 1
+    teacher: str | None = None  # of `distill`
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,7 @@ def compose(request: InitRequest, file: str, classes: Sequence[type[Technique]] 
         raise ConfigError("the model ''", "no name", "name a Hugging Face folder, a hub id, or `tiny`")
     check_objective(request.objective)
     check_method(request.method)
+    check_teacher(request)
     check_data(request.data)
     check_new_output(request.output)
     own = parse_config(SMALLEST, file, withs=request.withs).with_
@@ -207,12 +209,14 @@ def choose_values(request: InitRequest, device: Device, ranks: int = 1) -> dict[
     """Choose every value except the techniques; return them as the tree of the YAML."""
     model = {"shape": request.model.removeprefix(SHAPE)} if request.model.startswith(SHAPE) else request.model
     tree: dict[str, Any] = {"model": model, "objective": request.objective, "data": _data(request.data, device)}
-    pairs = request.objective in PAIRED
-    if pairs:
+    pairs = request.objective in COMPARED
+    if request.objective in SECTIONS:
         settings = SECTIONS[request.objective]().model_dump()
         tree[request.objective] = {key: value for key, value in settings.items() if value}
-        if "too_long" in tree["data"]:
-            tree["data"]["too_long"] = "drop"
+        if request.teacher is not None:
+            tree[request.objective]["teacher"] = request.teacher
+    if pairs and "too_long" in tree["data"]:
+        tree["data"]["too_long"] = "drop"
     gpu = device.kind == "cuda"
     seq = _longest(tree, request.seq or (GPU_SEQ if gpu else CPU_SEQ))
     rows = max(1, (GPU_TOKENS if gpu else CPU_TOKENS) // seq // ranks) * ranks
@@ -249,7 +253,7 @@ def check_data(text: str) -> str:
         DataError: no such file, or its first row is invalid.
     """
     from optrush.data.readers import read_rows
-    from optrush.data.schema import Chat, Pair
+    from optrush.data.schema import JUDGEMENT, Chat, Pair, RowRules
     from optrush.data.schema import parse_row as row
 
     if text.startswith(SAMPLE):
@@ -261,7 +265,11 @@ def check_data(text: str) -> str:
         if not re.fullmatch(r"random(:[1-9]\d*)?", text):
             raise ConfigError(f"the data {text}", "no number of documents", "write random, or random:4096")
         return "pretrain"
-    kind = row(*next(read_rows(Path(text).expanduser())))
+    where, found = next(read_rows(Path(text).expanduser()))
+    if JUDGEMENT & {key.lower() for key in found}:
+        row(where, found, RowRules(JUDGED))
+        return JUDGED
+    kind = row(where, found)
     return "dpo" if isinstance(kind, Pair) else "sft" if isinstance(kind, Chat) else "pretrain"
 
 
@@ -271,6 +279,14 @@ def check_objective(text: str) -> str:
     if text not in known:
         raise ConfigError(f"the objective {text}", "no such objective", nearest(text, known))
     return text
+
+
+def check_teacher(request: InitRequest) -> None:
+    """Raise ConfigError for a teacher without an objective that has one, or the other way."""
+    if (request.objective == "distill") != (request.teacher is not None):
+        found = "no teacher" if request.teacher is None else f"a teacher, {request.teacher}"
+        do = "name one: --teacher MODEL" if request.teacher is None else "take --objective distill, or leave it out"
+        raise ConfigError(f"the objective {request.objective}", found, do)
 
 
 def check_method(text: str) -> str:

@@ -74,7 +74,8 @@ class Line:
     freed_on_update: bool = False  # a gradient that is in memory only while it is computed
     recomputed: float = 0.0  # share of the blocks that keep it only while they run again
     blocks_on_device: float = math.inf  # number of blocks whose part is on the device; the others are on the host
-    cut: Mapping[str, int] = field(default_factory=dict)  # axis -> ranks
+    cut: Mapping[str, float] = field(default_factory=dict)  # axis -> ranks; "pp" -> blocks over those of a rank
+    in_flight: float = 1.0  # micro-batches of which blocks keep what they save
     gathered: int = 0  # parts that are whole along "dp" at a time, of a line that is cut
     gathered_in: tuple[str, ...] = ()  # beginnings of the phases in which they are; none: all but the update
 
@@ -83,9 +84,14 @@ class Line:
         return self.per_token
 
     @property
+    def here(self) -> float:
+        """Return how many of its blocks are on this rank."""
+        return self.blocks / self.cut.get("pp", 1.0)
+
+    @property
     def bend(self) -> float:
         """Return the tokens of a micro-batch, of all ranks that share it, from which on the line grows no more."""
-        return self.most_tokens * math.prod(self.cut.values())
+        return self.most_tokens * math.prod(n for axis, n in self.cut.items() if axis != "pp")
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,7 @@ class WorkItem:
     role: Role = "byte"
     launches: float = 0.0  # operators that the host starts, or as many as take it as long
     padding: float = 0.0  # share of the slots that hold no token
+    waiting: float = 0.0  # share of a window in which this rank waits for others
     fusable: bool = False
     awaited: bool = False  # of a link: products wait for it, where others run beside it
     # what rules change
@@ -130,6 +137,7 @@ class Rule:
     changes: Mapping[str, Any] = field(default_factory=dict)
     fusable: bool = False  # of what matches, only what is fusable
     by_token: bool = False  # of what matches, only what is counted by tokens
+    in_blocks: bool = False  # of what matches, only what blocks have parts of
 
 
 def add(*entries: Entry) -> Rule:
@@ -153,8 +161,8 @@ def freeze_rule(match: str, reason: str) -> Rule:
 
 
 def cut(
-    match: str, axis: str, ranks: int, reason: str, gathered: int = 0, during: tuple[str, ...] = (), *,
-    by_token: bool = False,
+    match: str, axis: str, ranks: float, reason: str, gathered: int = 0, during: tuple[str, ...] = (), *,
+    by_token: bool = False, in_blocks: bool = False,
 ) -> Rule:  # fmt: skip
     """Divide what matches over the ranks of an axis; of its `blocks` parts, `gathered` are whole along dp at once.
 
@@ -162,18 +170,20 @@ def cut(
         during: beginnings of the phases in which they are whole; none: all but the update.
     """
     changes = {"cut": {axis: ranks}, "gathered": gathered, "gathered_in": during}
-    return Rule(Kind.CUT, reason, match, changes=changes, by_token=by_token)
+    return Rule(Kind.CUT, reason, match, changes=changes, by_token=by_token, in_blocks=in_blocks)
 
 
-def live(match: str, reason: str, *, fusable: bool = False, by_token: bool = False, **changes: Any) -> Rule:
+def live(
+    match: str, reason: str, *, fusable: bool = False, by_token: bool = False, in_blocks: bool = False, **changes: Any
+) -> Rule:
     """Change fields of what matches, combined with their old values by `_EDITS`."""
     assert changes.keys() <= _EDITS.keys() - {"cut", "gathered", "gathered_in"}, changes
-    return Rule(Kind.LIVE, reason, match, changes=changes, fusable=fusable, by_token=by_token)
+    return Rule(Kind.LIVE, reason, match, changes=changes, fusable=fusable, by_token=by_token, in_blocks=in_blocks)
 
 
 # How the old value of a field and a rule's are combined. Rules of one kind commute, so that their order never matters.
 _EDITS: Mapping[str, Callable[[Any, Any], Any]] = {
-    **dict.fromkeys(("gone", "recomputed", "freed_on_update", "gathered"), max),
+    **dict.fromkeys(("gone", "recomputed", "freed_on_update", "gathered", "in_flight"), max),
     **dict.fromkeys(("most_tokens", "blocks_on_device"), min),
     **dict.fromkeys(("unit", "live", "role"), lambda _, new: new),
     "gathered_in": lambda old, new: new or old,
@@ -267,6 +277,8 @@ def _added(rule: Rule, baseline: Sequence[Entry]) -> tuple[Entry, ...]:
 def _matches(rule: Rule, entry: Entry) -> bool:
     """Return whether a rule is about an entry of a name that matches."""
     if rule.kind is Kind.CUT and not isinstance(entry, Line):
+        return False
+    if rule.in_blocks and not (isinstance(entry, Line) and entry.blocks > 1):
         return False
     return (entry.fusable or not rule.fusable) and (entry.by_token or not rule.by_token)
 
@@ -376,8 +388,8 @@ def _there(ledger: Ledger, line: Line, size: float, phase: str) -> tuple[float, 
     if not (line.gathered and in_use):
         return bytes_, 0.0
     used = min(ledger.width(line), ledger.bytes_per_value["product"])
-    others = math.prod(n for axis, n in line.cut.items() if axis != "dp")
-    return bytes_, used * line.values * min(line.gathered, line.blocks) / line.blocks / others
+    others = math.prod(n for axis, n in line.cut.items() if axis not in ("dp", "pp"))
+    return bytes_, used * line.values * min(line.gathered, line.here) / line.blocks / others
 
 
 def host_bytes(ledger: Ledger, tokens: float) -> tuple[float, float]:
@@ -387,9 +399,9 @@ def host_bytes(ledger: Ledger, tokens: float) -> tuple[float, float]:
     """
     totals: dict[Live, float] = {"saved": 0.0, "always": 0.0}
     for line in ledger.lines:
-        if line.live in totals and line.blocks_on_device < line.blocks:
+        if line.live in totals and line.blocks_on_device < line.here:
             size = line_bytes(ledger, line, tokens) * (1 - line.recomputed)
-            totals[line.live] += size * (1 - line.blocks_on_device / line.blocks)
+            totals[line.live] += size * (1 - line.blocks_on_device / line.here)
     return totals["saved"], totals["always"]
 
 
@@ -403,7 +415,7 @@ def saved_bytes(ledger: Ledger) -> float:
 
 def _share(line: Line, phase: str, accumulation: int) -> float:
     """Return the share of a line that is in memory in a phase."""
-    one = 1 / line.blocks
+    one = 1 / line.here
     scores = phase.endswith(SCORES)
     if line.live == "always":
         return min(1.0, line.blocks_on_device * one)
@@ -421,14 +433,15 @@ def _share(line: Line, phase: str, accumulation: int) -> float:
         return 0.0 if early else one if phase.startswith(LAST) else 1.0
     if line.live == "saved":
         backward = phase.startswith("backward")
+        others = 0.0 if phase == "update" else (line.in_flight - 1) * (1 - line.recomputed)
         if phase in ("backward, embedding", "update") or (backward and line.blocks == 1):
-            return 0.0  # what is outside the blocks was used first
+            return others  # what is outside the blocks was used first
         # On the device are the blocks that stay, and, except at the head, one in transfer; where none stays, one in
         # use and one in transfer.
         near = line.blocks_on_device if phase == "head" else max(2.0, line.blocks_on_device + 1)
         saved = one if phase.startswith(FIRST) else min(1.0, near * one)
         used = one if scores and line.side == "feed" else 0.0  # of the block in its backward pass
-        return (saved - used) * (1 - line.recomputed) + (one - used if line.recomputed and backward else 0.0)
+        return others + (saved - used) * (1 - line.recomputed) + (one - used if line.recomputed and backward else 0.0)
     if line.side == ("feed" if scores else "scores"):
         return 0.0
     return float(line.live == _WORKING.get(phase, "backward"))

@@ -63,6 +63,7 @@ class Prediction:
     ceiling_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     host_bytes: int = 0  # of pinned host memory, in addition to the device's
     step_s: float | None = None  # of one step
+    stage_bytes: tuple[int, ...] = ()  # peak of each rank of a pipeline
 
 
 @dataclass(frozen=True)
@@ -116,14 +117,15 @@ def predict(
     lengths = estimate_fill(config)
     env = dataclasses.replace(resolved.env, reach=lengths.reach)
     tokens = env.micro_rows * env.seq
-    book = baseline.book(resolved.techniques, env, _shape(resolved.hf), lengths.padding)
+    books = baseline.books(resolved.techniques, env, _shape(resolved.hf), lengths.padding)
+    book = max(books, key=lambda book: ledger.peak_memory(book, tokens).bytes)
     copied = ledger.saved_bytes(book) if config.train.save == "async" else 0.0
     if copied and device.kind == "cpu":  # whose memory is the host's
         line = Line("saved copy", "of weights and states, for the thread that saves", copied, "byte", "always")
         book, copied = dataclasses.replace(book, lines=(*book.lines, line)), 0.0
     rates, ceiling = cost.expected_and_ceiling(device, calibration.for_device(device), resolved.hf, env.span, env.seq)
     return dataclasses.replace(
-        _prediction(book, env, ledger.peak_memory(book, tokens), rates),
+        _prediction(book, books, env, ledger.peak_memory(book, tokens), rates),
         ceiling_s={} if ceiling is None else cost.seconds_by_part(book, tokens, ceiling),
         host_bytes=round(sum(ledger.host_bytes(book, tokens)) + copied),
     )
@@ -214,12 +216,16 @@ def family(
         yield name, shape.parameters, max(evaluations.settings, key=lambda s: s.speed, default=None)
 
 
-def _prediction(book: Ledger, env: Environment, peak: ledger.Peak, rates: Rates | None) -> Prediction:
+def _prediction(
+    book: Ledger, books: Sequence[Ledger], env: Environment, peak: ledger.Peak, rates: Rates | None
+) -> Prediction:
+    """Build the prediction of the rank with the most memory, in the time of the slowest of a pipeline's."""
     tokens = env.micro_rows * env.seq
-    seconds = None if rates is None else cost.step_seconds(book, env.device, tokens, rates)
+    seconds = None if rates is None else cost.slowest(books, env.device, tokens, rates)
     useful = env.rows * env.seq * cost.filled_share(book)
     most = room(env.device)
     parameters, by_kind = _parameters(book)
+    stages = tuple(ledger.peak_memory(one, tokens).bytes for one in books) if len(books) > 1 else ()
     return Prediction(
         peak_bytes=peak.bytes,
         memory_kind="cuda_allocated" if env.device.kind == "cuda" else "rss",
@@ -236,6 +242,7 @@ def _prediction(book: Ledger, env: Environment, peak: ledger.Peak, rates: Rates 
         room_bytes=None if most is None else int(most),
         parameters=parameters,
         a_parameter=by_kind,
+        stage_bytes=stages,
     )
 
 
@@ -368,8 +375,8 @@ def _fastest(members: Sequence[Technique], env: Environment, problem: _Problem) 
         t.config(hf)
     most, rows = room(env.device), env.rows // env.data_ranks
     rates: Rates | None = None
-    best: tuple[float, Environment, Ledger] | None = None
-    book: Ledger | None = None
+    best: tuple[float, Environment, list[Ledger]] | None = None
+    books: list[Ledger] = []
     rules: list[ledger.Rule] = []
     powers = [2**k for k in range(20) if 2**k < rows and rows % 2**k == 0]
     fixed = problem.micro_rows
@@ -378,25 +385,34 @@ def _fastest(members: Sequence[Technique], env: Environment, problem: _Problem) 
     ):  # rules may depend on whether there is accumulation
         first = dataclasses.replace(env, micro_rows=sizes[0])
         predicted = [r for t in members for r in t.predict(first)]
-        if book is None or predicted != rules:
-            book, rules = baseline.book(members, first, _shape(hf), problem.padding), predicted
+        if not books or predicted != rules:
+            books, rules = baseline.books(members, first, _shape(hf), problem.padding), predicted
             rates, _ = cost.expected_and_ceiling(env.device, problem.calibration, hf, env.span, env.seq)
-        largest = rows if most is None else ledger.largest(book, most, env.seq) // env.seq
+        piped = "pp" in env.axes  # then rules depend on the number of micro-batches
+        largest = (
+            rows if most is None or piped else min(ledger.largest(book, most, env.seq) for book in books) // env.seq
+        )
         for size in (n for n in sizes if n <= largest):
             sized = dataclasses.replace(env, micro_rows=size)
             if any(technique.unmet(members, sized)):
                 continue
-            book = dataclasses.replace(book, accumulation=sized.accumulation)
-            seconds = None if rates is None else cost.step_seconds(book, env.device, size * env.seq, rates)
+            if piped:
+                books = baseline.books(members, sized, _shape(hf), problem.padding)
+                if most is not None and size > min(ledger.largest(book, most, env.seq) for book in books) // env.seq:
+                    continue
+            books = [dataclasses.replace(book, accumulation=sized.accumulation) for book in books]
+            seconds = None if rates is None else cost.slowest(books, env.device, size * env.seq, rates)
             speed = 1 / (seconds or 1.0)
             if best is None or speed > best[0] * (1 + CLOSE):
-                best = (speed, sized, book)
+                best = (speed, sized, books)
     if best is None:
-        assert book is not None
-        return ledger.peak_memory(book, env.seq * (fixed or (1 if rows % 2 == 0 else rows))).bytes
-    _, env, book = best
-    peak = ledger.peak_memory(book, env.micro_rows * env.seq)
-    return Candidate({t.name: _changed(t) for t in members}, env.micro_rows, _prediction(book, env, peak, rates))
+        least = env.seq * (fixed or (1 if rows % 2 == 0 else rows))
+        return max(ledger.peak_memory(book, least).bytes for book in books)
+    _, env, books = best
+    peaks = [ledger.peak_memory(book, env.micro_rows * env.seq) for book in books]
+    worst = max(range(len(books)), key=lambda rank: peaks[rank].bytes)
+    prediction = _prediction(books[worst], books, env, peaks[worst], rates)
+    return Candidate({t.name: _changed(t) for t in members}, env.micro_rows, prediction)
 
 
 def _changed(t: Technique) -> dict[str, Any]:

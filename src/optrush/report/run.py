@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from optrush.config import Config, dump_config, parse_config
+from optrush.config import JUDGED, Config, dump_config, parse_config
 from optrush.console import duration
 from optrush.errors import ConfigError, DataError, UserError
 from optrush.files import parse_json
 from optrush.hardware import GIB
-from optrush.objectives import FIGURES, unit
+from optrush.objectives import ALL_FIGURES, unit
 from optrush.report.page import (
     DASH,
     Points,
@@ -41,7 +41,7 @@ WAITS = 0.05  # share of a step spent waiting for data from which the page warns
 _FIGURES = {
     "step", "loss", "lr", "grad_norm", "tokens", "target_tokens", "step_s", "tokens_per_s", "mfu", "peak_bytes",
     "memory_kind", "data_wait_s", "skipped", "eval_loss", "eval_target_tokens",
-    *(f"{kind}{name}" for kind in ("", "eval_") for name in FIGURES),
+    *(f"{kind}{name}" for kind in ("", "eval_") for name in ALL_FIGURES),
 }  # fmt: skip
 
 
@@ -265,8 +265,13 @@ def _curves(run: RunLog) -> list[tuple[str, str, Markup]]:
     """Return heading, unit and chart of each metric."""
     shares = [("MFU", "percent of the device's peak", run.points("mfu", 100))] if run.median("mfu") is not None else []
     if run.config.paired:
-        shares += [("Pairs right", "percent of a step's, by their rewards", run.points("reward_accuracy", 100))]
-        shares += [("Reward margin", "of the chosen over the rejected", run.points("reward_margin"))]
+        over = (
+            ("Answers", "beyond the divergence, in the judgement's direction")
+            if run.config.objective == JUDGED
+            else ("Pairs", "of the chosen over the rejected")
+        )
+        shares += [(f"{over[0]} right", "percent of a step's, by their rewards", run.points("reward_accuracy", 100))]
+        shares += [("Reward margin", over[1], run.points("reward_margin"))]
     drawn = [("Loss", unit(run.config), _loss_chart(run))]
     for heading, words, points in (
         ("Speed", "tokens/s of the whole job", run.points("tokens_per_s")),

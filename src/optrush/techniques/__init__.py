@@ -32,11 +32,13 @@ from optrush.techniques.lora import Lora
 from optrush.techniques.memory_cap import MemoryCap
 from optrush.techniques.micro_batch import MicroBatch
 from optrush.techniques.muon import Muon
+from optrush.techniques.neftune import Neftune
 from optrush.techniques.nf4 import Nf4
 from optrush.techniques.offload_activations import OffloadActivations
 from optrush.techniques.packing import Packing
 from optrush.techniques.pad import Pad
 from optrush.techniques.paged_states import PagedStates
+from optrush.techniques.pipeline import Pipeline
 from optrush.techniques.recompute import Recompute
 from optrush.techniques.selective_recompute import SelectiveRecompute
 from optrush.techniques.sort_by_length import SortByLength
@@ -51,6 +53,7 @@ OWN: tuple[type[Technique], ...] = (
     Int8,
     Lora,
     Ia3,
+    Neftune,
     FusedAdamW,
     Adam8bit,
     Adam4bit,
@@ -73,6 +76,7 @@ OWN: tuple[type[Technique], ...] = (
     UpdateInBackward,
     CudaGraphs,
     TensorParallel,
+    Pipeline,
     Ddp,
     Fsdp,
     Context,

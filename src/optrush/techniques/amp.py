@@ -70,7 +70,7 @@ class Amp(Technique):
         trainer.precision = torch.bfloat16 if self.dtype == "bf16" else torch.float16
         trainer.autocast = True  # the owner of the data axis may realise it instead
         if self.stream == "half":
-            half = trainer.precision
+            half, trainer.narrow_stream = trainer.precision, True
             trainer.model.embedding.register_forward_hook(lambda module, inputs, out: out.to(half))
         return 1
 

@@ -64,6 +64,8 @@ class Fsdp(Technique):
         do = f"take {2 * self.replicate} ranks or another multiple of that, a smaller replicate, or ddp"
         met = env.gradient_ranks % self.replicate == 0 and env.gradient_ranks > self.replicate
         yield Requirement(met, asked, found, do)
+        met, found = self.sync == "last" or Part.PP not in env.claimed, "a technique that reduces once a window"
+        yield Requirement(met, "`fsdp: sync: each`", found, "leave sync out")
 
     @classmethod
     def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
@@ -73,7 +75,7 @@ class Fsdp(Technique):
     def predict(self, env: Environment) -> Iterator[Rule]:
         """Yield shares of everything, whole blocks while they run, and what the link carries."""
         n, L = env.gradient_ranks // self.replicate, env.blocks
-        blocks = min(L, 2) if self.stage == 3 else L
+        blocks = min(L, 2) if self.stage == 3 and Part.PP not in env.claimed else L
         whole = "a block's weights are whole while it runs, and the next block's ahead of it"
         freed = self.stage == 3  # after the forward pass, and again after the backward pass
         during = ("forward", "backward") if freed else ()
@@ -126,7 +128,7 @@ class Fsdp(Technique):
         policy = MixedPrecisionPolicy()
         if trainer.autocast:  # the gathered weights are cast once, instead of at every use
             policy = MixedPrecisionPolicy(param_dtype=trainer.precision, reduce_dtype=torch.float32)
-            trainer.autocast = False
+            trainer.autocast, trainer.narrow_stream = False, True  # it casts what enters a block
         cut: dict[str, Any] = {"mesh": trainer.world.shards, "mp_policy": policy}
         model = trainer.model
         for block in model.blocks.values():
@@ -134,9 +136,9 @@ class Fsdp(Technique):
         if model.ties:  # one parameter must be in one group
             fully_shard([model.embedding, model.head], reshard_after_forward=False, **cut)
         else:
-            for module, again in ((model.embedding, self.stage == 3), (model.head, False)):
+            for module in dict.fromkeys((model.embedding, model.head)):
                 if module.weight is not None:  # a stage of a pipeline may be without
-                    fully_shard(module, reshard_after_forward=again, **cut)
+                    fully_shard(module, reshard_after_forward=self.stage == 3 and module is not model.head, **cut)
         for root in trainer.fsdp_roots:
             if not isinstance(root, FSDPModule):
                 fully_shard(root, reshard_after_forward=False, **cut)

@@ -41,6 +41,10 @@ class FusedLoss(Technique):
     claims = frozenset({Part.HEAD})
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
+        found, do = "an objective whose head gives one score, without a vocabulary", "leave it out"
+        yield Requirement(not env.scored, "`fused-loss` computes a loss over the vocabulary", found, do)
+        found = "an objective that has the logits of a chunk at a time by itself (distill.chunk)"
+        yield Requirement(env.teacher is None, "`fused-loss` computes the next-token loss", found, do)
         if self.impl == "chunked":
             return
         asked = f"fused-loss:impl={self.impl}"

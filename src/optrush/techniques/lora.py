@@ -1,17 +1,23 @@
-"""Low-rank adapters of a frozen model's linears: LoRA, rsLoRA and DoRA."""
+"""Low-rank adapters of a frozen model's linears: LoRA, rsLoRA, DoRA, LoRA+, PiSSA and OLoRA."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
+from optrush.errors import NeedsError
 from optrush.peft import io, ledger
 from optrush.planner.ledger import OURS, Line, Rule, WorkItem, add
 from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, Trainer
+
+if TYPE_CHECKING:
+    from optrush.models.decoder import Linear
+    from optrush.peft.decomposed import Decomposed
 
 
 @dataclass(frozen=True)
@@ -21,13 +27,17 @@ class Lora(Technique):
     rslora: the factor is alpha / sqrt(rank). dora: each row of the sum is scaled to a learnt length.
     targets: `auto` and `all-linear` every linear of the blocks, `attention`, `mlp`, or names: [q_proj, v_proj].
     save: modules that are trained whole as well: embed_tokens, lm_head, names of norms.
-    init: a folder of PEFT's to begin with, of the same rank, targets and save.
+    init: a folder of PEFT's to begin with, of the same rank, targets and save; or `pissa`, `pissa_niter_N`, `olora`:
+        the adapter begins as the largest part of the weight, and the rest is frozen.
+    lr_ratio: B's learning rate as a multiple of A's (LoRA+).
 
     Source: Hu et al., https://arxiv.org/abs/2106.09685; rsLoRA https://arxiv.org/abs/2312.03732, DoRA
-        https://arxiv.org/abs/2402.09353
+        https://arxiv.org/abs/2402.09353, PiSSA https://arxiv.org/abs/2404.02948, OLoRA
+        https://arxiv.org/abs/2406.01775, LoRA+ https://arxiv.org/abs/2402.12354
     Memory: 16 bytes a parameter of the adapters, and of the model its weights alone, in the type of the products.
     Work: 4 FLOPs a frozen weight and token instead of 6, and 6 an adapter's; dora 2 r n a weight and micro-batch, for
-        W A^T of n pieces in one linear, and each weight read twice more, or made dense once more.
+        W A^T of n pieces in one linear, and each weight read twice more, or made dense once more. pissa: a
+        decomposition of every weight when it is loaded.
     Differs from the source: pieces of a fused linear (q, k, v; gate, up) share the products and one dropout mask;
         adapters multiply in the type of the linear's output; dora drops nothing of the frozen product's input.
     """
@@ -40,9 +50,10 @@ class Lora(Technique):
     targets: str | tuple[str, ...] = "auto"
     save: tuple[str, ...] = ()
     init: str | None = None
+    lr_ratio: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
 
     name = "lora"
-    summary = "a frozen model, and low-rank adapters beside its linears; rsLoRA, DoRA, PEFT's files"
+    summary = "a frozen model, and low-rank adapters beside its linears; rsLoRA, DoRA, LoRA+, PiSSA, PEFT's files"
     source = "https://arxiv.org/abs/2106.09685"
     numerics = Numerics.DIFFERENT_MATHS
     proof = "tests/parity/test_peft.py"
@@ -60,6 +71,10 @@ class Lora(Technique):
     def _removable(self) -> bool:
         return not self.save and self.init is None  # without an `init` the model is not the one training began with
 
+    @property
+    def splits_base(self) -> bool:  # type: ignore[override]
+        return self.init is not None and re.fullmatch(ledger.SPLITS, self.init) is not None
+
     def needs(self, env: Environment) -> Iterator[Requirement]:
         if env.native:  # the linears of others are known once the model is built
             yield ledger.require_targets(self.name, env, self.targets)
@@ -74,7 +89,13 @@ class Lora(Technique):
         found = f"{inside[0] if inside else ''} in bf16 beside adapters in float32, which are sharded together"
         do = "leave norms of blocks out, or take --with amp instead of bf16 weights"
         yield Requirement(not (inside and narrow and Part.DATA in env.claimed), asked, found, do)
-        if self.init is not None:
+        if self.splits_base:
+            asked, do = f"`lora:init={self.init}`", "leave one of the two out"
+            found = "a base in 4 or 8 bits, which would round what is left of each weight"
+            dense = all(linear.weight == "dense" for linear in env.spec.linears.values())
+            yield Requirement(dense, asked, found, do)
+            yield Requirement(not self.dora, asked, "dora: true, whose lengths are those of whole weights", do)
+        elif self.init is not None:
             trained_with = {  # targets show in its tensors
                 "peft_type": "LORA", "r": self.rank, "lora_alpha": self.alpha, "use_rslora": self.rslora,
                 "use_dora": self.dora,
@@ -150,15 +171,44 @@ class Lora(Technique):
         settings = Settings(self.rank, self.alpha, self.dropout, self.rslora, self.dora)
         switch = adapted.AdapterToggle()
         places = adapted.places(model, recipe, names)
+        split = self._split(trainer, places, names, settings.scaling) if self.splits_base else None
+        recipe = trainer.weight_map
         for name, linear, modules in places:
-            adapter = Adapter(linear, modules, names, switch, settings, trainer.env.spec.mlp == "quack")
+            adapter = Adapter(linear, modules, names, switch, settings, trainer.env.spec.mlp == "quack", split)
             adapted.place(name, linear, adapter, recipe, adapter.fillers(name, linear, recipe, trainer.config.seed))
-        if self.init is not None:
+        if self.init is not None and not self.splits_base:
             begun = io.load_adapter(self.name, self.init, model, recipe, trained)
             for name, whole in begun.items():
                 fills = partial(adapted.fill_over, whole, recipe, name) if name in trained else None
                 recipe.fillers[name] = fills or partial(adapted.fill_from, whole)
         trainer.adapters_disabled = switch.off if self._removable else None
         chosen = f"lora, scaling {settings.scaling:g}, dora {self.dora}, of {', '.join(names)}"
-        trainer.fingerprints["adapters"] = chosen
+        trainer.fingerprints["adapters"] = chosen + (f", init {self.init}" if self.splits_base else "")
         return len(places)
+
+    def _split(
+        self, trainer: Trainer, places: list[tuple[str, Linear, list[str]]], names: tuple[str, ...], scaling: float
+    ) -> Decomposed:
+        """Make the weight map return what first adapters leave of the chosen weights."""
+        from optrush.peft.decomposed import Decomposed
+
+        assert self.init is not None
+        recipe = trainer.weight_map
+        modules = [m for _, _, found in places for m in found if ledger.last(m) in names]
+        shapes = {hf: shape for name, _, _ in places for hf, shape in recipe.entries[f"{name}.weight"].hf_shapes()}
+        for module in modules:
+            if self.rank > min(shape := shapes[f"{module}.weight"]):
+                found, do = f"{module} is {shape[0]} x {shape[1]}", f"take a rank of at most {min(shape)}"
+                raise NeedsError(f"`lora:init={self.init}` of rank {self.rank}", found, do)
+        split = Decomposed(recipe.source, self.init, self.rank, scaling, modules, trainer.config.seed)
+        trainer.weight_map = replace(recipe, source=split)
+        return split
+
+    def wrap_step(self, trainer: Trainer) -> int:
+        from optrush.optim.rates import ScaledRates
+
+        if self.lr_ratio == 1 or trainer.optimizer is None:  # none: an evaluation
+            return 0
+        b = {f"{name}.adapter.b" for name in io.adapters(trainer.model)}
+        trainer.optimizer = ScaledRates(trainer.optimizer, trainer.trained, self.lr_ratio, lambda t: t.name in b)
+        return 1

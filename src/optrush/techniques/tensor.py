@@ -136,7 +136,8 @@ class TensorParallel(Technique):
 
         model = trainer.model
         assert isinstance(model, Decoder), "needs admits no other"
-        model.head.nll = across_ranks(model.head.nll, vocabulary(model, self._axis(trainer)))
+        if model.head.weight is not None:  # a stage of a pipeline may be without
+            model.head.nll = across_ranks(model.head.nll, vocabulary(model, self._axis(trainer)))
         return 1
 
     def wrap_window(self, trainer: Trainer) -> int:

@@ -29,14 +29,16 @@ from optrush.errors import ConfigError, NeedsError, NoEffectError, UserError
 from optrush.models.decoder import frozen_flops
 from optrush.models.experts import LOAD_FIGURES
 from optrush.models.hf import HFModel, load
+from optrush.models.score import score_head
 from optrush.models.source import Growth, check_positions
 from optrush.models.weights import refuse_frozen, weights_fingerprint
-from optrush.objectives import FIGURES, check_layout, dpo, loss_of
+from optrush.objectives import check_layout, dpo, figures, loss_of
 from optrush.optim.adamw import AdamW
 from optrush.resolve import ResolvedConfig
 from optrush.technique import Edit, Technique
 from optrush.trainer import distributed
 from optrush.trainer.distributed import World
+from optrush.trainer.teacher import add_teacher
 from optrush.trainer.trainer import (
     TrainedParam,
     Trainer,
@@ -113,6 +115,8 @@ def _build(
     tokens = open_tokens(config, prepared.folder, today)
     dtype, growth = getattr(torch, config.model.dtype), prepared.growth
     model, recipe = load(prepared.folder, hf, config.model.implementation, dtype, config.seed, growth)
+    if prepared.scored:
+        recipe, hf = score_head(model, recipe, hf, dtype, config.seed)
     if isinstance(model, HFModel):  # its config has the defaults of what config.json leaves out
         check_positions(model.config.to_dict(), config.batch.seq, f"`batch.seq: {config.batch.seq}`")
     assert isinstance(model.embedding.weight, Tensor)
@@ -146,9 +150,9 @@ def _build(
     )  # fmt: skip
     for name in ("model", "peft", "split", "loss", "recompute", "compile", "shard"):
         stage(name)
-        if name == "peft" and config.dpo is not None and dpo.by_adapter(config.dpo, trainer.adapters_disabled):
-            assert trainer.adapters_disabled is not None
-            trainer.loss = partial(dpo.loss_with_reference, trainer.loss, trainer.model, trainer.adapters_disabled)
+        if name == "peft":  # while every rank has the whole model: its cost deals rows to ranks
+            model.frozen_flops = frozen_flops(model)
+        _other_model(trainer, prepared, name, objective is None)
     if growth is not None and training:
         refuse_frozen(model, recipe, growth)
     if held_out is not None:
@@ -156,7 +160,7 @@ def _build(
             held_out, T=env.seq, micro_rows=env.micro_rows, rank=world.data_rank, ranks=world.data_ranks,
             packed=model.supports_packing,
         )  # fmt: skip
-    if config.dpo is not None or not all(p.requires_grad for p in model.parameters()):
+    if config.referenced is not None or not all(p.requires_grad for p in model.parameters()):
         trainer.fingerprints["base"] = weights_fingerprint(prepared.folder, config.seed)
     console.loading(f"loading the weights: {sum(p.numel() for p in model.parameters()) / 1e6:,.1f} M parameters")
     materialise(trainer)
@@ -175,6 +179,20 @@ def _build(
     else:
         stage("wrap_step")
     return trainer
+
+
+def _other_model(trainer: Trainer, prepared: ResolvedConfig, stage: str, own: bool) -> None:
+    """Give the loss its second model after the stage that settles the first: an adapter's base, or a teacher.
+
+    Args:
+        own: the loss is the objective's.
+    """
+    settings, untrained = prepared.config.referenced, trainer.adapters_disabled
+    if stage == "peft" and settings is not None and dpo.by_adapter(settings, untrained):
+        assert untrained is not None
+        trainer.loss = partial(dpo.loss_with_reference, trainer.loss, trainer.model, untrained)
+    if stage == "loss" and prepared.teacher is not None and own:
+        add_teacher(trainer, *prepared.teacher)
 
 
 def _named(config: Config) -> str:
@@ -217,8 +235,7 @@ def _defaults(trainer: Trainer, objective: Callable[[Any, Tensor, Batch], Tensor
         trainer.stopped = 2 if failed else 1 if told else trainer.stopped
         return n
 
-    if trainer.config.paired:
-        trainer.metrics = {name: torch.zeros((), device=device) for name in FIGURES}
+    trainer.metrics = {name: torch.zeros((), device=device) for name in figures(trainer.config)}
     if trainer.env.shape is not None and trainer.env.shape.experts is not None:
         trainer.metrics.update((name, torch.zeros((), device=device)) for name in LOAD_FIGURES)
     trainer.loss_from_hidden = loss_of(trainer.config, trainer.model.head, trainer.metrics)
@@ -251,7 +268,6 @@ def materialise(trainer: Trainer) -> None:
     trainer.weight_map.release()
     learned = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     trainer.trained = [TrainedParam(name, p, decays=p.dim() > 1) for name, p in learned]
-    model.frozen_flops = frozen_flops(model)
 
 
 def check_rounding(trainer: Trainer) -> None:

@@ -75,6 +75,11 @@ class World:
         return not any(self.at(axis) for axis in SAME_ROWS)
 
     @property
+    def leads(self) -> bool:
+        """Return whether this rank is the first of its stage of a pipeline, of all ranks where there is none."""
+        return self.rank % (self.ranks // self.along("pp")) == 0
+
+    @property
     def shards(self) -> DeviceMesh | None:
         """Return the mesh that data sharding cuts over: "dp" and "cp" as one axis, after "rep" if there is one."""
         one = self.flat("dp", "cp")
@@ -257,6 +262,48 @@ def gather(text: str) -> list[str]:
 def from_first(text: str) -> str:
     """Return rank 0's text on every rank."""
     return gather(text if launched()[0] == 0 else "")[0]
+
+
+def from_stages(world: World, own: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield this rank's tensors by name, and on rank 0 those of the other stages of a pipeline; every rank calls it.
+
+    Args:
+        own: whole, and on the host of the first rank of each stage (`World.leads`).
+    """
+    stages = world.along("pp")
+    for stage in range(stages):
+        leader = stage * (world.ranks // stages)  # "pp" is the outermost axis
+        if stage == world.at("pp"):
+            for name, t in own:
+                if world.leads and world.rank:
+                    _send(0, name, t)
+                yield name, t
+            if world.leads and world.rank:
+                dist.send(torch.zeros(1, dtype=torch.int64), 0)
+        elif world.rank == 0:
+            yield from _received(leader)
+        if stages > 1:
+            wait_for_all()  # in no collective: rank 0 writes what it gets
+
+
+def _send(to: int, name: str, t: Tensor) -> None:
+    head = json.dumps([name, str(t.dtype).removeprefix("torch."), list(t.shape)]).encode()
+    dist.send(torch.tensor([len(head)]), to)
+    dist.send(torch.frombuffer(bytearray(head), dtype=torch.uint8), to)
+    if t.numel():
+        dist.send(t.detach().contiguous().flatten().view(torch.uint8), to)
+
+
+def _received(source: int) -> Iterator[tuple[str, Tensor]]:
+    length = torch.zeros(1, dtype=torch.int64)
+    while dist.recv(length, source) is not None and int(length):
+        head = torch.empty(int(length), dtype=torch.uint8)
+        dist.recv(head, source)
+        name, dtype, shape = json.loads(head.numpy().tobytes())
+        t = torch.empty(shape, dtype=getattr(torch, dtype))
+        if t.numel():
+            dist.recv(t.flatten().view(torch.uint8), source)  # a view of its storage
+        yield name, t
 
 
 def agree(error: UserError | RunError | None) -> None:

@@ -1,4 +1,4 @@
-"""Compute the reference of `objective: dpo` before step 0, where the training cannot be switched off as an adapter can.
+"""Compute the reference of `objective: dpo` and `kto` before step 0, where no adapter can be switched off.
 
 One pass of the untouched model over all pairs, shared by the ranks, before a checkpoint is restored over the weights.
 The result, two numbers a pair, is cached next to the tokenised data under a digest of all that determines it, and is
@@ -89,14 +89,16 @@ def add_reference(trainer: Trainer, windows: list[list[Batch]]) -> list[list[Bat
 
 
 def _needed(trainer: Trainer) -> bool:
-    return trainer.config.dpo is not None and not dpo.by_adapter(trainer.config.dpo, trainer.adapters_disabled)
+    settings = trainer.config.referenced
+    return settings is not None and not dpo.by_adapter(settings, trainer.adapters_disabled)
 
 
 def _counted(trainer: Trainer) -> SampleSource:
     """Return the pairs to train on; raise ConfigError where they do not exist before the run."""
     if not trainer.sources.train.tokenized:
         found = "`data.stream`: its rows are not read before step 0, and the training cannot be switched off"
-        raise ConfigError("a reference for `objective: dpo`", found, "leave data.stream out, or train an adapter")
+        asked = f"a reference for `objective: {trainer.config.objective}`"
+        raise ConfigError(asked, found, "leave data.stream out, or train an adapter")
     return trainer.sources.train
 
 
@@ -125,7 +127,7 @@ def against(prepared: ResolvedConfig, before: ResolvedConfig, data: str | None, 
         models = [p.config.model.path or p.config.model.shape for p in (prepared, before)]
         found = f"the pairs are other tokens for {models[0]} than for {models[1]}: another {differ}"
         do = "give a model with the tokenizer and the chat template of CONFIG's"
-        raise ConfigError("`optrush eval` of `objective: dpo`", found, do)
+        raise ConfigError(f"`optrush eval` of `objective: {prepared.config.objective}`", found, do)
     trainer.evaluation = replace(trainer.evaluation, reference=known)
     return trainer
 
@@ -138,9 +140,7 @@ def _read(source: SampleSource) -> str:
 
 
 def _precomputed(prepared: ResolvedConfig) -> ResolvedConfig:
-    assert prepared.config.dpo is not None
-    settings = prepared.config.dpo.model_copy(update={"reference": "precomputed"})
-    return replace(prepared, config=prepared.config.model_copy(update={"dpo": settings}))
+    return replace(prepared, config=prepared.config.with_reference("precomputed"))
 
 
 def _found(trainer: Trainer, prepared: ResolvedConfig, source: SampleSource, what: str) -> np.ndarray:

@@ -127,7 +127,8 @@ def run(request: RunRequest) -> Outcome:
         trainer, plan = build_to_fit(request, group, manifest)
         saver = checkpoint.Saver(trainer)
         main = trainer.world.rank == 0
-        on_rank0(main, output, lambda: check_disk(request, trainer, plan))
+        saved = sum(distributed.host_sum([sum(s.local.nbytes for s in checkpoint.slices(trainer) if s.saves)]))
+        on_rank0(main, output, lambda: check_disk(request, trainer, plan, saved))
         fresh = not output.exists()
         on_rank0(main, output, lambda: output.mkdir(parents=True, exist_ok=True))
         with undone(output if main and fresh else None) as locked:
@@ -215,10 +216,13 @@ def undone(folder: Path | None) -> Iterator[threading.Event]:
         raise
 
 
-def check_disk(request: RunRequest, trainer: Trainer, plan: RunPlan) -> None:
-    """Check that the disk has room for what the run will write: the sizes are known, whatever was predicted."""
+def check_disk(request: RunRequest, trainer: Trainer, plan: RunPlan, saved: int) -> None:
+    """Check that the disk has room for what the run will write: the sizes are known, whatever was predicted.
+
+    Args:
+        saved: bytes of a checkpoint, of all ranks.
+    """
     config = trainer.config
-    saved = sum(math.prod(s.whole) * s.local.element_size() for s in checkpoint.slices(trainer))
     weight = trainer.model.embedding.weight
     assert isinstance(weight, Tensor)
     numbers = sum(math.prod(entry.shape) for entry in trainer.weight_map.entries.values())
@@ -291,7 +295,7 @@ def build_to_fit(
         trainer = build(resolved, group, progress=console.say, today=today, objective=request.loss)
         plan = RunPlan(trainer, trainer.stream.plan(None if length.steps else length.epochs, length.steps))
         refusal: UserError | None = None
-        if resolved.config.dpo is not None:  # by the weights before a checkpoint is restored
+        if resolved.config.referenced is not None:  # by the weights before a checkpoint is restored
             refusal = run_guarded(trainer, partial(fill_reference, trainer, resolved))
         if manifest is not None and refusal is None:
             changed = partial(run_dir.data_changes, manifest.path.parent.parent, trainer.config, manifest.config)
@@ -387,7 +391,8 @@ def _preflight_windows(trainer: Trainer, plan: RunPlan) -> Iterator[list[Batch]]
         # The number of documents a row has room for is known when rows are read: this capture would never be replayed.
         trainer.notes.append("the largest step is not rehearsed: a window is recorded, of rows that are not read yet")
         return
-    yield [largest_batch(trainer, plan)] * min(2, env.accumulation)
+    many = env.accumulation if "pp" in env.axes else min(2, env.accumulation)  # a pipeline holds more of them at once
+    yield [largest_batch(trainer, plan)] * many
     if rows.tokenized:  # of a stream the first step exists once a window of rows has been read
         rank, ranks = world.data_rank, world.data_ranks
         yield rows.batches(plan.done, plan.length, rank=rank, ranks=ranks, micro_rows=env.micro_rows)

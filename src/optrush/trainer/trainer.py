@@ -152,6 +152,7 @@ class Trainer:
     outside_bytes: int = 0  # held on the device, and not counted by torch as allocated
     precision: torch.dtype | None = None  # of products; realised by autocast, or by the owner of the data axis
     autocast: bool = False  # precision is still to be realised by autocast
+    narrow_stream: bool = False  # what flows between blocks has this precision, too
     loss_is_finite: Tensor = None  # type: ignore[assignment]  # () bool, the window's loss was finite; set by forward_backward
     metrics: dict[str, Tensor] = field(default_factory=dict)
     """The objective's other metrics, by the names of metrics.jsonl: () float32 on the device, sums over this
@@ -161,6 +162,7 @@ class Trainer:
     # descriptions
     fsdp_roots: list[nn.Module] = field(default_factory=list)  # modules that the loop calls, and so what is sharded
     trained: list[TrainedParam] = field(default_factory=list)
+    counted_elsewhere: frozenset[str] = frozenset()  # names of `trained` that another stage of a pipeline holds, too
     vocab: int = 0  # V, of the embedding, whichever rank holds it
     fingerprints: dict[str, str] = field(default_factory=dict)  # what a resumed run must find unchanged
     tokenizer: Any = None  # transformers' tokenizer; None for random tokens on a shape
@@ -173,6 +175,15 @@ class Trainer:
     stopped: Literal[0, 1, 2] = 0  # what all ranks agreed on: the step under way is the last
 
     @property
+    def stream_dtype(self) -> torch.dtype:
+        """Return the type of what flows between blocks of our decoder."""
+        if self.narrow_stream and self.precision is not None:
+            return self.precision
+        block = next(iter(self.model.blocks.values()))
+        norm = block.get_parameter("norm1.weight")
+        return norm.dtype
+
+    @property
     def rounding(self) -> Rounding:
         """How the optimizer rounds updated bfloat16 weights."""
         return self.env.spec.rounding
@@ -182,6 +193,8 @@ class Trainer:
         mesh = self.world.mesh
         if mesh is None:
             return True
+        if t.name in self.counted_elsewhere:
+            return False
         copies = set(mesh.mesh_dim_names or ()) - {"pp"}  # axes along which it is the same; stages have their own
         if distributed.is_sharded(t.parameter):
             placed = zip(t.parameter.device_mesh.mesh_dim_names or (), t.parameter.placements, strict=True)
@@ -213,8 +226,9 @@ def exhausted(error: BaseException) -> bool:
 def set_step(trainer: Trainer, step: int, steps: int) -> None:
     """Set learning rate and random state of step `step` of `steps`: functions of it, so a resumed run repeats them."""
     trainer.lr.fill_(learning_rate(trainer.config.optim, step, steps))
-    # Equal along tp, whose ranks drop the same; along cp tokens differ.
-    own = trainer.world.data_rank + trainer.world.data_ranks * trainer.world.at("cp")
+    # Equal along tp, whose ranks drop the same; along cp tokens differ, and along pp blocks do.
+    world = trainer.world
+    own = world.data_rank + world.data_ranks * (world.at("cp") + world.along("cp") * world.at("pp"))
     torch.manual_seed(trainer.config.seed * 1_000_003 + step * 1009 + own)
 
 

@@ -1,0 +1,172 @@
+"""launch: write the job file that starts a run under Slurm, Kubernetes or SkyPilot. Nothing is submitted."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from optrush.cli.options import ConfigFile, Set, With, Without, read_run
+from optrush.errors import ConfigError
+
+if TYPE_CHECKING:
+    from optrush.config import Config
+
+ENGINES = {  # the file that is written, the command that takes it
+    "slurm": ("job.slurm", "sbatch"),
+    "kubernetes": ("job.yaml", "kubectl apply -f"),
+    "skypilot": ("task.yaml", "sky jobs launch"),
+}
+SKYPILOT = {"a100-40": "A100", "a100-80": "A100-80GB", "a6000": "RTXA6000"}  # names of cards that differ from ours
+SAVE_S = 300  # how long before its time is over a job is told to save
+
+
+@dataclass(frozen=True)
+class Job:
+    """Values of a job file, named as its template does."""
+
+    name: str
+    hosts: int
+    gpus: int  # of a host
+    card: str
+    command: str  # without its launcher
+    config: str  # the text of the configuration, for engines that carry it along
+    path: str
+    time: str | None
+    image: str | None
+    volume: str | None
+    partition: str | None
+    setup: tuple[str, ...]
+    save_s: int = SAVE_S
+
+
+def launch(
+    path: ConfigFile,
+    set_: Set = [],  # noqa: B006 - typer copies it
+    with_: With = [],  # noqa: B006
+    without: Without = [],  # noqa: B006
+    slurm: Annotated[bool, typer.Option("--slurm", help="a batch script for sbatch")] = False,
+    kubernetes: Annotated[bool, typer.Option("--kubernetes", help="an indexed Job, its Service and ConfigMap")] = False,
+    skypilot: Annotated[bool, typer.Option("--skypilot", help="a task for sky jobs launch")] = False,
+    hardware: Annotated[
+        str, typer.Option("--hardware", metavar="NAME", help="the GPUs of one host: 8xh100, 4xl40s, ...")
+    ] = "8xh100",
+    hosts: Annotated[int, typer.Option("--hosts", min=1, help="as many hosts, each with these GPUs")] = 1,
+    time: Annotated[
+        str | None, typer.Option("--time", metavar="HH:MM:SS", help="Slurm: the longest time of one job")
+    ] = None,
+    partition: Annotated[str | None, typer.Option("--partition", metavar="NAME", help="Slurm: the partition")] = None,
+    image: Annotated[
+        str | None, typer.Option("--image", metavar="IMAGE", help="Kubernetes: an image that has optrush")
+    ] = None,
+    volume: Annotated[
+        str | None,
+        typer.Option(
+            "--volume", metavar="NAME", help="claim (Kubernetes) or volume (SkyPilot) with model, data, output"
+        ),
+    ] = None,
+    setup: Annotated[
+        list[str], typer.Option("--setup", metavar="COMMAND", help="a line of shell before the run; may be repeated")
+    ] = [],  # noqa: B006
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="the file to write; - prints it")] = None,
+    force: Annotated[bool, typer.Option("--force", help="overwrite FILE")] = False,
+) -> None:
+    """Write the job file of a run for a cluster's own scheduler; nothing is submitted.
+
+    The plan of the run for these GPUs is checked first. The job saves before its time is over or its host is taken, and
+    starts again by itself with --resume auto. `output` must lie on storage that all hosts share.
+    """
+    chosen = [name for name, on in zip(ENGINES, (slurm, kubernetes, skypilot), strict=True) if on]
+    if len(chosen) != 1:
+        do = "give one of --slurm, --kubernetes, --skypilot"
+        raise ConfigError("`optrush launch`", " and ".join(f"--{c}" for c in chosen) or "no scheduler", do)
+    engine = chosen[0]
+    _check_flags(engine, time, partition, image, volume)
+    config = read_run(path, set_, with_, without)
+    card, gpus = _check_plan(config, hardware, hosts)
+    flags = [f for flag, values in (("--set", set_), ("--with", with_), ("--without", without)) for v in values
+             for f in (flag, v)]  # fmt: skip
+    where = "run.yaml" if engine == "kubernetes" else str(path)
+    prefix = "/config/" if engine == "kubernetes" else ""
+    command = shlex.join(["-m", "optrush", "train", prefix + where, *flags, "--resume", "auto"])
+    job = Job(
+        name=_name(config), hosts=hosts, gpus=gpus, card=card, command=command, config=path.read_text("utf-8"),
+        path=str(path), time=time, image=image, volume=volume, partition=partition, setup=tuple(setup),
+    )  # fmt: skip
+    text = _rendered(engine, job)
+    file, submit = ENGINES[engine]
+    if str(out) == "-":
+        print(text, end="")
+        return
+    target = Path(file) if out is None else out
+    if target.exists() and not force:
+        raise ConfigError(f"to write {target}", "it exists", "name another file with --out, or give --force")
+    try:
+        target.write_text(text, "utf-8")
+    except OSError as error:
+        raise ConfigError(f"to write {target}", f"{error.strerror}", "name another file with --out") from None
+    print(f"{submit} {shlex.quote(str(target))}")
+
+
+def _check_flags(engine: str, time: str | None, partition: str | None, image: str | None, volume: str | None) -> None:
+    """Raise ConfigError for a flag that the scheduler has no use for, or one that it needs."""
+    owners = {"--time": ("slurm",), "--partition": ("slurm",), "--image": ("kubernetes",),
+              "--volume": ("kubernetes", "skypilot")}  # fmt: skip
+    for (flag, engines), value in zip(owners.items(), (time, partition, image, volume), strict=True):
+        if value is not None and engine not in engines:
+            do = f"leave it out; it is for --{' and --'.join(engines)}"
+            raise ConfigError(f"`optrush launch --{engine}`", f"{flag} {value}", do)
+    needed = {"--image": (image, "an image that has optrush"), "--volume": (volume, "the claim that holds the files")}
+    for flag, (value, what) in needed.items():
+        if engine == "kubernetes" and value is None:
+            raise ConfigError("`optrush launch --kubernetes`", f"no {flag}", f"give {flag} NAME: {what}")
+    if time is not None and not re.fullmatch(r"(\d+-)?\d{1,3}:\d\d:\d\d", time):
+        raise ConfigError(f"--time {time}", "not a time of Slurm", "write HH:MM:SS or D-HH:MM:SS")
+    for flag, value, form in (("--partition", partition, r"[\w.,-]+"), ("--image", image, r"[\w./:@-]+"),
+                              ("--volume", volume, r"[\w.-]+")):  # fmt: skip
+        if value is not None and not re.fullmatch(form, value):
+            raise ConfigError(f"{flag} {value}", "a name with characters that no such name has", "check the spelling")
+
+
+def _check_plan(config: Config, hardware: str, hosts: int) -> tuple[str, int]:
+    """Return the card's name and the number a host has; raise ConfigError if the run cannot start or does not fit."""
+    from optrush.hardware import GIB, parse_hardware
+    from optrush.planner import answer, search
+
+    device, gpus = parse_hardware(hardware)
+    if device.kind == "cpu":
+        raise ConfigError(f"--hardware {hardware}", "no GPU", "name the GPUs of one host, as 8xh100")
+    card = re.sub(r"^\d+x", "", hardware.strip(), flags=re.IGNORECASE)
+    whole = f"{hosts * gpus}x{card}"
+    planned, _ = answer.choose_techniques(config, whole, hosts * gpus)
+    prediction = search.predict(planned, whole)
+    if not prediction.fits:
+        found = f"it needs {prediction.peak_bytes / GIB:.1f} GiB of a card"
+        raise ConfigError(
+            f"`optrush launch` on {whole}", found, f"`optrush plan CONFIG --hardware {whole}` says what fits"
+        )
+    return card, gpus
+
+
+def _name(config: Config) -> str:
+    """Return a name that every scheduler takes, from the run's folder: lower case, at most 40 letters."""
+    return re.sub(r"[^a-z0-9]+", "-", Path(config.output).name.lower()).strip("-")[:40].strip("-") or "run"
+
+
+def _rendered(engine: str, job: Job) -> str:
+    """Fill the scheduler's template."""
+    from jinja2 import Environment, StrictUndefined
+
+    source = resources.files("optrush.cli").joinpath(f"job_{engine}.j2").read_text("utf-8")
+    environment = Environment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters["quoted"] = shlex.quote
+    rtx = f"RTX{job.card.upper()}" if re.match(r"[345]0[5-9]0", job.card) else job.card.upper()
+    values: dict[str, Any] = {**vars(job), "accelerator": SKYPILOT.get(job.card.lower(), rtx)}
+    return environment.from_string(source).render(**values)

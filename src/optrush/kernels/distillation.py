@@ -1,0 +1,124 @@
+"""Compare the logits of a linear head with another model's, a chunk of rows at a time: loss and gradients.
+
+Legend: n rows of a chunk, D width, V vocabulary (of both models, the smaller one). With y the head's logits and t the
+teacher's, p and q their softmax at temperature T, a row's loss is
+
+    (1 - alpha) T^2 KL + alpha (logsumexp(y) - y[label])
+    forward KL = sum of q (log q - log p), gradient by y: (p - q) / T
+    reverse KL = sum of p (log p - log q), gradient by y: p (log p - log q - KL) / T
+
+Rows labelled -100 have 0 loss and no gradient. T^2 keeps the size of gradients as T grows.
+Source: Hinton et al., https://arxiv.org/abs/1503.02531; the reverse: Gu et al., https://arxiv.org/abs/2306.08543.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from optrush.data.batch import IGNORE
+from optrush.kernels import widen
+from optrush.kernels.cross_entropy import chunked_cross_entropy
+
+
+class Blend(NamedTuple):
+    """The settings of a row's loss."""
+
+    temperature: float
+    alpha: float
+    reverse: bool
+
+
+def divergence_rows(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, factors: Tensor, scale: float,
+    softcap: float | None, theirs: Tensor, blend: Blend,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute the losses of some rows, and the gradient of sum(factors * losses) by hidden @ weight.T + bias.
+
+    Args:
+        hidden: (n, D), already in weight's type.
+        factors: (n,) float32.
+        theirs: the teacher's logits (n, V or more).
+
+    Returns:
+        (n,) losses and (n, V) gradient as `chunk_loss`; (n,) divergences and next-token losses, 0 where ignored.
+    """
+    T, alpha, reverse = blend
+    learnt = labels != IGNORE
+    z = F.linear(hidden.masked_fill(~learnt[:, None], 0), weight, bias)
+    y = widen(z) * scale
+    slope: Tensor | float = scale
+    if softcap is not None:
+        t = torch.tanh(y / softcap)
+        y, slope = t * softcap, (1 - t * t) * scale
+    lse = torch.logsumexp(y, -1)
+    index = labels.clamp_min(0)[:, None]
+    next_token = torch.where(learnt, lse - y.gather(1, index).squeeze(1), 0)
+    V = min(y.shape[1], theirs.shape[1])  # beyond, rows of an embedding that no token has
+    log_p = torch.log_softmax(y[:, :V] / T, -1)
+    log_q = torch.log_softmax(widen(theirs[:, :V]) / T, -1)
+    p, q = log_p.exp(), log_q.exp()
+    if reverse:
+        apart = log_p - log_q
+        kl = (p * apart).sum(-1)
+        slopes = p * (apart - kl[:, None])
+    else:
+        kl = (q * (log_q - log_p)).sum(-1)
+        slopes = p - q
+    kl = torch.where(learnt, kl, 0)
+    gradient = F.pad(slopes * ((1 - alpha) * T), (0, y.shape[1] - V))
+    hit = torch.arange(y.shape[1], device=labels.device) == index
+    gradient = gradient + alpha * (torch.exp(y - lse[:, None]) - hit.to(y.dtype))
+    gradient = gradient * torch.where(learnt, factors, 0)[:, None] * slope
+    return (1 - alpha) * T * T * kl + alpha * next_token, gradient.to(hidden.dtype), kl, next_token
+
+
+class Lesson:
+    """Hold the teacher's hidden states of a batch, (N, its D), while the loss is computed."""
+
+    hidden: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """A head's kernel with a teacher: at most `chunk` rows of logits of either model at once."""
+
+    logits: Callable[[Tensor], Tensor]  # of the teacher: hidden states (n, D) -> (n, V)
+    lesson: Lesson
+    blend: Blend
+    metrics: Mapping[str, Tensor]  # `kl` and `next_token_loss`, to which sums are added
+    chunk: int
+    options: dict[str, Any] | None = field(default=None, hash=False)  # torch.compile's; None runs eagerly
+
+    def compiled(self, options: dict[str, Any]) -> Compared:
+        return replace(self, options=options)
+
+    @cached_property
+    def _rows(self) -> Callable[..., Any]:
+        if self.options is None:
+            return divergence_rows
+        compiled: Callable[..., Any] = torch.compile(
+            divergence_rows, fullgraph=True, dynamic=False, options=self.options
+        )
+        return compiled
+
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
+        lesson, done = self.lesson.hidden, 0
+        assert lesson is not None and len(lesson) == len(hidden)
+
+        def rows(h: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+            nonlocal done  # chunks come one after another
+            theirs = self.logits(lesson[done : done + len(h)])
+            done += len(h)
+            losses, gradient, kl, next_token = self._rows(h, *given, theirs, self.blend)
+            self.metrics["kl"].add_(kl.detach().sum())
+            self.metrics["next_token_loss"].add_(next_token.detach().sum())
+            return losses, gradient
+
+        return chunked_cross_entropy(hidden, weight, labels, chunk=self.chunk, inner=rows, whole=False, **kwargs)

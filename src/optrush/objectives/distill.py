@@ -1,0 +1,35 @@
+"""Distillation: learn another model's probabilities of each next token, not only the token that came.
+
+The loss is the head's kernel (kernels/distillation.py), which compares logits a chunk at a time; here is what makes the
+teacher's side of it: one forward pass of the frozen teacher on the same batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from optrush.config import Distill
+from optrush.data.batch import Batch
+from optrush.kernels.distillation import Lesson
+
+
+def score(head: nn.Module, settings: Distill, metrics: Mapping[str, Tensor], hidden: Tensor, batch: Batch) -> Tensor:
+    """Compute the summed loss of the batch's targets: hidden (B, T, D) -> () float32.
+
+    The head's kernel adds to metrics.
+    """
+    loss: Tensor = head(hidden, batch.labels)
+    return loss
+
+
+def loss_with_teacher(plain: Callable[[Batch], Tensor], teacher: nn.Module, lesson: Lesson, batch: Batch) -> Tensor:
+    """Compute `plain` of the batch while its lesson is there."""
+    with torch.no_grad():
+        lesson.hidden = teacher(batch.tokens, batch.positions, batch.documents).flatten(0, 1)
+    try:
+        return plain(batch)
+    finally:
+        lesson.hidden = None

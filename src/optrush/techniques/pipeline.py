@@ -1,0 +1,205 @@
+"""Pipeline parallelism: ranks hold consecutive blocks, and micro-batches pass through them one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from optrush.planner.ledger import Line, Rule, WorkItem, add, cut, live
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
+
+ELSE = "leave pipeline out"
+# torch.distributed.pipelining's schedules: of training, and of forward passes alone, which may be fewer than stages.
+CLASSES = {
+    "1f1b": ("1F1B", "GPipe"),
+    "interleaved": ("Interleaved1F1B", "Interleaved1F1B"),
+    "zero-bubble": ("ZBVZeroBubble", "ZBVZeroBubble"),
+}
+
+
+@dataclass(frozen=True)
+class Pipeline(Technique):
+    """Gives each of `size` ranks some of the blocks; the first has the embedding, the last the norm and the head.
+
+    1f1b: a stage a rank; each runs one forward and one backward pass in turn as soon as it can.
+    interleaved: two stages a rank, each half as many blocks, so that the first pass reaches the last rank sooner.
+    zero-bubble: two stages a rank, laid out as a V; gradients of weights are computed where a rank would wait.
+
+    Source: Narayanan et al., https://arxiv.org/abs/2104.04473; zero-bubble: Qi et al.,
+        https://arxiv.org/abs/2401.10241; the engine is torch.distributed.pipelining
+    Memory: weights, gradients and states of a rank's blocks; what blocks save, of as many micro-batches as are under
+        way, on the first rank `size`; what is received, for every micro-batch of a window.
+    Work: of a rank's blocks; B T D values a micro-batch to the next stage and as many back; waiting, (p - 1) of
+        m + p - 1 micro-batches' time with m micro-batches of a step on p ranks.
+    Differs from the source: documents of packed rows are isolated on every stage; a tied head is a copy of the
+        embedding on the last rank, and their gradients are summed.
+    """
+
+    size: Annotated[int, Field(ge=2)] = 2
+    schedule: Literal["1f1b", "interleaved", "zero-bubble"] = "1f1b"
+
+    name = "pipeline"
+    summary = "pipeline parallelism: blocks cut over ranks, micro-batches one after the other"
+    source = "https://arxiv.org/abs/2104.04473"
+    numerics = Numerics.SAME_MATHS
+    verified_on = ("cpu",)
+    claims = frozenset({Part.PP})
+    searched = False
+
+    @property
+    def each(self) -> int:
+        """Return the stages of a rank."""
+        return 1 if self.schedule == "1f1b" else 2
+
+    def axes(self) -> dict[str, int]:
+        return {"pp": self.size}
+
+    def mine(self, rank: int) -> tuple[int, ...]:
+        """Return the numbers of a rank's stages."""
+        if self.schedule == "zero-bubble":
+            return rank, 2 * self.size - 1 - rank
+        return tuple(range(rank, self.size * self.each, self.size))
+
+    def blocks(self, number: int, blocks: int) -> range:
+        """Return the blocks of a stage."""
+        stages = self.size * self.each
+        return range(number * blocks // stages, (number + 1) * blocks // stages)
+
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        n, stages = self.size, self.size * self.each
+        yield env.needs_mesh(self.name, f"`pipeline: size: {n}` cuts the model over {n} ranks")
+        found = "the model runs through transformers"
+        yield Requirement(env.native, "`pipeline` cuts our own decoder", found, ELSE)
+        yield env.needs_dense("`pipeline` passes hidden states from stage to stage")
+        do = f"take a smaller size, or {ELSE}"
+        asked = f"`pipeline: schedule: {self.schedule}` gives each of {stages} stages blocks of its own"
+        yield Requirement(env.blocks >= stages, asked, f"{env.blocks} blocks", do)
+        found = "an objective that compares pairs"
+        yield Requirement(not env.paired, "`pipeline` sums losses", found, f"take ddp or fsdp for it, and {ELSE}")
+        snug = Part.ROW_WIDTH in env.claimed and Part.COMPILED not in env.claimed
+        found, do = "a technique that gives each micro-batch its own width", f"take packing in its place, or {ELSE}"
+        yield Requirement(not snug, "`pipeline` passes on hidden states of one shape", found, do)
+        yield self._filled(env)
+        found, do = "a technique that moves what one micro-batch saves", f"take recompute, or {ELSE}"
+        met = Part.ACTIVATION_STORAGE not in env.claimed
+        yield Requirement(met, "`pipeline` has several micro-batches under way", found, do)
+        if self.schedule == "zero-bubble":
+            yield from self._zero_bubble(env)
+
+    def in_flight(self, rank: int, accumulation: int) -> float:
+        """Return how many micro-batches of all its blocks a rank keeps at once, for their backward passes."""
+        n, m = self.size, accumulation
+        if self.schedule == "interleaved":  # counted in stages, of which it has two
+            rounds = max(1, m // n)
+            return min(2 * m, m // rounds + 2 * (n - 1 - rank) + 1) / 2
+        return min(m, n - rank if self.schedule == "1f1b" else n)
+
+    def bubble(self, accumulation: int) -> float:
+        """Return the share of a window in which a rank waits for the others.
+
+        A stage's backward pass takes as long as two forward passes; of zero-bubble, each of its halves as long as one.
+        """
+        work = {"1f1b": 1, "interleaved": 2, "zero-bubble": 6}[self.schedule] * accumulation
+        idle = self.size - 1
+        if self.schedule == "zero-bubble":  # which fills with 2 p - 1 micro-batches
+            idle += max(0, 2 * self.size - 1 - accumulation)
+        return idle / (work + idle)
+
+    def predict(self, env: Environment) -> Iterator[Rule]:
+        """Yield what the rank `env.pp_rank` of the pipeline holds and does, what it receives and how long it waits."""
+        L, m, rank = env.blocks, env.accumulation, env.pp_rank
+        numbers, last = self.mine(rank), self.size * self.each - 1
+        held = sum(len(self.blocks(number, L)) for number in numbers)
+        begins, ends = 0 in numbers, last in numbers
+        yield cut("*", "pp", L / held, f"a rank holds {held} of {L} blocks", in_blocks=True)
+        flight = self.in_flight(rank, m)
+        why = f"{flight:g} micro-batches are under way"
+        yield live("*", why, in_blocks=True, in_flight=flight)
+        yield live("[bf][ao][cr]*ward.*", "of a rank's blocks", times=held / L)
+        yield from self._ends(env, begins, ends, held / L)
+        if env.shape is None:
+            return
+        D = env.shape.width
+        receives, sends = len(numbers) - begins, len(numbers) - ends
+        why = "what stages receive, of every micro-batch of a window, D each way"
+        yield add(
+            Line("received", why, m * D * (receives + sends), "residual", "always", True),
+            Line("window", "tokens, labels, positions, documents of the other micro-batches", 28 * (m - 1), "byte",
+                 "always", True),
+            WorkItem("sent.forward", "hidden states to the next stage", "token", unit="link", values=D * sends,
+                     role="residual", awaited=True),
+            WorkItem("sent.backward", "their gradients to the stage before", "token", unit="link", values=D * receives,
+                     role="residual", awaited=True),
+        )  # fmt: skip
+        share = self.bubble(m)
+        why = f"{share:.0%} of a window's time: {self.size} ranks, {m} micro-batches, {self.schedule}"
+        yield add(WorkItem("bubble", why, "micro", waiting=share))
+
+    def _ends(self, env: Environment, begins: bool, ends: bool, share: float) -> Iterator[Rule]:
+        """Yield what only the first and the last stage have, and a rank's share of the update."""
+        tied, elsewhere = env.shape is not None and env.shape.tied, "on another rank"
+        if not ends:
+            yield live("head.*", elsewhere, gone=True)
+            yield live("casts.head", elsewhere, gone=True)
+            for kind in ("weights", "gradients", "states"):
+                yield live(f"{kind}.norm", elsewhere, gone=True)
+                if not tied:
+                    yield live(f"{kind}.head", elsewhere, gone=True)
+        if not (begins or (ends and tied)):
+            for kind in ("weights", "gradients", "states"):
+                yield live(f"{kind}.embedding", elsewhere, gone=True)
+        if not (begins and ends):
+            yield live("tied.*", "the two gradients are on different ranks", gone=True)
+        s = env.shape
+        if s is not None:
+            outside = s.vocab * s.width
+            blocks = s.parameters - outside * (1 if tied else 2)
+            share = (share * blocks + outside * (begins + (ends and not (tied and begins)))) / s.parameters
+        for name in ("update*", "norm", "casts", *(["reduce*"] if Part.DATA in env.claimed else [])):
+            yield live(name, "of what a rank holds", times=share)
+        if "dp" in env.sharded:
+            yield live("gather.*", "of what a rank holds", times=share)
+
+    def _filled(self, env: Environment) -> Requirement:
+        """Return the requirement of as many micro-batches as the schedule takes."""
+        n, m = self.size, env.accumulation
+        rounds = 1 if self.schedule != "interleaved" else max(1, m // n)
+        met = m >= n and m % rounds == 0
+        near = max(n, m // n * n)
+        tokens = near * env.micro_rows * env.data_ranks * env.seq
+        asked = f"`pipeline: size: {n}` fills with {n} micro-batches of a step or more"
+        if self.schedule == "interleaved":
+            asked = (
+                f"`pipeline: schedule: interleaved` takes a step's micro-batches in rounds of {n} or more, all alike"
+            )
+        do = f"set batch.tokens to {tokens}, or another batch.micro_tokens, or {ELSE}"
+        return Requirement(met, asked, f"{m} micro-batch{'es' * (m != 1)} a step", do)
+
+    def _zero_bubble(self, env: Environment) -> Iterator[Requirement]:
+        asked, do = "`pipeline: schedule: zero-bubble` halves backward passes", "take schedule: interleaved"
+        found = "a loss kernel that makes its gradients once, for one pass"
+        one = Part.HEAD in env.claimed or Part.TP in env.claimed  # whose loss is made in chunks, too
+        yield Requirement(not one, asked, found, do)
+        found = "a technique that cuts weights over data ranks: torch's halves do not reach all of their gradients"
+        yield Requirement("dp" not in env.sharded, asked, found, f"{do}, or ddp")
+        found = "compiled blocks, whose backward passes are whole"
+        yield Requirement(Part.COMPILED not in env.claimed, asked, found, do)
+
+    def split(self, trainer: Trainer) -> int:
+        from optrush.models.decoder import Decoder
+        from optrush.trainer import pipeline
+
+        model, world = trainer.model, trainer.world
+        assert isinstance(model, Decoder), "needs admits no other"
+        mine = {number: self.blocks(number, len(model.blocks)) for number in self.mine(world.at("pp"))}
+        tied = bool(model.ties) and self.schedule != "zero-bubble"  # which has both ends on one rank
+        parts = pipeline.split_model(model, mine)
+        run = pipeline.Pipeline(trainer, parts, self.size * self.each, *CLASSES[self.schedule])
+        if tied:
+            run.tie("embedding.weight")
+        trainer.fsdp_roots = [*parts]
+        trainer.forward_backward, trainer.eval_loss = run.forward_backward, run.eval_loss
+        return len(parts)

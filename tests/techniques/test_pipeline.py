@@ -1,0 +1,328 @@
+"""Blocks over ranks: golden list, gradients, checkpoints, evaluation, exports, refusals, what is predicted."""
+
+from __future__ import annotations
+
+import shutil
+from types import SimpleNamespace
+
+import pytest
+from safetensors.torch import load_file
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from meshes import MeshCase, follows, prove, saved, train
+from optrush.errors import NeedsError
+from optrush.export import export_run
+from optrush.planner import baseline, cost
+from optrush.planner.ledger import line_bytes
+from optrush.resolve import resolve
+from optrush.techniques import ALL
+from optrush.techniques.pipeline import CLASSES, Pipeline
+from optrush.trainer.trainer import evaluate
+
+from golden import make_golden
+from trials import apart, assembled, first_gradients, furthest, golden_run, shaped, steps
+
+ONE = {"pipeline": {}}
+TWICE, ZERO = {"pipeline": {"schedule": "interleaved"}}, {"pipeline": {"schedule": "zero-bubble"}}
+LORA = {"lora": {"rank": 4}}
+QLORA = {"nf4": {}} | LORA
+ALIKE = ("train.log_every=1",)  # says nothing new: compared with one process, there is no list of four layers
+HALF = 0.08  # of a largest gradient: on so small a model one process in bfloat16 is 0.04 from float32
+TWO = [
+    MeshCase(2, ONE | {"recompute": {}, "fused-loss": {"chunk": 5}, "attention": {}}, "chat"),
+    MeshCase(2, ONE | QLORA, base=QLORA),
+    MeshCase(2, ONE | {"amp": {}}, "tied", packed=False, base={"amp": {}}, close=HALF),
+]
+FOUR = [
+    MeshCase(4, ONE | {"ddp": {}}, "tied", rows=1),
+    MeshCase(4, ONE | {"fsdp": {}}, "tied", packed=False, rows=1),
+    MeshCase(4, ONE | {"fsdp": {"stage": 2}} | QLORA, rows=1, base=QLORA),
+    MeshCase(4, ONE | {"fsdp": {}, "amp": {}}, rows=1, base={"amp": {}}, close=HALF),
+    MeshCase(4, ONE | {"tensor": {}}, "tied"),
+    MeshCase(4, ONE | {"context": {}, "ddp": {}}),
+]
+DEEP_TWO = [
+    MeshCase(2, TWICE | QLORA, "tied", packed=False, base=QLORA),
+    MeshCase(2, ZERO | {"recompute": {}}, "tied", sets=ALIKE),
+    MeshCase(2, ZERO | LORA, base=LORA),
+]
+DEEP_FOUR = [
+    MeshCase(4, {"pipeline": {"size": 4}}, "tied", sets=ALIKE),
+    MeshCase(4, TWICE | {"fsdp": {}}, sets=ALIKE, rows=1),
+    MeshCase(4, TWICE | {"tensor": {}}, sets=ALIKE),
+]
+
+
+@pytest.fixture(scope="module")
+def deep(box, tmp_path_factory):
+    """The golden folders with models of four layers."""
+    made = tmp_path_factory.mktemp("deep")
+    for name in ("tied", "untied"):
+        make_golden.write_model(made / name, name == "tied", num_hidden_layers=4)
+    for file in box.glob("*.jsonl"):
+        shutil.copyfile(file, made / file.name)
+    return made
+
+
+@pytest.mark.parametrize("case", TWO, ids=str)
+def test_two_ranks_are_one_process(box, pair, reference, case):
+    prove(box, pair, case, reference)
+
+
+@pytest.mark.parametrize("case", FOUR, ids=str)
+def test_four_ranks_are_one_process(box, quad, reference, case):
+    prove(box, quad, case, reference)
+
+
+@pytest.mark.parametrize("case", DEEP_TWO, ids=str)
+def test_two_stages_a_rank_are_one_process(deep, pair, reference, case):
+    prove(deep, pair, case, reference)
+
+
+@pytest.mark.parametrize("case", DEEP_FOUR, ids=str)
+def test_four_blocks_on_four_ranks_are_one_process(deep, quad, reference, case):
+    prove(deep, quad, case, reference)
+
+
+# Evaluation, and what deals rows to ranks.
+
+
+def evaluated(box, with_):
+    """Held-out loss and targets before a step, its norm, the loss after it, and the FLOPs that deal rows to ranks."""
+    job = assembled(golden_run(box, packed=True, rows=1, sets=[f"data.eval={box}/held.jsonl"], **with_))
+    before = evaluate(job)
+    ((_, norm, _),) = steps(job, 1)
+    return before.loss, norm, evaluate(job).loss, before.targets, job.model.flops(1000, 20000)
+
+
+@pytest.mark.parametrize("with_", [ONE, TWICE, ZERO, ONE | {"fsdp": {}}, TWICE | {"fsdp": {"stage": 2}}], ids=str)
+def test_an_evaluation_is_that_of_one_process(deep, pair, quad, with_):
+    *close, targets, flops = evaluated(deep, LORA)
+    for found in (quad if "fsdp" in with_ else pair)(evaluated, deep, with_ | LORA):
+        assert found == (*(pytest.approx(value, rel=1e-5) for value in close), targets, flops)
+
+
+# Checkpoints and exports.
+
+
+def exported(output, name="model/model"):
+    return load_file(output / f"{name}.safetensors")
+
+
+def test_a_checkpoint_goes_on_in_another_mesh(box, pair, quad, tmp_path):
+    two, again, one, fresh = (tmp_path / name for name in ("two", "again", "one", "fresh"))
+    first = pair(train, box, two, ONE, None, "tied", ALL, True)[0]
+    follows(first, "tied")
+    same = pair(train, box, again, ONE, saved(two), "tied", ALL, True)[0]
+    keys = ("step", "loss", "grad_norm", "lr", "tokens")
+    assert [[line[k] for k in keys] for line in same] == [[line[k] for k in keys] for line in first[4:]]
+    whole, resumed = exported(two), exported(again)
+    assert whole.keys() == resumed.keys() and all(whole[name].equal(resumed[name]) for name in whole), "bit by bit"
+    follows(train(box, one, {}, saved(two), "tied", export=True), "tied", first=5)
+    assert furthest(whole, exported(one)) < 1e-4
+    follows(
+        quad(train, box, tmp_path / "four", ONE | {"fsdp": {}}, saved(one.parent / "two"), "tied")[0], "tied", first=5
+    )
+    train(box, fresh, {}, None, "tied")
+    follows(pair(train, box, tmp_path / "back", ONE, saved(fresh), "tied")[0], "tied", first=5)
+
+
+def test_exports_are_those_of_one_process(box, pair, tmp_path):
+    two, one = tmp_path / "two", tmp_path / "one"
+    pair(train, box, two, ONE | QLORA, None, "untied", ALL, True)
+    train(box, one, QLORA, export=True)
+    for name in ("model/model", "adapter/adapter_model"):
+        assert furthest(exported(two, name), exported(one, name)) < 1e-4
+    config = "adapter/adapter_config.json"
+    assert (two / config).read_bytes() == (one / config).read_bytes()
+    export_run(two, tmp_path / "later")
+    later, whole = exported(tmp_path, "later/model"), exported(two)
+    assert whole.keys() == later.keys() and all(whole[name].equal(later[name]) for name in whole)
+
+
+# These tests would see a mistake.
+
+
+def spoiled(box, how):
+    """Gradients where the tied copies are not summed, or a stage takes the positions of another micro-batch."""
+    job = assembled(golden_run(box, pipeline={}, packed=True, sets=["model.path=" + str(box / "tied")]))
+    run = job.forward_backward.__self__
+    if how == "tied":
+        run.tied = ""
+    elif run.parts[0].last:
+        inner = run._run
+        run.parts[0].run = lambda stage, x, number: inner(stage, x, (number + 1) % len(run.batches))
+    return first_gradients(job)[1]
+
+
+@pytest.mark.parametrize("how", ["tied", "number"])
+def test_these_tests_would_see_it(box, pair, how):
+    want = first_gradients(assembled(golden_run(box, packed=True, sets=["model.path=" + str(box / "tied")])))[1]
+    wrong = {n for grads in pair(spoiled, box, how) for n in grads if apart(grads[n], want[n]) > 1e-3}
+    assert wrong == ({"embedding.weight"} if how == "tied" else set(want))
+
+
+# What it refuses.
+
+REFUSED = [
+    (ONE, (), 1, "one rank", "--ranks 2"),
+    (ONE, (), 3, "3 ranks", "--ranks 2"),
+    (ONE, (), 4, "no technique shares the work", "--with ddp"),
+    (ONE, ("model.implementation=transformers",), 2, "through transformers", "leave pipeline out"),
+    ({"pipeline": {"size": 3}}, (), 3, "2 blocks", "smaller size"),
+    (TWICE, (), 2, "2 blocks", "smaller size"),
+    (ONE, ("batch.micro_tokens=384",), 2, "1 micro-batch a step", "batch.tokens to 768"),
+    ({"pipeline": {"schedule": "interleaved"}}, ("batch.tokens=1056",), 2, "2 blocks", "smaller size"),
+    (ONE | {"pad": {}}, (), 2, "its own width", "packing"),
+    (ONE | {"fsdp": {"sync": "each"}}, (), 4, "once a window", "leave sync out"),
+    (ONE | {"update-in-backward": {}}, ("optim.clip=null", "batch.micro_tokens=384"), 2, "", ""),
+    (ONE | {"compile": {"scope": "model"}}, (), 2, "several ranks", "scope=blocks"),
+    (ONE, ("objective=dpo",), 2, "pairs", "leave pipeline out"),
+]
+
+
+@pytest.mark.parametrize(("with_", "sets", "ranks", "found", "do"), REFUSED, ids=str)
+def test_what_it_refuses(box, with_, sets, ranks, found, do):
+    run = golden_run(box, make_golden.CASES["chat"], packed="pad" not in with_, sets=sets, **with_)
+    with pytest.raises(NeedsError) as error:
+        resolve(run, ranks=ranks)
+    assert found in error.value.found and do in error.value.do
+
+
+@pytest.mark.parametrize(
+    ("with_", "ranks", "found"),
+    [
+        (ZERO | {"fused-loss": {}}, 2, "gradients once"),
+        (ZERO | {"tensor": {}}, 4, "gradients once"),
+        (ZERO | {"fsdp": {}}, 4, "over data ranks"),
+        (ZERO | {"compile": {}}, 2, "compiled blocks"),
+    ],
+    ids=str,
+)
+def test_what_halves_of_a_backward_pass_refuse(deep, with_, ranks, found):
+    with pytest.raises(NeedsError) as error:
+        resolve(golden_run(deep, packed=True, rows=1, **with_), ranks=ranks)
+    assert found in error.value.found and "interleaved" in error.value.do
+
+
+def test_experts_are_refused():
+    with pytest.raises(NeedsError, match="experts"):
+        resolve(shaped("qwen3-30b-a3b", "pipeline", rows=1, windows=4), ranks=2)
+
+
+def test_rounds_of_an_interleaved_schedule(deep):
+    """Three micro-batches are one round of two ranks, five are two rounds that are not alike."""
+    for many, tokens in ((3, 288), (5, 480)):
+        run = golden_run(deep, packed=True, rows=2, sets=[f"batch.tokens={tokens}"], **TWICE)
+        if many == 3:
+            assert resolve(run, ranks=2).env.accumulation == 3
+            continue
+        with pytest.raises(NeedsError) as error:
+            resolve(run, ranks=2)
+        assert "5 micro-batches" in error.value.found and "batch.tokens to 384" in error.value.do
+
+
+# What it predicts.
+
+
+def orders(t, many):
+    """The passes of every rank in turn, by torch's own schedule."""
+    stages = [
+        SimpleNamespace(num_stages=t.size * t.each, group_size=t.size, group_rank=0, submod=None) for _ in range(t.each)
+    ]
+    for number, stage in enumerate(stages):
+        stage.stage_index = number
+    kind = get_schedule_class(CLASSES[t.schedule][0])
+    made = kind(stages[0] if t.each == 1 else stages, many, loss_fn=lambda a, b: a).pipeline_order
+    found = {}
+    for rank, actions in made.items():
+        passes, seen = [], 0
+        for a in actions:
+            if a is not None and a.computation_type.value in "FBIW":
+                kind, number = a.computation_type.value, a.microbatch_index
+                if kind == "F" and t.each == 1:  # torch's list for the last rank leaves the first number out
+                    number, seen = seen, seen + 1
+                passes.append((kind, a.stage_index, number))
+        found[rank] = passes
+    return found
+
+
+LENGTH = {"F": 1, "B": 2, "I": 1, "W": 1}
+
+
+def waiting(t, passes):
+    """The share of the time in which a rank waits, each pass begun as soon as what it needs is there."""
+    last, done, at, clock = t.size * t.each - 1, {}, dict.fromkeys(passes, 0), dict.fromkeys(passes, 0)
+    while any(at[rank] < len(passes[rank]) for rank in passes):
+        before = len(done)
+        for rank, mine in passes.items():
+            while at[rank] < len(mine):
+                kind, stage, number = mine[at[rank]]
+                first = {"F": ("F", stage - 1, number), "W": ("B", stage, number)}.get(kind, ("B", stage + 1, number))
+                if stage in ((0,) if kind == "F" else (last,) if kind in "BI" else ()):
+                    first = None if kind == "F" else ("F", stage, number)
+                if first is not None and first not in done:
+                    break
+                clock[rank] = max(clock[rank], done.get(first, 0)) + LENGTH[kind]
+                done["B" if kind in "BI" else kind, stage, number] = clock[rank]
+                at[rank] += 1
+        assert len(done) > before, "each waits for another"
+    busy = sum(LENGTH[kind] for kind, *_ in passes[0])
+    return 1 - busy / max(clock.values())
+
+
+@pytest.mark.parametrize("schedule", list(CLASSES))
+def test_what_is_under_way_and_how_long_ranks_wait_is_torchs_order(schedule):
+    for size in (2, 3, 4):
+        t = Pipeline(size, schedule)
+        for many in (size, 2 * size, 4 * size, 8 * size):
+            passes = orders(t, many)
+            assert t.bubble(many) == pytest.approx(waiting(t, passes)), (size, many)
+            for rank, mine in passes.items():
+                held = most = 0
+                for kind, *_ in mine:
+                    held += {"F": 1, "I": 0}.get(kind, -1)
+                    most = max(most, held)
+                full = schedule != "zero-bubble" or many > size  # it begins with fewer on its first ranks
+                assert (most / t.each == t.in_flight(rank, many)) if full else (most / t.each <= size), (size, many)
+
+
+def held(box, with_):
+    """Bytes of the trained weights on this rank, and of what its stages receive."""
+    job = assembled(golden_run(box, packed=True, **with_))
+    first_gradients(job)
+    (made,) = job.forward_backward.__self__.made.values()
+    stages = getattr(made, "_stages", None) or [made._stage]
+    infos = [i for s in stages for found in (s.args_recv_info, s.grad_recv_info) for row in found.values() for i in row]
+    received = sum(i.buffer.nbytes for i in infos if i.buffer is not None)
+    return sum(t.local.nbytes for t in job.trained), received
+
+
+@pytest.mark.parametrize("with_", [ONE, TWICE], ids=str)
+def test_what_a_rank_holds_is_what_was_predicted(deep, pair, with_):
+    resolved = resolve(golden_run(deep, packed=True, **with_), ranks=2)
+    books = baseline.books(resolved.techniques, resolved.env, resolved.env.shape, 0.0)
+    tokens = resolved.env.micro_rows * resolved.env.seq
+    for (weights, received), book in zip(pair(held, deep, with_), books, strict=True):
+        lines = {line.name: line_bytes(book, line, tokens) for line in book.lines}
+        assert weights == pytest.approx(sum(v for name, v in lines.items() if name.startswith("weights.")))
+        assert received == lines["received"]
+
+
+def test_the_ranks_do_the_work_of_one_and_wait():
+    def booked(*withs, ranks):
+        resolved = resolve(shaped("llama-3.1-8b", *withs, rows=1, windows=8), ranks=ranks)
+        return baseline.books(resolved.techniques, resolved.env, resolved.env.shape, 0.0)
+
+    (alone,) = booked(ranks=1)
+    books = booked("pipeline:size=4", ranks=4)
+
+    def flop(book):
+        return sum(w.flop * w.times for w in book.work if not w.gone)
+
+    assert sum(map(flop, books)) == pytest.approx(flop(alone))
+    waits = [next(w.waiting for w in book.work if w.name == "bubble") for book in books]
+    assert waits == [3 / 11] * 4
+    peaks = [cost.peak_memory(book, 2048).bytes for book in books]
+    assert max(peaks) == peaks[0] > peaks[1] > peaks[2], "the first rank has the most micro-batches under way"
+    assert peaks[0] < cost.peak_memory(alone, 2048).bytes
