@@ -60,7 +60,7 @@ def sources(*paths: str) -> str:
 def steps(*rungs: tuple[str, str]) -> str:
     """Return a row for each (folder, rung), compared with the rung that its ladder compares it with."""
     rows = [
-        "| load, device | rung | compared with | tokens/s | x | peak GiB | GiB | verdict |",
+        "| load, device | rung | compared with | tokens/s | x | peak GiB | more GiB | verdict |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for folder, name in rungs:
@@ -71,7 +71,8 @@ def steps(*rungs: tuple[str, str]) -> str:
             since = before.rung
             factor = f"{(r.tokens_per_s or 0) / (before.tokens_per_s or 1):.2f}"
             saved = f"{((r.peak_bytes or 0) - (before.peak_bytes or 0)) / GIB:+.1f}"
-        load = f"{r.case}, T={r.seq:,}, {device(r)}"
+        case = r.case.removesuffix(", random tokens").removeprefix("llama-3.1-").removeprefix("llama-3.2-")
+        load = f"{case.partition('-')[0].partition(',')[0].upper()}, T={r.seq:,}, {device(r)}"
         figures = f"{r.tokens_per_s:,.0f} | {factor} | {gib(r.peak_bytes)} | {saved}"
         rows.append(f"| {load} | {name} | {since} | {figures} | {r.verdict} |")
     return "\n".join([*rows, "", sources(*(folder for folder, _ in rungs))])

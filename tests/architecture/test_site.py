@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
-SITE = runpy.run_path(str(ROOT / "docs/site.py"))
+SITE = runpy.run_path(str(ROOT / "docs/hooks.py"))
 
 
 class Loader(yaml.SafeLoader):

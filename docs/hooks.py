@@ -154,7 +154,7 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     known = pages()
-    for file in list(files):
+    for file in [f for f in files if f.src_dir == config["docs_dir"]]:  # not those of the theme
         named = file.src_uri in known or not file.src_uri.endswith(".md")
         if not named or not any(fnmatch(Path(file.src_uri).name, text) for text in TEXTS):
             files.remove(file)
