@@ -100,7 +100,7 @@ def test_an_evaluation_has_every_pair_once(packed):
 
 def replaced(batch: sampler.Batch) -> sampler.Batch:
     """The batch as if its reference were known: rows of an evaluation bring none of their own."""
-    assert set(batch.extra) == {"pairs"}
+    assert set(batch.extra) == {"pairs", "desirable"} and batch.extra["desirable"].all()
     rows = [[(i, d) for i in c.samples for d in Pairs(25).documents(i)] for c in batch.rows]
     room = 2 * batch.extra["pairs"].shape[1] + 1
     again = collate(rows, T, single=False, most=len(rows) * room, parts=2, reference=known(25))

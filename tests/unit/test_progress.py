@@ -61,6 +61,7 @@ def test_the_closing_lines(tmp_path: Path) -> None:
     assert lines[1] == "held-out loss 3.0000 -> 2.0000, perplexity 7.389"
     assert lines[-1].split() == ["next", "optrush", "chat", str(tmp_path)]
     assert "perplexity" not in "".join(Outcome(0, tmp_path, (3.0, 2.0)).closing_lines(pairs=True))
+    assert "optrush chat" not in "".join(Outcome(0, tmp_path, (3.0, 2.0)).closing_lines(pairs=True, scores=True))
     assert perplexity(1e4) == "beyond 1e304"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,6 +92,10 @@ def test_a_pair_has_two_names() -> None:
     d = Document(np.arange(3, dtype=np.int32), np.array([False, True, True]))
     assert [x["name"] for x in preview.describe_sample(Words(), [d, d], frozenset())] == ["chosen", "rejected"]
     assert [x["name"] for x in preview.describe_sample(Words(), [d], frozenset())] == ["document"]
+    bad = [dataclasses.replace(d, desirable=False), d]
+    assert [x["name"] for x in preview.describe_sample(Words(), bad, frozenset(), judged=True)] == [
+        "bad answer", "mismatched"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -91,12 +91,15 @@ def train_command(
         if launched()[0] == 0:
             print(json.dumps(dataclasses.asdict(result)) if as_json else result.text())
         raise typer.Exit(0 if result.reached else 1)
+    from optrush.config import SECTIONS
     from optrush.trainer.run import RunRequest, run
 
     with distributed.leaving():
         outcome = run(RunRequest(resolve(config), start, frozenset(allow_change)))
     if outcome.code == 0 and launched()[0] == 0:
-        print("\n".join(map(shown, outcome.closing_lines(config.paired))), file=sys.stderr)
+        print(
+            "\n".join(map(shown, outcome.closing_lines(config.objective in SECTIONS, config.scored))), file=sys.stderr
+        )
         print(outcome.output)
     raise typer.Exit(outcome.code)
 

@@ -172,7 +172,6 @@ class Dataset:
     at: np.ndarray  # (N,) int64: of the first token, counted through all shards
     length: np.ndarray  # (N,) int64
     learnt: np.ndarray  # (N,) int64
-    desirable: np.ndarray  # (N,) bool: False of answers that were judged to be bad
     row: np.ndarray  # (N,) int64
     first: np.ndarray | None  # (N,) int64: tokens of a pair's first document
     counts: Counts
@@ -199,7 +198,7 @@ class Dataset:
         shard, start = self.shelf.shard(k), at - self.shelf.tokens_before[k]
         end = start + int(self.length[i])
         if self.first is None:
-            return (shard.document(start, end, bool(self.desirable[i])),)
+            return (shard.document(start, end),)
         middle = start + int(self.first[i])
         return shard.document(start, middle), shard.document(middle, end)
 
@@ -242,7 +241,7 @@ def view(
     origin_of = np.repeat(np.arange(len(weights)), [n for n, _ in origins] or [len(shelf.files)])
     counts = Counts(rows=shelf.total if keep is None else int(keep.sum()))
     counts.refused = sum(keep is None or bool(keep[number]) for number, _ in shelf.refused)
-    columns = 6 if shelf.parts > 1 else 5  # where, tokens, targets, judgement, row, a pair's first document
+    columns = 5 if shelf.parts > 1 else 4  # where, tokens, targets, row, tokens of a pair's first document
     parts, sizes = [np.zeros((columns, 0), np.int64)], np.zeros(len(weights), np.int64)
     for k in range(len(shelf.made)):
         shard = shelf.shard(k)
@@ -252,9 +251,9 @@ def view(
             chosen = chosen[keep[rows[chosen]]]
         sample, pieces = _pieces(shard, chosen, T, how, shelf.files, counts)
         pieces[0] += shelf.tokens_before[k]
-        parts.append(np.vstack([pieces[:4], rows[sample], pieces[4]])[:columns])
+        parts.append(np.vstack([pieces[:3], rows[sample], pieces[3]])[:columns])
         sizes += np.bincount(origin_of[shard.files[sample]], minlength=len(weights))
-    at, length, targets, good, row, *first = np.concatenate(parts, axis=1)
+    at, length, targets, row, *first = np.concatenate(parts, axis=1)
     counts.documents, counts.tokens, counts.targets = len(at) * shelf.parts, int(length.sum()), int(targets.sum())
     if not len(at):
         asked = f"training data from {', '.join(map(str, shelf.files[:3]))}"
@@ -264,18 +263,16 @@ def view(
     few, weighed = shelf.total < shelf.rows_before[-1], any(weight != 1 for weight in weights)
     identity = [*shelf.names, named, few and shelf.total, counts.too_long and (T, how), weighed and spans]
     fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-    cut = first[0] if first else None
-    return Dataset(shelf, at, length, targets, good.astype(bool), row, cut, counts, fingerprint, spans)
+    return Dataset(shelf, at, length, targets, row, first[0] if first else None, counts, fingerprint, spans)
 
 
 def _pieces(
     shard: Shard, chosen: np.ndarray, T: int | None, how: str, files: Sequence[Path], counts: Counts
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return ((N,) the sample of each piece, (5, N) int64: its beginning, tokens, targets, judgement, first part)."""
+    """Return ((N,) the sample of each piece, (4, N) int64: where it begins, its tokens, targets, first part)."""
     starts, parts = shard.starts, shard.parts
     first = starts[1::parts] - starts[:-1:parts]
-    facts = [starts[:-1:parts], shard.lengths(), shard.learnt, shard.desirable, first]
-    whole = np.vstack(facts)[:, chosen].astype(np.int64)
+    whole = np.vstack([starts[:-1:parts], shard.lengths(), shard.learnt, first])[:, chosen].astype(np.int64)
     if T is None or not (whole[1] > T).any():
         return chosen, whole
     long = np.flatnonzero(whole[1] > T)
@@ -368,7 +365,7 @@ def mismatched(samples: Dataset, T: int, how: str) -> Mismatched:
     ends = np.cumsum([0, *(many for many, _ in samples.spans)])
     spans = [(int(((keep >= a) & (keep < b)).sum()), w) for (_, w), a, b in zip(samples.spans, ends, ends[1:])]
     kept = {f.name: getattr(samples, f.name) for f in fields(Dataset)}
-    kept |= {name: kept[name][keep] for name in ("at", "length", "learnt", "row", "desirable")}
+    kept |= {name: kept[name][keep] for name in ("at", "length", "learnt", "row")}
     kept |= {"counts": counts, "fingerprint": f"{samples.fingerprint} mismatched"}
     kept["spans"] = tuple(span for span in spans if span[0])
     return Mismatched(**kept, whole=samples, own=keep, other=other[keep], prompts=prompts)

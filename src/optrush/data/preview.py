@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from optrush.data.dataset import Mismatched
 from optrush.data.packing import LAYOUTS, survey
 from optrush.data.schema import Document
 
@@ -79,9 +80,17 @@ def special_ids(tokenizer: Any) -> frozenset[int]:
     return frozenset(added | set(tokenizer.all_special_ids))
 
 
-def describe_sample(tokenizer: Any, documents: Sequence[Document], special: frozenset[int]) -> list[dict[str, Any]]:
-    """Return the documents of a sample (one, or chosen and rejected), of long ones the beginning and the end."""
+def describe_sample(
+    tokenizer: Any, documents: Sequence[Document], special: frozenset[int], judged: bool = False
+) -> list[dict[str, Any]]:
+    """Return the documents of a sample, of long ones the beginning and the end.
+
+    Args:
+        judged: the first of two is a good or bad answer, and the second its mismatched document; else they are a pair.
+    """
     names = ("chosen", "rejected") if len(documents) == 2 else ("document",)
+    if judged:
+        names = ("good answer" if documents[0].desirable else "bad answer", "mismatched")
     found = []
     for name, document in zip(names, documents, strict=True):
         n = len(document)
@@ -105,7 +114,7 @@ def describe_samples(
         if not where.file.exists():  # of a built-in sample, in a temporary file
             where = where._replace(file=Path(where.file.name))
         longer = sum(map(len, documents)) > T
-        described = describe_sample(tokenizer, documents, special)
+        described = describe_sample(tokenizer, documents, special, isinstance(source, Mismatched))
         yield {"sample": i, "where": str(where), "longer": longer, "documents": described}
 
 

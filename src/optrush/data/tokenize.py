@@ -106,12 +106,13 @@ class Shard:
         """Return the tokens of each sample, (S,) int64."""
         return np.asarray(np.diff(self.starts[:: self.parts]))
 
-    def document(self, start: int, end: int, desirable: bool = True) -> Document:
+    def document(self, start: int, end: int) -> Document:
         """Return the tokens [start, end) of `ids`; the first is no target, for it has no context."""
         bits = np.unpackbits(self.targets[start // 8 : -(-end // 8)])
         targets = bits[start % 8 :][: end - start].astype(bool)
         targets[:1] = False
-        return Document(np.asarray(self.ids[start:end]), targets, desirable)
+        sample = (int(np.searchsorted(self.starts, start, "right")) - 1) // self.parts
+        return Document(np.asarray(self.ids[start:end]), targets, bool(self.desirable[sample]))
 
     def refusals(self, files: Sequence[Path]) -> list[tuple[int, BadRow]]:
         """Return the refused rows in order, by their number."""

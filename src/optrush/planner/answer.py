@@ -268,7 +268,8 @@ def _longest(config: Config, name: str, classes: Sequence[type[Technique]]) -> t
     _, ranks = hardware.parse_hardware(name)
     if not config.paired:
         data = config.data.model_copy(update={"random": True, "path": None, "sample": None, "eval": None})
-        config = config.model_copy(update={"data": data, "objective": "pretrain"})
+        other = {} if config.objective == "distill" else {"objective": "pretrain"}  # which takes random tokens as well
+        config = config.model_copy(update={"data": data, **other})
     _, hf = locate(config, weights=False)
     most = min(LONGEST, int(hf.get("max_position_embeddings") or LONGEST))
 

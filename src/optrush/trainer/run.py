@@ -88,11 +88,12 @@ class Outcome:
     seconds: float = 0.0  # from the start of the run, what was loaded before the first step included
     tokens: int = 0  # that this process and its ranks trained on, padding excluded
 
-    def closing_lines(self, pairs: bool) -> list[str]:
+    def closing_lines(self, pairs: bool, scores: bool = False) -> list[str]:
         """Return what a finished run prints: duration, tokens, held-out loss, paths, what to do next.
 
         Args:
-            pairs: the loss is of pairs, and has no perplexity.
+            pairs: the loss is no likelihood of texts, and has no perplexity.
+            scores: the model scores texts and continues none.
         """
         lines = [f"done in {console.duration(self.seconds)}, {console.count(self.tokens)} tokens"]
         if self.evals:
@@ -100,7 +101,8 @@ class Outcome:
             lines.append(f"held-out loss {losses}" + ("" if pairs else f", perplexity {perplexity(self.evals[-1])}"))
         lines.append(f"report    {self.output / 'report.html'}")
         if (self.output / "model").is_dir():
-            lines += [f"model     {self.output / 'model'}", f"next      optrush chat {shlex.quote(str(self.output))}"]
+            lines.append(f"model     {self.output / 'model'}")
+            lines += [] if scores else [f"next      optrush chat {shlex.quote(str(self.output))}"]
         return lines
 
 
