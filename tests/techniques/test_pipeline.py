@@ -12,6 +12,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from meshes import MeshCase, follows, prove, saved, train
 from optrush.errors import NeedsError
 from optrush.export import export_run
+from optrush.hardware import NAMED
 from optrush.planner import baseline, cost
 from optrush.planner.ledger import line_bytes
 from optrush.resolve import resolve
@@ -205,9 +206,18 @@ def test_what_halves_of_a_backward_pass_refuse(deep, with_, ranks, found):
     assert found in error.value.found and "interleaved" in error.value.do
 
 
-def test_experts_are_refused():
-    with pytest.raises(NeedsError, match="experts"):
-        resolve(shaped("qwen3-30b-a3b", "pipeline", rows=1, windows=4), ranks=2)
+@pytest.mark.parametrize(
+    ("shape", "more", "found"),
+    [
+        ("qwen3-30b-a3b", [], "a model with experts"),
+        ("llama-3.2-1b", ["offload-activations"], "what one micro-batch saves"),
+        ("llama-3.2-1b", ["cuda-graphs"], "over several ranks"),
+    ],
+)
+def test_what_it_refuses_on_a_gpu(shape, more, found):
+    with pytest.raises(NeedsError) as error:
+        resolve(shaped(shape, "pipeline", *more, rows=1, windows=4), ranks=2, device=NAMED["h100"])
+    assert found in error.value.found and error.value.do
 
 
 def test_rounds_of_an_interleaved_schedule(deep):

@@ -82,7 +82,8 @@ class Pipeline(Technique):
         snug = Part.ROW_WIDTH in env.claimed and Part.COMPILED not in env.claimed
         found, do = "a technique that gives each micro-batch its own width", f"take packing in its place, or {ELSE}"
         yield Requirement(not snug, "`pipeline` passes on hidden states of one shape", found, do)
-        yield self._filled(env)
+        if env.data_ranks:  # else the ranks are too few for the mesh
+            yield self._filled(env)
         found, do = "a technique that moves what one micro-batch saves", f"take recompute, or {ELSE}"
         met = Part.ACTIVATION_STORAGE not in env.claimed
         yield Requirement(met, "`pipeline` has several micro-batches under way", found, do)

@@ -39,7 +39,8 @@ class Stage(nn.Module):
         self.number, self.first, self.last = number, blocks.start == 0, blocks.stop == len(model.blocks)
         self.blocks = nn.ModuleDict({str(n): model.blocks[str(n)] for n in blocks})
         self.embedding = model.embedding if self.first else None
-        self.norm, self.head = (model.norm, model.head) if self.last else (None, None)
+        self.norm = model.norm if self.last else None
+        self.head = model.head if self.last else None
 
     def forward(self, x: Tensor, number: Tensor) -> Tensor:
         """Return what the next stage gets, (B, T, D), or the last stage's loss, (1,).
@@ -64,7 +65,7 @@ def split_model(model: Decoder, mine: Mapping[int, range]) -> list[Stage]:
     if not (first and last):
         model.ties = ()
     if not first and last and tied:
-        model.embedding = model.head  # the weight keeps its name
+        model.embedding = model.head  # type: ignore[assignment]  # the weight keeps its name
     elif not first:
         model.embedding.weight = None  # type: ignore[assignment]
     if not last:
@@ -154,7 +155,8 @@ class Pipeline:
         device = self.trainer.world.device
         self.batches = [self.trainer.place(batch) for batch in batches]
         self.total = torch.zeros((), device=device)
-        schedule = self._schedule(len(batches), *self.batches[0].tokens.shape, learns)
+        B, T = self.batches[0].tokens.shape
+        schedule = self._schedule(len(batches), B, T, learns)
         numbers = torch.arange(len(batches))
         first, last = any(p.first for p in self.parts), any(p.last for p in self.parts)
         inputs = (torch.zeros(len(batches), device=device),) if first else ()
