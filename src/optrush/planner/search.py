@@ -154,7 +154,7 @@ def search(
     if fixed and isinstance(config.batch.micro_tokens, int):
         problem = dataclasses.replace(problem, micro_rows=config.batch.micro_tokens // config.batch.seq)
     problem = dataclasses.replace(problem, env=dataclasses.replace(problem.env, scarce=scarce))
-    options, unmet = _options(problem.env, classes, keep_maths, config.with_)
+    options, unmet = _options(problem.env, classes, keep_maths, config.with_, keep)
     if here:
         options = [[t for t in group if t is None or _runs_here(t, problem.env)] or [None] for group in options]
     evaluations = Evaluations(problem)
@@ -171,7 +171,8 @@ def search(
         evaluations.score,
         whole,
     )
-    settings = sorted(evaluations.settings, key=lambda s: s.speed, reverse=True)
+    stay = {name for name in begin if name in keep}  # a change that clashes with one of them was evaluated without it
+    settings = sorted((s for s in evaluations.settings if stay <= s.with_.keys()), key=lambda s: s.speed, reverse=True)
     leading = tuple(_leading(settings, best))
     lost = _lost(leading[0], settings, options, problem.env) if leading and whole else ()
     least = min((n for n in evaluations.results.values() if isinstance(n, int)), default=None)
@@ -294,14 +295,16 @@ def _problem(config: Config, hardware: str, classes: Sequence[type[Technique]], 
 
 
 def _options(
-    env: Environment, classes: Sequence[type[Technique]], keep_maths: bool, configured: Mapping[str, Mapping[str, Any]]
-) -> tuple[list[Options], list[tuple[str, str]]]:
+    env: Environment, classes: Sequence[type[Technique]], keep_maths: bool,
+    configured: Mapping[str, Mapping[str, Any]], keep: Container[str],
+) -> tuple[list[Options], list[tuple[str, str]]]:  # fmt: skip
     """Return the options of each technique, and (name, reason) of techniques that are not tried at all."""
     options: list[Options] = []
     unmet: list[tuple[str, str]] = []
     for cls in classes:
-        trains = Part.TRAINED in cls.claims | cls.wants and cls.name in configured  # asked for, not chosen for speed
-        if keep_maths and cls.numerics is Numerics.DIFFERENT_MATHS and not trains:
+        trains = Part.TRAINED in cls.claims | cls.wants or cls.name in keep  # asked for, not chosen for speed
+        stays = trains and cls.name in configured
+        if keep_maths and cls.numerics is Numerics.DIFFERENT_MATHS and not stays:
             unmet.append((cls.name, "it changes the maths, which are to be kept"))
             continue
         given, variants = configured.get(cls.name), list(cls.variants(env))
