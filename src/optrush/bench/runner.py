@@ -401,15 +401,20 @@ def _file(state: BenchState, rung: Rung, repeat: int) -> str:
 # --- a fresh process for one rung, with a time limit
 
 
-def run_worker(request: Mapping[str, Any], limit_s: float, peer: Peer | None = None) -> dict[str, Any]:
+def run_worker(
+    request: Mapping[str, Any], limit_s: float, peer: Peer | None = None, module: str | None = None
+) -> dict[str, Any]:
     """Return the result of a rung's fresh processes: its figures, or `error`, however the processes ended.
 
     Args:
         request: with `ranks`, as many processes; rank 0 writes the figures, another rank only why it failed.
         peer: the system whose worker answers, instead of ours.
+        module: answers instead of the worker of rungs.
     """
     start, ranks = time.monotonic(), request.get("ranks", 1)
     command, environment = COMMAND, {**QUIET, **os.environ, **request.get("env", {})}
+    if module is not None:
+        command = [sys.executable, "-m", module]
     if peer is not None:
         command = [sys.executable, "-m", peer.worker]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), worker_path(peer)]))

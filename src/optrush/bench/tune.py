@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from optrush.bench import ladder, record, runner
 from optrush.bench.ladder import Ladder, LadderEntry, Rung
@@ -26,6 +26,7 @@ from optrush.errors import ConfigError, RunError, UserError, one_line
 from optrush.files import parse_json, write_whole
 from optrush.planner import search
 from optrush.planner.answer import choose_techniques
+from optrush.report.page import Series, curves, png
 from optrush.resolve import resolve
 from optrush.technique import Numerics, Part, instantiate
 from optrush.techniques import ALL
@@ -162,13 +163,7 @@ def tune_config(
         UserError: the configuration, the budget or a file must be changed; nothing was measured.
         RunError: neither the configuration nor any setting ran.
     """
-    folder = out.with_suffix("")
-    if out.suffix not in (".yaml", ".yml"):
-        raise ConfigError(f"--out {out}", "no name of a configuration", "end it in .yaml")
-    if out.exists() and not out.read_text("utf-8", "replace").startswith(MARK):
-        raise ConfigError(f"--out {out}", "a file that no tuning wrote", "take another name")
-    if not dry and not out.absolute().parent.is_dir():
-        raise ConfigError(f"--out {out}", f"no folder {out.parent}", "make it first, or take another")
+    folder = check_out(out)
     given, notes = _as_it_is(config, ranks)
     rungs = _stored(folder, given, ranks)
     resume = rungs is not None
@@ -194,6 +189,22 @@ def tune_config(
     launch = f"optrush train {out}" + (f" --ranks {ranks}" if ranks > 1 else "")
     write_whole(out, f"{MARK}{tuned.sentence()}\n# {launch}\n{dump_config(tuned.config)}")
     return tuned
+
+
+def check_out(out: Path) -> Path:
+    """Return the folder for the records of a tuning that writes `out`.
+
+    Raises:
+        ConfigError: `out` cannot be written, or is a file of another kind.
+    """
+    asked = f"--out {out}"
+    if out.suffix not in (".yaml", ".yml"):
+        raise ConfigError(asked, "no name of a configuration", "end it in .yaml")
+    if out.exists() and not out.read_text("utf-8", "replace").startswith(MARK):
+        raise ConfigError(asked, "a file that no tuning wrote", "take another name")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(asked, f"no folder {out.parent}", "make it first, or take another")
+    return out.with_suffix("")
 
 
 def _as_it_is(config: Config, ranks: int) -> tuple[Config, tuple[str, ...]]:
@@ -354,3 +365,82 @@ def over(given: Config, rung: Rung) -> Config:
     """Return the configuration with a rung's techniques and micro-batch, and everything else as given."""
     batch = given.batch.model_copy(update={"micro_tokens": rung.config.batch.micro_tokens})
     return given.model_copy(update={"with_": rung.config.with_, "batch": batch})
+
+
+# --- the batch by the gradient noise scale, and the learning rate by a race
+
+RATES = tuple(2.0**k for k in range(-4, 4))  # times `optim.lr`; a power of two of them
+DRAWN = 8  # micro-batches of a step of which the noise is measured
+ALONE = (Part.UPDATE, Part.CAPTURE, Part.DATA)  # owners leave no gradients of single micro-batches on one rank
+
+
+def tune_number(config: Config, out: Path, kind: Literal["batch", "lr"], budget_s: float) -> tuple[str, dict[str, Any]]:
+    """Measure the batch or the learning rate of a configuration, and write it to `out` with that changed.
+
+    Returns:
+        The result as a sentence, and as values. Its curves are in the folder of the name of `out`.
+
+    Raises:
+        UserError: the configuration or a file must be changed.
+        RunError: the process failed, or too few steps determine nothing.
+    """
+    folder = check_out(out)
+    if kind == "lr" and config.data.eval is None:
+        raise ConfigError("--lr", "no `data.eval`: rates race for the least held-out loss", "add data.eval: 0.1")
+    given, _ = _as_it_is(config, 1)
+    given = resolve(given).config  # with the rate of its method
+    alone = {t.name for t in instantiate(ALL, given.with_) if t.claims & set(ALONE)}
+    train = given.train.model_copy(update={"eval_every": 1e9, "save_every": None, "stop_after": None, "log_every": 100})
+    run = given.model_copy(update={"with_": {n: o for n, o in given.with_.items() if n not in alone}, "train": train})
+    if kind == "batch":
+        rows = max(1, given.batch.tokens // given.batch.seq // DRAWN)
+        sizes = {"micro_tokens": rows * given.batch.seq, "tokens": DRAWN * rows * given.batch.seq}
+        run = run.model_copy(update={"batch": run.batch.model_copy(update=sizes)})
+    rates = [given.optim.lr * factor for factor in RATES]
+    request = {"kind": kind, "run": dump_config(run), "budget_s": budget_s, "rates": rates}
+    result = runner.run_worker(request, 2 * budget_s + 120, module="optrush.bench.trial")
+    if "refused" in result:
+        raise ConfigError(*result["refused"])
+    if "error" in result:
+        raise RunError(f"optrush tune --{kind}", one_line(result["error"]), "optrush train CONFIG --dry-run")
+    sentence, changes, series, unit = (_batch if kind == "batch" else _rate)(given, result)
+    folder.mkdir(exist_ok=True)
+    write_whole(folder / f"{kind}.json", json.dumps(result, indent=1))
+    write_whole(folder / f"{kind}.png", png(curves(series, title=out.stem, axis="step", unit=unit, height=300)))
+    write_whole(out, f"{MARK}{sentence}\n# optrush train {out}\n{dump_config(given.model_copy(update=changes))}")
+    return sentence, {**result, "sentence": sentence, "out": str(out)}
+
+
+Chosen = tuple[str, dict[str, Any], list[Series], str]  # a sentence, changes of the configuration, curves, their unit
+
+
+def _batch(config: Config, result: Mapping[str, Any]) -> Chosen:
+    if result["squared"] <= 0 or result["noise"] <= 0:
+        found = f"after {len(result['running'])} steps the gradient is not told from its noise"
+        raise RunError("the gradient noise scale", found, "measure for longer: --budget")
+    slots = result["noise"] / result["squared"] * result["slots_per_term"]
+    micro = config.batch.micro_tokens
+    least = micro if isinstance(micro, int) else config.batch.seq
+    tokens = max(1, round(slots / least)) * least
+    sentence = (
+        f"the gradient noise scale is {slots:,.0f} tokens: batch.tokens: {tokens} (it was {config.batch.tokens}); "
+        "then race the learning rate for it: optrush tune --lr"
+    )
+    batch = config.batch.model_copy(update={"tokens": tokens})
+    return sentence, {"batch": batch}, [Series("noise scale", result["running"])], "tokens"
+
+
+def _rate(config: Config, result: Mapping[str, Any]) -> Chosen:
+    legs, steps = result["legs"], result["steps"]
+    best, rates = legs[-1], sorted({leg["rate"] for leg in legs})
+    if best["loss"] is None:
+        raise RunError("a race of learning rates", "no rate has a finite held-out loss", "take a smaller optim.lr")
+    sentence = (
+        f"optim.lr: {best['rate']:.3g} (it was {config.optim.lr:.3g}), held-out loss {best['loss']:.4f} after "
+        f"{best['step']} steps of {steps}"
+    )
+    if best["rate"] in (rates[0], rates[-1]):
+        sentence += "; at the end of the rates that raced: race again from there"
+    points = {rate: [(leg["step"], leg["loss"]) for leg in legs if leg["rate"] == rate] for rate in rates}
+    series = [Series(f"{rate:.3g}", sorted(points[rate])) for rate in rates]
+    return sentence, {"optim": config.optim.model_copy(update={"lr": best["rate"]})}, series, "held-out loss"

@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -31,6 +31,12 @@ def tune(
         str, typer.Option("--budget", metavar="TIME", help="what all measurements may take: 90s, 10m, 1h")
     ] = "10m",
     ranks: Ranks = 1,
+    batch: Annotated[
+        bool, typer.Option("--batch", help="instead: batch.tokens, by the gradient noise scale; writes NAME.batch.yaml")
+    ] = False,
+    lr: Annotated[
+        bool, typer.Option("--lr", help="instead: optim.lr, by a race for held-out loss; writes NAME.lr.yaml")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="only list the settings, their planned speeds and the time it takes")
     ] = False,
@@ -52,23 +58,32 @@ def tune(
     given = read_run(config, set_, with_, without)
     if launched()[1] > 1:
         raise ConfigError("optrush tune", f"a launcher has started {launched()[1]} ranks", "start it alone: --ranks")
+    if (batch or lr) and (batch == lr or dry_run or ranks > 1):
+        other = "--lr" if batch and lr else "--dry-run" if dry_run else f"--ranks {ranks}"
+        found = "one process measures, and nothing is planned"
+        raise ConfigError(f"--{'batch' if batch else 'lr'} with {other}", found, "give it alone")
     from optrush.bench.runner import ProgressBoard
-    from optrush.bench.tune import tune_config
+    from optrush.bench.tune import tune_config, tune_number
+
+    if batch or lr:
+        kind: Literal["batch", "lr"] = "batch" if batch else "lr"
+        place = config.with_name(f"{config.stem}.{kind}.yaml") if out is None else out
+        sentence, values = tune_number(given, place, kind, seconds(budget))
+        print(json.dumps(values) if as_json else f"{sentence}\nnext: optrush train {place}")
+        return
 
     target = config.with_name(f"{config.stem}.tuned.yaml") if out is None else out
-    command = shlex.join(["optrush", *sys.argv[1:]])
+    command, time_s = shlex.join(["optrush", *sys.argv[1:]]), seconds(budget)
     with ProgressBoard() as board:
-        found = tune_config(
-            given, target, board, budget_s=seconds(budget), ranks=ranks, dry=dry_run, command=command
-        )  # fmt: skip
+        tuned = tune_config(given, target, board, budget_s=time_s, ranks=ranks, dry=dry_run, command=command)
     if as_json:
-        print(json.dumps(_document(found)))
+        print(json.dumps(_document(tuned)))
         return
-    print("\n".join([*found.notes, *_table(found)]))
+    print("\n".join([*tuned.notes, *_table(tuned)]))
     if dry_run:
-        print(f"about {found.planned_s / 60:,.1f} min by the plan, {seconds(budget) / 60:g} min at most")
+        print(f"about {tuned.planned_s / 60:,.1f} min by the plan, {time_s / 60:g} min at most")
         return
-    print(found.sentence())
+    print(tuned.sentence())
     print(f"next: optrush train {target}" + (f" --ranks {ranks}" if ranks > 1 else ""))
 
 
