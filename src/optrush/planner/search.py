@@ -18,7 +18,7 @@ from optrush import technique
 from optrush.config import Config, with_method
 from optrush.data.length_estimate import estimate_fill
 from optrush.errors import ConfigError, ConflictError, NeedsError
-from optrush.hardware import parse_hardware
+from optrush.hardware import Device, parse_hardware
 from optrush.models.shapes import HF, SHAPES, ModelShape, native_obstacle
 from optrush.planner import baseline, calibration, cost, ledger
 from optrush.planner.calibration import Calibration
@@ -110,23 +110,34 @@ def predict(
         UserError: the configuration cannot be resolved on this hardware, or the planner does not support its model.
     """
     device, count = parse_hardware(hardware)
-    if config.method == "auto":  # what the run itself trains: everything, unless its techniques differ
-        config = config.model_copy(update={"method": None})
-    resolved = resolve(config, classes, ranks or count, device)
-    lengths = estimate_fill(config)
-    env = dataclasses.replace(resolved.env, reach=lengths.reach)
+    book, env, hf = book_of(config, device, ranks or count, classes)
     tokens = env.micro_rows * env.seq
-    book = baseline.book(resolved.techniques, env, _shape(resolved.hf), lengths.padding)
     copied = ledger.saved_bytes(book) if config.train.save == "async" else 0.0
     if copied and device.kind == "cpu":  # whose memory is the host's
         line = Line("saved copy", "of weights and states, for the thread that saves", copied, "byte", "always")
         book, copied = dataclasses.replace(book, lines=(*book.lines, line)), 0.0
-    rates, ceiling = cost.expected_and_ceiling(device, calibration.for_device(device), resolved.hf, env.span, env.seq)
+    rates, ceiling = cost.expected_and_ceiling(device, calibration.for_device(device), hf, env.span, env.seq)
     return dataclasses.replace(
         _prediction(book, env, ledger.peak_memory(book, tokens), rates),
         ceiling_s={} if ceiling is None else cost.seconds_by_part(book, tokens, ceiling),
         host_bytes=round(sum(ledger.host_bytes(book, tokens)) + copied),
     )
+
+
+def book_of(
+    config: Config, device: Device, ranks: int, classes: Sequence[type[Technique]] = ALL
+) -> tuple[Ledger, Environment, HF]:
+    """Return the ledger of a run as configured, its environment and its model's config.json.
+
+    Raises:
+        UserError: as `predict`.
+    """
+    if config.method == "auto":  # what the run itself trains: everything, unless its techniques differ
+        config = config.model_copy(update={"method": None})
+    resolved = resolve(config, classes, ranks, device)
+    lengths = estimate_fill(config)
+    env = dataclasses.replace(resolved.env, reach=lengths.reach)
+    return baseline.book(resolved.techniques, env, _shape(resolved.hf), lengths.padding), env, resolved.hf
 
 
 def search(
