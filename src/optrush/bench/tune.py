@@ -22,6 +22,7 @@ from optrush.bench.record import RUNGS, Record
 from optrush.bench.results import BenchState, faster
 from optrush.bench.runner import ProgressBoard
 from optrush.config import Config, dump_config, parse_config, spelled_out
+from optrush.console import duration, say
 from optrush.errors import ConfigError, RunError, UserError, one_line
 from optrush.files import parse_json, write_whole
 from optrush.planner import search
@@ -131,8 +132,6 @@ class Tuned:
 
     def sentence(self) -> str:
         """Return the result in one line."""
-        from optrush.console import duration
-
         spent = f"{duration(self.spent_s)} spent"
         if late := sum(t.outcome == LATE for t in self.tried):
             spent += f", {late} setting{'s' * (late > 1)} not measured for lack of time"
@@ -398,6 +397,12 @@ def tune_number(config: Config, out: Path, kind: Literal["batch", "lr"], budget_
         run = run.model_copy(update={"batch": run.batch.model_copy(update=sizes)})
     rates = [given.optim.lr * factor for factor in RATES]
     request = {"kind": kind, "run": dump_config(run), "budget_s": budget_s, "rates": rates}
+    what = (
+        "the gradient noise scale"
+        if kind == "batch"
+        else f"{len(rates)} learning rates, {rates[0]:.3g} to {rates[-1]:.3g}"
+    )
+    say(f"measuring {what}: at most {duration(budget_s)}, and the time to load")
     result = runner.run_worker(request, 2 * budget_s + 120, module="optrush.bench.trial")
     if "refused" in result:
         raise ConfigError(*result["refused"])
