@@ -39,6 +39,7 @@ MEASURED_S = 60.0  # timed steps of all processes together
 NEAR = 0.9  # of the fastest speed so far, below which a setting is not measured again
 PROCESS_S, COMPILE_S = 12.0, 45.0  # of a process besides its steps, and of compiling; assumed, for the first estimate
 LATE = "not measured: the budget is spent"
+DROPOUT = "dropout"  # an option of techniques that decide what is learnt
 PLAN = "tune.json"  # the rungs, so that a tuning that goes on has the same ones
 MARK = "# optrush tune: "  # the first line of a file that a tuning wrote, and may write again
 
@@ -289,8 +290,10 @@ def _obstacle(plain: Config) -> str | None:
 
 
 def _timed(config: Config, steps: int) -> Config:
+    """Return the configuration of so many timed steps, without dropout: its random values differ between layouts."""
+    with_ = {name: {k: 0.0 if k == DROPOUT else v for k, v in o.items()} for name, o in config.with_.items()}
     train = config.train.model_copy(update={"steps": WARMUP + steps, "epochs": 1.0, "log_every": 1})
-    return config.model_copy(update={"train": train})
+    return config.model_copy(update={"train": train, "with_": with_})
 
 
 def _rungs(given: Sequence[_Given]) -> list[Rung]:
@@ -363,7 +366,11 @@ def _result(state: TuneState, given: Config, out: Path, notes: tuple[str, ...]) 
 def over(given: Config, rung: Rung) -> Config:
     """Return the configuration with a rung's techniques and micro-batch, and everything else as given."""
     batch = given.batch.model_copy(update={"micro_tokens": rung.config.batch.micro_tokens})
-    return given.model_copy(update={"with_": rung.config.with_, "batch": batch})
+    with_ = {name: dict(options) for name, options in rung.config.with_.items()}
+    for name, options in given.with_.items():
+        if DROPOUT in options:
+            with_[name][DROPOUT] = options[DROPOUT]
+    return given.model_copy(update={"with_": with_, "batch": batch})
 
 
 # --- the batch by the gradient noise scale, and the learning rate by a race
