@@ -2,7 +2,7 @@
 
 The functions of the command line, from Python:
 
-    from optrush import Config, plan, train, evaluate, bench, export, generate
+    from optrush import Config, plan, tune, train, evaluate, bench, export, generate
 
     outcome = train({
         "model": "tiny", "objective": "sft", "data": {"sample": "recipes"}, "output": "runs/first",
@@ -21,11 +21,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from optrush.api import Callback, Plan, bench, evaluate, export, generate, plan, train
+    from optrush.api import Callback, Plan, bench, evaluate, export, generate, plan, train, tune
     from optrush.config import Config, Sampling
 
 __version__ = "0.1.0"
-__all__ = ["Callback", "Config", "Plan", "Sampling", "bench", "evaluate", "export", "generate", "plan", "train"]
+__all__ = ["Callback", "Config", "Plan", "Sampling", "bench", "evaluate", "export", "generate", "plan", "train", "tune"]
 
 _PLACES = {"Config": "config", "Sampling": "config"}  # else `api`
 _BOTH = ("bench", "export", "generate")  # functions of `api` whose names modules of the package have, too

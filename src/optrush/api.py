@@ -1,4 +1,4 @@
-"""Run the verbs of the command line from Python: plan, train, evaluate, bench, export, generate.
+"""Run the verbs of the command line from Python: plan, tune, train, evaluate, bench, export, generate.
 
 Each takes a configuration as a `Config`, as a mapping with the keys of the YAML, or as the path of a YAML file, and
 returns the objects that the command line prints. A `UserError` has what is refused, why, and what to do; nothing was
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from optrush.bench.record import Record
+    from optrush.bench.tune import Tuned
     from optrush.data.batch import Batch
     from optrush.export import Delivered
     from optrush.generate import Answer
@@ -259,6 +260,31 @@ def bench(
             find_ladder(ladder, chosen), chosen, Path(out), board, repeats=repeats, cumulative_only=cumulative_only,
             limit_s=limit_s, resume=resume, command="optrush.bench",
         )  # fmt: skip
+
+
+def tune(config: Configuration, out: str | Path, *, budget_s: float = 600.0, ranks: int = 1) -> Tuned:
+    """Measure the plan's best settings, prove each, and write the fastest as YAML, as `optrush tune` does.
+
+    Args:
+        out: the YAML to write; the records are in the folder of its name without the suffix.
+        budget_s: seconds that all processes together may take.
+        ranks: processes on this machine, one a GPU.
+
+    Returns:
+        `config` (to train with), `ratio` (of its speed to the configuration's), `tried`, `sentence()`.
+
+    Raises:
+        UserError: the configuration or a file must be changed; nothing was measured.
+        RunError: neither the configuration nor any setting ran.
+
+    Example:
+        >>> train(tune("first.yaml", "first.tuned.yaml").config)
+    """
+    from optrush.bench.runner import ProgressBoard
+    from optrush.bench.tune import tune_config
+
+    with ProgressBoard() as board:
+        return tune_config(_config(config), Path(out), board, budget_s=budget_s, ranks=ranks)
 
 
 def export(

@@ -222,6 +222,17 @@ class Optim(StrictModel):
     clip: Annotated[float, Field(gt=0)] | None = 1.0
 
 
+def _short_stop(value: object) -> object:
+    return {"evals": value} if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+class StopAfter(StrictModel):
+    """When a run ends early: after so many evaluations in a row without a lower held-out loss than the least so far."""
+
+    evals: Annotated[int, Field(ge=1)]
+    min_delta: Annotated[float, Field(ge=0)] = 0.0  # lower by no more than this is not lower
+
+
 class Training(StrictModel):
     """`*_every` below 1 is a fraction of the run, from 1 on a number of steps."""
 
@@ -232,7 +243,9 @@ class Training(StrictModel):
     save_every: Cadence | None = None
     save: Literal["sync", "async"] = "sync"  # async: a thread writes checkpoints, from a copy in host memory
     keep: Annotated[int, Field(ge=1)] = 2
-    best: bool = True  # with save_every and data.eval: keeps and exports the checkpoint with the least held-out loss
+    # With data.eval, and save_every or stop_after: keeps and exports the checkpoint with the least held-out loss.
+    best: bool = True
+    stop_after: Annotated[StopAfter | None, BeforeValidator(_short_stop)] = None  # early; a number is its `evals`
     export: bool = True  # writes model/ at the end
     clean: bool = False
     timeout: Annotated[float, Field(ge=1)] = 600.0  # seconds: how long a rank may keep the others waiting
@@ -691,6 +704,8 @@ FOREIGN = {
     "eval_steps": "train: {{eval_every: {}}}",
     "save_steps": "train: {{save_every: {}}}",
     "save_total_limit": "train: {{keep: {}}}",
+    "early_stopping_patience": "train: {{stop_after: {}}}",
+    "early_stopping_threshold": "train: {{stop_after: {{evals: N, min_delta: {}}}}}",
     "output_dir": "output: {}",
     "base_model": "model: {}",
     "model_name_or_path": "model: {}",

@@ -205,6 +205,9 @@ def check_fields(config: Config) -> None:
         raise ConfigError(f"`model.shape: {config.model.shape}` on text", "a shape has no tokenizer", do)
     if config.model.tokenizer is not None and config.model.shape is None:
         raise ConfigError(f"`model.tokenizer: {config.model.tokenizer}`", "`model.path` brings its own", "leave it out")
+    if config.train.stop_after is not None and d.eval is None:
+        do = "add data.eval: 0.1, or leave train.stop_after out"
+        raise ConfigError("`train.stop_after`", "no `data.eval`: nothing is held out", do)
     if d.stream and d.path is None:
         raise ConfigError("`data.stream`", "no `data.path` to read from", "leave data.stream out")
     if d.clean is not None and d.path is None:

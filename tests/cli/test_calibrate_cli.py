@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from optrush import hardware
 from optrush.cli import plan as command
 from optrush.cli.options import read_run
 from optrush.planner import calibration
@@ -125,3 +126,25 @@ def test_lines_where_there_is_no_terminal(call: Call, monkeypatch: pytest.Monkey
     said = call("calibrate", "--seconds", "1").err
     assert "calibrating: tiny qkv, forward, bfloat16" in said or "calibrating: tiny qkv, input, bfloat16" in said
     assert "  ETA " in said and "calibrating: copies" in said
+
+
+def test_rates_are_fitted_to_records(
+    call: Call, write: Callable[..., str], kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prints the errors, and writes what makes them smaller; a second time nothing does."""
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    monkeypatch.setattr(hardware, "first_device", lambda: hardware.NAMED["h200"])
+    kept.mkdir(parents=True)
+    calibration.write_calibration(calibration.read_calibration(results / "h200-calibration.json"), kept / "h200.json")
+    records = results / "h200-memory"
+    found = call("calibrate", "--from", str(records), "--json")
+    assert found.code == 0, found.err
+    told = json.loads(found.out)
+    assert told["after"]["root_mean_square"] < told["before"]["root_mean_square"] and told["before"]["records"] == 7
+    assert (calibration.read_calibration(Path(told["file"])).fitted or "").startswith("7 records of 2026-11-")
+    (kept / "h200.json").unlink()
+    again = call("calibrate", "--from", str(records / "records.jsonl"))
+    assert again.code == 0 and "7 records, planned against measured\n  root mean square error: " in again.out
+    assert "--from with a CONFIG" in refused(call, "calibrate", write(), "--from", str(records))
+    assert "--from with --seconds" in refused(call, "calibrate", "--seconds", "5", "--from", str(records))
+    assert "no records.jsonl" in refused(call, "calibrate", "--from", str(kept))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -18,10 +19,10 @@ from test_refusals import flip
 from torch.utils.tensorboard import SummaryWriter  # noqa: F401 - forked runs find it loaded
 
 from optrush import files
-from optrush.config import Dpo, parse_config
-from optrush.trainer import trackers
+from optrush.config import Dpo, StopAfter, parse_config
+from optrush.trainer import run, trackers
 from optrush.trainer.checkpoint import find_checkpoints, verify
-from optrush.trainer.run_dir import Best, BestCheckpoint, comparable, recall
+from optrush.trainer.run_dir import Best, BestCheckpoint, Patience, comparable, recall
 
 from harness import ended, fork, launch_env, told
 from runs import (
@@ -135,6 +136,70 @@ def test_killed_and_resumed(home: Path, logged: int) -> None:
     (output / "checkpoints" / "best.json").unlink(missing_ok=True)  # as if killed before it was written
     assert trained(config, "--resume", "auto") == 0, said(config)
     same(output, home / "reference")
+
+
+EARLY = {"steps": 12, "log_every": 1, "eval_every": 2, "keep": 1, "stop_after": 2}
+
+
+def off_plan() -> None:
+    run.off_plan = lambda log, ranks: "slower than planned"
+
+
+@pytest.mark.parametrize("logged", [None, 3])
+def test_stopped_early(home: Path, logged: int | None) -> None:
+    """Two evaluations after the least held-out loss, by the reference's losses; killed in between or not.
+
+    What runs until then is the same, the least is exported without `save_every`, and going on changes nothing.
+    """
+    known, least, since = losses(home / "reference"), math.inf, 0
+    for last, loss in known.items():  # noqa: B007
+        least, since = (loss, 0) if loss < least else (least, since + 1)
+        if since == 2:
+            break
+    assert last < 12, f"no test of anything: {known}"
+    output, config = configured(home, f"early-{logged}", train={**EARLY, **({"save_every": 3} if logged else {})})
+    if logged is not None:
+        pid = begun(config)
+        wait_for(output, logged)
+        os.kill(pid, signal.SIGKILL)
+        assert ended(pid) in (-9, 0)
+    for flags in (("--resume", "auto") if logged else (), ("--resume", "auto")):
+        assert trained(config, *flags, before=off_plan) == 0, said(config)
+        assert losses(output) == {n: loss for n, loss in known.items() if n <= last}
+        assert figures(output) == [f for f in figures(home / "reference") if f["step"] <= last]
+        assert pointed(output) == best_of(output) == best_of(home / "reference")
+        assert exported(output) == exported(home / "reference")
+        assert find_checkpoints(output)[0].name == f"step-{last:06d}"
+        notes = [m for m in lines(output) if "stopped_early" in m or "off_plan" in m]
+        text = f"2 evaluations without a held-out loss below {least:.4f}"
+        assert notes == [{"step": last, "stopped_early": text}, {"step": last, "off_plan": "slower than planned"}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"data__eval": None}, "no `data.eval`: nothing is held out"), ({}, "1 evaluation in 12 steps, the last at the")],
+)
+def test_a_run_that_could_not_stop_early(
+    home: Path, changes: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, config = configured(home, "never", train={"steps": 12, "stop_after": {"evals": 1, "min_delta": 0.01}})
+    config = configuration(home, output, data__eval=changes.get("data__eval", 0.2), train=config_of(config)["train"])
+    assert command("train", str(config)) == 2
+    assert said in capsys.readouterr().err and not output.exists()
+
+
+def test_patience() -> None:
+    """The least so far counts, as do losses that are not finite; `min_delta` is how much lower is lower."""
+    for losses_, evals, min_delta, expected in (
+        ([3.0, 2.0, 2.1, 2.2], 2, 0.0, [False, False, False, True]),
+        ([3.0, 2.0, 2.1, 1.9, 2.0], 2, 0.0, [False] * 5),
+        ([3.0, 2.95, 2.92, 2.5], 2, 0.1, [False, False, True, False]),
+        ([math.nan, 3.0, math.inf, math.nan], 2, 0.0, [False, False, False, True]),
+    ):
+        patience = Patience(StopAfter(evals=evals, min_delta=min_delta))
+        for loss, ends in zip(losses_, expected, strict=True):
+            patience.add(loss)
+            assert patience.exhausted == ends, (losses_, loss)
 
 
 def test_on_two_ranks(home: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from optrush import console
 from optrush.bench import runner
 from optrush.bench.results import BenchState
 from optrush.config import Training
+from optrush.planner import search
+from optrush.report.run import RunLog, off_plan
 from optrush.trainer.run import Outcome, perplexity
 
 LINE = {
@@ -76,3 +80,33 @@ def test_limits_scale_with_what_was_measured() -> None:
     assert runner.time_limit(state) == 1200.0
     state.exact_limit = True
     assert runner.time_limit(state) == 120.0
+
+
+@pytest.mark.parametrize(
+    ("speed", "wait_s", "slow", "expected"),
+    [
+        (900, 0.0, False, ""),  # by a tenth
+        (1300, 0.0, False, "1,300 tokens/s in the median, planned 1,000 (+30%): the plan's rates are low here"),
+        (500, 0.8, False, "planned 1,000 (-50%): most of it waiting for data, 0.8 s of 2 s a step"),
+        (500, 0.1, False, "most of it the step itself, 1.9 s, planned 1 s"),
+        (800, 0.1, True, "most of it single slow steps, 5 s a step in the mean"),
+    ],
+)
+def test_a_run_off_its_plan(
+    speed: float, wait_s: float, slow: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the median of the lines after the first one, whatever that took; it names what takes most."""
+    line = {"loss": 1.0, "tokens_per_s": speed, "step_s": 1000 / speed, "data_wait_s": wait_s}
+    lines = [{**line, "step": n} for n in range(6)]
+    lines[0] |= {"tokens_per_s": 1.0, "step_s": 1000.0}
+    if slow:
+        lines[3] |= {"tokens_per_s": 37.0, "step_s": 26.25}
+    some: Any = None
+    log = RunLog("run", some, "", lines, [], [], False)
+    guess = SimpleNamespace(tokens_per_s=1000.0, step_s=1.0, memory_kind="cuda_allocated", basis="datasheet")
+    monkeypatch.setattr(search, "predict", lambda config, ranks: guess)
+    found = off_plan(log)
+    assert expected in found and bool(found) == bool(expected), found
+    guess.memory_kind = "rss"
+    assert off_plan(log) == "", "rates that are counted from cores are no plan"
+    assert off_plan(dataclasses.replace(log, steps=lines[:4])) == ""

@@ -371,10 +371,33 @@ class BenchState:
     source: dict[str, Any]
     machine: dict[str, str]
     exact_limit: bool = False  # the limit holds on a slow machine too
+    rehearses: bool = False  # a process executes the largest step first, as a run does
     refused: dict[str, str] = field(default_factory=dict)  # by rung: why it cannot start
     predict: Callable[[Rung, Config], dict[str, Any]] = lambda rung, run: {}
     predicted: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)  # by rung and T, what it returned
     results: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by rung, a result a repeat
+
+    @property
+    def asked(self) -> str:
+        """What an error about the folder names."""
+        return f"--out {self.out}"
+
+    @property
+    def again(self) -> str:
+        """How a bench that was stopped goes on."""
+        return f"go on with: --resume (--out {self.out})"
+
+    def required(self, rung: Rung) -> bool:
+        """Return whether the bench ends if the rung is refused."""
+        return rung is self.rungs[0]
+
+    def missing(self) -> list[tuple[int, Rung]]:
+        """Return (repeat, rung) of the processes that are still to run, the next first; none of a rung that failed.
+
+        Repeats are interleaved, so that a warm device or a busy host affects all rungs alike.
+        """
+        order = [(repeat, rung) for repeat in range(self.repeats) for rung in self.rungs]
+        return [(n, r) for n, r in order if len(self.results.get(r.name, [])) <= n and not self.error(r)]
 
     def error(self, rung: Rung) -> str | None:
         """Return why the rung has no figures: refused, or one of its processes failed."""

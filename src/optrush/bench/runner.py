@@ -154,9 +154,15 @@ def run_ladder(
     rungs = ladder.resolve_rungs(written, config, cumulative_only)
     state = BenchState(
         written, rungs, out, repeats or written.repeats, limit_s or written.limit_s, command, record.source(),
-        record.machine(), predict=_predict, exact_limit=limit_s is not None,
+        record.machine(), predict=predict_rung, exact_limit=limit_s is not None,
     )  # fmt: skip
-    _check_folder(out, resume)
+    return run_rungs(state, board, resume=resume)
+
+
+def run_rungs(state: BenchState, board: ProgressBoard, *, resume: bool) -> list[Record]:
+    """Measure the rungs of a bench as `run_ladder` does."""
+    out = state.out
+    _check_folder(state, resume)
     _refuse(state, board)
     calibration.for_device(hardware.first_device())  # a damaged file is refused now; later it would lose predictions
     if resume:
@@ -165,13 +171,13 @@ def run_ladder(
     try:
         (out / RUNGS).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--out {out}", f"{error.strerror}: {error.filename}", "take another folder") from None
-    with _lock(out):
+        raise ConfigError(state.asked, f"{error.strerror}: {error.filename}", "take another folder") from None
+    with _lock(state):
         try:
             with _stop_on_signals():
                 _measure(state, board)
         except SystemExit:
-            board.log(f"stopped; go on with: --resume (--out {out})")
+            board.log(f"stopped; {state.again}")
             raise
         except UserError:
             if fresh:
@@ -188,14 +194,14 @@ def run_ladder(
 
 
 @contextmanager
-def _lock(out: Path) -> Iterator[None]:
+def _lock(state: BenchState) -> Iterator[None]:
     """Allow one bench at a time in a folder. The kernel drops the lock when the process ends, however it ends."""
-    with (out / LOCK).open("w") as file:
+    with (state.out / LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             do = "wait, or take another folder"
-            raise ConfigError(f"--out {out}", "another bench is running there", do) from None
+            raise ConfigError(state.asked, "another bench is running there", do) from None
         yield
 
 
@@ -214,9 +220,9 @@ def _stop_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _check_folder(out: Path, resume: bool) -> None:
+def _check_folder(state: BenchState, resume: bool) -> None:
     """Raise ConfigError where the folder cannot be used; writes nothing."""
-    asked = f"--out {out}"
+    out, asked = state.out, state.asked
     if out.exists() and not out.is_dir():
         raise ConfigError(asked, "it is a file", "take another folder")
     if not resume and out.is_dir() and any(out.iterdir()):
@@ -241,7 +247,7 @@ def _refuse(state: BenchState, board: ProgressBoard) -> None:
             if rung.peer is not None:
                 rung.peer.check(rung.config, resolved.env.device)
         except UserError as error:
-            if rung is state.rungs[0]:
+            if state.required(rung):
                 raise
             if rung.mode == "without":
                 board.log(f"left out: `{rung.name}`, for {error.asked}: {error.found}")
@@ -259,7 +265,7 @@ def _refuse_ranks(rung: Rung) -> None:
         raise NeedsError(f"`{rung.name}` on {rung.ranks} ranks", found, "run it where there are as many")
 
 
-def _predict(rung: Rung, config: Config) -> dict[str, Any]:
+def predict_rung(rung: Rung, config: Config) -> dict[str, Any]:
     """Return the plan's prediction; nulls where there is none, and for another system."""
     from optrush.planner.search import predict
 
@@ -281,7 +287,7 @@ def _read_back(state: BenchState) -> None:
     Raises:
         ConfigError: it measured other rungs, or ran other code.
     """
-    asked, do = f"--out {state.out} --resume", "take another folder, or the options of that bench"
+    asked, do = f"{state.asked} --resume", "take another folder, or the options of that bench"
     known = {_file(state, rung, repeat): (rung, repeat) for rung in state.rungs for repeat in range(state.repeats)}
     files = {path.name: path for path in (state.out / RUNGS).glob("*.json")}
     if foreign := sorted(set(files) - set(known)):
@@ -304,29 +310,22 @@ def _read_back(state: BenchState) -> None:
 
 
 def _measure(state: BenchState, board: ProgressBoard) -> None:
-    """Run the missing processes, interleaved, so that a warm device or a busy host affects all rungs alike.
-
-    A rung that failed once is not tried again.
-    """
-    order = [(repeat, rung) for repeat in range(state.repeats) for rung in state.rungs]
-    missing = [(n, rung) for n, rung in order if len(state.results.get(rung.name, [])) <= n]
+    """Run the missing processes."""
     start, ran = time.monotonic(), 0
-    for i, (repeat, rung) in enumerate(missing):
-        if state.error(rung):
-            continue
+    while queue := state.missing():
+        repeat, rung = queue[0]
         board.begin(state.rungs.index(rung) + 1, len(state.rungs), rung.name, repeat + 1, state.repeats)
         request = _request(state, rung)
         result = _result(state, rung, request, board)
         result["date"] = datetime.datetime.now().astimezone().isoformat("T", "seconds")
-        if "refused" in result and rung is state.rungs[0] and not state.results:
+        if "refused" in result and state.required(rung) and not state.results:
             raise ConfigError(*result["refused"])  # every other rung would be refused, too
         saved = {"rung": rung.name, "digest": state.source["digest"], "request": request, "result": result}
         write_whole(state.out / RUNGS / _file(state, rung, repeat), json.dumps(saved, indent=1))
         state.results.setdefault(rung.name, []).append(result)
         write_records(state.out, state.records())
         ran += 1
-        left = sum(1 for _, r in missing[i + 1 :] if not state.error(r))
-        board.end(result, (time.monotonic() - start) / ran * left)
+        board.end(result, (time.monotonic() - start) / ran * len(state.missing()))
 
 
 def _request(state: BenchState, rung: Rung) -> dict[str, Any]:
@@ -334,6 +333,8 @@ def _request(state: BenchState, rung: Rung) -> dict[str, Any]:
     request: dict[str, Any] = {"run": dump_config(rung.config), "warmup": state.ladder.warmup}
     if rung.ranks > 1 or rung.env:
         request |= {"ranks": rung.ranks, "env": rung.env}
+    if state.rehearses:
+        request["rehearse"] = True
     if state.ladder.longest is not None:
         request["longest"] = state.ladder.longest.model_dump(by_alias=True)
     if rung.peer is not None:
@@ -400,15 +401,20 @@ def _file(state: BenchState, rung: Rung, repeat: int) -> str:
 # --- a fresh process for one rung, with a time limit
 
 
-def run_worker(request: Mapping[str, Any], limit_s: float, peer: Peer | None = None) -> dict[str, Any]:
+def run_worker(
+    request: Mapping[str, Any], limit_s: float, peer: Peer | None = None, module: str | None = None
+) -> dict[str, Any]:
     """Return the result of a rung's fresh processes: its figures, or `error`, however the processes ended.
 
     Args:
         request: with `ranks`, as many processes; rank 0 writes the figures, another rank only why it failed.
         peer: the system whose worker answers, instead of ours.
+        module: answers instead of the worker of rungs.
     """
     start, ranks = time.monotonic(), request.get("ranks", 1)
     command, environment = COMMAND, {**QUIET, **os.environ, **request.get("env", {})}
+    if module is not None:
+        command = [sys.executable, "-m", module]
     if peer is not None:
         command = [sys.executable, "-m", peer.worker]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), worker_path(peer)]))
@@ -436,7 +442,7 @@ def run_worker(request: Mapping[str, Any], limit_s: float, peer: Peer | None = N
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         seconds = time.monotonic() - start
-        late = f"{LATE} after {limit_s:g} s, and stopped (limit_s); --limit SECONDS allows more"
+        late = f"{LATE} after {limit_s:g} s, and stopped (limit_s); --limit SECONDS (of tune --budget) allows more"
         failed = next((r for r, code in enumerate(codes) if code), 0)  # the first rank that failed, else rank 0
         code = codes[failed]
         end = late if code is None else cause_of_death(code, logs[failed].read_text("utf-8", "replace"))

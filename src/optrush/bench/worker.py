@@ -44,7 +44,7 @@ from optrush.technique import Part
 from optrush.trainer import distributed, dpo_reference
 from optrush.trainer.build import build
 from optrush.trainer.metrics import Meter, resident
-from optrush.trainer.run import batches
+from optrush.trainer.run import batches, preflight
 from optrush.trainer.trainer import RunPlan, TrainedParam, Trainer, set_step, train
 
 UNPROVED = "no proof: none was asked for at this length"
@@ -61,7 +61,8 @@ def answer_bench_request() -> None:
         config, baseline = (parse_config(request[key], key, own=True) for key in ("run", "baseline"))
         steps, documents = request["proof"]["steps"], request["proof"]["documents"]
         with distributed.leaving():
-            return measure(config, baseline, request["warmup"], steps, documents, keep)
+            rehearse = request.get("rehearse", False)
+            return measure(config, baseline, request["warmup"], steps, documents, keep, rehearse=rehearse)
 
     answer_request(answer)
 
@@ -73,6 +74,8 @@ def measure(
     proof_steps: int,
     proof_documents: int,
     keep: Keep = lambda result: None,
+    *,
+    rehearse: bool = False,
 ) -> dict[str, Any]:
     """Return the result of one rung.
 
@@ -81,12 +84,20 @@ def measure(
         baseline: the rung whose documents the proof takes.
         proof_steps: 0: no proof.
         keep: stores the result before the profiler runs, under which a process may die.
+        rehearse: execute the run's largest step and an evaluation first, as a run does; evaluate no more.
+
+    Raises:
+        UserError: the rung cannot be built, or has no memory for its largest step.
     """
     resolved = resolve(config)
     trainer = build(resolved)
     marks = RegionMarks(trainer)
     dpo_reference.fill_reference(trainer, resolved)
     plan = RunPlan(trainer, trainer.stream.plan(None, config.train.steps))
+    if rehearse:
+        if (refusal := preflight(trainer, plan)) is not None:
+            raise refusal
+        trainer.evaluation = None
     proof: dict[str, Any] = {"losses": [], "grad_norms": [], "note": UNPROVED}
     window: list[Batch] = []
     documents = first_documents(trainer, resolved, baseline, proof_documents) if proof_steps else []

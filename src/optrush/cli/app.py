@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from optrush import __version__
-from optrush.cli import bench, chat, data, import_config, launch, plan, setup, train
+from optrush.cli import bench, chat, data, import_config, launch, plan, setup, train, tune
 from optrush.console import LOST, shown
 from optrush.errors import ConfigError, RunError, UserError
 from optrush.launch import TRACKER_THREAD
@@ -43,6 +43,7 @@ def top(version: Annotated[bool, typer.Option("--version", help="print the versi
 
 app.command()(setup.init)
 app.command()(plan.plan)
+app.command()(tune.tune)
 app.command("import")(import_config.import_command)
 app.command("train")(train.train_command)
 app.command("eval")(train.eval_command)

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from optrush.cli.options import ConfigFile, Json, Set, With, Without, read_run
+from optrush.cli.options import ConfigFile, Json, Set, With, Without, given, read_run
 from optrush.errors import ConfigError, ConflictError, NeedsError, UserError
 from optrush.hardware import GIB
 from optrush.launch import launched
 
 if TYPE_CHECKING:
     from optrush.config import Config
+    from optrush.hardware import Device
     from optrush.planner.answer import Answer, Way
     from optrush.planner.calibration import Calibration
     from optrush.planner.search import Candidate, Prediction
@@ -321,6 +322,7 @@ UNSTEADY = 0.10  # the median spread of a rate over the rounds above which a war
 
 
 def calibrate(
+    context: typer.Context,
     path: Annotated[
         Path | None, typer.Argument(help="a run's YAML: its shapes, rows and micro-batch", metavar="[CONFIG]")
     ] = None,
@@ -329,6 +331,12 @@ def calibrate(
     ] = 60.0,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="write it to this file too; it must be new")
+    ] = None,
+    records: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", metavar="RECORDS", help="measure nothing: fit the rates kept for this device to a bench's records"
+        ),
     ] = None,
     set_: Set = [],  # noqa: B006 - typer copies it
     with_: With = [],  # noqa: B006
@@ -343,6 +351,9 @@ def calibrate(
 
     The result is kept for this device, this torch and this driver, in place of an older one. `optrush plan` and the
     predictions of `optrush bench` take it from there (basis: calibrated).
+
+    --from measures nothing: it moves the rates kept for this device so that the steps of records, as a bench and a
+    tuning write them, are predicted better; the errors before and after are printed.
     """
     config = None if path is None else read_run(path, set_, with_, without)
     if path is None and (set_ or with_ or without):
@@ -358,12 +369,53 @@ def calibrate(
     for folder in (calibration.folder(), *(() if out is None else (out.absolute().parent,))):
         calibration.check_writable(folder)  # before a minute is spent
     device = first_device()
+    if records is not None:
+        if path is not None or (void := given(context, ["seconds"])):
+            found_too = "a CONFIG" if path is not None else void[0]
+            raise ConfigError(f"--from with {found_too}", "records bring their own", "leave one of the two out")
+        _refine(records, device, out, as_json)
+        return
     with _progress() as report:
         found = measure_rates(loads(config, device), device, seconds, report)
     file = calibration.path(found)
     for target in (file, *(() if out is None else (out,))):
         calibration.write_calibration(found, target)
     print(json.dumps(dataclasses.asdict(found)) if as_json else "\n".join(_calibration_text(found)))
+    print(f"kept in {file}", file=sys.stderr)
+
+
+def _refine(records: Path, device: Device, out: Path | None, as_json: bool) -> None:
+    """Fit the device's calibration to records, and write it where that makes the errors smaller."""
+    from optrush.bench.record import RECORDS, read_records
+    from optrush.planner import calibration
+    from optrush.planner.refine import refine, root_mean_square
+
+    folder = records.parent if records.name == RECORDS else records
+    found = refine(read_records(folder), device)
+    file = calibration.path(found.calibration)
+    errors = {
+        name: {"root_mean_square": root_mean_square(e), "largest": max(map(abs, e)), "records": len(e)}
+        for name, e in (("before", found.before), ("after", found.after))
+    }
+    for target in (file, *(() if out is None else (out,))) if found.better else ():
+        calibration.write_calibration(found.calibration, target)
+    left_out = list(found.left_out)
+    if as_json:
+        written = str(file) if found.better else None
+        print(json.dumps({**errors, "factors": found.factors, "left_out": left_out, "file": written}))
+        return
+    before, after = errors["before"], errors["after"]
+    print(
+        "\n".join(
+            [*(f"left out: {text}" for text in left_out), f"{len(found.before)} records, planned against measured"]
+        )
+    )
+    for name in ("root_mean_square", "largest"):
+        print(f"  {name.replace('_', ' ')} error: {before[name]:.1%} -> {after[name]:.1%}")
+    if not found.better:
+        print("the rates stay as they are: no others come nearer")
+        return
+    print("rates times " + ", ".join(f"{factor:.2f} ({kind})" for kind, factor in found.factors.items()))
     print(f"kept in {file}", file=sys.stderr)
 
 

@@ -93,13 +93,15 @@ class Calibration:
     to_device_bytes_s: Rate | None  # from pinned memory of the host; None on a CPU
     from_device_bytes_s: Rate | None
     launch_s: Rate  # the host's time to start one operator
+    fitted: str | None = None  # to which records the rates were moved afterwards
     format: Literal[1] = FORMAT
 
     @property
     def source(self) -> str:
         """A sentence on the source of the rates."""
         driver = "" if self.driver is None else f", driver {self.driver}"
-        return f"measured on {self.date[:10]} with torch {self.torch}{driver}"
+        fitted = "" if self.fitted is None else f", fitted to {self.fitted}"
+        return f"measured on {self.date[:10]} with torch {self.torch}{driver}{fitted}"
 
 
 _ADAPTER = TypeAdapter(Calibration)

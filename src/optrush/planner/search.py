@@ -18,7 +18,7 @@ from optrush import technique
 from optrush.config import Config, with_method
 from optrush.data.length_estimate import estimate_fill
 from optrush.errors import ConfigError, ConflictError, NeedsError
-from optrush.hardware import parse_hardware
+from optrush.hardware import Device, parse_hardware
 from optrush.models.shapes import HF, SHAPES, ModelShape, native_obstacle
 from optrush.planner import baseline, calibration, cost, ledger
 from optrush.planner.calibration import Calibration
@@ -111,24 +111,35 @@ def predict(
         UserError: the configuration cannot be resolved on this hardware, or the planner does not support its model.
     """
     device, count = parse_hardware(hardware)
-    if config.method == "auto":  # what the run itself trains: everything, unless its techniques differ
-        config = config.model_copy(update={"method": None})
-    resolved = resolve(config, classes, ranks or count, device)
-    lengths = estimate_fill(config)
-    env = dataclasses.replace(resolved.env, reach=lengths.reach)
+    books, env, hf = books_of(config, device, ranks or count, classes)
     tokens = env.micro_rows * env.seq
-    books = baseline.books(resolved.techniques, env, _shape(resolved.hf), lengths.padding)
     book = max(books, key=lambda book: ledger.peak_memory(book, tokens).bytes)
     copied = ledger.saved_bytes(book) if config.train.save == "async" else 0.0
     if copied and device.kind == "cpu":  # whose memory is the host's
         line = Line("saved copy", "of weights and states, for the thread that saves", copied, "byte", "always")
         book, copied = dataclasses.replace(book, lines=(*book.lines, line)), 0.0
-    rates, ceiling = cost.expected_and_ceiling(device, calibration.for_device(device), resolved.hf, env.span, env.seq)
+    rates, ceiling = cost.expected_and_ceiling(device, calibration.for_device(device), hf, env.span, env.seq)
     return dataclasses.replace(
         _prediction(book, books, env, ledger.peak_memory(book, tokens), rates),
         ceiling_s={} if ceiling is None else cost.seconds_by_part(book, tokens, ceiling),
         host_bytes=round(sum(ledger.host_bytes(book, tokens)) + copied),
     )
+
+
+def books_of(
+    config: Config, device: Device, ranks: int, classes: Sequence[type[Technique]] = ALL
+) -> tuple[list[Ledger], Environment, HF]:
+    """Return the ledger of each rank of a pipeline, one where there is none, the environment and the config.json.
+
+    Raises:
+        UserError: as `predict`.
+    """
+    if config.method == "auto":  # what the run itself trains: everything, unless its techniques differ
+        config = config.model_copy(update={"method": None})
+    resolved = resolve(config, classes, ranks, device)
+    lengths = estimate_fill(config)
+    env = dataclasses.replace(resolved.env, reach=lengths.reach)
+    return baseline.books(resolved.techniques, env, _shape(resolved.hf), lengths.padding), env, resolved.hf
 
 
 def search(
@@ -156,7 +167,7 @@ def search(
     if fixed and isinstance(config.batch.micro_tokens, int):
         problem = dataclasses.replace(problem, micro_rows=config.batch.micro_tokens // config.batch.seq)
     problem = dataclasses.replace(problem, env=dataclasses.replace(problem.env, scarce=scarce))
-    options, unmet = _options(problem.env, classes, keep_maths, config.with_)
+    options, unmet = _options(problem.env, classes, keep_maths, config.with_, keep)
     if here:
         options = [[t for t in group if t is None or _runs_here(t, problem.env)] or [None] for group in options]
     evaluations = Evaluations(problem)
@@ -173,7 +184,8 @@ def search(
         evaluations.score,
         whole,
     )
-    settings = sorted(evaluations.settings, key=lambda s: s.speed, reverse=True)
+    stay = {name for name in begin if name in keep}  # a change that clashes with one of them was evaluated without it
+    settings = sorted((s for s in evaluations.settings if stay <= s.with_.keys()), key=lambda s: s.speed, reverse=True)
     leading = tuple(_leading(settings, best))
     lost = _lost(leading[0], settings, options, problem.env) if leading and whole else ()
     least = min((n for n in evaluations.results.values() if isinstance(n, int)), default=None)
@@ -301,14 +313,16 @@ def _problem(config: Config, hardware: str, classes: Sequence[type[Technique]], 
 
 
 def _options(
-    env: Environment, classes: Sequence[type[Technique]], keep_maths: bool, configured: Mapping[str, Mapping[str, Any]]
-) -> tuple[list[Options], list[tuple[str, str]]]:
+    env: Environment, classes: Sequence[type[Technique]], keep_maths: bool,
+    configured: Mapping[str, Mapping[str, Any]], keep: Container[str],
+) -> tuple[list[Options], list[tuple[str, str]]]:  # fmt: skip
     """Return the options of each technique, and (name, reason) of techniques that are not tried at all."""
     options: list[Options] = []
     unmet: list[tuple[str, str]] = []
     for cls in classes:
-        trains = Part.TRAINED in cls.claims | cls.wants and cls.name in configured  # asked for, not chosen for speed
-        if keep_maths and cls.numerics is Numerics.DIFFERENT_MATHS and not trains:
+        trains = Part.TRAINED in cls.claims | cls.wants or cls.name in keep  # asked for, not chosen for speed
+        stays = trains and cls.name in configured
+        if keep_maths and cls.numerics is Numerics.DIFFERENT_MATHS and not stays:
             unmet.append((cls.name, "it changes the maths, which are to be kept"))
             continue
         given, variants = configured.get(cls.name), list(cls.variants(env))

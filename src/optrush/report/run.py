@@ -134,6 +134,50 @@ def _notes(line: Mapping[str, Any]) -> list[str]:
     return notes
 
 
+# --- against the plan
+
+OFF = 0.15  # of the planned speed, from which on a run says so
+WARM, FEWEST = 1, 4  # logged lines that are left out, and that must follow them
+
+
+def off_plan(run: RunLog, ranks: int | None = None) -> str:
+    """Return by how much a run's median speed differs from its plan, and in which part of a step; empty: it does not.
+
+    Rates of a CPU that are counted from its cores rank settings and predict no speed: they are not compared.
+    """
+    from optrush.planner import search
+
+    lines = run.steps[WARM:]
+    if len(lines) < FEWEST:
+        return ""
+    try:
+        guess: Prediction = search.predict(run.config, ranks=ranks)
+    except UserError:
+        return ""
+    if guess.tokens_per_s is None or guess.step_s is None or (guess.memory_kind, guess.basis) == ("rss", "datasheet"):
+        return ""
+    speed_, step_s, wait_s = (
+        statistics.median(float(m[key]) for m in lines) for key in ("tokens_per_s", "step_s", "data_wait_s")
+    )
+    change = speed_ / guess.tokens_per_s - 1
+    if abs(change) < OFF:
+        return ""
+    text = f"{speed(speed_)} tokens/s in the median, planned {speed(guess.tokens_per_s)} ({change:+.0%})"
+    if change > 0:
+        return f"{text}: the plan's rates are low here; optrush calibrate measures them"
+    # What steps of over twice the median took: compiling again, or another process on the device.
+    paused_s = sum(s - step_s for m in lines if (s := float(m["step_s"])) > 2 * step_s) / len(lines)
+    own_s = step_s - wait_s
+    parts = {
+        f"waiting for data, {wait_s:.3g} s of {step_s:.3g} s a step (--with loader, optrush data pack)": wait_s,
+        f"single slow steps, {paused_s:.3g} s a step in the mean (compiling again, or another process)": paused_s,
+        f"the step itself, {own_s:.3g} s, planned {guess.step_s:.3g} s (optrush tune, optrush calibrate)": (
+            own_s - guess.step_s
+        ),
+    }
+    return f"{text}: most of it {max(parts, key=lambda part: parts[part])}"
+
+
 # --- the page
 
 

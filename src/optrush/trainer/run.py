@@ -40,6 +40,7 @@ from optrush.launch import stop_numbers
 from optrush.objectives import unit
 from optrush.report import data
 from optrush.report.bench import write_run
+from optrush.report.run import load_run, off_plan
 from optrush.resolve import ResolvedConfig, resized
 from optrush.technique import Part
 from optrush.trainer import checkpoint, distributed, dpo_reference, metrics, run_dir
@@ -127,6 +128,7 @@ def run(request: RunRequest) -> Outcome:
         reporter = stack.enter_context(open_reporter(absolute(config)))
         manifest, passed = checkpoint.choose(output, request.resume)
         trainer, plan = build_to_fit(request, group, manifest)
+        check_stop(plan)
         saver = checkpoint.Saver(trainer)
         main = trainer.world.rank == 0
         saved = sum(distributed.host_sum([sum(s.local.nbytes for s in checkpoint.slices(trainer) if s.saves)]))
@@ -149,7 +151,7 @@ def run(request: RunRequest) -> Outcome:
         if trainer.stopped:
             return session.stopped()
         distributed.under_way("the export")
-        export_best(trainer, plan.total, request.resolved.folder, session.best)
+        export_best(trainer, session.meter.last or plan.done, request.resolved.folder, session.best)
         return replace(session.finished(), seconds=time.monotonic() - begun)
 
 
@@ -508,6 +510,7 @@ class Session:
         path = None if bar is None else self.output / "metrics.jsonl"
         self.meter = Meter(trainer, path, plan.total, self._show, skips)
         self.best, damaged = find_best(trainer, plan)
+        self.patience = find_patience(trainer, plan, manifest)
         if (passed := [*passed, *damaged]) and manifest is not None:
             over = [{"checkpoint": path.name, "reason": why} for path, why in passed]
             self.meter.write({"step": manifest.step, "passed_over": over})
@@ -532,6 +535,8 @@ class Session:
         if self.trainer.evaluation is not None and self.plan.done == 0:
             with self.meter.aside():
                 self.meter.evaluated(0, *evaluate(self.trainer))
+            if self.patience is not None:
+                self.patience.add(self.meter.evals[-1])
         self.meter.judged = self._evaluated
 
     def save(self, step: int) -> None:
@@ -562,7 +567,14 @@ class Session:
         set_step(self.trainer, step, self.plan.total)
 
     def _evaluated(self, step: int, loss: float) -> None:
-        """Save the step with the best held-out loss so far, also where no save is due."""
+        """Save the step with the best held-out loss so far, also where no save is due; end the run if it is over."""
+        if self.patience is not None:
+            self.patience.add(loss)
+            self.trainer.complete = self.patience.exhausted
+            if self.trainer.complete and step < self.plan.total:
+                done, least = self.patience.since, self.patience.least
+                text = f"{done} evaluation{'s' * (done > 1)} without a held-out loss below {least:.4f}"
+                self.meter.write({"step": step, "stopped_early": text})
         if self.best is not None and self.best.is_best(step, loss) and not self.plan.saves(step):
             self.save(step)
 
@@ -616,6 +628,11 @@ class Session:
             reporter.status = "finished"
         if self.bar is not None:
             try:
+                run = load_run(self.output)
+                if (off := off_plan(run, self.trainer.world.ranks)) and not any(
+                    "off_plan" in note for note in run.notes
+                ):
+                    self.meter.write({"step": self.meter.last or self.plan.done, "off_plan": off})
                 metrics.plot(self.output / "metrics.jsonl", self.output / "loss.png", unit(self.trainer.config))
                 write_run(self.output, self.trainer.world.ranks)
             except OSError as error:
@@ -639,12 +656,40 @@ class Session:
 
 def find_best(trainer: Trainer, plan: RunPlan) -> tuple[BestCheckpoint | None, list[tuple[Path, str]]]:
     """Return the best checkpoint's record, if the run keeps one; and better ones that are damaged, with why."""
-    if trainer.evaluation is None or trainer.config.train.save_every is None or not trainer.config.train.best:
+    train = trainer.config.train
+    if trainer.evaluation is None or not train.best or (train.save_every is None and train.stop_after is None):
         return None, []
     output = Path(trainer.config.output)
     comparable = partial(run_dir.comparable, trainer.config, trainer.fingerprints)
     best, damaged = run_dir.recall(output, plan.done, comparable)
     return BestCheckpoint(output, best), damaged
+
+
+def find_patience(trainer: Trainer, plan: RunPlan, manifest: checkpoint.Manifest | None) -> run_dir.Patience | None:
+    """Return the state of `train.stop_after`, from the evaluations so far, and end a run that is over.
+
+    Raises:
+        ConfigError: the run has too few evaluations to end early.
+    """
+    rule = trainer.config.train.stop_after
+    if rule is None:
+        return None
+    alike = manifest is not None and run_dir.comparable(trainer.config, trainer.fingerprints, manifest)
+    patience = run_dir.Patience(rule, run_dir.held_out_losses(Path(trainer.config.output)) if alike else ())
+    trainer.complete = plan.done > 0 and patience.exhausted
+    return patience
+
+
+def check_stop(plan: RunPlan) -> None:
+    """Raise ConfigError where `train.stop_after` could not end the run before its last step."""
+    rule = plan.trainer.config.train.stop_after
+    evals = 0 if rule is None else sum(map(plan.evaluates, range(1, plan.total + 1)))
+    if rule is not None and evals <= rule.evals:
+        found = f"{evals} evaluation{'s' * (evals != 1)} in {plan.total} steps, the last at the end"
+        do = "evaluate more often (train.eval_every), or leave it out"
+        refusal = ConfigError(f"`train.stop_after: {rule.evals}`", found, do)
+        refusal.everywhere = True
+        raise refusal
 
 
 def batches(trainer: Trainer, plan: RunPlan) -> Iterator[list[Batch]]:

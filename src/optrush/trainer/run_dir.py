@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from optrush import files
-from optrush.config import SECTIONS, Config, Data
+from optrush.config import SECTIONS, Config, Data, StopAfter
 from optrush.data import readers
 from optrush.data.tokenize import cache_root
 from optrush.errors import CheckpointError, ConfigError, DataError
@@ -101,7 +101,8 @@ def saved_copies(config: Config, steps: int) -> tuple[int, int]:
     period = steps if every is None else _period(every, steps)
     saved = {*range(period, steps + 1, period), steps}
     evaluated = set() if tried is None else set(range(_period(tried, steps), steps, _period(tried, steps)))
-    best = bool(evaluated and config.train.best and every is not None and config.data.eval is not None)
+    keeps = config.train.best and (every is not None or config.train.stop_after is not None)
+    best = bool(evaluated and keeps and config.data.eval is not None)
     saves = len(saved | evaluated if best else saved)
     return saves, min(saves, keep + 1 + best)  # a new one is whole before an old one goes
 
@@ -336,6 +337,35 @@ class BestCheckpoint:
     def not_saved(self, step: int) -> None:
         """Note that the checkpoint of `step` could not be saved."""
         self.waiting.pop(step, None)
+
+
+class Patience:
+    """Counts evaluations in a row without an improvement, for `train.stop_after`; rank 0's losses decide."""
+
+    def __init__(self, rule: StopAfter, losses: Iterable[float | None] = ()) -> None:
+        self.rule, self.least, self.since = rule, math.inf, 0
+        for loss in losses:
+            self.add(math.nan if loss is None else loss)
+
+    def add(self, loss: float) -> None:
+        """Count an evaluation, of the run or of one that it goes on from."""
+        self.since = 0 if loss < self.least - self.rule.min_delta else self.since + 1
+        self.least = min(self.least, loss) if math.isfinite(loss) else self.least
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the run ends, the same on every rank."""
+        return from_first(json.dumps(self.since >= self.rule.evals)) == "true"
+
+
+def held_out_losses(output: Path) -> list[float | None]:
+    """Return the held-out losses of a run so far, from rank 0's metrics.jsonl, on every rank."""
+    found = []
+    if launched()[0] == 0:
+        lines = (files.parse_json(line) for line in (output / METRICS).read_text().splitlines())
+        found = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    losses: list[float | None] = json.loads(from_first(json.dumps(found)))
+    return losses
 
 
 def comparable(config: Config, fingerprints: Mapping[str, str], before: Manifest) -> bool:

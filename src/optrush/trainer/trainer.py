@@ -173,6 +173,7 @@ class Trainer:
     stopping: Literal[0, 1, 2] = 0  # this rank must stop: 1 by a signal, 2 the run has failed
     starved: bool = False  # a rank that must stop has no batch for the step under way, which is given up
     stopped: Literal[0, 1, 2] = 0  # what all ranks agreed on: the step under way is the last
+    complete: bool = False  # on every rank: `train.stop_after` ended the run with the step under way
 
     @property
     def stream_dtype(self) -> torch.dtype:
@@ -333,6 +334,8 @@ class RunPlan:
     def steps(self) -> Iterator[int]:
         """Step numbers from 1; ends early, on the same step everywhere, when the ranks agreed to stop."""
         for n in range(self.done + 1, self.total + 1):
+            if self.trainer.complete:
+                return
             yield n
             if self.trainer.stopped:
                 return
@@ -345,7 +348,8 @@ class RunPlan:
     def saves(self, step: int) -> bool:
         if self.trainer.stopped:
             return self.trainer.stopped == 1  # a failed run leaves its last good checkpoint the newest
-        return step == self.total or _due(step, self.trainer.config.train.save_every, self.total)
+        last = step == self.total or self.trainer.complete
+        return last or _due(step, self.trainer.config.train.save_every, self.total)
 
 
 def train(trainer: Trainer, meter: Meter, plan: RunPlan, save: Callable[[int], None]) -> None:

@@ -1,0 +1,232 @@
+"""Measure what batch and which learning rate a run should have, in a process: `python -m optrush.bench.trial IN OUT`.
+
+`batch`: the gradient noise scale. A gradient of B tokens is the whole data's gradient G and noise of variance S / B.
+From its squared length at two sizes of B both follow; at B = S / |G|^2 noise and gradient are equal. Much smaller
+batches waste steps, much larger ones waste tokens. Source: McCandlish, Kaplan, Amodei and the OpenAI Dota team, 2018,
+https://arxiv.org/abs/1812.06162, appendix A.1.
+
+`lr`: a race of rates on the same data with the same schedule. After a sixteenth, an eighth and three quarters of its
+steps the half with the larger held-out loss leaves, so that the race of eight takes a quarter of the steps of a grid.
+Source: successive halving, Jamieson and Talwalkar, 2016, https://arxiv.org/abs/1502.07943. Differs from the source: the
+stops. The last two go on for long, because a large rate is ahead before the schedule falls, and a little behind after.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from optrush.bench.record import Keep, answer_request
+from optrush.bench.worker import MetricLines
+from optrush.config import Config, parse_config
+from optrush.data.batch import Batch
+from optrush.data.sampler import reading
+from optrush.errors import ConfigError
+from optrush.resolve import resolve
+from optrush.trainer import distributed, dpo_reference
+from optrush.trainer.build import build
+from optrush.trainer.run import batches, preflight
+from optrush.trainer.trainer import RunPlan, Trainer, evaluate, set_step, train
+
+FEWEST_DRAWS = 4
+STOPS = (1 / 16, 1 / 8, 3 / 4)  # of the steps of a race; each halves the rates
+SHORTEST = 3  # steps to the first stop of a race
+
+
+def answer_trial_request() -> None:
+    """Answer one request: {"kind": "batch" or "lr", "run": YAML, "budget_s", "rates"}."""
+
+    def answer(request: dict[str, Any], keep: Keep) -> dict[str, Any]:
+        until = time.monotonic() + request["budget_s"]
+        config = parse_config(request["run"], "run", own=True)
+        with distributed.leaving():
+            trainer, plan = assemble(config)
+            if request["kind"] == "batch":
+                return noise_result(noise_draws(trainer, plan, until))
+            return rate_race(trainer, plan, request["rates"], until)
+
+    answer_request(answer)
+
+
+def assemble(config: Config) -> tuple[Trainer, RunPlan]:
+    """Build the trainer of a run and rehearse its largest step."""
+    resolved = resolve(config)
+    trainer = build(resolved)
+    dpo_reference.fill_reference(trainer, resolved)
+    length = config.train
+    plan = RunPlan(trainer, trainer.stream.plan(None if length.steps else length.epochs, length.steps))
+    if (refusal := preflight(trainer, plan)) is not None:
+        raise refusal
+    return trainer, plan
+
+
+# --- the gradient noise scale
+
+
+class Draw(NamedTuple):
+    """Squared gradient norms of one step: the mean over its micro-batches, and of all of them together."""
+
+    step: int
+    small: float
+    big: float
+    inverse: float  # the mean of 1 / terms of a micro-batch
+    terms: int  # of all micro-batches
+    slots: int
+
+
+def noise_draws(trainer: Trainer, plan: RunPlan, until: float) -> list[Draw]:
+    """Train, and return the norms of each step, until the run or the time is over."""
+    draws: list[Draw] = []
+    trainer.batches = batches(trainer, plan)
+    with reading(trainer.batches):
+        for step in plan.steps:
+            window = [b for b in next(trainer.batches) if b.n_terms]
+            trainer.set_step = lambda n: set_step(trainer, n, plan.total)
+            trainer.set_step(step)
+            small = [_squared_norm(trainer, [b]) for b in window]
+            big = _squared_norm(trainer, window)
+            trainer.optimizer_step()
+            values = (sum(small) / max(1, len(small)), big, sum(1 / b.n_terms for b in window) / max(1, len(window)))
+            if len(window) > 1 and all(map(math.isfinite, values)):
+                counts = sum(b.n_terms for b in window), sum(b.tokens.numel() for b in window)
+                draws.append(Draw(step, *values, *counts))
+            if time.monotonic() > until:
+                break
+    if len(draws) < FEWEST_DRAWS:
+        found = f"{len(draws)} steps with finite gradients of two micro-batches or more"
+        raise ConfigError("the gradient noise scale", found, "give more data, or a larger --budget")
+    return draws
+
+
+def _squared_norm(trainer: Trainer, window: list[Batch]) -> float:
+    trainer.forward_backward(window, sum(b.n_terms for b in window))
+    return float((trainer.grad_norm() / trainer.scale).double().square().item())
+
+
+def noise_scale(draws: Iterable[Draw]) -> tuple[float, float]:
+    """Return (S, |G|^2), each the mean of unbiased estimates; S is in terms, such as target tokens.
+
+    E |g|^2 = |G|^2 + S / terms, at the two sizes of each draw.
+    """
+    pairs = []
+    for d in draws:
+        noise = (d.small - d.big) / (d.inverse - 1 / d.terms)
+        pairs.append((noise, d.big - noise / d.terms))
+    return sum(s for s, _ in pairs) / len(pairs), sum(g for _, g in pairs) / len(pairs)
+
+
+def noise_result(draws: Sequence[Draw]) -> dict[str, Any]:
+    """Return S, |G|^2, slots of a batch per term, and the running estimate of S / |G|^2 in slots over the steps."""
+    per_term = sum(d.slots for d in draws) / sum(d.terms for d in draws)
+    running = []
+    for n, d in enumerate(draws, 1):
+        noise, squared = noise_scale(draws[:n])
+        running.append([d.step, noise / squared * per_term if squared > 0 < noise else None])
+    noise, squared = noise_scale(draws)
+    return {"noise": noise, "squared": squared, "slots_per_term": per_term, "running": running}
+
+
+# --- the race of learning rates
+
+
+class Snapshot:
+    """Weights, optimizer states and the state of techniques, on the host."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.saved = [(t, t.to("cpu", copy=True)) for t in self._tensors()]
+        self.techniques = {name: copy.deepcopy(state.save()) for name, state in trainer.state.items()}
+
+    def _tensors(self) -> list[Tensor]:
+        states = [s for by_name in self.trainer.optimizer.state().values() for s in by_name.values()]
+        return [*(t.local for t in self.trainer.trained), *states]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back."""
+        for tensor, saved in self.saved:
+            tensor.copy_(saved)
+        for name, saved_state in self.techniques.items():
+            self.trainer.state[name].load(copy.deepcopy(saved_state))
+
+
+Leg = Callable[[float, int, int], float]  # (rate, steps done, step to stop at) -> held-out loss
+Forget = Callable[[float], object]  # a rate that left
+
+
+def race(
+    rates: Sequence[float], stops: Sequence[int], leg: Leg, forget: Forget = lambda rate: None
+) -> list[dict[str, Any]]:
+    """Race rates from stop to stop, where the half with the larger losses leaves; return every leg, the winner's last.
+
+    Args:
+        forget: called with each rate that can no longer win.
+    """
+    alive, done, legs = list(rates), 0, list[dict[str, Any]]()
+    for stop in stops:
+        losses: dict[float, float] = {}
+        for rate in alive:
+            losses[rate] = leg(rate, done, stop)
+            legs.append({"rate": rate, "step": stop, "loss": losses[rate] if math.isfinite(losses[rate]) else None})
+            for other in sorted(losses, key=lambda r: losses[r])[len(alive) // 2 :]:
+                forget(other)
+        alive, done = sorted(alive, key=lambda r: losses[r])[: len(alive) // 2], stop
+    best = next(one for one in reversed(legs) if one["rate"] == alive[0])
+    return [*(one for one in legs if one is not best), best]
+
+
+def rate_race(trainer: Trainer, plan: RunPlan, rates: Sequence[float], until: float) -> dict[str, Any]:
+    """Race rates over the whole run, or over as many steps as the time is enough for."""
+    begin = Snapshot(trainer)
+    start = time.monotonic()
+    evaluate(trainer)
+    eval_s = time.monotonic() - start
+    _leg(trainer, plan, trainer.config.optim.lr, 0, 2, plan.total)  # and an evaluation
+    step_s = max(1e-6, (time.monotonic() - start - 2 * eval_s) / 2)
+    left_s = until - time.monotonic() - (2 * len(rates) - 2) * eval_s
+    most = len(rates) * STOPS[0]  # steps of a race over those of its schedule
+    for n in range(1, len(STOPS)):
+        most += len(rates) / 2**n * (STOPS[n] - STOPS[n - 1])
+    grain = round(1 / STOPS[0])
+    steps = min(plan.total, int(left_s / (most * step_s))) // grain * grain
+    if steps < SHORTEST * grain:
+        asked, found = f"a race of {len(rates)} rates", f"time or data for {max(0, steps)} steps of each at most"
+        raise ConfigError(asked, found, f"at least {SHORTEST * grain} are needed: a larger --budget, or more data")
+    saved: dict[float, Snapshot] = {}
+
+    def leg(rate: float, done: int, stop: int) -> float:
+        (saved.get(rate) or begin).restore()
+        loss = _leg(trainer, plan, rate, done, stop, steps)
+        saved[rate] = Snapshot(trainer)
+        return loss
+
+    stops = [round(share * steps) for share in STOPS]
+    return {"legs": race(rates, stops, leg, lambda rate: saved.pop(rate, None)), "steps": steps}
+
+
+def _leg(trainer: Trainer, plan: RunPlan, rate: float, done: int, stop: int, steps: int) -> float:
+    """Train from step `done` to `stop` of a schedule of `steps`, and return the held-out loss; infinite if it fails."""
+    part = RunPlan(trainer, plan.length._replace(steps=stop), done)
+    factor = rate / trainer.config.optim.lr
+
+    def begin(step: int) -> None:
+        set_step(trainer, step, steps)
+        trainer.lr.mul_(factor)  # rates are proportional to `optim.lr`
+
+    meter = MetricLines(trainer, stop)
+    trainer.set_step, trainer.batches = begin, batches(trainer, part)
+    trainer.stopping = trainer.stopped = 0  # a rate before it may have failed
+    with reading(trainer.batches):
+        train(trainer, meter, part, lambda _: None)
+    failed = meter.failure is not None or not meter.evals or not math.isfinite(meter.evals[-1])
+    return math.inf if failed else meter.evals[-1]
+
+
+if __name__ == "__main__":
+    answer_trial_request()

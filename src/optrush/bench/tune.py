@@ -1,0 +1,458 @@
+"""Choose a run's techniques by measuring: the plan's best settings, each proved against the plain baseline and timed.
+
+CONFIG -> the search of `optrush plan`, with what the run learns pinned -> rungs: the plain baseline, the configuration
+as it is, the settings -> `runner.run_rungs`, fresh processes and interleaved repeats within a budget -> the fastest one
+that is proved, or the configuration as it is.
+
+A ladder has one rung a technique and measures all of them equally. Here rungs are whole settings: one that is wrong,
+runs out of memory or is slow is not measured again, and the time that is left goes to those near the fastest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from optrush.bench import ladder, record, runner
+from optrush.bench.ladder import Ladder, LadderEntry, Rung
+from optrush.bench.record import RUNGS, Record
+from optrush.bench.results import BenchState, faster
+from optrush.bench.runner import ProgressBoard
+from optrush.config import Config, dump_config, parse_config, spelled_out
+from optrush.console import duration, say
+from optrush.errors import ConfigError, RunError, UserError, one_line
+from optrush.files import parse_json, write_whole
+from optrush.planner import search
+from optrush.planner.answer import choose_techniques
+from optrush.report.page import Series, curves, png
+from optrush.resolve import resolve
+from optrush.technique import Numerics, Part, instantiate
+from optrush.techniques import ALL
+
+BASELINE, AS_IT_IS = "plain baseline", "as it is"
+BEST = 5  # settings of the plan
+REPEATS, WARMUP, FEWEST, MOST = 3, 3, 4, 40  # processes of a setting; steps before, and timed in one
+MEASURED_S = 60.0  # timed steps of all processes together
+NEAR = 0.9  # of the fastest speed so far, below which a setting is not measured again
+PROCESS_S, COMPILE_S = 12.0, 45.0  # of a process besides its steps, and of compiling; assumed, for the first estimate
+LATE = "not measured: the budget is spent"
+DROPOUT = "dropout"  # an option of techniques that decide what is learnt
+PLAN = "tune.json"  # the rungs, so that a tuning that goes on has the same ones
+MARK = "# optrush tune: "  # the first line of a file that a tuning wrote, and may write again
+
+_Given = tuple[str, str | None, int, Config]  # name, the rung it is compared with, ranks, configuration
+
+
+class TuneState(BenchState):
+    """The rungs of a tuning, which share a budget of seconds; an earlier tuning's results count."""
+
+    budget_s: float = 600.0
+
+    @property
+    def asked(self) -> str:
+        return f"the records in {self.out}"
+
+    @property
+    def again(self) -> str:
+        return "the same command goes on"
+
+    def required(self, rung: Rung) -> bool:
+        return False  # whatever cannot run here, another setting may
+
+    @property
+    def spent_s(self) -> float:
+        return sum(float(r.get("seconds", 0.0)) for results in self.results.values() for r in results)
+
+    def missing(self) -> list[tuple[int, Rung]]:
+        """Return what is still worth measuring and within the budget; the first of the configuration always is."""
+        left, spent, order = [], self.spent_s, super().missing()
+        names = self._near() if any(n for n, _ in order) else set()
+        for n, rung in order:
+            if n and (rung.name == BASELINE or rung.name not in names):
+                continue
+            spent += self.expected_s(rung)
+            if spent <= self.budget_s or (n == 0 and rung.name in (BASELINE, AS_IT_IS)):
+                left.append((n, rung))
+        return left
+
+    def _near(self) -> set[str]:
+        """Return the rungs that may be the fastest, and the configuration as it is."""
+        found = {r.rung: r for r in self.records()}
+        speeds = {name: r.tokens_per_s for name, r in found.items() if r.tokens_per_s and not wrong_or_failed(r)}
+        best = max((v for name, v in speeds.items() if name != BASELINE), default=0.0)
+        untried = {rung.name for rung in self.rungs if rung.name not in found}
+        return {name for name, v in speeds.items() if v >= NEAR * best} | untried | {AS_IT_IS}
+
+    def expected_s(self, rung: Rung) -> float:
+        """Return the seconds that a process of a rung takes, by its own before, else by the plan."""
+        took = [float(r["seconds"]) for r in self.results.get(rung.name, []) if "seconds" in r]
+        if took:
+            return took[-1]
+        steps = (rung.config.train.steps or 0) + self.ladder.proof.steps + 1
+        rate = self.plan(rung)["predicted_tokens_per_s"]
+        compiles = any(Part.COMPILED in c.claims for c in ALL if c.name in rung.config.with_)
+        return PROCESS_S + COMPILE_S * compiles + (steps * rung.config.batch.tokens / rate if rate else 0.0)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A setting, what was planned and measured of it, and why it was taken or not."""
+
+    name: str
+    changes: str  # to the configuration as it is
+    config: Config
+    planned_tokens_per_s: float | None
+    planned_peak_bytes: int | None
+    tokens_per_s: float | None = None
+    peak_bytes: int | None = None
+    ratio: float | None = None  # to the configuration as it is
+    outcome: str = "not measured"
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The result of a tuning."""
+
+    config: Config  # to train with
+    winner: str
+    ratio: float | None  # of the winner to the configuration as it is; None: that has no figure
+    proof: Mapping[str, Any] | None  # of the winner, against the plain baseline
+    spent_s: float
+    tried: tuple[Tried, ...]
+    out: Path
+    planned_s: float  # of what is still to be measured
+    notes: tuple[str, ...]
+
+    @property
+    def pays_back_s(self) -> float | None:
+        """Seconds of training with the winner after which the tuning has saved what it took; None: never."""
+        return None if self.ratio is None or self.ratio <= 1 else self.spent_s / (self.ratio - 1)
+
+    def sentence(self) -> str:
+        """Return the result in one line."""
+        spent = f"{duration(self.spent_s)} spent"
+        if late := sum(t.outcome == LATE for t in self.tried):
+            spent += f", {late} setting{'s' * (late > 1)} not measured for lack of time"
+        if self.winner == AS_IT_IS:
+            return f"the configuration stays as it is: nothing measured is faster beyond the spread, {spent}"
+        same = "the same losses"
+        if self.proof is None:
+            same = "nothing else to prove it against"
+        elif self.proof.get("cosine") is not None:
+            same = "the same gradients"
+        if self.ratio is None or self.pays_back_s is None:
+            return f"`{self.winner}` runs where the configuration as it was does not, {same}, {spent}"
+        paid = f"pays back after {duration(self.pays_back_s)}"
+        return f"{self.ratio:.2f}x of the configuration as it was, {same}, {spent}, {paid}"
+
+
+def tune_config(
+    config: Config, out: Path, board: ProgressBoard, *, budget_s: float = 600.0, ranks: int = 1, dry: bool = False,
+    command: str = "optrush.tune",
+) -> Tuned:  # fmt: skip
+    """Measure the plan's best settings of a configuration and write the fastest one that is proved to `out`.
+
+    Args:
+        budget_s: seconds of all processes together, those of a tuning that is continued included.
+        dry: only plan; nothing is measured or written.
+
+    Raises:
+        UserError: the configuration, the budget or a file must be changed; nothing was measured.
+        RunError: neither the configuration nor any setting ran.
+    """
+    folder = check_out(out)
+    given, notes = _as_it_is(config, ranks)
+    rungs = _stored(folder, given, ranks)
+    resume = rungs is not None
+    if rungs is None:
+        rungs, dropped = plan_rungs(given, ranks)
+        notes += dropped
+    state = TuneState(
+        _ladder(rungs), rungs, folder, REPEATS, max(60.0, budget_s / 3), command, record.source(), record.machine(),
+        exact_limit=True, rehearses=True, predict=runner.predict_rung,
+    )  # fmt: skip
+    state.budget_s = budget_s
+    if dry:
+        return _result(state, given, out, notes)
+    if not resume:
+        _refuse_folder(folder)
+        folder.mkdir(exist_ok=True)
+        (folder / RUNGS).mkdir()
+        stored = [{"name": r.name, "since": r.since, "ranks": r.ranks, "config": dump_config(r.config)} for r in rungs]
+        text = {"config": dump_config(given), "ranks": ranks, "rungs": stored}
+        write_whole(folder / PLAN, json.dumps(text, indent=1))
+    runner.run_rungs(state, board, resume=True)
+    tuned = _result(state, given, out, notes)
+    launch = f"optrush train {out}" + (f" --ranks {ranks}" if ranks > 1 else "")
+    write_whole(out, f"{MARK}{tuned.sentence()}\n# {launch}\n{dump_config(tuned.config)}")
+    return tuned
+
+
+def check_out(out: Path) -> Path:
+    """Return the folder for the records of a tuning that writes `out`.
+
+    Raises:
+        ConfigError: `out` cannot be written, or is a file of another kind.
+    """
+    asked = f"--out {out}"
+    if out.suffix not in (".yaml", ".yml"):
+        raise ConfigError(asked, "no name of a configuration", "end it in .yaml")
+    if out.exists() and not out.read_text("utf-8", "replace").startswith(MARK):
+        raise ConfigError(asked, "a file that no tuning wrote", "take another name")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(asked, f"no folder {out.parent}", "make it first, or take another")
+    return out.with_suffix("")
+
+
+def _as_it_is(config: Config, ranks: int) -> tuple[Config, tuple[str, ...]]:
+    """Return the configuration as `optrush train` trains it, with its method as techniques."""
+    planned, chosen = choose_techniques(config, "auto", ranks)
+    planned = spelled_out(planned)
+    owners = {c.name for c in ALL if Part.MICRO_BATCH in c.claims}
+    kept = {name: options for name, options in planned.with_.items() if name not in owners}
+    return planned.model_copy(update={"with_": kept}), ((chosen,) if chosen else ())
+
+
+def _refuse_folder(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        found = f"{folder} is there, and holds no tuning"
+        raise ConfigError("a folder for the records", found, "delete it, or take another --out")
+
+
+def _stored(folder: Path, config: Config, ranks: int) -> list[Rung] | None:
+    """Return the rungs of an earlier tuning of the same configuration; None: there is none.
+
+    Raises:
+        ConfigError: the earlier one was of another configuration, or its file is damaged.
+    """
+    file = folder / PLAN
+    if not file.is_file():
+        return None
+    asked, do = f"the records in {folder}", "delete that folder, or take another --out"
+    try:
+        saved = parse_json(file.read_bytes())
+        same = (saved["config"], saved["ranks"]) == (dump_config(config), ranks)
+        rungs = [(r["name"], r["since"], r["ranks"], parse_config(r["config"], PLAN, own=True)) for r in saved["rungs"]]
+    except (ValueError, KeyError, TypeError, UserError):
+        raise ConfigError(asked, f"{PLAN} is damaged", do) from None
+    if not same:
+        raise ConfigError(asked, "they are of another configuration", do)
+    return _rungs(rungs)
+
+
+# --- what is measured
+
+
+def kept_techniques(config: Config) -> dict[str, dict[str, Any]]:
+    """Return the techniques that decide what a run learns: of other maths, or what trains something else."""
+    names = [t.name for t in instantiate(ALL, config.with_) if t.numerics is Numerics.DIFFERENT_MATHS]
+    return {name: dict(config.with_[name]) for name in names}
+
+
+def plan_rungs(config: Config, ranks: int = 1) -> tuple[list[Rung], tuple[str, ...]]:
+    """Return the plain baseline, the configuration and the plan's best settings as rungs, and what is left out and why.
+
+    The search may change every technique but those that decide what is learnt, and the micro-batch.
+    """
+    kept = kept_techniques(config)
+    found = search.search(config, keep_maths=True, best=BEST, ranks=ranks, whole=False, here=True, keep=kept)
+    own = _setting(config)
+    settings = [one for s in found.settings if _setting(one := s.over(config)) != own]
+    slowest = max((s.prediction.step_s or 0.0 for s in found.settings), default=0.0)
+    share_s = MEASURED_S / (REPEATS * (len(settings) + 1))
+    steps = min(MOST, max(FEWEST, round(share_s / slowest))) if slowest else FEWEST
+    rungs: list[_Given] = [(f"setting {n}", AS_IT_IS, ranks, _timed(s, steps)) for n, s in enumerate(settings, 1)]
+    plain = config.model_copy(update={"with_": kept, "batch": config.batch.model_copy(update={"micro_tokens": None})})
+    if ranks == 1 and _setting(plain) == own:
+        return _rungs([(AS_IT_IS, None, ranks, _timed(config, steps)), *rungs]), ()
+    if (why := _obstacle(plain)) is not None:
+        note = f"without the plain baseline ({why}): proved against the configuration as it is"
+        return _rungs([(AS_IT_IS, None, ranks, _timed(config, steps)), *rungs]), (note,)
+    first: list[_Given] = [(BASELINE, None, 1, _timed(plain, 1)), (AS_IT_IS, BASELINE, ranks, _timed(config, steps))]
+    return _rungs([*first, *rungs]), ()
+
+
+def _setting(config: Config) -> tuple[Any, int | str]:
+    """Return what two settings may differ in: techniques and micro-batch."""
+    return config.with_, config.batch.micro_tokens or config.batch.seq
+
+
+def _obstacle(plain: Config) -> str | None:
+    """Return why the plain baseline cannot be measured here."""
+    try:
+        resolve(plain, ranks=1)
+        return None if search.predict(plain, ranks=1).fits else "by the plan it does not fit"
+    except UserError as error:
+        return f"{error.asked}: {error.found}"
+
+
+def _timed(config: Config, steps: int) -> Config:
+    """Return the configuration of so many timed steps, without dropout: its random values differ between layouts."""
+    with_ = {name: {k: 0.0 if k == DROPOUT else v for k, v in o.items()} for name, o in config.with_.items()}
+    train = config.train.model_copy(update={"steps": WARMUP + steps, "epochs": 1.0, "log_every": 1})
+    return config.model_copy(update={"train": train, "with_": with_})
+
+
+def _rungs(given: Sequence[_Given]) -> list[Rung]:
+    by_name = {name: config for name, _, _, config in given}
+    rungs = []
+    for name, since, ranks, config in given:
+        changes = "the baseline" if since is None else ladder.differences(by_name[since], config)
+        rungs.append(Rung(name, "cumulative", since, config, changes, ladder.case_of(config), ranks))
+    return rungs
+
+
+def _ladder(rungs: list[Rung]) -> Ladder:
+    entries = [LadderEntry(name=r.name) for r in rungs]
+    title = "The configuration and the plan's best settings"
+    return Ladder(title=title, warmup=WARMUP, all_but_one=False, rungs=entries, name="tune", where="CONFIG")
+
+
+# --- what is chosen
+
+
+def wrong_or_failed(r: Record) -> str | None:
+    """Return why a rung may not be taken, whatever its speed: it failed, or does not learn the same."""
+    if r.error:
+        return one_line(r.error)
+    return next((reason for reason in r.red if reason.startswith("wrong")), None)
+
+
+def _unproved(state: TuneState, rung: Rung) -> str | None:
+    """Return why a rung that ran is not proved; None: it is, or it is what the others are proved against."""
+    note = state.proofs(rung)[0].get("note")
+    return None if state.baseline(rung) is rung else note
+
+
+def _result(state: TuneState, given: Config, out: Path, notes: tuple[str, ...]) -> Tuned:
+    """Return what was chosen, with the outcome of each setting."""
+    records = {r.rung: r for r in state.records()}
+    figures = {rung.name: state.figures(rung) for rung in state.rungs}
+    own, usable, tried = figures[AS_IT_IS], dict[str, float](), []
+    own_wrong = wrong_or_failed(records[AS_IT_IS]) if AS_IT_IS in records else None
+    for rung in state.rungs:
+        plan, r, f = state.plan(rung), records.get(rung.name), figures[rung.name]
+        outcome, ratio = LATE if state.results else "planned", None
+        if r is not None and (why := wrong_or_failed(r)):
+            outcome = f"refused: {why}"
+        elif r is not None and f is not None:
+            ratio = None if own is None else f.tokens_per_s / own.tokens_per_s
+            outcome = "measured"
+            if rung.name not in (BASELINE, AS_IT_IS):
+                if why := _unproved(state, rung):
+                    outcome = f"refused: {why}"
+                elif own is None or own_wrong or faster(f, own):
+                    usable[rung.name], outcome = f.tokens_per_s, "faster"
+                else:
+                    outcome = f"refused: slower, {ratio:.2f}x" if faster(own, f) else "within the spread"
+        planned = plan["predicted_tokens_per_s"], plan["predicted_peak_bytes"]
+        measured = (None, None) if r is None else (r.tokens_per_s, r.peak_bytes)
+        tried.append(Tried(rung.name, rung.changes, over(given, rung), *planned, *measured, ratio, outcome))
+    winner = max(usable, key=lambda name: usable[name], default=AS_IT_IS)
+    if records and winner == AS_IT_IS and (own is None or own_wrong):
+        found = "; ".join(f"{t.name}: {t.outcome}" for t in tried)
+        raise RunError("optrush tune", found, "make the configuration run first: optrush train CONFIG --dry-run")
+    proof = records[winner].proof if winner in records else None
+    ratio = next(t.ratio for t in tried if t.name == winner)
+    config = next(t.config for t in tried if t.name == winner)
+    ratio = None if own_wrong else ratio
+    left_s = sum(state.expected_s(rung) for _, rung in state.missing())
+    return Tuned(config, winner, ratio, proof, state.spent_s, tuple(tried), out, left_s, notes)
+
+
+def over(given: Config, rung: Rung) -> Config:
+    """Return the configuration with a rung's techniques and micro-batch, and everything else as given."""
+    batch = given.batch.model_copy(update={"micro_tokens": rung.config.batch.micro_tokens})
+    with_ = {name: dict(options) for name, options in rung.config.with_.items()}
+    for name, options in given.with_.items():
+        if DROPOUT in options:
+            with_[name][DROPOUT] = options[DROPOUT]
+    return given.model_copy(update={"with_": with_, "batch": batch})
+
+
+# --- the batch by the gradient noise scale, and the learning rate by a race
+
+RATES = tuple(2.0**k for k in range(-4, 4))  # times `optim.lr`; a power of two of them
+DRAWN = 8  # micro-batches of a step of which the noise is measured
+ALONE = (Part.UPDATE, Part.CAPTURE, Part.DATA)  # owners leave no gradients of single micro-batches on one rank
+
+
+def tune_number(config: Config, out: Path, kind: Literal["batch", "lr"], budget_s: float) -> tuple[str, dict[str, Any]]:
+    """Measure the batch or the learning rate of a configuration, and write it to `out` with that changed.
+
+    Returns:
+        The result as a sentence, and as values. Its curves are in the folder of the name of `out`.
+
+    Raises:
+        UserError: the configuration or a file must be changed.
+        RunError: the process failed, or too few steps determine nothing.
+    """
+    folder = check_out(out)
+    if kind == "lr" and config.data.eval is None:
+        raise ConfigError("--lr", "no `data.eval`: rates race for the least held-out loss", "add data.eval: 0.1")
+    given, _ = _as_it_is(config, 1)
+    given = resolve(given).config  # with the rate of its method
+    alone = {t.name for t in instantiate(ALL, given.with_) if t.claims & set(ALONE)}
+    train = given.train.model_copy(update={"eval_every": 1e9, "save_every": None, "stop_after": None, "log_every": 100})
+    run = given.model_copy(update={"with_": {n: o for n, o in given.with_.items() if n not in alone}, "train": train})
+    if kind == "batch":
+        rows = max(1, given.batch.tokens // given.batch.seq // DRAWN)
+        sizes = {"micro_tokens": rows * given.batch.seq, "tokens": DRAWN * rows * given.batch.seq}
+        run = run.model_copy(update={"batch": run.batch.model_copy(update=sizes)})
+    rates = [given.optim.lr * factor for factor in RATES]
+    request = {"kind": kind, "run": dump_config(run), "budget_s": budget_s, "rates": rates}
+    what = (
+        "the gradient noise scale"
+        if kind == "batch"
+        else f"{len(rates)} learning rates, {rates[0]:.3g} to {rates[-1]:.3g}"
+    )
+    say(f"measuring {what}: at most {duration(budget_s)}, and the time to load")
+    result = runner.run_worker(request, 2 * budget_s + 120, module="optrush.bench.trial")
+    if "refused" in result:
+        raise ConfigError(*result["refused"])
+    if "error" in result:
+        raise RunError(f"optrush tune --{kind}", one_line(result["error"]), "optrush train CONFIG --dry-run")
+    sentence, changes, series, unit = (_batch if kind == "batch" else _rate)(given, result)
+    folder.mkdir(exist_ok=True)
+    write_whole(folder / f"{kind}.json", json.dumps(result, indent=1))
+    write_whole(folder / f"{kind}.png", png(curves(series, title=out.stem, axis="step", unit=unit, height=300)))
+    write_whole(out, f"{MARK}{sentence}\n# optrush train {out}\n{dump_config(given.model_copy(update=changes))}")
+    return sentence, {**result, "sentence": sentence, "out": str(out)}
+
+
+Chosen = tuple[str, dict[str, Any], list[Series], str]  # a sentence, changes of the configuration, curves, their unit
+
+
+def _batch(config: Config, result: Mapping[str, Any]) -> Chosen:
+    if result["squared"] <= 0 or result["noise"] <= 0:
+        found = f"after {len(result['running'])} steps the gradient is not told from its noise"
+        raise RunError("the gradient noise scale", found, "measure for longer: --budget")
+    slots = result["noise"] / result["squared"] * result["slots_per_term"]
+    micro = config.batch.micro_tokens
+    least = micro if isinstance(micro, int) else config.batch.seq
+    tokens = max(1, round(slots / least)) * least
+    sentence = (
+        f"the gradient noise scale is {slots:,.0f} tokens: batch.tokens: {tokens} (it was {config.batch.tokens}); "
+        "then race the learning rate for it: optrush tune --lr"
+    )
+    batch = config.batch.model_copy(update={"tokens": tokens})
+    return sentence, {"batch": batch}, [Series("noise scale", result["running"])], "tokens"
+
+
+def _rate(config: Config, result: Mapping[str, Any]) -> Chosen:
+    legs, steps = result["legs"], result["steps"]
+    best, rates = legs[-1], sorted({leg["rate"] for leg in legs})
+    if best["loss"] is None:
+        raise RunError("a race of learning rates", "no rate has a finite held-out loss", "take a smaller optim.lr")
+    sentence = (
+        f"optim.lr: {best['rate']:.3g} (it was {config.optim.lr:.3g}), held-out loss {best['loss']:.4f} after "
+        f"{best['step']} steps of {steps}"
+    )
+    if best["rate"] in (rates[0], rates[-1]):
+        sentence += "; at the end of the rates that raced: race again from there"
+    points = {rate: [(leg["step"], leg["loss"]) for leg in legs if leg["rate"] == rate] for rate in rates}
+    series = [Series(f"{rate:.3g}", sorted(points[rate])) for rate in rates]
+    return sentence, {"optim": config.optim.model_copy(update={"lr": best["rate"]})}, series, "held-out loss"
