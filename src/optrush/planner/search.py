@@ -159,7 +159,7 @@ def search(
     if fixed and isinstance(config.batch.micro_tokens, int):
         problem = dataclasses.replace(problem, micro_rows=config.batch.micro_tokens // config.batch.seq)
     problem = dataclasses.replace(problem, env=dataclasses.replace(problem.env, scarce=scarce))
-    options, unmet = _options(problem.env, classes, keep_maths, config.with_)
+    options, unmet = _options(problem.env, classes, keep_maths, config.with_, keep)
     _refuse_rows(problem.env, options, config.batch.seq)
     if here:
         options = [[t for t in group if t is None or _runs_here(t, problem.env)] or [None] for group in options]
@@ -345,14 +345,18 @@ def _refuse_rows(env: Environment, options: Sequence[Options], seq: int) -> None
 
 
 def _options(
-    env: Environment, classes: Sequence[type[Technique]], keep_maths: bool, configured: Mapping[str, Mapping[str, Any]]
+    env: Environment,
+    classes: Sequence[type[Technique]],
+    keep_maths: bool,
+    configured: Mapping[str, Mapping[str, Any]],
+    keep: Container[str] = (),
 ) -> tuple[list[Options], list[tuple[str, str]]]:
     """Return the options of each technique, and (name, reason) of techniques that are not tried at all."""
     options: list[Options] = []
     unmet: list[tuple[str, str]] = []
     for cls in classes:
         trains = Part.TRAINED in cls.claims | cls.wants and cls.name in configured  # asked for, not chosen for speed
-        if keep_maths and cls.numerics is Numerics.DIFFERENT_MATHS and not trains:
+        if keep_maths and cls.numerics is Numerics.DIFFERENT_MATHS and not trains and cls.name not in keep:
             unmet.append((cls.name, "it changes the maths, which are to be kept"))
             continue
         given = configured.get(cls.name)

@@ -38,6 +38,7 @@ from optrush.techniques.packing import Packing
 from optrush.techniques.pad import Pad
 from optrush.techniques.paged_states import PagedStates
 from optrush.techniques.recompute import Recompute
+from optrush.techniques.rope import Rope
 from optrush.techniques.selective_recompute import SelectiveRecompute
 from optrush.techniques.sort_by_length import SortByLength
 from optrush.techniques.tensor import TensorParallel
@@ -51,6 +52,7 @@ OWN: tuple[type[Technique], ...] = (
     Int8,
     Lora,
     Ia3,
+    Rope,
     FusedAdamW,
     Adam8bit,
     Adam4bit,
