@@ -23,6 +23,15 @@ CONTEXT_BYTES = 800 << 20  # of a CUDA process on its device, in addition to tor
 
 
 @dataclass(frozen=True)
+class Network:
+    """What connects hosts: bytes a second of one direction, into each host, and the seconds of a step over it."""
+
+    name: str
+    bytes_s: float
+    step_s: float
+
+
+@dataclass(frozen=True)
 class Device:
     """One accelerator by the driver's name; without one the CPU. None: not known."""
 
@@ -35,6 +44,8 @@ class Device:
     bandwidth_bytes_s: float | None = None  # device memory
     link_bytes_s: float | None = None  # to another device of the same host, one direction
     memory_bytes: int | None = None  # all of it, as the driver reports
+    hosts: int = 1  # of equally many devices, between which `network` is; known to a plan alone
+    network: Network | None = None
 
 
 def _gpu(
@@ -93,7 +104,15 @@ _BY_NAME = {d.name: d for d in NAMED.values()} | _VARIANTS
 
 CPU = Device("cpu", "cpu", (0, 0), None)
 
+# A step of a ring over the network, of whichever kind: NCCL's own cost model (hwLatencies of src/graph/tuning.cc: ring,
+# protocol Simple). infiniband: an adapter of 400 Gb/s for each GPU, as a DGX H100 has (NVIDIA ConnectX-7, NDR).
+# ethernet: one port of 100 Gb/s a host (IEEE 802.3, 100GBASE).
+STEP_S = 1.4e-5
+PER_GPU, PER_HOST = {"infiniband": 5.0e10}, {"ethernet": 1.25e10}
+NETWORKS = (*PER_GPU, *PER_HOST)
+
 _FREE = re.compile(r"(\d{1,4}(?:\.\d{1,3})?)gib")  # 24gib: a GPU of so much memory, of unknown rates
+_HOSTS = re.compile(r"([0-9]{1,5})x([0-9]{1,5}x[^:]+):(.+)")  # 2x8xh100:infiniband
 
 
 def _unnamed(gib: float) -> Device:
@@ -102,11 +121,13 @@ def _unnamed(gib: float) -> Device:
 
 
 def parse_hardware(text: str) -> tuple[Device, int]:
-    """Return the device of a `--hardware` name, and their number: "h200", "2xh200", "cpu", "auto".
+    """Return the device of a `--hardware` name, and their number: "h200", "2xh200", "2x8xh200:infiniband", "auto".
 
     Raises:
         ConfigError: an unknown name; `auto` on a machine whose devices differ.
     """
+    if "x" in text and (":" in text or re.fullmatch(r"[0-9]+x[0-9]+x.+", text)):
+        return _of_hosts(text)
     several = re.fullmatch(r"([0-9]{1,5})x(.+)", text)
     count, name = (int(several[1]), several[2].lower()) if several else (1, text.lower())
     if text == "auto":
@@ -121,10 +142,37 @@ def parse_hardware(text: str) -> tuple[Device, int]:
         here = cpu()
         share = None if here.memory_bytes is None else here.memory_bytes // count
         return dataclasses.replace(here, memory_bytes=share), count
+    name = name if name in NAMED else name.removeprefix("rtx")
     if count < 1 or name not in NAMED:
         known = ", ".join(["auto", "cpu", *NAMED])
         raise ConfigError(f"the hardware {text}", "no such name", f"known: {known}; several as 2xh200, others as 24GiB")
     return NAMED[name], count
+
+
+def _of_hosts(text: str) -> tuple[Device, int]:
+    """Return a device of several hosts, and the number of devices of all of them."""
+    parts = _HOSTS.fullmatch(text.lower())
+    if parts is None or parts[3] not in NETWORKS or int(parts[1]) < 2:
+        example = f"take 2x8xh100:{NETWORKS[0]}: two hosts of eight; other links: {', '.join(NETWORKS[1:])}"
+        raise ConfigError(
+            f"the hardware {text}", "hosts are named with their devices and the link between them", example
+        )
+    device, each = parse_hardware(parts[2])
+    link = parts[3]
+    network = Network(link, each * PER_GPU[link] if link in PER_GPU else PER_HOST[link], STEP_S)
+    return dataclasses.replace(device, hosts=int(parts[1]), network=network), int(parts[1]) * each
+
+
+def price_usd_h(device: Device) -> float | None:
+    """Return the list price of an hour of one card; None: not known."""
+    return next((usd for name, usd in PRICES_USD_H.items() if NAMED[name].name == device.name), None)
+
+
+def counted(device: Device, count: int) -> str:
+    """Return so many devices as in `2 x 8 x NVIDIA H200 (infiniband)`."""
+    if device.network is None:
+        return device.name if count == 1 else f"{count} x {device.name}"
+    return f"{device.hosts} x {count // device.hosts} x {device.name} ({device.network.name})"
 
 
 @cache

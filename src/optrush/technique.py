@@ -73,6 +73,7 @@ LINEARS = ("qkv", "o", "gate_up", "down")  # of a block of our decoder
 
 # Axes of the mesh. Ranks along pp, cp and tp work on the same rows; those along rep and dp have rows of their own.
 SAME_ROWS = ("pp", "cp", "tp")
+MESH_ORDER = ("pp", "rep", "dp", "cp", "tp")  # outermost first: axes with more traffic are closer together
 RANK_PARTS = frozenset({Part.DATA, Part.TP, Part.CP, Part.PP})  # their owners divide a run over ranks
 
 # What a technique changes in each stage, in the order of the stages. The first two run before there is a Trainer.
@@ -225,6 +226,28 @@ class Environment:
         return self.micro_rows * self.seq // self.axes.get("cp", 1)
 
     @property
+    def mesh(self) -> dict[str, int]:
+        """Return the ranks of each axis that has several, outermost first."""
+        sizes = {"dp": self.ranks // math.prod(self.axes.values()), **self.axes}
+        return {axis: sizes[axis] for axis in MESH_ORDER if sizes.get(axis, 1) > 1}
+
+    @property
+    def shared_row_sizes(self) -> list[int]:
+        """Return how many ranks of a host a search lets work on the same rows: none while there is another way."""
+        each = self.ranks // self.device.hosts
+        needed = self.scarce or self.rows % self.data_ranks > 0
+        return [n for n in range(2, each + 1) if each % n == 0] if needed else []
+
+    def over_hosts(self, *axes: str) -> tuple[int, float]:
+        """Return how many hosts a group of ranks along these axes spans, and how much enters each host.
+
+        That is a multiple of what the ranks of one group have together, and each of them needs whole.
+        """
+        if self.device.hosts == 1:
+            return 1, 0.0
+        return _over_hosts(tuple(self.mesh.items()), self.ranks // self.device.hosts, axes)
+
+    @property
     def alone(self) -> str:
         """Return what a technique for several data ranks finds where there is one."""
         return "one rank" if self.ranks == 1 else f"one group of {self.ranks} ranks (mesh: {mesh_text(self.axes)})"
@@ -238,6 +261,18 @@ class Environment:
         """Return how many tokens of a row an attention that separates documents reads: T, of packed rows fewer."""
         packed = {Part.BATCH_LAYOUT, Part.PACKED_ROWS} <= self.claimed and Part.ROW_WIDTH not in self.claimed
         return self.seq * (self.reach if packed else 1.0)
+
+
+@cache  # for all sets of a search
+def _over_hosts(mesh: tuple[tuple[str, int], ...], each: int, axes: tuple[str, ...]) -> tuple[int, float]:
+    stride, group = 1, [0]
+    for axis, n in reversed(mesh):  # the innermost axis is of neighbouring ranks
+        if axis in axes:
+            group = [rank + place * stride for place in range(n) for rank in group]
+        stride *= n
+    hosts = len({rank // each for rank in group})
+    groups = each * hosts / len(group)  # that have ranks in one host
+    return hosts, (hosts - 1) / hosts * groups
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,8 @@ OTHERS = (
     {"bf16": {"rounding": "kahan"}},
     {"fused-kernels": {"norm": True, "rope": True}},
 )  # than the defaults
-EVERY = [{name: {}, **BESIDE.get(name, {})} for name in HERE] + list(OTHERS)
+SAMPLES = {t.name: dict(t.sample) for t in ALL}
+EVERY = [{name: SAMPLES[name], **BESIDE.get(name, {})} for name in HERE] + list(OTHERS)
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch._dynamo")
 
 
@@ -133,7 +134,7 @@ def without_effect(box, name):
     """What assembly says to a technique that does nothing."""
     classes = [neutralised(t) if t.name == name else t for t in ALL]
     try:
-        assembled(golden_run(box, **{name: {}, **BESIDE.get(name, {})}), classes)
+        assembled(golden_run(box, **{name: SAMPLES[name], **BESIDE.get(name, {})}), classes)
     except NoEffectError as error:
         return str(error)
     return "no error"
@@ -189,7 +190,7 @@ def test_the_chosen_kernel_is_named(box):
 
 @pytest.mark.parametrize(("a", "b"), list(itertools.combinations(ALL, 2)), ids=lambda t: t.name)
 def test_two_owners_of_one_part_conflict(box, a, b):
-    run = golden_run(box, **{a.name: {}, b.name: {}})
+    run = golden_run(box, **{t.name: dict(t.sample) for t in (a, b)})
     if a.claims & b.claims:
         with pytest.raises(ConflictError, match=f"`{a.name}` with `{b.name}`"):
             resolve(run, ranks=2)

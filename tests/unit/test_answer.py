@@ -32,11 +32,13 @@ def run(model: str = "llama-3.1-8b", ranks: int = 1, seq: int = 2048, **more: An
 def asked(q: dict[str, Any]) -> Config:
     _, ranks = hardware.parse_hardware(q["hardware"])
     given = {key: q[key] for key in ("method", "with", "seq") if key in q}
-    return run(q["model"], ranks, **{"with": {}, **given})
+    config = run(q["model"], ranks, **{"with": {}, **given})
+    tokens = config.batch.seq * q.get("rows", config.batch.tokens // config.batch.seq)
+    return config.model_copy(update={"batch": config.batch.model_copy(update={"tokens": tokens})})
 
 
 def test_questions() -> None:
-    assert len(QUESTIONS) == 15
+    assert len(QUESTIONS) == 21
     wrong = []
     for q in QUESTIONS:
         try:
@@ -53,7 +55,8 @@ def check(q: dict[str, Any]) -> None:
             close = pytest.approx(value, rel=0.1) if isinstance(value, int) else value
             assert values[key] == close, text
         return
-    found = answer.answer(asked(q), q["hardware"])
+    _, ranks = hardware.parse_hardware(q["hardware"])
+    found = answer.answer(asked(q), q["hardware"], nearest="nearest" in q)
     fitting = {w.method for w in found.ways if w.setting is not None}
     best = found.best
     if "first" in q:
@@ -64,6 +67,7 @@ def check(q: dict[str, Any]) -> None:
         assert low <= best.setting.prediction.peak_bytes / 2**30 <= high
         assert best.setting.speed > 0 and best.seconds and best.steps
         assert "fsdp" in best.setting.with_ or not q.get("sharded")
+        assert best.mesh.startswith(f"mesh {q['mesh']}" if "mesh" in q else "mesh" * (ranks > 1)), best
         again = search.predict(best.setting.over(spelled_out(asked(q))), q["hardware"])
         assert again.fits and again.peak_bytes == best.setting.prediction.peak_bytes
     for what in q.get("nearest", ()):

@@ -106,6 +106,86 @@ def test_every_named_device_is_known():
     assert hardware.parse_hardware("2xcpu")[0].memory_bytes == hardware.parse_hardware("cpu")[0].memory_bytes // 2
 
 
+@pytest.mark.parametrize(
+    "name", ["2x8xh100", "2x8xh100:carrier", "1x8xh100:ethernet", "2xh100:infiniband", "h100:ethernet"]
+)
+def test_hosts_need_a_link(name):
+    with pytest.raises(ConfigError, match="the hardware"):
+        hardware.parse_hardware(name)
+
+
+@pytest.mark.parametrize(
+    ("axes", "along", "hosts", "enters"),
+    [
+        ({}, ("dp",), 2, 1 / 2),  # one group of all: each host lacks half
+        ({"rep": 2}, ("dp",), 1, 0.0),  # gathers stay within a host
+        ({"rep": 2}, ("rep",), 2, 8 * 1 / 2),  # eight groups of two: each sends its part
+        ({"tp": 2}, ("dp", "cp"), 2, 2 * 1 / 2),
+        ({"tp": 16}, ("tp",), 2, 1 / 2),
+        ({"cp": 8}, ("cp",), 1, 0.0),
+        ({"rep": 4}, ("rep",), 2, 4 * 1 / 2),
+        ({"rep": 4}, ("dp",), 1, 0.0),
+    ],
+)
+def test_what_enters_a_host(axes, along, hosts, enters):
+    device, ranks = hardware.parse_hardware("2x8xH100:infiniband")
+    env = dataclasses.replace(resolve(llama()).env, device=device, ranks=ranks, axes=axes)
+    assert env.over_hosts(*along) == (hosts, enters)
+    assert dataclasses.replace(env, device=hardware.NAMED["h100"]).over_hosts(*along) == (1, 0.0)
+
+
+@pytest.mark.parametrize("link", hardware.NETWORKS)
+def test_hosts_are_priced_by_their_link(link):
+    """What enters a host takes its bytes over the network's rate; a group within a host does not know of it."""
+    bf16 = {"bf16": {}, "fused_adamw": {}, "attention": {}}
+    rows = ("batch.tokens=65536", "batch.micro_tokens=4096")
+    name = f"2x8xh100:{link}"
+
+    def seconds(on, what, **fsdp):
+        return {e.name: e.seconds for e in search.predict(llama(*rows, **bf16, **fsdp), on).work}[what]
+
+    device, ranks = hardware.parse_hardware(name)
+    assert (ranks, device.hosts, device.network.bytes_s) == (16, 2, {"infiniband": 4e11, "ethernet": 1.25e10}[link])
+    whole, layers = 2 * 1_235_814_400, 16
+    within = whole * 15 / 16 / (device.link_bytes_s * cost.LINK)  # at the same time
+    reduced = max(within, whole / 2 / (device.network.bytes_s * cost.LINK)) + layers * hardware.STEP_S
+    assert seconds(name, "reduce", fsdp={}) == pytest.approx(reduced, rel=1e-3)
+    assert seconds(name, "reduce", ddp={}) == pytest.approx(2 * reduced, rel=1e-3)
+    groups = {"fsdp": {"replicate": 2}}
+    assert seconds(name, "reduce", **groups) == seconds("8xh100", "reduce", fsdp={}) < reduced
+    replicas = whole / (device.network.bytes_s * cost.LINK) + 2 * layers * hardware.STEP_S
+    assert seconds(name, "reduce.replicas", **groups) == pytest.approx(replicas, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "entering"),
+    [
+        ({"tensor": {"size": 4}}, 1 / 2),  # of the whole stream, each host lacks half
+        ({"context": {"size": 4}, "ddp": {}}, 2 / 2),  # of what a rank has, two send half each
+        ({"context": {"size": 4, "kind": "gather"}, "ddp": {}}, 1 / 2),
+        ({"context": {"size": 4, "kind": "ring"}, "ddp": {}}, 1 / 2),
+    ],
+)
+def test_ranks_of_one_row_on_two_hosts(mesh, entering):
+    one = llama("batch.tokens=4096", "batch.micro_tokens=4096", **{"bf16": {}, **mesh})
+
+    def links(on):
+        return {e.name: e for e in search.predict(one, on).work if e.name.endswith((".links", ".exchange"))}
+
+    within, over, fast = links("4xh100"), links("2x2xh100:ethernet"), links("2x2xh100:infiniband")
+    assert len(within) == 2
+    for name, work in within.items():
+        whole = work.bytes * 4 / 3  # of all ranks of the row, or, sent by one, of what it has
+        steps = over[name].seconds - whole * entering / (1.25e10 * cost.LINK)
+        assert 0 < steps < 1.2e-2 and round(steps / hardware.STEP_S, 3) % 1 == 0, name
+        assert work.seconds < fast[name].seconds < over[name].seconds
+
+
+def test_ranks_share_rows_where_rows_are_few():
+    found = search.search(llama("batch.tokens=2048", "model.shape=llama-3.2-3b"), "4xh100", whole=False)
+    assert {s.prediction.mesh.get("cp", 1) * s.prediction.mesh.get("tp", 1) for s in found.settings} == {4}
+
+
 def test_work_by_item():
     """Products take 6 FLOPs a weight and token, attention 6 T H E a block; the items are the step."""
     found = search.predict(llama(), "h200")

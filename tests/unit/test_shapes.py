@@ -70,6 +70,10 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
             {"max_position_embeddings": 32, "rope_parameters": {**LLAMA3, "rope_type": "llama3", "rope_theta": 9.0}},
             RopeShape("llama3", 9.0, 8.0, 1.0, 4.0, 32),
         ),
+        (
+            {"max_position_embeddings": 32, "rope_scaling": {"type": "yarn", "factor": 2, "attention_factor": 1.5}},
+            RopeShape("yarn", factor=2.0, original_max=32, attention_factor=1.5),
+        ),
     ],
 )
 def test_both_forms_of_rope(given, want):
@@ -77,10 +81,11 @@ def test_both_forms_of_rope(given, want):
 
 
 def test_rope_that_our_decoder_lacks():
-    yarn = {**TINY, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
-    assert "'yarn'" in native_obstacle(yarn)
+    dynamic = {**TINY, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}
+    assert "'dynamic'" in native_obstacle(dynamic)
+    assert "mscale" in native_obstacle({**TINY, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0}})
     with pytest.raises(NeedsError, match=r"default, linear, llama3(.|\n)*implementation: transformers"):
-        ModelShape.read(yarn)
+        ModelShape.read(dynamic)
     with pytest.raises(NeedsError, match="known here: default, linear, llama3"):
         native_obstacle({**TINY, "rope_scaling": {"rope_type": "yran", "factor": 4.0}})
     with pytest.raises(ConfigError, match="factor is None"):

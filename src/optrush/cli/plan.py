@@ -36,7 +36,10 @@ def plan(
     with_: With = [],  # noqa: B006
     without: Without = [],  # noqa: B006
     hardware: Annotated[
-        str, typer.Option("--hardware", metavar="NAME", help="auto (this machine), h200, 2xh200, 4090, cpu, ...")
+        str,
+        typer.Option(
+            "--hardware", metavar="NAME", help="auto (this machine), h200, 2xh200, 2x8xh200:infiniband, 4090, cpu, ..."
+        ),
     ] = "auto",
     keep_maths: Annotated[
         bool, typer.Option("--keep-maths", help="leave out techniques that change what is computed")
@@ -104,8 +107,12 @@ def _write(config: Config, name: str, found: Answer, out: Path) -> None:
     if best is None or best.setting is None:
         do = found.nearest[0] if found.nearest else "take a smaller model, shorter rows or other hardware"
         raise ConfigError(f"--out {out}", "no setting fits", do)
-    _, ranks = hardware.parse_hardware(name)
+    device, ranks = hardware.parse_hardware(name)
+    hosts = device.hosts
     launch = f"optrush train {out}" + (f" --ranks {ranks}" if ranks > 1 else "")
+    if hosts > 1:
+        launch = f"torchrun --nnodes {hosts} --nproc-per-node {ranks // hosts} --rdzv-backend c10d "
+        launch += f"--rdzv-endpoint HOST:29500 -m optrush train {out}, on each host"
     try:
         out.write_text(f"# {launch}\n{dump_config(_over(config, best))}")
     except OSError as error:
@@ -160,6 +167,7 @@ def _way_document(way: Way, hardware: str, price: float | None) -> dict[str, Any
         **known,
         "with": {k: dict(v) for k, v in s.with_.items()},
         "micro_rows": s.micro_rows,
+        "mesh": dict(s.prediction.mesh),
         "peak_bytes": s.prediction.peak_bytes,
         "tokens_per_s": s.prediction.tokens_per_s,
         "quality": list(way.quality),
@@ -173,8 +181,9 @@ def _usd(way: Way, name: str, price: float | None) -> float | None:
     """Return the price of the whole run; None: its length or the price of an hour is not known."""
     from optrush import hardware
 
-    _, ranks = hardware.parse_hardware(name)
-    an_hour = hardware.PRICES_USD_H.get(name.rpartition("x")[2] if ranks > 1 else name) if price is None else price
+    device, ranks = hardware.parse_hardware(name)
+    listed = None if name == "auto" else hardware.price_usd_h(device)
+    an_hour = listed if price is None else price
     return None if an_hour is None or way.seconds is None else way.seconds / 3600 * an_hour * ranks
 
 
@@ -206,10 +215,10 @@ def _text(
 
 def _answer_lines(config: Config, hardware: str, answer: Answer, price: float | None) -> list[str]:
     """Format the answer in one line, then a line for each method, or what is nearest."""
-    from optrush.hardware import parse_hardware
+    from optrush.hardware import counted, parse_hardware
 
     device, ranks = parse_hardware(hardware)
-    on = device.name if ranks == 1 else f"{ranks} x {device.name}"
+    on = counted(device, ranks)
     best = answer.best
     if best is None or best.setting is None:
         least = min((w.least_bytes for w in answer.ways if w.least_bytes), default=None)
@@ -218,8 +227,9 @@ def _answer_lines(config: Config, hardware: str, answer: Answer, price: float | 
         return [f"does NOT fit on {on}{needs}", *(f"  nearest: {text}" for text in nearest)]
     p = best.setting.prediction
     most = "" if p.room_bytes is None else f" of {p.room_bytes / GIB:.1f}"
+    mesh = f"{best.mesh}, " if best.mesh else ""
     time = "" if best.seconds is None else f"; this data: {_time(best, hardware, price)}"
-    lines = [f"fits on {on}: {best.method}, {p.peak_bytes / GIB:.1f}{most} GiB, {_speed(p)}{time}"]
+    lines = [f"fits on {on}: {best.method}, {mesh}{p.peak_bytes / GIB:.1f}{most} GiB, {_speed(p)}{time}"]
     width = max(len(w.method) for w in answer.ways)
     for way in answer.ways:
         if way.setting is None:

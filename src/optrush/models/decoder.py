@@ -117,7 +117,8 @@ class WholeNorm(RMSNorm):
 
 def frequencies(rope: RopeShape, head_width: int) -> Tensor:
     """Return (E/2,) float32 radians a position, on the CPU. Source: arXiv:2104.09864; 'llama3' from Llama 3.1's code:
-    waves longer than the original context are slowed by `factor`, short ones kept, those between mixed."""
+    waves longer than the original context are slowed by `factor`, short ones kept, those between mixed; 'yarn' alike,
+    by how often a wave turns within the original context (arXiv:2309.00071, section 3.2)."""
     exponent = torch.arange(0, head_width, 2, dtype=torch.float32, device="cpu") / head_width
     inverse = 1.0 / (rope.theta**exponent)
     if rope.kind == "linear":
@@ -129,7 +130,24 @@ def frequencies(rope: RopeShape, head_width: int) -> Tensor:
         mixed = (1 - mix) * inverse / rope.factor + mix * inverse
         slowed = torch.where(wave > rope.original_max / low, inverse / rope.factor, mixed)
         inverse = torch.where(wave < rope.original_max / high, inverse, slowed)
+    if rope.kind == "yarn":
+        kept = _turning(rope, head_width)
+        inverse = inverse / rope.factor * (1 - kept) + inverse * kept
     return inverse
+
+
+def _turning(rope: RopeShape, head_width: int) -> Tensor:
+    """Return (E/2,) shares of yarn's frequencies that are kept: 1 where a wave turns often, 0 where it turns rarely."""
+
+    def dimension(turns: float) -> float:
+        return head_width * math.log(rope.original_max / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    first, last = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_width - 1)
+    last += 0.001 if first == last else 0
+    return 1 - ((torch.arange(head_width // 2, dtype=torch.float32, device="cpu") - first) / (last - first)).clamp(0, 1)
 
 
 class Block(nn.Module):
@@ -256,7 +274,10 @@ class Decoder(nn.Module):
             self._frequencies[device] = frequencies(self.shape.rope, self.shape.head_width).to(device)
         angle = positions[..., None].float() * self._frequencies[device]
         angle = torch.cat((angle, angle), -1)[:, :, None]
-        return angle.cos().to(dtype), angle.sin().to(dtype)
+        cos, sin, factor = angle.cos(), angle.sin(), self.shape.rope.attention_factor
+        if factor != 1:
+            cos, sin = cos * factor, sin * factor
+        return cos.to(dtype), sin.to(dtype)
 
     def linears(self) -> Iterator[tuple[str, Linear]]:
         """Yield every linear of the blocks by its name, e.g. 'blocks.0.qkv'; the head is not one of them."""

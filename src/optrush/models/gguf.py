@@ -55,6 +55,8 @@ def write_gguf(folder: Path, file: Path, kind: Kind, name: str) -> int:
     if family not in FAMILIES:
         raise NeedsError(f"{family} as GGUF", "not written here", f"one of {', '.join(FAMILIES)}; else export to hf")
     shape, (arch, reorders) = ModelShape.read(hf), FAMILIES[family]
+    if shape.rope.kind == "yarn":
+        raise NeedsError("a GGUF file", "RoPE type 'yarn', which is not written here", "export to hf")
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[arch]])
     _write_sizes(writer, hf, shape, kind, name)
     _write_tokenizer(writer, folder, shape.vocab)

@@ -7,17 +7,18 @@ N experts. The planner needs this module on a machine without torch.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from optrush.errors import ConfigError, NeedsError, one_line
 
 HF = Mapping[str, Any]  # a config.json
-ROPE_KINDS = ("default", "linear", "llama3")
-FOREIGN_ROPE_KINDS = ("dynamic", "yarn", "longrope", "proportional")  # computed by transformers only
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+FOREIGN_ROPE_KINDS = ("dynamic", "longrope", "proportional")  # computed by transformers only
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -156,14 +157,18 @@ def _check_types(tree: Mapping[str, Any], file: Path, path: str, depth: int) -> 
 
 @dataclass(frozen=True)
 class RopeShape:
-    """Rotary embedding; the last four fields are for 'llama3' only (`factor` also for 'linear')."""
+    """Rotary embedding; `factor` is of every kind but 'default', `original_max` of 'llama3' and 'yarn'."""
 
     kind: str = "default"
     theta: float = 10000.0
     factor: float = 1.0
-    low_freq_factor: float = 1.0
+    low_freq_factor: float = 1.0  # this and the next one: of 'llama3'
     high_freq_factor: float = 4.0
     original_max: int = 8192
+    beta_fast: float = 32.0  # this and those below: of 'yarn'
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0  # of cosines and sines
 
 
 @dataclass(frozen=True)
@@ -309,29 +314,40 @@ def _size(hf: HF, key: str) -> int:
     return value
 
 
-def _rope_dict(hf: HF) -> dict[str, Any]:
+def rope_settings(hf: HF) -> dict[str, Any]:
+    """Return the mapping of rotary settings in a config.json, of either form; empty: the defaults."""
     return dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
 
 
-def _rope_kind(hf: HF) -> str:
-    rope = _rope_dict(hf)
+def rope_kind(hf: HF) -> str:
+    """Return the RoPE type of a config.json."""
+    rope = rope_settings(hf)
     return str(rope.get("rope_type", rope.get("type", "default")))
 
 
 def _rope(hf: HF) -> RopeShape:
     """Read both forms: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (earlier versions)."""
-    given, kind = _rope_dict(hf), _rope_kind(hf)
+    given, kind = rope_settings(hf), rope_kind(hf)
     theta = given.get("rope_theta", hf.get("rope_theta"))
     theta = 10000.0 if theta is None else float(theta)
-    needed = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}[kind]
+    llama3 = ("factor", "low_freq_factor", "high_freq_factor")
+    needed = {"default": (), "linear": ("factor",), "llama3": llama3, "yarn": ("factor",)}[kind]
     for key in needed:
         if not isinstance(given.get(key), int | float):
             raise ConfigError(f"RoPE type {kind!r}", f"{key} is {given.get(key)!r}", f"give {key} a number")
     factors = {key: float(given[key]) for key in needed}
-    if kind != "llama3":
+    if kind in ("default", "linear"):
         return RopeShape(kind, theta, **factors)  # type: ignore[arg-type]
     original = hf.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
-    return RopeShape(kind, theta, **factors, original_max=int(original or hf["max_position_embeddings"]))
+    rope = RopeShape(kind, theta, **factors, original_max=int(original or hf["max_position_embeddings"]))  # type: ignore[arg-type]
+    if kind == "llama3":
+        return rope
+    sharper = given.get("attention_factor")
+    if sharper is None:
+        sharper = 0.1 * math.log(rope.factor) + 1 if rope.factor > 1 else 1.0
+    fast, slow = float(given.get("beta_fast") or 32), float(given.get("beta_slow") or 1)
+    truncate = bool(given.get("truncate", True))
+    return replace(rope, beta_fast=fast, beta_slow=slow, truncate=truncate, attention_factor=float(sharper))
 
 
 def _experts(hf: HF, full: HF) -> ExpertsShape | None:
@@ -378,7 +394,7 @@ def native_obstacle(hf: HF) -> str | None:
     family = hf.get("model_type")
     if family not in ARCHITECTURES:
         return f"model_type {family!r}, where our decoder has {', '.join(ARCHITECTURES)}"
-    rope, kind = _rope_dict(hf), _rope_kind(hf)
+    rope, kind = rope_settings(hf), rope_kind(hf)
     if any(isinstance(value, Mapping) for value in rope.values()):
         return "RoPE parameters that differ between layers"
     if kind in FOREIGN_ROPE_KINDS:
@@ -386,6 +402,8 @@ def native_obstacle(hf: HF) -> str | None:
     if kind not in ROPE_KINDS:
         found = f"known here: {', '.join(ROPE_KINDS)}; known to transformers too: {', '.join(FOREIGN_ROPE_KINDS)}"
         raise NeedsError(f"RoPE type {kind!r} in a {family} model", found, "correct rope_type in config.json")
+    if kind == "yarn" and (rope.get("mscale") or rope.get("factor") is None):
+        return "RoPE type 'yarn' with mscale, or without a factor"
     partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
         return f"partial_rotary_factor {partial}: only a part of each head is rotated"

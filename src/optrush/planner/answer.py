@@ -24,7 +24,16 @@ from optrush.models.source import locate
 from optrush.planner import search
 from optrush.planner.search import Candidate, SearchResult
 from optrush.resolve import resolve
-from optrush.technique import Environment, Part, Requirement, Technique, compilers, instantiate
+from optrush.technique import (
+    RANK_PARTS,
+    Environment,
+    Part,
+    Requirement,
+    Technique,
+    compilers,
+    instantiate,
+    mesh_text,
+)  # fmt: skip
 from optrush.techniques import ALL
 
 SLOWER = 2.0
@@ -43,6 +52,7 @@ class Way:
     least_bytes: int | None  # of a setting's peak, where none fits
     steps: float | None = None  # of the whole run; None: the data's size is not known
     seconds: float | None = None
+    mesh: str = ""  # the ranks' axes, and the techniques that divide the run over them
 
     @property
     def tight(self) -> bool:
@@ -132,7 +142,10 @@ def _way(
     claimed = frozenset(part for t in chosen for part in t.claims)
     env = Environment(device, ranks, config.batch.seq, 1, 1, None, "float32", True, 1, claimed)
     quality = tuple(dict.fromkeys(text for t in chosen if (text := t.quality(env))))
-    return Way(method, quality, setting, None, *duration(config, setting, tokens))
+    dividing = {t.name: setting.with_[t.name] for t in chosen if t.claims & RANK_PARTS}
+    owners = dataclasses.replace(setting, with_=dividing).title
+    mesh = f"mesh {mesh_text(setting.prediction.mesh)} ({owners})" if dividing else ""
+    return Way(method, quality, setting, None, *duration(config, setting, tokens), mesh)
 
 
 def _ranked(ways: Sequence[Way]) -> list[Way]:

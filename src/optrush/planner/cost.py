@@ -76,6 +76,8 @@ class Rates:
     micro_s: float  # that the device waits at a micro-batch, and at a step
     step_s: float
     host_bytes_s: float | None = None  # to and from pinned memory of the host; None: not known, or there is no other
+    network_bytes_s: float = math.inf  # into each host from others
+    network_step_s: float = 0.0
 
     def flop_s(self, work: WorkItem, narrow: bool) -> float:
         """Return the rate of one item of work."""
@@ -153,7 +155,8 @@ def _datasheet(device: Device, shares: tuple[float, float, float, float, float, 
     if device.kind == "cpu":  # attention by a mask runs at the rate of products, none of it wasted
         attention = {narrow: {**rates, "masked.": products[narrow][""]} for narrow, rates in attention.items()}
     return Rates(
-        "datasheet", source, products, attention, memory * shares[4], link * shares[5], *_host(device, LAUNCH_S), pcie
+        "datasheet", source, products, attention, memory * shares[4], link * shares[5], *_host(device, LAUNCH_S), pcie,
+        *_network(device, shares[5]),
     )  # fmt: skip
 
 
@@ -173,13 +176,19 @@ def _calibrated(device: Device, found: Calibration, shape: ModelShape, T: float,
     up, down = found.to_device_bytes_s, found.from_device_bytes_s
     pcie = None if up is None or down is None else statistics.harmonic_mean((up, down))
     return Rates(
-        "calibrated", source, products, attention, found.copy_bytes_s, link, *_host(device, found.launch_s), pcie
+        "calibrated", source, products, attention, found.copy_bytes_s, link, *_host(device, found.launch_s), pcie,
+        *_network(device, LINK),
     )  # fmt: skip
 
 
 def _host(device: Device, launch_s: float) -> tuple[float, float, float]:
     """Return the seconds (of a launch, a micro-batch, a step) of the host; 0 on a CPU, which runs operators itself."""
     return (launch_s, MICRO_S, STEP_S) if device.kind == "cuda" else (0.0, 0.0, 0.0)
+
+
+def _network(device: Device, share: float) -> tuple[float, float]:
+    """Return the rate into a host, of which the share is assumed to be that of the inner link, and a step's time."""
+    return (math.inf, 0.0) if device.network is None else (device.network.bytes_s * share, device.network.step_s)
 
 
 def _products(found: Calibration, narrow: bool, shape: ModelShape) -> dict[str, float]:
@@ -255,22 +264,29 @@ def step_seconds(ledger: Ledger, device: Device, tokens: float, rates: Rates | N
     rates = rates or device_rates(device)
     if rates is None:
         return None
-    on_device, on_host, on_link, disturbed, window = 0.0, 0.0, 0.0, 0.0, 0.0
+    on_host, disturbed, window = 0.0, 0.0, 0.0
+    computed = {"micro": 0.0, "step": 0.0}
+    linked = {"micro": 0.0, "step": 0.0}
     for work, _, alone, started in _each(ledger, tokens, rates):
         on_host += started
         window += alone * _in_window(work)
+        per = "step" if work.per == "step" else "micro"
         if work.unit in LINKS and not work.awaited:
-            on_link += alone
+            linked[per] += alone
             disturbed += alone * CONTENTION * (work.unit == "link")
         else:
-            on_device += alone
-    on_device += min(disturbed, CONTENTION * on_device)
-    on_device += window * (waiting := _waiting(ledger)) / (1 - waiting)
+            computed[per] += alone
+    computed["micro"] += min(disturbed, CONTENTION * sum(computed.values()))
+    computed["micro"] += window * (waiting := _waiting(ledger)) / (1 - waiting)
     offload, paging = _host_traffic(ledger, tokens, rates)
-    on_device += paging.seconds
-    if not on_device or math.isinf(max(on_device, on_link, offload.seconds)):
+    computed["step"] += paging.seconds
+    if not computed["micro"] or math.isinf(max(*computed.values(), *linked.values(), offload.seconds)):
         return None
-    return max(on_device, on_host, on_link, offload.seconds) + rates.micro_s * ledger.accumulation + rates.step_s
+    # What a step sends once is sent beside its last micro-batch, after which the update waits for the rest of it.
+    last = max(linked["micro"] / ledger.accumulation + linked["step"], computed["micro"] / ledger.accumulation)
+    others = (1 - 1 / ledger.accumulation) * max(computed["micro"], linked["micro"])
+    busy = others + last + computed["step"]
+    return max(busy, on_host, offload.seconds) + rates.micro_s * ledger.accumulation + rates.step_s
 
 
 def slowest(books: Sequence[Ledger], device: Device, tokens: float, rates: Rates | None = None) -> float | None:
@@ -327,6 +343,10 @@ def _each(ledger: Ledger, tokens: float, rates: Rates) -> Iterator[tuple[WorkIte
             speed = rates.link_bytes_s if work.unit in LINKS else rates.bytes_s
             moved = work.values * ledger.bytes_per_value[work.role] * times
             alone = 0.0 if not moved else math.inf if speed is None else moved / speed
+            if work.entering:  # while ranks of one host exchange, hosts do
+                entering = work.entering * ledger.bytes_per_value[work.role] * times
+                rounds = 1 if work.per == "step" else ledger.accumulation
+                alone = max(alone, entering / rates.network_bytes_s) + work.steps * rounds * rates.network_step_s
             if work.flop:
                 alone += work.flop * times / rates.flop_s(work, narrow)
             yield work, times, alone, work.launches * times * rates.launch_s

@@ -112,6 +112,8 @@ class WorkItem:
     waiting: float = 0.0  # share of a window in which this rank waits for others
     fusable: bool = False
     awaited: bool = False  # of a link: products wait for it, where others run beside it
+    entering: float = 0.0  # of a link: values that enter each host from others
+    steps: float = 0.0  # of a link: those over the network between hosts, of a micro-batch or a step
     # what rules change
     gone: bool = False
     times: float = 1.0
@@ -256,7 +258,7 @@ def apply_rules(
             for i in places:
                 _edit(rule, entries[i], edits.setdefault(i, {}))
     for i, fields in edits.items():
-        entries[i] = dataclasses.replace(entries[i], **fields)
+        entries[i] = _edited(entries[i], fields)
     doubled = [name for name, n in Counter((type(e), e.name) for e in entries).items() if n > 1]
     if doubled:
         raise ValueError(f"two entries are called {doubled[0][1]!r}")
@@ -265,13 +267,26 @@ def apply_rules(
     return Ledger(lines, work, {**widths, **changed}, accumulation)
 
 
+def _edited(entry: Entry, fields: Mapping[str, Any]) -> Entry:
+    """Return a copy with other values of these fields: as dataclasses.replace, in a tenth of its time."""
+    copied: Entry = object.__new__(type(entry))
+    vars(copied).update(vars(entry), **fields)
+    return copied
+
+
 def _added(rule: Rule, baseline: Sequence[Entry]) -> tuple[Entry, ...]:
     if not rule.match:
         return rule.entries
     values = sum(e.values for e in baseline if isinstance(e, Line) and _named(e.name, rule.match))
     if not values:
         raise ValueError(f"nothing is called {rule.match!r} ({rule.reason})")
-    return tuple(dataclasses.replace(e, values=e.values * values) for e in rule.entries)
+    return tuple(_times(e, values) for e in rule.entries)
+
+
+def _times(entry: Entry, values: float) -> Entry:
+    if isinstance(entry, WorkItem):
+        return dataclasses.replace(entry, values=entry.values * values, entering=entry.entering * values)
+    return dataclasses.replace(entry, values=entry.values * values)
 
 
 def _matches(rule: Rule, entry: Entry) -> bool:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -26,6 +28,8 @@ from optrush.planner.cost import CLOSE, Rates, room
 from optrush.planner.ledger import Item, Ledger, Line
 from optrush.resolve import resolve
 from optrush.technique import (
+    RANK_PARTS,
+    SAME_ROWS,
     Environment,
     Numerics,
     Part,
@@ -64,6 +68,7 @@ class Prediction:
     host_bytes: int = 0  # of pinned host memory, in addition to the device's
     step_s: float | None = None  # of one step
     stage_bytes: tuple[int, ...] = ()  # peak of each rank of a pipeline
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)  # ranks of each axis that has several
 
 
 @dataclass(frozen=True)
@@ -168,6 +173,7 @@ def search(
         problem = dataclasses.replace(problem, micro_rows=config.batch.micro_tokens // config.batch.seq)
     problem = dataclasses.replace(problem, env=dataclasses.replace(problem.env, scarce=scarce))
     options, unmet = _options(problem.env, classes, keep_maths, config.with_, keep)
+    _refuse_rows(problem.env, options, config.batch.seq)
     if here:
         options = [[t for t in group if t is None or _runs_here(t, problem.env)] or [None] for group in options]
     evaluations = Evaluations(problem)
@@ -177,19 +183,50 @@ def search(
     own = tuple(next((t for t in group if t in configured), None) for group in options)
     none = tuple(None if None in group else group[0] for group in options)
     own = tuple(t if t in group else group[0] for t, group in zip(own, options))
-    climb(
-        (own, none) if start is None else (own,),
-        options,
-        lambda a, b: bool(a.claims & b.claims),
-        evaluations.score,
-        whole,
-    )
+    begins = (own, none) if start is None else (own,)
+    for meshes in _by_axes(options):
+        for tried in meshes:
+            starts = [tuple(t if t in group else group[0] for t, group in zip(b, tried)) for b in begins]
+            starts += [_on_a_mesh(start, tried) for start in starts]
+            climb(dict.fromkeys(starts), tried, lambda a, b: bool(a.claims & b.claims), evaluations.score, whole)
+        if evaluations.settings:
+            break
     stay = {name for name in begin if name in keep}  # a change that clashes with one of them was evaluated without it
     settings = sorted((s for s in evaluations.settings if stay <= s.with_.keys()), key=lambda s: s.speed, reverse=True)
     leading = tuple(_leading(settings, best))
     lost = _lost(leading[0], settings, options, problem.env) if leading and whole else ()
     least = min((n for n in evaluations.results.values() if isinstance(n, int)), default=None)
     return SearchResult(leading, evaluations.tried, (*lost, *unmet), least)
+
+
+def _by_axes(options: list[Options]) -> Iterator[list[list[Options]]]:
+    """Yield the options without ranks that share rows, then with one axis of these at a time, then with all of them."""
+
+    def only(*kept: int) -> list[Options]:
+        return [[None] if i in sharing and i not in kept else group for i, group in enumerate(options)]
+
+    sharing = [i for i, group in enumerate(options) if group[0] is None and any(t and _shares_rows(t) for t in group)]
+    if sharing:
+        yield [only()]
+        yield [only(i) for i in sharing]
+    yield [options]
+
+
+def _on_a_mesh(start: tuple[Technique | None, ...], options: list[Options]) -> tuple[Technique | None, ...]:
+    """Return a beginning with the first technique that divides the run over each axis, where it has none.
+
+    Ranks that share rows need an owner of the data axis too: two changes, which gain only together. Of those the one
+    that cuts the model: this is where memory is short.
+    """
+    data = [i for i, group in enumerate(options) if any(t and Part.DATA in t.claims and t.shards for t in group)]
+    taken = any(t is not None and Part.DATA in t.claims for t in start)
+    added = [i for i, group in enumerate(options) if any(t and _shares_rows(t) for t in group)]
+    added += data[:1] if added and not taken else []
+    return tuple(next(filter(None, options[i]), None) if i in added and t is None else t for i, t in enumerate(start))
+
+
+def _shares_rows(t: Technique) -> bool:
+    return any(axis in SAME_ROWS for axis in t.axes())
 
 
 def _pinned(group: Options, given: Mapping[str, Mapping[str, Any]], keep: Container[str]) -> Options:
@@ -255,6 +292,7 @@ def _prediction(
         parameters=parameters,
         a_parameter=by_kind,
         stage_bytes=stages,
+        mesh=env.mesh,
     )
 
 
@@ -302,30 +340,43 @@ def _problem(config: Config, hardware: str, classes: Sequence[type[Technique]], 
     always = [c for c in classes if c.name in config.with_ and not c.searched]  # no set is without them
     axes = mesh_axes(instantiate(always, {c.name: config.with_[c.name] for c in always}), ranks)
     env = dataclasses.replace(resolved.env, ranks=ranks, reach=lengths.reach, axes=axes)
-    if env.rows % env.data_ranks:
-        groups = f"{ranks} ranks" if env.data_ranks == ranks else f"{env.data_ranks} groups of ranks"
-        raise ConfigError(
-            f"`batch.tokens: {config.batch.tokens}`",
-            f"{env.rows} rows, which {groups} cannot share",
-            f"take {max(1, env.rows // env.data_ranks) * env.data_ranks * config.batch.seq}",
-        )
     return _Problem(resolved.hf, env, lengths.padding, calibration.for_device(device))
+
+
+def _refuse_rows(env: Environment, options: Sequence[Options], seq: int) -> None:
+    """Raise ConfigError if no mesh of these options divides a step's rows over the ranks."""
+
+    def able(t: Technique) -> bool:
+        return not any(technique.unmet([t], dataclasses.replace(env, axes={**env.axes, **t.axes()})))
+
+    shared = [[t for t in group if t and _shares_rows(t) and able(t)] for group in options]
+    sizes = ({math.prod(n for axis, n in t.axes().items() if axis in SAME_ROWS) for t in group} for group in shared)
+    for chosen in itertools.product(*({1, *group} for group in sizes)):
+        groups = env.ranks // math.prod(chosen)
+        if groups and env.rows % groups == 0 and env.ranks % math.prod(chosen) == 0:
+            return
+    who = f"{env.ranks} ranks" if env.data_ranks == env.ranks else f"{env.data_ranks} groups of ranks"
+    raise ConfigError(
+        f"`batch.tokens: {env.rows * seq}`",
+        f"{env.rows} rows, which {who} cannot share",
+        f"take {max(1, env.rows // env.data_ranks) * env.data_ranks * seq}",
+    )
 
 
 def _options(
     env: Environment, classes: Sequence[type[Technique]], keep_maths: bool,
-    configured: Mapping[str, Mapping[str, Any]], keep: Container[str],
+    configured: Mapping[str, Mapping[str, Any]], keep: Container[str] = (),
 ) -> tuple[list[Options], list[tuple[str, str]]]:  # fmt: skip
     """Return the options of each technique, and (name, reason) of techniques that are not tried at all."""
     options: list[Options] = []
     unmet: list[tuple[str, str]] = []
     for cls in classes:
-        trains = Part.TRAINED in cls.claims | cls.wants or cls.name in keep  # asked for, not chosen for speed
-        stays = trains and cls.name in configured
-        if keep_maths and cls.numerics is Numerics.DIFFERENT_MATHS and not stays:
+        trains = Part.TRAINED in cls.claims | cls.wants and cls.name in configured  # asked for, not chosen for speed
+        if keep_maths and cls.numerics is Numerics.DIFFERENT_MATHS and not trains and cls.name not in keep:
             unmet.append((cls.name, "it changes the maths, which are to be kept"))
             continue
-        given, variants = configured.get(cls.name), list(cls.variants(env))
+        given = configured.get(cls.name)
+        variants = [] if given is not None and cls.claims & RANK_PARTS and not cls.searched else list(cls.variants(env))
         # Configured options that no variant sets stay in each of them; own values of the others are tried too.
         kept = {k: v for k, v in (given or {}).items() if not any(k in variant for variant in variants)}
         tried = [*({**variant, **kept} for variant in variants), *([] if given is None else [given])]
@@ -367,13 +418,15 @@ class Evaluations:
         if len(claimed) != len(set(claimed)):
             return None
         one = self.problem.env
+        with suppress(NeedsError):
+            one = dataclasses.replace(one, axes=mesh_axes(members, one.ranks))
+        if one.rows % one.data_ranks:  # without an axis that the run has, more ranks read rows of their own
+            return None
         for micro_rows in dict.fromkeys(
             (one.micro_rows, one.rows // one.data_ranks)
         ):  # some need a step of one micro-batch
             with suppress(ConflictError, NeedsError):
                 env = technique.settle(in_order(members), dataclasses.replace(one, micro_rows=micro_rows))
-                if env.rows % env.data_ranks:  # without an axis that the run has, more ranks read rows of their own
-                    return None
                 return _fastest(members, env, self.problem)
         return None
 
@@ -500,7 +553,7 @@ IMPOSSIBLE: Score = (-1.0,)  # less than any score
 
 
 def climb(
-    begins: Sequence[Chosen[T]], groups: Groups[T], clash: Clash, value: Value[T], whole: bool = True
+    begins: Iterable[Chosen[T]], groups: Groups[T], clash: Clash, value: Value[T], whole: bool = True
 ) -> Chosen[T]:
     """Return the best combination reached by climbing from each beginning.
 

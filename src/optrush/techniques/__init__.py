@@ -40,6 +40,7 @@ from optrush.techniques.pad import Pad
 from optrush.techniques.paged_states import PagedStates
 from optrush.techniques.pipeline import Pipeline
 from optrush.techniques.recompute import Recompute
+from optrush.techniques.rope import Rope
 from optrush.techniques.selective_recompute import SelectiveRecompute
 from optrush.techniques.sort_by_length import SortByLength
 from optrush.techniques.tensor import TensorParallel
@@ -54,6 +55,7 @@ OWN: tuple[type[Technique], ...] = (
     Lora,
     Ia3,
     Neftune,
+    Rope,
     FusedAdamW,
     Adam8bit,
     Adam4bit,

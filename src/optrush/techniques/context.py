@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -46,7 +46,7 @@ class Context(Technique):
     numerics = Numerics.SAME_MATHS
     verified_on = ("cpu",)
     claims = frozenset({Part.CP})
-    searched = False  # for rows that do not fit otherwise
+    searched = False  # where nothing else fits, or a step has fewer rows than ranks
 
     def axes(self) -> dict[str, int]:
         return {"cp": self.size}
@@ -101,6 +101,13 @@ class Context(Technique):
         do = "take kind=ulysses or gather"
         yield Requirement(width % MULTIPLE == 0, f"{asked} needs heads of a multiple of {MULTIPLE}", f"{width}", do)
 
+    @classmethod
+    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
+        for n in env.shared_row_sizes:
+            yield {"size": n}
+            if any(not need.met for need in cls(n)._ulysses(env)):
+                yield {"size": n, "kind": "gather"}
+
     def predict(self, env: Environment) -> Iterator[Rule]:
         """Yield shares of all that grows with the tokens, what is whole besides, and what the link carries.
 
@@ -117,16 +124,16 @@ class Context(Technique):
         if self.kind == "ulysses":
             keys = max(kv, n * s.head_width)
             each = 2 * (q + keys)
-            yield add(
-                Line("exchange", "heads sent and received, 2 (2 H + 2 K) E", 2 * each, "product", "backward", True)
-            )
+            why = "heads sent and received, 2 (2 H + 2 K) E, when the feed-forward part is done"
+            yield add(Line("exchange", why, 2 * each, "product", "backward", True, side="scores"))
             if keys > kv:
                 why, values = "keys and values repeated for more ranks, 2 (n - K) E", 2 * (keys - kv) * env.blocks
                 yield add(Line("saved.repeated", why, values, "product", "saved", True, env.blocks))
-            yield from _exchange(env, "heads to other ranks, and back", each * (n - 1) / n)
+            why, hosts = "heads to other ranks, and back", env.over_hosts("cp")[0]
+            yield from _exchange(env, why, each * (n - 1) / n, each * n / hosts, awaited=True)
         elif self.kind == "gather":
             yield from self._whole_rows(env, q, kv)
-            yield from _exchange(env, "keys and values of the other ranks", 2 * kv * (n - 1))
+            yield from _exchange(env, "keys and values of the other ranks", 2 * kv * (n - 1), 2 * kv * n, awaited=True)
         else:
             older = env.device.capability >= (9, 0)
             yield live("*.scores*.held", "the kernel keeps no scores", gone=True)
@@ -136,9 +143,9 @@ class Context(Technique):
             yield live("*.scores", why, times=0.5, unit=unit)
             why = "keys and values here and under way, and their gradients, 8 K E"
             yield add(Line("ring", why, 8 * kv, "wide", "backward", True))
-            yield from _exchange(env, "keys and values to the next rank", 2 * kv * (n - 1))
-            why = "and their gradients, home again"
-            yield add(_link("backward.exchange.gradients", why, 2 * kv * n * env.blocks, "wide"))
+            yield from _exchange(env, "keys and values to the next rank", 2 * kv * (n - 1), 2 * kv * n)
+            why, values = "and their gradients, home again", 2 * kv * n * env.blocks
+            yield add(_link(env, "backward.exchange.gradients", why, values, values, "wide"))
 
     def _whole_rows(self, env: Environment, q: int, kv: int) -> Iterator[Rule]:
         n, L = self.size, env.blocks
@@ -183,10 +190,26 @@ class Context(Technique):
         return len(trainer.model.blocks)
 
 
-def _exchange(env: Environment, why: str, values: float) -> Iterator[Rule]:
+def _exchange(env: Environment, why: str, values: float, whole: float, awaited: bool = False) -> Iterator[Rule]:
     """Yield what every block sends for each token, forward and backward."""
-    yield add(_link("forward.exchange", why, values * env.blocks), _link("backward.exchange", why, values * env.blocks))
+    values, whole = values * env.blocks, whole * env.blocks
+    yield add(*(_link(env, f"{way}.exchange", why, values, whole, awaited=awaited) for way in ("forward", "backward")))
 
 
-def _link(name: str, why: str, values: float, role: Role = "product") -> WorkItem:
-    return WorkItem(name, why, "token", unit="link", values=values, role=role)
+def _link(
+    env: Environment, name: str, why: str, values: float, whole: float, role: Role = "product", awaited: bool = False
+) -> WorkItem:
+    """Return what a token's values cost on the link, and of `whole` what enters a host, if the ranks span several."""
+    hosts, entering = env.over_hosts("cp")
+    steps = 2.0 * (hosts - 1) * env.blocks
+    return WorkItem(
+        name,
+        why,
+        "token",
+        unit="link",
+        values=values,
+        role=role,
+        awaited=awaited,
+        entering=whole * entering,
+        steps=steps,
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
@@ -49,8 +49,11 @@ class Ddp(Technique):
         yield add(Line("buckets", "gradients copied into the bucket under way", room, "byte", "backward"))
         why = "a gradient larger than a bucket is copied alone: the embedding's"
         yield like("gradients.embedding", Line("bucket of the embedding", why, 1.0, "gradient", "end"))
-        why = "2 (n-1)/n of the gradients' bytes to other ranks"
-        yield like("gradients.*", WorkItem("reduce", why, "step", unit="link", values=2 * (n - 1) / n, role="gradient"))
+        why, held = "2 (n-1)/n of the gradients' bytes to other ranks", 1 / env.axes.get("tp", 1)
+        hosts, entering = env.over_hosts("rep", "dp", "cp")
+        work = WorkItem("reduce", why, "step", unit="link", values=2 * (n - 1) / n * held, role="gradient")
+        work = replace(work, entering=2 * entering * held, steps=2 * (hosts - 1) * env.blocks)
+        yield like("gradients.*", work)
 
     def wrap_step(self, trainer: Trainer) -> int:
         mesh = trainer.world.flat("rep", "dp", "cp")

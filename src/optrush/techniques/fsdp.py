@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -69,8 +69,11 @@ class Fsdp(Technique):
 
     @classmethod
     def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
-        yield {}
-        yield {"stage": 2}
+        hosts = env.device.hosts
+        for many in (n for n in range(1, hosts + 1) if hosts % n == 0 and n < max(env.ranks, 2)):
+            replicas = {} if many == 1 else {"replicate": many}  # gathers stay within so many hosts less
+            yield replicas
+            yield {"stage": 2, **replicas}
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         """Yield shares of everything, whole blocks while they run, and what the link carries."""
@@ -100,25 +103,31 @@ class Fsdp(Technique):
         quantized = any(linear.weight == "quantized" for linear in env.spec.linears.values())
         stored: Role = "stored" if quantized else "product"
         copies = self.gather == "copies"
+        held = 1 / env.axes.get("tp", 1)  # a rank's part of what its group has
+        hosts, entering = env.over_hosts("dp", "cp")
         parts: list[tuple[str, str, Role, Literal["link", "copy"]]] = [
             ("weights.blocks", "gather.blocks", stored, "copy" if copies else "link"),
             ("weights.[!b]*", "gather.ends", "product", "link"),
         ]
         moved = "gathered shards copied to where the weights are, and a shard to where it is sent from"
         for match, name, role, unit in parts:
-            yield like(match, WorkItem(name, why, "micro", unit=unit, values=times * share, role=role))
-            again = 2.0 * times * (1 + 1 / n)
+            steps = times * (hosts - 1) * (L if name == "gather.blocks" else 2)
+            work = WorkItem(name, why, "micro", unit=unit, values=times * share * held, role=role)
+            yield like(match, replace(work, entering=times * entering * held, steps=steps))
+            again = 2.0 * times * (1 + 1 / n) * held
             yield like(match, WorkItem(f"{name}.copied", moved, "micro", values=again, role=role))
         if copies:
             why = "two buffers of a gathered block, which the other ranks can read"
             yield like("weights.blocks", Line("buffers.gather", why, 2.0 / L, stored, "always"))
         per: Literal["micro", "step"] = "micro" if self.sync == "each" else "step"
-        yield like(
-            "gradients.*", WorkItem("reduce", "gradients reduced", per, unit="link", values=share, role="gradient")
-        )
+        work = WorkItem("reduce", "gradients reduced", per, unit="link", values=share * held, role="gradient")
+        yield like("gradients.*", replace(work, entering=entering * held, steps=(hosts - 1) * L))
         if self.replicate > 1:
-            why, each = "a rank's share of them, summed over the groups", 2 * (1 - 1 / self.replicate) / n
-            yield like("gradients.*", WorkItem("reduce.replicas", why, per, unit="link", values=each, role="gradient"))
+            why, each = "a rank's share of them, summed over the groups", 2 / n * held
+            hosts, entering = env.over_hosts("rep")
+            values = each * (1 - 1 / self.replicate)
+            work = WorkItem("reduce.replicas", why, per, unit="link", values=values, role="gradient")
+            yield like("gradients.*", replace(work, entering=each * entering, steps=2 * (hosts - 1) * L))
 
     def shard(self, trainer: Trainer) -> int:
         import torch

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
@@ -47,7 +47,7 @@ class TensorParallel(Technique):
     verified_on = ("cpu",)
     claims = frozenset({Part.TP})
     shards = frozenset({"tp"})
-    searched = False
+    searched = False  # where nothing else fits, or a step has fewer rows than ranks
 
     def axes(self) -> dict[str, int]:
         return {"tp": self.size}
@@ -77,6 +77,10 @@ class TensorParallel(Technique):
         yield Requirement(env.spec.mlp != "quack", asked, found, f"take mlp=triton, or {ELSE}")
         found, do = "an objective that compares pairs", f"take ddp or fsdp for it, and {ELSE}"
         yield Requirement(not env.paired, "`tensor` sums losses", found, do)
+
+    @classmethod
+    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
+        yield from ({"size": n} for n in env.shared_row_sizes)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         """Yield a rank's shares, and the stream's way over the link, for which the products wait."""
@@ -116,10 +120,12 @@ class TensorParallel(Technique):
         yield live("update*", "a rank updates its share", times=1 / n)
         yield live("norm", "of a rank's share", times=1 / n)
         again = Part.ACTIVATION_CHECKPOINTING in env.claimed
+        hosts, entering = env.over_hosts("tp")
         for way, times in (("forward", 1 + again), ("backward", 1)):
-            values = (4 * L * times + 2) * D * (n - 1) / n
+            each, calls = (4 * L * times + 2) * D, (4 * L * times + 2) * (hosts - 1)
             why = "the stream gathered and summed around both parts of a block" + ", and again" * (times - 1)
-            yield add(WorkItem(f"{way}.links", why, "token", unit="link", values=values, role="product", awaited=True))
+            work = WorkItem(f"{way}.links", why, "token", unit="link", role="product", awaited=True)
+            yield add(replace(work, values=each * (n - 1) / n, entering=each * entering, steps=calls))
 
     def split(self, trainer: Trainer) -> int:
         from optrush.models.decoder import Decoder

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from optrush import errors
 from optrush.errors import ConfigError, RunError, UserError, first_line
 from optrush.launch import launched
-from optrush.technique import SAME_ROWS
+from optrush.technique import MESH_ORDER, SAME_ROWS
 from optrush.trainer.peers import Watch, meet
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 _meetings: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # of each name: store keys used so far
 SEGMENTS = "expandable_segments:True"  # what is free becomes one range: little of it is left in pieces of no use
 CHOSEN = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # where people set torch's allocator up themselves
-MESH_ORDER = ("pp", "rep", "dp", "cp", "tp")  # outermost first: axes with more traffic are closer together
 
 
 @dataclass(frozen=True)
