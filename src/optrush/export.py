@@ -31,10 +31,11 @@ from optrush.errors import ConfigError, DataError, RunError, UserError
 from optrush.models import gguf
 from optrush.models.hf import load_plain
 from optrush.models.source import GENERATION, read_generation
+from optrush.models.text_part import text_config
 from optrush.models.weights import Folder, export_weights
 from optrush.peft import io
 from optrush.restore import RebuiltModel, open_run, rebuild
-from optrush.tokenizer_files import copy_tokenizer
+from optrush.tokenizer_files import copy_processor, copy_tokenizer
 from optrush.trainer import run_dir
 from optrush.trainer.distributed import agree, gathered, is_gathered
 from optrush.trainer.trainer import Trainer, exhausted
@@ -110,6 +111,8 @@ def _fill_model(
 ) -> None:
     """Write weights, tokenizer and generation config; the model card is written by the caller."""
     export_weights(fresh, tensors, trainer.weight_map, trainer.hf, shard_bytes, source)
+    if source is not None:
+        copy_processor(source, fresh)
     _write_tokenizer(fresh, trainer, source)
     write_generation(trainer, fresh, source)
 
@@ -141,14 +144,15 @@ def write_generation(trainer: Trainer, fresh: Path, source: Path | None) -> None
             shutil.copyfile(published, fresh / GENERATION)
         return
     found = {} if published is None else read_generation(published.parent)
-    ends = found.get("eos_token_id", trainer.hf.get("eos_token_id"))
+    own = {**text_config(trainer.hf), **trainer.hf}
+    ends = found.get("eos_token_id", own.get("eos_token_id"))
     ends = trainer.tokenizer.eos_token_id if ends is None else ends
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     changed = list(dict.fromkeys([*ends, *turn_ends(trainer.tokenizer)])) or None
     if published is not None and changed == ends:
         shutil.copyfile(published, fresh / GENERATION)
         return
-    others = {} if published is not None else {key: trainer.hf.get(key) for key in SPECIAL}
+    others = {} if published is not None else {key: own.get(key) for key in SPECIAL}
     kept = {key: value for key, value in {**others, **found, "eos_token_id": changed}.items() if value is not None}
     (fresh / GENERATION).write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 

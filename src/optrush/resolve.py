@@ -20,6 +20,7 @@ from optrush.hardware import Device
 from optrush.launch import launched
 from optrush.models.shapes import ModelShape, native_obstacle, refuse_foreign, sdpa_obstacle
 from optrush.models.source import Growth, check_positions, grow, locate, read_generation
+from optrush.models.text_part import text_config, with_vocabulary
 from optrush.planner.cost import choose_micro_batch
 from optrush.technique import (
     SAME_ROWS,
@@ -86,10 +87,10 @@ def resolve(
     folder, hf = locate(config, weights=device is None)
     if config.model.chat_template is not None and folder is not None:
         read_generation(folder)  # its end of a turn is added after the last step
-    growth = grow(config, folder, hf)
-    if growth is not None:
-        hf["vocab_size"] = growth.vocab
-    edits = [Edit.of("config", t, n) for t in techniques if (n := t.config(hf))]
+    growth = grow(config, folder, text_config(hf))
+    hf = hf if growth is None else with_vocabulary(hf, growth.vocab)
+    text = text_config(hf)
+    edits = [Edit.of("config", t, n) for t in techniques if (n := t.config(text))]
     refuse_foreign(hf)
     obstacle = native_obstacle(hf)
     if config.model.implementation == "native" and obstacle is not None:
@@ -100,7 +101,7 @@ def resolve(
     if shape is not None:
         shape.check_window(config.batch.seq)
     else:  # padding has positions too, and a table of them ends
-        check_positions(hf, config.batch.seq, f"`batch.seq: {config.batch.seq}`")
+        check_positions(text, config.batch.seq, f"`batch.seq: {config.batch.seq}`")
     here = device is None
     device = device or _device(ranks)
     if config.model.dtype == "bfloat16" and device.kind == "cuda" and device.capability < (8, 0):
@@ -108,7 +109,7 @@ def resolve(
         raise NeedsError("`model.dtype: bfloat16`", found, "leave it out, and take --with amp:dtype=fp16")
     env = Environment(
         device, ranks, config.batch.seq, rows, micro_rows, config.optim.clip, config.model.dtype, native,
-        blocks=int(hf.get("num_hidden_layers") or hf.get("n_layer") or 0), vocab=int(hf.get("vocab_size") or 0),
+        blocks=int(text.get("num_hidden_layers") or text.get("n_layer") or 0), vocab=int(text.get("vocab_size") or 0),
         shape=shape, sdpa_obstacle=None if native else sdpa_obstacle(hf),
         spec=ModelSpec(grouped_heads=known is None or known.kv_heads < known.heads), paired=config.paired,
         dpo=config.dpo, axes=axes,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from optrush.errors import ConfigError, NeedsError, one_line
+from optrush.models.text_part import OTHER_MEDIA, as_text, is_multimodal, nested_obstacle, text_config
 
 HF = Mapping[str, Any]  # a config.json
 ROPE_KINDS = ("default", "linear", "llama3")
@@ -217,6 +218,7 @@ class ModelShape:
             do = f"set `implementation: transformers`, or choose a model of type {', '.join(ARCHITECTURES)} "
             do += f"with a RoPE type among {', '.join(ROPE_KINDS)}"
             raise NeedsError(f"a model of type {hf.get('model_type')!r} in our own decoder", obstacle, do)
+        hf = as_text(hf)
         family = str(hf["model_type"])
         full = {**_DEFAULTS[family], **hf}
         width, heads = _size(hf, "hidden_size"), _size(hf, "num_attention_heads")
@@ -375,6 +377,9 @@ def native_obstacle(hf: HF) -> str | None:
     Raises:
         NeedsError: a RoPE type in one of our families that transformers does not have either.
     """
+    if is_multimodal(hf) and (found := nested_obstacle(hf)) is not None:
+        return found
+    hf = as_text(hf)
     family = hf.get("model_type")
     if family not in ARCHITECTURES:
         return f"model_type {family!r}, where our decoder has {', '.join(ARCHITECTURES)}"
@@ -402,41 +407,47 @@ def native_obstacle(hf: HF) -> str | None:
 
 def sdpa_obstacle(hf: HF) -> str | None:
     """Return the reason why transformers' model of a config.json cannot run sdpa; None: it can, or torch is missing."""
-    cap = hf.get("attn_logit_softcapping")
+    cap = text_config(hf).get("attn_logit_softcapping")
     if cap is not None:
         return f"attn_logit_softcapping {cap}, which sdpa would leave out"
     try:
-        from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+        from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-        model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[str(hf.get("model_type"))]]
+        classes: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if is_multimodal(hf) else MODEL_FOR_CAUSAL_LM_MAPPING
+        model: Any = classes[CONFIG_MAPPING[str(hf.get("model_type"))]]
     except (ImportError, KeyError):
         return None
     return None if model._supports_sdpa else f"a model of type {hf['model_type']!r}, which has no sdpa in transformers"
 
 
 def refuse_foreign(hf: HF) -> None:
-    """Raise NeedsError for what is not one unquantized, text-only causal language model, or has foreign experts."""
-    kind = str(hf.get("model_type", ""))
+    """Raise NeedsError for what has no unquantized causal language model that is trained on text, or foreign experts.
+
+    Of a model of images and text that is its language model.
+    """
+    kind, multimodal, text = str(hf.get("model_type", "")), is_multimodal(hf), as_text(hf)
     asked = f"to train a model of type {kind!r}"
     dense = "choose a text-only causal language model (architecture ...ForCausalLM)"
-    found = next((f"{key} = {hf[key]}" for key in EXPERTS if hf.get(key) not in (None, 0, 1)), None)
-    if (found is not None or "moe" in kind) and kind not in MIXTURES:
+    found = next((f"{key} = {text[key]}" for key in EXPERTS if text.get(key) not in (None, 0, 1)), None)
+    if (found is not None or "moe" in kind) and text.get("model_type") not in MIXTURES:
         do = f"choose a dense model, or one of type {', '.join(MIXTURES)}"
         raise NeedsError(asked, f"a mixture of experts ({found or kind}) that our decoder does not have", do)
-    for key in ("vision_config", "audio_config", "speech_config", "image_token_id", "text_config"):
+    for key in OTHER_MEDIA if not multimodal else ():
         if hf.get(key) not in (None, {}):
             raise NeedsError(asked, f"a model of more than text ({key} in config.json)", dense)
     names = hf.get("architectures") or ()
     if hf.get("is_encoder_decoder"):
         raise NeedsError(asked, "an encoder-decoder (is_encoder_decoder is true)", dense)
+    ends = ("ForCausalLM", "LMHeadModel", *(("ForConditionalGeneration",) if multimodal else ()))
     for name in names:
-        if not str(name).endswith(("ForCausalLM", "LMHeadModel")):
+        if not str(name).endswith(ends):
             raise NeedsError(asked, f"architecture {name}, which is not a causal language model", dense)
-    if hf.get("quantization_config") is not None:
-        config = hf["quantization_config"]
+    given = [each.get("quantization_config") for each in (hf, text)]
+    config = next((each for each in given if each is not None), None)
+    if config is not None:
         method = config.get("quant_method", "unnamed") if isinstance(config, dict) else f"of no mapping, {config!r}"
         do = "start from the unquantised checkpoint; a technique quantises the frozen base while it is loaded"
-        do = "add --with nf4 --with lora" if method == "bitsandbytes" else do
+        do = "add --with nf4 --with lora" if method == "bitsandbytes" and not multimodal else do
         raise NeedsError(asked, f"weights quantised on disk (quantization_config, method {method})", do)
 
 

@@ -31,6 +31,7 @@ from optrush.kernels import nf4
 from optrush.models.decoder import Decoder, Linear
 from optrush.models.experts import Experts
 from optrush.models.shapes import ARCHITECTURES, HF, ModelShape, native_obstacle
+from optrush.models.text_part import MULTIMODAL, text_config
 
 if TYPE_CHECKING:
     from optrush.models.source import Growth
@@ -90,9 +91,13 @@ class Folder:
         if file not in self._open:
             self._open[file] = self._handle_of(file)
         try:
-            return self._open[file].get_slice(name)
+            return self._open[file].get_slice(self.stored_name(name))
         except SafetensorError as error:
             raise NeedsError(f"tensor {name} in {self.folder / file}", str(error), "download it again") from None
+
+    def stored_name(self, name: str) -> str:
+        """Return the name in its file of a tensor of `files`."""
+        return name
 
     def shape(self, name: str) -> Shape:
         return tuple(self._slice(name).get_shape())
@@ -132,7 +137,8 @@ class Folder:
 def refuse_more_layers(stored: Folder | PackedFolder, hf: HF) -> None:
     """Raise NeedsError if config.json has more layers than the files have tensors, before any layer is built."""
     folder = stored if isinstance(stored, Folder) else stored.everything
-    layers = hf.get("num_hidden_layers") or hf.get("n_layer") or 0
+    text = text_config(hf)
+    layers = text.get("num_hidden_layers") or text.get("n_layer") or 0
     if isinstance(layers, int) and layers > len(folder.files):
         numbers = "" if native_obstacle(hf) is not None else f" of {ModelShape.read(hf).parameters:,} parameters in all"
         found = f"{layers:,} layers{numbers} in config.json, where the files have {len(folder.files):,} tensors"
@@ -256,7 +262,7 @@ class WeightMap:
 
     entries: dict[str, WeightEntry]
     source: WeightSource
-    buffers: dict[str, Tensor] = field(default_factory=dict)  # persistent ones, by Hugging Face name: exported as is
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)  # exported as they are, by Hugging Face name
     fillers: dict[str, Initializer] = field(default_factory=dict)  # by canonical name
     stored_names: dict[str, str] = field(default_factory=dict)  # Hugging Face name -> the base's file's, if different
     architecture: str = ""  # transformers' class of the model
@@ -316,7 +322,7 @@ _BLOCK_NAMES = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-_OUTER_NAMES = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+_OUTER_NAMES = {"embedding": "{}embed_tokens", "norm": "{}norm", "head": "lm_head"}
 
 
 # Of experts: the module, the names of gate, up and down in it, and the same where one tensor has all experts.
@@ -327,11 +333,12 @@ _EXPERTS_OF = {
 _STACKED = ("mlp", "experts.gate_up_proj", "experts.down_proj")
 
 
-def native_entries(model: Decoder, stored: Collection[str] = ()) -> dict[str, WeightEntry]:
+def native_entries(model: Decoder, stored: Collection[str] = (), prefix: str = "model.") -> dict[str, WeightEntry]:
     """Return the entry of every parameter of a decoder, in the order of its named_parameters.
 
     Args:
         stored: names of the base's tensors, which show the layout of experts; without a base one tensor has all.
+        prefix: of the names of tensors, except the head's.
     """
     entries: dict[str, WeightEntry] = {}
     for name, parameter in model.named_parameters():
@@ -339,14 +346,14 @@ def native_entries(model: Decoder, stored: Collection[str] = ()) -> dict[str, We
         shape, module = tuple(parameter.shape), model.get_submodule(owner)
         if isinstance(module, Experts):
             entries[name] = _experts_entry(
-                f"model.layers.{owner.split('.')[1]}", kind, shape, model.shape.family, stored
+                f"{prefix}layers.{owner.split('.')[1]}", kind, shape, model.shape.family, stored
             )
             continue
         if owner in _OUTER_NAMES:
-            names = [f"{_OUTER_NAMES[owner]}.{kind}"]
+            names = [f"{_OUTER_NAMES[owner].format(prefix)}.{kind}"]
         else:
             _, number, part = owner.split(".")
-            names = [f"model.layers.{number}.{hf}.{kind}" for hf in _BLOCK_NAMES[part]]
+            names = [f"{prefix}layers.{number}.{hf}.{kind}" for hf in _BLOCK_NAMES[part]]
         rows, groups = [shape[0]], 1
         if isinstance(module, Linear):
             rows, groups = [n for _, n in module.output_splits], module.groups
@@ -403,7 +410,7 @@ def value_files(folder: Path) -> list[Path]:
 
 def random_init(hf: HF, seed: int, constants: Mapping[str, float]) -> RandomInit:
     """Return random weights with the initializer_range of a config.json, by default 0.02."""
-    return RandomInit(seed, float(hf.get("initializer_range") or 0.02), constants)
+    return RandomInit(seed, float(text_config(hf).get("initializer_range") or 0.02), constants)
 
 
 def native_constants(entries: Mapping[str, WeightEntry]) -> dict[str, float]:
@@ -502,8 +509,11 @@ def _config_bytes(hf: HF, dtype: str, architecture: str, base: Path | None) -> b
     # Readers before transformers 4.56 have no `dtype`; where a base has neither key, they take the type of the tensors.
     for key in [key for key in TYPE_KEYS if key in config] or ([] if base is not None else TYPE_KEYS[:1]):
         config[key] = dtype
+    if text_config(config) is not config:  # of the language model, wherever it has one of its own
+        text = config["text_config"]
+        config["text_config"] = {**text, **{key: dtype for key in TYPE_KEYS if key in text}}
     if not config.get("architectures"):
-        config["architectures"] = [architecture or ARCHITECTURES[config["model_type"]]]
+        config["architectures"] = [architecture or {**ARCHITECTURES, **MULTIMODAL}[config["model_type"]]]
     published = b"" if base is None else (base / CONFIG).read_bytes()
     if published and json.loads(published) == config:
         return published

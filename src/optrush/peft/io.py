@@ -9,12 +9,14 @@ Source: the format is PEFT's, https://huggingface.co/docs/peft/developer_guides/
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optrush.errors import NeedsError
 from optrush.files import parse_json
+from optrush.models.text_part import PREFIX as PREFIX_OF_TEXT
 from optrush.peft.ledger import EMBEDDING, HEAD, last
 
 if TYPE_CHECKING:
@@ -62,7 +64,10 @@ def save_adapter(folder: Path, model: Model, recipe: WeightMap, trained: Mapping
     for parameter, module in modules.items():
         if parameter in trained:
             # PEFT selects all modules with this ending: `norm` would be every norm.
-            alone = all(last(m) == last(module) for m in modules.values() if m.endswith(last(module)))
+            # Towers of images have modules of the same names as the language model.
+            alone = not _beside_towers(module) and all(
+                last(m) == last(module) for m in modules.values() if m.endswith(last(module))
+            )
             saved.add(last(module) if alone else module)
             rows = _stored_rows(recipe, parameter)
             found |= {key: trained[parameter][:rows].clone() for key in _whole(model, parameter, module)}
@@ -71,14 +76,25 @@ def save_adapter(folder: Path, model: Model, recipe: WeightMap, trained: Mapping
     config = {
         "base_model_name_or_path": base, "task_type": "CAUSAL_LM", "inference_mode": True, "revision": None,
         "auto_mapping": None, "modules_to_save": sorted(saved) or None,
-        "target_modules": sorted({last(m) for a in theirs.values() for m in a.hf}),
+        "target_modules": _targets(m for a in theirs.values() for m in a.hf),
         **next(iter(theirs.values())).settings(),
     }  # fmt: skip
     if config["peft_type"] == "IA3":
-        scaled = {last(m) for a in theirs.values() for m in a.hf if a.feedforward}
-        config["feedforward_modules"] = sorted(scaled)
+        config["feedforward_modules"] = _targets(m for a in theirs.values() for m in a.hf if a.feedforward)
     save_file({PREFIX + key: t for key, t in found.items()}, folder / TENSORS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _targets(modules: Iterable[str]) -> list[str] | str:
+    """Return what selects these modules in PEFT: their last names, or a pattern where towers have the same names."""
+    named = sorted(modules)
+    ends = sorted({last(m) for m in named})
+    inside = bool(named) and all(map(_beside_towers, named))
+    return rf"{re.escape(PREFIX_OF_TEXT)}.*\.({'|'.join(map(re.escape, ends))})" if inside else ends
+
+
+def _beside_towers(module: str) -> bool:
+    return module.startswith(PREFIX_OF_TEXT)
 
 
 def _stored_rows(recipe: WeightMap, parameter: str) -> int:

@@ -30,6 +30,7 @@ from optrush.models.decoder import frozen_flops
 from optrush.models.experts import LOAD_FIGURES
 from optrush.models.hf import HFModel, load
 from optrush.models.source import Growth, check_positions
+from optrush.models.text_part import text_config
 from optrush.models.weights import refuse_frozen, weights_fingerprint
 from optrush.objectives import FIGURES, check_layout, dpo, loss_of
 from optrush.optim.adamw import AdamW
@@ -187,7 +188,7 @@ def _named(config: Config) -> str:
 def _note_model(trainer: Trainer, growth: Growth | None) -> None:
     """Note what is unusual in the model for these rows."""
     seq = trainer.config.batch.seq
-    if seq > (made := trainer.hf.get("max_position_embeddings") or seq):
+    if seq > (made := text_config(trainer.hf).get("max_position_embeddings") or seq):
         trainer.notes.append(f"rows of {seq} tokens, where the model was made for {made} positions")
     if growth is not None:
         trainer.notes.append(growth.note)
