@@ -98,9 +98,7 @@ def resolve(
     native = config.model.implementation != "transformers" and obstacle is None
     known = ModelShape.read(hf) if obstacle is None else None
     shape = known if native else None
-    if shape is not None:
-        shape.check_window(config.batch.seq)
-    else:  # padding has positions too, and a table of them ends
+    if shape is None:  # padding has positions too, and a table of them ends
         check_positions(text, config.batch.seq, f"`batch.seq: {config.batch.seq}`")
     here = device is None
     device = device or _device(ranks)

@@ -69,6 +69,19 @@ def reference_loss(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, 
     return logits, loss
 
 
+def reference_alone(theirs: Any, batch: Batch) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Logits of each document alone by transformers itself, and the loss of all."""
+    found, loss = [], torch.zeros(())
+    for row, ids in enumerate(batch.documents.ids):
+        for number in ids.unique():
+            at = ((ids == number) & batch.documents.filled[row]).nonzero().flatten()
+            if len(at):
+                logits = theirs(input_ids=batch.tokens[row][at][None], use_cache=False).logits[0]
+                loss = loss + torch.nn.functional.cross_entropy(logits, batch.labels[row][at], reduction="sum")
+                found.append(logits)
+    return found, loss
+
+
 def compare_gradients(ours: torch.nn.Module, recipe: WeightMap, theirs: torch.nn.Module, every: bool = True) -> int:
     """Every gradient of ours, brought into the base's layout, against transformers'; how many tensors were compared."""
     grads = {name: p.grad for name, p in theirs.named_parameters()}

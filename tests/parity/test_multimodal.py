@@ -12,7 +12,6 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from optrush import export
@@ -24,7 +23,7 @@ from optrush.models.weights import export_weights
 from optrush.resolve import resolve
 
 from golden import make_golden
-from parity_models import materialise, packed, save
+from parity_models import materialise, packed, reference_alone, save
 from trials import assembled, golden_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
@@ -113,19 +112,6 @@ def wholes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, An
     return made
 
 
-def oracle(theirs: Any, batch: Any) -> tuple[list[Tensor], Tensor]:
-    """Logits of each document alone by the whole model, and the loss of all."""
-    found, loss = [], torch.zeros(())
-    for row, ids in enumerate(batch.documents.ids):
-        for number in ids.unique():
-            at = ((ids == number) & batch.documents.filled[row]).nonzero().flatten()
-            if len(at):
-                logits = theirs(input_ids=batch.tokens[row][at][None], use_cache=False).logits[0]
-                loss = loss + torch.nn.functional.cross_entropy(logits, batch.labels[row][at], reduction="sum")
-                found.append(logits)
-    return found, loss
-
-
 @pytest.mark.parametrize("flat", [False, True], ids=["", "flat"])
 @pytest.mark.parametrize("case", CASES)
 def test_text_of_a_whole_model(case: str, flat: bool, wholes: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:
@@ -151,7 +137,7 @@ def test_text_of_a_whole_model(case: str, flat: bool, wholes: dict[str, tuple[Pa
     batch = packed(ROWS, 16, 80)
     hidden = ours(batch.tokens, batch.positions, batch.documents)
     logits = ours.head.logits(hidden)
-    want, loss = oracle(theirs, batch)
+    want, loss = reference_alone(theirs, batch)
     found = [part for row, n in zip(logits, ROWS, strict=True) for part in torch.split(row[: sum(n)], n)]
     for a, b in zip(found, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
@@ -182,7 +168,7 @@ def test_qwen_through_transformers(wholes: dict[str, tuple[Path, Any]]) -> None:
     materialise(ours, recipe)
     batch = packed(ROWS, 16, 80)
     logits = ours.head.logits(ours(batch.tokens, batch.positions, batch.documents))
-    torch.testing.assert_close(logits[0, 5:12], oracle(theirs, batch)[0][1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits[0, 5:12], reference_alone(theirs, batch)[0][1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("case", "dtype"), [("gemma3", "float32"), ("mistral3", "float32"), ("mistral3", "bfloat16")])

@@ -77,14 +77,18 @@ def test_both_forms_of_rope(given, want):
 
 
 def test_rope_that_our_decoder_lacks():
-    yarn = {**TINY, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
-    assert "'yarn'" in native_obstacle(yarn)
+    foreign = {**TINY, "rope_scaling": {"rope_type": "proportional"}}
+    assert "'proportional'" in native_obstacle(foreign)
     with pytest.raises(NeedsError, match=r"default, linear, llama3(.|\n)*implementation: transformers"):
-        ModelShape.read(yarn)
+        ModelShape.read(foreign)
     with pytest.raises(NeedsError, match="known here: default, linear, llama3"):
         native_obstacle({**TINY, "rope_scaling": {"rope_type": "yran", "factor": 4.0}})
-    with pytest.raises(ConfigError, match="factor is None"):
-        ModelShape.read({**TINY, "rope_scaling": {"rope_type": "linear"}})
+    for given, found in (
+        ({"rope_type": "linear"}, "factor is None"), ({"rope_type": "dynamic"}, "factor is None"),
+        ({"rope_type": "longrope", "short_factor": [1.0, 2.0]}, "short_factor is"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=found):
+            ModelShape.read({**TINY, "rope_scaling": given})
 
 
 @pytest.mark.parametrize(
@@ -119,13 +123,7 @@ def test_obstacles(given, found):
 )
 def test_windows(given, window):
     shape = ModelShape.read({**TINY, **given})
-    assert shape.window == window
-    if window is None:
-        shape.check_window(10**9)
-        return
-    shape.check_window(window)
-    with pytest.raises(NeedsError, match=f"sliding window of {window}"):
-        shape.check_window(window + 1)
+    assert shape.window == window and bool(shape.window_layers) == (window is not None)
 
 
 @pytest.mark.parametrize(

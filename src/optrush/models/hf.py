@@ -29,6 +29,7 @@ from optrush.errors import NeedsError, UserError, reason
 from optrush.models import weights
 from optrush.models.decoder import Decoder, Head, Linear, call, redo_ties
 from optrush.models.multimodal import OtherTensors, TextFolder
+from optrush.models.rope_angles import document_lengths
 from optrush.models.shapes import (
     ARCHITECTURES,
     HF,
@@ -465,17 +466,10 @@ def _rotate_by_document(rotary: Any) -> None:
         short = original(x, position_ids.clamp(max=most - 1), *more)
         beyond = torch.cat([position_ids, torch.full_like(position_ids[:, :1], most)], 1)
         long = [part[:, :-1] for part in original(x, beyond, *more)]
-        chosen = (_lengths(position_ids) > most)[..., None]
+        chosen = (document_lengths(position_ids) > most)[..., None]
         return tuple(torch.where(chosen, b, a) for a, b in zip(short, long, strict=True))
 
     rotary.forward = forward
-
-
-def _lengths(positions: Tensor) -> Tensor:
-    """Return the length of each token's document, by positions that restart with each document: both (B, T)."""
-    document = (positions == 0).long().cumsum(1)
-    last = positions.new_zeros(positions.shape[0], positions.shape[1] + 1)
-    return last.scatter_reduce(1, document, positions, "amax").gather(1, document) + 1
 
 
 def _logit_scale(config: Any) -> float:

@@ -7,6 +7,7 @@ N experts. The planner needs this module on a machine without torch.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ from optrush.errors import ConfigError, NeedsError, one_line
 from optrush.models.text_part import OTHER_MEDIA, as_text, is_multimodal, nested_obstacle, text_config
 
 HF = Mapping[str, Any]  # a config.json
-ROPE_KINDS = ("default", "linear", "llama3")
-FOREIGN_ROPE_KINDS = ("dynamic", "yarn", "longrope", "proportional")  # computed by transformers only
+ROPE_KINDS = ("default", "linear", "llama3", "dynamic", "yarn", "longrope")
+FOREIGN_ROPE_KINDS = ("proportional",)  # computed by transformers only
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -157,7 +158,7 @@ def _check_types(tree: Mapping[str, Any], file: Path, path: str, depth: int) -> 
 
 @dataclass(frozen=True)
 class RopeShape:
-    """Rotary embedding; the last four fields are for 'llama3' only (`factor` also for 'linear')."""
+    """Rotary embedding; what each kind reads is in models/rope_angles.py."""
 
     kind: str = "default"
     theta: float = 10000.0
@@ -165,6 +166,17 @@ class RopeShape:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max: int = 8192
+    scale: float = 1.0  # of cosines and sines
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+    @property
+    def by_length(self) -> bool:
+        """Whether a document's angles depend on its length."""
+        return self.kind in ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
@@ -202,6 +214,9 @@ class ModelShape:
     norm_eps: float
     rope: RopeShape
     window: int | None  # a sliding window that some layer uses; None: every layer attends to all earlier tokens
+    window_layers: tuple[int, ...] = ()  # that have it
+    sinks: bool = False  # a learnt logit for each head in the sum of every softmax, to no token
+    rotated: int | None = None  # values of a head that are rotated; None: all of them
     whole_qk_norm: bool = False  # one norm over all heads of a token, instead of one over each head
     experts: ExpertsShape | None = None
 
@@ -231,6 +246,7 @@ class ModelShape:
             raise ConfigError(f"a {family} model from config.json", found, do)
         bias = bool(hf.get("attention_bias", False)) and family in ("llama", "qwen3", "olmoe", "qwen3_moe")
         experts = _experts(hf, full)
+        window, window_layers = _window(full)
         ff_width = experts.ff_width if experts and family != "qwen3_moe" else _size(hf, "intermediate_size")
         return cls(
             family=family, layers=_size(hf, "num_hidden_layers"), width=width, heads=heads, kv_heads=int(kv_heads),
@@ -238,9 +254,13 @@ class ModelShape:
             tied=bool(hf.get("tie_word_embeddings", False)), qkv_bias=bias or family == "qwen2", o_bias=bias,
             mlp_bias=bool(hf.get("mlp_bias", False)) and family == "llama",
             qk_norm=family in ("qwen3", "qwen3_moe", "olmoe"),
-            norm_eps=float(full.get("rms_norm_eps", 1e-6)), rope=_rope(full), window=_window(full),
-            whole_qk_norm=family == "olmoe", experts=experts,
+            norm_eps=float(full.get("rms_norm_eps", 1e-6)), rope=_rope(full, int(head_width)), window=window,
+            window_layers=window_layers, whole_qk_norm=family == "olmoe", experts=experts,
         )  # fmt: skip
+
+    @property
+    def rotated_width(self) -> int:
+        return self.head_width if self.rotated is None else self.rotated
 
     @property
     def active_width(self) -> float:
@@ -291,18 +311,6 @@ class ModelShape:
         """
         return 6 * self.matrix_parameters * tokens + 6 * attended * self.heads * self.head_width * self.layers
 
-    def check_window(self, T: int) -> None:
-        """Raise NeedsError if a row of T tokens is longer than a sliding window that a layer uses.
-
-        Our decoder has no window; up to its length a window masks nothing, and our decoder is exact.
-        """
-        if self.window is not None and self.window < T:
-            found = (
-                f"a sliding window of {self.window} tokens in the {self.family} model, which our decoder does not cut"
-            )
-            do = f"use rows of at most {self.window} tokens, or `implementation: transformers`"
-            raise NeedsError(f"rows of {T} tokens", found, do)
-
 
 def _size(hf: HF, key: str) -> int:
     value = hf.get(key)
@@ -320,20 +328,64 @@ def _rope_kind(hf: HF) -> str:
     return str(rope.get("rope_type", rope.get("type", "default")))
 
 
-def _rope(hf: HF) -> RopeShape:
-    """Read both forms: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (earlier versions)."""
+_ROPE_NEEDS = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+
+
+def _rope(hf: HF, width: int) -> RopeShape:
+    """Read both forms: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (earlier versions).
+
+    Args:
+        width: of the part of a head that is rotated.
+    """
     given, kind = _rope_dict(hf), _rope_kind(hf)
     theta = given.get("rope_theta", hf.get("rope_theta"))
     theta = 10000.0 if theta is None else float(theta)
-    needed = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}[kind]
+    needed = _ROPE_NEEDS.get(kind, ())
     for key in needed:
         if not isinstance(given.get(key), int | float):
-            raise ConfigError(f"RoPE type {kind!r}", f"{key} is {given.get(key)!r}", f"give {key} a number")
+            found = f"{key} is {given.get(key)!r} in config.json"
+            raise ConfigError(f"RoPE type {kind!r}", found, f"give {key} a number")
     factors = {key: float(given[key]) for key in needed}
-    if kind != "llama3":
+    if kind in ("default", "linear"):
         return RopeShape(kind, theta, **factors)  # type: ignore[arg-type]
-    original = hf.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
-    return RopeShape(kind, theta, **factors, original_max=int(original or hf["max_position_embeddings"]))
+    positions = hf["max_position_embeddings"]
+    if kind == "dynamic":
+        return RopeShape(kind, theta, **factors, original_max=int(positions))  # type: ignore[arg-type]
+    original = hf.get("original_max_position_embeddings") or given.get("original_max_position_embeddings") or positions
+    if kind == "llama3":
+        return RopeShape(kind, theta, **factors, original_max=int(original))  # type: ignore[arg-type]
+    if kind == "yarn" and "factor" not in given:
+        raise ConfigError("RoPE type 'yarn'", "no factor in config.json", "give factor a number")
+    factor = float(given.get("factor") or positions / original)
+    scale = given.get("attention_factor")
+    if kind == "yarn":
+        scale = _yarn_scale(given, factor) if scale is None else float(scale)
+        fast, slow = float(given.get("beta_fast") or 32), float(given.get("beta_slow") or 1)
+        more = {"scale": scale, "beta_fast": fast, "beta_slow": slow, "truncate": bool(given.get("truncate", True))}
+        return RopeShape(kind, theta, factor, original_max=int(original), **more)  # type: ignore[arg-type]
+    if scale is None:
+        scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    both = {}
+    for key in ("short_factor", "long_factor"):
+        if not isinstance(given.get(key), list) or len(given[key]) != width // 2:
+            found = f"{key} is {one_line(repr(given.get(key)), 60)} in config.json"
+            raise ConfigError(f"RoPE type {kind!r}", found, f"give {key} {width // 2} numbers")
+        both[key] = tuple(map(float, given[key]))
+    return RopeShape(kind, theta, factor, original_max=int(original), scale=float(scale), **both)  # type: ignore[arg-type]
+
+
+def _yarn_scale(given: HF, factor: float) -> float:
+    """Return the factor of cosines and sines: 0.1 ln(factor) + 1, or the ratio of two such ones (DeepSeek's)."""
+
+    def scale(by: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
+
+    one, other = given.get("mscale"), given.get("mscale_all_dim")
+    return scale(one) / scale(other) if one and other else scale(1.0)
 
 
 def _experts(hf: HF, full: HF) -> ExpertsShape | None:
@@ -355,20 +407,23 @@ def _experts(hf: HF, full: HF) -> ExpertsShape | None:
     )  # fmt: skip
 
 
-def _window(full: HF) -> int | None:
-    family, window = full["model_type"], full.get("sliding_window")
-    if family == "llama" or window is None:
-        return None
+def _window(full: HF) -> tuple[int | None, tuple[int, ...]]:
+    """Return the sliding window, and the layers that have it."""
+    family, window, layers = full["model_type"], full.get("sliding_window"), range(full["num_hidden_layers"])
+    if family in ("llama", "olmoe") or window is None:
+        return None, ()
     if family in ("mistral", "mixtral"):
-        return int(window)
-    if family == "qwen3_moe":
-        return int(window) if full.get("use_sliding_window", False) else None
+        return int(window), tuple(layers)
+    if not full.get("use_sliding_window", False):
+        return None, ()
     kinds = full.get("layer_types")
-    if kinds is None:
-        slides = int(full["max_window_layers"]) < int(full["num_hidden_layers"])
+    if family == "qwen3_moe":
+        slides = tuple(layers)
+    elif kinds is None:
+        slides = tuple(layers[int(full["max_window_layers"]) :])
     else:
-        slides = "sliding_attention" in kinds
-    return int(window) if full.get("use_sliding_window", False) and slides else None
+        slides = tuple(i for i, kind in zip(layers, kinds, strict=False) if kind == "sliding_attention")
+    return (int(window), slides) if slides else (None, ())
 
 
 def native_obstacle(hf: HF) -> str | None:

@@ -71,6 +71,8 @@ class FusedKernels(Technique):
             normed = env.shape is not None and env.shape.qk_norm
             asked = "`fused-kernels:rope=true` rotates queries and keys as the product makes them"
             yield Requirement(not normed, asked, "the model norms each of them first", "take rope=false")
+            part = env.shape is not None and env.shape.rotated is not None
+            yield Requirement(not part, asked, "the model rotates a part of each head", "take rope=false")
         if self.mlp == "quack":
             yield env.needs_dense("`fused-kernels:mlp=quack` (mlp=triton takes experts)")
             asked, do = "fused-kernels:mlp=quack", "take mlp=triton"
