@@ -28,6 +28,7 @@ ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # keys of their number
 # Defaults of keys that config.json leaves out (transformers' configuration classes, versions 5.17 to 5.23).
@@ -52,8 +53,18 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4, "head_dim": None, "max_position_embeddings": 32768, "sliding_window": 4096,
         "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "router_aux_loss_coef": 0.001,
     },
+    "gpt_oss": {
+        "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0, "sliding_window": 128, "num_local_experts": 128, "num_experts_per_tok": 4,
+        "norm_topk_prob": True, "router_aux_loss_coef": 0.001, "attention_bias": True, "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0, "rope_parameters": {
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
 }  # fmt: skip
 
+_BIASED = ("llama", "qwen3", "olmoe", "qwen3_moe", "gpt_oss")  # that read attention_bias
 MIXTURES = tuple(family for family, full in _DEFAULTS.items() if "num_experts_per_tok" in full)
 
 # --- the types of values in config.json, by key: one table for every model class and every verb
@@ -98,7 +109,7 @@ _TYPES: dict[tuple[str, Check], tuple[str, ...]] = {
         "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_eps", "initializer_range",
         "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop",
         "attn_pdrop", "logit_scale", "logits_scaling", "final_logit_softcapping", "attn_logit_softcapping",
-        "router_aux_loss_coef", "router_jitter_noise", "clip_qkv",
+        "router_aux_loss_coef", "router_jitter_noise", "clip_qkv", "swiglu_alpha", "swiglu_limit",
     ),
     ("a positive number", lambda value: _number(value) and value > 0): ("rope_theta", "partial_rotary_factor"),
     ("true or false", lambda value: isinstance(value, bool)): (
@@ -192,6 +203,8 @@ class ExpertsShape:
     ff_width: int  # F of one expert
     normalised: bool  # the weights of a token's experts sum to 1
     balance: float  # factor of the load-balancing loss; 0: the model is trained without
+    biases: bool = False  # of the router and of both matrices of an expert
+    clamp: tuple[float, float] | None = None  # gain and limit of a clamped activation; None: silu(gate) * up
 
 
 @dataclass(frozen=True)
@@ -244,7 +257,7 @@ class ModelShape:
             found += f"head_dim {full['head_dim']}"
             do = "heads must be a multiple of key/value heads, head_dim even, and hidden_size a multiple of heads"
             raise ConfigError(f"a {family} model from config.json", found, do)
-        bias = bool(hf.get("attention_bias", False)) and family in ("llama", "qwen3", "olmoe", "qwen3_moe")
+        bias = bool(full.get("attention_bias", False)) and family in _BIASED
         experts = _experts(hf, full)
         window, window_layers = _window(full)
         ff_width = experts.ff_width if experts and family != "qwen3_moe" else _size(hf, "intermediate_size")
@@ -255,7 +268,7 @@ class ModelShape:
             mlp_bias=bool(hf.get("mlp_bias", False)) and family == "llama",
             qk_norm=family in ("qwen3", "qwen3_moe", "olmoe"),
             norm_eps=float(full.get("rms_norm_eps", 1e-6)), rope=_rope(full, int(head_width)), window=window,
-            window_layers=window_layers, whole_qk_norm=family == "olmoe", experts=experts,
+            window_layers=window_layers, sinks=family == "gpt_oss", whole_qk_norm=family == "olmoe", experts=experts,
         )  # fmt: skip
 
     @property
@@ -298,9 +311,12 @@ class ModelShape:
         D, E, F = self.width, self.head_width, self.ff_width
         q, kv = self.heads * E, self.kv_heads * E
         small = 2 * D + (0 if not self.qk_norm else q + kv if self.whole_qk_norm else 2 * E)
+        small += self.heads if self.sinks else 0
         small += (q + 2 * kv if self.qkv_bias else 0) + (D if self.o_bias else 0) + (2 * F + D if self.mlp_bias else 0)
         outer = self.vocab * D * (1 if self.tied else 2)
-        return self.block_matrices + self.layers * small + D + outer
+        e = self.experts
+        biases = len(e.layers) * e.count * (1 + 2 * e.ff_width + D) if e is not None and e.biases else 0
+        return self.block_matrices + self.layers * small + biases + D + outer
 
     def flops(self, tokens: int, attended: int) -> int:
         """Return the FLOPs of a step's forward and backward pass: 6 N_mm a token, and causal attention.
@@ -404,6 +420,8 @@ def _experts(hf: HF, full: HF) -> ExpertsShape | None:
         layers=tuple(i for i in layers if i not in dense and (i + 1) % step == 0), count=count, active=active,
         ff_width=_size(full, width), normalised=bool(full.get("norm_topk_prob", False)),
         balance=float(full["router_aux_loss_coef"]) if full.get("output_router_logits") else 0.0,
+        biases=full["model_type"] == "gpt_oss",
+        clamp=(float(full["swiglu_alpha"]), float(full["swiglu_limit"])) if "swiglu_limit" in full else None,
     )  # fmt: skip
 
 
@@ -414,9 +432,11 @@ def _window(full: HF) -> tuple[int | None, tuple[int, ...]]:
         return None, ()
     if family in ("mistral", "mixtral"):
         return int(window), tuple(layers)
-    if not full.get("use_sliding_window", False):
-        return None, ()
     kinds = full.get("layer_types")
+    if family == "gpt_oss":
+        kinds = kinds or ["full_attention" if i % 2 else "sliding_attention" for i in layers]
+    elif not full.get("use_sliding_window", False):
+        return None, ()
     if family == "qwen3_moe":
         slides = tuple(layers)
     elif kinds is None:

@@ -224,10 +224,12 @@ class ExpertsEntry(WeightEntry):
     """
 
     stacked: bool = False
+    transposed: bool = False  # a stacked tensor is (N, width, rows)
 
     def hf_shapes(self) -> Iterator[tuple[str, Shape]]:
         if self.stacked:
-            yield self.pieces[0][0], self.shape
+            N, rows, width = self.shape
+            yield self.pieces[0][0], ((N, width, rows) if self.transposed else self.shape)
             return
         for number in range(self.shape[0]):
             yield from self._matrix(number).hf_shapes()
@@ -240,14 +242,17 @@ class ExpertsEntry(WeightEntry):
         if not self.stacked:
             rows = self.shape[1]
             return torch.stack([self._matrix(n).rows(source, 0, rows, device) for n in range(first, last)])
-        values = source.rows(self.pieces[0][0], first, last, self.shape, device)
+        ((name, shape),) = self.hf_shapes()
+        values = source.rows(name, first, last, shape, device)
+        values = values.transpose(1, 2) if self.transposed else values
         return values.reshape(last - first, -1, self.groups, self.shape[2]).transpose(1, 2).flatten(1, 2)
 
     def split(self, full: Tensor) -> Iterator[tuple[str, Tensor]]:
         N, rows, width = self.shape
         if self.stacked:
             apart = full.reshape(N, self.groups, -1, width).transpose(1, 2)
-            yield self.pieces[0][0], apart.reshape(N, rows, width)
+            whole = apart.reshape(N, rows, width)
+            yield self.pieces[0][0], whole.transpose(1, 2).contiguous() if self.transposed else whole
             return
         for number in range(N):
             yield from self._matrix(number).split(full[number])
@@ -318,6 +323,7 @@ _BLOCK_NAMES = {
     "q_norm": ("self_attn.q_norm",),
     "k_norm": ("self_attn.k_norm",),
     "o": ("self_attn.o_proj",),
+    "sinks": ("self_attn",),  # whose own parameter it is
     "norm2": ("post_attention_layernorm",),
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
@@ -329,6 +335,14 @@ _OUTER_NAMES = {"embedding": "{}embed_tokens", "norm": "{}norm", "head": "lm_hea
 _EXPERTS = ("mlp", "experts.{}.gate_proj.weight", "experts.{}.up_proj.weight", "experts.{}.down_proj.weight")
 _EXPERTS_OF = {
     "mixtral": ("block_sparse_moe", "experts.{}.w1.weight", "experts.{}.w3.weight", "experts.{}.w2.weight"),
+}  # fmt: skip
+# Of the others, what a family calls a layer's parameters.
+_LAYER_NAMES = {
+    "gpt_oss": {
+        "router": "mlp.router.weight", "router_bias": "mlp.router.bias", "gate_up": "mlp.experts.gate_up_proj",
+        "gate_up_bias": "mlp.experts.gate_up_proj_bias", "down": "mlp.experts.down_proj",
+        "down_bias": "mlp.experts.down_proj_bias",
+    }
 }  # fmt: skip
 _STACKED = ("mlp", "experts.gate_up_proj", "experts.down_proj")
 
@@ -352,7 +366,8 @@ def native_entries(model: Decoder, stored: Collection[str] = (), prefix: str = "
         if owner in _OUTER_NAMES:
             names = [f"{_OUTER_NAMES[owner].format(prefix)}.{kind}"]
         else:
-            _, number, part = owner.split(".")
+            _, number, *inside = owner.split(".")
+            part = inside[0] if inside else "sinks"
             names = [f"{prefix}layers.{number}.{hf}.{kind}" for hf in _BLOCK_NAMES[part]]
         rows, groups = [shape[0]], 1
         if isinstance(module, Linear):
@@ -363,6 +378,11 @@ def native_entries(model: Decoder, stored: Collection[str] = (), prefix: str = "
 
 def _experts_entry(layer: str, kind: str, shape: Shape, family: str, stored: Collection[str]) -> WeightEntry:
     """Return the entry of one of the parameters of a layer's experts."""
+    if family in _LAYER_NAMES:
+        name = f"{layer}.{_LAYER_NAMES[family][kind]}"
+        if kind in ("gate_up", "down"):  # rows of gate and up in turn, as here
+            return ExpertsEntry(shape, ((name, shape[1]),), 1, True, True)
+        return WeightEntry(shape, ((name, shape[0]),))
     module, gate_up, down = _STACKED
     stacked = not stored or f"{layer}.{module}.{gate_up}" in stored
     if not stacked:
@@ -416,7 +436,7 @@ def random_init(hf: HF, seed: int, constants: Mapping[str, float]) -> RandomInit
 def native_constants(entries: Mapping[str, WeightEntry]) -> dict[str, float]:
     """Return the initial values of a decoder's biases and norms."""
     names = [name for entry in entries.values() for name, _ in entry.pieces]
-    biases = {name: 0.0 for name in names if name.endswith(".bias")}
+    biases = {name: 0.0 for name in names if name.endswith("bias")}
     return biases | {name: 1.0 for name in names if name.endswith("norm.weight")}
 
 

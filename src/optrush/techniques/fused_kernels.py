@@ -67,6 +67,10 @@ class FusedKernels(Technique):
         do = "take mlp=triton, norm=true or rope=true, or leave it out"
         chosen = self.mlp != "none" or self.norm or self.rope
         yield Requirement(chosen, "`fused-kernels:mlp=none`", "no norm and no rope: nothing is left to fuse", do)
+        if self.mlp != "none":
+            clamped = env.shape is not None and env.shape.experts is not None and env.shape.experts.clamp is not None
+            asked = f"`fused-kernels:mlp={self.mlp}` computes silu(gate) * up"
+            yield Requirement(not clamped, asked, "a clamped activation in the model's experts", "take mlp=none")
         if self.rope:
             normed = env.shape is not None and env.shape.qk_norm
             asked = "`fused-kernels:rope=true` rotates queries and keys as the product makes them"

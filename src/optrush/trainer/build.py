@@ -251,7 +251,8 @@ def materialise(trainer: Trainer) -> None:
             trainer.weight_map.fill(name, distributed.local(p.detach()), distributed.offset(p))
     trainer.weight_map.release()
     learned = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    trainer.trained = [TrainedParam(name, p, decays=p.dim() > 1) for name, p in learned]
+    matrices = {name for name, p in learned if p.dim() > 1 and not name.endswith("bias")}  # those of experts have rows
+    trainer.trained = [TrainedParam(name, p, decays=name in matrices) for name, p in learned]
     model.frozen_flops = frozen_flops(model)
 
 
