@@ -29,6 +29,7 @@ from optrush.data.chat_template import Tokens, turn_ends
 from optrush.data.schema import Document
 from optrush.errors import ConfigError, DataError, RunError, UserError
 from optrush.models import gguf
+from optrush.models.experts import Experts
 from optrush.models.hf import load_plain
 from optrush.models.source import GENERATION, read_generation
 from optrush.models.text_part import text_config
@@ -175,8 +176,19 @@ def published_tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
             yield f"{name}.weight", weight.detach().to(to, kept.dtype)
             if bias is not None:
                 yield f"{name}.bias", bias.detach().to(to, kept.dtype)
+    merged = set[str]()
+    for owner, experts in model.named_modules():
+        if not isinstance(experts, Experts) or experts.adapter is None:
+            continue
+        merged |= {f"{owner}.adapter.{own}" for own, _ in experts.adapter.named_parameters()}
+        with _gathered(model, owner):
+            for kind in experts.adapter.kinds:
+                whole = gathered(experts.get_parameter(kind).detach()).float()
+                to = torch.device("cpu") if first else whole.device
+                merged.add(f"{owner}.{kind}")
+                yield f"{owner}.{kind}", experts.adapter.merge(kind, whole).to(to, kept.dtype)
     for name, p in model.named_parameters():
-        if any(name.startswith(f"{owner}.") for owner in changed):
+        if name in merged or any(name.startswith(f"{owner}.") for owner in changed):
             continue
         values = gathered(p.detach())
         yield name, values.cpu() if first else values
@@ -565,9 +577,8 @@ def _kept(trainer: Trainer) -> torch.dtype:
 def _verify(found: RebuiltModel, fresh: Path, written: Mapping[str, str], kind: torch.dtype) -> Compared:
     demand_bytes(fresh, written)
     trainer, d = found.trainer, found.config.data
-    exact = kind == _kept(trainer) and all(
-        m.adapter is None and m.quantized is None for _, m in trainer.model.linears()
-    )
+    exact = kind == _kept(trainer) and not io.adapters(trainer.model)
+    exact = exact and all(m.quantized is None for _, m in trainer.model.linears())
     paths = [d.eval] if isinstance(d.eval, str) else [origin.path for origin in d.origins]
     texts, said = comparison_texts(trainer, paths, d.sample)
     ours = trained(trainer, texts)

@@ -283,6 +283,8 @@ def frozen_flops(model: Any) -> int:
         active = experts.shape.active / experts.shape.count
         for weight, share in ((experts.router, 1.0), (experts.gate_up, active), (experts.down, active)):
             flop += 0 if weight.requires_grad else round(2 * weight.numel() * share)
+        if experts.adapter is not None:
+            flop -= round(6 * active * sum(p.numel() for p in experts.adapter.parameters()))
     for _, linear in model.linears():
         if linear.quantized is not None or not linear.weight.requires_grad:
             flop += 2 * linear.in_features * linear.out_features

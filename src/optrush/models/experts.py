@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,9 @@ from torch import Tensor, nn
 
 from optrush.kernels import compute_dtype, widen
 from optrush.models.shapes import ModelShape
+
+if TYPE_CHECKING:
+    from optrush.peft.experts import ExpertsLora
 
 TILE = 16  # rows; with fewer, a library may take another kernel for a product, which rounds differently
 
@@ -190,6 +193,7 @@ class Experts(nn.Module):
     Rows of gate and up alternate, as in the dense part. Slots: `activation`, pairs (rows, 2 F) -> (rows, F).
     """
 
+    adapter: ExpertsLora | None
     router_bias: nn.Parameter | None  # (N,)
     gate_up_bias: nn.Parameter | None  # (N, 2 F)
     down_bias: nn.Parameter | None  # (N, D)
@@ -205,6 +209,7 @@ class Experts(nn.Module):
         for name, rows in (("router", ()), ("gate_up", (2 * e.ff_width,)), ("down", (shape.width,))):
             bias = nn.Parameter(torch.empty((e.count, *rows), **at)) if e.biases else None
             self.register_parameter(f"{name}_bias", bias)
+        self.adapter = None
         clamped = None if e.clamp is None else partial(gate_clamped_pairs, *e.clamp)
         self.activation: Callable[[Tensor], Tensor] = clamped or gate_pairs
 
@@ -222,16 +227,21 @@ class Experts(nn.Module):
             numbers = torch.arange(e.count, device=order.device)
             ends = torch.searchsorted(ordered, numbers, right=True).int()
             rows: Tensor = _Scatter.apply(x.to(dtype), order, inverse, e.active)  # type: ignore[no-untyped-call]
-            pairs = grouped_matmul(rows, self.gate_up.to(dtype).mT, ends)
+            pairs = self._product("gate_up", rows, ends)
             pairs = pairs if self.gate_up_bias is None else pairs + _rows(self.gate_up_bias, ordered, dtype)
             weight = weights.flatten()[order][:, None]
             product = (self.activation(pairs) * weight).to(dtype)
-            y = grouped_matmul(product, self.down.to(dtype).mT, ends)
+            y = self._product("down", product, ends)
             y = y if self.down_bias is None else (y + weight * _rows(self.down_bias, ordered, dtype)).to(dtype)
             out: Tensor = _Gather.apply(y, order, inverse, e.active)  # type: ignore[no-untyped-call]
             # A part of the graph that no backward pass goes through would keep what recomputation made for it.
             probabilities = probabilities if e.balance else probabilities.detach()
             return out.view(h.shape), _load(chosen, probabilities, filled)
+
+    def _product(self, kind: str, x: Tensor, ends: Tensor) -> Tensor:
+        """Multiply groups of rows x (rows, width) by the matrices of that name, with their adapters."""
+        y: Tensor = grouped_matmul(x, self.get_parameter(kind).to(x.dtype).mT, ends)
+        return y if self.adapter is None else self.adapter.added(kind, y, x, ends)
 
 
 def _rows(bias: Tensor, numbers: Tensor, dtype: torch.dtype) -> Tensor:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from optrush.models.weights import WeightMap
     from optrush.peft.adapter import LinearAdapter, Model
+    from optrush.peft.experts import ExpertsLora
 
 CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
@@ -31,7 +32,7 @@ PREFIX = "base_model.model."
 SILENT = frozenset({
     "auto_mapping", "base_model_name_or_path", "feedforward_modules", "inference_mode", "layers_pattern",
     "lora_dropout", "megatron_core", "modules_to_save", "peft_version", "qalora_group_size", "revision",
-    "target_modules", "task_type",
+    "target_modules", "target_parameters", "task_type",
 })  # fmt: skip
 # Accepted values of other fields, besides null, false and empty. Other initializations, as PiSSA, change the base.
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
@@ -39,9 +40,15 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def adapters(model: Model) -> dict[str, LinearAdapter]:
-    """Return the adapters of a model by the canonical names of their linears."""
-    return {name: linear.adapter for name, linear in model.linears() if linear.adapter is not None}
+def adapters(model: Model) -> dict[str, LinearAdapter | ExpertsLora]:
+    """Return the adapters of a model by the canonical names of their linears, or of a layer's experts."""
+    from optrush.models.experts import Experts
+
+    found: dict[str, LinearAdapter | ExpertsLora] = {
+        name: linear.adapter for name, linear in model.linears() if linear.adapter is not None
+    }
+    experts = ((name, module) for name, module in model.named_modules() if isinstance(module, Experts))
+    return found | {name: module.adapter for name, module in experts if module.adapter is not None}
 
 
 def save_adapter(folder: Path, model: Model, recipe: WeightMap, trained: Mapping[str, Tensor], base: str) -> None:
@@ -79,6 +86,8 @@ def save_adapter(folder: Path, model: Model, recipe: WeightMap, trained: Mapping
         "target_modules": _targets(m for a in theirs.values() for m in a.hf),
         **next(iter(theirs.values())).settings(),
     }  # fmt: skip
+    if parameters := {p for a in theirs.values() for p in getattr(a, "parameters_of", ())}:
+        config["target_parameters"] = sorted(parameters)
     if config["peft_type"] == "IA3":
         config["feedforward_modules"] = _targets(m for a in theirs.values() for m in a.hf if a.feedforward)
     save_file({PREFIX + key: t for key, t in found.items()}, folder / TENSORS, metadata={"format": "pt"})

@@ -109,6 +109,15 @@ class Settings:
     def scaling(self) -> float:
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of PEFT's adapter_config.json."""
+        alpha = int(self.alpha) if self.alpha == int(self.alpha) else self.alpha  # as PEFT writes it
+        return {
+            "peft_type": "LORA", "r": self.rank, "lora_alpha": alpha, "lora_dropout": self.dropout,
+            "use_rslora": self.rslora, "use_dora": self.dora, "bias": "none", "fan_in_fan_out": False,
+            "init_lora_weights": True, "rank_pattern": {}, "alpha_pattern": {},
+        }  # fmt: skip
+
 
 class Lora(LinearAdapter):
     """Legend: r rank, n chosen pieces, D the linear's width."""
@@ -220,12 +229,7 @@ class Lora(LinearAdapter):
         return found | ({"magnitude": self.together(of("lora_magnitude_vector"))} if self.s.dora else {})
 
     def settings(self) -> dict[str, Any]:
-        alpha = int(self.s.alpha) if self.s.alpha == int(self.s.alpha) else self.s.alpha  # as PEFT writes it
-        return {
-            "peft_type": "LORA", "r": self.s.rank, "lora_alpha": alpha, "lora_dropout": self.s.dropout,
-            "use_rslora": self.s.rslora, "use_dora": self.s.dora, "bias": "none", "fan_in_fan_out": False,
-            "init_lora_weights": True, "rank_pattern": {}, "alpha_pattern": {},
-        }  # fmt: skip
+        return self.s.fields()
 
     def fillers(self, name: str, linear: Linear, recipe: WeightMap, seed: int) -> Iterator[tuple[str, Initializer]]:
         """Yield the initial values of the parameters; name: the linear's."""
