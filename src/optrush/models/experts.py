@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optrush.kernels import compute_dtype, widen
-from optrush.models.shapes import ModelShape
+from optrush.models.shapes import LOAD_FIGURES, ModelShape
 
 if TYPE_CHECKING:
     from optrush.peft.experts import ExpertsLora
@@ -269,9 +269,6 @@ def balance_loss(load: Tensor, active: int) -> Tensor:
     counts, probabilities = load.sum(0).unbind()
     tokens = (counts.sum() / active).clamp_min(1.0)  # of all layers
     return load.shape[2] * (counts * probabilities).sum() / tokens.square()
-
-
-LOAD_FIGURES = ("expert_busiest", "expert_entropy")  # names of metrics.jsonl
 
 
 def load_figures(load: Tensor) -> dict[str, Tensor]:

@@ -30,6 +30,7 @@ ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
 }
+LOAD_FIGURES = ("expert_busiest", "expert_entropy")  # of a model with experts, in metrics.jsonl
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # keys of their number
 # Defaults of keys that config.json leaves out (transformers' configuration classes, versions 5.17 to 5.23).
 _QWEN = {

@@ -27,8 +27,8 @@ from optrush.data.chat_template import Tokens, open_tokens
 from optrush.data.dataset import Sources, read_sources
 from optrush.errors import ConfigError, NeedsError, NoEffectError, UserError
 from optrush.models.decoder import frozen_flops
-from optrush.models.experts import LOAD_FIGURES
 from optrush.models.hf import HFModel, load
+from optrush.models.shapes import LOAD_FIGURES
 from optrush.models.source import Growth, check_positions
 from optrush.models.text_part import text_config
 from optrush.models.weights import refuse_frozen, weights_fingerprint
