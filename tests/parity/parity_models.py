@@ -47,6 +47,11 @@ EXPERTS = {
         **SIZES, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
         "norm_topk_prob": True, "mlp_only_layers": [1],
     },
+    "glm4_moe": {
+        **SIZES, "model_type": "glm4_moe", "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16,
+        "n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.7, "n_shared_experts": 2, "first_k_dense_replace": 1,
+        "attention_bias": True, "use_qk_norm": True,
+    },
     "gpt_oss": {
         **SIZES, "model_type": "gpt_oss", "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 4,
         "swiglu_limit": 0.4, "rope_parameters": {
@@ -69,6 +74,9 @@ def reference(sizes: dict, *, seed: int = 0) -> torch.nn.Module:
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(noise * 0.3 if parameter.ndim > 1 else parameter + noise * 0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
     return model
 
 
@@ -99,6 +107,8 @@ def compare_gradients(ours: torch.nn.Module, recipe: WeightMap, theirs: torch.nn
         grads = revert_weight_conversion(theirs, grads)  # one tensor of all experts to a tensor of each
     seen = set()
     for name, parameter in ours.named_parameters():
+        if not parameter.requires_grad:
+            continue
         for hf_name, part in recipe.split(name, parameter.grad):
             want = grads[hf_name]
             torch.testing.assert_close(part, want, rtol=1e-4, atol=1e-4 * want.abs().max().item(), msg=hf_name)

@@ -1,4 +1,5 @@
-"""One decoder for the Llama-shaped families: llama, mistral, qwen2, qwen3, and with experts mixtral, olmoe, qwen3_moe.
+"""One decoder for the Llama-shaped families: llama, mistral, qwen2, qwen3; with experts mixtral, olmoe, qwen3_moe,
+gpt_oss, glm4_moe.
 
 Legend, used everywhere: B rows, T tokens a row, D width, F feed-forward width, H heads, K key/value heads, E head
 width, V vocabulary, L layers.
@@ -118,7 +119,7 @@ class WholeNorm(RMSNorm):
 class Block(nn.Module):
     """One layer: attention and a gated feed-forward, each behind a norm and added to the residual.
 
-    A layer with experts has `experts` in place of `gate_up` and `down`.
+    A layer with experts has `experts` in place of `gate_up` and `down`, or beside them: those are its shared experts.
     """
 
     def __init__(self, shape: ModelShape, layer: int, *, device: torch.device, dtype: torch.dtype) -> None:
@@ -140,9 +141,11 @@ class Block(nn.Module):
         self.experts = None
         if s.experts is not None and layer in s.experts.layers:
             self.experts = Experts(s, **at)
-        else:
+            F_ = s.experts.shared_width
+        if F_:
             self.gate_up = Linear(D, (("gate", 1), ("up", 1)), groups=F_, bias=s.mlp_bias, **at)
             self.down = Linear(F_, (("down", D),), bias=s.mlp_bias, **at)
+        self.shared = self.experts is not None and F_ > 0  # a dense part besides the experts
         self.head_width = E
         self.group = s.heads // s.kv_heads  # query heads of one key/value head
         self.split_and_rope: rope.SplitAndRotate = rope.split_and_rotate
@@ -158,7 +161,8 @@ class Block(nn.Module):
         x, h = self.norm2.add_and_norm(x, self.o(attended.flatten(2)))
         if self.experts is not None:
             y, load = self.experts(h, documents.filled)
-            return x + y, load
+            x = x + y if not self.shared else self.mlp(x + y, h, self.gate_up, self.down)
+            return x, load
         return self.mlp(x, h, self.gate_up, self.down)
 
     def _masks(self, documents: Documents) -> dict[str, Any]:

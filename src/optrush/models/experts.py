@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optrush.kernels import compute_dtype, widen
-from optrush.models.shapes import LOAD_FIGURES, ModelShape
+from optrush.models.shapes import LOAD_FIGURES, ExpertsShape, ModelShape
 
 if TYPE_CHECKING:
     from optrush.peft.experts import ExpertsLora
@@ -119,6 +119,26 @@ def route(logits: Tensor, active: int, normalised: bool) -> tuple[Tensor, Tensor
     if normalised:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights, chosen, probabilities
+
+
+def route_by_sigmoid(logits: Tensor, correction: Tensor, e: ExpertsShape) -> tuple[Tensor, Tensor, Tensor]:
+    """Return as `route`, where scores are sigmoids and a bias for each expert corrects the choice, not the weights.
+
+    Source: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2; experts of the groups with the highest two scores in sum.
+    The probabilities are the scores as parts of their sum.
+    """
+    scores = logits.sigmoid()
+    choice = scores.detach() + correction
+    if e.groups > 1:
+        grouped = choice.view(len(choice), e.groups, -1)
+        best = grouped.topk(2, dim=-1)[0].sum(-1).topk(e.active_groups, dim=-1)[1]
+        kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, True)
+        choice = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(1)
+    chosen = torch.topk(choice, e.active, dim=-1)[1]
+    weights = scores.gather(1, chosen)
+    if e.normalised:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * e.scale, chosen, scores / scores.sum(-1, keepdim=True)
 
 
 class _Scatter(torch.autograd.Function):
@@ -209,6 +229,9 @@ class Experts(nn.Module):
         for name, rows in (("router", ()), ("gate_up", (2 * e.ff_width,)), ("down", (shape.width,))):
             bias = nn.Parameter(torch.empty((e.count, *rows), **at)) if e.biases else None
             self.register_parameter(f"{name}_bias", bias)
+        # Not trained by gradients, and float32 whatever the weights are.
+        fixed = torch.empty(e.count, device=device, dtype=torch.float32) if e.sigmoid else None
+        self.correction = None if fixed is None else nn.Parameter(fixed, requires_grad=False)
         self.adapter = None
         clamped = None if e.clamp is None else partial(gate_clamped_pairs, *e.clamp)
         self.activation: Callable[[Tensor], Tensor] = clamped or gate_pairs
@@ -220,7 +243,10 @@ class Experts(nn.Module):
         with torch.autocast(h.device.type, enabled=False):
             router_bias = None if self.router_bias is None else widen(self.router_bias)
             logits = F.linear(widen(x), widen(self.router), router_bias)
-            weights, chosen, probabilities = route(logits, e.active, e.normalised)
+            if self.correction is not None:
+                weights, chosen, probabilities = route_by_sigmoid(logits, self.correction, e)
+            else:
+                weights, chosen, probabilities = route(logits, e.active, e.normalised)
             flat = chosen.flatten()
             ordered, order = torch.sort(flat, stable=True)
             inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))

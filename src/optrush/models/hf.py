@@ -257,7 +257,7 @@ def adapt(
     buffers: Mapping[str, Tensor] = {name: hf_model.state_dict()[name].clone() for name in mine}
     stored = {} if folder is None else _stored_names(folder, hf_model, buffers)
     if folder is not None and is_multimodal(hf):
-        buffers = ChainMap({**buffers}, OtherTensors(folder))  # type: ignore[arg-type]  # which is only read
+        buffers = ChainMap({**buffers}, OtherTensors(folder, TextFolder(folder).others))  # type: ignore[arg-type]  # which is only read
     held = {entries[name].pieces[0][0]: value for name, value in adapter.to_meta().items()}
     recipe = WeightMap(
         entries,
@@ -634,13 +634,13 @@ def _native(
     needed = {name: shape for entry in entries.values() for name, shape in entry.hf_shapes()}
     if growth is not None:
         needed |= {name: (growth.rows, *needed[name][1:]) for name in weights.vocabulary_names(model, entries)}
+    others = stored.others if isinstance(stored, TextFolder) else weights.leave_later_layers(stored, model.shape)
     tied = {"lm_head.weight": f"{prefix}embed_tokens.weight"} if model.shape.tied else {}
     stored.check(needed, tied)
     source = weights.widened(stored, model, entries, growth)
-    if isinstance(stored, TextFolder):
-        others = OtherTensors(stored.folder)
-        return model, WeightMap(entries, source, others, stored_names=stored.stored_names, growth=growth)
-    return model, WeightMap(entries, source, growth=growth)
+    named = stored.stored_names if isinstance(stored, TextFolder) else {}
+    kept = OtherTensors(folder, others) if folder is not None and others else {}
+    return model, WeightMap(entries, source, kept, stored_names=named, growth=growth)
 
 
 def load_plain(folder: Path, dtype: torch.dtype | None, device: torch.device) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,11 @@ class TextFolder(Folder):
 
 
 class OtherTensors(Mapping[str, Tensor]):
-    """The tensors of a folder that no part of the language model has, by name; read when they are asked for."""
+    """Tensors of a folder that a run does not read, by name; read when they are exported."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, names: Iterable[str]) -> None:
         self.folder = folder
-        self.names = sorted(TextFolder(folder).others)
+        self.names = sorted(names)
 
     def __getitem__(self, name: str) -> Tensor:
         stored: Any = Folder(self.folder)._slice(name)

@@ -29,6 +29,7 @@ ARCHITECTURES = {
     "olmoe": "OlmoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
 }
 LOAD_FIGURES = ("expert_busiest", "expert_entropy")  # of a model with experts, in metrics.jsonl
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # keys of their number
@@ -65,7 +66,14 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-_BIASED = ("llama", "qwen3", "olmoe", "qwen3_moe", "gpt_oss")  # that read attention_bias
+_DEFAULTS["glm4_moe"] = {
+    "num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+    "n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1,
+    "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
+    "use_qk_norm": False, "partial_rotary_factor": 0.5, "router_aux_loss_coef": 0.0,
+}  # fmt: skip
+_PARTIAL = ("glm4_moe",)  # that rotate a part of each head
+_BIASED = ("llama", "qwen3", "olmoe", "qwen3_moe", "gpt_oss", "glm4_moe")  # that read attention_bias
 MIXTURES = tuple(family for family, full in _DEFAULTS.items() if "num_experts_per_tok" in full)
 
 # --- the types of values in config.json, by key: one table for every model class and every verb
@@ -205,6 +213,11 @@ class ExpertsShape:
     normalised: bool  # the weights of a token's experts sum to 1
     balance: float  # factor of the load-balancing loss; 0: the model is trained without
     biases: bool = False  # of the router and of both matrices of an expert
+    sigmoid: bool = False  # scores of experts are sigmoids, chosen with a bias that is not trained
+    scale: float = 1.0  # of the weights
+    groups: int = 1  # of experts, of which a token takes experts from `active_groups`, by each group's best two
+    active_groups: int = 1
+    shared_width: int = 0  # feed-forward width of what every token passes besides; 0: none
     clamp: tuple[float, float] | None = None  # gain and limit of a clamped activation; None: silu(gate) * up
 
 
@@ -259,16 +272,20 @@ class ModelShape:
             do = "heads must be a multiple of key/value heads, head_dim even, and hidden_size a multiple of heads"
             raise ConfigError(f"a {family} model from config.json", found, do)
         bias = bool(full.get("attention_bias", False)) and family in _BIASED
+        part = _rotary_part(full) if family in _PARTIAL else 1.0
+        rotated = None if part == 1 else int(head_width * part)
         experts = _experts(hf, full)
         window, window_layers = _window(full)
-        ff_width = experts.ff_width if experts and family != "qwen3_moe" else _size(hf, "intermediate_size")
+        mixed = family in ("qwen3_moe", "glm4_moe")  # with dense layers of their own width
+        ff_width = experts.ff_width if experts and not mixed else _size(hf, "intermediate_size")
         return cls(
             family=family, layers=_size(hf, "num_hidden_layers"), width=width, heads=heads, kv_heads=int(kv_heads),
             head_width=int(head_width), ff_width=ff_width, vocab=_size(hf, "vocab_size"),
-            tied=bool(hf.get("tie_word_embeddings", False)), qkv_bias=bias or family == "qwen2", o_bias=bias,
+            tied=bool(hf.get("tie_word_embeddings", False)), qkv_bias=bias or family == "qwen2",
+            o_bias=bias and family != "glm4_moe", rotated=rotated,
             mlp_bias=bool(hf.get("mlp_bias", False)) and family == "llama",
-            qk_norm=family in ("qwen3", "qwen3_moe", "olmoe"),
-            norm_eps=float(full.get("rms_norm_eps", 1e-6)), rope=_rope(full, int(head_width)), window=window,
+            qk_norm=family in ("qwen3", "qwen3_moe", "olmoe") or bool(full.get("use_qk_norm", False)),
+            norm_eps=float(full.get("rms_norm_eps", 1e-6)), rope=_rope(full, rotated or int(head_width)), window=window,
             window_layers=window_layers, sinks=family == "gpt_oss", whole_qk_norm=family == "olmoe", experts=experts,
         )  # fmt: skip
 
@@ -282,7 +299,8 @@ class ModelShape:
         e = self.experts
         if e is None:
             return self.ff_width
-        return (len(e.layers) * e.active * e.ff_width + (self.layers - len(e.layers)) * self.ff_width) / self.layers
+        sparse = e.active * e.ff_width + e.shared_width
+        return (len(e.layers) * sparse + (self.layers - len(e.layers)) * self.ff_width) / self.layers
 
     @property
     def matrix_parameters(self) -> int:
@@ -303,7 +321,7 @@ class ModelShape:
         if e is None:
             return self.layers * (attention + 3 * D * self.ff_width)
         sparse, dense = len(e.layers), self.layers - len(e.layers)
-        experts = 3 * D * e.ff_width * (e.count if every else e.active) + D * e.count
+        experts = 3 * D * (e.ff_width * (e.count if every else e.active) + e.shared_width) + D * e.count
         return self.layers * attention + sparse * experts + dense * 3 * D * self.ff_width
 
     @property
@@ -416,20 +434,35 @@ def _experts(hf: HF, full: HF) -> ExpertsShape | None:
         raise ConfigError("experts from config.json", found, "give num_experts_per_tok at most the number of experts")
     step, dense = full.get("decoder_sparse_step") or 1, set(full.get("mlp_only_layers") or ())
     layers = range(_size(full, "num_hidden_layers"))
+    first = int(full.get("first_k_dense_replace") or 0)
+    sigmoid = full["model_type"] == "glm4_moe"
+    groups = int(full.get("n_group") or 1)
+    if count % groups or (sigmoid and count // groups < 2):
+        do = "give n_group a divisor with two experts or more in a group"
+        raise ConfigError("experts from config.json", f"{key} {count}, n_group {groups}", do)
     width = "moe_intermediate_size" if "moe_intermediate_size" in full else "intermediate_size"
     return ExpertsShape(
-        layers=tuple(i for i in layers if i not in dense and (i + 1) % step == 0), count=count, active=active,
+        layers=tuple(i for i in layers if i not in dense and (i + 1) % step == 0 and i >= first), count=count,
+        active=active,
         ff_width=_size(full, width), normalised=bool(full.get("norm_topk_prob", False)),
-        balance=float(full["router_aux_loss_coef"]) if full.get("output_router_logits") else 0.0,
-        biases=full["model_type"] == "gpt_oss",
+        balance=float(full["router_aux_loss_coef"]) if full.get("output_router_logits") and not sigmoid else 0.0,
+        biases=full["model_type"] == "gpt_oss", sigmoid=sigmoid, scale=float(full.get("routed_scaling_factor") or 1.0),
+        groups=groups, active_groups=int(full.get("topk_group") or 1),
+        shared_width=int(full.get("n_shared_experts") or 0) * _size(full, width),
         clamp=(float(full["swiglu_alpha"]), float(full["swiglu_limit"])) if "swiglu_limit" in full else None,
     )  # fmt: skip
+
+
+def _rotary_part(full: HF) -> float:
+    """Return the part of each head that is rotated."""
+    part: float = _rope_dict(full).get("partial_rotary_factor") or full["partial_rotary_factor"]
+    return float(part)
 
 
 def _window(full: HF) -> tuple[int | None, tuple[int, ...]]:
     """Return the sliding window, and the layers that have it."""
     family, window, layers = full["model_type"], full.get("sliding_window"), range(full["num_hidden_layers"])
-    if family in ("llama", "olmoe") or window is None:
+    if family in ("llama", "olmoe", "glm4_moe") or window is None:
         return None, ()
     if family in ("mistral", "mixtral"):
         return int(window), tuple(layers)
@@ -468,7 +501,7 @@ def native_obstacle(hf: HF) -> str | None:
         found = f"known here: {', '.join(ROPE_KINDS)}; known to transformers too: {', '.join(FOREIGN_ROPE_KINDS)}"
         raise NeedsError(f"RoPE type {kind!r} in a {family} model", found, "correct rope_type in config.json")
     partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
+    if partial not in (None, 1, 1.0) and family not in _PARTIAL:
         return f"partial_rotary_factor {partial}: only a part of each head is rotated"
     if hf.get("hidden_act", "silu") not in ("silu", "swish"):
         return f"hidden_act {hf['hidden_act']!r}, where our decoder has silu"

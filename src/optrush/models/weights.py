@@ -40,6 +40,7 @@ Shape = tuple[int, ...]
 Initializer = Callable[[Tensor, Shape], None]
 """Fills a tensor with the rectangle of one parameter that begins at an offset and has the tensor's shape."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+LATER_LAYERS = ("glm4_moe",)  # families whose files may have layers that predict further tokens
 CHUNK_rows = 32768  # rows read at a time, where all rows of an embedding or head are
 EDGE_bytes = 4096  # at either end of a tensor, in a fingerprint
 
@@ -143,6 +144,16 @@ def refuse_more_layers(stored: Folder | PackedFolder, hf: HF) -> None:
         numbers = "" if native_obstacle(hf) is not None else f" of {ModelShape.read(hf).parameters:,} parameters in all"
         found = f"{layers:,} layers{numbers} in config.json, where the files have {len(folder.files):,} tensors"
         raise NeedsError(f"the weights in {folder.folder}", found, "check that config.json fits the weights")
+
+
+def leave_later_layers(stored: Folder | PackedFolder, shape: ModelShape) -> list[str]:
+    """Remove layers behind the last one, which predict further tokens and are not trained; return their tensors."""
+    if not isinstance(stored, Folder) or shape.family not in LATER_LAYERS:
+        return []
+    layers = ((name, re.match(r"model\.layers\.(\d+)\.", name)) for name in stored.files)
+    found = [name for name, match in layers if match is not None and int(match[1]) >= shape.layers]
+    stored.files = {name: file for name, file in stored.files.items() if name not in set(found)}
+    return found
 
 
 def seeded_generator(seed: int, name: str, device: torch.device) -> torch.Generator:
@@ -369,6 +380,8 @@ def native_entries(model: Decoder, stored: Collection[str] = (), prefix: str = "
             _, number, *inside = owner.split(".")
             part = inside[0] if inside else "sinks"
             names = [f"{prefix}layers.{number}.{hf}.{kind}" for hf in _BLOCK_NAMES[part]]
+            if model.get_submodule(f"blocks.{number}").shared:
+                names = [name.replace(".mlp.", ".mlp.shared_experts.") for name in names]
         rows, groups = [shape[0]], 1
         if isinstance(module, Linear):
             rows, groups = [n for _, n in module.output_splits], module.groups
@@ -387,6 +400,8 @@ def _experts_entry(layer: str, kind: str, shape: Shape, family: str, stored: Col
     stacked = not stored or f"{layer}.{module}.{gate_up}" in stored
     if not stacked:
         module, *each = _EXPERTS_OF.get(family, _EXPERTS)
+    if kind == "correction":
+        return WeightEntry(shape, ((f"{layer}.{module}.gate.e_score_correction_bias", shape[0]),))
     if kind == "router":
         return WeightEntry(shape, ((f"{layer}.{module}.gate.weight", shape[0]),))
     groups = shape[1] // 2 if kind == "gate_up" else 1
