@@ -4,7 +4,7 @@
 
 Each model has random weights and is loaded as a run loads one: our own decoder, or transformers' model after it was
 compared with itself (packed documents and each alone, a changed document, our head and its own). Families whose
-configuration cannot be made small are listed as not tried. Some families in the arguments: only those are printed.
+configuration cannot be made small are listed as not tried. Families in the arguments: only those are tried again.
 """
 
 from __future__ import annotations
@@ -16,21 +16,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 from transformers.utils import logging
 
 from optrush.errors import UserError
 from optrush.models.decoder import Decoder
 from optrush.models.hf import load
 from optrush.models.shapes import refuse_foreign
+from optrush.models.text_part import is_multimodal
 
 ROOT = Path(__file__).parents[1]
 RECORD, PAGE = ROOT / "benchmarks/results/families.json", ROOT / "docs/models.md"
 MOST = 20_000_000  # parameters of a tiny model
 LAYERS, WIDTH, HEADS = 2, 32, 4
 SMALL = {
-    "vocab_size": 96, "hidden_size": WIDTH, "n_embd": WIDTH, "d_model": WIDTH, "intermediate_size": 48, "ffn_dim": 48,
+    "vocab_size": 96, "vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0,
+    "global_head_dim": 8,
+    "hidden_size": WIDTH, "n_embd": WIDTH, "d_model": WIDTH, "intermediate_size": 48, "ffn_dim": 48,
     "n_inner": 48, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_hidden_layers": LAYERS, "n_layer": LAYERS,
     "num_layers": LAYERS, "n_layers": LAYERS, "encoder_layers": LAYERS, "decoder_layers": LAYERS,
     "num_attention_heads": HEADS, "n_head": HEADS, "n_heads": HEADS, "num_heads": HEADS,
@@ -42,11 +48,19 @@ LATENT = {  # heads of latent attention
     "head_dim": 8, "num_key_value_heads": HEADS, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
     "q_lora_rank": 16, "kv_lora_rank": 16,
 }  # fmt: skip
+TOWER = {  # of images, whatever a family calls the sizes
+    **SMALL, "depth": 1, "num_hidden_layers": 1, "intermediate_size": 64, "image_size": 28, "patch_size": 14,
+    "out_hidden_size": WIDTH, "projection_dim": WIDTH, "fullatt_block_indexes": [0], "deepstack_visual_indexes": [0],
+    "projector_input_dim": WIDTH, "projector_output_dim": WIDTH, "vision_output_dim": WIDTH, "num_heads": HEADS,
+    "embed_dim": WIDTH,
+}  # fmt: skip
 TEXT = """\
 # Models
 
-Of each family (`model_type` of config.json) of causal language models that transformers 5 knows, a tiny model with
-random weights was loaded as a run loads one (`benchmarks/families.py` writes this page).
+Of each family (`model_type` of config.json) of causal language models, and of models of images and text, that
+transformers 5 knows, a tiny model with random weights was loaded as a run loads one (`benchmarks/families.py` writes
+this page). Of a model of images and text the language model is trained, on rows without images; its other tensors are
+never read onto the device, and an export has them byte for byte, in the layout of the base.
 
 - native: in our own decoder.
 - transformers: through transformers' own model, after packed documents were compared with each alone, one document was
@@ -65,8 +79,29 @@ random weights was loaded as a run loads one (`benchmarks/families.py` writes th
 def small(kind: str) -> dict[str, Any]:
     """Return the config.json of a family with small sizes, of the keys that its class has."""
     known = CONFIG_MAPPING[kind]()
+    if getattr(known, "text_config", None) is not None and getattr(known, "vision_config", 0) is None:
+        known = CONFIG_MAPPING[kind](vision_config={})  # which it leaves out by default
+    whole = json.loads(known.to_json_string(use_diff=False))
+    if is_multimodal(whole):
+        return _small_parts(known, whole)
     sizes = SMALL | LATENT if hasattr(known, "qk_rope_head_dim") else SMALL
     made = type(known)(**{key: value for key, value in sizes.items() if getattr(known, key, None) is not None})
+    return json.loads(made.to_json_string(use_diff=False))
+
+
+def _small_parts(known: Any, whole: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of a model of images and text, its language model and its towers small."""
+    for name, part in [(key, part) for key, part in whole.items() if isinstance(part, dict) and "model_type" in part]:
+        sizes = SMALL if name == "text_config" else TOWER
+        if "qk_rope_head_dim" in part:
+            sizes = sizes | LATENT
+        whole[name] = {key: sizes.get(key, value) if value is not None else None for key, value in part.items()}
+        for key in ("layer_types", "mlp_layer_types", "per_layer_config"):  # of as many layers as there were
+            if isinstance(whole[name].get(key), (list, dict)):
+                del whole[name][key]
+        if "mrope_section" in (rope := whole[name].get("rope_parameters") or {}):
+            rope["mrope_section"] = [1, 1, 2]
+    made = type(known)(**{key: value for key, value in whole.items() if key not in ("model_type", "architectures")})
     return json.loads(made.to_json_string(use_diff=False))
 
 
@@ -76,7 +111,8 @@ def tried(kind: str) -> tuple[str, str]:
         hf = small(kind)
         refuse_foreign(hf)
         with torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind].from_dict(dict(hf)))
+            auto = AutoModelForImageTextToText if is_multimodal(hf) else AutoModelForCausalLM
+            empty = auto.from_config(CONFIG_MAPPING[kind].from_dict(dict(hf)))
         if (size := sum(p.numel() for p in empty.parameters())) > MOST:
             return "not tried", f"{size:,} parameters at least"
     except UserError as error:
@@ -103,13 +139,13 @@ def page(found: dict[str, list[str]]) -> str:
 
 def main(names: list[str]) -> None:
     logging.set_verbosity_error()
-    found: dict[str, list[str]] = {}
-    for kind in names or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+    every = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
+    found: dict[str, list[str]] = json.loads(RECORD.read_text("utf-8")) if names else {}
+    for kind in names or every:
         found[kind] = list(tried(kind))
         print(kind, *found[kind], flush=True)
-    if not names:
-        RECORD.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
-        PAGE.write_text(page(found), "utf-8")
+    RECORD.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n", "utf-8")
+    PAGE.write_text(page(found), "utf-8")
 
 
 if __name__ == "__main__":

@@ -28,12 +28,14 @@ from optrush.data.chat_template import Tokens, turn_ends
 from optrush.data.schema import Document
 from optrush.errors import ConfigError, DataError, RunError, UserError
 from optrush.models import gguf
+from optrush.models.experts import Experts
 from optrush.models.hf import load_plain
 from optrush.models.source import GENERATION, read_generation
+from optrush.models.text_part import text_config
 from optrush.models.weights import Folder, export_weights
 from optrush.peft import io
 from optrush.restore import RebuiltModel, open_run, rebuild
-from optrush.tokenizer_files import copy_tokenizer
+from optrush.tokenizer_files import copy_processor, copy_tokenizer
 from optrush.trainer import run_dir
 from optrush.trainer.distributed import agree, from_first, from_stages, gathered, is_gathered
 from optrush.trainer.trainer import Trainer, exhausted
@@ -109,6 +111,8 @@ def _fill_model(
 ) -> None:
     """Write weights, tokenizer and generation config; the model card is written by the caller."""
     export_weights(fresh, tensors, trainer.weight_map, trainer.hf, shard_bytes, source)
+    if source is not None:
+        copy_processor(source, fresh)
     _write_tokenizer(fresh, trainer, source)
     write_generation(trainer, fresh, source)
 
@@ -143,14 +147,15 @@ def write_generation(trainer: Trainer, fresh: Path, source: Path | None) -> None
             shutil.copyfile(published, fresh / GENERATION)
         return
     found = {} if published is None else read_generation(published.parent)
-    ends = found.get("eos_token_id", trainer.hf.get("eos_token_id"))
+    own = {**text_config(trainer.hf), **trainer.hf}
+    ends = found.get("eos_token_id", own.get("eos_token_id"))
     ends = trainer.tokenizer.eos_token_id if ends is None else ends
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     changed = list(dict.fromkeys([*ends, *turn_ends(trainer.tokenizer)])) or None
     if published is not None and changed == ends:
         shutil.copyfile(published, fresh / GENERATION)
         return
-    others = {} if published is not None else {key: trainer.hf.get(key) for key in SPECIAL}
+    others = {} if published is not None else {key: own.get(key) for key in SPECIAL}
     kept = {key: value for key, value in {**others, **found, "eos_token_id": changed}.items() if value is not None}
     (fresh / GENERATION).write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -176,8 +181,21 @@ def _published(trainer: Trainer, kept: torch.dtype) -> Iterator[tuple[str, Tenso
             yield f"{name}.weight", weight.detach().to(to, kept)
             if bias is not None:
                 yield f"{name}.bias", bias.detach().to(to, kept)
+    merged = set[str]()
+    for owner, experts in model.named_modules():
+        if not isinstance(experts, Experts) or experts.adapter is None:
+            continue
+        merged |= {f"{owner}.adapter.{own}" for own, _ in experts.adapter.named_parameters()}
+        with _gathered(model, owner):
+            for kind in experts.adapter.kinds:
+                whole = gathered(experts.get_parameter(kind).detach()).float()
+                to = torch.device("cpu") if first else whole.device
+                merged.add(f"{owner}.{kind}")
+                yield f"{owner}.{kind}", experts.adapter.merge(kind, whole).to(to, kept)
     for name, p in model.named_parameters():
-        if any(name.startswith(f"{owner}.") for owner in changed) or name in trainer.counted_elsewhere:
+        if name in merged or name in trainer.counted_elsewhere:
+            continue
+        if any(name.startswith(f"{owner}.") for owner in changed):
             continue
         values = gathered(p.detach())
         yield name, values.cpu() if first else values
@@ -576,9 +594,8 @@ def _kept(trainer: Trainer) -> torch.dtype:
 def _verify(found: RebuiltModel, fresh: Path, written: Mapping[str, str], kind: torch.dtype) -> Compared:
     demand_bytes(fresh, written)
     trainer, d = found.trainer, found.config.data
-    exact = kind == _kept(trainer) and all(
-        m.adapter is None and m.quantized is None for _, m in trainer.model.linears()
-    )
+    exact = kind == _kept(trainer) and not io.adapters(trainer.model)
+    exact = exact and all(m.quantized is None for _, m in trainer.model.linears())
     paths = [d.eval] if isinstance(d.eval, str) else [origin.path for origin in d.origins]
     texts, said = comparison_texts(trainer, paths, d.sample)
     ours = trained(trainer, texts)

@@ -20,6 +20,7 @@ from optrush.hardware import Device
 from optrush.launch import launched
 from optrush.models.shapes import ModelShape, native_obstacle, refuse_foreign, sdpa_obstacle
 from optrush.models.source import Growth, check_positions, grow, locate, read_generation
+from optrush.models.text_part import text_config, with_vocabulary
 from optrush.planner.cost import choose_micro_batch
 from optrush.technique import (
     SAME_ROWS,
@@ -90,10 +91,10 @@ def resolve(
     folder, hf = locate(config, weights=device is None)
     if config.model.chat_template is not None and folder is not None:
         read_generation(folder)  # its end of a turn is added after the last step
-    growth = grow(config, folder, hf)
-    if growth is not None:
-        hf["vocab_size"] = growth.vocab
-    edits = [Edit.of("config", t, n) for t in techniques if (n := t.config(hf))]
+    growth = grow(config, folder, text_config(hf))
+    hf = hf if growth is None else with_vocabulary(hf, growth.vocab)
+    text = text_config(hf)
+    edits = [Edit.of("config", t, n) for t in techniques if (n := t.config(text))]
     refuse_foreign(hf)
     obstacle = native_obstacle(hf)
     if config.model.implementation == "native" and obstacle is not None:
@@ -101,10 +102,8 @@ def resolve(
     native = config.model.implementation != "transformers" and obstacle is None
     known = ModelShape.read(hf) if obstacle is None else None
     shape = known if native else None
-    if shape is not None:
-        shape.check_window(config.batch.seq)
-    else:  # padding has positions too, and a table of them ends
-        check_positions(hf, config.batch.seq, f"`batch.seq: {config.batch.seq}`")
+    if shape is None:  # padding has positions too, and a table of them ends
+        check_positions(text, config.batch.seq, f"`batch.seq: {config.batch.seq}`")
     here = device is None
     device = device or _device(ranks)
     if config.model.dtype == "bfloat16" and device.kind == "cuda" and device.capability < (8, 0):
@@ -113,7 +112,7 @@ def resolve(
     teacher = None if (of := config.of_teacher()) is None else locate(of, weights=here)
     env = Environment(
         device, ranks, config.batch.seq, rows, micro_rows, config.optim.clip, config.model.dtype, native,
-        blocks=int(hf.get("num_hidden_layers") or hf.get("n_layer") or 0), vocab=int(hf.get("vocab_size") or 0),
+        blocks=int(text.get("num_hidden_layers") or text.get("n_layer") or 0), vocab=int(text.get("vocab_size") or 0),
         shape=shape, sdpa_obstacle=None if native else sdpa_obstacle(hf),
         spec=ModelSpec(grouped_heads=known is None or known.kv_heads < known.heads), paired=config.paired,
         reference=config.referenced.reference if config.referenced else None, axes=axes,

@@ -23,6 +23,7 @@ PATTERNS = (
     ENGINE, SETTINGS, SPECIAL, ADDED, "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.model.v*", "*.tiktoken",
     "tekken.json", TEMPLATE, *OTHER_TEMPLATES,
 )  # fmt: skip
+PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")  # of images
 WAYS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of an added token, besides its text
 
 Entry = dict[str, Any]  # an added token, as tokenizer_config.json has it
@@ -32,6 +33,13 @@ def tokenizer_files(folder: Path) -> list[str]:
     """Return the names of a folder's tokenizer files, relative to it."""
     names = (path.relative_to(folder).as_posix() for path in [*folder.glob("*"), *folder.glob("*/*")] if path.is_file())
     return sorted(name for name in names if any(fnmatch(name, pattern) for pattern in PATTERNS))
+
+
+def copy_processor(source: Path, target: Path) -> None:
+    """Copy the files by which a model of images and text turns images into tensors, where a folder has any."""
+    for name in PROCESSORS:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
 
 
 def copy_tokenizer(

@@ -229,7 +229,8 @@ def test_rows_beyond_the_positions_that_a_family_has(base: Base, tmp_path: Path)
     keys = {"max_position_embeddings": None, "rope_parameters": rope}
     folder = edited(base("llama"), tmp_path / "base", rope_theta=None, **keys)
     for T, code in ((2048, 0), (2176, 2)):
-        ended = optrush("eval", write_run(tmp_path / str(T), folder, batch={"seq": T, "tokens": T}))
+        given = {"batch": {"seq": T, "tokens": T}, "model": {"implementation": "transformers"}}
+        ended = optrush("eval", write_run(tmp_path / str(T), folder, **given))
         assert ended.code == code, ended.err
     assert ended.lines == ["asked", "found", "do"] and "2048 positions" in ended.err
 

@@ -254,9 +254,6 @@ def test_rows_are_no_longer_than_the_model(call: Call, model: Path, here: Path) 
     edited(model, here / "m", max_position_embeddings=128)
     assert call("init", "--model", "m", "--data", "chat.jsonl").code == 0
     assert written().batch.seq == 128
-    edited(model, here / "w", model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=64)
-    assert call("init", "--model", "w", "--data", "chat.jsonl", "--force").code == 0
-    assert written().batch.seq == 64
 
 
 def test_a_model_that_the_plan_does_not_know(call: Call, here: Path) -> None:

@@ -244,10 +244,6 @@ CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "unknown rope": (
         {"rope_parameters": {"rope_type": "llama33", "rope_theta": 1e4}}, ("RoPE type 'llama33'", "correct rope_type"),
     ),
-    "sliding window": (
-        {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 64},
-        ("rows of 128 tokens", "a sliding window of 64 tokens", "rows of at most 64 tokens"),
-    ),
     "no size": ({"hidden_size": None}, ("hidden_size is None", "positive whole number")),
     "sizes do not divide": ({"num_key_value_heads": 5}, ("num_key_value_heads 5", "multiple of key/value heads")),
     "weights of another size": ({"intermediate_size": 256}, ("gate_proj", "check that config.json fits the weights")),

@@ -115,3 +115,12 @@ def test_a_tokenizer_without_a_name_there_is_refused(
     (at / "tokenizer.json").write_text(json.dumps(engine))
     with pytest.raises(NeedsError, match=says):
         write_gguf(at, tmp_path / "m.gguf", "f16", "name")
+
+
+def test_a_rope_without_keys_there_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+    at = folder(tmp_path / "model", "llama", tokenizer)
+    hf = json.loads((at / "config.json").read_text())
+    rope = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1000.0}
+    (at / "config.json").write_text(json.dumps({**hf, "rope_parameters": rope}))
+    with pytest.raises(NeedsError, match="'yarn' as GGUF"):
+        write_gguf(at, tmp_path / "m.gguf", "f16", "name")

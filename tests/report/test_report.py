@@ -208,6 +208,20 @@ def test_a_run_with_little_to_show(trained: Path, predicted: SimpleNamespace, te
     _sound(_page(trained))
 
 
+def test_a_run_of_experts(trained: Path, predicted: SimpleNamespace) -> None:
+    """Two more curves, and no line of it among the events."""
+    file = trained / run.METRICS
+    lines = [json.loads(line) for line in file.read_text().splitlines()[:-1]]  # the last one is cut off
+    for line in lines:
+        kind = "eval_" if "eval_loss" in line else ""
+        line |= {f"{kind}expert_busiest": 0.25, f"{kind}expert_entropy": 0.875}
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = run.load_run(trained)
+    assert not [note for note in found.notes if "expert" in note]
+    drawn = {heading: chart for heading, _, chart in run._curves(found)}
+    assert "25" in drawn["Busiest expert"] and "0.875" in drawn["Entropy of experts"]
+
+
 def test_a_run_that_cannot_be_predicted(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*_: object, **__: object) -> None:
         raise NeedsError("a prediction", "no <shape> is known", "name one")

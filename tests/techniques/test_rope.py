@@ -85,7 +85,7 @@ def test_frequencies_are_those_of_transformers_bit_by_bit(kind):
         shape = ModelShape.read(hf)
         wanted = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf)).model.rotary_emb
         torch.testing.assert_close(frequencies(shape.rope, 128), wanted.inv_freq, rtol=1e-6, atol=0)
-        assert shape.rope.attention_factor == pytest.approx(wanted.attention_scaling)
+        assert shape.rope.scale == pytest.approx(wanted.attention_scaling)
 
 
 def test_a_run_exports_what_it_trained(box, tmp_path):

@@ -163,8 +163,9 @@ def _whole(prepared: ResolvedConfig, tokens: Tokens) -> Sources:
 def _read(config: Config, prepared: ResolvedConfig, tokens: Tokens, cut: bool) -> Sources:
     from optrush import console
     from optrush.data.dataset import read_sources
+    from optrush.models.text_part import text_config
 
-    vocab = prepared.hf.get("vocab_size") or len(tokens.tokenizer)
+    vocab = text_config(prepared.hf).get("vocab_size") or len(tokens.tokenizer)
     return read_sources(config, tokens, vocab, lambda line: console.err.print(line, markup=False), cut=cut)
 
 

@@ -2,11 +2,14 @@
 
     attend(q (B, T, H, E), k (B, T, K, E), v (B, T, K, E), documents) -> (B, T, H, E), in q's type
 
-with scores scaled by E^-0.5; query head h reads key/value head h // (H / K).
+with scores scaled by E^-0.5; query head h reads key/value head h // (H / K). Some take two more arguments: `window`,
+the number of tokens that a token reads, itself the last (Mistral 7B, arXiv:2310.06825); and `sinks` (H,), a logit of
+each head that is in the sum of its softmax, and to which no value belongs (arXiv:2309.17453, as gpt-oss learns it).
 
-    masked   plain torch, float32 softmax, whole (B, H, T, T) scores: the reference
-    sdpa     torch's fused attention; one document a row: causal without a mask, else a boolean mask
-    varlen   torch's variable-length flash attention over documents.starts; CUDA, bfloat16 or float16
+    masked   plain torch, float32 softmax, whole (B, H, T, T) scores: the reference; windows and sinks
+    sdpa     torch's fused attention; one document a row: causal without a mask, else a boolean mask; windows by the
+             mask, sinks by one more key
+    varlen   torch's variable-length flash attention over documents.starts; CUDA, bfloat16 or float16; windows
     cudnn    torch's fused attention by cuDNN's kernel only; CUDA, one document a row
     fa4      flash-attn-4; Hopper and later, bfloat16 or float16
 
@@ -21,7 +24,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
 
@@ -145,33 +148,41 @@ def _gradients(ctx: torch.autograd.function.FunctionCtx, grad: Tensor, _: None) 
 _forward.register_autograd(_gradients, setup_context=_setup_context)
 
 
-Attend = Callable[[Tensor, Tensor, Tensor, Documents], Tensor]
+Attend = Callable[..., Tensor]
+WINDOWED, WITH_SINKS = frozenset({"masked", "sdpa", "varlen"}), frozenset({"masked", "sdpa"})  # that take them
 
 
-def visible_tokens(documents: Documents) -> Tensor:
-    """Return (B, T, T) bool: token t (second axis) may read token s (third): same document, and not later."""
+def visible_tokens(documents: Documents, window: int | None = None) -> Tensor:
+    """Return (B, T, T) bool: token t (second axis) may read s (third): same document, not later, within the window."""
     ids = documents.ids
-    return (ids[:, :, None] == ids[:, None, :]).tril()
+    seen = (ids[:, :, None] == ids[:, None, :]).tril()
+    return seen if window is None else seen.triu(1 - window)
 
 
-def masked(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+def masked(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """Compute the reference: full scores, float32 softmax. Saves (B, H, T, T) probabilities; any device, float type."""
-    return _isolated(_masked, q, k, v, visible_tokens(documents))
+    return _isolated(partial(_masked, sinks=sinks), q, k, v, visible_tokens(documents, window))
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+def sdpa(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """Compute torch's scaled_dot_product_attention, without a mask for rows of one document.
 
     There only padding follows the document, which a causal row never reads. Saves no scores; on CUDA, except in bf16, k
     and v for each query head.
     """
+    if documents.single and (window is not None or sinks is not None):
+        return _sdpa(q, k, v, visible_tokens(documents, window), sinks)
     if documents.single:
         if not _groups(q):
             k, v = repeat_heads(k, q.shape[2]), repeat_heads(v, q.shape[2])
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         grouped = k.shape[1] != q.shape[1]
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
-    return _isolated(_sdpa, q, k, v, visible_tokens(documents))
+    return _isolated(partial(_sdpa, sinks=sinks), q, k, v, visible_tokens(documents, window))
 
 
 def _groups(q: Tensor) -> bool:
@@ -179,7 +190,7 @@ def _groups(q: Tensor) -> bool:
     return not q.is_cuda or q.dtype == torch.bfloat16
 
 
-def varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+def varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, window: int | None = None) -> Tensor:
     """Compute flash attention over the packed documents, without a mask; work is linear in the sum of squared lengths.
 
     Raises:
@@ -190,7 +201,7 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
 
     if not GROUPS:
         k, v = repeat_heads(k, q.shape[2]), repeat_heads(v, q.shape[2])
-    return attend(q, k, v, documents)
+    return attend(q, k, v, documents, window)
 
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
@@ -266,21 +277,31 @@ def _finite(x: Tensor) -> Tensor:
     return torch.isfinite(x).flatten(2).all(-1)
 
 
-def _masked(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+def _masked(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sinks: Tensor | None = None) -> Tensor:
     H, E = q.shape[2:]
     q = q.transpose(1, 2)  # (B, H, T, E)
     k, v = repeat_heads(k, H).transpose(1, 2), repeat_heads(v, H).transpose(1, 2)
     scores = (q @ k.transpose(2, 3)) * E**-0.5  # (B, H, T, T)
     scores = scores.masked_fill(~visible[:, None], float("-inf"))
-    p = torch.softmax(scores, -1, dtype=torch.promote_types(q.dtype, torch.float32)).to(v.dtype)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    if sinks is not None:
+        sunk = sinks.to(wide)[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores.to(wide), sunk), -1)
+    p = torch.softmax(scores, -1, dtype=wide).to(v.dtype)[..., : k.shape[2]]
     return (p @ v).transpose(1, 2)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sinks: Tensor | None = None) -> Tensor:
     # Heads are repeated, because with a mask only torch's slowest kernel groups them itself.
     k, v = repeat_heads(k, q.shape[2]), repeat_heads(v, q.shape[2])
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None]).transpose(1, 2)
+    mask = visible[:, None]
+    if sinks is not None:  # one more key, of zeros, whose score is the mask's; its value is zero
+        k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+        bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, float("-inf"))
+        bias = bias.expand(-1, q.shape[1], -1, -1)
+        mask = torch.cat((bias, sinks.to(q.dtype)[:, None, None].expand(*bias.shape[:3], 1)), -1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
 
 
 def repeat_heads(x: Tensor, H: int) -> Tensor:

@@ -15,9 +15,9 @@ from optrush.data.batch import Documents
 GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: int | None = None) -> Tensor:
     """q (B, T, H, E), k and v (B, T, K, E) -> (B, T, H, E); K < H needs `GROUPS`. CUDA, bfloat16 or float16."""
-    return _attend(q, k, v, documents.starts, documents.starts, documents.longest)
+    return _attend(q, k, v, documents.starts, documents.starts, documents.longest, window)
 
 
 def attend_from(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
@@ -32,9 +32,11 @@ def attend_from(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor
     return _attend(q, k, v, queries.int(), keys.int(), documents.longest)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, longest: int) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, longest: int, window: int | None = None
+) -> Tensor:
     B, T, H, E = q.shape
-    options: dict[str, Any] = {"window_size": (-1, 0)}  # everything before, nothing after
+    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}  # before; nothing after
     if k.shape[2] != H:
         options["enable_gqa"] = True
     most = min(longest, T), min(longest, k.shape[1])

@@ -48,7 +48,12 @@ def fused_split_and_rotate(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x (B, T, n, E) by its position; cos, sin (B, T, 1, E), of any type. Returns x's type."""
+    """Rotate x (B, T, n, E) by its position; cos, sin (B, T, 1, E), of any type. Returns x's type.
+
+    With fewer cosines than E only as many values of each head are rotated, the first ones.
+    """
+    if (rotated := cos.shape[-1]) < x.shape[-1]:
+        return torch.cat((rotate(x[..., :rotated], cos, sin), x[..., rotated:]), -1)
     first, second = x.chunk(2, -1)
     return (x * cos + torch.cat((-second, first), -1) * sin).to(x.dtype)
 

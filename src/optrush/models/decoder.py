@@ -1,4 +1,5 @@
-"""One decoder for the Llama-shaped families: llama, mistral, qwen2, qwen3, and with experts mixtral, olmoe, qwen3_moe.
+"""One decoder for the Llama-shaped families: llama, mistral, qwen2, qwen3; with experts mixtral, olmoe, qwen3_moe,
+gpt_oss, glm4_moe.
 
 Legend, used everywhere: B rows, T tokens a row, D width, F feed-forward width, H heads, K key/value heads, E head
 width, V vocabulary, L layers.
@@ -18,7 +19,6 @@ Built on the meta device and without buffers, so allocating memory loses nothing
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,8 @@ from optrush.errors import NeedsError
 from optrush.kernels import attention, rms_norm, rope, swiglu, widen
 from optrush.kernels.cross_entropy import LossKernel, Reduce, Whole
 from optrush.models.experts import Experts
-from optrush.models.shapes import HF, ModelShape, RopeShape
+from optrush.models.rope_angles import angles, frequencies
+from optrush.models.shapes import HF, ModelShape
 
 if TYPE_CHECKING:
     from optrush.peft.adapter import LinearAdapter
@@ -115,45 +116,10 @@ class WholeNorm(RMSNorm):
         return super().forward(x.flatten(-2)).view(x.shape)
 
 
-def frequencies(rope: RopeShape, head_width: int) -> Tensor:
-    """Return (E/2,) float32 radians a position, on the CPU. Source: arXiv:2104.09864; 'llama3' from Llama 3.1's code:
-    waves longer than the original context are slowed by `factor`, short ones kept, those between mixed; 'yarn' alike,
-    by how often a wave turns within the original context (arXiv:2309.00071, section 3.2)."""
-    exponent = torch.arange(0, head_width, 2, dtype=torch.float32, device="cpu") / head_width
-    inverse = 1.0 / (rope.theta**exponent)
-    if rope.kind == "linear":
-        inverse = inverse / rope.factor
-    if rope.kind == "llama3":
-        low, high = rope.low_freq_factor, rope.high_freq_factor
-        wave = 2 * math.pi / inverse
-        mix = (rope.original_max / wave - low) / (high - low)
-        mixed = (1 - mix) * inverse / rope.factor + mix * inverse
-        slowed = torch.where(wave > rope.original_max / low, inverse / rope.factor, mixed)
-        inverse = torch.where(wave < rope.original_max / high, inverse, slowed)
-    if rope.kind == "yarn":
-        kept = _turning(rope, head_width)
-        inverse = inverse / rope.factor * (1 - kept) + inverse * kept
-    return inverse
-
-
-def _turning(rope: RopeShape, head_width: int) -> Tensor:
-    """Return (E/2,) shares of yarn's frequencies that are kept: 1 where a wave turns often, 0 where it turns rarely."""
-
-    def dimension(turns: float) -> float:
-        return head_width * math.log(rope.original_max / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
-
-    first, last = dimension(rope.beta_fast), dimension(rope.beta_slow)
-    if rope.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, head_width - 1)
-    last += 0.001 if first == last else 0
-    return 1 - ((torch.arange(head_width // 2, dtype=torch.float32, device="cpu") - first) / (last - first)).clamp(0, 1)
-
-
 class Block(nn.Module):
     """One layer: attention and a gated feed-forward, each behind a norm and added to the residual.
 
-    A layer with experts has `experts` in place of `gate_up` and `down`.
+    A layer with experts has `experts` in place of `gate_up` and `down`, or beside them: those are its shared experts.
     """
 
     def __init__(self, shape: ModelShape, layer: int, *, device: torch.device, dtype: torch.dtype) -> None:
@@ -169,13 +135,17 @@ class Block(nn.Module):
             norm, widths = (WholeNorm, (s.heads * E, s.kv_heads * E)) if s.whole_qk_norm else (RMSNorm, (E, E))
             self.q_norm, self.k_norm = (norm(width, s.norm_eps, **at) for width in widths)
         self.o = Linear(s.heads * E, (("o", D),), bias=s.o_bias, **at)
+        self.window = s.window if layer in s.window_layers else None
+        self.sinks = nn.Parameter(torch.empty(s.heads, **at)) if s.sinks else None
         self.norm2 = RMSNorm(D, s.norm_eps, **at)
         self.experts = None
         if s.experts is not None and layer in s.experts.layers:
             self.experts = Experts(s, **at)
-        else:
+            F_ = s.experts.shared_width
+        if F_:
             self.gate_up = Linear(D, (("gate", 1), ("up", 1)), groups=F_, bias=s.mlp_bias, **at)
             self.down = Linear(F_, (("down", D),), bias=s.mlp_bias, **at)
+        self.shared = self.experts is not None and F_ > 0  # a dense part besides the experts
         self.head_width = E
         self.group = s.heads // s.kv_heads  # query heads of one key/value head
         self.split_and_rope: rope.SplitAndRotate = rope.split_and_rotate
@@ -187,11 +157,22 @@ class Block(nn.Module):
         x, h = self.norm1.add_and_norm(x)
         qkv = self.qkv(h).unflatten(-1, (-1, self.group + 2, self.head_width))  # (B, T, K, H/K + 2, E)
         q, k, v = self.split_and_rope(qkv, cos, sin, self.q_norm, self.k_norm)  # (B, T, H or K, E)
-        x, h = self.norm2.add_and_norm(x, self.o(self.attention(q, k, v, documents).flatten(2)))
+        attended = self.attention(q, k, v, documents, **self._masks(documents))
+        x, h = self.norm2.add_and_norm(x, self.o(attended.flatten(2)))
         if self.experts is not None:
             y, load = self.experts(h, documents.filled)
-            return x + y, load
+            x = x + y if not self.shared else self.mlp(x + y, h, self.gate_up, self.down)
+            return x, load
         return self.mlp(x, h, self.gate_up, self.down)
+
+    def _masks(self, documents: Documents) -> dict[str, Any]:
+        """Return what attention takes besides the documents; nothing where a window is as long as the rows."""
+        found: dict[str, Any] = {}
+        if self.window is not None and self.window < documents.ids.shape[1]:
+            found["window"] = self.window
+        if self.sinks is not None:
+            found["sinks"] = self.sinks
+        return found
 
 
 class Head(nn.Module):
@@ -269,15 +250,12 @@ class Decoder(nn.Module):
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """positions (B, T) -> cos and sin (B, T, 1, E) of every angle, in float32 until the last cast."""
-        device = positions.device
+        device, rope = positions.device, self.shape.rope
         if device not in self._frequencies:
-            self._frequencies[device] = frequencies(self.shape.rope, self.shape.head_width).to(device)
-        angle = positions[..., None].float() * self._frequencies[device]
+            self._frequencies[device] = frequencies(rope, self.shape.rotated_width).to(device)
+        angle = angles(rope, self._frequencies[device], positions)
         angle = torch.cat((angle, angle), -1)[:, :, None]
-        cos, sin, factor = angle.cos(), angle.sin(), self.shape.rope.attention_factor
-        if factor != 1:
-            cos, sin = cos * factor, sin * factor
-        return cos.to(dtype), sin.to(dtype)
+        return (angle.cos() * rope.scale).to(dtype), (angle.sin() * rope.scale).to(dtype)
 
     def linears(self) -> Iterator[tuple[str, Linear]]:
         """Yield every linear of the blocks by its name, e.g. 'blocks.0.qkv'; the head is not one of them."""
@@ -318,6 +296,8 @@ def frozen_flops(model: Any) -> int:
         active = experts.shape.active / experts.shape.count
         for weight, share in ((experts.router, 1.0), (experts.gate_up, active), (experts.down, active)):
             flop += 0 if weight.requires_grad else round(2 * weight.numel() * share)
+        if experts.adapter is not None:
+            flop -= round(6 * active * sum(p.numel() for p in experts.adapter.parameters()))
     for _, linear in model.linears():
         if linear.quantized is not None or not linear.weight.requires_grad:
             flop += 2 * linear.in_features * linear.out_features

@@ -6,7 +6,7 @@
 
 Rows are sorted by expert, so that each product is one matrix by one run of rows. Sorting and its inverse are
 permutations with exact gradients: no sum depends on the order in which a device adds. The weight of an expert
-multiplies what enters its down product, F values instead of D, which no bias follows.
+multiplies what enters its down product, F values instead of D, and a bias that follows.
 
 Isolation. A token's result depends on that token alone: on the CPU every product has a multiple of `TILE` rows, so that
 the number of other tokens at an expert changes no bit of it.
@@ -23,14 +23,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optrush.kernels import compute_dtype, widen
-from optrush.models.shapes import ModelShape
+from optrush.models.shapes import LOAD_FIGURES, ExpertsShape, ModelShape
+
+if TYPE_CHECKING:
+    from optrush.peft.experts import ExpertsLora
 
 TILE = 16  # rows; with fewer, a library may take another kernel for a product, which rounds differently
 
@@ -117,6 +121,26 @@ def route(logits: Tensor, active: int, normalised: bool) -> tuple[Tensor, Tensor
     return weights, chosen, probabilities
 
 
+def route_by_sigmoid(logits: Tensor, correction: Tensor, e: ExpertsShape) -> tuple[Tensor, Tensor, Tensor]:
+    """Return as `route`, where scores are sigmoids and a bias for each expert corrects the choice, not the weights.
+
+    Source: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2; experts of the groups with the highest two scores in sum.
+    The probabilities are the scores as parts of their sum.
+    """
+    scores = logits.sigmoid()
+    choice = scores.detach() + correction
+    if e.groups > 1:
+        grouped = choice.view(len(choice), e.groups, -1)
+        best = grouped.topk(2, dim=-1)[0].sum(-1).topk(e.active_groups, dim=-1)[1]
+        kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, True)
+        choice = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(1)
+    chosen = torch.topk(choice, e.active, dim=-1)[1]
+    weights = scores.gather(1, chosen)
+    if e.normalised:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * e.scale, chosen, scores / scores.sum(-1, keepdim=True)
+
+
 class _Scatter(torch.autograd.Function):
     """Rows of the tokens in the order of their experts: x (S, D) -> (S k, D)."""
 
@@ -158,11 +182,41 @@ def gate_pairs(pairs: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def gate_clamped_pairs(gain: float, limit: float, pairs: Tensor) -> Tensor:
+    """pairs (rows, 2 F) -> gate sigmoid(gain gate) (up + 1) (rows, F), both cut at the limit, as gpt-oss has it."""
+    gate, up = pairs.view(*pairs.shape[:-1], -1, 2).unbind(-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(gain * gate) * (up + 1)
+
+
+class _Rows(torch.autograd.Function):
+    """Rows of a bias (N, R) by the number of an expert (rows,), whose gradient is a product: a fixed order of sums."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, numbers: Tensor) -> Tensor:
+        ctx.save_for_backward(numbers)
+        ctx.count = len(bias)
+        return bias[numbers]
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, None]:
+        (numbers,) = ctx.saved_tensors
+        if not ctx.needs_input_grad[0]:
+            return None, None
+        each = F.one_hot(numbers, ctx.count).to(incoming[0].dtype)
+        return each.t() @ incoming[0], None
+
+
 class Experts(nn.Module):
-    """Routed experts: the sum of `down(weight * silu(gate) * up)` over a token's experts.
+    """Routed experts: the sum of `down(weight * silu(gate) * up)` over a token's experts, in some families with biases.
 
     Rows of gate and up alternate, as in the dense part. Slots: `activation`, pairs (rows, 2 F) -> (rows, F).
     """
+
+    adapter: ExpertsLora | None
+    router_bias: nn.Parameter | None  # (N,)
+    gate_up_bias: nn.Parameter | None  # (N, 2 F)
+    down_bias: nn.Parameter | None  # (N, D)
 
     def __init__(self, shape: ModelShape, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -172,28 +226,53 @@ class Experts(nn.Module):
         self.router = nn.Parameter(torch.empty(e.count, shape.width, **at))
         self.gate_up = nn.Parameter(torch.empty(e.count, 2 * e.ff_width, shape.width, **at))
         self.down = nn.Parameter(torch.empty(e.count, shape.width, e.ff_width, **at))
-        self.activation: Callable[[Tensor], Tensor] = gate_pairs
+        for name, rows in (("router", ()), ("gate_up", (2 * e.ff_width,)), ("down", (shape.width,))):
+            bias = nn.Parameter(torch.empty((e.count, *rows), **at)) if e.biases else None
+            self.register_parameter(f"{name}_bias", bias)
+        # Not trained by gradients, and float32 whatever the weights are.
+        fixed = torch.empty(e.count, device=device, dtype=torch.float32) if e.sigmoid else None
+        self.correction = None if fixed is None else nn.Parameter(fixed, requires_grad=False)
+        self.adapter = None
+        clamped = None if e.clamp is None else partial(gate_clamped_pairs, *e.clamp)
+        self.activation: Callable[[Tensor], Tensor] = clamped or gate_pairs
 
     def forward(self, h: Tensor, filled: Tensor | None) -> tuple[Tensor, Tensor]:
         """h (B, T, D), filled (B, T) bool -> (B, T, D), and over the filled tokens (2, N) float32: how many an expert
         has, and the sum of its probabilities."""
         e, x, dtype = self.shape, h.flatten(0, 1), compute_dtype(h)
         with torch.autocast(h.device.type, enabled=False):
-            logits = F.linear(widen(x), widen(self.router))
-            weights, chosen, probabilities = route(logits, e.active, e.normalised)
+            router_bias = None if self.router_bias is None else widen(self.router_bias)
+            logits = F.linear(widen(x), widen(self.router), router_bias)
+            if self.correction is not None:
+                weights, chosen, probabilities = route_by_sigmoid(logits, self.correction, e)
+            else:
+                weights, chosen, probabilities = route(logits, e.active, e.normalised)
             flat = chosen.flatten()
             ordered, order = torch.sort(flat, stable=True)
             inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
             numbers = torch.arange(e.count, device=order.device)
             ends = torch.searchsorted(ordered, numbers, right=True).int()
             rows: Tensor = _Scatter.apply(x.to(dtype), order, inverse, e.active)  # type: ignore[no-untyped-call]
-            product = self.activation(grouped_matmul(rows, self.gate_up.to(dtype).mT, ends))
-            product = (product * weights.flatten()[order][:, None]).to(dtype)
-            y = grouped_matmul(product, self.down.to(dtype).mT, ends)
+            pairs = self._product("gate_up", rows, ends)
+            pairs = pairs if self.gate_up_bias is None else pairs + _rows(self.gate_up_bias, ordered, dtype)
+            weight = weights.flatten()[order][:, None]
+            product = (self.activation(pairs) * weight).to(dtype)
+            y = self._product("down", product, ends)
+            y = y if self.down_bias is None else (y + weight * _rows(self.down_bias, ordered, dtype)).to(dtype)
             out: Tensor = _Gather.apply(y, order, inverse, e.active)  # type: ignore[no-untyped-call]
             # A part of the graph that no backward pass goes through would keep what recomputation made for it.
             probabilities = probabilities if e.balance else probabilities.detach()
             return out.view(h.shape), _load(chosen, probabilities, filled)
+
+    def _product(self, kind: str, x: Tensor, ends: Tensor) -> Tensor:
+        """Multiply groups of rows x (rows, width) by the matrices of that name, with their adapters."""
+        y: Tensor = grouped_matmul(x, self.get_parameter(kind).to(x.dtype).mT, ends)
+        return y if self.adapter is None else self.adapter.added(kind, y, x, ends)
+
+
+def _rows(bias: Tensor, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    found: Tensor = _Rows.apply(bias.to(dtype), numbers)  # type: ignore[no-untyped-call]
+    return found
 
 
 def _load(chosen: Tensor, probabilities: Tensor, filled: Tensor | None) -> Tensor:
@@ -216,9 +295,6 @@ def balance_loss(load: Tensor, active: int) -> Tensor:
     counts, probabilities = load.sum(0).unbind()
     tokens = (counts.sum() / active).clamp_min(1.0)  # of all layers
     return load.shape[2] * (counts * probabilities).sum() / tokens.square()
-
-
-LOAD_FIGURES = ("expert_busiest", "expert_entropy")  # names of metrics.jsonl
 
 
 def load_figures(load: Tensor) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from optrush.models.weights import Folder
 
 Kind = Literal["f32", "f16", "bf16", "q8_0"]
 # model_type: its architecture there, and whether rows of queries and keys are reordered.
+ROPE_KINDS = ("default", "linear", "llama3")  # of which the files here have the keys or factors
 FAMILIES = {"llama": ("LLAMA", True), "mistral": ("LLAMA", True), "qwen2": ("QWEN2", False), "qwen3": ("QWEN3", False)}
 # A byte-level tokenizer is known there by the name of its rule for splitting words.
 _LLAMA3, _QWEN = r"\p{N}{1,3}", r"\p{N}|"
@@ -55,8 +56,9 @@ def write_gguf(folder: Path, file: Path, kind: Kind, name: str) -> int:
     if family not in FAMILIES:
         raise NeedsError(f"{family} as GGUF", "not written here", f"one of {', '.join(FAMILIES)}; else export to hf")
     shape, (arch, reorders) = ModelShape.read(hf), FAMILIES[family]
-    if shape.rope.kind == "yarn":
-        raise NeedsError("a GGUF file", "RoPE type 'yarn', which is not written here", "export to hf")
+    if shape.rope.kind not in ROPE_KINDS:
+        found = f"not written here, where GGUF files get {', '.join(ROPE_KINDS)}"
+        raise NeedsError(f"RoPE type {shape.rope.kind!r} as GGUF", found, "export to hf")
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[arch]])
     _write_sizes(writer, hf, shape, kind, name)
     _write_tokenizer(writer, folder, shape.vocab)

@@ -12,9 +12,11 @@ Canonical names are transformers' own, except the head's: `head.weight`, `head.b
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +27,19 @@ from optrush.console import transformers_silenced
 from optrush.data.batch import Documents
 from optrush.errors import NeedsError, UserError, reason
 from optrush.models import weights
-from optrush.models.decoder import Decoder, Head, Linear, build_decoder, call, redo_ties
-from optrush.models.shapes import ARCHITECTURES, HF, native_obstacle, read_config_json, refuse_foreign, sdpa_obstacle
+from optrush.models.decoder import Decoder, Head, Linear, call, redo_ties
+from optrush.models.multimodal import OtherTensors, TextFolder
+from optrush.models.rope_angles import document_lengths
+from optrush.models.shapes import (
+    ARCHITECTURES,
+    HF,
+    ModelShape,
+    native_obstacle,
+    read_config_json,
+    refuse_foreign,
+    sdpa_obstacle,
+)
+from optrush.models.text_part import PREFIX, is_multimodal, with_vocabulary
 from optrush.models.weights import Folder, Memory, WeightEntry, WeightMap, WeightSource
 
 if TYPE_CHECKING:
@@ -34,6 +47,7 @@ if TYPE_CHECKING:
 
 
 PROBE_LENGTHS = (7, 1, 5, 11)  # documents of the probe's packed row
+POSITION_PLANES = 4  # of tokens with three positions: that of the text, which separates documents, and those three
 PROBE_LOGIT = 60.0  # hidden states are scaled until logits are this large, which makes a softcap visible
 ATTENTIONS = {"masked": "eager", "sdpa": "sdpa"}  # our name: transformers' name
 CLASSIFIER = "ForSequenceClassification"  # what transformers' classes of reward models end with
@@ -53,14 +67,18 @@ class HFModel(nn.Module):
 
     def __init__(self, hf_model: Any) -> None:
         super().__init__()
-        config = hf_model.config
+        config = hf_model.config.get_text_config() if is_multimodal(hf_model.config.to_dict()) else hf_model.config
         self.config = config
-        self.prefix: str = hf_model.base_model_prefix
-        backbone = getattr(hf_model, self.prefix, None)
+        self.prefix, backbone = _backbone(hf_model)
         output = hf_model.get_output_embeddings()
         if not isinstance(backbone, nn.Module) or not isinstance(output, nn.Linear):
             raise unsupported(config, "no separate backbone and linear output layer")
-        self.add_module(self.prefix, backbone)  # under its own name, so that canonical names are transformers' names
+        owner: nn.Module = self  # under its own name, so that canonical names are transformers' names
+        *outer, last = self.prefix.split(".")
+        for name in outer:
+            owner.add_module(name, nn.Module())
+            owner = owner.get_submodule(name)
+        owner.add_module(last, backbone)
         self.head = Head(output.weight, output.bias)
         self.head.scale = _logit_scale(config)
         self.head.softcap = getattr(config, "final_logit_softcapping", None)
@@ -68,6 +86,8 @@ class HFModel(nn.Module):
         self.maskless = False  # set by `probe_model`: sdpa needs no mask where rows hold one document
         self._attention_flags: dict[str, Any] = {}  # arguments of the attention function for such rows
         self._numbered = _numbered(config)
+        rope = getattr(config, "rope_parameters", None) or {}
+        self._planes = POSITION_PLANES if "mrope_section" in rope else 0
         self._blocks = _block_list(backbone, self.prefix, config)  # number -> path
         for block in self.blocks.values():
             self._own_linears(block)
@@ -103,7 +123,7 @@ class HFModel(nn.Module):
     @property
     def _trunk(self) -> Any:
         """The backbone; its name depends on the family."""
-        return getattr(self, self.prefix)
+        return self.get_submodule(self.prefix)
 
     @property
     def embedding(self) -> nn.Module:
@@ -129,8 +149,10 @@ class HFModel(nn.Module):
         transformers then numbers the padding as well, which no document attends to.
         """
         alone = documents.single and tokens.shape[1] <= self._numbered
+        given = positions.long()
+        given = given.expand(self._planes, *given.shape) if self._planes else given
         out = self._trunk(
-            input_ids=tokens, position_ids=None if alone else positions.long(), attention_mask=None, use_cache=False,
+            input_ids=tokens, position_ids=None if alone else given, attention_mask=None, use_cache=False,
             **(self._attention_flags if documents.single else {}),
         )  # fmt: skip
         hidden: Tensor = out.last_hidden_state
@@ -220,7 +242,7 @@ def adapt(
     Raises:
         NeedsError: transformers does not support it, the weights do not fit, or the probe found a difference.
     """
-    published = hf if growth is None else {**hf, "vocab_size": growth.rows}
+    published = hf if growth is None else with_vocabulary(hf, growth.rows)
     hf_model = _opened(folder, published if folder else hf, dtype)
     if growth is not None and folder is not None:
         weights.enlarge(hf_model, growth)
@@ -234,8 +256,11 @@ def adapt(
     drawn = _draw(adapter, entries, hf, seed, growth) if folder is None else None
     probe_model(adapter, hf_model, dtype)
     persistent = hf_model.state_dict().keys() - dict(hf_model.named_parameters(remove_duplicate=False)).keys()
-    buffers = {name: hf_model.state_dict()[name].clone() for name in sorted(persistent)}
+    mine = [name for name in sorted(persistent) if name.startswith(f"{adapter.prefix}.") or not is_multimodal(hf)]
+    buffers: Mapping[str, Tensor] = {name: hf_model.state_dict()[name].clone() for name in mine}
     stored = {} if folder is None else _stored_names(folder, hf_model, buffers)
+    if folder is not None and is_multimodal(hf):
+        buffers = ChainMap({**buffers}, OtherTensors(folder, TextFolder(folder).others))  # type: ignore[arg-type]  # which is only read
     held = {entries[name].pieces[0][0]: value for name, value in adapter.to_meta().items()}
     recipe = WeightMap(
         entries,
@@ -248,7 +273,7 @@ def adapt(
     return adapter, recipe
 
 
-def _stored_names(folder: Path, hf_model: Any, buffers: dict[str, Tensor]) -> dict[str, str]:
+def _stored_names(folder: Path, hf_model: Any, buffers: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the names of tensors in a folder's files, by their names in transformers' model, where they differ.
 
     transformers renames tensors while it reads them (GPT-NeoX's head), and adds or removes the backbone's prefix.
@@ -272,21 +297,21 @@ def _stored_names(folder: Path, hf_model: Any, buffers: dict[str, Tensor]) -> di
 
 def _opened(folder: Path | None, hf: HF, dtype: torch.dtype) -> Any:
     """Return transformers' model of a folder, or with matrices that are not drawn, on the CPU in eval mode."""
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING
 
     kind = str(hf.get("model_type"))
     if kind not in CONFIG_MAPPING:
         found = "transformers does not know it without running code from the model's folder"
         do = "choose a model that transformers itself knows, or update transformers"
         raise NeedsError(f"a model of type {kind!r}", found, do)
-    auto = cast(Any, AutoModelForCausalLM)
+    auto = _auto_class(hf)
     try:  # checks that the families define themselves are of many classes, down to KeyError and AttributeError
         # A copy of all of it: transformers adds its own keys to what it is given.
         given = json.loads(json.dumps(dict(hf)), object_hook=_tagged_float)
         with transformers_silenced():
             config = CONFIG_MAPPING[kind].from_dict(given)
         if folder is not None:
-            return _pretrained(folder, config, dtype, "eager")
+            return _pretrained(folder, config, dtype, "eager", auto)
         with _Undrawn():
             return auto.from_config(config, dtype=dtype, attn_implementation="eager").eval()
     except (UserError, MemoryError):
@@ -328,13 +353,38 @@ class _Undrawn(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def _pretrained(folder: Path, config: Any, dtype: torch.dtype | str, attention: str) -> Any:
-    """Return transformers' model of a folder in eval mode; raise NeedsError if its weights do not fit config.json."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+def _backbone(hf_model: Any) -> tuple[str, Any]:
+    """Return the path and module of the decoder of a model, in a model of images and text its language model."""
+    prefix: str = hf_model.base_model_prefix
+    if not is_multimodal(hf_model.config.to_dict()):
+        return prefix, getattr(hf_model, prefix, None)
+    path = f"{prefix}.language_model"
+    found = next((module for name, module in hf_model.named_modules() if name == path), None)
+    if found is None:
+        raise unsupported(hf_model.config, f"no module {path}, where others with images have their language model")
+    return path, found
 
+
+def _auto_class(hf: HF) -> Any:
+    """Return transformers' class that opens a model of a config.json."""
+    from transformers import (
+        CONFIG_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
+
+    if not is_multimodal(hf):
+        return AutoModelForCausalLM
+    if CONFIG_MAPPING[str(hf["model_type"])] not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        found = "transformers has no class of images and text for it"
+        raise NeedsError(f"a model of type {hf['model_type']!r}", found, "choose a model that it has one for")
+    return AutoModelForImageTextToText
+
+
+def _pretrained(folder: Path, config: Any, dtype: torch.dtype | str, attention: str, auto: Any) -> Any:
+    """Return transformers' model of a folder in eval mode; raise NeedsError if its weights do not fit config.json."""
     weights.refuse_more_layers(Folder(folder), config.to_dict())  # refuses pickles, and an index to other folders
-    kind = next(iter(config.architectures or ()), "")
-    auto = AutoModelForSequenceClassification if kind.endswith(CLASSIFIER) else AutoModelForCausalLM
     with transformers_silenced():
         loaded: Any = auto.from_pretrained(
             folder, config=config, dtype=dtype, attn_implementation=attention, local_files_only=True,
@@ -419,17 +469,10 @@ def _rotate_by_document(rotary: Any) -> None:
         short = original(x, position_ids.clamp(max=most - 1), *more)
         beyond = torch.cat([position_ids, torch.full_like(position_ids[:, :1], most)], 1)
         long = [part[:, :-1] for part in original(x, beyond, *more)]
-        chosen = (_lengths(position_ids) > most)[..., None]
+        chosen = (document_lengths(position_ids) > most)[..., None]
         return tuple(torch.where(chosen, b, a) for a, b in zip(short, long, strict=True))
 
     rotary.forward = forward
-
-
-def _lengths(positions: Tensor) -> Tensor:
-    """Return the length of each token's document, by positions that restart with each document: both (B, T)."""
-    document = (positions == 0).long().cumsum(1)
-    last = positions.new_zeros(positions.shape[0], positions.shape[1] + 1)
-    return last.scatter_reduce(1, document, positions, "amax").gather(1, document) + 1
 
 
 def _logit_scale(config: Any) -> float:
@@ -571,21 +614,36 @@ def load(
         if folder is not None:
             weights.refuse_packed(folder)
         return adapt(folder, hf, dtype, seed, growth)
-    stored = None if folder is None else weights.open_weights(folder)
+    return _native(folder, hf, dtype, seed, growth)
+
+
+def _native(
+    folder: Path | None, hf: HF, dtype: torch.dtype, seed: int, growth: Growth | None
+) -> tuple[Decoder, WeightMap]:
+    """Build our own decoder, and the map of its weights."""
+    multimodal = is_multimodal(hf)
+    stored = None if folder is None else TextFolder(folder) if multimodal else weights.open_weights(folder)
     if stored is not None:
         weights.refuse_more_layers(stored, hf)
-    model = build_decoder(hf, dtype)
+    shape, prefix = ModelShape.read(hf), PREFIX if multimodal else "model."
     files = () if stored is None else (stored if isinstance(stored, Folder) else stored.everything).files
-    entries = weights.native_entries(model, files)
+    if multimodal and stored is not None and "tie_word_embeddings" not in hf:  # the default is each class's own
+        shape = replace(shape, tied="lm_head.weight" not in files)
+    model = Decoder(shape, device=torch.device("meta"), dtype=dtype)
+    entries = weights.native_entries(model, files, prefix)
     if stored is None:
         drawn = weights.random_init(hf, seed, weights.native_constants(entries))
         return model, WeightMap(entries, weights.widened(drawn, model, entries, growth), growth=growth)
     needed = {name: shape for entry in entries.values() for name, shape in entry.hf_shapes()}
     if growth is not None:
         needed |= {name: (growth.rows, *needed[name][1:]) for name in weights.vocabulary_names(model, entries)}
-    tied = {"lm_head.weight": "model.embed_tokens.weight"} if model.shape.tied else {}
+    others = stored.others if isinstance(stored, TextFolder) else weights.leave_later_layers(stored, model.shape)
+    tied = {"lm_head.weight": f"{prefix}embed_tokens.weight"} if model.shape.tied else {}
     stored.check(needed, tied)
-    return model, WeightMap(entries, weights.widened(stored, model, entries, growth), growth=growth)
+    source = weights.widened(stored, model, entries, growth)
+    named = stored.stored_names if isinstance(stored, TextFolder) else {}
+    kept = OtherTensors(folder, others) if folder is not None and others else {}
+    return model, WeightMap(entries, source, kept, stored_names=named, growth=growth)
 
 
 def load_plain(folder: Path, dtype: torch.dtype | None, device: torch.device, scores: bool = False) -> Any:
@@ -599,10 +657,11 @@ def load_plain(folder: Path, dtype: torch.dtype | None, device: torch.device, sc
         NeedsError: it is of the other kind, transformers does not support it, its weights are pickles, or they do not
             fit its config.json.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    read_config_json(folder / "config.json")
+    hf = read_config_json(folder / "config.json")
     try:
+        auto = AutoModelForSequenceClassification if scores else _auto_class(hf)
         with transformers_silenced():
             config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         # config.json may name an attention whose code is on the hub, and has precedence over the argument.
@@ -612,7 +671,7 @@ def load_plain(folder: Path, dtype: torch.dtype | None, device: torch.device, sc
         if kind.endswith(CLASSIFIER) != scores:
             found = f"architecture {kind}, which scores texts and continues none" if not scores else f"a {kind}"
             raise NeedsError(f"the model {folder}", found, "name a model that objective: pretrain, sft or dpo trained")
-        model = _pretrained(folder, config, dtype or "auto", attention)
+        model = _pretrained(folder, config, dtype or "auto", attention, auto)
     except (UserError, MemoryError):
         raise
     except Exception as error:

@@ -10,15 +10,16 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from optrush.errors import ConfigError, NeedsError, one_line
+from optrush.models.text_part import OTHER_MEDIA, as_text, is_multimodal, nested_obstacle, text_config
 
 HF = Mapping[str, Any]  # a config.json
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-FOREIGN_ROPE_KINDS = ("dynamic", "longrope", "proportional")  # computed by transformers only
+ROPE_KINDS = ("default", "linear", "llama3", "dynamic", "yarn", "longrope")
+FOREIGN_ROPE_KINDS = ("proportional",)  # computed by transformers only
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -27,7 +28,10 @@ ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
 }
+LOAD_FIGURES = ("expert_busiest", "expert_entropy")  # of a model with experts, in metrics.jsonl
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # keys of their number
 # Defaults of keys that config.json leaves out (transformers' configuration classes, versions 5.17 to 5.23).
 _QWEN = {
@@ -51,8 +55,25 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4, "head_dim": None, "max_position_embeddings": 32768, "sliding_window": 4096,
         "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "router_aux_loss_coef": 0.001,
     },
+    "gpt_oss": {
+        "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0, "sliding_window": 128, "num_local_experts": 128, "num_experts_per_tok": 4,
+        "norm_topk_prob": True, "router_aux_loss_coef": 0.001, "attention_bias": True, "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0, "rope_parameters": {
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
 }  # fmt: skip
 
+_DEFAULTS["glm4_moe"] = {
+    "num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+    "n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1,
+    "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
+    "use_qk_norm": False, "partial_rotary_factor": 0.5, "router_aux_loss_coef": 0.0,
+}  # fmt: skip
+_PARTIAL = ("glm4_moe",)  # that rotate a part of each head
+_BIASED = ("llama", "qwen3", "olmoe", "qwen3_moe", "gpt_oss", "glm4_moe")  # that read attention_bias
 MIXTURES = tuple(family for family, full in _DEFAULTS.items() if "num_experts_per_tok" in full)
 
 # --- the types of values in config.json, by key: one table for every model class and every verb
@@ -97,7 +118,7 @@ _TYPES: dict[tuple[str, Check], tuple[str, ...]] = {
         "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_eps", "initializer_range",
         "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop",
         "attn_pdrop", "logit_scale", "logits_scaling", "final_logit_softcapping", "attn_logit_softcapping",
-        "router_aux_loss_coef", "router_jitter_noise", "clip_qkv",
+        "router_aux_loss_coef", "router_jitter_noise", "clip_qkv", "swiglu_alpha", "swiglu_limit",
     ),
     ("a positive number", lambda value: _number(value) and value > 0): ("rope_theta", "partial_rotary_factor"),
     ("true or false", lambda value: isinstance(value, bool)): (
@@ -157,7 +178,7 @@ def _check_types(tree: Mapping[str, Any], file: Path, path: str, depth: int) -> 
 
 @dataclass(frozen=True)
 class RopeShape:
-    """Rotary embedding; `factor` is of every kind but 'default', `original_max` of 'llama3' and 'yarn'."""
+    """Rotary embedding; what each kind reads is in models/rope_angles.py."""
 
     kind: str = "default"
     theta: float = 10000.0
@@ -165,10 +186,17 @@ class RopeShape:
     low_freq_factor: float = 1.0  # this and the next one: of 'llama3'
     high_freq_factor: float = 4.0
     original_max: int = 8192
-    beta_fast: float = 32.0  # this and those below: of 'yarn'
+    scale: float = 1.0  # of cosines and sines
+    beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
-    attention_factor: float = 1.0  # of cosines and sines
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+    @property
+    def by_length(self) -> bool:
+        """Whether a document's angles depend on its length."""
+        return self.kind in ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
@@ -184,6 +212,13 @@ class ExpertsShape:
     ff_width: int  # F of one expert
     normalised: bool  # the weights of a token's experts sum to 1
     balance: float  # factor of the load-balancing loss; 0: the model is trained without
+    biases: bool = False  # of the router and of both matrices of an expert
+    sigmoid: bool = False  # scores of experts are sigmoids, chosen with a bias that is not trained
+    scale: float = 1.0  # of the weights
+    groups: int = 1  # of experts, of which a token takes experts from `active_groups`, by each group's best two
+    active_groups: int = 1
+    shared_width: int = 0  # feed-forward width of what every token passes besides; 0: none
+    clamp: tuple[float, float] | None = None  # gain and limit of a clamped activation; None: silu(gate) * up
 
 
 @dataclass(frozen=True)
@@ -206,6 +241,9 @@ class ModelShape:
     norm_eps: float
     rope: RopeShape
     window: int | None  # a sliding window that some layer uses; None: every layer attends to all earlier tokens
+    window_layers: tuple[int, ...] = ()  # that have it
+    sinks: bool = False  # a learnt logit for each head in the sum of every softmax, to no token
+    rotated: int | None = None  # values of a head that are rotated; None: all of them
     whole_qk_norm: bool = False  # one norm over all heads of a token, instead of one over each head
     experts: ExpertsShape | None = None
 
@@ -222,6 +260,7 @@ class ModelShape:
             do = f"set `implementation: transformers`, or choose a model of type {', '.join(ARCHITECTURES)} "
             do += f"with a RoPE type among {', '.join(ROPE_KINDS)}"
             raise NeedsError(f"a model of type {hf.get('model_type')!r} in our own decoder", obstacle, do)
+        hf = as_text(hf)
         family = str(hf["model_type"])
         full = {**_DEFAULTS[family], **hf}
         width, heads = _size(hf, "hidden_size"), _size(hf, "num_attention_heads")
@@ -232,18 +271,27 @@ class ModelShape:
             found += f"head_dim {full['head_dim']}"
             do = "heads must be a multiple of key/value heads, head_dim even, and hidden_size a multiple of heads"
             raise ConfigError(f"a {family} model from config.json", found, do)
-        bias = bool(hf.get("attention_bias", False)) and family in ("llama", "qwen3", "olmoe", "qwen3_moe")
+        bias = bool(full.get("attention_bias", False)) and family in _BIASED
+        part = _rotary_part(full) if family in _PARTIAL else 1.0
+        rotated = None if part == 1 else int(head_width * part)
         experts = _experts(hf, full)
-        ff_width = experts.ff_width if experts and family != "qwen3_moe" else _size(hf, "intermediate_size")
+        window, window_layers = _window(full)
+        mixed = family in ("qwen3_moe", "glm4_moe")  # with dense layers of their own width
+        ff_width = experts.ff_width if experts and not mixed else _size(hf, "intermediate_size")
         return cls(
             family=family, layers=_size(hf, "num_hidden_layers"), width=width, heads=heads, kv_heads=int(kv_heads),
             head_width=int(head_width), ff_width=ff_width, vocab=_size(hf, "vocab_size"),
-            tied=bool(hf.get("tie_word_embeddings", False)), qkv_bias=bias or family == "qwen2", o_bias=bias,
+            tied=bool(hf.get("tie_word_embeddings", False)), qkv_bias=bias or family == "qwen2",
+            o_bias=bias and family != "glm4_moe", rotated=rotated,
             mlp_bias=bool(hf.get("mlp_bias", False)) and family == "llama",
-            qk_norm=family in ("qwen3", "qwen3_moe", "olmoe"),
-            norm_eps=float(full.get("rms_norm_eps", 1e-6)), rope=_rope(full), window=_window(full),
-            whole_qk_norm=family == "olmoe", experts=experts,
+            qk_norm=family in ("qwen3", "qwen3_moe", "olmoe") or bool(full.get("use_qk_norm", False)),
+            norm_eps=float(full.get("rms_norm_eps", 1e-6)), rope=_rope(full, rotated or int(head_width)), window=window,
+            window_layers=window_layers, sinks=family == "gpt_oss", whole_qk_norm=family == "olmoe", experts=experts,
         )  # fmt: skip
+
+    @property
+    def rotated_width(self) -> int:
+        return self.head_width if self.rotated is None else self.rotated
 
     @property
     def active_width(self) -> float:
@@ -251,7 +299,8 @@ class ModelShape:
         e = self.experts
         if e is None:
             return self.ff_width
-        return (len(e.layers) * e.active * e.ff_width + (self.layers - len(e.layers)) * self.ff_width) / self.layers
+        sparse = e.active * e.ff_width + e.shared_width
+        return (len(e.layers) * sparse + (self.layers - len(e.layers)) * self.ff_width) / self.layers
 
     @property
     def matrix_parameters(self) -> int:
@@ -272,7 +321,7 @@ class ModelShape:
         if e is None:
             return self.layers * (attention + 3 * D * self.ff_width)
         sparse, dense = len(e.layers), self.layers - len(e.layers)
-        experts = 3 * D * e.ff_width * (e.count if every else e.active) + D * e.count
+        experts = 3 * D * (e.ff_width * (e.count if every else e.active) + e.shared_width) + D * e.count
         return self.layers * attention + sparse * experts + dense * 3 * D * self.ff_width
 
     @property
@@ -281,9 +330,12 @@ class ModelShape:
         D, E, F = self.width, self.head_width, self.ff_width
         q, kv = self.heads * E, self.kv_heads * E
         small = 2 * D + (0 if not self.qk_norm else q + kv if self.whole_qk_norm else 2 * E)
+        small += self.heads if self.sinks else 0
         small += (q + 2 * kv if self.qkv_bias else 0) + (D if self.o_bias else 0) + (2 * F + D if self.mlp_bias else 0)
         outer = self.vocab * D * (1 if self.tied else 2)
-        return self.block_matrices + self.layers * small + D + outer
+        e = self.experts
+        biases = len(e.layers) * e.count * (1 + 2 * e.ff_width + D) if e is not None and e.biases else 0
+        return self.block_matrices + self.layers * small + biases + D + outer
 
     def flops(self, tokens: int, attended: int) -> int:
         """Return the FLOPs of a step's forward and backward pass: 6 N_mm a token, and causal attention.
@@ -293,18 +345,6 @@ class ModelShape:
             attended: sum of squared document lengths; half of those products are above the diagonal and not counted.
         """
         return 6 * self.matrix_parameters * tokens + 6 * attended * self.heads * self.head_width * self.layers
-
-    def check_window(self, T: int) -> None:
-        """Raise NeedsError if a row of T tokens is longer than a sliding window that a layer uses.
-
-        Our decoder has no window; up to its length a window masks nothing, and our decoder is exact.
-        """
-        if self.window is not None and self.window < T:
-            found = (
-                f"a sliding window of {self.window} tokens in the {self.family} model, which our decoder does not cut"
-            )
-            do = f"use rows of at most {self.window} tokens, or `implementation: transformers`"
-            raise NeedsError(f"rows of {T} tokens", found, do)
 
 
 def _size(hf: HF, key: str) -> int:
@@ -325,29 +365,64 @@ def rope_kind(hf: HF) -> str:
     return str(rope.get("rope_type", rope.get("type", "default")))
 
 
-def _rope(hf: HF) -> RopeShape:
-    """Read both forms: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (earlier versions)."""
+_ROPE_NEEDS = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+
+
+def _rope(hf: HF, width: int) -> RopeShape:
+    """Read both forms: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (earlier versions).
+
+    Args:
+        width: of the part of a head that is rotated.
+    """
     given, kind = rope_settings(hf), rope_kind(hf)
     theta = given.get("rope_theta", hf.get("rope_theta"))
     theta = 10000.0 if theta is None else float(theta)
-    llama3 = ("factor", "low_freq_factor", "high_freq_factor")
-    needed = {"default": (), "linear": ("factor",), "llama3": llama3, "yarn": ("factor",)}[kind]
+    needed = _ROPE_NEEDS.get(kind, ())
     for key in needed:
         if not isinstance(given.get(key), int | float):
-            raise ConfigError(f"RoPE type {kind!r}", f"{key} is {given.get(key)!r}", f"give {key} a number")
+            found = f"{key} is {given.get(key)!r} in config.json"
+            raise ConfigError(f"RoPE type {kind!r}", found, f"give {key} a number")
     factors = {key: float(given[key]) for key in needed}
     if kind in ("default", "linear"):
         return RopeShape(kind, theta, **factors)  # type: ignore[arg-type]
-    original = hf.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
-    rope = RopeShape(kind, theta, **factors, original_max=int(original or hf["max_position_embeddings"]))  # type: ignore[arg-type]
+    positions = hf["max_position_embeddings"]
+    if kind == "dynamic":
+        return RopeShape(kind, theta, **factors, original_max=int(positions))  # type: ignore[arg-type]
+    original = hf.get("original_max_position_embeddings") or given.get("original_max_position_embeddings") or positions
     if kind == "llama3":
-        return rope
-    sharper = given.get("attention_factor")
-    if sharper is None:
-        sharper = 0.1 * math.log(rope.factor) + 1 if rope.factor > 1 else 1.0
-    fast, slow = float(given.get("beta_fast") or 32), float(given.get("beta_slow") or 1)
-    truncate = bool(given.get("truncate", True))
-    return replace(rope, beta_fast=fast, beta_slow=slow, truncate=truncate, attention_factor=float(sharper))
+        return RopeShape(kind, theta, **factors, original_max=int(original))  # type: ignore[arg-type]
+    if kind == "yarn" and "factor" not in given:
+        raise ConfigError("RoPE type 'yarn'", "no factor in config.json", "give factor a number")
+    factor = float(given.get("factor") or positions / original)
+    scale = given.get("attention_factor")
+    if kind == "yarn":
+        scale = _yarn_scale(given, factor) if scale is None else float(scale)
+        fast, slow = float(given.get("beta_fast") or 32), float(given.get("beta_slow") or 1)
+        more = {"scale": scale, "beta_fast": fast, "beta_slow": slow, "truncate": bool(given.get("truncate", True))}
+        return RopeShape(kind, theta, factor, original_max=int(original), **more)  # type: ignore[arg-type]
+    if scale is None:
+        scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    both = {}
+    for key in ("short_factor", "long_factor"):
+        if not isinstance(given.get(key), list) or len(given[key]) != width // 2:
+            found = f"{key} is {one_line(repr(given.get(key)), 60)} in config.json"
+            raise ConfigError(f"RoPE type {kind!r}", found, f"give {key} {width // 2} numbers")
+        both[key] = tuple(map(float, given[key]))
+    return RopeShape(kind, theta, factor, original_max=int(original), scale=float(scale), **both)  # type: ignore[arg-type]
+
+
+def _yarn_scale(given: HF, factor: float) -> float:
+    """Return the factor of cosines and sines: 0.1 ln(factor) + 1, or the ratio of two such ones (DeepSeek's)."""
+
+    def scale(by: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
+
+    one, other = given.get("mscale"), given.get("mscale_all_dim")
+    return scale(one) / scale(other) if one and other else scale(1.0)
 
 
 def _experts(hf: HF, full: HF) -> ExpertsShape | None:
@@ -361,28 +436,50 @@ def _experts(hf: HF, full: HF) -> ExpertsShape | None:
         raise ConfigError("experts from config.json", found, "give num_experts_per_tok at most the number of experts")
     step, dense = full.get("decoder_sparse_step") or 1, set(full.get("mlp_only_layers") or ())
     layers = range(_size(full, "num_hidden_layers"))
+    first = int(full.get("first_k_dense_replace") or 0)
+    sigmoid = full["model_type"] == "glm4_moe"
+    groups = int(full.get("n_group") or 1)
+    if count % groups or (sigmoid and count // groups < 2):
+        do = "give n_group a divisor with two experts or more in a group"
+        raise ConfigError("experts from config.json", f"{key} {count}, n_group {groups}", do)
     width = "moe_intermediate_size" if "moe_intermediate_size" in full else "intermediate_size"
     return ExpertsShape(
-        layers=tuple(i for i in layers if i not in dense and (i + 1) % step == 0), count=count, active=active,
+        layers=tuple(i for i in layers if i not in dense and (i + 1) % step == 0 and i >= first), count=count,
+        active=active,
         ff_width=_size(full, width), normalised=bool(full.get("norm_topk_prob", False)),
-        balance=float(full["router_aux_loss_coef"]) if full.get("output_router_logits") else 0.0,
+        balance=float(full["router_aux_loss_coef"]) if full.get("output_router_logits") and not sigmoid else 0.0,
+        biases=full["model_type"] == "gpt_oss", sigmoid=sigmoid, scale=float(full.get("routed_scaling_factor") or 1.0),
+        groups=groups, active_groups=int(full.get("topk_group") or 1),
+        shared_width=int(full.get("n_shared_experts") or 0) * _size(full, width),
+        clamp=(float(full["swiglu_alpha"]), float(full["swiglu_limit"])) if "swiglu_limit" in full else None,
     )  # fmt: skip
 
 
-def _window(full: HF) -> int | None:
-    family, window = full["model_type"], full.get("sliding_window")
-    if family == "llama" or window is None:
-        return None
+def _rotary_part(full: HF) -> float:
+    """Return the part of each head that is rotated."""
+    part: float = rope_settings(full).get("partial_rotary_factor") or full["partial_rotary_factor"]
+    return float(part)
+
+
+def _window(full: HF) -> tuple[int | None, tuple[int, ...]]:
+    """Return the sliding window, and the layers that have it."""
+    family, window, layers = full["model_type"], full.get("sliding_window"), range(full["num_hidden_layers"])
+    if family in ("llama", "olmoe", "glm4_moe") or window is None:
+        return None, ()
     if family in ("mistral", "mixtral"):
-        return int(window)
-    if family == "qwen3_moe":
-        return int(window) if full.get("use_sliding_window", False) else None
+        return int(window), tuple(layers)
     kinds = full.get("layer_types")
-    if kinds is None:
-        slides = int(full["max_window_layers"]) < int(full["num_hidden_layers"])
+    if family == "gpt_oss":
+        kinds = kinds or ["full_attention" if i % 2 else "sliding_attention" for i in layers]
+    elif not full.get("use_sliding_window", False):
+        return None, ()
+    if family == "qwen3_moe":
+        slides = tuple(layers)
+    elif kinds is None:
+        slides = tuple(layers[int(full["max_window_layers"]) :])
     else:
-        slides = "sliding_attention" in kinds
-    return int(window) if full.get("use_sliding_window", False) and slides else None
+        slides = tuple(i for i, kind in zip(layers, kinds, strict=False) if kind == "sliding_attention")
+    return (int(window), slides) if slides else (None, ())
 
 
 def native_obstacle(hf: HF) -> str | None:
@@ -391,6 +488,9 @@ def native_obstacle(hf: HF) -> str | None:
     Raises:
         NeedsError: a RoPE type in one of our families that transformers does not have either.
     """
+    if is_multimodal(hf) and (found := nested_obstacle(hf)) is not None:
+        return found
+    hf = as_text(hf)
     family = hf.get("model_type")
     if family not in ARCHITECTURES:
         return f"model_type {family!r}, where our decoder has {', '.join(ARCHITECTURES)}"
@@ -402,10 +502,8 @@ def native_obstacle(hf: HF) -> str | None:
     if kind not in ROPE_KINDS:
         found = f"known here: {', '.join(ROPE_KINDS)}; known to transformers too: {', '.join(FOREIGN_ROPE_KINDS)}"
         raise NeedsError(f"RoPE type {kind!r} in a {family} model", found, "correct rope_type in config.json")
-    if kind == "yarn" and (rope.get("mscale") or rope.get("factor") is None):
-        return "RoPE type 'yarn' with mscale, or without a factor"
     partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
+    if partial not in (None, 1, 1.0) and family not in _PARTIAL:
         return f"partial_rotary_factor {partial}: only a part of each head is rotated"
     if hf.get("hidden_act", "silu") not in ("silu", "swish"):
         return f"hidden_act {hf['hidden_act']!r}, where our decoder has silu"
@@ -420,41 +518,47 @@ def native_obstacle(hf: HF) -> str | None:
 
 def sdpa_obstacle(hf: HF) -> str | None:
     """Return the reason why transformers' model of a config.json cannot run sdpa; None: it can, or torch is missing."""
-    cap = hf.get("attn_logit_softcapping")
+    cap = text_config(hf).get("attn_logit_softcapping")
     if cap is not None:
         return f"attn_logit_softcapping {cap}, which sdpa would leave out"
     try:
-        from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+        from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-        model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[str(hf.get("model_type"))]]
+        classes: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if is_multimodal(hf) else MODEL_FOR_CAUSAL_LM_MAPPING
+        model: Any = classes[CONFIG_MAPPING[str(hf.get("model_type"))]]
     except (ImportError, KeyError):
         return None
     return None if model._supports_sdpa else f"a model of type {hf['model_type']!r}, which has no sdpa in transformers"
 
 
 def refuse_foreign(hf: HF) -> None:
-    """Raise NeedsError for what is not one unquantized, text-only causal language model, or has foreign experts."""
-    kind = str(hf.get("model_type", ""))
+    """Raise NeedsError for what has no unquantized causal language model that is trained on text, or foreign experts.
+
+    Of a model of images and text that is its language model.
+    """
+    kind, multimodal, text = str(hf.get("model_type", "")), is_multimodal(hf), as_text(hf)
     asked = f"to train a model of type {kind!r}"
     dense = "choose a text-only causal language model (architecture ...ForCausalLM)"
-    found = next((f"{key} = {hf[key]}" for key in EXPERTS if hf.get(key) not in (None, 0, 1)), None)
-    if (found is not None or "moe" in kind) and kind not in MIXTURES:
+    found = next((f"{key} = {text[key]}" for key in EXPERTS if text.get(key) not in (None, 0, 1)), None)
+    if (found is not None or "moe" in kind) and text.get("model_type") not in MIXTURES:
         do = f"choose a dense model, or one of type {', '.join(MIXTURES)}"
         raise NeedsError(asked, f"a mixture of experts ({found or kind}) that our decoder does not have", do)
-    for key in ("vision_config", "audio_config", "speech_config", "image_token_id", "text_config"):
+    for key in OTHER_MEDIA if not multimodal else ():
         if hf.get(key) not in (None, {}):
             raise NeedsError(asked, f"a model of more than text ({key} in config.json)", dense)
     names = hf.get("architectures") or ()
     if hf.get("is_encoder_decoder"):
         raise NeedsError(asked, "an encoder-decoder (is_encoder_decoder is true)", dense)
+    ends = ("ForCausalLM", "LMHeadModel", *(("ForConditionalGeneration",) if multimodal else ()))
     for name in names:
-        if not str(name).endswith(("ForCausalLM", "LMHeadModel")):
+        if not str(name).endswith(ends):
             raise NeedsError(asked, f"architecture {name}, which is not a causal language model", dense)
-    if hf.get("quantization_config") is not None:
-        config = hf["quantization_config"]
+    given = [each.get("quantization_config") for each in (hf, text)]
+    config = next((each for each in given if each is not None), None)
+    if config is not None:
         method = config.get("quant_method", "unnamed") if isinstance(config, dict) else f"of no mapping, {config!r}"
         do = "start from the unquantised checkpoint; a technique quantises the frozen base while it is loaded"
-        do = "add --with nf4 --with lora" if method == "bitsandbytes" else do
+        do = "add --with nf4 --with lora" if method == "bitsandbytes" and not multimodal else do
         raise NeedsError(asked, f"weights quantised on disk (quantization_config, method {method})", do)
 
 

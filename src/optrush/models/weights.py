@@ -31,6 +31,7 @@ from optrush.kernels import nf4
 from optrush.models.decoder import Decoder, Linear
 from optrush.models.experts import Experts
 from optrush.models.shapes import ARCHITECTURES, HF, ModelShape, native_obstacle
+from optrush.models.text_part import MULTIMODAL, text_config
 
 if TYPE_CHECKING:
     from optrush.models.source import Growth
@@ -39,6 +40,7 @@ Shape = tuple[int, ...]
 Initializer = Callable[[Tensor, Shape], None]
 """Fills a tensor with the rectangle of one parameter that begins at an offset and has the tensor's shape."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+LATER_LAYERS = ("glm4_moe",)  # families whose files may have layers that predict further tokens
 CHUNK_rows = 32768  # rows read at a time, where all rows of an embedding or head are
 EDGE_bytes = 4096  # at either end of a tensor, in a fingerprint
 
@@ -90,9 +92,13 @@ class Folder:
         if file not in self._open:
             self._open[file] = self._handle_of(file)
         try:
-            return self._open[file].get_slice(name)
+            return self._open[file].get_slice(self.stored_name(name))
         except SafetensorError as error:
             raise NeedsError(f"tensor {name} in {self.folder / file}", str(error), "download it again") from None
+
+    def stored_name(self, name: str) -> str:
+        """Return the name in its file of a tensor of `files`."""
+        return name
 
     def shape(self, name: str) -> Shape:
         return tuple(self._slice(name).get_shape())
@@ -132,11 +138,22 @@ class Folder:
 def refuse_more_layers(stored: Folder | PackedFolder, hf: HF) -> None:
     """Raise NeedsError if config.json has more layers than the files have tensors, before any layer is built."""
     folder = stored if isinstance(stored, Folder) else stored.everything
-    layers = hf.get("num_hidden_layers") or hf.get("n_layer") or 0
+    text = text_config(hf)
+    layers = text.get("num_hidden_layers") or text.get("n_layer") or 0
     if isinstance(layers, int) and layers > len(folder.files):
         numbers = "" if native_obstacle(hf) is not None else f" of {ModelShape.read(hf).parameters:,} parameters in all"
         found = f"{layers:,} layers{numbers} in config.json, where the files have {len(folder.files):,} tensors"
         raise NeedsError(f"the weights in {folder.folder}", found, "check that config.json fits the weights")
+
+
+def leave_later_layers(stored: Folder | PackedFolder, shape: ModelShape) -> list[str]:
+    """Remove layers behind the last one, which predict further tokens and are not trained; return their tensors."""
+    if not isinstance(stored, Folder) or shape.family not in LATER_LAYERS:
+        return []
+    layers = ((name, re.match(r"model\.layers\.(\d+)\.", name)) for name in stored.files)
+    found = [name for name, match in layers if match is not None and int(match[1]) >= shape.layers]
+    stored.files = {name: file for name, file in stored.files.items() if name not in set(found)}
+    return found
 
 
 def seeded_generator(seed: int, name: str, device: torch.device) -> torch.Generator:
@@ -218,10 +235,12 @@ class ExpertsEntry(WeightEntry):
     """
 
     stacked: bool = False
+    transposed: bool = False  # a stacked tensor is (N, width, rows)
 
     def hf_shapes(self) -> Iterator[tuple[str, Shape]]:
         if self.stacked:
-            yield self.pieces[0][0], self.shape
+            N, rows, width = self.shape
+            yield self.pieces[0][0], ((N, width, rows) if self.transposed else self.shape)
             return
         for number in range(self.shape[0]):
             yield from self._matrix(number).hf_shapes()
@@ -234,14 +253,17 @@ class ExpertsEntry(WeightEntry):
         if not self.stacked:
             rows = self.shape[1]
             return torch.stack([self._matrix(n).rows(source, 0, rows, device) for n in range(first, last)])
-        values = source.rows(self.pieces[0][0], first, last, self.shape, device)
+        ((name, shape),) = self.hf_shapes()
+        values = source.rows(name, first, last, shape, device)
+        values = values.transpose(1, 2) if self.transposed else values
         return values.reshape(last - first, -1, self.groups, self.shape[2]).transpose(1, 2).flatten(1, 2)
 
     def split(self, full: Tensor) -> Iterator[tuple[str, Tensor]]:
         N, rows, width = self.shape
         if self.stacked:
             apart = full.reshape(N, self.groups, -1, width).transpose(1, 2)
-            yield self.pieces[0][0], apart.reshape(N, rows, width)
+            whole = apart.reshape(N, rows, width)
+            yield self.pieces[0][0], whole.transpose(1, 2).contiguous() if self.transposed else whole
             return
         for number in range(N):
             yield from self._matrix(number).split(full[number])
@@ -256,7 +278,7 @@ class WeightMap:
 
     entries: dict[str, WeightEntry]
     source: WeightSource
-    buffers: dict[str, Tensor] = field(default_factory=dict)  # persistent ones, by Hugging Face name: exported as is
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)  # exported as they are, by Hugging Face name
     fillers: dict[str, Initializer] = field(default_factory=dict)  # by canonical name
     stored_names: dict[str, str] = field(default_factory=dict)  # Hugging Face name -> the base's file's, if different
     architecture: str = ""  # transformers' class of the model
@@ -315,11 +337,12 @@ _BLOCK_NAMES = {
     "q_norm": ("self_attn.q_norm",),
     "k_norm": ("self_attn.k_norm",),
     "o": ("self_attn.o_proj",),
+    "sinks": ("self_attn",),  # whose own parameter it is
     "norm2": ("post_attention_layernorm",),
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-_OUTER_NAMES = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+_OUTER_NAMES = {"embedding": "{}embed_tokens", "norm": "{}norm", "head": "lm_head"}
 
 
 # Of experts: the module, the names of gate, up and down in it, and the same where one tensor has all experts.
@@ -327,14 +350,23 @@ _EXPERTS = ("mlp", "experts.{}.gate_proj.weight", "experts.{}.up_proj.weight", "
 _EXPERTS_OF = {
     "mixtral": ("block_sparse_moe", "experts.{}.w1.weight", "experts.{}.w3.weight", "experts.{}.w2.weight"),
 }  # fmt: skip
+# Of the others, what a family calls a layer's parameters.
+_LAYER_NAMES = {
+    "gpt_oss": {
+        "router": "mlp.router.weight", "router_bias": "mlp.router.bias", "gate_up": "mlp.experts.gate_up_proj",
+        "gate_up_bias": "mlp.experts.gate_up_proj_bias", "down": "mlp.experts.down_proj",
+        "down_bias": "mlp.experts.down_proj_bias",
+    }
+}  # fmt: skip
 _STACKED = ("mlp", "experts.gate_up_proj", "experts.down_proj")
 
 
-def native_entries(model: Decoder, stored: Collection[str] = ()) -> dict[str, WeightEntry]:
+def native_entries(model: Decoder, stored: Collection[str] = (), prefix: str = "model.") -> dict[str, WeightEntry]:
     """Return the entry of every parameter of a decoder, in the order of its named_parameters.
 
     Args:
         stored: names of the base's tensors, which show the layout of experts; without a base one tensor has all.
+        prefix: of the names of tensors, except the head's.
     """
     entries: dict[str, WeightEntry] = {}
     for name, parameter in model.named_parameters():
@@ -342,14 +374,17 @@ def native_entries(model: Decoder, stored: Collection[str] = ()) -> dict[str, We
         shape, module = tuple(parameter.shape), model.get_submodule(owner)
         if isinstance(module, Experts):
             entries[name] = _experts_entry(
-                f"model.layers.{owner.split('.')[1]}", kind, shape, model.shape.family, stored
+                f"{prefix}layers.{owner.split('.')[1]}", kind, shape, model.shape.family, stored
             )
             continue
         if owner in _OUTER_NAMES:
-            names = [f"{_OUTER_NAMES[owner]}.{kind}"]
+            names = [f"{_OUTER_NAMES[owner].format(prefix)}.{kind}"]
         else:
-            _, number, part = owner.split(".")
-            names = [f"model.layers.{number}.{hf}.{kind}" for hf in _BLOCK_NAMES[part]]
+            _, number, *inside = owner.split(".")
+            part = inside[0] if inside else "sinks"
+            names = [f"{prefix}layers.{number}.{hf}.{kind}" for hf in _BLOCK_NAMES[part]]
+            if model.get_submodule(f"blocks.{number}").shared:
+                names = [name.replace(".mlp.", ".mlp.shared_experts.") for name in names]
         rows, groups = [shape[0]], 1
         if isinstance(module, Linear):
             rows, groups = [n for _, n in module.output_splits], module.groups
@@ -359,10 +394,17 @@ def native_entries(model: Decoder, stored: Collection[str] = ()) -> dict[str, We
 
 def _experts_entry(layer: str, kind: str, shape: Shape, family: str, stored: Collection[str]) -> WeightEntry:
     """Return the entry of one of the parameters of a layer's experts."""
+    if family in _LAYER_NAMES:
+        name = f"{layer}.{_LAYER_NAMES[family][kind]}"
+        if kind in ("gate_up", "down"):  # rows of gate and up in turn, as here
+            return ExpertsEntry(shape, ((name, shape[1]),), 1, True, True)
+        return WeightEntry(shape, ((name, shape[0]),))
     module, gate_up, down = _STACKED
     stacked = not stored or f"{layer}.{module}.{gate_up}" in stored
     if not stacked:
         module, *each = _EXPERTS_OF.get(family, _EXPERTS)
+    if kind == "correction":
+        return WeightEntry(shape, ((f"{layer}.{module}.gate.e_score_correction_bias", shape[0]),))
     if kind == "router":
         return WeightEntry(shape, ((f"{layer}.{module}.gate.weight", shape[0]),))
     groups = shape[1] // 2 if kind == "gate_up" else 1
@@ -406,13 +448,13 @@ def value_files(folder: Path) -> list[Path]:
 
 def random_init(hf: HF, seed: int, constants: Mapping[str, float]) -> RandomInit:
     """Return random weights with the initializer_range of a config.json, by default 0.02."""
-    return RandomInit(seed, float(hf.get("initializer_range") or 0.02), constants)
+    return RandomInit(seed, float(text_config(hf).get("initializer_range") or 0.02), constants)
 
 
 def native_constants(entries: Mapping[str, WeightEntry]) -> dict[str, float]:
     """Return the initial values of a decoder's biases and norms."""
     names = [name for entry in entries.values() for name, _ in entry.pieces]
-    biases = {name: 0.0 for name in names if name.endswith(".bias")}
+    biases = {name: 0.0 for name in names if name.endswith("bias")}
     return biases | {name: 1.0 for name in names if name.endswith("norm.weight")}
 
 
@@ -505,8 +547,11 @@ def _config_bytes(hf: HF, dtype: str, architecture: str, base: Path | None) -> b
     # Readers before transformers 4.56 have no `dtype`; where a base has neither key, they take the type of the tensors.
     for key in [key for key in TYPE_KEYS if key in config] or ([] if base is not None else TYPE_KEYS[:1]):
         config[key] = dtype
+    if text_config(config) is not config:  # of the language model, wherever it has one of its own
+        text = config["text_config"]
+        config["text_config"] = {**text, **{key: dtype for key in TYPE_KEYS if key in text}}
     if not config.get("architectures"):
-        config["architectures"] = [architecture or ARCHITECTURES[config["model_type"]]]
+        config["architectures"] = [architecture or {**ARCHITECTURES, **MULTIMODAL}[config["model_type"]]]
     published = b"" if base is None else (base / CONFIG).read_bytes()
     if published and json.loads(published) == config:
         return published

@@ -9,12 +9,14 @@ Source: the format is PEFT's, https://huggingface.co/docs/peft/developer_guides/
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optrush.errors import NeedsError
 from optrush.files import parse_json
+from optrush.models.text_part import PREFIX as PREFIX_OF_TEXT
 from optrush.peft.ledger import EMBEDDING, HEAD, last
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
     from optrush.models.weights import WeightMap
     from optrush.peft.adapter import LinearAdapter, Model
+    from optrush.peft.experts import ExpertsLora
 
 CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
@@ -29,7 +32,7 @@ PREFIX = "base_model.model."
 SILENT = frozenset({
     "auto_mapping", "base_model_name_or_path", "feedforward_modules", "inference_mode", "layers_pattern",
     "lora_dropout", "megatron_core", "modules_to_save", "peft_version", "qalora_group_size", "revision",
-    "target_modules", "task_type",
+    "target_modules", "target_parameters", "task_type",
 })  # fmt: skip
 # Accepted values of other fields, besides null, false and empty. Other initializations, as PiSSA, change the base.
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
@@ -37,10 +40,16 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def adapters(model: Model) -> dict[str, LinearAdapter]:
-    """Return the adapters of a model, those on other ranks too, by the canonical names of their linears."""
+def adapters(model: Model) -> dict[str, LinearAdapter | ExpertsLora]:
+    """Return a model's adapters, those on other ranks too, by the names of their linears or of a layer's experts."""
+    from optrush.models.experts import Experts
+
     linears = (*model.linears(), *model.elsewhere.items())
-    return {name: linear.adapter for name, linear in linears if linear.adapter is not None}
+    found: dict[str, LinearAdapter | ExpertsLora] = {
+        name: linear.adapter for name, linear in linears if linear.adapter is not None
+    }
+    experts = ((name, module) for name, module in model.named_modules() if isinstance(module, Experts))
+    return found | {name: module.adapter for name, module in experts if module.adapter is not None}
 
 
 def save_adapter(folder: Path, model: Model, recipe: WeightMap, trained: Mapping[str, Tensor], base: str) -> None:
@@ -63,7 +72,10 @@ def save_adapter(folder: Path, model: Model, recipe: WeightMap, trained: Mapping
     for parameter, module in modules.items():
         if parameter in trained:
             # PEFT selects all modules with this ending: `norm` would be every norm.
-            alone = all(last(m) == last(module) for m in modules.values() if m.endswith(last(module)))
+            # Towers of images have modules of the same names as the language model.
+            alone = not _beside_towers(module) and all(
+                last(m) == last(module) for m in modules.values() if m.endswith(last(module))
+            )
             saved.add(last(module) if alone else module)
             rows = _stored_rows(recipe, parameter)
             found |= {key: trained[parameter][:rows].clone() for key in _whole(model, parameter, module)}
@@ -73,14 +85,27 @@ def save_adapter(folder: Path, model: Model, recipe: WeightMap, trained: Mapping
         "base_model_name_or_path": base, "task_type": "SEQ_CLS" if model.head.scores else "CAUSAL_LM",
         "inference_mode": True, "revision": None,
         "auto_mapping": None, "modules_to_save": sorted(saved) or None,
-        "target_modules": sorted({last(m) for a in theirs.values() for m in a.hf}),
+        "target_modules": _targets(m for a in theirs.values() for m in a.hf),
         **next(iter(theirs.values())).settings(),
     }  # fmt: skip
+    if parameters := {p for a in theirs.values() for p in getattr(a, "parameters_of", ())}:
+        config["target_parameters"] = sorted(parameters)
     if config["peft_type"] == "IA3":
-        scaled = {last(m) for a in theirs.values() for m in a.hf if a.feedforward}
-        config["feedforward_modules"] = sorted(scaled)
+        config["feedforward_modules"] = _targets(m for a in theirs.values() for m in a.hf if a.feedforward)
     save_file({PREFIX + key: t for key, t in found.items()}, folder / TENSORS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _targets(modules: Iterable[str]) -> list[str] | str:
+    """Return what selects these modules in PEFT: their last names, or a pattern where towers have the same names."""
+    named = sorted(modules)
+    ends = sorted({last(m) for m in named})
+    inside = bool(named) and all(map(_beside_towers, named))
+    return rf"{re.escape(PREFIX_OF_TEXT)}.*\.({'|'.join(map(re.escape, ends))})" if inside else ends
+
+
+def _beside_towers(module: str) -> bool:
+    return module.startswith(PREFIX_OF_TEXT)
 
 
 def _stored_rows(recipe: WeightMap, parameter: str) -> int:

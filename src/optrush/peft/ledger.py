@@ -26,7 +26,7 @@ PIECES = {  # of each linear of our decoder
 }
 LINEARS = tuple(name for names in PIECES.values() for name in names)
 EVERY = ("auto", "all-linear")
-SETS = {"attention": LINEARS[:4], "mlp": LINEARS[4:]}
+SETS = {"attention": LINEARS[:4], "mlp": LINEARS[4:], "experts": ("gate_up_proj", "down_proj")}
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 SPLITS = r"pissa|olora|pissa_niter_[1-9]\d?"  # values of `init` that split the weights themselves
 TILE = 64  # an adapter's rows fill whole tiles of a product behind a weight; else a compiler would pad, and copy
@@ -79,14 +79,23 @@ def whole(technique: str, save: Sequence[str], known: Collection[str], tied: boo
 
 
 def require_targets(technique: str, env: Environment, targets: str | Sequence[str]) -> Requirement:
-    """Require that our decoder has the linears that `targets` names; of experts there are none to adapt."""
+    """Require that our decoder has what `targets` names: linears, and of experts both stacked matrices."""
     if env.shape is None or env.shape.experts is None:
         return require_names(technique, "targets", targets, LINEARS)
-    wrong = next((name for name in chosen(targets, SETS["attention"]) if name in SETS["mlp"]), None)
+    wrong = next((name for name in chosen(targets, SETS["attention"]) if name in ("gate_proj", "up_proj")), None)
     if wrong is None:
-        return require_names(technique, "targets", targets, SETS["attention"])
-    found = f"{wrong} is a matrix of every expert, and experts have no adapters here"
-    return Requirement(False, f"`{technique}:targets={targets}`", found, "take targets=attention, or a dense model")
+        return require_names(technique, "targets", targets, (*SETS["attention"], *SETS["experts"]))
+    found, do = f"{wrong} is a part of the experts' gate_up_proj", "take targets=attention, or targets=experts"
+    return Requirement(False, f"`{technique}:targets={targets}`", found, do)
+
+
+def expert_sizes(shape: ModelShape, targets: str | Sequence[str]) -> Iterator[tuple[str, int, int]]:
+    """Yield (name, width, rows) of an expert's matrices that `targets` names."""
+    if shape.experts is None:
+        return
+    names, F = chosen(targets, SETS["attention"]), shape.experts.ff_width
+    sizes = {"gate_up_proj": (shape.width, 2 * F), "down_proj": (F, shape.width)}
+    yield from ((name, *size) for name, size in sizes.items() if name in names)
 
 
 def linear_sizes(shape: ModelShape) -> dict[str, tuple[int, dict[str, int]]]:
@@ -143,14 +152,14 @@ def predict_frozen(
 def _inputs(env: Environment, shape: ModelShape, keep: Collection[str]) -> Iterator[Rule]:
     """Yield that a frozen product does not save its input; an adapter may."""
     yield live("saved.normed", "no frozen product keeps what enters it", gone=True)
-    if shape.experts is not None:
+    if shape.experts is not None and "routed" not in keep:
         yield live("saved.routed", "no frozen product keeps what enters it", gone=True)
     if "down" not in keep:
         yield live("saved.product", "no frozen product keeps what enters it", gone=True)
     if "o" not in keep and Part.ATTENTION not in env.claimed:  # kernels save their output
         yield live("saved.attended", "no frozen product keeps what enters it", gone=True)
     L, widths = env.blocks, {name: width for name, (width, _) in linear_sizes(shape).items()}
-    for name in sorted(set(keep) - {"o", "down"}):
+    for name in sorted(set(keep) - {"o", "down", "routed"}):
         why = f"what enters {name}, kept for its adapter"
         yield add(Line(f"saved.enters.{name}", why, L * widths[name], "product", "saved", True, L))
 

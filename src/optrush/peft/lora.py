@@ -14,7 +14,7 @@ https://arxiv.org/abs/2402.09353 (DoRA). The initial values are PEFT's.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -109,6 +109,15 @@ class Settings:
     @property
     def scaling(self) -> float:
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of PEFT's adapter_config.json."""
+        alpha = int(self.alpha) if self.alpha == int(self.alpha) else self.alpha  # as PEFT writes it
+        return {
+            "peft_type": "LORA", "r": self.rank, "lora_alpha": alpha, "lora_dropout": self.dropout,
+            "use_rslora": self.rslora, "use_dora": self.dora, "bias": "none", "fan_in_fan_out": False,
+            "init_lora_weights": True, "rank_pattern": {}, "alpha_pattern": {},
+        }  # fmt: skip
 
 
 class Lora(LinearAdapter):
@@ -242,12 +251,7 @@ class Lora(LinearAdapter):
     def settings(self) -> dict[str, Any]:
         times = 1 if self.first is None else 2
         wide = self.s.alpha * (times**0.5 if self.s.rslora else times)  # the same factor at that rank
-        alpha = int(wide) if wide == int(wide) else wide  # as PEFT writes it
-        return {
-            "peft_type": "LORA", "r": times * self.s.rank, "lora_alpha": alpha, "lora_dropout": self.s.dropout,
-            "use_rslora": self.s.rslora, "use_dora": self.s.dora, "bias": "none", "fan_in_fan_out": False,
-            "init_lora_weights": True, "rank_pattern": {}, "alpha_pattern": {},
-        }  # fmt: skip
+        return replace(self.s, rank=times * self.s.rank, alpha=wide).fields()
 
     def fillers(self, name: str, linear: Linear, recipe: WeightMap, seed: int) -> Iterator[tuple[str, Initializer]]:
         """Yield the initial values of the parameters; name: the linear's."""

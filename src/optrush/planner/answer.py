@@ -21,6 +21,7 @@ from optrush.errors import ConfigError, NeedsError, UserError
 from optrush.hardware import GIB, Device
 from optrush.models.shapes import SHAPES, native_obstacle
 from optrush.models.source import locate
+from optrush.models.text_part import text_config
 from optrush.planner import search
 from optrush.planner.search import Candidate, SearchResult
 from optrush.resolve import resolve
@@ -284,7 +285,7 @@ def _longest(config: Config, name: str, classes: Sequence[type[Technique]]) -> t
         other = {} if config.objective == "distill" else {"objective": "pretrain"}  # which takes random tokens as well
         config = config.model_copy(update={"data": data, **other})
     _, hf = locate(config, weights=False)
-    most = min(LONGEST, int(hf.get("max_position_embeddings") or LONGEST))
+    most = min(LONGEST, int(text_config(hf).get("max_position_embeddings") or LONGEST))
 
     def of(seq: int) -> Way | None:
         batch = config.batch.model_copy(update={"seq": seq, "tokens": seq * ranks, "micro_tokens": None})

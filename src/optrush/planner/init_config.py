@@ -21,8 +21,9 @@ from optrush import hardware
 from optrush.config import ADAPTER_LR, COMPARED, JUDGED, METHODS, SECTIONS, Config, nearest, parse_config, parse_scalar
 from optrush.errors import ConfigError, NeedsError, UserError
 from optrush.hardware import Device
-from optrush.models.shapes import ModelShape, native_obstacle, refuse_foreign
+from optrush.models.shapes import refuse_foreign
 from optrush.models.source import locate
+from optrush.models.text_part import text_config
 from optrush.planner import answer, search
 from optrush.planner.search import Prediction
 from optrush.resolve import resolve
@@ -326,6 +327,6 @@ def _longest(tree: dict[str, Any], seq: int) -> int:
     bare = {"model": tree["model"], "objective": tree["objective"], "data": tree["data"], "output": "runs/new"}
     _, hf = locate(Config.model_validate(bare))
     refuse_foreign(hf)
-    window = ModelShape.read(hf).window if native_obstacle(hf) is None else None
-    limits = [hf.get("max_position_embeddings"), hf.get("n_positions"), window]
+    text = text_config(hf)
+    limits = [text.get("max_position_embeddings"), text.get("n_positions")]
     return min([seq, *(n for n in limits if isinstance(n, int))])

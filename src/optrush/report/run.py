@@ -15,6 +15,7 @@ from optrush.console import duration
 from optrush.errors import ConfigError, DataError, UserError
 from optrush.files import parse_json
 from optrush.hardware import GIB
+from optrush.models.shapes import LOAD_FIGURES
 from optrush.objectives import ALL_FIGURES, unit
 from optrush.report.page import (
     DASH,
@@ -41,7 +42,7 @@ WAITS = 0.05  # share of a step spent waiting for data from which the page warns
 _FIGURES = {
     "step", "loss", "lr", "grad_norm", "tokens", "target_tokens", "step_s", "tokens_per_s", "mfu", "peak_bytes",
     "memory_kind", "data_wait_s", "skipped", "eval_loss", "eval_target_tokens",
-    *(f"{kind}{name}" for kind in ("", "eval_") for name in ALL_FIGURES),
+    *(f"{kind}{name}" for kind in ("", "eval_") for name in (*ALL_FIGURES, *LOAD_FIGURES)),
 }  # fmt: skip
 
 
@@ -316,6 +317,10 @@ def _curves(run: RunLog) -> list[tuple[str, str, Markup]]:
         )
         shares += [(f"{over[0]} right", "percent of a step's, by their rewards", run.points("reward_accuracy", 100))]
         shares += [("Reward margin", over[1], run.points("reward_margin"))]
+    busiest, entropy = LOAD_FIGURES
+    if run.median(busiest) is not None:
+        shares += [("Busiest expert", "percent of a layer's tokens, mean over the layers", run.points(busiest, 100))]
+        shares += [("Entropy of experts", "1: all have as many tokens", run.points(entropy))]
     drawn = [("Loss", unit(run.config), _loss_chart(run))]
     for heading, words, points in (
         ("Speed", "tokens/s of the whole job", run.points("tokens_per_s")),

@@ -40,6 +40,7 @@ class Attention(Technique):
         return replace(spec, attention=self.impl)
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
+        yield from _kinds(env, self.impl)
         if self.impl == "sdpa" and env.sdpa_obstacle is not None:
             yield Requirement(False, "`attention:impl=sdpa`", env.sdpa_obstacle, "take impl=masked")
         if self.impl in ("masked", "sdpa"):
@@ -91,6 +92,16 @@ class Attention(Technique):
             trainer.model.supports_packing = False  # so that evaluation does not pack either
             trainer.notes.append("attention: evaluation takes one document a row, cudnn cannot isolate several")
         return trainer.model.set_attention(self.impl)
+
+
+def _kinds(env: Environment, impl: str) -> Iterator[Requirement]:
+    """Require a kernel that has the windows and sinks of the model."""
+    asked, s = f"`attention:impl={impl}`", env.shape
+    if s is not None and s.window is not None and s.window < env.seq:
+        found = f"a sliding window of {s.window} tokens in some layers, and rows of {env.seq}"
+        yield Requirement(impl in ("masked", "sdpa", "varlen"), asked, found, "take impl=varlen or sdpa")
+    if s is not None and s.sinks:
+        yield Requirement(impl in ("masked", "sdpa"), asked, "attention sinks in the model", "take impl=sdpa")
 
 
 def _ungrouped(env: Environment) -> bool:

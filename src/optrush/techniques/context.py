@@ -62,6 +62,15 @@ class Context(Technique):
         )
         yield Requirement(env.native, "`context` exchanges heads or keys in our own decoder", found, do)
         yield env.needs_dense("`context` shares the tokens of a block")
+        s = env.shape
+        if s is not None:
+            found = (
+                "attention sinks in the model" if s.sinks else f"a sliding window of {s.window} tokens in some layers"
+            )
+            met = not s.sinks and (s.window is None or s.window >= env.seq)
+            yield Requirement(met, "`context` attends to all earlier tokens of a document", found, do)
+            found = f"RoPE type {s.rope.kind!r}, whose angles depend on the length of a document"
+            yield Requirement(not s.rope.by_length, "`context` gives each rank its positions", found, do)
         found = "pairs, whose losses are of whole documents"
         yield Requirement(not env.paired, "`context` sums losses token by token", found, "leave context out")
         fixed = Part.ROW_WIDTH not in env.claimed or Part.COMPILED in env.claimed

@@ -67,10 +67,16 @@ class FusedKernels(Technique):
         do = "take mlp=triton, norm=true or rope=true, or leave it out"
         chosen = self.mlp != "none" or self.norm or self.rope
         yield Requirement(chosen, "`fused-kernels:mlp=none`", "no norm and no rope: nothing is left to fuse", do)
+        if self.mlp != "none":
+            clamped = env.shape is not None and env.shape.experts is not None and env.shape.experts.clamp is not None
+            asked = f"`fused-kernels:mlp={self.mlp}` computes silu(gate) * up"
+            yield Requirement(not clamped, asked, "a clamped activation in the model's experts", "take mlp=none")
         if self.rope:
             normed = env.shape is not None and env.shape.qk_norm
             asked = "`fused-kernels:rope=true` rotates queries and keys as the product makes them"
             yield Requirement(not normed, asked, "the model norms each of them first", "take rope=false")
+            part = env.shape is not None and env.shape.rotated is not None
+            yield Requirement(not part, asked, "the model rotates a part of each head", "take rope=false")
         if self.mlp == "quack":
             yield env.needs_dense("`fused-kernels:mlp=quack` (mlp=triton takes experts)")
             asked, do = "fused-kernels:mlp=quack", "take mlp=triton"

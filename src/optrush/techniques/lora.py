@@ -25,7 +25,8 @@ class Lora(Technique):
     """Adds alpha / rank * B A x to what a frozen linear gives, A and B of the given rank; B begins as zeros.
 
     rslora: the factor is alpha / sqrt(rank). dora: each row of the sum is scaled to a learnt length.
-    targets: `auto` and `all-linear` every linear of the blocks, `attention`, `mlp`, or names: [q_proj, v_proj].
+    targets: `auto` and `all-linear` every linear of the blocks, `attention`, `mlp`, or names: [q_proj, v_proj]. Of a
+        model with experts `auto` is its attention; `experts` names their stacked matrices, [gate_up_proj, down_proj].
     save: modules that are trained whole as well: embed_tokens, lm_head, names of norms.
     init: a folder of PEFT's to begin with, of the same rank, targets and save; or `pissa`, `pissa_niter_N`, `olora`:
         the adapter begins as the largest part of the weight, and the rest is frozen.
@@ -80,6 +81,13 @@ class Lora(Technique):
             yield ledger.require_targets(self.name, env, self.targets)
             tied = env.shape is not None and env.shape.tied
             yield from ledger.whole(self.name, self.save, ledger.WHOLE, tied)
+        if env.shape is not None and [*ledger.expert_sizes(env.shape, self.targets)]:
+            asked, do = f"`lora:targets={self.targets}`", "take targets=attention for it"
+            found = "dora or dropout, which have no meaning for a product by rows of several experts"
+            yield Requirement(not (self.dora or self.dropout), f"{asked} adapts experts", found, do)
+            found = f"rank {self.rank}, where a grouped product on a GPU needs multiples of 8"
+            aligned = env.device.kind != "cuda" or self.rank % 8 == 0
+            yield Requirement(aligned, f"{asked} adapts experts", found, "take a multiple of 8")
         found = "a technique that records the step: nobody has proved that a replay draws anew"
         met = not self.dropout or Part.CAPTURE not in env.claimed
         yield Requirement(met, f"`lora:dropout={self.dropout:g}`", found, "leave dropout out")
@@ -121,6 +129,14 @@ class Lora(Technique):
             laid += mine_rank * (all_rows + width)
             weights += all_rows * width
             crossed += mine_rank * (all_rows * width + mine_rank * (all_rows + width))
+        active = 0 if env.shape is None or env.shape.experts is None else env.shape.experts.active
+        for name, width, many in () if env.shape is None else ledger.expert_sizes(env.shape, self.targets):
+            assert env.shape is not None and env.shape.experts is not None
+            learnt += [env.shape.experts.count * r * width, env.shape.experts.count * r * many]
+            keep.add("routed" if name == "gate_up_proj" else "down")
+            low += active * r
+            rows += active * many
+            laid += active * r * (many + width)
         yield from ledger.predict_frozen(env, self.save, learnt, keep, added=keep)
         if not learnt:
             return
@@ -161,12 +177,19 @@ class Lora(Technique):
         from optrush.peft.lora import Settings
 
         model, recipe = trainer.model, trainer.weight_map
-        known = adapted.known(model, recipe)
-        if trainer.env.shape is not None and trainer.env.shape.experts is not None:
+        known, shape = adapted.known(model, recipe), trainer.env.shape
+        inside: list[str] = []  # of the experts
+        if shape is not None and shape.experts is not None:
             known = [name for name in known if name in ledger.SETS["attention"]]
-            trainer.notes.append("lora: the experts and their routers stay frozen, without adapters")
-        names = ledger.chosen(self.targets, known)
-        adapted.check_targets(self.name, model, recipe, self.targets, self.save)
+            inside = [name for name, *_ in ledger.expert_sizes(shape, self.targets)]
+            what = "the routers of the experts stay" if inside else "the experts and their routers stay"
+            trainer.notes.append(f"lora: {what} frozen, without adapters")
+        names = tuple(name for name in ledger.chosen(self.targets, known) if name not in inside)
+        if names or not inside:
+            adapted.check_targets(self.name, model, recipe, names if inside else self.targets, self.save)
+        if self.splits_base and inside:
+            do = "leave init out, or take targets: attention"
+            raise NeedsError(f"`lora:init={self.init}`", "targets among the experts, which are not decomposed", do)
         trained = adapted.freeze_base(model, recipe, self.save, trainer.precision)
         settings = Settings(self.rank, self.alpha, self.dropout, self.rslora, self.dora)
         switch = adapted.AdapterToggle()
@@ -176,15 +199,21 @@ class Lora(Technique):
         for name, linear, modules in places:
             adapter = Adapter(linear, modules, names, switch, settings, trainer.env.spec.mlp == "quack", split)
             adapted.place(name, linear, adapter, recipe, adapter.fillers(name, linear, recipe, trainer.config.seed))
+        layers = 0
+        if inside:
+            from optrush.peft import experts
+
+            alike = trainer.hf["model_type"] == "gpt_oss"  # in the order of its rows
+            layers = experts.place(model, recipe.fillers, inside, switch, settings, trainer.config.seed, alike)
         if self.init is not None and not self.splits_base:
             begun = io.load_adapter(self.name, self.init, model, recipe, trained)
             for name, whole in begun.items():
                 fills = partial(adapted.fill_over, whole, recipe, name) if name in trained else None
                 recipe.fillers[name] = fills or partial(adapted.fill_from, whole)
         trainer.adapters_disabled = switch.off if self._removable else None
-        chosen = f"lora, scaling {settings.scaling:g}, dora {self.dora}, of {', '.join(names)}"
+        chosen = f"lora, scaling {settings.scaling:g}, dora {self.dora}, of {', '.join((*names, *inside))}"
         trainer.fingerprints["adapters"] = chosen + (f", init {self.init}" if self.splits_base else "")
-        return len(places)
+        return len(places) + layers
 
     def _split(
         self, trainer: Trainer, places: list[tuple[str, Linear, list[str]]], names: tuple[str, ...], scaling: float
@@ -209,6 +238,9 @@ class Lora(Technique):
 
         if self.lr_ratio == 1 or trainer.optimizer is None:  # none: an evaluation
             return 0
-        b = {f"{name}.adapter.b" for name in io.adapters(trainer.model)}
+        of = {
+            f"{name}.adapter.{own}" for name, a in io.adapters(trainer.model).items() for own, _ in a.named_parameters()
+        }
+        b = {name for name in of if name.endswith((".b", "_b"))}
         trainer.optimizer = ScaledRates(trainer.optimizer, trainer.trained, self.lr_ratio, lambda t: t.name in b)
         return 1

@@ -58,6 +58,8 @@ class TensorParallel(Technique):
         found = "the model runs through transformers"
         yield Requirement(env.native, "`tensor` cuts our own decoder", found, ELSE)
         yield env.needs_dense("`tensor` cuts the products of a block")
+        sinks = s is not None and s.sinks
+        yield Requirement(not sinks, "`tensor` cuts the heads of a block", "attention sinks, one a head", ELSE)
         uneven = "" if s is None else next((f"{many:,} {what}" for what, many in _sizes(s) if many % n), "")
         asked = f"`tensor: size: {n}` gives each rank as much"
         yield Requirement(not uneven, asked, uneven, f"take a size that divides, or {ELSE}")

@@ -27,10 +27,11 @@ from optrush.data.chat_template import Tokens, open_tokens
 from optrush.data.dataset import Sources, read_sources
 from optrush.errors import ConfigError, NeedsError, NoEffectError, UserError
 from optrush.models.decoder import frozen_flops
-from optrush.models.experts import LOAD_FIGURES
 from optrush.models.hf import HFModel, load
 from optrush.models.score import score_head
+from optrush.models.shapes import LOAD_FIGURES
 from optrush.models.source import Growth, check_positions
+from optrush.models.text_part import text_config
 from optrush.models.weights import refuse_frozen, weights_fingerprint
 from optrush.objectives import check_layout, dpo, figures, loss_of
 from optrush.optim.adamw import AdamW
@@ -205,7 +206,7 @@ def _named(config: Config) -> str:
 def _note_model(trainer: Trainer, growth: Growth | None) -> None:
     """Note what is unusual in the model for these rows."""
     seq = trainer.config.batch.seq
-    if seq > (made := trainer.hf.get("max_position_embeddings") or seq):
+    if seq > (made := text_config(trainer.hf).get("max_position_embeddings") or seq):
         trainer.notes.append(f"rows of {seq} tokens, where the model was made for {made} positions")
     if growth is not None:
         trainer.notes.append(growth.note)
@@ -267,7 +268,8 @@ def materialise(trainer: Trainer) -> None:
             trainer.weight_map.fill(name, distributed.local(p.detach()), distributed.offset(p))
     trainer.weight_map.release()
     learned = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    trainer.trained = [TrainedParam(name, p, decays=p.dim() > 1) for name, p in learned]
+    matrices = {name for name, p in learned if p.dim() > 1 and not name.endswith("bias")}  # those of experts have rows
+    trainer.trained = [TrainedParam(name, p, decays=name in matrices) for name, p in learned]
 
 
 def check_rounding(trainer: Trainer) -> None:

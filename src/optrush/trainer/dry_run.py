@@ -24,6 +24,7 @@ from optrush.data.schema import RowLocation
 from optrush.errors import ConfigError, UserError
 from optrush.hardware import GIB
 from optrush.launch import launched
+from optrush.models.text_part import text_config
 from optrush.objectives import check_layout
 from optrush.planner import search
 from optrush.resolve import ResolvedConfig
@@ -61,7 +62,7 @@ def dry_run(resolved: ResolvedConfig, resume: Literal["auto"] | Path | None, com
     manifest = checkpoint.choose(config.output, resume)[0] if launched()[1] == 1 else None
     today = checkpoint.first_date(manifest)
     tokens = open_tokens(config, resolved.folder, today)
-    vocab = resolved.hf.get("vocab_size") or (0 if tokens is None else len(tokens.tokenizer))
+    vocab = text_config(resolved.hf).get("vocab_size") or (0 if tokens is None else len(tokens.tokenizer))
     layout = _layout(resolved)
     sources = read_sources(config, tokens, vocab, console.say, cut=layout.uncut)
     stream = sampler.Stream(

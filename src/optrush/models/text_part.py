@@ -1,0 +1,105 @@
+"""Find the language model in the config.json, and among the tensors, of a model of images and text. Pure Python.
+
+Such a model is a language model, towers that turn images (video, audio) into embeddings, and projections between. On
+rows of text the towers compute nothing: what is trained is the language model alone, and everything else remains as
+published. In transformers all of them have the language model at `model.language_model` and its head at `lm_head`; in
+files there are three layouts (`LAYOUTS`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+HF = Mapping[str, Any]  # a config.json
+# Models whose language model our own decoder has, by model_type of the whole: transformers' class.
+MULTIMODAL = {
+    "internvl": "InternVLForConditionalGeneration",
+    "llava": "LlavaForConditionalGeneration",
+    "llava_next": "LlavaNextForConditionalGeneration",
+    "llava_onevision": "LlavaOnevisionForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+}
+# Language models that compute, on text, what a family of text computes: the three positions of a token (time, height,
+# width), by which parts of its head are rotated, are one and the same there.
+SAME = {
+    "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+}  # fmt: skip
+FLAT = ("qwen2_vl", "qwen2_5_vl")  # may have the language model's keys at the top of config.json
+# Keys without which the defaults of a nested configuration, one for each class, would decide.
+NEEDED = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
+    "rms_norm_eps",
+)  # fmt: skip
+NEEDED_OF = {"mistral": ("head_dim", "sliding_window"), "qwen3": ("head_dim",)}
+PREFIX, HEAD = "model.language_model.", "lm_head."
+LAYOUTS = ((PREFIX, HEAD), ("language_model.model.", "language_model.lm_head."), ("model.", HEAD))
+BLOCKS = ("layers.", "embed_tokens.", "norm.")  # of the last layout, whose prefix the towers can have too
+OTHER_MEDIA = ("vision_config", "audio_config", "speech_config", "image_token_id", "text_config")
+
+
+def is_multimodal(hf: HF) -> bool:
+    """Return whether a config.json is one of images and text, whose language model it describes."""
+    nested = isinstance(hf.get("text_config"), dict) and bool(hf["text_config"])
+    return bool(hf.get("vision_config")) and (nested or hf.get("model_type") in FLAT)
+
+
+def text_config(hf: Any) -> Any:
+    """Return the mapping of a config.json that has the language model's keys: of a model of text, all of it."""
+    return hf["text_config"] if is_multimodal(hf) and hf.get("text_config") else hf
+
+
+def as_text(hf: HF) -> HF:
+    """Return the config.json of the language model alone, under the family of text that computes the same."""
+    if not is_multimodal(hf):
+        return hf
+    text = text_config(hf)
+    kind = str(text.get("model_type", ""))
+    found = {key: value for key, value in text.items() if key not in (*OTHER_MEDIA, "architectures")}
+    found["model_type"] = SAME.get(kind, kind)
+    found["tie_word_embeddings"] = bool(hf.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
+    if found["model_type"] == "qwen2" and kind in SAME:
+        found.pop("head_dim", None)  # their attention divides the width by the heads
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(rope := found.get(key), dict):
+            rope = {name: value for name, value in rope.items() if not name.startswith("mrope")}
+            found[key] = {n: "default" if n in ("type", "rope_type") and v == "mrope" else v for n, v in rope.items()}
+    return found
+
+
+def nested_obstacle(hf: HF) -> str | None:
+    """Return the reason why our decoder does not take the language model of a model of images; None: it can."""
+    if hf.get("model_type") not in MULTIMODAL:
+        return (
+            f"model_type {hf.get('model_type')!r}, where our decoder has {', '.join(MULTIMODAL)} of those with images"
+        )
+    text = as_text(hf)
+    needed = (*NEEDED, *NEEDED_OF.get(text["model_type"], ()))
+    missing = [key for key in needed if key not in text]
+    if not any("rope_theta" in part for part in (text, text.get("rope_parameters") or {})):
+        missing.append("rope_theta")
+    return f"{missing[0]} is not in its text_config" if missing else None
+
+
+def with_vocabulary(hf: HF, rows: int) -> dict[str, Any]:
+    """Return a config.json whose language model has that many rows of embedding."""
+    if text_config(hf) is hf:
+        return {**hf, "vocab_size": rows}
+    top = {"vocab_size": rows} if "vocab_size" in hf else {}
+    return {**hf, **top, "text_config": {**hf["text_config"], "vocab_size": rows}}
+
+
+def layout(names: Collection[str]) -> tuple[str, str] | None:
+    """Return the prefixes of the language model and of its head among the names of a folder's tensors."""
+    return next((each for each in LAYOUTS if f"{each[0]}embed_tokens.weight" in names), None)
+
+
+def is_text(name: str, found: tuple[str, str]) -> bool:
+    """Return whether a tensor of a folder belongs to the language model or its head."""
+    prefix, head = found
+    inner = name.removeprefix(prefix) if name.startswith(prefix) else None
+    return name.startswith(head) or (inner is not None and (found != LAYOUTS[-1] or inner.startswith(BLOCKS)))

@@ -1,0 +1,125 @@
+"""Low-rank adapters of the matrices of experts, in PEFT's format for parameters (`target_parameters`).
+
+Each expert has an A and a B of its own for `gate_up_proj` and for `down_proj`; its sum is made of the rows routed to
+the expert, as its frozen product is: no matrix W + B A is made. PEFT's tensors have the experts in turn:
+A (N r, width) and B (rows, r N) with the expert last.
+
+Source: https://arxiv.org/abs/2106.09685; the format is PEFT's (version 0.21, `ParamWrapper`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from optrush.models.experts import Experts, grouped_matmul
+from optrush.models.weights import Initializer, Shape, seeded_generator
+from optrush.peft.adapter import AdapterToggle, fill_constant
+from optrush.peft.lora import Settings
+
+KINDS = ("gate_up", "down")
+
+
+class ExpertsLora(nn.Module):
+    """Adapters of one layer's experts. Parameters: `gate_up_a` (N, r, D), `gate_up_b` (N, 2 F, r), and so for down."""
+
+    hf: tuple[str, ...] = ()  # linears, of which there are none
+    feedforward = False
+
+    def __init__(
+        self, experts: Experts, module: str, names: Collection[str], switch: AdapterToggle, settings: Settings,
+        interleaved: bool,
+    ) -> None:  # fmt: skip
+        """module: transformers' name of the experts; interleaved: rows of gate and up alternate there, as here."""
+        super().__init__()
+        self.module, self.switch, self.s, self.interleaved = module, switch, settings, interleaved
+        self.kinds = [kind for kind in KINDS if f"{kind}_proj" in names]
+        self.parameters_of = [f"mlp.experts.{kind}_proj" for kind in self.kinds]
+        at: dict[str, Any] = {"device": torch.device("meta"), "dtype": torch.float32}
+        for kind in self.kinds:
+            N, rows, width = experts.get_parameter(kind).shape
+            self.register_parameter(f"{kind}_a", nn.Parameter(torch.empty(N, settings.rank, width, **at)))
+            self.register_parameter(f"{kind}_b", nn.Parameter(torch.empty(N, rows, settings.rank, **at)))
+
+    def added(self, kind: str, y: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+        """Add the adapter of a matrix to y (rows, out), what that made of x (rows, width) in groups of experts."""
+        if kind not in self.kinds or not self.switch.on:
+            return y
+        a, b = self.get_parameter(f"{kind}_a").to(x.dtype), self.get_parameter(f"{kind}_b")
+        low = grouped_matmul(x, a.mT, ends)
+        more: Tensor = grouped_matmul(low, (b * self.s.scaling).to(x.dtype).mT, ends)
+        return y + more
+
+    @torch.no_grad()
+    def merge(self, kind: str, weight: Tensor) -> Tensor:
+        """Return float32 matrices (N, rows, width) that need no adapter."""
+        if kind not in self.kinds:
+            return weight
+        a, b = (self.get_parameter(f"{kind}_{part}").float() for part in "ab")
+        return weight + self.s.scaling * (b @ a)
+
+    def _key(self, kind: str) -> str:
+        """Return PEFT's name of the module: where both are adapted, it wraps the experts for gate_up first."""
+        return f"{self.module}.base_layer" if kind == "gate_up" and len(self.kinds) == 2 else self.module
+
+    def published(self, whole: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield PEFT's names and tensors of whole parameters, given by our names."""
+        for kind in self.kinds:
+            a, b = whole[f"{kind}_a"], whole[f"{kind}_b"]
+            if kind == "gate_up" and not self.interleaved:
+                b = b.view(len(b), -1, 2, b.shape[2]).transpose(1, 2).flatten(1, 2)
+            yield f"{self._key(kind)}.lora_A.weight", a.flatten(0, 1)
+            yield f"{self._key(kind)}.lora_B.weight", b.permute(1, 2, 0).flatten(1)
+
+    exported = published
+
+    def taken(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Invert `published`."""
+        found = {}
+        for kind in self.kinds:
+            r = self.s.rank
+            a, b = (tensors[f"{self._key(kind)}.lora_{part}.weight"] for part in "AB")
+            b = b.reshape(len(b), r, -1).permute(2, 0, 1)
+            if kind == "gate_up" and not self.interleaved:
+                b = b.reshape(len(b), 2, -1, r).transpose(1, 2).flatten(1, 2)
+            found[f"{kind}_a"] = a.reshape(-1, r, a.shape[1])
+            found[f"{kind}_b"] = b.contiguous()
+        return found
+
+    def settings(self) -> dict[str, Any]:
+        """Return the adapter's fields of PEFT's adapter_config.json."""
+        return self.s.fields()
+
+    def fillers(self, seed: int) -> Iterator[tuple[str, Initializer]]:
+        """Yield the initial values of the parameters."""
+        for kind in self.kinds:
+            yield f"{kind}_a", partial(self._fill_a, seed, kind)
+            yield f"{kind}_b", partial(fill_constant, 0.0)
+
+    def _fill_a(self, seed: int, kind: str, local: Tensor, offset: Shape) -> None:
+        """Draw as kaiming_uniform_ with a = sqrt(5), whole, from a generator of the matrix's name."""
+        whole = torch.empty(self.get_parameter(f"{kind}_a").shape, device=local.device)
+        bound = whole.shape[2] ** -0.5
+        generator = seeded_generator(seed, f"{self.module}.{kind}_proj.lora_A", local.device)
+        whole.uniform_(-bound, bound, generator=generator)
+        local.copy_(whole[tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))])
+
+
+def place(
+    model: nn.Module, recipe_fillers: dict[str, Initializer], names: Collection[str], switch: AdapterToggle,
+    settings: Settings, seed: int, interleaved: bool,
+) -> int:  # fmt: skip
+    """Attach adapters to the experts of each layer; return how many layers have some."""
+    changed = 0
+    for name, experts in model.named_modules():
+        if isinstance(experts, Experts):
+            module = f"model.layers.{name.split('.')[1]}.mlp.experts"
+            adapter = ExpertsLora(experts, module, names, switch, settings, interleaved)
+            experts.adapter = adapter
+            recipe_fillers.update({f"{name}.adapter.{own}": fill for own, fill in adapter.fillers(seed)})
+            changed += 1
+    return changed

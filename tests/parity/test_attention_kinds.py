@@ -1,0 +1,140 @@
+"""Windows, sinks and every kind of RoPE in our decoder against transformers, and each kernel against the plain one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from optrush import hardware
+from optrush.errors import NeedsError
+from optrush.kernels.attention import masked, sdpa
+from optrush.models.decoder import Decoder
+from optrush.models.hf import load
+from optrush.models.shapes import SHAPES
+from optrush.resolve import resolve
+
+from parity_models import SIZES, compare_gradients, materialise, packed, reference, reference_alone, save
+from trials import shaped
+
+ROWS = [[5, 7, 3], [19, 1]]
+
+
+def roped(kind: str, family: str = "llama", **more: Any) -> dict[str, Any]:
+    rope = {"rope_type": kind, "rope_theta": 1000.0, "original_max_position_embeddings": 16, **more}
+    return {**SIZES, "model_type": family, "rope_parameters": rope}
+
+
+LONG = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [3.0, 2.0, 4.0, 1.0]}
+QWEN2 = {**SIZES, "model_type": "qwen2", "sliding_window": 4, "use_sliding_window": True}
+CASES: dict[str, dict[str, Any]] = {
+    "mistral windows": {**SIZES, "model_type": "mistral", "sliding_window": 4},
+    "mixtral windows": {
+        **SIZES, "model_type": "mixtral", "sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2
+    },
+    "qwen2 windows above": {**QWEN2, "max_window_layers": 1},
+    "qwen3 layers": {**QWEN2, "model_type": "qwen3", "layer_types": ["sliding_attention", "full_attention"]},
+    "yarn": roped("yarn", factor=4.0),
+    "yarn by ratio": roped("yarn", factor=None, beta_fast=8.0, beta_slow=0.5, truncate=False),
+    "yarn scaled": roped("yarn", "qwen3", factor=8.0, mscale=0.7, mscale_all_dim=1.2),
+    "yarn attention": roped("yarn", factor=4.0, attention_factor=1.3),
+    "longrope": roped("longrope", "qwen2", **LONG),
+    "longrope scaled": roped("longrope", factor=32.0, **LONG),
+    "dynamic": {**roped("dynamic", factor=4.0), "max_position_embeddings": 8},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", ["masked", "sdpa"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_kind_is_that_of_transformers(case: str, kernel: str, tmp_path: Path) -> None:
+    """Logits and gradients of packed documents, each alone in transformers, and rows of one document."""
+    theirs = reference(CASES[case])
+    hf = save(theirs, tmp_path)
+    ours, recipe = load(tmp_path, hf, None, torch.float32, 0)
+    assert isinstance(ours, Decoder)
+    materialise(ours, recipe)
+    ours.set_attention(kernel)
+    batch = packed(ROWS, 20, 61)
+    want, loss = reference_alone(theirs, batch)
+    hidden = ours(batch.tokens, batch.positions, batch.documents)
+    found = [part for row, n in zip(ours.head.logits(hidden), ROWS, strict=True) for part in row[: sum(n)].split(n)]
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    ours.head(hidden, batch.labels).backward()
+    loss.backward()
+    compare_gradients(ours, recipe, theirs, every=False)
+    changed = batch.tokens.clone()
+    changed[0, 2] += 1
+    again = ours(changed % 61, batch.positions, batch.documents)
+    assert torch.equal(again[0, 5:15], hidden[0, 5:15]) and not torch.equal(again[0, 2], hidden[0, 2])
+    one = packed([[19]], 20, 61, single=True)  # of one document, with padding
+    alone = ours(batch.tokens[1:], one.positions, one.documents)
+    torch.testing.assert_close(alone[0, :19], hidden[1, :19], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("sunk", [False, True])
+def test_kernels_are_the_plain_softmax(single: bool, window: int | None, sunk: bool) -> None:
+    """Written out query by query in float64, with the gradient of the sinks too; a bad value stays in its document."""
+    batch = packed([[11]] if single else [[5, 6]], 11, 61, single=single)
+    drawn = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 11, n, 4, dtype=torch.float64, generator=drawn, requires_grad=True) for n in (4, 2, 2))
+    sinks = torch.randn(4, dtype=torch.float64, generator=drawn, requires_grad=True) if sunk else None
+    rows = []
+    for t in range(11):
+        first = 0 if single or t < 5 else 5
+        first = first if window is None else max(first, t - window + 1)
+        heads = []
+        for h in range(4):
+            weights = torch.exp(k[0, first : t + 1, h // 2] @ q[0, t, h] / 2)
+            total = weights.sum() if sinks is None else weights.sum() + sinks[h].exp()
+            heads.append((weights / total) @ v[0, first : t + 1, h // 2])
+        rows.append(torch.stack(heads))
+    want = torch.stack(rows)[None]
+    inputs = [q, k, v, *([] if sinks is None else [sinks])]
+    grad = torch.randn(want.shape, dtype=torch.float64, generator=drawn)
+    wanted = torch.autograd.grad(want, inputs, grad)
+    for attend in (masked, sdpa):
+        got = attend(q, k, v, batch.documents, window=window, sinks=sinks)
+        torch.testing.assert_close(got, want)
+        for a, b in zip(torch.autograd.grad(got, inputs, grad), wanted, strict=True):
+            torch.testing.assert_close(a, b)
+        if not single:
+            bad = v.detach().clone()
+            bad[0, 2] = float("nan")
+            spoiled = attend(q, k, bad, batch.documents, window=window, sinks=sinks)
+            assert torch.equal(spoiled[0, 5:], got[0, 5:])
+            assert spoiled[0, 2:5].isnan().all() and not spoiled[0, :2].isnan().any()
+
+
+@pytest.mark.parametrize("impl", ["cudnn", "fa4"])
+def test_kernels_without_windows_are_refused(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rows are longer than the window; up to it there is nothing to cut."""
+    given = {"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 2}
+    monkeypatch.setitem(SHAPES, "windowed", {**SHAPES["qwen2.5-0.5b"], **given})
+    device, _ = hardware.parse_hardware("h100")
+    for seq in (512, 1024):
+        config = shaped("windowed", "bf16", f"attention:impl={impl}", seq=seq, rows=1)
+        if seq == 512:
+            resolve(config, device=device, ranks=1)
+            continue
+        with pytest.raises(NeedsError, match="a sliding window of 512 tokens"):
+            resolve(config, device=device, ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 2}, "a sliding window of 512 tokens"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic', whose angles depend on the length"),
+    ],
+)
+def test_what_context_cannot_cut(given: dict[str, Any], found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "odd", {**SHAPES["qwen2.5-0.5b"], **given})
+    device, _ = hardware.parse_hardware("h100")
+    config = shaped("odd", "context:size=2,kind=gather", seq=1024, rows=1)
+    with pytest.raises(NeedsError, match=found):
+        resolve(config, device=device, ranks=2)

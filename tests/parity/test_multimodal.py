@@ -1,0 +1,266 @@
+"""Language models of models of images and text against transformers' whole model, and what is written of them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+
+from optrush import export
+from optrush.errors import DataError, NeedsError
+from optrush.models.decoder import Decoder
+from optrush.models.hf import load, load_plain
+from optrush.models.shapes import ModelShape, native_obstacle
+from optrush.models.weights import export_weights
+from optrush.resolve import resolve
+
+from golden import make_golden
+from parity_models import materialise, packed, reference_alone, save
+from trials import assembled, golden_run
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
+
+TEXT = {
+    "vocab_size": 80, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": None,
+}  # fmt: skip
+TOWER = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+PIXTRAL = {**TOWER, "model_type": "pixtral", "head_dim": 8}
+VISUAL = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
+MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}}
+YARN = {
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "rope_theta": 1000.0,
+}  # fmt: skip
+CASES: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "text_config": {"model_type": "gemma3_text", "sliding_window": 8},
+        "vision_config": {**TOWER, "model_type": "siglip_vision_model"},
+    },
+    "mistral3": {
+        "text_config": {"model_type": "mistral", "sliding_window": None}, "vision_config": PIXTRAL,
+        "tie_word_embeddings": False,
+    },
+    "mistral3 ministral3": {
+        "text_config": {"model_type": "ministral3", "sliding_window": None, "rope_parameters": YARN},
+        "vision_config": PIXTRAL,
+    },
+    "qwen2_5_vl": {
+        "text_config": {"model_type": "qwen2_5_vl_text", **MROPE},
+        "vision_config": {**VISUAL, "fullatt_block_indexes": [0]},
+    },
+    "qwen3_vl": {
+        "text_config": {"model_type": "qwen3_vl_text", **MROPE}, "tie_word_embeddings": True,
+        "vision_config": {**VISUAL, "deepstack_visual_indexes": [0]},
+    },
+    "llava": {
+        "text_config": {"model_type": "llama"}, "vision_config": {**TOWER, "model_type": "clip_vision_model"},
+        "image_seq_length": 4,
+    },
+    "internvl": {"text_config": {"model_type": "qwen2"}, "vision_config": {**TOWER, "model_type": "internvl_vision"}},
+    "gemma4": {
+        "text_config": {
+            "model_type": "gemma4_text", "sliding_window": 8, "global_head_dim": 8, "num_hidden_layers": 6,
+            "pad_token_id": 0, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 80,
+            "num_kv_shared_layers": 0,
+        },
+        "vision_config": {**TOWER, "head_dim": 8, "num_key_value_heads": 2}, "audio_config": None,
+    },
+}  # fmt: skip
+NATIVE = {"mistral3", "qwen2_5_vl", "qwen3_vl", "llava", "internvl"}
+ROWS = [[5, 7, 3], [13, 2]]
+
+
+def whole(case: str) -> Any:
+    """transformers' model of a case, every parameter drawn."""
+    given = copy.deepcopy(CASES[case])
+    given["text_config"] = {**TEXT, **given["text_config"]}
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[case.split()[0]](**given)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            noise = torch.randn(p.shape)
+            p.copy_(noise * 0.3 if p.ndim > 1 else p + noise * 0.2)
+    return model
+
+
+@pytest.fixture(scope="module")
+def wholes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    """Folders as transformers writes them, with the run's tokenizer and a file of the images' processor."""
+    tokenizer, made = tmp_path_factory.mktemp("tokenizer"), {}
+    make_golden.write_model(tokenizer, False)
+    for name in ("model.safetensors", "config.json"):
+        (tokenizer / name).unlink()
+    for case in CASES:
+        theirs, folder = whole(case), tmp_path_factory.mktemp("whole") / "base"
+        shutil.copytree(tokenizer, folder)
+        (folder / "preprocessor_config.json").write_text('{"size": 28}')
+        save(theirs, folder)
+        made[case] = folder, theirs
+    return made
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["", "flat"])
+@pytest.mark.parametrize("case", CASES)
+def test_text_of_a_whole_model(case: str, flat: bool, wholes: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:
+    """Logits, every gradient, isolation, and an export with the layout and bytes of its base.
+
+    flat: the language model's keys at the top of config.json.
+    """
+    if flat and case != "qwen2_5_vl":
+        pytest.skip("others are nested")
+    folder, theirs = wholes[case]
+    if flat:
+        shutil.copytree(folder, tmp_path / "flat")
+        folder = tmp_path / "flat"
+        hf = json.loads((folder / "config.json").read_text())
+        text = {k: v for k, v in hf.pop("text_config").items() if k not in ("model_type", "rope_parameters")}
+        hf |= {**text, "rope_theta": 10000.0, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
+        (folder / "config.json").write_text(json.dumps(hf))
+    hf = json.loads((folder / "config.json").read_text())
+    ours, recipe = load(folder, hf, None, torch.float32, 0)
+    assert isinstance(ours, Decoder) == (case in NATIVE)
+    assert not any("vis" in name for name, _ in ours.named_parameters())
+    materialise(ours, recipe)
+    batch = packed(ROWS, 16, 80)
+    hidden = ours(batch.tokens, batch.positions, batch.documents)
+    logits = ours.head.logits(hidden)
+    want, loss = reference_alone(theirs, batch)
+    found = [part for row, n in zip(logits, ROWS, strict=True) for part in torch.split(row[: sum(n)], n)]
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    theirs.zero_grad()
+    loss.backward()
+    ours.head(hidden, batch.labels).backward()
+    grads = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    for name, p in ours.named_parameters():
+        for hf_name, part in recipe.split(name, p.grad):
+            mine, expected = part, grads.pop(hf_name)
+            torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item(), msg=hf_name)
+    assert not grads
+    changed = batch.tokens.clone()
+    changed[0, 2] = (changed[0, 2] + 1) % 80
+    again = ours(changed, batch.positions, batch.documents)
+    assert torch.equal(again[0, 5:15], hidden[0, 5:15]) and not torch.equal(again[0, 2:5], hidden[0, 2:5])
+    export_weights(tmp_path / "out", ((n, p.data) for n, p in ours.named_parameters()), recipe, hf, base=folder)
+    base, out = (load_file(place / "model.safetensors") for place in (folder, tmp_path / "out"))
+    assert base.keys() == out.keys() and all(torch.equal(base[name], out[name]) for name in base)
+    assert (folder / "config.json").read_bytes() == (tmp_path / "out" / "config.json").read_bytes()
+
+
+def test_qwen_through_transformers(wholes: dict[str, tuple[Path, Any]]) -> None:
+    """Tokens with three positions each: packed documents are separated by a fourth."""
+    folder, theirs = wholes["qwen2_5_vl"]
+    hf = json.loads((folder / "config.json").read_text())
+    ours, recipe = load(folder, hf, "transformers", torch.float32, 0)
+    materialise(ours, recipe)
+    batch = packed(ROWS, 16, 80)
+    logits = ours.head.logits(ours(batch.tokens, batch.positions, batch.documents))
+    torch.testing.assert_close(logits[0, 5:12], reference_alone(theirs, batch)[0][1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("case", "dtype"), [("gemma3", "float32"), ("mistral3", "float32"), ("mistral3", "bfloat16")])
+def test_a_run_with_adapters(case: str, dtype: str, wholes: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:
+    """The merged export and the adapter on the whole model compute the same; towers keep their bytes."""
+    folder, _ = wholes[case]
+    make_golden.write_documents(tmp_path / "text.jsonl", False)
+    sets = [f"model.path={folder}", "train.steps=2", "optim.lr=0.05", f"model.dtype={dtype}"]
+    lora = {"rank": 2, "targets": ["q_proj", "v_proj"], "save": ["norm"]}
+    config = golden_run(tmp_path, packed=True, sets=sets, lora=lora)
+    from optrush.trainer.run import RunRequest, run
+
+    assert run(RunRequest(resolve(config))).code == 0
+    out = Path(config.output)
+    base, merged = (load_file(place / "model.safetensors") for place in (folder, out / "model"))
+    assert base.keys() == merged.keys()
+    same = {name for name in base if torch.equal(base[name], merged[name])}
+    assert {name for name in base if "vision" in name or "projector" in name} <= same
+    moved = {name for name in base if name not in same}
+    if dtype == "float32":
+        assert {name.split(".")[-2] for name in moved} == {"q_proj", "v_proj", "norm"}
+    assert (out / "model" / "preprocessor_config.json").read_text() == '{"size": 28}'
+    ids = torch.arange(12)[None] + 3
+    with torch.no_grad():
+        full = AutoModelForImageTextToText.from_pretrained(out / "model", dtype=torch.float32).eval()
+        fresh = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+        before = fresh(input_ids=ids).logits
+        adapted = PeftModel.from_pretrained(fresh, out / "adapter").eval()
+        assert not [n for n, _ in adapted.named_parameters() if "lora" in n and "language_model" not in n]
+        if dtype == "float32":  # else the sums were rounded
+            want = full(input_ids=ids).logits
+            torch.testing.assert_close(adapted(input_ids=ids).logits, want, rtol=1e-5, atol=1e-5)
+        assert (full(input_ids=ids).logits - before).abs().max() > 0.01
+    done = export.export_run(out, tmp_path / "again")
+    assert done.compared is not None and done.compared.sound
+
+
+def test_new_tokens(wholes: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:
+    for case in ("gemma3", "mistral3"):
+        folder, _ = wholes[case]
+        make_golden.write_documents(tmp_path / "text.jsonl", False)
+        sets = [f"model.path={folder}", "model.add_tokens=[<new>]"]
+        trainer = assembled(golden_run(tmp_path, packed=True, sets=sets))
+        assert trainer.hf["text_config"]["vocab_size"] == trainer.model.embedding.weight.shape[0] == 128
+        named = ((n, p.data) for n, p in trainer.model.named_parameters())
+        export_weights(tmp_path / case, named, trainer.weight_map, trainer.hf, base=folder)
+        again = load_plain(tmp_path / case, torch.float32, torch.device("cpu"))
+        assert again.config.text_config.vocab_size == 128 == len(again.get_input_embeddings().weight)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "found"),
+    [
+        ("qwen3_5", {"model_type": "qwen3_5_text", "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+                     "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_hidden_layers": 4},
+         "packed documents and the same documents alone"),
+        ("llama4", {"model_type": "llama4_text", "num_local_experts": 2, "intermediate_size_mlp": 48},
+         "num_local_experts = 2"),
+        ("mistral3", {"model_type": "mistral", "quantization_config": {"quant_method": "awq"}}, "method awq"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(kind: str, text: dict[str, Any], found: str) -> None:
+    hf = {"model_type": kind, "text_config": {**TEXT, **text}, "vision_config": {**VISUAL}}
+    with pytest.raises(NeedsError, match=found):
+        load(None, hf, None, torch.float32, 0)
+
+
+def test_a_file_without_the_language_model(wholes: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:
+    folder, _ = wholes["mistral3"]
+    shutil.copytree(folder, tmp_path / "base")
+    hf = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    towers = {name: t for name, t in tensors.items() if "language_model" not in name}
+    save_file(towers, tmp_path / "base" / "model.safetensors")
+    with pytest.raises(NeedsError, match="no tensor of its embedding"):
+        load(tmp_path / "base", hf, None, torch.float32, 0)
+
+
+def test_a_text_config_that_leaves_keys_out() -> None:
+    """Whose defaults each class has: transformers computes it then."""
+    text = {key: value for key, value in TEXT.items() if key != "hidden_size"}
+    hf = {"model_type": "llava", "vision_config": TOWER, "text_config": {**text, "model_type": "llama"}}
+    assert native_obstacle(hf) == "hidden_size is not in its text_config"
+    with pytest.raises(NeedsError, match="hidden_size"):
+        ModelShape.read(hf)
+
+
+@pytest.mark.parametrize("content", [[{"type": "image"}, {"type": "text", "text": "w1 w2"}], None])
+def test_rows_with_images(content: Any, wholes: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": content or "w1"}, {"role": "assistant", "content": "w3"}]
+    row = {"messages": turns, **({} if content else {"images": ["a.png"]})}
+    (tmp_path / "chat.jsonl").write_text(json.dumps(row) + "\n")
+    sets = [f"model.path={wholes['mistral3'][0]}"]
+    with pytest.raises(DataError, match="image"):
+        assembled(golden_run(tmp_path, make_golden.CASES["chat"], packed=True, sets=sets))
