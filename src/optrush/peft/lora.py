@@ -100,6 +100,8 @@ class _Linear(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Settings:
+    """Hold the options of all adapters of a model."""
+
     rank: int
     alpha: float
     dropout: float
