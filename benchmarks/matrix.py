@@ -28,14 +28,16 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/matrix.md"
 SHAPE = ModelShape.read(SHAPES["llama-3.2-1b"])
 ENV = Environment(
-    device=NAMED["h100"], ranks=1, seq=2048, rows=8, micro_rows=8, clip=None, dtype="float32", native=True,
+    device=NAMED["h100"], ranks=1, seq=2048, rows=32, micro_rows=32, clip=None, dtype="float32", native=True,
     blocks=SHAPE.layers, vocab=SHAPE.vocab, shape=SHAPE,
 )  # fmt: skip
 MESHES: dict[str, dict[str, dict[str, Any]]] = {
     "one device": {}, "ddp": {"ddp": {}}, "fsdp": {"fsdp": {}}, "hsdp": {"fsdp": {"replicate": 2}},
     "tensor": {"tensor": {}}, "context": {"context": {}},
+    "pipeline": {"pipeline": {}},
 }  # fmt: skip
 MOST_RANKS = 8
+FILLING = 4  # micro-batches of a step that a pipeline is filled with
 DIVIDING = {c.name for c in OWN if c.claims & RANK_PARTS}
 NAMES = [c.name for c in OWN]
 TEXT = """\
@@ -43,8 +45,8 @@ TEXT = """\
 
 `benchmarks/matrix.py` writes this page: it asks the product for every set, with each technique's default options, as
 `optrush plan` does before anything is built. Asked for the shape of Llama-3.2-1B in float32, rows of 2048 tokens on
-H100s, one micro-batch a step, no clipping. Other options, devices and models may be refused where these are not, and
-the other way round.
+H100s, one micro-batch a step (four in a pipeline), no clipping. Other options, devices and models may be refused where
+these are not, and the other way round.
 
 ## On meshes
 
@@ -85,7 +87,8 @@ def refusal(techniques: Iterable[Technique], one: bool) -> str:
         try:
             axes = {axis: n for t in members for axis, n in t.axes().items()}
             groups = max(1, dataclasses.replace(env, axes=axes).data_ranks)
-            settle(members, dataclasses.replace(env, micro_rows=env.rows // groups), OWN)
+            times = FILLING if "pp" in axes else 1
+            settle(members, dataclasses.replace(env, micro_rows=env.rows // groups // times), OWN)
         except UserError as error:
             said = said or f"{error.asked}; found {error.found}"
         else:
