@@ -27,7 +27,7 @@ from optrush.data.batch import collate
 from optrush.data.chat_template import Tokens, turn_ends
 from optrush.data.schema import Document
 from optrush.errors import ConfigError, DataError, RunError, UserError
-from optrush.models import gguf
+from optrush.models import fp8_folder, gguf
 from optrush.models.experts import Experts
 from optrush.models.hf import load_plain
 from optrush.models.source import GENERATION, read_generation
@@ -490,6 +490,32 @@ def export_gguf(
     finally:
         part.unlink(missing_ok=True)
     return file, tensors
+
+
+def export_fp8(
+    run: Path, out: Path | None, *, checkpoint: str | None = None, verifies: bool = True
+) -> tuple[Path, int]:
+    """Export a run's checkpoint as a folder in 8-bit floats for vLLM; return it and the number of its linears.
+
+    The folder for transformers is written first, and compared with the trained model, then converted and removed.
+
+    Raises:
+        UserError: as `export_run`; the folder is not free; the format has no layout for the model.
+        RunError: the folder is not what was trained.
+    """
+    where = export_folder(run, out or open_run(run)[0] / "model-fp8", adapter=False)
+    part = where.with_name(where.name + ".tmp")
+    try:
+        with _writing(where), tempfile.TemporaryDirectory(dir=where.absolute().parent, prefix=".fp8-") as fresh:
+            export_run(run, Path(fresh) / "model", checkpoint=checkpoint, verifies=verifies)
+            part.mkdir()
+            linears = fp8_folder.write_fp8(Path(fresh) / "model", part)
+            if where.exists():
+                where.rmdir()  # empty
+            os.rename(part, where)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return where, linears
 
 
 def check_push(repository: str) -> None:

@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from optrush import export, model_card, restore
 from optrush.config import Config
+from optrush.errors import NeedsError
+from optrush.models import fp8_folder
 from optrush.trainer import run_dir
 
 from clirun import Found
@@ -420,12 +422,47 @@ def test_a_gguf_file(call: Call, trained: Path) -> None:
         (("--gguf-type", "f16"), "--to hf"),
         (("--to", "gguf", "--adapter"), "--adapter with --to gguf"),
         (("--to", "gguf", "--dtype", "float16"), "--dtype float16 with --to gguf"),
+        (("--to", "fp8", "--adapter"), "--adapter with --to fp8"),
         (("--to", "gguf", "--out", "folder"), "no file .gguf"),
     ],
 )
 def test_flags_of_gguf(call: Call, trained: Path, flags: tuple[str, ...], says: str) -> None:
     found = call("export", "run", *flags)
     assert found.code == 2 and says in found.err
+
+
+# --- 8-bit floats
+
+
+def test_a_folder_in_8_bit_floats(call: Call, trained: Path) -> None:
+    """Read back, each weight is as near as three bits of mantissa allow; all else is what the other folder has."""
+    exported(call, "run", "--out", "plain")
+    facts = exported(call, "run", "--to", "fp8")
+    folder = trained / "model-fp8"
+    assert facts["out"] == str(folder.relative_to(Path.cwd())) and not list(Path().glob("**/.fp8-*"))
+    plain, narrow = (load_file(f / "model.safetensors") for f in (Path("plain"), folder))
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert settings["format"] == "float-quantized" and settings["ignore"] == ["lm_head"]
+    scales = {name.removesuffix("_scale") for name in narrow if name.endswith("_scale")}
+    assert facts["linears"] == len(scales) and narrow.keys() == plain.keys() | {f"{name}_scale" for name in scales}
+    for name, weight in plain.items():
+        if name not in scales:
+            assert torch.equal(narrow[name], weight) and (weight.dim() < 2 or "layers" not in name), name
+            continue
+        assert narrow[name].dtype == torch.float8_e4m3fn and narrow[f"{name}_scale"].shape == (len(weight), 1)
+        scale = narrow[f"{name}_scale"].float()
+        apart = (narrow[name].float() * scale - weight.float()).abs()
+        assert (apart <= weight.float().abs() / 16 * 1.01 + scale * 2**-10).all(), (
+            name
+        )  # half a step; below it, subnormal
+    assert call("export", "run", "--to", "fp8").code == 2, "an existing folder stays"
+
+
+def test_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "to").mkdir()
+    save_file({"model.layers.0.mlp.experts.gate_up_proj": torch.zeros(2, 4, 4)}, tmp_path / "model.safetensors")
+    with pytest.raises(NeedsError, match="all experts of a layer"):
+        fp8_folder.write_fp8(tmp_path, tmp_path / "to")
 
 
 # --- an upload

@@ -400,7 +400,10 @@ def export_command(
     ] = None,
     adapter: Annotated[bool, typer.Option("--adapter", help="the adapter's files, as PEFT keeps them")] = False,
     to: Annotated[
-        Literal["hf", "gguf"], typer.Option("--to", help="hf: a folder for transformers; gguf: one file for llama.cpp")
+        Literal["hf", "gguf", "fp8"],
+        typer.Option(
+            "--to", help="hf: a folder for transformers; gguf: a file for llama.cpp; fp8: 8-bit floats for vLLM"
+        ),
     ] = "hf",
     gguf_type: Annotated[
         Literal["f32", "f16", "bf16", "q8_0"] | None,
@@ -416,7 +419,7 @@ def export_command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write a checkpoint of a run as a folder that transformers loads, or as a GGUF file.
+    """Write a checkpoint of a run as a folder that transformers loads, as a GGUF file, or in 8-bit floats.
 
     Adapters are merged in float32, then rounded. With the weights go the tokenizer with its chat template, the
     generation config and a model card. Then the folder is loaded by transformers and its logits are compared with the
@@ -430,19 +433,19 @@ def export_command(
         raise ConfigError(
             f"--gguf-type {gguf_type}", "--to hf, whose types are --dtype's", "give --to gguf, or --dtype"
         )
-    if to == "gguf" and (adapter or dtype is not None):
+    if to != "hf" and (adapter or dtype is not None):
         void = "--adapter" if adapter else f"--dtype {dtype}"
-        raise ConfigError(f"{void} with --to gguf", "the whole model in --gguf-type is written", f"leave {void} out")
-    from optrush.export import check_push, export_gguf, export_run, push_to_hub
+        found = f"the whole model in {'--gguf-type' if to == 'gguf' else '8-bit floats'} is written"
+        raise ConfigError(f"{void} with --to {to}", found, f"leave {void} out")
+    from optrush.export import check_push, export_run, push_to_hub
 
     if push is not None:
         check_push(push)
-    if to == "gguf":
-        file, tensors = export_gguf(run, out, gguf_type or "f16", checkpoint=checkpoint, verifies=not no_verify)
-        facts = {"out": str(file), "tensors": tensors, "type": gguf_type or "f16", "size_bytes": file.stat().st_size}
+    if to != "hf":
+        facts = _converted(run, out, gguf_type or "f16" if to == "gguf" else None, checkpoint, not no_verify)
         if push is not None:
-            facts["pushed"] = push_to_hub(file, push)
-        print(json.dumps(facts) if as_json else facts.get("pushed", file))
+            facts["pushed"] = push_to_hub(Path(facts["out"]), push)
+        print(json.dumps(facts) if as_json else facts.get("pushed", facts["out"]))
         return
     found = export_run(
         run, out, checkpoint=checkpoint, dtype=dtype, adapter=adapter, verifies=not no_verify,
@@ -458,3 +461,17 @@ def export_command(
     if not no_verify:
         print(found.compared or "an adapter's files are not compared: merge them to be sure", file=sys.stderr)
     print(pushed or found.out)
+
+
+def _converted(
+    run: Path, out: Path | None, gguf_type: Literal["f32", "f16", "bf16", "q8_0"] | None, checkpoint: str | None,
+    verifies: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Export as a GGUF file, or in 8-bit floats where that has no type; return what --json prints."""
+    from optrush.export import export_fp8, export_gguf
+
+    if gguf_type is not None:
+        file, tensors = export_gguf(run, out, gguf_type, checkpoint=checkpoint, verifies=verifies)
+        return {"out": str(file), "tensors": tensors, "type": gguf_type, "size_bytes": file.stat().st_size}
+    where, linears = export_fp8(run, out, checkpoint=checkpoint, verifies=verifies)
+    return {"out": str(where), "linears": linears, "size_bytes": sum(f.stat().st_size for f in where.iterdir())}
