@@ -190,6 +190,12 @@ class Environment:
         do = "take --with bf16:rounding=stochastic, or --with fused-adamw"
         return Requirement(self.spec.rounding != "kahan", f"`{technique}` has no place for remainders", found, do)
 
+    def needs_whole_rows(self, technique: str) -> Requirement:
+        """Return the requirement of trained matrices that no rank has columns of."""
+        met = "tp" not in self.sharded or Part.TRAINED in self.claimed  # adapters are whole on every rank
+        asked, found = f"`{technique}` keeps states of whole rows", "a technique that cuts matrices by columns, too"
+        return Requirement(met, asked, found, "take --with fused-adamw instead, or leave tensor out")
+
     def needs_dense(self, asked: str) -> Requirement:
         """Return the requirement of a model without experts."""
         met, do = self.shape is None or self.shape.experts is None, "leave it out, or take a dense model"

@@ -115,6 +115,18 @@ def test_what_cannot_be_launched(launch: Call, flags: tuple[str, ...], found: st
     assert not Path("job.slurm").exists()
 
 
+@pytest.mark.parametrize(
+    ("folder", "name"), [("runs/2024", "run-2024"), ("runs/on", "run-on"), ("runs/1e3.b", "run-1e3-b"), ("a b", "a-b")]
+)
+def test_names_are_text_that_begins_with_a_letter(launch: Call, folder: str, name: str) -> None:
+    flags = ("--hardware", "2xh100", "--volume", "7", "--set", f"output={folder}", "--out", "-")
+    _, service, job = yaml.safe_load_all(launch("--kubernetes", "--image", "x", *flags).out)
+    claim = job["spec"]["template"]["spec"]["volumes"][1]["persistentVolumeClaim"]["claimName"]
+    assert (service["metadata"]["name"], claim) == (name, "7")
+    task = yaml.safe_load(launch("--skypilot", *flags).out)
+    assert (task["name"], task["volumes"]["/data"]) == (name, "7")
+
+
 def test_a_file_is_not_overwritten(launch: Call) -> None:
     Path("job.slurm").write_text("mine")
     assert "it exists" in launch("--slurm", "--hardware", "2xh100").err

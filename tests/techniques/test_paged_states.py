@@ -119,6 +119,7 @@ def trained(box, kinds=(Late, Late), n=4, **with_):
 OPTIMIZERS = [
     {}, {"fused_adamw": {}}, {"adam8bit": {}}, {"adam4bit": {}},
     {"bf16": {}}, {"bf16": {}, "fused_adamw": {}}, {"bf16": {"rounding": "kahan"}}, {"bf16": {}, "adam4bit": {}},
+    {"lora": {"lr_ratio": 4}},
     {"fused_adamw": {}, "update_in_backward": {}}, {"bf16": {}, "adam8bit": {}, "update_in_backward": {}},
 ]  # fmt: skip
 

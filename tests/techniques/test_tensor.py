@@ -155,6 +155,9 @@ REFUSED = [
     ({}, {"pad": {}}, (), 2, "widths of their own"),
     ({}, {"nf4": {}, "lora": {}}, (), 2, "fewer bits"),
     ({}, {"muon": {}}, (), 2, "cuts them over the ranks"),
+    ({}, {"adam8bit": {}}, (), 2, "by columns"),
+    ({}, {"adam4bit": {}}, (), 2, "by columns"),
+    ({}, {"apollo": {}}, (), 2, "by columns"),
     ({}, {"update-in-backward": {}}, ("optim.clip=null",), 2, "over ranks"),
     ({}, {"compile": {"scope": "model"}}, (), 2, "several ranks"),
     ({}, {}, ("model.implementation=transformers",), 2, "through transformers"),
@@ -186,7 +189,6 @@ def refused_in_building(box, with_):
     [
         ({"lora": {"dora": True}}, "dora"),
         ({"lora": {"dropout": 0.1}}, "dropout"),
-        ({"adam8bit": {}}, "this rank holds"),
     ],
     ids=str,
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import yaml
 
 from optrush.cli.options import ConfigFile, Set, With, Without, read_run
 from optrush.errors import ConfigError
@@ -154,8 +155,14 @@ def _check_plan(config: Config, hardware: str, hosts: int) -> tuple[str, int]:
 
 
 def _name(config: Config) -> str:
-    """Return a name that every scheduler takes, from the run's folder: lower case, at most 40 letters."""
-    return re.sub(r"[^a-z0-9]+", "-", Path(config.output).name.lower()).strip("-")[:40].strip("-") or "run"
+    """Return a name that every scheduler takes, from the run's folder: lower case, at most 44 letters.
+
+    A Service of Kubernetes begins with a letter, and YAML reads a bare `true` or `on` as no text.
+    """
+    found = re.sub(r"[^a-z0-9]+", "-", Path(config.output).name.lower()).strip("-")[:40].strip("-")
+    if not found:
+        return "run"
+    return found if found[0].isalpha() and isinstance(yaml.safe_load(found), str) else f"run-{found}"
 
 
 def _rendered(engine: str, job: Job) -> str:

@@ -60,7 +60,7 @@ def train_command(
 
     \b
       model: tiny                      # or a Hugging Face folder or hub id
-      objective: sft                   # or pretrain, dpo, orpo, simpo
+      objective: sft                   # or pretrain, dpo, kto, reward, distill, ...
       data: {sample: recipes, eval: 0.1}
       output: runs/first
       with: {packing: {}, attention: {}, fused-loss: {}}

@@ -7,7 +7,7 @@ With log-probabilities summed over a document's targets, and the untrained model
     good        w_good (1 - s(beta (r - z)))
     bad         w_bad (1 - s(beta (z - r)))
 
-s is the logistic function. A mismatched document is a prompt with the answer of another row (data/mismatched.py); the
+s is the logistic function. A mismatched document is a prompt with the answer of another row (data/dataset.py); the
 mean is over those of one micro-batch of one rank.
 Source: Ethayarajh et al., https://arxiv.org/abs/2402.01306, equations 7 and 8.
 Differs from TRL: each row has its mismatched answer from anywhere in the data, where TRL has it from the same

@@ -34,6 +34,7 @@ class Adam4bit(Technique):
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         yield env.needs_no_kahan(self.name)
+        yield env.needs_whole_rows(self.name)
 
     def quality(self, env: Environment) -> str:
         return "4-bit moments"

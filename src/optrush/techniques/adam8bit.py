@@ -33,6 +33,7 @@ class Adam8bit(Technique):
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         yield env.needs_no_kahan(self.name)
+        yield env.needs_whole_rows(self.name)
 
     def quality(self, env: Environment) -> str:
         return "8-bit moments"

@@ -43,6 +43,7 @@ class Apollo(Technique):
         yield env.needs_dense("`apollo`")
         yield from env.needs_own_matrices(self.name, "the model's")
         yield env.needs_no_kahan(self.name)
+        yield env.needs_whole_rows(self.name)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         """Of a model through transformers the rows are not known here: its states are left as AdamW's, too large."""

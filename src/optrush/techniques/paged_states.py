@@ -77,11 +77,13 @@ class PagedStates(Technique):
 
     def wrap_step(self, trainer: Trainer) -> int:
         from optrush.optim.paged import Paged
+        from optrush.optim.rates import ScaledRates
 
         if trainer.optimizer is None:  # an evaluation has none
             return 0
-        if not isinstance(trainer.optimizer, Paged):
-            found = f"{type(trainer.optimizer).__name__} keeps its states where it makes them"
+        optimizer = trainer.optimizer.inner if isinstance(trainer.optimizer, ScaledRates) else trainer.optimizer
+        if not isinstance(optimizer, Paged):
+            found = f"{type(optimizer).__name__} keeps its states where it makes them"
             do = "take fused-adamw, adam8bit or adam4bit, or leave paged-states out"
             raise NeedsError("`paged-states` keeps an optimizer's states", found, do)
-        return len(trainer.optimizer.pairs)
+        return len(optimizer.pairs)
