@@ -179,6 +179,7 @@ REFUSED = [
     (ONE | {"update-in-backward": {}}, ("optim.clip=null", "batch.micro_tokens=384"), 2, "", ""),
     (ONE | {"compile": {"scope": "model"}}, (), 2, "several ranks", "scope=blocks"),
     (ONE, ("objective=dpo",), 2, "pairs", "leave pipeline out"),
+    (ONE | {"lora": {"init": "pissa"}}, (), 2, "publishes all adapters", "leave one of the two out"),
 ]
 
 

@@ -103,6 +103,8 @@ class Lora(Technique):
             dense = all(linear.weight == "dense" for linear in env.spec.linears.values())
             yield Requirement(dense, asked, found, do)
             yield Requirement(not self.dora, asked, "dora: true, whose lengths are those of whole weights", do)
+            found = "a technique that gives ranks parts of the layers, where the first one publishes all adapters"
+            yield Requirement(Part.PP not in env.claimed, asked, found, do)
         elif self.init is not None:
             trained_with = {  # targets show in its tensors
                 "peft_type": "LORA", "r": self.rank, "lora_alpha": self.alpha, "use_rslora": self.rslora,
