@@ -153,7 +153,14 @@ def test_refusals(call: Call, fakes: Fakes, flags: list[str], said: str) -> None
 def test_what_a_run_learns_stays() -> None:
     """Techniques of other maths are in every setting as written, and none is added; the plain baseline has no other."""
     config = parsed(
-        **{"with": {"bf16": {"rounding": "kahan"}, "lora": {"rank": 4, "dropout": 0.1}, "recompute": {"every": 2}}}
+        **{
+            "with": {
+                "bf16": {"rounding": "kahan"},
+                "lora": {"rank": 4, "dropout": 0.1},
+                "recompute": {"every": 2},
+                "neftune": {"alpha": 3.0},
+            }
+        }
     )
     rungs, notes = tune.plan_rungs(config)
     learnt = {"bf16": {"rounding": "kahan"}, "lora": {"rank": 4, "dropout": 0.0}}
@@ -161,6 +168,9 @@ def test_what_a_run_learns_stays() -> None:
     assert rungs[0].config.with_ == learnt
     assert all(tune.kept_techniques(r.config) == learnt for r in rungs)
     assert all(tune.over(config, r).with_["lora"]["dropout"] == 0.1 for r in rungs), "it is off for the proof alone"
+    assert all(
+        "neftune" not in r.config.with_ and tune.over(config, r).with_["neftune"] == {"alpha": 3.0} for r in rungs
+    )
     assert any("recompute" not in r.config.with_ for r in rungs[2:]), "what saves memory may go"
     assert all(r.config.model_copy(update={"with_": {}, "batch": config.batch, "train": config.train})
                == config.model_copy(update={"with_": {}}) for r in rungs)  # fmt: skip

@@ -13,7 +13,8 @@ import yaml
 
 from clirun import Found, metrics
 
-CONFIG = """
+CONFIG = """\
+  # a first line that is further in than the others
 model: tiny
 objective: pretrain
 data: {random: 64}
@@ -69,11 +70,11 @@ def test_a_slurm_job_saves_before_its_end_and_goes_on(launch: Call, tmp_path: Pa
 
 
 def test_a_kubernetes_job_carries_the_configuration(launch: Call) -> None:
-    flags = ("--hosts", "2", "--hardware", "8xh100", "--image", "a/b:1", "--volume", "shared")
+    flags = ("--hardware", "2x8xh100:infiniband", "--image", "a/b:1", "--volume", "shared")
     changes = ("--set", "batch.tokens=1024", "--setup", "ulimit -l unlimited")
     assert launch("--kubernetes", *flags, *changes).code == 0
     carried, service, job = yaml.safe_load_all(Path("job.yaml").read_text())
-    assert carried["data"]["run.yaml"].strip() == CONFIG.strip()
+    assert carried["data"]["run.yaml"] == CONFIG
     assert service["spec"]["selector"]["job-name"] == job["metadata"]["name"] == "run-1"
     assert job["spec"]["completions"] == job["spec"]["parallelism"] == 2
     spec = job["spec"]["template"]["spec"]
@@ -87,13 +88,15 @@ def test_a_kubernetes_job_carries_the_configuration(launch: Call) -> None:
     ("hardware", "hosts", "run"),
     [("1xh100", "1", "exec python3 -m optrush train run.yaml --without ddp --resume auto\n"),
      ("8xa100-80", "1", "exec python3 -m optrush train run.yaml --set batch.tokens=1024 --resume auto --ranks 8\n"),
-     ("8xh100", "2", '--node-rank "$SKYPILOT_NODE_RANK"')],
+     ("2x8xh100:ethernet", "2", '--node-rank "$SKYPILOT_NODE_RANK"')],
 )  # fmt: skip
 def test_a_skypilot_task(launch: Call, hardware: str, hosts: str, run: str) -> None:
     change = ("--without", "ddp") if hardware == "1xh100" else ("--set", "batch.tokens=1024")
-    task = yaml.safe_load(launch("--skypilot", "--hardware", hardware, "--hosts", hosts, *change, "--out", "-").out)
+    task = yaml.safe_load(launch("--skypilot", "--hardware", hardware, *change, "--out", "-").out)
     assert run in task["run"] and task["num_nodes"] == int(hosts)
-    assert task["resources"]["accelerators"] == {"1xh100": "H100:1", "8xh100": "H100:8"}.get(hardware, "A100-80GB:8")
+    assert task["resources"]["accelerators"] == {"1xh100": "H100:1", "2x8xh100:ethernet": "H100:8"}.get(
+        hardware, "A100-80GB:8"
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,6 +108,7 @@ def test_a_skypilot_task(launch: Call, hardware: str, hosts: str, run: str) -> N
      (("--kubernetes", "--image", "x"), "no --volume"),
      (("--slurm", "--time", "soon"), "not a time of Slurm"),
      (("--slurm", "--partition", "a b\n#SBATCH"), "characters"),
+     (("--slurm", "--setup", "a\nb"), "several lines"),
      (("--slurm", "--hardware", "cpu"), "no GPU"),
      (("--slurm", "--hardware", "2xh100", "--without", "ddp"), "ddp"),
      (("--slurm", "--hardware", "2xh100", "--set", "model={shape: llama-3.1-70b}"), "GiB")],

@@ -40,6 +40,7 @@ NEAR = 0.9  # of the fastest speed so far, below which a setting is not measured
 PROCESS_S, COMPILE_S = 12.0, 45.0  # of a process besides its steps, and of compiling; assumed, for the first estimate
 LATE = "not measured: the budget is spent"
 DROPOUT = "dropout"  # an option of techniques that decide what is learnt
+DRAWING = frozenset(c.name for c in ALL if c.draws)
 PLAN = "tune.json"  # the rungs, so that a tuning that goes on has the same ones
 MARK = "# optrush tune: "  # the first line of a file that a tuning wrote, and may write again
 
@@ -290,8 +291,9 @@ def _obstacle(plain: Config) -> str | None:
 
 
 def _timed(config: Config, steps: int) -> Config:
-    """Return the configuration of so many timed steps, without dropout: its random values differ between layouts."""
-    with_ = {name: {k: 0.0 if k == DROPOUT else v for k, v in o.items()} for name, o in config.with_.items()}
+    """Return the configuration of so many timed steps, without random values: they differ between layouts of rows."""
+    kept = {name: o for name, o in config.with_.items() if name not in DRAWING}
+    with_ = {name: {k: 0.0 if k == DROPOUT else v for k, v in o.items()} for name, o in kept.items()}
     train = config.train.model_copy(update={"steps": WARMUP + steps, "epochs": 1.0, "log_every": 1})
     return config.model_copy(update={"train": train, "with_": with_})
 
@@ -368,7 +370,9 @@ def over(given: Config, rung: Rung) -> Config:
     batch = given.batch.model_copy(update={"micro_tokens": rung.config.batch.micro_tokens})
     with_ = {name: dict(options) for name, options in rung.config.with_.items()}
     for name, options in given.with_.items():
-        if DROPOUT in options:
+        if name in DRAWING:
+            with_[name] = dict(options)
+        elif DROPOUT in options:
             with_[name][DROPOUT] = options[DROPOUT]
     return given.model_copy(update={"with_": with_, "batch": batch})
 

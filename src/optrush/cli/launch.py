@@ -55,9 +55,9 @@ def launch(
     kubernetes: Annotated[bool, typer.Option("--kubernetes", help="an indexed Job, its Service and ConfigMap")] = False,
     skypilot: Annotated[bool, typer.Option("--skypilot", help="a task for sky jobs launch")] = False,
     hardware: Annotated[
-        str, typer.Option("--hardware", metavar="NAME", help="the GPUs of one host: 8xh100, 4xl40s, ...")
+        str,
+        typer.Option("--hardware", metavar="NAME", help="the GPUs: 8xh100, or of several hosts 2x8xh100:infiniband"),
     ] = "8xh100",
-    hosts: Annotated[int, typer.Option("--hosts", min=1, help="as many hosts, each with these GPUs")] = 1,
     time: Annotated[
         str | None, typer.Option("--time", metavar="HH:MM:SS", help="Slurm: the longest time of one job")
     ] = None,
@@ -87,9 +87,9 @@ def launch(
         do = "give one of --slurm, --kubernetes, --skypilot"
         raise ConfigError("`optrush launch`", " and ".join(f"--{c}" for c in chosen) or "no scheduler", do)
     engine = chosen[0]
-    _check_flags(engine, time, partition, image, volume)
+    _check_flags(engine, time, partition, image, volume, setup)
     config = read_run(path, set_, with_, without)
-    card, gpus = _check_plan(config, hardware, hosts)
+    card, hosts, gpus = _check_plan(config, hardware)
     flags = [f for flag, values in (("--set", set_), ("--with", with_), ("--without", without)) for v in values
              for f in (flag, v)]  # fmt: skip
     where = "run.yaml" if engine == "kubernetes" else str(path)
@@ -114,7 +114,9 @@ def launch(
     print(f"{submit} {shlex.quote(str(target))}")
 
 
-def _check_flags(engine: str, time: str | None, partition: str | None, image: str | None, volume: str | None) -> None:
+def _check_flags(
+    engine: str, time: str | None, partition: str | None, image: str | None, volume: str | None, setup: list[str]
+) -> None:
     """Raise ConfigError for a flag that the scheduler has no use for, or one that it needs."""
     owners = {"--time": ("slurm",), "--partition": ("slurm",), "--image": ("kubernetes",),
               "--volume": ("kubernetes", "skypilot")}  # fmt: skip
@@ -132,26 +134,25 @@ def _check_flags(engine: str, time: str | None, partition: str | None, image: st
                               ("--volume", volume, r"[\w.-]+")):  # fmt: skip
         if value is not None and not re.fullmatch(form, value):
             raise ConfigError(f"{flag} {value}", "a name with characters that no such name has", "check the spelling")
+    if any(len(line.splitlines()) > 1 for line in setup):
+        raise ConfigError("--setup", "several lines", "give --setup once a line")
 
 
-def _check_plan(config: Config, hardware: str, hosts: int) -> tuple[str, int]:
-    """Return the card's name and the number a host has; raise ConfigError if the run cannot start or does not fit."""
+def _check_plan(config: Config, hardware: str) -> tuple[str, int, int]:
+    """Return card, hosts and GPUs of a host; raise ConfigError if the run cannot start or does not fit."""
     from optrush.hardware import GIB, parse_hardware
     from optrush.planner import answer, search
 
-    device, gpus = parse_hardware(hardware)
+    device, count = parse_hardware(hardware)
     if device.kind == "cpu":
-        raise ConfigError(f"--hardware {hardware}", "no GPU", "name the GPUs of one host, as 8xh100")
-    card = re.sub(r"^\d+x", "", hardware.strip(), flags=re.IGNORECASE)
-    whole = f"{hosts * gpus}x{card}"
-    planned, _ = answer.choose_techniques(config, whole, hosts * gpus)
-    prediction = search.predict(planned, whole)
+        raise ConfigError(f"--hardware {hardware}", "no GPU", "name the GPUs of a host, as 8xh100")
+    planned, _ = answer.choose_techniques(config, hardware, count)
+    prediction = search.predict(planned, hardware)
     if not prediction.fits:
-        found = f"it needs {prediction.peak_bytes / GIB:.1f} GiB of a card"
-        raise ConfigError(
-            f"`optrush launch` on {whole}", found, f"`optrush plan CONFIG --hardware {whole}` says what fits"
-        )
-    return card, gpus
+        found, do = f"it needs {prediction.peak_bytes / GIB:.1f} GiB of a card", "`optrush plan CONFIG --hardware"
+        raise ConfigError(f"`optrush launch` on {hardware}", found, f"{do} {hardware}` says what fits")
+    card = re.sub(r"^(\d+x)+|:.*$", "", hardware.strip(), flags=re.IGNORECASE)
+    return card, device.hosts, count // device.hosts
 
 
 def _name(config: Config) -> str:

@@ -35,6 +35,7 @@ class Neftune(Technique):
     numerics = Numerics.DIFFERENT_MATHS
     verified_on = ("cpu",)
     searched = False  # changes what is learnt
+    draws = True
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         asked, do = "`neftune` measures whole documents at the embedding", "leave one of the two out"
