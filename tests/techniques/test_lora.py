@@ -544,7 +544,9 @@ def test_b_steps_faster(box, optimizer):
 
 def test_split_weights_are_rebuilt(box, tmp_path):
     """A checkpoint has the adapters alone: a run that resumes, and an export, split the base again."""
-    config = golden_run(box, packed=True, sets=["train.save_every=1"], lora={**SOME, "init": "pissa"})
+    config = golden_run(
+        box, packed=True, sets=["train.save_every=1", f"output={tmp_path / 'run'}"], lora={**SOME, "init": "pissa"}
+    )
     assert fit.run(fit.RunRequest(resolve(config))).code == 0
     rebuilt = rebuild(Path(config.output)).trainer
     job = assembled(config)

@@ -58,10 +58,6 @@ def test_loss_and_every_gradient_are_those_of_transformers(box, kind, implementa
     want, _ = make_golden.window(model, [documents[i] for i in next(make_golden.order())])
     grads = {n: p.grad for n, p in model.named_parameters()}
     sets = (f"model={json.dumps({'path': str(folder), 'implementation': implementation})}",)
-    if kind == "dynamic" and implementation == "native":
-        with pytest.raises(NeedsError, match="'dynamic'"):
-            resolve(golden_run(box, packed=True, sets=sets, rope=options))
-        return
     job = assembled(golden_run(box, packed=True, sets=sets, rope=options))
     assert isinstance(job.model, Decoder) == (implementation == "native")
     loss, found = published(job)

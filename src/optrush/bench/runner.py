@@ -442,7 +442,7 @@ def run_worker(
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         seconds = time.monotonic() - start
-        late = f"{LATE} after {limit_s:g} s, and stopped (limit_s); --limit SECONDS (of tune --budget) allows more"
+        late = f"{LATE} after {limit_s:g} s, and stopped (limit_s); --limit SECONDS allows more, of tune --budget"
         failed = next((r for r, code in enumerate(codes) if code), 0)  # the first rank that failed, else rank 0
         code = codes[failed]
         end = late if code is None else cause_of_death(code, logs[failed].read_text("utf-8", "replace"))

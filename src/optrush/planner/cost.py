@@ -269,7 +269,7 @@ def step_seconds(ledger: Ledger, device: Device, tokens: float, rates: Rates | N
     linked = {"micro": 0.0, "step": 0.0}
     for work, _, alone, started in _each(ledger, tokens, rates):
         on_host += started
-        window += alone * _in_window(work)
+        window += alone if _in_window(work) else 0.0  # it may be without end
         per = "step" if work.per == "step" else "micro"
         if work.unit in LINKS and not work.awaited:
             linked[per] += alone
