@@ -423,6 +423,7 @@ def test_a_gguf_file(call: Call, trained: Path) -> None:
         (("--to", "gguf", "--adapter"), "--adapter with --to gguf"),
         (("--to", "gguf", "--dtype", "float16"), "--dtype float16 with --to gguf"),
         (("--to", "fp8", "--adapter"), "--adapter with --to fp8"),
+        (("--to", "gguf", "--max-shard-gb", "1"), "--max-shard-gb with --to gguf"),
         (("--to", "gguf", "--out", "folder"), "no file .gguf"),
     ],
 )

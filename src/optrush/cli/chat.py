@@ -433,10 +433,10 @@ def export_command(
         raise ConfigError(
             f"--gguf-type {gguf_type}", "--to hf, whose types are --dtype's", "give --to gguf, or --dtype"
         )
-    if to != "hf" and (adapter or dtype is not None):
-        void = "--adapter" if adapter else f"--dtype {dtype}"
-        found = f"the whole model in {'--gguf-type' if to == 'gguf' else '8-bit floats'} is written"
-        raise ConfigError(f"{void} with --to {to}", found, f"leave {void} out")
+    if to != "hf" and (adapter or dtype is not None or max_shard_gb is not None):
+        void = "--adapter" if adapter else f"--dtype {dtype}" if dtype is not None else "--max-shard-gb"
+        written = f"the whole model in {'--gguf-type' if to == 'gguf' else '8-bit floats'} is written"
+        raise ConfigError(f"{void} with --to {to}", written, f"leave {void} out")
     from optrush.export import check_push, export_run, push_to_hub
 
     if push is not None:
