@@ -54,7 +54,7 @@ def test_refusals(here: Path) -> None:
         optrush.train({**CONFIG, "data": {}}, rows=[{"text": "a"}, {"text": object()}])
     with pytest.raises(ConfigError, match="no such file"):
         optrush.plan("none.yaml")
-    with pytest.raises(ConfigError, match="pairs"):
+    with pytest.raises(ConfigError, match="a loss of its own"):
         optrush.train({**CONFIG, "objective": "dpo"}, loss=lambda head, hidden, batch: hidden.sum())
     assert not list(here.iterdir())
 
