@@ -166,7 +166,10 @@ def small_job(output: Path, how: str = "whole", keep: int = 2, dtype: torch.dtyp
         trained.append(TrainedParam(name, nn.Parameter(placed), len(shape) > 1))
     run_ = parse_config(text, "test")
     optimizer = AdamW(trained, run_.optim, fused=False)
-    job = SimpleNamespace(config=run_, world=world, trained=trained, optimizer=optimizer, state={"kept": Kept()})
+    state = {"kept": Kept()}
+    job = SimpleNamespace(
+        config=run_, world=world, trained=trained, optimizer=optimizer, state=state, counted_elsewhere=frozenset()
+    )
     job.counts = partial(Trainer.counts, job)
     return job
 
