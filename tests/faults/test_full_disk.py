@@ -100,7 +100,8 @@ def test_full_for_good(home: Path, disk: Path) -> None:
     text = said(config)
     assert "Traceback" not in text, text
     assert "step 40/40" in text and "the last checkpoint is whole: --resume auto" in text
-    assert text.count("TensorBoard: ") == 1 and text.count("tensorboard OSError") == 1
+    # it reads metrics.jsonl, which has no room either: what it has left may fit into the last page of its own file
+    assert text.count("TensorBoard: ") == text.count("tensorboard OSError") <= 1
     assert text.count("metrics_wait") == 1
     (disk / "filler").unlink()
     assert trained(config, "--resume", "auto") == 0, said(config)
