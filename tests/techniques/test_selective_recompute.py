@@ -24,8 +24,8 @@ FORMS = ({}, {"ops": "products"}, {"ops": "attention"})
 
 
 @pytest.fixture
-def once(fresh):
-    """A fresh compiler that may compile each graph once."""
+def once(partitioned):
+    """A fresh compiler that may make each graph once, and writes no code."""
     with torch._dynamo.config.patch(error_on_recompile=True):
         yield
 
