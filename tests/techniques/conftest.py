@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.context import ForkProcess
+from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch._dynamo.utils import counters
 
 
@@ -37,10 +41,13 @@ def traced(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def partitioned(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `traced`, and the same tensors are kept for the backward pass."""
-    _compiler(monkeypatch, "aot_eager_decomp_partition")
+    """As `traced`, and the same tensors are kept for the backward pass: all but the last step of torch's compiler."""
+    with warnings.catch_warnings(action="ignore"):  # about its own parts, when it is imported
+        from torch._inductor.compile_fx import compile_fx
+    plain = partial(compile_fx, inner_compile=lambda graph, _, **how: make_boxed_func(graph.forward))
+    _compiler(monkeypatch, plain)
 
 
-def _compiler(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+def _compiler(monkeypatch: pytest.MonkeyPatch, backend: str | Callable[..., Any]) -> None:
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, options=None, **kwargs: real(f, backend=backend, **kwargs))
