@@ -94,7 +94,7 @@ def test_a_failure_after_the_check(home: Path, disk: Path, failing: str) -> None
 
 
 def test_full_for_good(home: Path, disk: Path) -> None:
-    """A loss is not said at each step, and training goes on to its end; the last good checkpoint is whole, the exit code 1."""
+    """Training goes on to its end, and does not repeat what it lost; the last good checkpoint is whole, exit code 1."""
     config = on(disk, home, "for-good", steps=40)
     assert trained(config, before=each_step(lambda n: fill(disk) if n == 10 else None)) == 1
     text = said(config)
