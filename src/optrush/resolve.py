@@ -240,10 +240,16 @@ def check_pairs(config: Config) -> None:
 
 
 def _sizes(config: Config, hf: dict[str, Any]) -> Teacher:
-    """Return what the plan needs of a teacher."""
+    """Return what the plan needs of a teacher.
+
+    Raises:
+        ConfigError: its table of positions is shorter than the rows.
+    """
     refuse_foreign(hf)
     assert config.distill is not None
     known = ModelShape.read(hf) if native_obstacle(hf) is None else None
+    if known is None:
+        check_positions(text_config(hf), config.batch.seq, f"`batch.seq: {config.batch.seq}`, `distill.teacher`")
     return Teacher(known, 2 if config.distill.dtype == "bfloat16" else 4, config.distill.chunk)
 
 

@@ -156,7 +156,7 @@ def test_the_plan_counts_the_teacher(folder):
     assert line.bytes == 4 * sum(p.numel() for p in teacher.parameters())
 
 
-@pytest.mark.parametrize("kind", ["tokens", "rows", "none", "fused", "ranks"])
+@pytest.mark.parametrize("kind", ["tokens", "rows", "positions", "none", "fused", "ranks"])
 def test_refused(folder, tmp_path, kind):
     config = distill_run(folder)
     if kind == "none":
@@ -171,6 +171,13 @@ def test_refused(folder, tmp_path, kind):
             check_teacher(env)
     else:
         shutil.copytree(folder / "teacher", tmp_path / "other")
+        own = config.distill.model_copy(update={"teacher": str(tmp_path / "other")})
+        if kind == "positions":
+            short = {"model_type": "gpt2", "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 16}
+            (tmp_path / "other" / "config.json").write_text(json.dumps(short))
+            with pytest.raises(ConfigError, match="a model of 16 positions"):
+                resolve(config.model_copy(update={"distill": own}))
+            return
         if kind == "tokens":
             path = tmp_path / "other" / "tokenizer.json"
             found = json.loads(path.read_text())
@@ -180,6 +187,5 @@ def test_refused(folder, tmp_path, kind):
         else:
             for path in (tmp_path / "other").glob("tokenizer*"):
                 path.unlink()
-        own = config.distill.model_copy(update={"teacher": str(tmp_path / "other")})
         with pytest.raises(NeedsError, match="2 tokens differ" if kind == "tokens" else "a vocabulary of"):
             assembled(config.model_copy(update={"distill": own}))
