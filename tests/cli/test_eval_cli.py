@@ -154,3 +154,73 @@ def test_for_people(call: Call, write: Write) -> None:
     assert found.code == 0 and [line.split()[0] for line in found.out.splitlines()] == [
         "loss", "target_tokens", "documents", "rows", "too_long",
     ]  # fmt: skip
+
+
+# --- public tasks
+
+TASK = """task: colours
+dataset_path: json
+dataset_kwargs: {data_files: {test: FILE}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_target: "{{answer}}"
+doc_to_choice: "{{choices}}"
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+"""
+ROWS = [
+    {"question": "The sky is", "choices": [" blue", " a fish"], "answer": 0},
+    {"question": "Grass is", "choices": [" loud", " green"], "answer": 1},
+    {"question": "Salt is", "choices": [" white", " round and red"], "answer": 1},
+]
+
+
+def test_tasks(call: Call, tmp_path: Path) -> None:
+    """The share of rows whose answer is the likeliest, as transformers alone finds it."""
+    pytest.importorskip("lm_eval", reason="pip install optrush[eval]")
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    (tmp_path / "colours.yaml").write_text(TASK.replace("FILE", str(tmp_path / "rows.jsonl")))
+    tiny.write_tiny(tmp_path / "model", family="llama")
+    config = write_config(tmp_path, model=str(tmp_path / "model"))
+    found = call("eval", config, "--tasks", str(tmp_path / "colours.yaml"), "--json")
+    assert found.code == 0, found.err
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+
+    def likely(question: str, choice: str) -> float:
+        whole, n = tokenizer(question + choice)["input_ids"], len(tokenizer(question)["input_ids"])
+        with torch.no_grad():
+            logits = model(torch.tensor([whole])).logits[0].log_softmax(-1)
+        return sum(logits[i - 1, whole[i]].item() for i in range(n, len(whole)))
+
+    best = [max(row["choices"], key=lambda c: likely(row["question"], c)) for row in ROWS]
+    right = sum(row["choices"].index(b) == row["answer"] for row, b in zip(ROWS, best)) / len(ROWS)
+    result = json.loads(found.out)["tasks"]["colours"]
+    assert result["acc"] == pytest.approx(right) and result["samples"] == len(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("flags", "asked", "found"),
+    [
+        (("--tasks", "arc_easy", "--data", "x.jsonl"), "`optrush eval --tasks`", "tasks have rows of their own"),
+        (("--tasks", "arc_easy", "--ranks", "2"), "`optrush eval --tasks`", "they run on one"),
+        (("--tasks", ","), "--tasks", "no name"),
+        (("--tasks", "arc_easy", "--set", "model={shape: llama-3.2-1b}"), "`optrush eval --tasks`", "is random"),
+        (("--tasks", "arc_easy"), "`optrush eval --tasks`", "the package lm_eval is not installed"),
+        (("--limit", "3"), "--limit", "no --tasks"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_tasks_refused(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], asked: str, found: str
+) -> None:
+    monkeypatch.setattr("optrush.technique.library", lambda name: None)
+    ended = call("eval", write_config(tmp_path), *flags)
+    assert ended.code == 2 and f"asked: {asked}" in ended.err and found in ended.err, ended.err
+
+
+def write_config(folder: Path, **changed: Any) -> str:
+    path = folder / "run.yaml"
+    run = {"model": "tiny", "objective": "sft", "data": {"sample": "recipes"}, "output": str(folder / "run")} | changed
+    path.write_text(json.dumps(run))
+    return str(path)

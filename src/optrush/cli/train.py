@@ -176,16 +176,27 @@ def eval_command(
     without: Without = [],  # noqa: B006
     model: Annotated[str | None, typer.Option("--model", metavar="DIR", help="another model's folder")] = None,
     data: Annotated[str | None, typer.Option("--data", metavar="FILE", help="another file of rows")] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option("--tasks", metavar="NAME,...", help="public tasks instead: arc_easy, a YAML file"),
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="requests a task; all, if not given")] = None,
     ranks: Ranks = 1,
     as_json: Json = False,
 ) -> None:
-    """Measure a model's loss on held-out data.
+    """Measure a model's loss on held-out data, or its answers to public tasks.
 
     The mean negative log-likelihood a target token, natural logarithm. On --data; else on what CONFIG holds out
     (`data.eval`); else on all its data. The model is CONFIG's, not the trained one: for that, --model OUTPUT/model.
     It is measured as it is: techniques that would train part of it, or quantize what they freeze, are left out.
     Of pairs the mean loss a pair and the rewards: those of --model, against CONFIG's.
+
+    --tasks: the Language Model Evaluation Harness asks the model instead (pip install optrush[eval]).
     """
+    if tasks is not None:
+        return _eval_tasks(read_run(path, set_, with_, without), tasks, limit, model, as_json, data, ranks)
+    if limit is not None:
+        raise ConfigError("--limit", "no --tasks, whose requests it counts", "for rows set data.max_samples")
     rows: list[str] = []
     if data is not None:
         rows = [f"data.path={json.dumps(data, ensure_ascii=False)}", "data.random=null", "data.sample=null"]
@@ -232,3 +243,23 @@ def eval_command(
         if bad := [name for name, value in result.items() if isinstance(value, float) and not math.isfinite(value)]:
             raise RunError(f"{', '.join(bad)} of the evaluation is no finite number: the weights or the data overflow")
         print(json.dumps(result) if as_json else "\n".join(f"{k:<14} {v}" for k, v in result.items()))
+
+
+def _eval_tasks(
+    config: Config, tasks: str, limit: int | None, model: str | None, as_json: bool, data: str | None, ranks: int
+) -> None:
+    """Measure the configuration's model, or another one, on public tasks."""
+    from optrush.cli import tasks as harness
+    from optrush.generate import find_model
+
+    if data is not None or ranks > 1:
+        found = "--data: tasks have rows of their own" if data is not None else f"--ranks {ranks}: they run on one"
+        raise ConfigError("`optrush eval --tasks`", found, "leave one of the two out")
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    if not names:
+        raise ConfigError("--tasks", "no name", "name one: --tasks arc_easy")
+    if model is None and config.model.path is None:
+        found = f"CONFIG's model is random: the shape {config.model.shape}"
+        raise ConfigError("`optrush eval --tasks`", found, f"name the trained one: --model {config.output}")
+    result = harness.run_tasks(find_model(model or str(config.model.path)), names, limit)
+    print(json.dumps(result) if as_json else harness.table(result))
