@@ -47,7 +47,7 @@ from optrush.config import (
     parse_yaml,
     refuse_secrets,
 )
-from optrush.errors import ConfigError
+from optrush.errors import ConfigError, UserError
 
 Notes = list[str]
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
@@ -554,8 +554,11 @@ class _Composer:
             tree["data"]["too_long"] = "drop"
             self.notes.append("answers that are too long are left out whole, where other trainers cut them")
         elif self.tool in ("trl-sft", "trl-gkd", "train.py") and "train_on" not in tree["data"]:
-            if self.get("@answers"):
+            answers = self.get("@answers")
+            if answers or (answers is None and _completes(tree["data"]["path"])):
                 tree["data"]["train_on"] = "assistant"
+            elif answers is False:
+                tree["data"]["train_on"] = "all"
             else:
                 tree["data"]["train_on"] = "all"
                 self.notes.append(
@@ -728,3 +731,16 @@ class _Composer:
             self.with_["ddp"] = {}
         else:
             self.with_["fsdp"] = {"stage": 2 if re.search(r"z(ero)?_?-?2", text) else 3}
+
+
+def _completes(path: Any) -> bool:
+    """Return whether the rows of a file here are prompts with completions, of which TRL learns the completions."""
+    if not isinstance(path, str) or not Path(path).is_file():
+        return False
+    from optrush.data.readers import read_rows
+
+    try:
+        _, row = next(read_rows(Path(path)))
+    except (UserError, StopIteration):
+        return False  # training says what is wrong with it
+    return "prompt" in row and "completion" in row
