@@ -84,7 +84,7 @@ def _alone(box: Path, key: str) -> Played:
 
 def alone(box: Path, case: MeshCase) -> Played:
     """The same steps in one process, each such run once a session."""
-    own = {"name": case.name, "packed": case.packed, "base": case.base, "sets": case.sets}
+    own = {"name": case.name, "packed": case.packed, "rows": case.rows, "base": case.base, "sets": case.sets}
     return _alone(box, json.dumps(own, sort_keys=True))
 
 
