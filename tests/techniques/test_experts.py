@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from unittest import mock
 
@@ -12,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from meshes import MeshCase, prove, saved, train
 from optrush.errors import NeedsError
+from optrush.models.shapes import SHAPES, ModelShape
 from optrush.planner import search
 from optrush.resolve import resolve
 from optrush.technique import SUMMED
@@ -63,42 +63,34 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def of(case: MeshCase, moe: Path, name: str) -> MeshCase:
-    """A micro-batch of one row: the loss of balance is of a micro-batch, and so does not depend on the ranks."""
-    return dataclasses.replace(case, rows=1, sets=(f"model.path={moe / name}", *case.sets))
-
-
 LORA = {"lora": {"rank": 4, "targets": ["q_proj", "gate_up_proj", "down_proj"]}}
 TOGETHER = {"fused-kernels": {"mlp": "triton", "norm": True}, "recompute": {}, "fused-adamw": {}}
+ROW = {"rows": 1}  # a micro-batch: the loss of balance is of one, and so does not depend on the ranks
 TWO = [
-    (MeshCase(2, DDP), "shared"),
-    (MeshCase(2, DDP), "biases"),
-    (MeshCase(2, DDP), "one"),
-    (MeshCase(2, FSDP), "two"),
-    (MeshCase(2, FSDP | TOGETHER, packed=False), "balanced"),
-    (MeshCase(2, DDP | LORA, base=LORA), "balanced"),
+    MeshCase(2, DDP, model="shared", **ROW),
+    MeshCase(2, DDP, model="one", **ROW),
+    MeshCase(2, FSDP, model="two", **ROW),
+    MeshCase(2, FSDP | TOGETHER, packed=False, model="balanced", **ROW),
+    MeshCase(2, DDP | LORA, base=LORA, model="balanced", **ROW),
 ]
 FOUR = [
-    (MeshCase(4, DDP), "balanced"),
-    (MeshCase(4, EP | {"fsdp": {"stage": 2, "sync": "each"}} | LORA, base=LORA), "shared"),
-    (MeshCase(4, FSDP), "biases"),
-    (MeshCase(4, EP | {"fsdp": {"replicate": 2}}), "shared"),
+    MeshCase(4, DDP, model="balanced", **ROW),
+    MeshCase(4, EP | {"fsdp": {"stage": 2, "sync": "each"}} | LORA, base=LORA, model="shared", **ROW),
+    MeshCase(4, FSDP, model="biases", **ROW),
+    MeshCase(4, EP | {"fsdp": {"replicate": 2}}, model="shared", **ROW),
 ]
+BF16 = {"bf16": {"rounding": "nearest"}}
+HALF = [MeshCase(2, FSDP | BF16, base=BF16, close=0.1, model="biases", **ROW)]
 
 
-@pytest.mark.parametrize(("case", "name"), TWO, ids=str)
-def test_two_ranks_are_one_process(moe, pair, reference, case, name):
-    prove(moe, pair, of(case, moe, name), reference)
+@pytest.mark.parametrize("case", [*TWO, *HALF], ids=str)
+def test_two_ranks_are_one_process(moe, pair, reference, case):
+    prove(moe, pair, case, reference)
 
 
-@pytest.mark.parametrize(("case", "name"), FOUR, ids=str)
-def test_four_ranks_are_one_process(moe, quad, reference, case, name):
-    prove(moe, quad, of(case, moe, name), reference)
-
-
-def test_in_sixteen_bits_it_is_as_near(moe, pair, reference):
-    base = {"bf16": {"rounding": "nearest"}}
-    prove(moe, pair, of(MeshCase(2, FSDP | base, base=base, close=0.1), moe, "biases"), reference)
+@pytest.mark.parametrize("case", FOUR, ids=str)
+def test_four_ranks_are_one_process(moe, quad, reference, case):
+    prove(moe, quad, case, reference)
 
 
 def traced(moe):
@@ -210,12 +202,33 @@ def test_these_tests_would_see_it(moe, pair):
 # What the plan says of it.
 
 
-def test_the_plan_has_a_ranks_experts_and_their_links():
-    base, ep = (
-        search.predict(shaped("qwen3-30b-a3b", "bf16", "attention", "fused-loss", "recompute", with_, rows=1), "8xh100")
-        for with_ in ("ddp", "ddp;experts:size=8")
-    )
-    assert ep.peak_bytes < base.peak_bytes
+def planned(*withs):
+    settings = ("bf16", "attention", "fused-loss", "recompute", *withs)
+    found = search.predict(shaped("qwen3-30b-a3b", *settings, rows=1, windows=16), "8xh100")
+    return {line.name: line.bytes for line in found.lines}, {work.name: work.bytes for work in found.work}
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_the_plan_has_a_ranks_experts_and_their_links(size):
+    """With ddp a rank holds 1 / size of the experts; with fsdp as much as without, and gathers less."""
+    s = ModelShape.read(SHAPES["qwen3-30b-a3b"])
+    experts = 48 * 128 * 3 * 2048 * 768
+    assert s.expert_parameters == experts and s.block_parameters == s.parameters - 2 * s.vocab * s.width - s.width
+    held = s.block_parameters - experts + experts // size
+    lines, work = planned("ddp", f"experts:size={size}")
+    for kind, each in (("weights", 2), ("gradients", 2), ("states", 4)):
+        assert lines[f"{kind}.blocks"] == pytest.approx(each * held)
+    sent = (s.parameters - experts) * 7 / 8 + experts / size * (1 - size / 8)
+    assert work["reduce"] == pytest.approx(2 * 2 * sent)
+    rows = 2 * 2048 * (2 * 8 * 2048) * 48 * (size - 1) / size  # of the 2 micro-batches of a rank
+    assert work["backward.rows.links"] == pytest.approx(2 * rows)
+    assert work["forward.rows.links"] == pytest.approx(2 * 2 * rows), "recomputation sends them again"
+    (sharded, gathers), (plain, most) = planned("fsdp", f"experts:size={size}"), planned("fsdp")
+    for kind in ("weights", "states"):
+        assert sharded[f"{kind}.blocks"] == pytest.approx(plain[f"{kind}.blocks"])
+    share = (s.block_parameters - experts + experts / size * (1 - size / 8) * 8 / 7) / s.block_parameters
+    assert gathers["gather.blocks"] == pytest.approx(share * most["gather.blocks"])
+    assert sharded["gradients.blocks"] == pytest.approx(2 * held), "whole while accumulating: of a rank's experts"
 
 
 # What it refuses.

@@ -52,7 +52,7 @@ def split_experts(model: Decoder, mesh: DeviceMesh) -> int:
 
 def _split(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
     p = getattr(module, name)
-    if p is None:
+    if p is None and name.endswith("bias"):
         return
     assert p.is_meta and len(p) % mesh.size() == 0, f"{name}: {len(p)} experts over {mesh.size()} ranks"
     local = torch.empty((len(p) // mesh.size(), *p.shape[1:]), dtype=p.dtype, device="meta")

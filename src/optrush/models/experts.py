@@ -178,13 +178,13 @@ def _sums(y: Tensor, inverse: Tensor, k: int) -> Tensor:
 
 def gate_pairs(pairs: Tensor) -> Tensor:
     """pairs (rows, 2 F), gate and up in turn -> silu(gate) * up (rows, F)."""
-    gate, up = pairs.unflatten(-1, (pairs.shape[-1] // 2, 2)).unbind(-1)
+    gate, up = pairs.view(*pairs.shape[:-1], pairs.shape[-1] // 2, 2).unbind(-1)
     return F.silu(gate) * up
 
 
 def gate_clamped_pairs(gain: float, limit: float, pairs: Tensor) -> Tensor:
     """pairs (rows, 2 F) -> gate sigmoid(gain gate) (up + 1) (rows, F), both cut at the limit, as gpt-oss has it."""
-    gate, up = pairs.unflatten(-1, (pairs.shape[-1] // 2, 2)).unbind(-1)
+    gate, up = pairs.view(*pairs.shape[:-1], pairs.shape[-1] // 2, 2).unbind(-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return gate * torch.sigmoid(gain * gate) * (up + 1)
 

@@ -73,7 +73,7 @@ class Ddp(Technique):
             discard()
 
         trainer.grad_sync, trainer.zero_grad = syncing, forget
-        return len(buckets.members)
+        return len(buckets.members) or 1  # none: every gradient is of one rank alone
 
 
 class Buckets:

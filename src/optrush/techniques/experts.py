@@ -77,7 +77,6 @@ class ExpertParallel(Technique):
                 yield live(name, why, times=1 - mine / s.parameters)
         yield from _fewer(env, s, n)
         k, D = e.active, s.width
-        again = Part.ACTIVATION_CHECKPOINTING in env.claimed
         places, share = "the order of the rows that arrive, and their weights, 5 k", sparse / L
         yield add(
             Line("working.arriving", "rows before they are in their experts' order, k D", share * k * D, "product",
@@ -86,13 +85,12 @@ class ExpertParallel(Technique):
             Line("saved.arriving", places, sparse * 5 * k, "wide", "saved", True, L, side="feed"),
         )  # fmt: skip
         hosts, entering = env.over_hosts("ep")
-        for way, times in (("forward", 1 + again), ("backward", 1)):
-            each = 2.0 * k * D * sparse * times
-            why = "rows to the ranks of their experts, and back" + ", and again" * (times - 1)
+        each, why = 2.0 * k * D * sparse, "rows to the ranks of their experts, and back"
+        for way in ("forward", "backward"):
             yield add(
                 WorkItem(
                     f"{way}.rows.links", why, "token", unit="link", values=each * (n - 1) / n, role="product",
-                    awaited=True, entering=each * n / hosts * entering, steps=4.0 * sparse * times * (hosts - 1),
+                    awaited=True, entering=each * n / hosts * entering, steps=4.0 * sparse * (hosts - 1),
                 )
             )  # fmt: skip
 

@@ -171,16 +171,19 @@ class Fsdp(Technique):
 
         What else they have stays whole on every rank, for FSDP shards a module over one mesh: routers of experts.
         """
-        from torch.distributed.fsdp import FSDPModule, fully_shard
+        from torch.distributed.fsdp import fully_shard
 
         from optrush.trainer.distributed import cut_axes
 
-        for module in block.modules():
+        found: dict[nn.Module, set[str]] = {}
+        for module in block.modules():  # what contains others comes before them
             axes = {axis for p in module.parameters(recurse=False) for axis in cut_axes(p)} & set(SUMMED)
-            if axes and not isinstance(module, FSDPModule):
-                rest = {p for p in module.parameters() if not cut_axes(p) & axes}
-                own = cut | {"mesh": trainer.world.shards(*axes), "ignored_params": rest}
-                fully_shard(module, reshard_after_forward=self.stage == 3, **own)
+            if axes and not any(module in outer.modules() for outer in found):
+                found[module] = axes
+        for module, axes in found.items():
+            rest = {p for p in module.parameters() if not cut_axes(p) & axes}
+            own = cut | {"mesh": trainer.world.shards(*axes), "ignored_params": rest}
+            fully_shard(module, reshard_after_forward=self.stage == 3, **own)
 
     def _copy_by_engines(self, trainer: Trainer) -> None:
         """Gather blocks by copies; embedding and head by NCCL: they are few, and their buffers would be large."""
