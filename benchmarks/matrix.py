@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import itertools
+import math
 import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -21,12 +22,13 @@ from typing import Any
 from optrush.errors import UserError
 from optrush.hardware import NAMED
 from optrush.models.shapes import SHAPES, ModelShape
-from optrush.technique import RANK_PARTS, Environment, Technique, in_order, instantiate, settle
+from optrush.technique import RANK_PARTS, Environment, Part, Technique, in_order, instantiate, settle
 from optrush.techniques import OWN
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/matrix.md"
 SHAPE = ModelShape.read(SHAPES["llama-3.2-1b"])
+EXPERTS = ModelShape.read(SHAPES["qwen3-30b-a3b"])
 ENV = Environment(
     device=NAMED["h100"], ranks=1, seq=2048, rows=32, micro_rows=32, clip=None, dtype="float32", native=True,
     blocks=SHAPE.layers, vocab=SHAPE.vocab, shape=SHAPE,
@@ -34,7 +36,7 @@ ENV = Environment(
 MESHES: dict[str, dict[str, dict[str, Any]]] = {
     "one device": {}, "ddp": {"ddp": {}}, "fsdp": {"fsdp": {}}, "hsdp": {"fsdp": {"replicate": 2}},
     "tensor": {"tensor": {}}, "context": {"context": {}},
-    "pipeline": {"pipeline": {}},
+    "pipeline": {"pipeline": {}}, "experts": {"experts": {}},
 }  # fmt: skip
 MOST_RANKS = 8
 FILLING = 4  # micro-batches of a step that a pipeline is filled with
@@ -44,9 +46,9 @@ TEXT = """\
 # What goes together
 
 `benchmarks/matrix.py` writes this page: it asks the product for every set, with each technique's default options, as
-`optrush plan` does before anything is built. Asked for the shape of Llama-3.2-1B in float32, rows of 2048 tokens on
-H100s, one micro-batch a step (four in a pipeline), no clipping. Other options, devices and models may be refused where
-these are not, and the other way round.
+`optrush plan` does before anything is built. Asked for the shape of Llama-3.2-1B (with `experts` Qwen3-30B-A3B) in
+float32, rows of 2048 tokens on H100s, one micro-batch a step (four in a pipeline), no clipping. Other options, devices
+and models may be refused where these are not, and the other way round.
 
 ## On meshes
 
@@ -82,10 +84,13 @@ def by_default(name: str) -> Technique:
 def refusal(techniques: Iterable[Technique], one: bool) -> str:
     """Return why a set is refused on the fewest ranks that it can have; empty: it is not."""
     members, said = in_order(list(techniques)), ""
+    shape = EXPERTS if any(Part.EP in t.claims for t in members) else SHAPE
     for ranks in (1,) if one else (2, 4, MOST_RANKS):
-        env = dataclasses.replace(ENV, ranks=ranks)
+        env = dataclasses.replace(ENV, ranks=ranks, shape=shape, blocks=shape.layers, vocab=shape.vocab)
         try:
             axes = {axis: n for t in members for axis, n in t.axes().items()}
+            if not one and ranks % math.prod(axes.values()):  # there is more to say of a mesh that there can be
+                continue
             groups = max(1, dataclasses.replace(env, axes=axes).data_ranks)
             times = FILLING if "pp" in axes else 1
             settle(members, dataclasses.replace(env, micro_rows=env.rows // groups // times), OWN)

@@ -42,10 +42,12 @@ class MeshCase:
     base: dict[str, Any] = field(default_factory=dict)  # `with:` of the one process; {}: the golden list itself
     sets: tuple[str, ...] = ()
     close: float = CLOSE
+    model: str = ""  # a folder in the box, in place of the golden case's
 
     def __str__(self) -> str:
         chosen = (f"{name}{tuple(options.values()) or ''}" for name, options in self.with_.items())
-        return f"{'+'.join(chosen)}-{self.name}{'' if self.packed else '-rows'}-{self.ranks}".replace(" ", "")
+        of, rows = self.model or self.name, "" if self.packed else "-rows"
+        return f"{'+'.join(chosen)}-{of}{rows}-{self.ranks}".replace(" ", "")
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ class Played:
 
 def play(box: Path, case: MeshCase, with_: dict[str, Any], classes: Sequence[type[Technique]] = ALL) -> Played:
     """Run the golden script's eight steps, here or on a rank."""
-    config = golden_run(box, CASES[case.name], rows=case.rows, packed=case.packed, sets=case.sets, **with_)
+    sets = (f"model.path={box / case.model}", *case.sets) if case.model else case.sets
+    config = golden_run(box, CASES[case.name], rows=case.rows, packed=case.packed, sets=sets, **with_)
     job = assembled(config, classes)
     batches = next(job.batches)
     job.set_step(1)
@@ -84,7 +87,7 @@ def _alone(box: Path, key: str) -> Played:
 
 def alone(box: Path, case: MeshCase) -> Played:
     """The same steps in one process, each such run once a session."""
-    own = {"name": case.name, "packed": case.packed, "base": case.base, "sets": case.sets}
+    own = {field: getattr(case, field) for field in ("name", "packed", "rows", "base", "sets", "model")}
     return _alone(box, json.dumps(own, sort_keys=True))
 
 
@@ -98,7 +101,7 @@ def prove(
     """
     assert group.ranks == case.ranks, f"{case} on {group.ranks} ranks"
     found = group(play, box, case, case.with_, classes)
-    if case.base or case.sets:
+    if case.base or case.sets or case.model:
         want = alone(box, case)
         losses, norms, gradients = want.losses, want.norms, want.gradients
     else:

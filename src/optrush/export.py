@@ -191,7 +191,7 @@ def _published(trainer: Trainer, kept: torch.dtype) -> Iterator[tuple[str, Tenso
                 whole = gathered(experts.get_parameter(kind).detach()).float()
                 to = torch.device("cpu") if first else whole.device
                 merged.add(f"{owner}.{kind}")
-                yield f"{owner}.{kind}", experts.adapter.merge(kind, whole).to(to, kept)
+                yield f"{owner}.{kind}", experts.adapter.merge(kind, whole, gathered).to(to, kept)
     for name, p in model.named_parameters():
         if name in merged or name in trainer.counted_elsewhere:
             continue

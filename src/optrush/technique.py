@@ -52,6 +52,7 @@ class Part(enum.Enum):
     TP = "the tensor-parallel axis"
     CP = "the context-parallel axis"
     PP = "the pipeline axis"
+    EP = "the expert-parallel axis"
     MICRO_BATCH = "the size of micro-batches"
     OPTIMIZER = "the optimizer"
     STATES = "where the optimizer's states are kept"
@@ -71,10 +72,12 @@ class Numerics(enum.Enum):
 
 LINEARS = ("qkv", "o", "gate_up", "down")  # of a block of our decoder
 
-# Axes of the mesh. Ranks along pp, cp and tp work on the same rows; those along rep and dp have rows of their own.
+# Axes of the mesh. Ranks along pp, cp and tp work on the same rows; those along the data axes have rows of their own.
 SAME_ROWS = ("pp", "cp", "tp")
-MESH_ORDER = ("pp", "rep", "dp", "cp", "tp")  # outermost first: axes with more traffic are closer together
-RANK_PARTS = frozenset({Part.DATA, Part.TP, Part.CP, Part.PP})  # their owners divide a run over ranks
+DATA_AXES = ("rep", "dp", "ep")
+SUMMED = (*DATA_AXES, "cp")  # ranks along these have gradients of the same weights by other tokens
+MESH_ORDER = ("pp", *SUMMED, "tp")  # outermost first: axes with more traffic are closer together
+RANK_PARTS = frozenset({Part.DATA, Part.TP, Part.CP, Part.PP, Part.EP})  # their owners divide a run over ranks
 
 # What a technique changes in each stage, in the order of the stages. The first two run before there is a Trainer.
 STAGES = {
@@ -225,6 +228,14 @@ class Environment:
     def gradient_ranks(self) -> int:
         """Return the number of ranks that have gradients of the same weights by other tokens."""
         return self.data_ranks * self.axes.get("cp", 1)
+
+    @property
+    def blocks_held(self) -> float:
+        """Return the share of the blocks' parameters that a rank has before data sharding: along ep, of experts."""
+        s = self.shape
+        if s is None:
+            return 1.0
+        return 1 - s.expert_parameters / s.block_parameters * (1 - 1 / self.axes.get("ep", 1))
 
     @property
     def slots(self) -> int:

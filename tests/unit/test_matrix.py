@@ -7,7 +7,7 @@ import runpy
 from pathlib import Path
 
 from optrush.techniques import OWN
-from techniques import test_context, test_mesh, test_tensor
+from techniques import test_context, test_experts, test_mesh, test_tensor
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/matrix.py"))
 
@@ -23,7 +23,8 @@ def test_the_page_is_what_the_script_writes() -> None:
 def test_what_is_proven_is_in_a_table() -> None:
     """Every technique of a case is proven on the case's mesh, and a mesh without a case proves nothing."""
     proven = SCRIPT["proven"]()
-    for table, mesh in ((test_tensor.TWO, "tensor"), (test_context.PAIRS, "context")):
+    tables = ((test_tensor.TWO, "tensor"), (test_context.PAIRS, "context"), (test_experts.TWO, "experts"))
+    for table, mesh in tables:
         assert {(name, mesh) for case in table for name in case.with_} <= proven
     grouped = {name for case in test_mesh.CASES if case.with_.get("fsdp", {}).get("replicate") for name in case.with_}
     assert {(name, "hsdp") for name in grouped} <= proven

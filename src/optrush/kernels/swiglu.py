@@ -94,7 +94,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
         from optrush.kernels.swiglu_triton import launch_swiglu_forward
 
         return launch_swiglu_forward(gate_up)
-    gate, up = widen(gate_up).view(*gate_up.shape[:-1], -1, 2).unbind(-1)
+    gate, up = widen(gate_up).view(*gate_up.shape[:-1], gate_up.shape[-1] // 2, 2).unbind(-1)
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
@@ -110,7 +110,7 @@ def swiglu_backward(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         from optrush.kernels.swiglu_triton import launch_swiglu_backward
 
         return launch_swiglu_backward(gate_up, grad)
-    gate, up = widen(gate_up).view(*gate_up.shape[:-1], -1, 2).unbind(-1)
+    gate, up = widen(gate_up).view(*gate_up.shape[:-1], gate_up.shape[-1] // 2, 2).unbind(-1)
     wide = widen(grad)
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid

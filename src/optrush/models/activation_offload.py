@@ -32,7 +32,9 @@ PAGE_BYTES = 16 << 20  # large enough for the link's full rate, small enough to 
 LEAST_BYTES = 1 << 20
 ALIGNED = 512
 # A view or a cast of a parameter stays in memory anyway: with the parameter, or in autocast's cache until the loss.
-FORMS = frozenset({"TBackward0", "TransposeBackward0", "ViewBackward0", "ToCopyBackward0"})
+FORMS = frozenset(
+    {"TBackward0", "TransposeBackward0", "ViewBackward0", "ToCopyBackward0", "_ToTorchTensorBackward"}  # of a DTensor
+)
 
 Pair = tuple[Tensor, Tensor]  # to, from: bytes
 

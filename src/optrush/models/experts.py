@@ -48,7 +48,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     On CUDA in bfloat16 torch's grouped product, to which `ends` stays on the device. Else one product a group, which
     reads `ends` on the host.
     """
-    if x.is_cuda and x.dtype == torch.bfloat16:
+    if x.is_cuda and x.dtype == torch.bfloat16 and len(x):
         out: Tensor = torch._grouped_mm(x, weight, offs=ends)
         return out
     return _group_by_group(x, weight, ends)
@@ -62,7 +62,7 @@ def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 @torch.library.custom_op("optrush::grouped_matmul_weight", mutates_args=())
 def _weight_gradient(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
     """x (rows, C), gradient (rows, R) of the product -> gradient of the weight (N, C, R)."""
-    if x.is_cuda and x.dtype == torch.bfloat16:
+    if x.is_cuda and x.dtype == torch.bfloat16 and len(x):
         out: Tensor = torch._grouped_mm(x.t(), grad, offs=ends)
         return out
     found, first = x.new_zeros(len(ends), x.shape[1], grad.shape[1]), 0
@@ -178,13 +178,13 @@ def _sums(y: Tensor, inverse: Tensor, k: int) -> Tensor:
 
 def gate_pairs(pairs: Tensor) -> Tensor:
     """pairs (rows, 2 F), gate and up in turn -> silu(gate) * up (rows, F)."""
-    gate, up = pairs.view(*pairs.shape[:-1], -1, 2).unbind(-1)
+    gate, up = pairs.view(*pairs.shape[:-1], pairs.shape[-1] // 2, 2).unbind(-1)
     return F.silu(gate) * up
 
 
 def gate_clamped_pairs(gain: float, limit: float, pairs: Tensor) -> Tensor:
     """pairs (rows, 2 F) -> gate sigmoid(gain gate) (up + 1) (rows, F), both cut at the limit, as gpt-oss has it."""
-    gate, up = pairs.view(*pairs.shape[:-1], -1, 2).unbind(-1)
+    gate, up = pairs.view(*pairs.shape[:-1], pairs.shape[-1] // 2, 2).unbind(-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return gate * torch.sigmoid(gain * gate) * (up + 1)
 
@@ -210,7 +210,8 @@ class _Rows(torch.autograd.Function):
 class Experts(nn.Module):
     """Routed experts: the sum of `down(weight * silu(gate) * up)` over a token's experts, in some families with biases.
 
-    Rows of gate and up alternate, as in the dense part. Slots: `activation`, pairs (rows, 2 F) -> (rows, F).
+    Rows of gate and up alternate, as in the dense part. Slots: `activation`, pairs (rows, 2 F) -> (rows, F);
+    `dispatch`, who multiplies rows by their experts; `piece`, of a parameter what this rank has.
     """
 
     adapter: ExpertsLora | None
@@ -235,6 +236,8 @@ class Experts(nn.Module):
         self.adapter = None
         clamped = None if e.clamp is None else partial(gate_clamped_pairs, *e.clamp)
         self.activation: Callable[[Tensor], Tensor] = clamped or gate_pairs
+        self.dispatch: Dispatch = multiply_here
+        self.piece: Callable[[Tensor], Tensor] = whole
 
     def forward(self, h: Tensor, filled: Tensor | None) -> tuple[Tensor, Tensor]:
         """h (B, T, D), filled (B, T) bool -> (B, T, D), and over the filled tokens (2, N) float32: how many an expert
@@ -253,26 +256,46 @@ class Experts(nn.Module):
             numbers = torch.arange(e.count, device=order.device)
             ends = torch.searchsorted(ordered, numbers, right=True).int()
             rows: Tensor = _Scatter.apply(x.to(dtype), order, inverse, e.active)  # type: ignore[no-untyped-call]
-            pairs = self._product("gate_up", rows, ends)
-            pairs = pairs if self.gate_up_bias is None else pairs + _rows(self.gate_up_bias, ordered, dtype)
             weight = weights.flatten()[order][:, None]
-            product = (self.activation(pairs) * weight).to(dtype)
-            y = self._product("down", product, ends)
-            y = y if self.down_bias is None else (y + weight * _rows(self.down_bias, ordered, dtype)).to(dtype)
+            y = self.dispatch(self, rows, weight, ordered, ends)
             out: Tensor = _Gather.apply(y, order, inverse, e.active)  # type: ignore[no-untyped-call]
             # A part of the graph that no backward pass goes through would keep what recomputation made for it.
             probabilities = probabilities if e.balance else probabilities.detach()
             return out.view(h.shape), _load(chosen, probabilities, filled)
 
+    def multiply(self, rows: Tensor, weight: Tensor, ordered: Tensor, ends: Tensor) -> Tensor:
+        """Run rows (S, D) through the experts that are here, as `Dispatch`."""
+        pairs = self._product("gate_up", rows, ends)
+        pairs = pairs if self.gate_up_bias is None else pairs + self._rows(self.gate_up_bias, ordered, rows.dtype)
+        product = (self.activation(pairs) * weight).to(rows.dtype)
+        y = self._product("down", product, ends)
+        if self.down_bias is None:
+            return y
+        return (y + weight * self._rows(self.down_bias, ordered, rows.dtype)).to(rows.dtype)
+
     def _product(self, kind: str, x: Tensor, ends: Tensor) -> Tensor:
         """Multiply groups of rows x (rows, width) by the matrices of that name, with their adapters."""
-        y: Tensor = grouped_matmul(x, self.get_parameter(kind).to(x.dtype).mT, ends)
-        return y if self.adapter is None else self.adapter.added(kind, y, x, ends)
+        y: Tensor = grouped_matmul(x, self.piece(self.get_parameter(kind)).to(x.dtype).mT, ends)
+        return y if self.adapter is None else self.adapter.added(kind, y, x, ends, self.piece)
+
+    def _rows(self, bias: Tensor, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+        found: Tensor = _Rows.apply(self.piece(bias).to(dtype), numbers)  # type: ignore[no-untyped-call]
+        return found
 
 
-def _rows(bias: Tensor, numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    found: Tensor = _Rows.apply(bias.to(dtype), numbers)  # type: ignore[no-untyped-call]
-    return found
+Dispatch = Callable[[Experts, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(experts, rows (S, D) in the order of their experts, weights (S, 1) float32 of their products, numbers (S,) of the
+experts, ends (N,) int32 of their rows) -> (S, D)"""
+
+
+def multiply_here(experts: Experts, rows: Tensor, weight: Tensor, ordered: Tensor, ends: Tensor) -> Tensor:
+    """The default of the `dispatch` slot: every expert is here."""
+    return experts.multiply(rows, weight, ordered, ends)
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """The default of the `piece` slot."""
+    return parameter
 
 
 def _load(chosen: Tensor, probabilities: Tensor, filled: Tensor | None) -> Tensor:

@@ -337,6 +337,20 @@ class ModelShape:
         biases = len(e.layers) * e.count * (1 + 2 * e.ff_width + D) if e is not None and e.biases else 0
         return self.block_matrices + self.layers * small + biases + D + outer
 
+    @property
+    def block_parameters(self) -> int:
+        """Number of parameters of all blocks."""
+        return self.parameters - self.vocab * self.width * (1 if self.tied else 2) - self.width
+
+    @property
+    def expert_parameters(self) -> int:
+        """Number of parameters that single experts have, without their routers."""
+        D, e = self.width, self.experts
+        if e is None:
+            return 0
+        each = 3 * D * e.ff_width + (2 * e.ff_width + D if e.biases else 0)
+        return len(e.layers) * e.count * each
+
     def flops(self, tokens: int, attended: int) -> int:
         """Return the FLOPs of a step's forward and backward pass: 6 N_mm a token, and causal attention.
 

@@ -9,7 +9,7 @@ Source: https://arxiv.org/abs/2106.09685; the format is PEFT's (version 0.21, `P
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -45,21 +45,30 @@ class ExpertsLora(nn.Module):
             self.register_parameter(f"{kind}_a", nn.Parameter(torch.empty(N, settings.rank, width, **at)))
             self.register_parameter(f"{kind}_b", nn.Parameter(torch.empty(N, rows, settings.rank, **at)))
 
-    def added(self, kind: str, y: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-        """Add the adapter of a matrix to y (rows, out), what that made of x (rows, width) in groups of experts."""
+    def added(self, kind: str, y: Tensor, x: Tensor, ends: Tensor, piece: Callable[[Tensor], Tensor]) -> Tensor:
+        """Add the adapter of a matrix to y (rows, out), what that made of x (rows, width) in groups of experts.
+
+        Args:
+            piece: of a parameter what this rank has.
+        """
         if kind not in self.kinds or not self.switch.on:
             return y
-        a, b = self.get_parameter(f"{kind}_a").to(x.dtype), self.get_parameter(f"{kind}_b")
+        a, b = (piece(self.get_parameter(f"{kind}_{part}")) for part in "ab")
+        a = a.to(x.dtype)
         low = grouped_matmul(x, a.mT, ends)
         more: Tensor = grouped_matmul(low, (b * self.s.scaling).to(x.dtype).mT, ends)
         return y + more
 
     @torch.no_grad()
-    def merge(self, kind: str, weight: Tensor) -> Tensor:
-        """Return float32 matrices (N, rows, width) that need no adapter."""
+    def merge(self, kind: str, weight: Tensor, whole: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return float32 matrices (N, rows, width) that need no adapter.
+
+        Args:
+            whole: gathers a parameter.
+        """
         if kind not in self.kinds:
             return weight
-        a, b = (self.get_parameter(f"{kind}_{part}").float() for part in "ab")
+        a, b = (whole(self.get_parameter(f"{kind}_{part}")).float() for part in "ab")
         return weight + self.s.scaling * (b @ a)
 
     def _key(self, kind: str) -> str:

@@ -73,7 +73,7 @@ def _heap(line: Line, shape: ModelShape, T: int) -> float:
 def _parameters(s: ModelShape) -> Iterator[Line]:
     head = 0 if s.tied else s.vocab * s.width
     embedding = s.vocab * s.width
-    blocks = s.parameters - embedding - head - s.width
+    blocks = s.block_parameters
     matrices = s.block_matrices
     parts = (("blocks", blocks, s.layers), ("embedding", embedding, 1), ("head", head, 1), ("norm", s.width, 1))
     # The gradient of a tied weight begins at the head and ends at the embedding (`_rest`).

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from optrush.planner.ledger import Line, Rule, WorkItem, add, like
-from optrush.technique import Environment, Numerics, Part, Requirement, Technique
+from optrush.technique import SUMMED, Environment, Numerics, Part, Requirement, Technique
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from optrush.trainer.distributed import World
     from optrush.trainer.trainer import TrainedParam, Trainer
 
 
@@ -50,15 +51,13 @@ class Ddp(Technique):
         why = "a gradient larger than a bucket is copied alone: the embedding's"
         yield like("gradients.embedding", Line("bucket of the embedding", why, 1.0, "gradient", "end"))
         why, held = "2 (n-1)/n of the gradients' bytes to other ranks", 1 / env.axes.get("tp", 1)
-        hosts, entering = env.over_hosts("rep", "dp", "cp")
+        hosts, entering = env.over_hosts(*SUMMED)
         work = WorkItem("reduce", why, "step", unit="link", values=2 * (n - 1) / n * held, role="gradient")
         work = replace(work, entering=2 * entering * held, steps=2 * (hosts - 1) * env.blocks)
         yield like("gradients.*", work)
 
     def wrap_step(self, trainer: Trainer) -> int:
-        mesh = trainer.world.flat("rep", "dp", "cp")
-        assert mesh is not None
-        buckets = Buckets(trainer.trained, mesh.get_group(), self.bucket_mib << 20)
+        buckets = Buckets(trainer.trained, trainer.world, self.bucket_mib << 20)
         inner, discard = trainer.grad_sync, trainer.zero_grad
 
         @contextmanager
@@ -74,23 +73,28 @@ class Ddp(Technique):
             discard()
 
         trainer.grad_sync, trainer.zero_grad = syncing, forget
-        return len(buckets.members)
+        return len(buckets.members) or 1  # none: every gradient is of one rank alone
 
 
 class Buckets:
     """Gradients flattened into buckets, last parameter first; each is summed as soon as it and all before it are full.
 
-    The order of the collectives is fixed, whatever order gradients appear in, so that ranks never disagree.
+    The order of the collectives is fixed, whatever order gradients appear in, so that ranks never disagree. A bucket is
+    of parameters that the same ranks have: a gradient that no other rank has a part of is in none.
     """
 
-    def __init__(self, trained: list[TrainedParam], group: Any, most_bytes: int) -> None:
-        self.group = group
+    def __init__(self, trained: list[TrainedParam], world: World, most_bytes: int) -> None:
         self.members: list[list[torch.nn.Parameter]] = []
+        self.groups: list[Any] = []  # of the buckets
         room = 0
         for t in reversed(trained):
-            size = t.local.nbytes
-            if size > room or self.members[-1][0].dtype != t.parameter.dtype:
+            size, ranks = t.local.nbytes, world.summed(t.parameter)
+            if ranks is None or ranks.size() == 1:
+                continue
+            group = ranks.get_group()
+            if size > room or self.members[-1][0].dtype != t.parameter.dtype or self.groups[-1] is not group:
                 self.members.append([])
+                self.groups.append(group)
                 room = most_bytes
             self.members[-1].append(t.parameter)
             room -= size
@@ -123,7 +127,7 @@ class Buckets:
         bucket = self.members[len(self.launched)]
         grads = [local(torch.zeros_like(p) if p.grad is None else p.grad) for p in bucket]
         flat = torch.cat([g.reshape(-1) for g in grads])
-        work = dist.all_reduce(flat, group=self.group, async_op=True)
+        work = dist.all_reduce(flat, group=self.groups[len(self.launched)], async_op=True)
         at = 0
         for p, g in zip(bucket, grads, strict=True):  # the bucket becomes the gradients: nothing is copied back
             p.grad = sharded_like(p, flat[at : at + g.numel()].view_as(g))

@@ -12,10 +12,10 @@ from pydantic import Field
 
 from optrush.errors import NeedsError
 from optrush.planner.ledger import Line, Role, Rule, WorkItem, cut, like, live
-from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
+from optrush.technique import SUMMED, Environment, Numerics, Part, Requirement, Technique, Trainer
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Fsdp(Technique):
         whole = "a block's weights are whole while it runs, and the next block's ahead of it"
         freed = self.stage == 3  # after the forward pass, and again after the backward pass
         during = ("forward", "backward") if freed else ()
-        yield cut("weights.blocks", "dp", n, whole, gathered=blocks, during=during)
+        yield cut("weights.blocks", "dp", n * env.blocks_held, whole, gathered=blocks, during=during)
         ends = "embedding and head are whole while they are used"
         yield cut("weights.[!be]*", "dp", n, ends, gathered=1)
         tied = env.shape is None or env.shape.tied
@@ -90,9 +90,11 @@ class Fsdp(Technique):
         yield cut("weights.embedding", "dp", n, ends, gathered=1, during=during)
         why = "the head's shards as they arrive, before they are copied to where it is whole"
         yield like("weights.[!b]*", Line("gather.arriving", why, 1.0 if tied else 0.5, "product", "forward"))
-        yield cut("states.*", "dp", n, "a rank updates its share")
-        if env.accumulation == 1 or self.sync == "each":
-            yield cut("gradients.*", "dp", n, "reduced as soon as a block has made them", gathered=1)
+        reduced = env.accumulation == 1 or self.sync == "each"
+        for part, ranks in (("blocks", n * env.blocks_held), ("[!b]*", n)):  # experts may be cut over some of n already
+            yield cut(f"states.{part}", "dp", ranks, "a rank updates its share")
+            if reduced:
+                yield cut(f"gradients.{part}", "dp", ranks, "reduced as soon as a block has made them", gathered=1)
         yield live("casts.*", "the gathered weights are cast, no copies beside them", gone=True)
         yield cut("update.loop", "dp", n, "of a rank's share")
         yield live("update*", "a rank updates its share", times=1 / n)
@@ -104,7 +106,7 @@ class Fsdp(Technique):
         stored: Role = "stored" if quantized else "product"
         copies = self.gather == "copies"
         held = 1 / env.axes.get("tp", 1)  # a rank's part of what its group has
-        hosts, entering = env.over_hosts("dp", "cp")
+        hosts, entering = env.over_hosts("dp", "ep", "cp")
         parts: list[tuple[str, str, Role, Literal["link", "copy"]]] = [
             ("weights.blocks", "gather.blocks", stored, "copy" if copies else "link"),
             ("weights.[!b]*", "gather.ends", "product", "link"),
@@ -138,9 +140,10 @@ class Fsdp(Technique):
         if trainer.autocast:  # the gathered weights are cast once, instead of at every use
             policy = MixedPrecisionPolicy(param_dtype=trainer.precision, reduce_dtype=torch.float32)
             trainer.autocast, trainer.narrow_stream = False, True  # it casts what enters a block
-        cut: dict[str, Any] = {"mesh": trainer.world.shards, "mp_policy": policy}
+        cut: dict[str, Any] = {"mesh": trainer.world.shards(), "mp_policy": policy}
         model = trainer.model
         for block in model.blocks.values():
+            self._shard_cut(trainer, block, cut)
             fully_shard(block, reshard_after_forward=self.stage == 3, **cut)
         if model.ties:  # one parameter must be in one group
             fully_shard([model.embedding, model.head], reshard_after_forward=False, **cut)
@@ -163,12 +166,31 @@ class Fsdp(Technique):
         self._slots(trainer, groups)
         return len(groups)
 
+    def _shard_cut(self, trainer: Trainer, block: nn.Module, cut: dict[str, Any]) -> None:
+        """Shard the modules with parameters that are cut over data axes already, over the others.
+
+        What else they have stays whole on every rank, for FSDP shards a module over one mesh: routers of experts.
+        """
+        from torch.distributed.fsdp import fully_shard
+
+        from optrush.trainer.distributed import cut_axes
+
+        found: dict[nn.Module, set[str]] = {}
+        for module in block.modules():  # what contains others comes before them
+            axes = {axis for p in module.parameters(recurse=False) for axis in cut_axes(p)} & set(SUMMED)
+            if axes and not any(module in outer.modules() for outer in found):
+                found[module] = axes
+        for module, axes in found.items():
+            rest = {p for p in module.parameters() if not cut_axes(p) & axes}
+            own = cut | {"mesh": trainer.world.shards(*axes), "ignored_params": rest}
+            fully_shard(module, reshard_after_forward=self.stage == 3, **own)
+
     def _copy_by_engines(self, trainer: Trainer) -> None:
         """Gather blocks by copies; embedding and head by NCCL: they are few, and their buffers would be large."""
         from optrush.trainer.copy_gather import CopyGather
 
-        assert trainer.world.shards is not None
-        mesh = trainer.world.shards
+        mesh = trainer.world.shards()
+        assert mesh is not None
         here, group = int(os.environ.get("LOCAL_WORLD_SIZE", trainer.world.ranks)), mesh.size(mesh.ndim - 1)
         if here < group:
             asked, found = (
@@ -185,7 +207,11 @@ class Fsdp(Technique):
             block.set_custom_all_gather(gather)  # type: ignore[operator]
 
     def _slots(self, trainer: Trainer, groups: list[Any]) -> None:
+        from optrush.trainer.distributed import sum_together
+
         inner, discard, losses = trainer.grad_sync, trainer.zero_grad, trainer.eval_loss
+        everyone = trainer.world.flat(*SUMMED)
+        assert everyone is not None
         window = {"open": False}  # between a micro-batch that was not reduced and the one that is
 
         @contextmanager
@@ -196,6 +222,9 @@ class Fsdp(Technique):
             window["open"] = True
             with inner(last):
                 yield
+            if last:
+                whole = [t.grad for t in trainer.trained if not t.is_sharded and t.grad is not None]
+                sum_together(whole, everyone.get_group())
             window["open"] = not last
 
         def forget() -> None:

@@ -132,9 +132,11 @@ class Lora(Technique):
             weights += all_rows * width
             crossed += mine_rank * (all_rows * width + mine_rank * (all_rows + width))
         active = 0 if env.shape is None or env.shape.experts is None else env.shape.experts.active
+        sharing = 1 if "dp" in env.sharded else env.axes.get("ep", 1)  # that sharding cuts over all ranks anyway
         for name, width, many in () if env.shape is None else ledger.expert_sizes(env.shape, self.targets):
             assert env.shape is not None and env.shape.experts is not None
-            learnt += [env.shape.experts.count * r * width, env.shape.experts.count * r * many]
+            here = env.shape.experts.count // sharing
+            learnt += [here * r * width, here * r * many]
             keep.add("routed" if name == "gate_up_proj" else "down")
             low += active * r
             rows += active * many

@@ -150,11 +150,9 @@ class TensorParallel(Technique):
 
     def wrap_window(self, trainer: Trainer) -> int:
         """Sum the gradients of what is whole on every rank, whoever made them, once a window."""
-        import torch
-        import torch.distributed as dist
-
         from optrush.models.decoder import Decoder
         from optrush.models.tensor_parallel import partial_gradients
+        from optrush.trainer.distributed import sum_together
 
         axis, model, inner = self._axis(trainer), trainer.model, trainer.forward_backward
         assert isinstance(model, Decoder), "needs admits no other"
@@ -163,12 +161,7 @@ class TensorParallel(Technique):
 
         def forward_backward(batches: list[Batch], terms: int | torch.Tensor) -> torch.Tensor:
             mean = inner(batches, terms)
-            grads = [t.grad for t in partial if t.grad is not None]
-            if grads:
-                flat = torch.cat([g.reshape(-1).float() for g in grads])  # of norms: small, and summed unrounded
-                dist.all_reduce(flat, group=axis.group)
-                for g, total in zip(grads, torch.split(flat, [g.numel() for g in grads]), strict=True):
-                    g.copy_(total.view_as(g))
+            sum_together([t.grad for t in partial if t.grad is not None], axis.group)  # of norms: small
             return mean
 
         trainer.forward_backward = forward_backward

@@ -36,7 +36,7 @@ from optrush.models.weights import refuse_frozen, weights_fingerprint
 from optrush.objectives import check_layout, dpo, figures, loss_of
 from optrush.optim.adamw import AdamW
 from optrush.resolve import ResolvedConfig
-from optrush.technique import Edit, Technique
+from optrush.technique import SUMMED, Edit, Technique
 from optrush.trainer import distributed
 from optrush.trainer.distributed import World
 from optrush.trainer.teacher import add_teacher
@@ -221,7 +221,7 @@ def _refuse_without_effect(trainer: Trainer, techniques: Sequence[Technique]) ->
 
 
 def _defaults(trainer: Trainer, objective: Callable[[Any, Tensor, Batch], Tensor] | None) -> None:
-    device, mesh = trainer.world.device, trainer.world.flat("rep", "dp", "cp")
+    device, mesh = trainer.world.device, trainer.world.flat(*SUMMED)
     group = None if mesh is None or mesh.size() == 1 else mesh.get_group()
 
     def share(t: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from optrush import errors
 from optrush.errors import ConfigError, RunError, UserError, first_line
 from optrush.launch import launched
-from optrush.technique import MESH_ORDER, SAME_ROWS
+from optrush.technique import DATA_AXES, MESH_ORDER, SAME_ROWS, SUMMED
 from optrush.trainer.peers import Watch, meet
 
 if TYPE_CHECKING:
@@ -62,11 +62,14 @@ class World:
 
     @property
     def data_rank(self) -> int:
-        return self.at("rep") * self.along("dp") + self.at("dp")
+        place = 0
+        for axis in DATA_AXES:
+            place = place * self.along(axis) + self.at(axis)
+        return place
 
     @property
     def data_ranks(self) -> int:
-        return self.along("rep") * self.along("dp")
+        return math.prod(self.along(axis) for axis in DATA_AXES)
 
     @property
     def first(self) -> bool:
@@ -78,10 +81,18 @@ class World:
         """Return whether this rank is the first of its stage of a pipeline, of all ranks where there is none."""
         return self.rank % (self.ranks // self.along("pp")) == 0
 
-    @property
-    def shards(self) -> DeviceMesh | None:
-        """Return the mesh that data sharding cuts over: "dp" and "cp" as one axis, after "rep" if there is one."""
-        one = self.flat("dp", "cp")
+    def summed(self, t: Tensor) -> DeviceMesh | None:
+        """Return the ranks with gradients of the same piece of a tensor by other tokens, as one axis."""
+        cut = cut_axes(t)
+        return self.flat(*(axis for axis in SUMMED if axis not in cut))
+
+    def shards(self, *cut: str) -> DeviceMesh | None:
+        """Return the mesh that data sharding cuts over: its axes as one, after "rep" if there is one.
+
+        Args:
+            cut: axes over which the tensors are cut already.
+        """
+        one = self.flat(*(axis for axis in SUMMED if axis not in ("rep", *cut)))
         if self.mesh is None or one is None or self.along("rep") == 1:
             return one
         assert one.mesh_dim_names is not None, "build_mesh names every axis"
@@ -177,8 +188,8 @@ def build_mesh(axes: Mapping[str, int], device: torch.device) -> World:
     sizes = {**axes, "dp": ranks // math.prod(axes.values())}
     names = tuple(a for a in MESH_ORDER if a in sizes)
     mesh = init_device_mesh(device.type, tuple(sizes[a] for a in names), mesh_dim_names=names)
-    for axes_of_sums in (("rep", "dp", "cp"), ("dp", "cp")):  # here, where all ranks are: it makes process groups
-        several = tuple(a for a in names if a in axes_of_sums)
+    for left_out in ((), ("rep",), ("ep",), ("rep", "ep")):  # here, where all ranks are: it makes process groups
+        several = tuple(a for a in names if a in SUMMED and a not in left_out)
         if len(several) > 1 and "_".join(several) not in made:
             made.add("_".join(several))
             mesh[several]._flatten("_".join(several))
@@ -208,6 +219,16 @@ def host_sum(values: list[int]) -> list[int]:
     box = torch.tensor(values, dtype=torch.int64)
     dist.all_reduce(box)
     return [int(v) for v in box]
+
+
+def sum_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Replace small tensors by their sums over the ranks of a group: one collective, in float32."""
+    if not tensors:
+        return
+    flat = torch.cat([t.reshape(-1).float() for t in tensors])
+    dist.all_reduce(flat, group=group)
+    for t, total in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
+        t.copy_(total.view_as(t))
 
 
 def wait_for_all() -> None:
@@ -358,6 +379,14 @@ def like(t: Tensor, piece: Tensor) -> Tensor:
 def gathered(t: Tensor) -> Tensor:
     """Return the whole tensor; of a sharded one every rank must call it."""
     return t.full_tensor() if is_sharded(t) else t
+
+
+def cut_axes(t: Tensor) -> set[str]:
+    """Return the axes of the mesh along which ranks hold different pieces of a tensor."""
+    if not is_sharded(t):
+        return set()
+    placed = zip(t.device_mesh.mesh_dim_names or (), t.placements, strict=True)
+    return {axis for name, how in placed if not how.is_replicate() for axis in name.split("_")}  # several as one
 
 
 def offset(t: Tensor) -> tuple[int, ...]:

@@ -196,12 +196,8 @@ class Trainer:
             return True
         if t.name in self.counted_elsewhere:
             return False
-        copies = set(mesh.mesh_dim_names or ()) - {"pp"}  # axes along which it is the same; stages have their own
-        if distributed.is_sharded(t.parameter):
-            placed = zip(t.parameter.device_mesh.mesh_dim_names or (), t.parameter.placements, strict=True)
-            for name, how in placed:
-                if not how.is_replicate():
-                    copies -= set(name.split("_"))  # of several axes as one
+        # Axes along which it is the same; stages have their own.
+        copies = set(mesh.mesh_dim_names or ()) - {"pp"} - distributed.cut_axes(t.parameter)
         return not any(self.world.at(axis) for axis in copies)
 
     def describe(self) -> str:

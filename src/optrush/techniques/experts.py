@@ -1,0 +1,122 @@
+"""Expert parallelism: data ranks share the experts of each layer, and send rows to the ranks of their experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from optrush.models.shapes import ModelShape
+from optrush.planner.ledger import Line, Rule, WorkItem, add, cut, live
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
+
+ELSE = "leave experts out"
+
+
+@dataclass(frozen=True)
+class ExpertParallel(Technique):
+    """Gives each of `size` data ranks 1 / size of the experts of each layer; each keeps rows of its own.
+
+    Rows go to the ranks of their experts and back, as many as there are: none is dropped and none padded. Gradients of
+    experts are summed over the data ranks that have the same experts, all others over all data ranks.
+
+    Source: Lepikhin et al., https://arxiv.org/abs/2006.16668; without dropping: Gale et al.,
+        https://arxiv.org/abs/2211.15841
+    Memory: weights, gradients and states of experts / size; rows under way, k D a token each way; what experts save is
+        of the rows that arrive: as many as without it if routing is even, up to size times as many if not.
+    Work: 2 k D (n-1)/n values a token and layer over the link in each pass, for which the products wait; the counts of
+        rows are read on the host once a layer and forward pass.
+    Differs from the source: no limit of rows an expert; the loss of balance is that of a rank's own micro-batch.
+    """
+
+    size: Annotated[int, Field(ge=2)] = 2
+
+    name = "experts"
+    summary = "expert parallelism: data ranks share each layer's experts, rows go to them and back"
+    source = "https://arxiv.org/abs/2006.16668"
+    numerics = Numerics.SAME_MATHS
+    verified_on = ("cpu",)
+    claims = frozenset({Part.EP})
+    searched = False  # the user decides: what it costs depends on how even routing is, which no plan knows
+
+    def axes(self) -> dict[str, int]:
+        return {"ep": self.size}
+
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        n, asked = self.size, "`experts` shares the experts of our own decoder's layers"
+        yield env.needs_mesh(self.name, f"`experts: size: {n}` shares experts between {n} ranks")
+        yield Requirement(env.native, asked, "the model runs through transformers", ELSE)
+        count = 0 if env.shape is None or env.shape.experts is None else env.shape.experts.count
+        yield Requirement(not env.native or count > 0, asked, "a model without experts", ELSE)
+        do = f"take a size that divides, or {ELSE}"
+        yield Requirement(count % n == 0, f"`experts: size: {n}` gives each rank as many", f"{count} experts", do)
+        if "dp" in env.sharded:
+            ranks = env.gradient_ranks // env.axes.get("rep", 1)
+            asked = f"data sharding cuts the {count // n} experts of a rank over {ranks // n} ranks"
+            found, do = f"{count} experts for {ranks} ranks", f"take ddp, fsdp with more replicas, or {ELSE}"
+            yield Requirement(count % ranks == 0, asked, found, do)
+
+    def predict(self, env: Environment) -> Iterator[Rule]:
+        """Yield a rank's experts, the rows under way, and what the link carries. Routing is taken to be even."""
+        s, n = env.shape, self.size
+        if s is None or s.experts is None:
+            return
+        e, L, sparse = s.experts, env.blocks, len(s.experts.layers)
+        why = f"a rank has {e.count // n} of {e.count} experts of a layer"
+        for kind in ("weights", "gradients", "states"):
+            yield cut(f"{kind}.blocks", "ep", 1 / env.blocks_held, why)
+        mine = s.expert_parameters * (1 - 1 / n)  # less than all
+        yield cut("casts.blocks", "ep", s.block_matrices / (s.block_matrices - mine), why)
+        yield live("casts", why, times=1 - mine / (s.block_matrices + s.width * s.vocab))
+        if "dp" not in env.sharded:  # else these are of a rank's share already
+            largest, outer = 2 * e.count * s.width * e.ff_width, s.vocab * s.width
+            yield cut("update.loop", "ep", max(outer, largest) / max(outer, largest / n), why)
+            for name in ("update*", "norm"):
+                yield live(name, why, times=1 - mine / s.parameters)
+        yield from _fewer(env, s, n)
+        k, D = e.active, s.width
+        places, share = "the order of the rows that arrive, and their weights, 5 k", sparse / L
+        yield add(
+            Line("working.arriving", "rows before they are in their experts' order, k D", share * k * D, "product",
+                 "forward", True),
+            Line("feed.arriving", "and their gradients", share * k * D, "product", "backward", True, side="feed"),
+            Line("saved.arriving", places, sparse * 5 * k, "wide", "saved", True, L, side="feed"),
+        )  # fmt: skip
+        hosts, entering = env.over_hosts("ep")
+        each, why = 2.0 * k * D * sparse, "rows to the ranks of their experts, and back"
+        for way in ("forward", "backward"):
+            yield add(
+                WorkItem(
+                    f"{way}.rows.links", why, "token", unit="link", values=each * (n - 1) / n, role="product",
+                    awaited=True, entering=each * n / hosts * entering, steps=4.0 * sparse * (hosts - 1),
+                )
+            )  # fmt: skip
+
+    def split(self, trainer: Trainer) -> int:
+        from optrush.models.decoder import Decoder
+        from optrush.models.expert_parallel import split_experts
+
+        assert isinstance(trainer.model, Decoder), "needs admits no other"
+        assert trainer.world.mesh is not None, "needs admits no run of one process"
+        return split_experts(trainer.model, trainer.world.mesh["ep"])
+
+
+def _fewer(env: Environment, s: ModelShape, n: int) -> Iterator[Rule]:
+    """Yield what the owner of the data axes sends less, whose work is of all parameters on all their ranks."""
+    why = "experts of a rank, over the ranks that have the same"
+
+    def less(all_: float, ranks: int, part: float) -> float:
+        """Return what is sent as a part of what it would be; `part` is what one rank's copy costs beside the others."""
+        own, same = 1 + part / ranks, 1 + part / (ranks / n)
+        return ((all_ - s.expert_parameters) * own + s.expert_parameters / n * same) / (all_ * own)
+
+    if "dp" in env.sharded:
+        group = env.gradient_ranks // env.axes.get("rep", 1)
+        yield live("gather.blocks", why, times=less(s.block_parameters, group, -1))
+        yield live("gather.blocks.copied", why, times=less(s.block_parameters, group, 1))
+    else:
+        group = env.gradient_ranks
+    if Part.TRAINED not in env.claimed:
+        yield live("reduce", why, times=less(s.parameters, group, -1))

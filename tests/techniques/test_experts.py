@@ -1,0 +1,263 @@
+"""experts: any mesh with it is one process, whatever the routing; checkpoints; what a rank holds; what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from meshes import MeshCase, prove, saved, train
+from optrush.errors import NeedsError
+from optrush.models.activation_offload import _of_parameter
+from optrush.models.shapes import LOAD_FIGURES, SHAPES, ModelShape
+from optrush.planner import search
+from optrush.resolve import resolve
+from optrush.technique import SUMMED
+from optrush.techniques import ALL
+from optrush.trainer import checkpoint
+from optrush.trainer.distributed import World
+
+from golden import make_golden
+from isolation import disturbed
+from trials import apart, assembled, first_gradients, furthest, golden_run, published, shaped
+
+EP = {"experts": {}}
+DDP = EP | {"ddp": {}}
+FSDP = EP | {"fsdp": {}}
+BIASES = {
+    "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16,
+    "swiglu_limit": 1.0,
+}  # fmt: skip
+FAMILIES = {
+    "balanced": {  # with its loss of balance
+        "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "output_router_logits": True, "router_aux_loss_coef": 0.5, "mlp_only_layers": [1],
+    },
+    "shared": {
+        "model_type": "glm4_moe", "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16,
+        "n_group": 2, "topk_group": 2, "n_shared_experts": 1, "first_k_dense_replace": 0,
+    },
+    "biases": BIASES,
+    "two": BIASES,  # all tokens are at the first two experts, which are one rank's: the other rank gets none
+    "one": BIASES | {"num_experts_per_tok": 1},  # all at the last one
+}  # fmt: skip
+WANTED = {"two": (0, 1), "one": (3,)}
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as the golden tests', with a model of each family; `untied` is the first."""
+    made = tmp_path_factory.mktemp("moe")
+    for name, sizes in FAMILIES.items():
+        make_golden.write_model(made / name, False, **sizes)
+        if name in WANTED:
+            file = made / name / "model.safetensors"
+            tensors = load_file(file)
+            for bias in (t for key, t in tensors.items() if key.endswith("router.bias")):
+                bias[list(WANTED[name])] += 50.0
+            save_file(tensors, file, metadata={"format": "pt"})
+    (made / "untied").symlink_to(made / "balanced")
+    make_golden.write_documents(made / "text.jsonl", False)
+    return made
+
+
+LORA = {"lora": {"rank": 4, "targets": ["q_proj", "gate_up_proj", "down_proj"]}}
+TOGETHER = {"fused-kernels": {"mlp": "triton", "norm": True}, "recompute": {}, "fused-adamw": {}}
+ROW = {"rows": 1}  # a micro-batch: the loss of balance is of one, and so does not depend on the ranks
+TWO = [
+    MeshCase(2, DDP, model="shared", **ROW),
+    MeshCase(2, DDP, model="one", **ROW),
+    MeshCase(2, FSDP, model="two", **ROW),
+    MeshCase(2, FSDP | TOGETHER, packed=False, model="balanced", **ROW),
+    MeshCase(2, DDP | LORA, base=LORA, model="balanced", **ROW),
+]
+FOUR = [
+    MeshCase(4, DDP, model="balanced", **ROW),
+    MeshCase(4, EP | {"fsdp": {"stage": 2, "sync": "each"}} | LORA, base=LORA, model="shared", **ROW),
+    MeshCase(4, FSDP, model="biases", **ROW),
+    MeshCase(4, EP | {"fsdp": {"replicate": 2}}, model="shared", **ROW),
+]
+BF16 = {"bf16": {"rounding": "nearest"}}
+HALF = [MeshCase(2, FSDP | BF16, base=BF16, close=0.1, model="biases", **ROW)]
+
+
+@pytest.mark.parametrize("case", [*TWO, *HALF], ids=str)
+def test_two_ranks_are_one_process(moe, pair, reference, case):
+    prove(moe, pair, case, reference)
+
+
+@pytest.mark.parametrize("case", FOUR, ids=str)
+def test_four_ranks_are_one_process(moe, quad, reference, case):
+    prove(moe, quad, case, reference)
+
+
+def traced(moe):
+    """The first step compiled, by a compiler that makes the graphs and writes no code for them."""
+    real = torch.compile
+    with mock.patch("torch.compile", lambda f, options=None, **more: real(f, backend="aot_eager", **more)):
+        return published(assembled(golden_run(moe, rows=1, packed=True, compile={}, **DDP)))[1]
+
+
+def test_compiled_blocks_have_the_same_gradients(moe, pair):
+    want = published(assembled(golden_run(moe, rows=1, packed=True)))[1]
+    for grads in pair(traced, moe):
+        assert furthest(grads, want) < 1e-5
+
+
+# What a rank holds, and what becomes of other documents.
+
+
+def held(moe, with_):
+    """(numbers of experts, of all else) on this rank, and whether an expert's matrix is known as a parameter's."""
+    job = assembled(golden_run(moe, packed=True, **with_))
+    own = [t.local.numel() for t in job.trained if ".experts." in t.name and "router" not in t.name]
+    experts = job.model.blocks["0"].experts
+    known = _of_parameter(experts.piece(experts.gate_up).bfloat16().mT)  # and so is never offloaded
+    return sum(own), sum(t.local.numel() for t in job.trained) - sum(own), known
+
+
+def test_what_a_rank_holds(moe, pair):
+    experts, rest, _ = held(moe, {})
+    assert all(mine == (experts // 2, rest, True) for mine in pair(held, moe, DDP))
+
+
+def other_token(moe):
+    """The same rows on both ranks: what another token of the first document changes."""
+    job = assembled(golden_run(moe, rows=2, packed=True, **DDP))
+    batch = job.stream.batches(0, job.stream.plan(None, 1), rank=0, ranks=1, micro_rows=2)[0]
+    before, after, _ = disturbed(job, batch, equal=1)
+    return torch.equal(before, after)
+
+
+def test_documents_do_not_see_each_other(moe, pair):
+    assert pair(other_token, moe) == [True, True]
+
+
+# Checkpoints and exports.
+
+
+def bits(path):
+    """All tensors of a checkpoint, whole."""
+    manifest, found = checkpoint.verify(path), {}
+    files = {name: load_file(path / name) for name in manifest.files}
+    for name, entry in manifest.tensors.items():
+        whole = torch.empty(entry.shape, dtype=files[entry.pieces[0].file][name].dtype)
+        for piece in entry.pieces:
+            at = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape))
+            whole[at] = files[piece.file][name]
+        found[name] = whole
+    return found
+
+
+def passed_on(moe, output, with_, path):
+    """Load a checkpoint, and save what was loaded."""
+    job = assembled(golden_run(moe, packed=True, rows=1, sets=[f"output={output}"], **with_))
+    manifest = checkpoint.restore(job, path, job.fingerprints, frozenset(job.fingerprints))
+    meta = checkpoint.Meta(manifest.run_id, manifest.position)
+    return checkpoint.save(job, manifest.step, meta)
+
+
+def test_a_checkpoint_goes_on_in_another_mesh(moe, pair, tmp_path):
+    rows = ("batch.micro_tokens=48",)
+    lines = pair(train, moe, tmp_path / "two", DDP, None, "untied", ALL, True, rows)[0]
+    first = saved(tmp_path / "two")
+    alone = passed_on(moe, tmp_path / "alone", {}, first)
+    back = pair(passed_on, moe, tmp_path / "back", FSDP, alone)[0]
+    want = bits(first)
+    assert any("experts.gate_up" in name and name.startswith("state/") for name in want)
+    for path in (alone, back):
+        found = bits(path)
+        assert found.keys() == want.keys() and all(torch.equal(found[name], want[name]) for name in want)
+    more = train(moe, tmp_path / "one", {}, first, export=True, sets=rows)
+    assert [line["step"] for line in more] == [5, 6, 7, 8]
+    for a, b in zip(more, lines[4:], strict=True):
+        for figure in ("loss", "grad_norm", "tokens", "target_tokens", *LOAD_FIGURES):
+            assert a[figure] == pytest.approx(b[figure], rel=1e-5), figure
+    exported = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("two", "one")]
+    assert furthest(*exported) < 1e-4
+
+
+def test_adapters_are_merged_into_whole_weights(moe, pair, tmp_path):
+    with_ = {"lora": {"rank": 4, "targets": "experts"}}
+    sets = (f"model.path={moe / 'shared'}",)
+    pair(train, moe, tmp_path / "two", DDP | with_, None, "untied", ALL, True, sets)
+    train(moe, tmp_path / "one", with_, None, "untied", ALL, True, sets)
+    exported = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("two", "one")]
+    assert furthest(*exported) < 1e-4
+
+
+# These tests would see a mistake.
+
+
+def spoiled(moe):
+    """Experts summed over all data ranks, as a data parallelism that does not know them would."""
+    with mock.patch.object(World, "summed", lambda world, t: world.flat(*SUMMED)):
+        return first_gradients(assembled(golden_run(moe, rows=1, packed=True, **DDP)))
+
+
+def test_these_tests_would_see_it(moe, pair):
+    want = first_gradients(assembled(golden_run(moe, rows=1, packed=True)))[1]
+    for _, grads in pair(spoiled, moe):
+        wrong = {name for name in want if apart(grads[name], want[name]) > 1e-3}
+        assert wrong == {name for name in want if ".experts." in name and "router" not in name}
+
+
+# What the plan says of it.
+
+
+def planned(*withs):
+    settings = ("bf16", "attention", "fused-loss", "recompute", *withs)
+    found = search.predict(shaped("qwen3-30b-a3b", *settings, rows=1, windows=16), "8xh100")
+    return {line.name: line.bytes for line in found.lines}, {work.name: work.bytes for work in found.work}
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_the_plan_has_a_ranks_experts_and_their_links(size):
+    """With ddp a rank holds 1 / size of the experts; with fsdp as much as without, and gathers less."""
+    s = ModelShape.read(SHAPES["qwen3-30b-a3b"])
+    experts = 48 * 128 * 3 * 2048 * 768
+    assert s.expert_parameters == experts and s.block_parameters == s.parameters - 2 * s.vocab * s.width - s.width
+    held = s.block_parameters - experts + experts // size
+    lines, work = planned("ddp", f"experts:size={size}")
+    for kind, each in (("weights", 2), ("gradients", 2), ("states", 4)):
+        assert lines[f"{kind}.blocks"] == pytest.approx(each * held)
+    sent = (s.parameters - experts) * 7 / 8 + experts / size * (1 - size / 8)
+    assert work["reduce"] == pytest.approx(2 * 2 * sent)
+    rows = 2 * 2048 * (2 * 8 * 2048) * 48 * (size - 1) / size  # of the 2 micro-batches of a rank
+    assert work["backward.rows.links"] == pytest.approx(2 * rows)
+    assert work["forward.rows.links"] == pytest.approx(2 * 2 * rows), "recomputation sends them again"
+    (sharded, gathers), (plain, most) = planned("fsdp", f"experts:size={size}"), planned("fsdp")
+    for kind in ("weights", "states"):
+        assert sharded[f"{kind}.blocks"] == pytest.approx(plain[f"{kind}.blocks"])
+    share = (s.block_parameters - experts + experts / size * (1 - size / 8) * 8 / 7) / s.block_parameters
+    assert gathers["gather.blocks"] == pytest.approx(share * most["gather.blocks"])
+    assert sharded["gradients.blocks"] == pytest.approx(2 * held), "whole while accumulating: of a rank's experts"
+
+
+# What it refuses.
+
+REFUSED = [
+    ({"size": 3}, {"ddp": {}}, "balanced", (), 3, "8 experts"),
+    ({}, {"ddp": {}}, "balanced", (), 3, "3 ranks"),
+    ({}, {}, "balanced", (), 1, "one rank"),
+    ({}, {}, "balanced", (), 2, "no technique shares the work"),
+    ({}, {"fsdp": {}}, "biases", (), 8, "4 experts for 8 ranks"),
+    ({}, {"ddp": {}}, "balanced", ("model.implementation=transformers",), 2, "through transformers"),
+]
+
+
+@pytest.mark.parametrize(("options", "with_", "name", "sets", "ranks", "found"), REFUSED, ids=str)
+def test_what_it_refuses(moe, options, with_, name, sets, ranks, found):
+    sets = [f"model.path={moe / name}", f"batch.tokens={48 * 24}", *sets]
+    run = golden_run(moe, rows=1, packed=True, sets=sets, experts=options, **with_)
+    with pytest.raises(NeedsError) as error:
+        resolve(run, ranks=ranks)
+    assert found in error.value.found and error.value.do
+
+
+def test_a_dense_model_has_none_to_share(box):
+    with pytest.raises(NeedsError, match="a model without experts"):
+        resolve(golden_run(box, packed=True, **DDP), ranks=2)
