@@ -40,7 +40,11 @@ Shape = tuple[int, ...]
 Initializer = Callable[[Tensor, Shape], None]
 """Fills a tensor with the rectangle of one parameter that begins at an offset and has the tensor's shape."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-LATER_LAYERS = ("glm4_moe",)  # families whose files may have layers that predict further tokens
+LATER_LAYERS = (
+    "glm4_moe",
+    "glm4_moe_lite",
+    "deepseek_v3",
+)  # families whose files may have layers that predict further tokens
 CHUNK_rows = 32768  # rows read at a time, where all rows of an embedding or head are
 EDGE_bytes = 4096  # at either end of a tensor, in a fingerprint
 
@@ -334,6 +338,13 @@ class WeightMap:
 _BLOCK_NAMES = {
     "norm1": ("input_layernorm",),
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "q": ("self_attn.q_proj",),
+    "q_a": ("self_attn.q_a_proj",),
+    "q_a_norm": ("self_attn.q_a_layernorm",),
+    "q_b": ("self_attn.q_b_proj",),
+    "kv_a": ("self_attn.kv_a_proj_with_mqa",),
+    "kv_a_norm": ("self_attn.kv_a_layernorm",),
+    "kv_b": ("self_attn.kv_b_proj",),
     "q_norm": ("self_attn.q_norm",),
     "k_norm": ("self_attn.k_norm",),
     "o": ("self_attn.o_proj",),
@@ -381,7 +392,7 @@ def native_entries(model: Decoder, stored: Collection[str] = (), prefix: str = "
             names = [f"{_OUTER_NAMES[owner].format(prefix)}.{kind}"]
         else:
             _, number, *inside = owner.split(".")
-            part = inside[0] if inside else "sinks"
+            part = inside[-1] if inside else "sinks"
             names = [f"{prefix}layers.{number}.{hf}.{kind}" for hf in _BLOCK_NAMES[part]]
             if model.get_submodule(f"blocks.{number}").shared:
                 names = [name.replace(".mlp.", ".mlp.shared_experts.") for name in names]

@@ -96,7 +96,7 @@ def _parameters(s: ModelShape) -> Iterator[Line]:
 
 
 def _block(s: ModelShape, T: int, native: bool, cuda: bool) -> Iterator[Line]:
-    D, F, q, kv = s.width, s.active_width, s.heads * s.head_width, s.kv_heads * s.head_width
+    D, F, q, kv = s.width, s.active_width, s.heads * s.head_width, s.key_width
 
     def saved(name: str, reason: str, values: float, role: Role, fusable: bool = False, side: Side = "") -> Line:
         values *= s.layers
@@ -114,11 +114,23 @@ def _block(s: ModelShape, T: int, native: bool, cuda: bool) -> Iterator[Line]:
         yield saved("entering heads", "what enters the norms of queries and keys, (H + K) E", q + kv, "residual", True)
         yield saved("widened heads", "float32 copies inside these norms, (H + K) E", q + kv, "widening", True)
         yield saved("normalised heads", "before these norms' weights, (H + K) E", q + kv, "residual", True)
+    if (latent := s.latent) is not None:
+        ranks = latent.kv_rank + (latent.q_rank or 0)
+        entering = ranks + latent.rotated
+        yield saved("entering heads", "latents before their norms, and the shared key", entering, "residual")
+        yield saved("widened heads", "float32 copies inside these norms", ranks, "widening", True)
+        yield saved("normalised heads", "before these norms' weights", ranks, "residual", True)
+        yield saved("latents", "what enters the products after these norms", ranks, "product")
     yield saved("heads", "queries, keys and values, (H + 2 K) E", q + 2 * kv, "product")
-    yield saved("spread", "keys and values repeated for each query head, 2 (H - K) E", 2 * (q - kv), "product")
+    yield saved(
+        "spread",
+        "keys and values repeated for each query head, 2 (H - K) E",
+        2 * (s.heads - s.kv_heads) * s.head_width,
+        "product",
+    )
     yield saved("scores.held", "probabilities, H T, in float32", s.heads * T, "wide")
     yield saved("scores.cast.held", "probabilities again, in the products' type", s.heads * T, "narrowing", True)
-    yield saved("attended", "what enters the output product, H E", q, "product")
+    yield saved("attended", "what enters the output product, H E", s.attended_width, "product")
     yield saved("gate_up", "gate and up, 2 F", 2 * F, "product", side="feed")
     yield saved("gated", "the gate after its activation, F", F, "product", True, "feed")
     yield saved("product", "what enters the down product, F", F, "product", side="feed")
@@ -173,7 +185,7 @@ def _rest(s: ModelShape, cuda: bool) -> Iterator[Line]:
     experts = 1 if s.experts is None else s.experts.count
     largest = max(s.vocab * s.width, experts * s.width * 2 * (s.experts or s).ff_width)
     yield Line("update.loop", "two temporaries of the largest parameter", 2 * largest, "weight", "update")
-    yield Line("angles", "cosines and sines, 2 E", 2 * s.head_width, "residual", "always", True)
+    yield Line("angles", "cosines and sines, 2 E", 2 * s.rotated_width, "residual", "always", True)
     yield Line("stream gradient", "the gradient that enters the embedding, D", s.width, "residual", "end", True)
     yield Line("batch", "tokens, labels, positions, documents", 28, "byte", "always", True)
     if cuda:
@@ -184,23 +196,26 @@ def _rest(s: ModelShape, cuda: bool) -> Iterator[Line]:
 
 def _work(s: ModelShape, T: int, native: bool, padding: float) -> Iterator[WorkItem]:
     D, F, V, L = s.width, s.active_width, s.vocab, s.layers
-    q, kv = s.heads * s.head_width, s.kv_heads * s.head_width
+    q, kv, linears = s.heads * s.head_width, s.key_width, s.attention_linears
+    weights = {name: width * sum(pieces.values()) for name, (width, pieces) in linears.items()}
+    o = weights.pop("o")
     scores = s.heads * T * L
 
     def moved(name: str, reason: str, values: float, role: Role = "product", fusable: bool = False) -> WorkItem:
         return WorkItem(name, reason, "token", values=values, role=role, fusable=fusable)
 
     yield WorkItem("padding", "slots that hold no token", "token", padding=padding)
-    for name, weights in (("qkv", D * (q + 2 * kv)), ("o", q * D), ("gate_up", 2 * D * F), ("down", F * D)):
-        yield WorkItem(f"forward.{name}", "2 a weight of the blocks", "token", 2 * L * weights)
-        yield WorkItem(f"backward.{name}", "4 a weight of the blocks", "token", 4 * L * weights)
-    yield WorkItem("forward.scores", "every score, masked or not: 4 T H E a block", "token", 4 * T * q * L)
+    for name, each in (("qkv", sum(weights.values())), ("o", o), ("gate_up", 2 * D * F), ("down", F * D)):
+        yield WorkItem(f"forward.{name}", "2 a weight of the blocks", "token", 2 * L * each)
+        yield WorkItem(f"backward.{name}", "4 a weight of the blocks", "token", 4 * L * each)
+    products = q + s.attended_width  # of a query: with a key, and with a value
+    yield WorkItem("forward.scores", "every score, masked or not: 4 T H E a block", "token", 2 * T * products * L)
     why = "scores written, scaled, masked, made probabilities, cast, read"
     yield moved("forward.scores.moved", why, 10 * scores, "wide")
     yield moved("forward.elementwise", "norms, rotation, gating", L * (6 * D + 2 * (q + kv) + 3 * F))
     yield moved("forward.eager", "the same one operator at a time", L * 75 * D, "plain", True)
     yield WorkItem("forward.launches", "about 45 operators a block", "micro", launches=45 * L, fusable=True)
-    yield WorkItem("backward.scores", "8 T H E a block", "token", 8 * T * q * L)
+    yield WorkItem("backward.scores", "8 T H E a block", "token", 4 * T * products * L)
     yield moved("backward.scores.moved", "gradients of the scores, likewise", 11 * scores, "wide")
     yield moved("backward.elementwise", "norms, rotation, gating", L * (10 * D + 2 * (q + kv) + 6 * F))
     yield moved("backward.eager", "the same one operator at a time", L * 150 * D, "plain", True)

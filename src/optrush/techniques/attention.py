@@ -95,10 +95,13 @@ class Attention(Technique):
 
 
 def _kinds(env: Environment, impl: str) -> Iterator[Requirement]:
-    """Require a kernel that has the windows and sinks of the model."""
+    """Require a kernel that has the windows, the sinks and the widths of the model."""
     asked, s = f"`attention:impl={impl}`", env.shape
     if s is not None and s.window is not None and s.window < env.seq:
         found = f"a sliding window of {s.window} tokens in some layers, and rows of {env.seq}"
+        yield Requirement(impl in ("masked", "sdpa", "varlen"), asked, found, "take impl=varlen or sdpa")
+    if s is not None and s.latent is not None:
+        found = f"queries and keys of {s.head_width} values, and values of {s.latent.value}"
         yield Requirement(impl in ("masked", "sdpa", "varlen"), asked, found, "take impl=varlen or sdpa")
     if s is not None and s.sinks:
         yield Requirement(impl in ("masked", "sdpa"), asked, "attention sinks in the model", "take impl=sdpa")

@@ -77,6 +77,9 @@ class FusedKernels(Technique):
             yield Requirement(not normed, asked, "the model norms each of them first", "take rope=false")
             part = env.shape is not None and env.shape.rotated is not None
             yield Requirement(not part, asked, "the model rotates a part of each head", "take rope=false")
+            latent = env.shape is not None and env.shape.latent is not None
+            found = "the model makes them in several products, through latents"
+            yield Requirement(not latent, asked, found, "take rope=false")
         if self.mlp == "quack":
             yield env.needs_dense("`fused-kernels:mlp=quack` (mlp=triton takes experts)")
             asked, do = "fused-kernels:mlp=quack", "take mlp=triton"
