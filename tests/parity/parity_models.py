@@ -32,6 +32,11 @@ LATENT = {
     "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6,
     "v_head_dim": 7, "head_dim": 4,
 }  # fmt: skip
+DELTA = {
+    "head_dim": 16, "linear_conv_kernel_dim": 3, "linear_key_head_dim": 6, "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+}  # fmt: skip
+MIXING = ["linear_attention", "full_attention"]
 YARN = {
     "rope_type": "yarn", "factor": 8.0, "mscale": 0.7, "mscale_all_dim": 1.2, "rope_theta": 1000.0,
     "original_max_position_embeddings": 16,
@@ -45,6 +50,9 @@ FAMILIES = {
     "mistral": {**SIZES, "model_type": "mistral", "sliding_window": None, "rope_theta": 5000.0},
     "qwen2": {**SIZES, "model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {**SIZES, "model_type": "qwen3", "attention_bias": True, "num_key_value_heads": 4},
+    "qwen3_5_text": {
+        **SIZES, **DELTA, "model_type": "qwen3_5_text", "attention_bias": True, "layer_types": MIXING[::-1],
+    },
     "youtu": {**SIZES, **LATENT, "model_type": "youtu", "q_lora_rank": None, "rope_interleave": False},
 }  # fmt: skip
 EXPERTS = {
@@ -75,6 +83,10 @@ EXPERTS = {
         **SIZES, **LATENT, "model_type": "glm4_moe_lite", "n_routed_experts": 5, "num_experts_per_tok": 3,
         "moe_intermediate_size": 16, "mlp_layer_types": ["sparse", "dense"],
     },
+    "qwen3_next": {
+        **SIZES, **DELTA, "model_type": "qwen3_next", "num_experts": 6, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 16, "shared_expert_intermediate_size": 12, "layer_types": MIXING,
+    },
     "gpt_oss": {
         **SIZES, "model_type": "gpt_oss", "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 4,
         "swiglu_limit": 0.4, "rope_parameters": {
@@ -85,7 +97,11 @@ EXPERTS = {
 }  # fmt: skip
 
 
-UNPACKED = ("gpt_oss",)  # whose masks in transformers take no notice of positions that restart
+UNPACKED = (
+    "gpt_oss",
+    "qwen3_next",
+    "qwen3_5_text",
+)  # whose masks in transformers take no notice of positions that restart
 
 
 def reference(sizes: dict, *, seed: int = 0) -> torch.nn.Module:

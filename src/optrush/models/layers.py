@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optrush.kernels import rms_norm
+from optrush.kernels import rms_norm, widen
 
 if TYPE_CHECKING:
     from optrush.peft.adapter import LinearAdapter
@@ -76,6 +76,16 @@ class RMSNorm(nn.Module):
     def add_and_norm(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Add a branch's output to the residual stream x (..., D); return the sum, and the sum normalized."""
         return self.impl(x, branch, self.weight, self.eps)
+
+
+class CentredNorm(RMSNorm):
+    """A norm that multiplies by 1 + weight, in float32, and rounds once: what Qwen3-Next has, without a kernel slot."""
+
+    def add_and_norm(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        x = x if branch is None else x + branch
+        wide = widen(x)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return x, (wide * (1 + widen(self.weight))).to(x.dtype)
 
 
 class WholeNorm(RMSNorm):

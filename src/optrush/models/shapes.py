@@ -34,6 +34,8 @@ ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "youtu": "YoutuForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
 }
 LOAD_FIGURES = ("expert_busiest", "expert_entropy")  # of a model with experts, in metrics.jsonl
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # keys of their number
@@ -100,12 +102,35 @@ _DEFAULTS["youtu"] = {
         "v_head_dim", "rope_interleave",
     )
 } | {"max_position_embeddings": 131072, "tie_word_embeddings": True}  # fmt: skip
+_DEFAULTS["qwen3_5_text"] = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "full_attention_interval": 4,
+}
+_DEFAULTS["qwen3_next"] = {
+    **_DEFAULTS["qwen3_5_text"],
+    "num_key_value_heads": 2,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.001,
+}
+_DELTA = ("qwen3_next", "qwen3_5_text")  # with layers of a delta rule
 LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is: as published
 _LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")  # whose keys and values come from a latent
 _SIGMOID = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")  # whose routers score by sigmoids
-_MIXED = ("qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # dense layers have another width
-_PARTIAL = ("glm4_moe",)  # that rotate a part of each head
-_BIASED = ("llama", "qwen3", "olmoe", "qwen3_moe", "gpt_oss", "glm4_moe", *_LATENT)  # that read attention_bias
+_MIXED = ("qwen3_moe", "qwen3_next", "glm4_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # dense layers differ
+_PARTIAL = ("glm4_moe", *_DELTA)  # that rotate a part of each head
+_BIASED = ("llama", "qwen3", "olmoe", "qwen3_moe", "gpt_oss", "glm4_moe", *_LATENT, *_DELTA)  # that read attention_bias
 # Keys that published code reads and transformers does not, or the other way round: the values on which both agree.
 _AGREED: dict[str, dict[str, tuple[Any, ...]]] = {
     "deepseek_v2": {
@@ -147,6 +172,8 @@ _TYPES: dict[tuple[str, Check], tuple[str, ...]] = {
         "hidden_size", "num_hidden_layers", "vocab_size", "head_dim", "global_head_dim", "n_embd", "n_head", "n_layer",
         "n_positions", "n_ctx", "n_inner", "max_position_embeddings", "original_max_position_embeddings",
         "sliding_window", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
+        "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
+        "linear_num_value_heads", "full_attention_interval",
     ),
     ("a positive whole number below 2**31", lambda v: _whole(v, 1) or _list_of(lambda i: _whole(i, 1))(v)): (
         "intermediate_size", "num_attention_heads", "num_key_value_heads", "ffn_dim",  # one a layer in some families
@@ -154,6 +181,7 @@ _TYPES: dict[tuple[str, Check], tuple[str, ...]] = {
     ("a whole number below 2**31", lambda value: _whole(value, -1)): (
         "max_window_layers", *EXPERTS, "num_experts_per_tok", "decoder_sparse_step", "moe_intermediate_size",
         "bos_token_id", "pad_token_id", "n_group", "topk_group", "n_shared_experts", "first_k_dense_replace",
+        "shared_expert_intermediate_size",
     ),
     ("a whole number or a list of them", lambda v: _whole(v, -1) or _list_of(lambda i: _whole(i, -1))(v)): (
         "eos_token_id", "mlp_only_layers",
@@ -265,6 +293,7 @@ class ExpertsShape:
     scale: float = 1.0  # of the weights
     groups: int = 1  # of experts, of which a token takes experts from `active_groups`: by the best of each, or best two
     active_groups: int = 1
+    shared_gate: bool = False  # what every token passes is gated by a sigmoid
     shared_width: int = 0  # feed-forward width of what every token passes besides; 0: none
     clamp: tuple[float, float] | None = None  # gain and limit of a clamped activation; None: silu(gate) * up
 
@@ -280,6 +309,24 @@ class LatentShape:
     value: int  # W
     interleaved: bool  # rotated values are neighbouring pairs
     scale: float  # of the scores, besides E^-0.5
+
+
+@dataclass(frozen=True)
+class DeltaShape:
+    """Layers of a gated delta rule in place of attention; what each size is for is in models/delta_rule.py."""
+
+    layers: tuple[int, ...]
+    key_heads: int  # K
+    heads: int  # H, a multiple of K
+    key: int  # E
+    value: int  # W
+    taps: int  # tokens of the convolution
+    by_key_head: bool  # rows of the first products are those of a key head at a time
+
+    @property
+    def channels(self) -> int:
+        """Number of channels of the convolution."""
+        return 2 * self.key_heads * self.key + self.heads * self.value
 
 
 @dataclass(frozen=True)
@@ -308,6 +355,9 @@ class ModelShape:
     whole_qk_norm: bool = False  # one norm over all heads of a token, instead of one over each head
     experts: ExpertsShape | None = None
     latent: LatentShape | None = None
+    delta: DeltaShape | None = None
+    gated: bool = False  # attention's output is gated by sigmoids that the product of queries gives
+    centred: bool = False  # norms multiply by 1 + weight
 
     @classmethod
     def read(cls, hf: HF) -> ModelShape:
@@ -348,7 +398,8 @@ class ModelShape:
             tied=bool(full.get("tie_word_embeddings", False)), qkv_bias=bias or family == "qwen2",
             o_bias=bias and family != "glm4_moe", rotated=rotated,
             mlp_bias=bool(hf.get("mlp_bias", False)) and family == "llama",
-            qk_norm=family in ("qwen3", "qwen3_moe", "olmoe") or bool(full.get("use_qk_norm", False)),
+            delta=_delta(full) if family in _DELTA else None, gated=family in _DELTA, centred=family in _DELTA,
+            qk_norm=family in ("qwen3", "qwen3_moe", "olmoe", *_DELTA) or bool(full.get("use_qk_norm", False)),
             norm_eps=float(full.get("rms_norm_eps", 1e-6)), window=window,
             rope=_rope(full, latent.rotated if latent else rotated or int(head_width)), latent=latent,
             window_layers=window_layers, sinks=family == "gpt_oss", whole_qk_norm=family == "olmoe", experts=experts,
@@ -364,7 +415,27 @@ class ModelShape:
     @property
     def other_blocks(self) -> str | None:
         """What the blocks have in place of matrices that every technique for our decoder knows; None: nothing."""
-        return "experts" if self.experts is not None else "latent attention" if self.latent is not None else None
+        if self.experts is not None:
+            return "experts"
+        latent, delta = "latent attention", "layers of a delta rule"
+        return latent if self.latent is not None else delta if self.delta is not None else None
+
+    @property
+    def attention_layers(self) -> int:
+        """Number of layers with attention."""
+        return self.layers - (0 if self.delta is None else len(self.delta.layers))
+
+    @property
+    def delta_linears(self) -> dict[str, tuple[int, int]]:
+        """Width and rows of the linears of a layer with a delta rule, by their published names."""
+        D, s = self.width, self.delta
+        if s is None:
+            return {}
+        z, o = s.heads * s.value, {"out_proj": (s.heads * s.value, D)}
+        if s.by_key_head:
+            return {"in_proj_qkvz": (D, s.channels + z), "in_proj_ba": (D, 2 * s.heads), **o}
+        gates = {"in_proj_b": (D, s.heads), "in_proj_a": (D, s.heads)}
+        return {"in_proj_qkv": (D, s.channels), "in_proj_z": (D, z), **gates, **o}
 
     @property
     def attended_width(self) -> int:
@@ -384,7 +455,7 @@ class ModelShape:
         D, q, kv, s = self.width, self.heads * self.head_width, self.kv_heads * self.head_width, self.latent
         o = {"o": (self.attended_width, {"o_proj": D})}
         if s is None:
-            return {"qkv": (D, {"q_proj": q, "k_proj": kv, "v_proj": kv}), **o}
+            return {"qkv": (D, {"q_proj": q * (1 + self.gated), "k_proj": kv, "v_proj": kv}), **o}
         queries = {"q": (D, {"q_proj": q})}
         if s.q_rank is not None:
             queries = {"q_a": (D, {"q_a_proj": s.q_rank}), "q_b": (s.q_rank, {"q_b_proj": q})}
@@ -417,28 +488,35 @@ class ModelShape:
     def _matrices(self, every: bool) -> int:
         D, e = self.width, self.experts
         attention = sum(width * sum(pieces.values()) for width, pieces in self.attention_linears.values())
+        delta = sum(width * rows for width, rows in self.delta_linears.values())
+        mixing = self.attention_layers * attention + (self.layers - self.attention_layers) * delta
         if e is None:
-            return self.layers * (attention + 3 * D * self.ff_width)
+            return mixing + self.layers * 3 * D * self.ff_width
         sparse, dense = len(e.layers), self.layers - len(e.layers)
         experts = 3 * D * (e.ff_width * (e.count if every else e.active) + e.shared_width) + D * e.count
-        return self.layers * attention + sparse * experts + dense * 3 * D * self.ff_width
+        experts += D if e.shared_gate else 0
+        return mixing + sparse * experts + dense * 3 * D * self.ff_width
 
     @property
     def parameters(self) -> int:
         """Number of all parameters, a tied head counted once."""
         D, E, F = self.width, self.head_width, self.ff_width
         q, kv = self.heads * E, self.kv_heads * E
-        small = 2 * D + (0 if not self.qk_norm else q + kv if self.whole_qk_norm else 2 * E)
+        small = 0 if not self.qk_norm else q + kv if self.whole_qk_norm else 2 * E
         small += self.heads if self.sinks else 0
-        biased = q + 2 * kv
+        biased = q * (1 + self.gated) + 2 * kv
         if (s := self.latent) is not None:
             small += s.kv_rank + (s.q_rank or 0)
             biased = s.kv_rank + s.rotated + (s.q_rank or 0)
-        small += (biased if self.qkv_bias else 0) + (D if self.o_bias else 0) + (2 * F + D if self.mlp_bias else 0)
+        small += (biased if self.qkv_bias else 0) + (D if self.o_bias else 0)
         outer = self.vocab * D * (1 if self.tied else 2)
         e = self.experts
         biases = len(e.layers) * e.count * (1 + 2 * e.ff_width + D) if e is not None and e.biases else 0
-        return self.block_matrices + self.layers * small + biases + D + outer
+        every = 2 * D + (2 * F + D if self.mlp_bias else 0)  # of a layer, whatever mixes its tokens
+        small = self.attention_layers * small + self.layers * every
+        if (d := self.delta) is not None:
+            small += len(d.layers) * (d.channels * d.taps + 2 * d.heads + d.value)
+        return self.block_matrices + small + biases + D + outer
 
     def flops(self, tokens: int, attended: int) -> int:
         """Return the FLOPs of a step's forward and backward pass: 6 N_mm a token, and causal attention.
@@ -448,7 +526,10 @@ class ModelShape:
             attended: sum of squared document lengths; half of those products are above the diagonal and not counted.
         """
         products = self.heads * self.head_width + self.attended_width  # of a query: with a key, and with a value
-        return 6 * self.matrix_parameters * tokens + 3 * attended * products * self.layers
+        flop = 6 * self.matrix_parameters * tokens + 3 * attended * products * self.attention_layers
+        if (d := self.delta) is not None:  # the state read, corrected and read again; and the convolution
+            flop += 6 * tokens * len(d.layers) * (3 * d.heads * d.key * d.value + d.taps * d.channels)
+        return flop
 
 
 def _size(hf: HF, key: str) -> int:
@@ -529,6 +610,22 @@ def _yarn_scale(given: HF, factor: float) -> float:
     return scale(one) / scale(other) if one and other else scale(1.0)
 
 
+def _delta(full: HF) -> DeltaShape:
+    """Read the layers of a delta rule, every one but each fourth unless listed."""
+    L, every = _size(full, "num_hidden_layers"), _size(full, "full_attention_interval")
+    kinds = full.get("layer_types") or ["linear_attention" if (i + 1) % every else "full_attention" for i in range(L)]
+    heads, key_heads = _size(full, "linear_num_value_heads"), _size(full, "linear_num_key_heads")
+    if heads % key_heads:
+        found = f"linear_num_value_heads {heads}, linear_num_key_heads {key_heads}"
+        raise ConfigError("a delta rule from config.json", found, "the first must be a multiple of the second")
+    return DeltaShape(
+        layers=tuple(i for i, kind in zip(range(L), kinds, strict=False) if kind == "linear_attention"),
+        key_heads=key_heads, heads=heads, key=_size(full, "linear_key_head_dim"),
+        value=_size(full, "linear_value_head_dim"), taps=_size(full, "linear_conv_kernel_dim"),
+        by_key_head=full["model_type"] == "qwen3_next",
+    )  # fmt: skip
+
+
 def _latent(full: HF) -> LatentShape:
     """Read the sizes of latent attention; with YaRN scores have the square of its factor for all values of a head."""
     rope, rank = rope_settings(full), full["q_lora_rank"]
@@ -574,7 +671,9 @@ def _experts(hf: HF, full: HF) -> ExpertsShape | None:
         balance=float(full["router_aux_loss_coef"]) if full.get("output_router_logits") and not sigmoid else 0.0,
         biases=full["model_type"] == "gpt_oss", sigmoid=sigmoid, scale=float(full.get("routed_scaling_factor") or 1.0),
         groups=groups, active_groups=int(full.get("topk_group") or 1),
-        shared_width=int(full.get("n_shared_experts") or 0) * _size(full, width),
+        shared_width=int(full.get("shared_expert_intermediate_size") or 0)
+        or int(full.get("n_shared_experts") or 0) * _size(full, width),
+        shared_gate=full["model_type"] == "qwen3_next",
         clamp=(float(full["swiglu_alpha"]), float(full["swiglu_limit"])) if "swiglu_limit" in full else None,
     )  # fmt: skip
 
@@ -588,7 +687,7 @@ def _rotary_part(full: HF) -> float:
 def _window(full: HF) -> tuple[int | None, tuple[int, ...]]:
     """Return the sliding window, and the layers that have it."""
     family, window, layers = full["model_type"], full.get("sliding_window"), range(full["num_hidden_layers"])
-    if family in ("llama", "olmoe", "glm4_moe", *_LATENT) or window is None:
+    if family in ("llama", "olmoe", "glm4_moe", *_LATENT, *_DELTA) or window is None:
         return None, ()
     if family in ("mistral", "mixtral"):
         return int(window), tuple(layers)
@@ -641,7 +740,8 @@ def native_obstacle(hf: HF) -> str | None:
             return f"{key} {hf[key]!r}, where our decoder has {' or '.join(map(repr, agreed))} in a {family} model"
     if family in _LATENT and hf.get("num_key_value_heads") not in (None, hf.get("num_attention_heads")):
         return f"num_key_value_heads {hf['num_key_value_heads']}, fewer or more than heads, beside a latent"
-    odd = sorted(set(hf.get("layer_types") or ()) - {"full_attention", "sliding_attention"})
+    known = {"full_attention", "linear_attention" if family in _DELTA else "sliding_attention"}
+    odd = sorted(set(hf.get("layer_types") or ()) - known)
     return f"layer types {', '.join(map(repr, odd))}" if odd else None
 
 

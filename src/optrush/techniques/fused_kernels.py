@@ -71,6 +71,10 @@ class FusedKernels(Technique):
             clamped = env.shape is not None and env.shape.experts is not None and env.shape.experts.clamp is not None
             asked = f"`fused-kernels:mlp={self.mlp}` computes silu(gate) * up"
             yield Requirement(not clamped, asked, "a clamped activation in the model's experts", "take mlp=none")
+        if self.norm:
+            centred = env.shape is not None and env.shape.centred
+            asked = "`fused-kernels:norm=true` multiplies by the norms' weights"
+            yield Requirement(not centred, asked, "a model whose norms multiply by 1 + weight", "take norm=false")
         if self.rope:
             normed = env.shape is not None and env.shape.qk_norm
             asked = "`fused-kernels:rope=true` rotates queries and keys as the product makes them"

@@ -77,6 +77,9 @@ class Lora(Technique):
         return self.init is not None and re.fullmatch(ledger.SPLITS, self.init) is not None
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
+        delta = env.shape is not None and env.shape.delta is not None
+        found, do = "layers of a delta rule, whose linears have no adapters here", "leave lora out, and train it whole"
+        yield Requirement(not delta, "`lora` adapts the linears of a block", found, do)
         if env.native:  # the linears of others are known once the model is built
             yield ledger.require_targets(self.name, env, self.targets)
             tied = env.shape is not None and env.shape.tied
