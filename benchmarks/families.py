@@ -48,6 +48,9 @@ LATENT = {  # heads of latent attention
     "head_dim": 8, "num_key_value_heads": HEADS, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
     "q_lora_rank": 16, "kv_lora_rank": 16,
 }  # fmt: skip
+NEEDED = {  # by family: what its class has no value for, or a large one
+    "deepseek_v2": {"num_experts_per_tok": 2}, "qwen3_next": {"num_experts": 16, "linear_num_value_heads": 16},
+}  # fmt: skip
 TOWER = {  # of images, whatever a family calls the sizes
     **SMALL, "depth": 1, "num_hidden_layers": 1, "intermediate_size": 64, "image_size": 28, "patch_size": 14,
     "out_hidden_size": WIDTH, "projection_dim": WIDTH, "fullatt_block_indexes": [0], "deepstack_visual_indexes": [0],
@@ -85,7 +88,8 @@ def small(kind: str) -> dict[str, Any]:
     if is_multimodal(whole):
         return _small_parts(known, whole)
     sizes = SMALL | LATENT if hasattr(known, "qk_rope_head_dim") else SMALL
-    made = type(known)(**{key: value for key, value in sizes.items() if getattr(known, key, None) is not None})
+    given = {key: value for key, value in sizes.items() if getattr(known, key, None) is not None}
+    made = type(known)(**given, **NEEDED.get(kind, {}))
     return json.loads(made.to_json_string(use_diff=False))
 
 

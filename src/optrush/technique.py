@@ -70,7 +70,8 @@ class Numerics(enum.Enum):
     DIFFERENT_MATHS = "held-out loss no worse than the baseline's within a stated margin"
 
 
-LINEARS = ("qkv", "o", "gate_up", "down")  # of a block of our decoder
+# Of a block of our decoder; from the fifth on, those of latent attention in place of qkv.
+LINEARS = ("qkv", "o", "gate_up", "down", "q", "q_a", "q_b", "kv_a", "kv_b")
 
 # Axes of the mesh. Ranks along pp, cp and tp work on the same rows; those along the data axes have rows of their own.
 SAME_ROWS = ("pp", "cp", "tp")
@@ -200,9 +201,10 @@ class Environment:
         return Requirement(met, asked, found, "take --with fused-adamw instead, or leave tensor out")
 
     def needs_dense(self, asked: str) -> Requirement:
-        """Return the requirement of a model without experts."""
-        met, do = self.shape is None or self.shape.experts is None, "leave it out, or take a dense model"
-        return Requirement(met, asked, "a model with experts, whose matrices it does not reach", do)
+        """Return the requirement of a model whose blocks are plain: dense, and with the usual attention."""
+        other = None if self.shape is None else self.shape.other_blocks
+        found, do = f"a model with {other}, whose matrices it does not reach", "leave it out, or take a dense model"
+        return Requirement(other is None, asked, found, do if other == "experts" else "leave it out")
 
     def needs_own_matrices(self, technique: str, whose: str) -> Iterator[Requirement]:
         """Yield the requirements of an optimizer that steps whole matrices of the model itself."""

@@ -27,6 +27,7 @@ from optrush.kernels.attention import flash4
 from optrush.kernels.cross_entropy import liger
 from optrush.kernels.linear_cross_entropy import scale_to_dtype
 from optrush.kernels.lora_matmul import Padding, with_padding
+from optrush.models import delta_rule
 from optrush.models.decoder import Linear
 from optrush.peft.adapter import AdapterToggle, place
 from optrush.peft.lora import Lora, Settings, pad_weight
@@ -56,6 +57,25 @@ def test_gated_activation(dtype):
     assert off(swiglu.swiglu(x).cpu(), swiglu.swiglu(wide)) < close
     for got, want in zip(swiglu.swiglu_backward(x, g), swiglu.swiglu_backward(wide, g.float().cpu()), strict=True):
         assert off(got.cpu(), want) < close
+
+
+@pytest.mark.skipif(library("flash-linear-attention") is None, reason="flash-linear-attention is not installed")
+def test_delta_rule_of_the_package():
+    """Values and gradients of packed documents, against chunks in float32."""
+    g = torch.Generator("cuda").manual_seed(0)
+    T, starts = 320, [0, 70, 300, 320, 480, 640, 640]
+    q, k, v = (torch.randn(2, T, n, 64, device="cuda", generator=g) for n in (2, 2, 4))
+    decay, beta = (torch.rand(2, T, 4, device="cuda", generator=g) for _ in range(2))
+    ids = torch.tensor([[0] * 70 + [1] * 230 + [2] * 20, [0] * 160 + [1] * 160], device="cuda")
+    documents = Documents(torch.tensor(starts, device="cuda", dtype=torch.int32), ids, 256, False)
+    found = []
+    for rule, dtype in ((delta_rule.plain, torch.float32), (delta_rule.fla, torch.bfloat16)):
+        given = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        rest = [x.clone().requires_grad_() for x in (-decay, beta)]
+        out = rule(*given, rest[0], rest[1].to(dtype), documents)
+        found.append([out, *torch.autograd.grad(out.float().square().sum(), [*given, *rest])])
+    for want, got in zip(*found, strict=True):
+        assert off(got, want) < 2e-2
 
 
 @pytest.mark.skipif(library("quack-kernels") is None, reason="quack-kernels is not installed")

@@ -28,6 +28,19 @@ SIZES = {
     "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6,
+    "v_head_dim": 7, "head_dim": 4,
+}  # fmt: skip
+DELTA = {
+    "head_dim": 16, "linear_conv_kernel_dim": 3, "linear_key_head_dim": 6, "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+}  # fmt: skip
+MIXING = ["linear_attention", "full_attention"]
+YARN = {
+    "rope_type": "yarn", "factor": 8.0, "mscale": 0.7, "mscale_all_dim": 1.2, "rope_theta": 1000.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
 FAMILIES = {
     "llama": {**SIZES, "model_type": "llama", "attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3},
     "llama-tied": {
@@ -37,6 +50,10 @@ FAMILIES = {
     "mistral": {**SIZES, "model_type": "mistral", "sliding_window": None, "rope_theta": 5000.0},
     "qwen2": {**SIZES, "model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {**SIZES, "model_type": "qwen3", "attention_bias": True, "num_key_value_heads": 4},
+    "qwen3_5_text": {
+        **SIZES, **DELTA, "model_type": "qwen3_5_text", "attention_bias": True, "layer_types": MIXING[::-1],
+    },
+    "youtu": {**SIZES, **LATENT, "model_type": "youtu", "q_lora_rank": None, "rope_interleave": False},
 }  # fmt: skip
 EXPERTS = {
     "mixtral": {**SIZES, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
@@ -52,6 +69,24 @@ EXPERTS = {
         "n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.7, "n_shared_experts": 2, "first_k_dense_replace": 1,
         "attention_bias": True, "use_qk_norm": True,
     },
+    "deepseek_v2": {
+        **SIZES, **LATENT, "model_type": "deepseek_v2", "n_routed_experts": 6, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 16, "n_group": 3, "topk_group": 2, "topk_method": "group_limited_greedy",
+        "routed_scaling_factor": 1.7, "n_shared_experts": 2, "first_k_dense_replace": 1, "rope_parameters": YARN,
+    },
+    "deepseek_v3": {
+        **SIZES, **LATENT, "model_type": "deepseek_v3", "n_routed_experts": 6, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 16, "n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.7, "n_shared_experts": 2,
+        "first_k_dense_replace": 1, "attention_bias": True, "rope_parameters": YARN, "num_mtp_layers": 0,
+    },
+    "glm4_moe_lite": {
+        **SIZES, **LATENT, "model_type": "glm4_moe_lite", "n_routed_experts": 5, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 16, "mlp_layer_types": ["sparse", "dense"],
+    },
+    "qwen3_next": {
+        **SIZES, **DELTA, "model_type": "qwen3_next", "num_experts": 6, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 16, "shared_expert_intermediate_size": 12, "layer_types": MIXING,
+    },
     "gpt_oss": {
         **SIZES, "model_type": "gpt_oss", "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 4,
         "swiglu_limit": 0.4, "rope_parameters": {
@@ -62,7 +97,11 @@ EXPERTS = {
 }  # fmt: skip
 
 
-UNPACKED = ("gpt_oss",)  # whose masks in transformers take no notice of positions that restart
+UNPACKED = (
+    "gpt_oss",
+    "qwen3_next",
+    "qwen3_5_text",
+)  # whose masks in transformers take no notice of positions that restart
 
 
 def reference(sizes: dict, *, seed: int = 0) -> torch.nn.Module:
@@ -180,6 +219,25 @@ def compare_alone(ours: Any) -> None:
         one = packed([[n]], n, 61, single=True)
         alone = ours(batch.tokens[row : row + 1, first : first + n], one.positions, one.documents)
         torch.testing.assert_close(together[row, first : first + n], alone[0], rtol=1e-5, atol=1e-5)
+
+
+def compare_isolated(ours: Any) -> None:
+    """Another token in one document: no bit of the others' hidden states, or of the gradients of their loss."""
+    batch = packed([[5, 7, 3], [19, 1]], 20, 61)
+    changed = batch.tokens.clone()
+    changed[0, 6] = (changed[0, 6] + 1) % 61  # in the second document
+    labels = batch.labels.clone()
+    labels[0, 5:12] = -100
+    found = []
+    for tokens in (batch.tokens, changed):
+        ours.zero_grad()
+        hidden = ours(tokens, batch.positions, batch.documents)
+        ours.head(hidden, labels).backward()
+        found.append((hidden.detach(), [p.grad.clone() for p in ours.parameters() if p.requires_grad]))
+    (one, grads), (other, again) = found
+    assert torch.equal(one[0, :5], other[0, :5]) and torch.equal(one[0, 12:15], other[0, 12:15])
+    assert torch.equal(one[1], other[1]) and not torch.equal(one[0, 6:12], other[0, 6:12])
+    assert all(map(torch.equal, grads, again))
 
 
 def compare_export(

@@ -32,7 +32,7 @@ MOE = {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "m
 
 
 # Whose router is a softmax without bias, and whose files have two layouts; with a loss of balance in transformers.
-GATED = [name for name in EXPERTS if name not in ("gpt_oss", "glm4_moe")]
+GATED = ["mixtral", "olmoe", "qwen3_moe"]
 BALANCED = [*GATED, "gpt_oss"]
 
 

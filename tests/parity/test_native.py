@@ -111,7 +111,7 @@ def test_any_rectangle_equals_the_whole(family):
             local = torch.empty(last - first, *parameter.shape[1:], dtype=torch.float64)
             recipe.fill(name, local, (first, *[0] * (parameter.ndim - 1)))
             assert torch.equal(local, parameter[first:last].double()), (name, first, last)
-        if parameter.ndim == 2:
+        if parameter.ndim == 2 and rows > 4:
             local = torch.empty(3, 4)
             recipe.fill(name, local, (2, 1))
             assert torch.equal(local, parameter[2:5, 1:5]), name

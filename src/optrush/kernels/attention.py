@@ -2,9 +2,10 @@
 
     attend(q (B, T, H, E), k (B, T, K, E), v (B, T, K, E), documents) -> (B, T, H, E), in q's type
 
-with scores scaled by E^-0.5; query head h reads key/value head h // (H / K). Some take two more arguments: `window`,
-the number of tokens that a token reads, itself the last (Mistral 7B, arXiv:2310.06825); and `sinks` (H,), a logit of
-each head that is in the sum of its softmax, and to which no value belongs (arXiv:2309.17453, as gpt-oss learns it).
+with scores scaled by E^-0.5; query head h reads key/value head h // (H / K). `masked`, `sdpa` and `varlen` take values
+of another width than E, which the output has then. Some take two more arguments: `window`, the number of tokens that a
+token reads, itself the last (Mistral 7B, arXiv:2310.06825); and `sinks` (H,), a logit of each head that is in the sum
+of its softmax, and to which no value belongs (arXiv:2309.17453, as gpt-oss learns it).
 
     masked   plain torch, float32 softmax, whole (B, H, T, T) scores: the reference; windows and sinks
     sdpa     torch's fused attention; one document a row: causal without a mask, else a boolean mask; windows by the
@@ -201,6 +202,11 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, window: int
 
     if not GROUPS:
         k, v = repeat_heads(k, q.shape[2]), repeat_heads(v, q.shape[2])
+    if (width := v.shape[-1]) != q.shape[-1]:  # flash attention has one width: zeros, which add nothing, fill it
+        wide = max(width, q.shape[-1])
+        q = q * (wide / q.shape[-1]) ** 0.5  # the kernel scales by the width it sees
+        q, k, v = (F.pad(x, (0, wide - x.shape[-1])) for x in (q, k, v))
+        return attend(q, k, v, documents, window)[..., :width]
     return attend(q, k, v, documents, window)
 
 

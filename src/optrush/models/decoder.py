@@ -1,5 +1,6 @@
 """One decoder for the Llama-shaped families: llama, mistral, qwen2, qwen3; with experts mixtral, olmoe, qwen3_moe,
-gpt_oss, glm4_moe.
+gpt_oss, glm4_moe; with latent attention deepseek_v2, deepseek_v3, glm4_moe_lite, youtu; with layers of a
+delta rule qwen3_next, qwen3_5_text.
 
 Legend, used everywhere: B rows, T tokens a row, D width, F feed-forward width, H heads, K key/value heads, E head
 width, V vocabulary, L layers.
@@ -20,7 +21,7 @@ Built on the meta device and without buffers, so allocating memory loses nothing
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,19 +29,16 @@ from torch import Tensor, nn
 
 from optrush.data.batch import Documents
 from optrush.errors import NeedsError
-from optrush.kernels import attention, rms_norm, rope, swiglu, widen
+from optrush.kernels import attention, rope, swiglu, widen
 from optrush.kernels.cross_entropy import LossKernel, Reduce, Whole
+from optrush.models.delta_rule import RULES, DeltaRule
 from optrush.models.experts import Experts
+from optrush.models.latent_attention import LatentAttention
+from optrush.models.layers import CentredNorm, Pieces, RMSNorm, WholeNorm
+from optrush.models.layers import Linear as Linear
+from optrush.models.layers import Product as Product
 from optrush.models.rope_angles import angles, frequencies
 from optrush.models.shapes import HF, ModelShape
-
-if TYPE_CHECKING:
-    from optrush.peft.adapter import LinearAdapter
-    from optrush.peft.quantized import QuantizedLinear
-
-Pieces = tuple[tuple[str, int], ...]
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""(x (..., width), weight (rows, width), bias (rows,) or None) -> (..., rows)"""
 
 
 def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -53,72 +51,11 @@ def unchanged(hidden: Tensor) -> Tensor:
     return hidden
 
 
-class Linear(nn.Linear):
-    """A linear whose output rows are `groups` groups of `pieces`, each piece a role and its rows in one group.
-
-    Adapters wrap its `matmul`, and quantized weights replace it; `weight` is None then.
-    """
-
-    quantized: QuantizedLinear | None
-    adapter: LinearAdapter | None
-
-    def __init__(
-        self, width: int, pieces: Pieces, *, groups: int = 1, bias: bool, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        super().__init__(width, groups * sum(rows for _, rows in pieces), bias=bias, device=device, dtype=dtype)
-        self.groups, self.output_splits = groups, pieces
-        self.matmul: Product = F.linear
-        self.quantized = self.adapter = None
-
-    @classmethod
-    def of(cls, linear: nn.Linear, role: str) -> Linear:
-        """Return the same linear with the same parameters, as one piece."""
-        at = {"device": torch.device("meta"), "dtype": linear.weight.dtype}
-        new = cls(linear.in_features, ((role, linear.out_features),), bias=linear.bias is not None, **at)  # type: ignore[arg-type]
-        new.weight, new.bias = linear.weight, linear.bias
-        return new.train(linear.training)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., width) -> (..., rows)."""
-        return self.matmul(x, self.weight, self.bias)
-
-    def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight (rows, width) from any form of storage."""
-        return self.weight.to(dtype) if self.quantized is None else self.quantized.dense(dtype)
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, float32 inside, rounded before the weight as the families do.
-
-    Source: Zhang and Sennrich 2019 (arXiv:1910.07467).
-    """
-
-    def __init__(self, width: int, eps: float, *, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
-        self.eps = eps
-        self.impl: rms_norm.Norm = rms_norm.add_rms_norm
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., D) -> (..., D)."""
-        return self.add_and_norm(x)[1]
-
-    def add_and_norm(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Add a branch's output to the residual stream x (..., D); return the sum, and the sum normalized."""
-        return self.impl(x, branch, self.weight, self.eps)
-
-
-class WholeNorm(RMSNorm):
-    """A norm over all heads of a token at once."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., n, E) -> (..., n, E)."""
-        return super().forward(x.flatten(-2)).view(x.shape)
-
-
 class Block(nn.Module):
     """One layer: attention and a gated feed-forward, each behind a norm and added to the residual.
 
+    A layer of a delta rule has `delta` in place of attention.
+    A layer with low-rank attention has `latent` in place of `qkv`, and values of another width than E.
     A layer with experts has `experts` in place of `gate_up` and `down`, or beside them: those are its shared experts.
     """
 
@@ -127,17 +64,25 @@ class Block(nn.Module):
         s = shape
         at: dict[str, Any] = {"device": device, "dtype": dtype}
         D, E, F_ = s.width, s.head_width, s.ff_width
-        qkv: Pieces = (("q", s.heads // s.kv_heads * E), ("k", E), ("v", E))
-        self.norm1 = RMSNorm(D, s.norm_eps, **at)
-        self.qkv = Linear(D, qkv, groups=s.kv_heads, bias=s.qkv_bias, **at)
-        self.q_norm = self.k_norm = None
-        if s.qk_norm:
-            norm, widths = (WholeNorm, (s.heads * E, s.kv_heads * E)) if s.whole_qk_norm else (RMSNorm, (E, E))
+        qkv: Pieces = (("q", s.heads // s.kv_heads * E * (1 + s.gated)), ("k", E), ("v", E))
+        plain = CentredNorm if s.centred else RMSNorm
+        self.norm1 = plain(D, s.norm_eps, **at)
+        self.latent = self.delta = self.q_norm = self.k_norm = None
+        self.gated = s.gated
+        if s.delta is not None and layer in s.delta.layers:
+            self.delta = DeltaRule(s, **at)
+        elif s.latent is not None:
+            self.latent = LatentAttention(s, **at)
+        else:
+            self.qkv = Linear(D, qkv, groups=s.kv_heads, bias=s.qkv_bias, **at)
+        if s.qk_norm and self.delta is None:
+            norm, widths = (WholeNorm, (s.heads * E, s.kv_heads * E)) if s.whole_qk_norm else (plain, (E, E))
             self.q_norm, self.k_norm = (norm(width, s.norm_eps, **at) for width in widths)
-        self.o = Linear(s.heads * E, (("o", D),), bias=s.o_bias, **at)
+        if self.delta is None:
+            self.o = Linear(s.attended_width, (("o", D),), bias=s.o_bias, **at)
         self.window = s.window if layer in s.window_layers else None
         self.sinks = nn.Parameter(torch.empty(s.heads, **at)) if s.sinks else None
-        self.norm2 = RMSNorm(D, s.norm_eps, **at)
+        self.norm2 = plain(D, s.norm_eps, **at)
         self.experts = None
         if s.experts is not None and layer in s.experts.layers:
             self.experts = Experts(s, **at)
@@ -146,6 +91,9 @@ class Block(nn.Module):
             self.gate_up = Linear(D, (("gate", 1), ("up", 1)), groups=F_, bias=s.mlp_bias, **at)
             self.down = Linear(F_, (("down", D),), bias=s.mlp_bias, **at)
         self.shared = self.experts is not None and F_ > 0  # a dense part besides the experts
+        self.shared_gate = None
+        if self.shared and s.experts is not None and s.experts.shared_gate:
+            self.shared_gate = Linear(D, (("shared_gate", 1),), bias=False, **at)
         self.head_width = E
         self.group = s.heads // s.kv_heads  # query heads of one key/value head
         self.split_and_rope: rope.SplitAndRotate = rope.split_and_rotate
@@ -155,15 +103,41 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents) -> Tensor | tuple[Tensor, Tensor]:
         """x (B, T, D), cos and sin (B, T, 1, E) -> (B, T, D), and with experts their load (`Experts.forward`)."""
         x, h = self.norm1.add_and_norm(x)
-        qkv = self.qkv(h).unflatten(-1, (-1, self.group + 2, self.head_width))  # (B, T, K, H/K + 2, E)
-        q, k, v = self.split_and_rope(qkv, cos, sin, self.q_norm, self.k_norm)  # (B, T, H or K, E)
-        attended = self.attention(q, k, v, documents, **self._masks(documents))
-        x, h = self.norm2.add_and_norm(x, self.o(attended.flatten(2)))
+        x, h = self.norm2.add_and_norm(x, self._mix(h, cos, sin, documents))
         if self.experts is not None:
             y, load = self.experts(h, documents.filled)
+            if self.shared_gate is not None:
+                shared = self.mlp(torch.zeros_like(x), h, self.gate_up, self.down)
+                return x + y + torch.sigmoid(self.shared_gate(h)) * shared, load
             x = x + y if not self.shared else self.mlp(x + y, h, self.gate_up, self.down)
             return x, load
         return self.mlp(x, h, self.gate_up, self.down)
+
+    def _mix(self, h: Tensor, cos: Tensor, sin: Tensor, documents: Documents) -> Tensor:
+        """Return what the tokens of a document give each other: h (B, T, D) -> (B, T, D)."""
+        if self.delta is not None:
+            mixed: Tensor = self.delta(h, documents)
+            return mixed
+        if self.gated:
+            qkv = self.qkv(h).unflatten(-1, (-1, 2 * self.group + 2, self.head_width))
+            q, gate = qkv[:, :, :, :-2].unflatten(3, (-1, 2)).unbind(4)  # (B, T, K, H/K, E) each
+            qkv = torch.cat((q, qkv[:, :, :, -2:]), 3)
+            q, k, v = self.split_and_rope(qkv, cos, sin, self.q_norm, self.k_norm)
+            attended = self.attention(q, k, v, documents, **self._masks(documents))
+            attended = attended * torch.sigmoid(gate.flatten(2, 3))
+        else:
+            q, k, v = self._heads(h, cos, sin)
+            attended = self.attention(q, k, v, documents, **self._masks(documents))
+        out: Tensor = self.o(attended.flatten(2))
+        return out
+
+    def _heads(self, h: Tensor, cos: Tensor, sin: Tensor) -> rope.Heads:
+        """h (B, T, D) -> queries (B, T, H, E), keys and values (B, T, K, E), those that are rotated rotated."""
+        if self.latent is not None:
+            heads: rope.Heads = self.latent(h, cos, sin)
+            return heads
+        qkv = self.qkv(h).unflatten(-1, (-1, self.group + 2, self.head_width))  # (B, T, K, H/K + 2, E)
+        return self.split_and_rope(qkv, cos, sin, self.q_norm, self.k_norm)
 
     def _masks(self, documents: Documents) -> dict[str, Any]:
         """Return what attention takes besides the documents; nothing where a window is as long as the rows."""
@@ -217,7 +191,7 @@ class Decoder(nn.Module):
         self.shape = shape
         self.embedding = nn.Embedding(shape.vocab, shape.width, **at)
         self.blocks = nn.ModuleDict({str(i): Block(shape, i, **at) for i in range(shape.layers)})
-        self.norm = RMSNorm(shape.width, shape.norm_eps, **at)
+        self.norm = (CentredNorm if shape.centred else RMSNorm)(shape.width, shape.norm_eps, **at)
         weight = self.embedding.weight
         self.head = Head(weight if shape.tied else nn.Parameter(torch.empty(shape.vocab, shape.width, **at)))
         self.ties: tuple[tuple[str, str], ...] = (("head.weight", "embedding.weight"),) if shape.tied else ()
@@ -271,6 +245,13 @@ class Decoder(nn.Module):
             assert isinstance(block, Block)
             block.attention = attention.ATTENTIONS[name]
         return len(self.blocks)
+
+    def set_rule(self, name: str) -> int:
+        """Put a function of `models.delta_rule` into every block that has a delta rule; return their number."""
+        blocks = [m for m in self.modules() if isinstance(m, DeltaRule)]
+        for block in blocks:
+            block.rule = RULES[name]
+        return len(blocks)
 
     def flops(self, tokens: int, attended: int) -> int:
         """Return training FLOPs: as `ModelShape.flops`, less `frozen_flops` for weights that are not trained."""

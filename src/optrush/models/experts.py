@@ -108,17 +108,31 @@ grouped_matmul.register_autograd(_gradients, setup_context=_keep)
 # --- which experts a token takes
 
 
-def route(logits: Tensor, active: int, normalised: bool) -> tuple[Tensor, Tensor, Tensor]:
+def route(logits: Tensor, e: ExpertsShape) -> tuple[Tensor, Tensor, Tensor]:
     """Return the weights (S, k) and numbers (S, k) of each token's experts, and all probabilities (S, N).
+
+    With groups of experts, those of the groups with the highest single probabilities (DeepSeek-V2, arXiv:2405.04434,
+    section 2.2.2).
 
     Args:
         logits: (S, N) float32.
     """
     probabilities = torch.softmax(logits, -1)
-    weights, chosen = torch.topk(probabilities, active, dim=-1)
-    if normalised:
+    choice = probabilities
+    if e.groups > 1:
+        grouped = probabilities.view(len(probabilities), e.groups, -1)
+        choice = _of_groups(grouped, grouped.detach().amax(-1), e.active_groups, 0.0)
+    weights, chosen = torch.topk(choice, e.active, dim=-1)
+    if e.normalised:
         weights = weights / weights.sum(-1, keepdim=True)
-    return weights, chosen, probabilities
+    return weights if e.scale == 1 else weights * e.scale, chosen, probabilities
+
+
+def _of_groups(grouped: Tensor, scores: Tensor, active: int, other: float) -> Tensor:
+    """Return choices (S, N) of (S, groups, N / groups): outside of the groups with the highest scores the other."""
+    best = scores.topk(active, dim=-1)[1]
+    kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best, True)
+    return grouped.masked_fill(~kept[..., None], other).flatten(1)
 
 
 def route_by_sigmoid(logits: Tensor, correction: Tensor, e: ExpertsShape) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,9 +145,7 @@ def route_by_sigmoid(logits: Tensor, correction: Tensor, e: ExpertsShape) -> tup
     choice = scores.detach() + correction
     if e.groups > 1:
         grouped = choice.view(len(choice), e.groups, -1)
-        best = grouped.topk(2, dim=-1)[0].sum(-1).topk(e.active_groups, dim=-1)[1]
-        kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, True)
-        choice = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(1)
+        choice = _of_groups(grouped, grouped.topk(2, dim=-1)[0].sum(-1), e.active_groups, float("-inf"))
     chosen = torch.topk(choice, e.active, dim=-1)[1]
     weights = scores.gather(1, chosen)
     if e.normalised:
@@ -249,7 +261,7 @@ class Experts(nn.Module):
             if self.correction is not None:
                 weights, chosen, probabilities = route_by_sigmoid(logits, self.correction, e)
             else:
-                weights, chosen, probabilities = route(logits, e.active, e.normalised)
+                weights, chosen, probabilities = route(logits, e)
             flat = chosen.flatten()
             ordered, order = torch.sort(flat, stable=True)
             inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))

@@ -632,7 +632,7 @@ def _native(
     model = Decoder(shape, device=torch.device("meta"), dtype=dtype)
     entries = weights.native_entries(model, files, prefix)
     if stored is None:
-        drawn = weights.random_init(hf, seed, weights.native_constants(entries))
+        drawn = weights.random_init(hf, seed, weights.native_constants(entries, model.shape.centred))
         return model, WeightMap(entries, weights.widened(drawn, model, entries, growth), growth=growth)
     needed = {name: shape for entry in entries.values() for name, shape in entry.hf_shapes()}
     if growth is not None:

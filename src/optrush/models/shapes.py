@@ -30,6 +30,12 @@ ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "youtu": "YoutuForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
 }
 LOAD_FIGURES = ("expert_busiest", "expert_entropy")  # of a model with experts, in metrics.jsonl
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # keys of their number
@@ -72,8 +78,71 @@ _DEFAULTS["glm4_moe"] = {
     "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
     "use_qk_norm": False, "partial_rotary_factor": 0.5, "router_aux_loss_coef": 0.0,
 }  # fmt: skip
-_PARTIAL = ("glm4_moe",)  # that rotate a part of each head
-_BIASED = ("llama", "qwen3", "olmoe", "qwen3_moe", "gpt_oss", "glm4_moe")  # that read attention_bias
+_DEFAULTS["deepseek_v3"] = {
+    "num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 4096, "q_lora_rank": 1536,
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "rope_interleave": True,
+    "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.0,
+}  # fmt: skip
+_DEFAULTS["deepseek_v2"] = {
+    **_DEFAULTS["deepseek_v3"], "max_position_embeddings": 2048, "n_routed_experts": 64, "num_experts_per_tok": None,
+    "moe_intermediate_size": 1407, "n_shared_experts": 2, "routed_scaling_factor": 1.0, "n_group": None,
+    "topk_group": None, "topk_method": "greedy", "first_k_dense_replace": 0, "norm_topk_prob": False,
+}  # fmt: skip
+_DEFAULTS["glm4_moe_lite"] = {
+    **_DEFAULTS["deepseek_v3"], "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "q_lora_rank": 768,
+    "qk_nope_head_dim": 192, "v_head_dim": 256, "n_routed_experts": 64, "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1536, "routed_scaling_factor": 1.8, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+_DEFAULTS["youtu"] = {
+    key: _DEFAULTS["deepseek_v3"][key] for key in (
+        "num_key_value_heads", "head_dim", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim",
+        "v_head_dim", "rope_interleave",
+    )
+} | {"max_position_embeddings": 131072, "tie_word_embeddings": True}  # fmt: skip
+_DEFAULTS["qwen3_5_text"] = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "full_attention_interval": 4,
+}
+_DEFAULTS["qwen3_next"] = {
+    **_DEFAULTS["qwen3_5_text"],
+    "num_key_value_heads": 2,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.001,
+}
+_DELTA = ("qwen3_next", "qwen3_5_text")  # with layers of a delta rule
+LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is: as published
+_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")  # whose keys and values come from a latent
+_SIGMOID = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")  # whose routers score by sigmoids
+_MIXED = ("qwen3_moe", "qwen3_next", "glm4_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # dense layers differ
+_PARTIAL = ("glm4_moe", *_DELTA)  # that rotate a part of each head
+_BIASED = ("llama", "qwen3", "olmoe", "qwen3_moe", "gpt_oss", "glm4_moe", *_LATENT, *_DELTA)  # that read attention_bias
+# Keys that published code reads and transformers does not, or the other way round: the values on which both agree.
+_AGREED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "deepseek_v2": {
+        "scoring_func": ("softmax",), "topk_method": ("greedy", "group_limited_greedy"), "moe_layer_freq": (1,),
+        "norm_topk_prob": (False,), "mlp_bias": (False,),
+    },
+    "deepseek_v3": {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
+    "glm4_moe_lite": {
+        "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
+        "first_k_dense_replace": (1,),
+    },
+}  # fmt: skip
 MIXTURES = tuple(family for family, full in _DEFAULTS.items() if "num_experts_per_tok" in full)
 
 # --- the types of values in config.json, by key: one table for every model class and every verb
@@ -102,14 +171,17 @@ _TYPES: dict[tuple[str, Check], tuple[str, ...]] = {
     ("a positive whole number below 2**31", lambda value: _whole(value, 1)): (
         "hidden_size", "num_hidden_layers", "vocab_size", "head_dim", "global_head_dim", "n_embd", "n_head", "n_layer",
         "n_positions", "n_ctx", "n_inner", "max_position_embeddings", "original_max_position_embeddings",
-        "sliding_window",
+        "sliding_window", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
+        "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
+        "linear_num_value_heads", "full_attention_interval",
     ),
     ("a positive whole number below 2**31", lambda v: _whole(v, 1) or _list_of(lambda i: _whole(i, 1))(v)): (
         "intermediate_size", "num_attention_heads", "num_key_value_heads", "ffn_dim",  # one a layer in some families
     ),
     ("a whole number below 2**31", lambda value: _whole(value, -1)): (
         "max_window_layers", *EXPERTS, "num_experts_per_tok", "decoder_sparse_step", "moe_intermediate_size",
-        "bos_token_id", "pad_token_id",
+        "bos_token_id", "pad_token_id", "n_group", "topk_group", "n_shared_experts", "first_k_dense_replace",
+        "shared_expert_intermediate_size",
     ),
     ("a whole number or a list of them", lambda v: _whole(v, -1) or _list_of(lambda i: _whole(i, -1))(v)): (
         "eos_token_id", "mlp_only_layers",
@@ -119,21 +191,25 @@ _TYPES: dict[tuple[str, Check], tuple[str, ...]] = {
         "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop",
         "attn_pdrop", "logit_scale", "logits_scaling", "final_logit_softcapping", "attn_logit_softcapping",
         "router_aux_loss_coef", "router_jitter_noise", "clip_qkv", "swiglu_alpha", "swiglu_limit",
+        "routed_scaling_factor",
     ),
     ("a positive number", lambda value: _number(value) and value > 0): ("rope_theta", "partial_rotary_factor"),
     ("true or false", lambda value: isinstance(value, bool)): (
         "tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "is_encoder_decoder", "use_cache",
-        "norm_topk_prob", "output_router_logits",
+        "norm_topk_prob", "output_router_logits", "rope_interleave",
     ),
-    _TEXT: ("model_type", "hidden_act", "hidden_activation", "activation_function"),
+    _TEXT: ("model_type", "hidden_act", "hidden_activation", "activation_function", "scoring_func", "topk_method"),
     ("a type of torch such as bfloat16", lambda value: isinstance(value, str) and value in DTYPES): (
         "torch_dtype", "dtype",
     ),
-    ("a list of texts", _list_of(_TEXT[1])): ("architectures", "layer_types"),
+    ("a list of texts", _list_of(_TEXT[1])): ("architectures", "layer_types", "mlp_layer_types"),
     ("a mapping", lambda value: isinstance(value, dict)): ("rope_scaling", "rope_parameters"),
 }  # fmt: skip
 _TYPE_OF = {key: kind for kind, keys in _TYPES.items() for key in keys}
-_ROPE_FACTORS = ("factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow")
+_ROPE_FACTORS = (
+    "factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "mscale",
+    "mscale_all_dim",
+)  # fmt: skip
 _ROPE_TYPE_OF = {  # within rope_scaling and rope_parameters, in which some families have a mapping a kind of layer
     **_TYPE_OF, **dict.fromkeys(("type", "rope_type"), _TEXT), **dict.fromkeys(_ROPE_FACTORS, _NUMBER),
     **dict.fromkeys(("short_factor", "long_factor"), ("a list of numbers", _list_of(_number))),
@@ -215,10 +291,42 @@ class ExpertsShape:
     biases: bool = False  # of the router and of both matrices of an expert
     sigmoid: bool = False  # scores of experts are sigmoids, chosen with a bias that is not trained
     scale: float = 1.0  # of the weights
-    groups: int = 1  # of experts, of which a token takes experts from `active_groups`, by each group's best two
+    groups: int = 1  # of experts, of which a token takes experts from `active_groups`: by the best of each, or best two
     active_groups: int = 1
+    shared_gate: bool = False  # what every token passes is gated by a sigmoid
     shared_width: int = 0  # feed-forward width of what every token passes besides; 0: none
     clamp: tuple[float, float] | None = None  # gain and limit of a clamped activation; None: silu(gate) * up
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """Queries, keys and values through latents; what each is for is in models/latent_attention.py."""
+
+    q_rank: int | None  # None: queries by one product
+    kv_rank: int  # C
+    plain: int  # values of a query and key that are not rotated
+    rotated: int  # R, of the keys the same for all heads
+    value: int  # W
+    interleaved: bool  # rotated values are neighbouring pairs
+    scale: float  # of the scores, besides E^-0.5
+
+
+@dataclass(frozen=True)
+class DeltaShape:
+    """Layers of a gated delta rule in place of attention; what each size is for is in models/delta_rule.py."""
+
+    layers: tuple[int, ...]
+    key_heads: int  # K
+    heads: int  # H, a multiple of K
+    key: int  # E
+    value: int  # W
+    taps: int  # tokens of the convolution
+    by_key_head: bool  # rows of the first products are those of a key head at a time
+
+    @property
+    def channels(self) -> int:
+        """Number of channels of the convolution."""
+        return 2 * self.key_heads * self.key + self.heads * self.value
 
 
 @dataclass(frozen=True)
@@ -246,6 +354,10 @@ class ModelShape:
     rotated: int | None = None  # values of a head that are rotated; None: all of them
     whole_qk_norm: bool = False  # one norm over all heads of a token, instead of one over each head
     experts: ExpertsShape | None = None
+    latent: LatentShape | None = None
+    delta: DeltaShape | None = None
+    gated: bool = False  # attention's output is gated by sigmoids that the product of queries gives
+    centred: bool = False  # norms multiply by 1 + weight
 
     @classmethod
     def read(cls, hf: HF) -> ModelShape:
@@ -265,8 +377,11 @@ class ModelShape:
         full = {**_DEFAULTS[family], **hf}
         width, heads = _size(hf, "hidden_size"), _size(hf, "num_attention_heads")
         kv_heads = heads if full["num_key_value_heads"] is None else _size(full, "num_key_value_heads")
+        latent = _latent(full) if family in _LATENT else None
         head_width = full["head_dim"] or width // heads
-        if heads % kv_heads or head_width % 2 or (full["head_dim"] is None and width % heads):
+        if latent is not None:
+            kv_heads, head_width = heads, latent.plain + latent.rotated
+        elif heads % kv_heads or head_width % 2 or (full["head_dim"] is None and width % heads):
             found = f"hidden_size {width}, num_attention_heads {heads}, num_key_value_heads {kv_heads}, "
             found += f"head_dim {full['head_dim']}"
             do = "heads must be a multiple of key/value heads, head_dim even, and hidden_size a multiple of heads"
@@ -276,22 +391,77 @@ class ModelShape:
         rotated = None if part == 1 else int(head_width * part)
         experts = _experts(hf, full)
         window, window_layers = _window(full)
-        mixed = family in ("qwen3_moe", "glm4_moe")  # with dense layers of their own width
-        ff_width = experts.ff_width if experts and not mixed else _size(hf, "intermediate_size")
+        ff_width = experts.ff_width if experts and family not in _MIXED else _size(hf, "intermediate_size")
         return cls(
             family=family, layers=_size(hf, "num_hidden_layers"), width=width, heads=heads, kv_heads=int(kv_heads),
             head_width=int(head_width), ff_width=ff_width, vocab=_size(hf, "vocab_size"),
-            tied=bool(hf.get("tie_word_embeddings", False)), qkv_bias=bias or family == "qwen2",
+            tied=bool(full.get("tie_word_embeddings", False)), qkv_bias=bias or family == "qwen2",
             o_bias=bias and family != "glm4_moe", rotated=rotated,
             mlp_bias=bool(hf.get("mlp_bias", False)) and family == "llama",
-            qk_norm=family in ("qwen3", "qwen3_moe", "olmoe") or bool(full.get("use_qk_norm", False)),
-            norm_eps=float(full.get("rms_norm_eps", 1e-6)), rope=_rope(full, rotated or int(head_width)), window=window,
+            delta=_delta(full) if family in _DELTA else None, gated=family in _DELTA, centred=family in _DELTA,
+            qk_norm=family in ("qwen3", "qwen3_moe", "olmoe", *_DELTA) or bool(full.get("use_qk_norm", False)),
+            norm_eps=float(full.get("rms_norm_eps", 1e-6)), window=window,
+            rope=_rope(full, latent.rotated if latent else rotated or int(head_width)), latent=latent,
             window_layers=window_layers, sinks=family == "gpt_oss", whole_qk_norm=family == "olmoe", experts=experts,
         )  # fmt: skip
 
     @property
     def rotated_width(self) -> int:
+        """Number of values of a head that are rotated."""
+        if self.latent is not None:
+            return self.latent.rotated
         return self.head_width if self.rotated is None else self.rotated
+
+    @property
+    def other_blocks(self) -> str | None:
+        """What the blocks have in place of matrices that every technique for our decoder knows; None: nothing."""
+        if self.experts is not None:
+            return "experts"
+        latent, delta = "latent attention", "layers of a delta rule"
+        return latent if self.latent is not None else delta if self.delta is not None else None
+
+    @property
+    def attention_layers(self) -> int:
+        """Number of layers with attention."""
+        return self.layers - (0 if self.delta is None else len(self.delta.layers))
+
+    @property
+    def delta_linears(self) -> dict[str, tuple[int, int]]:
+        """Width and rows of the linears of a layer with a delta rule, by their published names."""
+        D, s = self.width, self.delta
+        if s is None:
+            return {}
+        z, o = s.heads * s.value, {"out_proj": (s.heads * s.value, D)}
+        if s.by_key_head:
+            return {"in_proj_qkvz": (D, s.channels + z), "in_proj_ba": (D, 2 * s.heads), **o}
+        gates = {"in_proj_b": (D, s.heads), "in_proj_a": (D, s.heads)}
+        return {"in_proj_qkv": (D, s.channels), "in_proj_z": (D, z), **gates, **o}
+
+    @property
+    def attended_width(self) -> int:
+        """Number of values that attention gives a token, of all heads."""
+        return self.heads * (self.head_width if self.latent is None else self.latent.value)
+
+    @property
+    def key_width(self) -> float:
+        """Number of values of a token's keys, or of its values, of all heads: a mean of the two."""
+        if self.latent is None:
+            return self.kv_heads * self.head_width
+        return (self.kv_heads * self.head_width + self.attended_width) / 2
+
+    @property
+    def attention_linears(self) -> dict[str, tuple[int, dict[str, int]]]:
+        """Width, and rows of each piece by its published name, of the linears of a block's attention."""
+        D, q, kv, s = self.width, self.heads * self.head_width, self.kv_heads * self.head_width, self.latent
+        o = {"o": (self.attended_width, {"o_proj": D})}
+        if s is None:
+            return {"qkv": (D, {"q_proj": q * (1 + self.gated), "k_proj": kv, "v_proj": kv}), **o}
+        queries = {"q": (D, {"q_proj": q})}
+        if s.q_rank is not None:
+            queries = {"q_a": (D, {"q_a_proj": s.q_rank}), "q_b": (s.q_rank, {"q_b_proj": q})}
+        both = self.heads * (s.plain + s.value)
+        kv_a = {"kv_a": (D, {"kv_a_proj_with_mqa": s.kv_rank + s.rotated})}
+        return {**queries, **kv_a, "kv_b": (s.kv_rank, {"kv_b_proj": both}), **o}
 
     @property
     def active_width(self) -> float:
@@ -316,26 +486,37 @@ class ModelShape:
         return self._matrices(True)
 
     def _matrices(self, every: bool) -> int:
-        D, E, e = self.width, self.head_width, self.experts
-        attention = D * self.heads * E + 2 * D * self.kv_heads * E + self.heads * E * D
+        D, e = self.width, self.experts
+        attention = sum(width * sum(pieces.values()) for width, pieces in self.attention_linears.values())
+        delta = sum(width * rows for width, rows in self.delta_linears.values())
+        mixing = self.attention_layers * attention + (self.layers - self.attention_layers) * delta
         if e is None:
-            return self.layers * (attention + 3 * D * self.ff_width)
+            return mixing + self.layers * 3 * D * self.ff_width
         sparse, dense = len(e.layers), self.layers - len(e.layers)
         experts = 3 * D * (e.ff_width * (e.count if every else e.active) + e.shared_width) + D * e.count
-        return self.layers * attention + sparse * experts + dense * 3 * D * self.ff_width
+        experts += D if e.shared_gate else 0
+        return mixing + sparse * experts + dense * 3 * D * self.ff_width
 
     @property
     def parameters(self) -> int:
         """Number of all parameters, a tied head counted once."""
         D, E, F = self.width, self.head_width, self.ff_width
         q, kv = self.heads * E, self.kv_heads * E
-        small = 2 * D + (0 if not self.qk_norm else q + kv if self.whole_qk_norm else 2 * E)
+        small = 0 if not self.qk_norm else q + kv if self.whole_qk_norm else 2 * E
         small += self.heads if self.sinks else 0
-        small += (q + 2 * kv if self.qkv_bias else 0) + (D if self.o_bias else 0) + (2 * F + D if self.mlp_bias else 0)
+        biased = q * (1 + self.gated) + 2 * kv
+        if (s := self.latent) is not None:
+            small += s.kv_rank + (s.q_rank or 0)
+            biased = s.kv_rank + s.rotated + (s.q_rank or 0)
+        small += (biased if self.qkv_bias else 0) + (D if self.o_bias else 0)
         outer = self.vocab * D * (1 if self.tied else 2)
         e = self.experts
         biases = len(e.layers) * e.count * (1 + 2 * e.ff_width + D) if e is not None and e.biases else 0
-        return self.block_matrices + self.layers * small + biases + D + outer
+        every = 2 * D + (2 * F + D if self.mlp_bias else 0)  # of a layer, whatever mixes its tokens
+        small = self.attention_layers * small + self.layers * every
+        if (d := self.delta) is not None:
+            small += len(d.layers) * (d.channels * d.taps + 2 * d.heads + d.value)
+        return self.block_matrices + small + biases + D + outer
 
     @property
     def block_parameters(self) -> int:
@@ -358,7 +539,11 @@ class ModelShape:
             tokens: real tokens.
             attended: sum of squared document lengths; half of those products are above the diagonal and not counted.
         """
-        return 6 * self.matrix_parameters * tokens + 6 * attended * self.heads * self.head_width * self.layers
+        products = self.heads * self.head_width + self.attended_width  # of a query: with a key, and with a value
+        flop = 6 * self.matrix_parameters * tokens + 3 * attended * products * self.attention_layers
+        if (d := self.delta) is not None:  # the state read, corrected and read again; and the convolution
+            flop += 6 * tokens * len(d.layers) * (3 * d.heads * d.key * d.value + d.taps * d.channels)
+        return flop
 
 
 def _size(hf: HF, key: str) -> int:
@@ -439,10 +624,43 @@ def _yarn_scale(given: HF, factor: float) -> float:
     return scale(one) / scale(other) if one and other else scale(1.0)
 
 
+def _delta(full: HF) -> DeltaShape:
+    """Read the layers of a delta rule, every one but each fourth unless listed."""
+    L, every = _size(full, "num_hidden_layers"), _size(full, "full_attention_interval")
+    kinds = full.get("layer_types") or ["linear_attention" if (i + 1) % every else "full_attention" for i in range(L)]
+    heads, key_heads = _size(full, "linear_num_value_heads"), _size(full, "linear_num_key_heads")
+    if heads % key_heads:
+        found = f"linear_num_value_heads {heads}, linear_num_key_heads {key_heads}"
+        raise ConfigError("a delta rule from config.json", found, "the first must be a multiple of the second")
+    return DeltaShape(
+        layers=tuple(i for i, kind in zip(range(L), kinds, strict=False) if kind == "linear_attention"),
+        key_heads=key_heads, heads=heads, key=_size(full, "linear_key_head_dim"),
+        value=_size(full, "linear_value_head_dim"), taps=_size(full, "linear_conv_kernel_dim"),
+        by_key_head=full["model_type"] == "qwen3_next",
+    )  # fmt: skip
+
+
+def _latent(full: HF) -> LatentShape:
+    """Read the sizes of latent attention; with YaRN scores have the square of its factor for all values of a head."""
+    rope, rank = rope_settings(full), full["q_lora_rank"]
+    factor, by = float(rope.get("factor") or 1.0), float(rope.get("mscale_all_dim") or 0.0)
+    grown = rope_kind(full) != "default" and by and factor > 1
+    rotated = _size(full, "qk_rope_head_dim")
+    if rotated % 2:
+        do = "give qk_rope_head_dim an even number"
+        raise ConfigError("rotary embedding from config.json", f"qk_rope_head_dim {rotated}", do)
+    return LatentShape(
+        q_rank=None if rank is None else _size(full, "q_lora_rank"), kv_rank=_size(full, "kv_lora_rank"),
+        plain=_size(full, "qk_nope_head_dim"), rotated=rotated, value=_size(full, "v_head_dim"),
+        interleaved=full["model_type"] == "deepseek_v2" or bool(full["rope_interleave"]),
+        scale=(0.1 * by * math.log(factor) + 1.0) ** 2 if grown else 1.0,
+    )  # fmt: skip
+
+
 def _experts(hf: HF, full: HF) -> ExpertsShape | None:
     """Read the experts of a family that has them, in layers `decoder_sparse_step` apart but for `mlp_only_layers`."""
     key = next((key for given in (hf, full) for key in EXPERTS if given.get(key) is not None), "")
-    if full["model_type"] not in MIXTURES or not full[key]:
+    if full["model_type"] not in MIXTURES or not full.get(key):
         return None
     count, active = _size(full, key), _size(full, "num_experts_per_tok")
     if active > count:
@@ -451,8 +669,11 @@ def _experts(hf: HF, full: HF) -> ExpertsShape | None:
     step, dense = full.get("decoder_sparse_step") or 1, set(full.get("mlp_only_layers") or ())
     layers = range(_size(full, "num_hidden_layers"))
     first = int(full.get("first_k_dense_replace") or 0)
-    sigmoid = full["model_type"] == "glm4_moe"
-    groups = int(full.get("n_group") or 1)
+    sigmoid = full["model_type"] in _SIGMOID
+    groups = 1 if full.get("topk_method") == "greedy" else int(full.get("n_group") or 1)
+    kinds = full.get("mlp_layer_types")
+    dense |= {i for i, kind in enumerate(kinds or ()) if kind == "dense"}
+    first = first if kinds is None else 0
     if count % groups or (sigmoid and count // groups < 2):
         do = "give n_group a divisor with two experts or more in a group"
         raise ConfigError("experts from config.json", f"{key} {count}, n_group {groups}", do)
@@ -464,7 +685,9 @@ def _experts(hf: HF, full: HF) -> ExpertsShape | None:
         balance=float(full["router_aux_loss_coef"]) if full.get("output_router_logits") and not sigmoid else 0.0,
         biases=full["model_type"] == "gpt_oss", sigmoid=sigmoid, scale=float(full.get("routed_scaling_factor") or 1.0),
         groups=groups, active_groups=int(full.get("topk_group") or 1),
-        shared_width=int(full.get("n_shared_experts") or 0) * _size(full, width),
+        shared_width=int(full.get("shared_expert_intermediate_size") or 0)
+        or int(full.get("n_shared_experts") or 0) * _size(full, width),
+        shared_gate=full["model_type"] == "qwen3_next",
         clamp=(float(full["swiglu_alpha"]), float(full["swiglu_limit"])) if "swiglu_limit" in full else None,
     )  # fmt: skip
 
@@ -478,7 +701,7 @@ def _rotary_part(full: HF) -> float:
 def _window(full: HF) -> tuple[int | None, tuple[int, ...]]:
     """Return the sliding window, and the layers that have it."""
     family, window, layers = full["model_type"], full.get("sliding_window"), range(full["num_hidden_layers"])
-    if family in ("llama", "olmoe", "glm4_moe") or window is None:
+    if family in ("llama", "olmoe", "glm4_moe", *_LATENT, *_DELTA) or window is None:
         return None, ()
     if family in ("mistral", "mixtral"):
         return int(window), tuple(layers)
@@ -526,7 +749,13 @@ def native_obstacle(hf: HF) -> str | None:
     for key in ("clip_qkv", "router_jitter_noise"):
         if hf.get(key):
             return f"{key} {hf[key]}, which our decoder does not have"
-    odd = sorted(set(hf.get("layer_types") or ()) - {"full_attention", "sliding_attention"})
+    for key, agreed in _AGREED.get(family, {}).items():
+        if hf.get(key) not in (None, *agreed) and not (key == "first_k_dense_replace" and hf.get("mlp_layer_types")):
+            return f"{key} {hf[key]!r}, where our decoder has {' or '.join(map(repr, agreed))} in a {family} model"
+    if family in _LATENT and hf.get("num_key_value_heads") not in (None, hf.get("num_attention_heads")):
+        return f"num_key_value_heads {hf['num_key_value_heads']}, fewer or more than heads, beside a latent"
+    known = {"full_attention", "linear_attention" if family in _DELTA else "sliding_attention"}
+    odd = sorted(set(hf.get("layer_types") or ()) - known)
     return f"layer types {', '.join(map(repr, odd))}" if odd else None
 
 

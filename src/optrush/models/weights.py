@@ -40,7 +40,11 @@ Shape = tuple[int, ...]
 Initializer = Callable[[Tensor, Shape], None]
 """Fills a tensor with the rectangle of one parameter that begins at an offset and has the tensor's shape."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-LATER_LAYERS = ("glm4_moe",)  # families whose files may have layers that predict further tokens
+LATER_LAYERS = (
+    "glm4_moe",
+    "glm4_moe_lite",
+    "deepseek_v3",
+)  # families whose files may have layers that predict further tokens
 CHUNK_rows = 32768  # rows read at a time, where all rows of an embedding or head are
 EDGE_bytes = 4096  # at either end of a tensor, in a fingerprint
 
@@ -334,6 +338,13 @@ class WeightMap:
 _BLOCK_NAMES = {
     "norm1": ("input_layernorm",),
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "q": ("self_attn.q_proj",),
+    "q_a": ("self_attn.q_a_proj",),
+    "q_a_norm": ("self_attn.q_a_layernorm",),
+    "q_b": ("self_attn.q_b_proj",),
+    "kv_a": ("self_attn.kv_a_proj_with_mqa",),
+    "kv_a_norm": ("self_attn.kv_a_layernorm",),
+    "kv_b": ("self_attn.kv_b_proj",),
     "q_norm": ("self_attn.q_norm",),
     "k_norm": ("self_attn.k_norm",),
     "o": ("self_attn.o_proj",),
@@ -341,6 +352,7 @@ _BLOCK_NAMES = {
     "norm2": ("post_attention_layernorm",),
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
+    "shared_gate": ("mlp.shared_expert_gate",),
 }
 _OUTER_NAMES = {"embedding": "{}embed_tokens", "norm": "{}norm", "head": "lm_head"}
 
@@ -381,10 +393,14 @@ def native_entries(model: Decoder, stored: Collection[str] = (), prefix: str = "
             names = [f"{_OUTER_NAMES[owner].format(prefix)}.{kind}"]
         else:
             _, number, *inside = owner.split(".")
-            part = inside[0] if inside else "sinks"
-            names = [f"{prefix}layers.{number}.{hf}.{kind}" for hf in _BLOCK_NAMES[part]]
-            if model.get_submodule(f"blocks.{number}").shared:
-                names = [name.replace(".mlp.", ".mlp.shared_experts.") for name in names]
+            layer, part = f"{prefix}layers.{number}", inside[-1] if inside else "sinks"
+            if inside[:1] == ["delta"]:
+                names = [".".join((layer, "linear_attn", *inside[1:], kind))]
+            else:
+                names = [f"{layer}.{hf}.{kind}" for hf in _BLOCK_NAMES[part]]
+            if model.get_submodule(f"blocks.{number}").shared and part in ("gate_up", "down"):
+                shared = ".mlp.shared_expert." if model.shape.delta is not None else ".mlp.shared_experts."
+                names = [name.replace(".mlp.", shared) for name in names]
         rows, groups = [shape[0]], 1
         if isinstance(module, Linear):
             rows, groups = [n for _, n in module.output_splits], module.groups
@@ -451,11 +467,18 @@ def random_init(hf: HF, seed: int, constants: Mapping[str, float]) -> RandomInit
     return RandomInit(seed, float(text_config(hf).get("initializer_range") or 0.02), constants)
 
 
-def native_constants(entries: Mapping[str, WeightEntry]) -> dict[str, float]:
-    """Return the initial values of a decoder's biases and norms."""
+def native_constants(entries: Mapping[str, WeightEntry], centred: bool = False) -> dict[str, float]:
+    """Return the initial values of a decoder's biases, norms (centred: of 1 + weight) and decays.
+
+    Published decays are drawn from (0, 16); here all begin in the middle.
+    """
     names = [name for entry in entries.values() for name, _ in entry.pieces]
     biases = {name: 0.0 for name in names if name.endswith("bias")}
-    return biases | {name: 1.0 for name in names if name.endswith("norm.weight")}
+    ones = {
+        name: 0.0 if centred and ".linear_attn." not in name else 1.0 for name in names if name.endswith("norm.weight")
+    }
+    decays = {name: math.log(8.0) for name in names if name.endswith("A_log")}
+    return biases | ones | decays | {name: 1.0 for name in names if name.endswith("dt_bias")}
 
 
 # --- export: config.json and safetensors in transformers' layout, written tensor by tensor

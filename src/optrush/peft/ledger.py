@@ -12,25 +12,29 @@ from optrush.config import nearest
 from optrush.errors import NeedsError
 from optrush.hardware import Device
 from optrush.planner.ledger import OURS, Line, Rule, WorkItem, add, freeze_rule, like, live, retype
+from optrush.technique import LINEARS as technique_linears
 from optrush.technique import Environment, Part, Requirement, compilers
 
 if TYPE_CHECKING:
     from optrush.models.shapes import ModelShape
 
 
-PIECES = {  # of each linear of our decoder
+PIECES = {  # of each linear of our decoder; latent attention has linears of one piece
     "qkv": ("q_proj", "k_proj", "v_proj"),
     "o": ("o_proj",),
     "gate_up": ("gate_proj", "up_proj"),
     "down": ("down_proj",),
 }
 LINEARS = tuple(name for names in PIECES.values() for name in names)
+LATENT = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")  # of latent attention
+LATENT_LINEARS = technique_linears[4:]  # of our decoder, in the same order
 EVERY = ("auto", "all-linear")
 SETS = {"attention": LINEARS[:4], "mlp": LINEARS[4:], "experts": ("gate_up_proj", "down_proj")}
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 SPLITS = r"pissa|olora|pissa_niter_[1-9]\d?"  # values of `init` that split the weights themselves
 TILE = 64  # an adapter's rows fill whole tiles of a product behind a weight; else a compiler would pad, and copy
-WHOLE = (EMBEDDING, HEAD, "norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
+WHOLE = (EMBEDDING, HEAD, "norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm",
+         "q_a_layernorm", "kv_a_layernorm")  # fmt: skip
 
 
 def tiles(many: int) -> int:
@@ -44,15 +48,30 @@ def last(module: str) -> str:
 
 def chosen(asked: str | Sequence[str], known: Collection[str]) -> tuple[str, ...]:
     """Return the names that `targets` selects in a model with linears of these names."""
-    if isinstance(asked, str):
-        return tuple(known) if asked in EVERY else SETS.get(asked, (asked,))
-    return tuple(asked)
+    if not isinstance(asked, str):
+        return tuple(asked)
+    if asked == "attention":
+        return attention_of(known)
+    return tuple(known) if asked in EVERY else SETS.get(asked, (asked,))
+
+
+def attention_of(known: Collection[str]) -> tuple[str, ...]:
+    """Return the names of attention's linears in a model with linears of these names."""
+    return tuple(name for name in LATENT if name in known) if LATENT[3] in known else SETS["attention"]
+
+
+def names_of(shape: ModelShape | None) -> tuple[str, ...]:
+    """Return the names of a block's linears without those of experts; those of most families, if unknown."""
+    if shape is None:
+        return LINEARS
+    return tuple(name for _, pieces in shape.attention_linears.values() for name in pieces) + SETS["mlp"]
 
 
 def targeted(targets: str | Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Yield each linear of our decoder that `targets` names, and the number of its pieces."""
-    names = {*chosen(targets, LINEARS)}
-    yield from ((linear, count) for linear, pieces in PIECES.items() if (count := len(names & {*pieces})))
+    """Yield each linear of our decoder that `targets` names, whatever the attention, and the number of its pieces."""
+    names = {*chosen(targets, LINEARS), *chosen(targets, LATENT)}
+    linears = PIECES | {linear: (name,) for linear, name in zip(LATENT_LINEARS, LATENT, strict=False)}
+    yield from ((linear, count) for linear, pieces in linears.items() if (count := len(names & {*pieces})))
 
 
 def require_names(technique: str, option: str, asked: str | Sequence[str], known: Collection[str]) -> Requirement:
@@ -80,11 +99,13 @@ def whole(technique: str, save: Sequence[str], known: Collection[str], tied: boo
 
 def require_targets(technique: str, env: Environment, targets: str | Sequence[str]) -> Requirement:
     """Require that our decoder has what `targets` names: linears, and of experts both stacked matrices."""
+    known = names_of(env.shape)
     if env.shape is None or env.shape.experts is None:
-        return require_names(technique, "targets", targets, LINEARS)
-    wrong = next((name for name in chosen(targets, SETS["attention"]) if name in ("gate_proj", "up_proj")), None)
+        return require_names(technique, "targets", targets, known)
+    attention = attention_of(known)
+    wrong = next((name for name in chosen(targets, attention) if name in ("gate_proj", "up_proj")), None)
     if wrong is None:
-        return require_names(technique, "targets", targets, (*SETS["attention"], *SETS["experts"]))
+        return require_names(technique, "targets", targets, (*attention, *SETS["experts"]))
     found, do = f"{wrong} is a part of the experts' gate_up_proj", "take targets=attention, or targets=experts"
     return Requirement(False, f"`{technique}:targets={targets}`", found, do)
 
@@ -93,18 +114,14 @@ def expert_sizes(shape: ModelShape, targets: str | Sequence[str]) -> Iterator[tu
     """Yield (name, width, rows) of an expert's matrices that `targets` names."""
     if shape.experts is None:
         return
-    names, F = chosen(targets, SETS["attention"]), shape.experts.ff_width
+    names, F = chosen(targets, attention_of(names_of(shape))), shape.experts.ff_width
     sizes = {"gate_up_proj": (shape.width, 2 * F), "down_proj": (F, shape.width)}
     yield from ((name, *size) for name, size in sizes.items() if name in names)
 
 
 def linear_sizes(shape: ModelShape) -> dict[str, tuple[int, dict[str, int]]]:
     """Return (width, rows of each piece) of a block's linears; a model with experts has those of its attention."""
-    s, q, kv = shape, shape.heads * shape.head_width, shape.kv_heads * shape.head_width
-    attention = {
-        "qkv": (s.width, {"q_proj": q, "k_proj": kv, "v_proj": kv}),
-        "o": (q, {"o_proj": s.width}),
-    }
+    s, attention = shape, shape.attention_linears
     if s.experts is not None:
         return attention
     return attention | {
@@ -152,6 +169,8 @@ def predict_frozen(
 def _inputs(env: Environment, shape: ModelShape, keep: Collection[str]) -> Iterator[Rule]:
     """Yield that a frozen product does not save its input; an adapter may."""
     yield live("saved.normed", "no frozen product keeps what enters it", gone=True)
+    if shape.latent is not None:
+        yield live("saved.latents", "no frozen product keeps what enters it", gone=True)
     if shape.experts is not None and "routed" not in keep:
         yield live("saved.routed", "no frozen product keeps what enters it", gone=True)
     if "down" not in keep:

@@ -15,11 +15,12 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import cache
 
-from optrush.models.shapes import ModelShape
+from optrush.models.shapes import DeltaShape, ModelShape
 from optrush.planner import ledger
 from optrush.planner.ledger import ComputedIn, Entry, Ledger, Line, Live, Role, Rule, Side, WorkItem
 from optrush.technique import Environment, Part, Teacher, Technique
 
+DELTA_CHUNK = 64  # tokens a chunk (models/delta_rule.py)
 CUBLAS_BYTES = 100e6  # workspaces that torch gives cuBLAS on a GPU, and batches; measured on an H200
 # On a CPU the resident set is counted: the process with Python, torch and a tokenizer, and the C library's heap, which
 # keeps more than is in use. The factors were fitted to a small model's ladder (Linux, torch 2.13); whole scores, which
@@ -96,7 +97,7 @@ def _parameters(s: ModelShape) -> Iterator[Line]:
 
 
 def _block(s: ModelShape, T: int, native: bool, cuda: bool) -> Iterator[Line]:
-    D, F, q, kv = s.width, s.active_width, s.heads * s.head_width, s.kv_heads * s.head_width
+    D, F, q, kv = s.width, s.active_width, s.heads * s.head_width, s.key_width
 
     def saved(name: str, reason: str, values: float, role: Role, fusable: bool = False, side: Side = "") -> Line:
         values *= s.layers
@@ -110,15 +111,34 @@ def _block(s: ModelShape, T: int, native: bool, cuda: bool) -> Iterator[Line]:
     yield saved("normed", "what enters the products after the norms, 2 D", 2 * D, "product")
     if not native:
         yield saved("normed again", "autocast copies it for each product that reads it, 3 D", 3 * D, "cast", True)
+    full = s.attention_layers / s.layers  # share of the layers that have attention
+
+    def attention(name: str, reason: str, values: float, role: Role, fusable: bool = False) -> Line:
+        return saved(name, reason, full * values, role, fusable)
+
     if s.qk_norm:
-        yield saved("entering heads", "what enters the norms of queries and keys, (H + K) E", q + kv, "residual", True)
-        yield saved("widened heads", "float32 copies inside these norms, (H + K) E", q + kv, "widening", True)
-        yield saved("normalised heads", "before these norms' weights, (H + K) E", q + kv, "residual", True)
-    yield saved("heads", "queries, keys and values, (H + 2 K) E", q + 2 * kv, "product")
-    yield saved("spread", "keys and values repeated for each query head, 2 (H - K) E", 2 * (q - kv), "product")
-    yield saved("scores.held", "probabilities, H T, in float32", s.heads * T, "wide")
-    yield saved("scores.cast.held", "probabilities again, in the products' type", s.heads * T, "narrowing", True)
-    yield saved("attended", "what enters the output product, H E", q, "product")
+        why = "what enters the norms of queries and keys, (H + K) E"
+        yield attention("entering heads", why, q + kv, "residual", True)
+        yield attention("widened heads", "float32 copies inside these norms, (H + K) E", q + kv, "widening", True)
+        yield attention("normalised heads", "before these norms' weights, (H + K) E", q + kv, "residual", True)
+    if (latent := s.latent) is not None:
+        ranks = latent.kv_rank + (latent.q_rank or 0)
+        entering = ranks + latent.rotated
+        yield attention("entering heads", "latents before their norms, and the shared key", entering, "residual")
+        yield attention("widened heads", "float32 copies inside these norms", ranks, "widening", True)
+        yield attention("normalised heads", "before these norms' weights", ranks, "residual", True)
+        yield attention("latents", "what enters the products after these norms", ranks, "product")
+    yield attention("heads", "queries, keys and values, (H + 2 K) E", q + 2 * kv, "product")
+    why, spread = "keys and values repeated for each query head, 2 (H - K) E", (s.heads - s.kv_heads) * s.head_width
+    yield attention("spread", why, 2 * spread, "product")
+    yield attention("scores.held", "probabilities, H T, in float32", s.heads * T, "wide")
+    yield attention("scores.cast.held", "probabilities again, in the products' type", s.heads * T, "narrowing", True)
+    yield attention("attended", "what enters the output product, H E", s.attended_width, "product")
+    if s.gated:
+        why = "the gate of its output, its sigmoid, and what that multiplies, 3 H E"
+        yield attention("output gate", why, 3 * s.attended_width, "product")
+    if s.delta is not None:
+        yield from _delta_rule(s.delta, len(s.delta.layers))
     yield saved("gate_up", "gate and up, 2 F", 2 * F, "product", side="feed")
     yield saved("gated", "the gate after its activation, F", F, "product", True, "feed")
     yield saved("product", "what enters the down product, F", F, "product", side="feed")
@@ -150,6 +170,22 @@ def _block(s: ModelShape, T: int, native: bool, cuda: bool) -> Iterator[Line]:
     yield Line("feed.gradients", "gradients of gate and up, 2 F", 2 * F, "product", "backward", True, side="feed")
 
 
+def _delta_rule(d: DeltaShape, layers: int) -> Iterator[Line]:
+    """Yield what layers of a delta rule save, by torch's operators (models/delta_rule.py)."""
+
+    def saved(name: str, reason: str, values: float, role: Role) -> Line:
+        return Line(f"saved.rule.{name}", reason, layers * values, role, "saved", True, layers)
+
+    why = "what enters the convolution, once a tap, and leaves it"
+    yield saved("mixed", why, (d.taps + 1) * d.channels, "product")
+    yield saved("pairs", "products of two tokens of a chunk, 5 H C", 5 * d.heads * DELTA_CHUNK, "wide")
+    why = "queries, keys and values of a chunk, and what its system gives, H (6 E + 3 W)"
+    states = 2 * d.heads * d.key * d.value / DELTA_CHUNK
+    yield saved("heads", why, d.heads * (6 * d.key + 3 * d.value) + 2 * d.key_heads * d.key + states, "wide")
+    yield saved("gated", "what the norm and the gate keep, H W each", 3 * d.heads * d.value, "wide")
+    yield saved("leaves", "the gate, and what enters the output product, 2 H W", 2 * d.heads * d.value, "product")
+
+
 def _head(s: ModelShape) -> Iterator[Line]:
     D, V = s.width, s.vocab
 
@@ -173,7 +209,7 @@ def _rest(s: ModelShape, cuda: bool) -> Iterator[Line]:
     experts = 1 if s.experts is None else s.experts.count
     largest = max(s.vocab * s.width, experts * s.width * 2 * (s.experts or s).ff_width)
     yield Line("update.loop", "two temporaries of the largest parameter", 2 * largest, "weight", "update")
-    yield Line("angles", "cosines and sines, 2 E", 2 * s.head_width, "residual", "always", True)
+    yield Line("angles", "cosines and sines, 2 E", 2 * s.rotated_width, "residual", "always", True)
     yield Line("stream gradient", "the gradient that enters the embedding, D", s.width, "residual", "end", True)
     yield Line("batch", "tokens, labels, positions, documents", 28, "byte", "always", True)
     if cuda:
@@ -184,27 +220,47 @@ def _rest(s: ModelShape, cuda: bool) -> Iterator[Line]:
 
 def _work(s: ModelShape, T: int, native: bool, padding: float) -> Iterator[WorkItem]:
     D, F, V, L = s.width, s.active_width, s.vocab, s.layers
-    q, kv = s.heads * s.head_width, s.kv_heads * s.head_width
-    scores = s.heads * T * L
+    q, kv, linears = s.heads * s.head_width, s.key_width, s.attention_linears
+    weights: dict[str, float] = {name: width * sum(pieces.values()) for name, (width, pieces) in linears.items()}
+    o, full = weights.pop("o"), s.attention_layers / L
+    scores = s.heads * T * s.attention_layers
+    qkv, o, delta = full * sum(weights.values()), full * o, s.delta
+    if delta is not None:
+        out = s.delta_linears["out_proj"]
+        inner = sum(width * rows for width, rows in s.delta_linears.values()) - out[0] * out[1]
+        qkv, o = qkv + (1 - full) * inner, o + (1 - full) * out[0] * out[1]
 
     def moved(name: str, reason: str, values: float, role: Role = "product", fusable: bool = False) -> WorkItem:
         return WorkItem(name, reason, "token", values=values, role=role, fusable=fusable)
 
     yield WorkItem("padding", "slots that hold no token", "token", padding=padding)
-    for name, weights in (("qkv", D * (q + 2 * kv)), ("o", q * D), ("gate_up", 2 * D * F), ("down", F * D)):
-        yield WorkItem(f"forward.{name}", "2 a weight of the blocks", "token", 2 * L * weights)
-        yield WorkItem(f"backward.{name}", "4 a weight of the blocks", "token", 4 * L * weights)
-    yield WorkItem("forward.scores", "every score, masked or not: 4 T H E a block", "token", 4 * T * q * L)
+    for name, each in (("qkv", qkv), ("o", o), ("gate_up", 2 * D * F), ("down", F * D)):
+        yield WorkItem(f"forward.{name}", "2 a weight of the blocks", "token", 2 * L * each)
+        yield WorkItem(f"backward.{name}", "4 a weight of the blocks", "token", 4 * L * each)
+    flop = 2 * T * (q + s.attended_width) * s.attention_layers  # of a query: with a key, and with a value
+    yield WorkItem("forward.scores", "every score, masked or not: 4 T H E a block", "token", flop)
     why = "scores written, scaled, masked, made probabilities, cast, read"
     yield moved("forward.scores.moved", why, 10 * scores, "wide")
     yield moved("forward.elementwise", "norms, rotation, gating", L * (6 * D + 2 * (q + kv) + 3 * F))
     yield moved("forward.eager", "the same one operator at a time", L * 75 * D, "plain", True)
     yield WorkItem("forward.launches", "about 45 operators a block", "micro", launches=45 * L, fusable=True)
-    yield WorkItem("backward.scores", "8 T H E a block", "token", 8 * T * q * L)
+    yield WorkItem("backward.scores", "8 T H E a block", "token", 2 * flop)
     yield moved("backward.scores.moved", "gradients of the scores, likewise", 11 * scores, "wide")
     yield moved("backward.elementwise", "norms, rotation, gating", L * (10 * D + 2 * (q + kv) + 6 * F))
     yield moved("backward.eager", "the same one operator at a time", L * 150 * D, "plain", True)
     yield WorkItem("backward.launches", "about 90 operators a block", "micro", launches=90 * L, fusable=True)
+    if delta is not None:
+        E, W, C = delta.key, delta.value, DELTA_CHUNK
+        rule = 2.0 * delta.heads * (2 * C * E + C * (E + W) / 2 + C * W + 3 * E * W) * len(delta.layers)
+        why = "products of a chunk, its system, and the state"
+        yield WorkItem("forward.rule", why, "token", rule)
+        yield WorkItem("backward.rule", f"{why}, twice", "token", 2 * rule)
+        values = len(delta.layers) * (4.0 * delta.channels + delta.heads * (5 * C + 9 * E + 6 * W))
+        yield moved("forward.rule.moved", "what a chunk reads and writes", values, "wide")
+        yield moved("backward.rule.moved", "likewise, twice", 2 * values, "wide")
+        chunks = len(delta.layers) * T / C
+        yield WorkItem("forward.rule.launches", "6 operators a chunk of a row", "micro", launches=6 * chunks)
+        yield WorkItem("backward.rule.launches", "12 operators a chunk of a row", "micro", launches=12 * chunks)
     if s.experts is not None:
         sparse, k, N = len(s.experts.layers), s.experts.active, s.experts.count
         yield WorkItem("forward.router", "2 a weight of the routers", "token", 2 * sparse * D * N)

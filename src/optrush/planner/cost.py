@@ -103,8 +103,15 @@ class WorkTime:
 def linears(shape: ModelShape) -> dict[str, tuple[int, int]]:
     """Return (outputs, inputs) of each kind of linear, by the last part of the work's name in the ledger."""
     D, F = shape.width, shape.ff_width
-    q, kv = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
-    return {"qkv": (q + 2 * kv, D), "o": (D, q), "gate_up": (2 * F, D), "down": (D, F), "head": (shape.vocab, D)}
+    all_ = shape.attention_linears
+    rows = sum(width * sum(pieces.values()) for name, (width, pieces) in all_.items() if name != "o") // D
+    return {
+        "qkv": (rows, D),
+        "o": (D, shape.attended_width),
+        "gate_up": (2 * F, D),
+        "down": (D, F),
+        "head": (shape.vocab, D),
+    }
 
 
 # --- rates

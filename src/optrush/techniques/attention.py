@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from optrush.errors import NeedsError
 from optrush.planner.ledger import Line, Rule, add, live
 from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, Trainer, library
 
@@ -21,6 +22,8 @@ class Attention(Technique):
     varlen: torch's FlashAttention over documents, no mask; bf16 or fp16 on CUDA.
     cudnn: cuDNN's kernel, rows of one document only; bf16 or fp16 on CUDA.
     fa4: the package flash-attn-4, over documents or dense rows; bf16 or fp16, Hopper and later.
+    delta: of layers with a delta rule in place of attention: `fla`, the package flash-linear-attention, on CUDA unless
+        chosen otherwise; `plain`, torch's operators in chunks, elsewhere.
 
     Source: Dao, https://arxiv.org/abs/2307.08691
     Memory: masked saves about B*H*T*T*(4+2) bytes a block; the others B*T*H*E*2 and one number a row and head; sdpa on
@@ -29,6 +32,7 @@ class Attention(Technique):
     """
 
     impl: Literal["masked", "sdpa", "varlen", "cudnn", "fa4"] = "sdpa"
+    delta: Literal["fla", "plain"] | None = None
 
     name = "attention"
     summary = "attention without holding the scores: sdpa, varlen, cudnn, fa4; or the exact masked one"
@@ -41,6 +45,7 @@ class Attention(Technique):
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         yield from _kinds(env, self.impl)
+        yield from self._delta_rule(env)
         if self.impl == "sdpa" and env.sdpa_obstacle is not None:
             yield Requirement(False, "`attention:impl=sdpa`", env.sdpa_obstacle, "take impl=masked")
         if self.impl in ("masked", "sdpa"):
@@ -54,8 +59,27 @@ class Attention(Technique):
             met, found = Part.PACKED_ROWS not in env.claimed, "a technique puts several documents into a row"
             yield Requirement(met, f"`{asked}` needs rows of one document", found, "take impl=varlen")
 
+    def _delta_rule(self, env: Environment) -> Iterator[Requirement]:
+        """Require what the kernel of a delta rule needs, and a model that has one if it is chosen."""
+        asked = f"`attention:delta={self.delta}`"
+        if env.shape is None or env.shape.delta is None:
+            found = "a model without layers of a delta rule in our own decoder"
+            yield Requirement(self.delta is None, asked, found, "leave delta out")
+        elif self._rule(env) == "fla":
+            yield env.needs_gpu("attention:delta=fla")
+            found, do = (
+                "compiled blocks, whose graph it breaks",
+                "take attention:delta=plain, or leave compile out",
+            )
+            yield Requirement(Part.COMPILED not in env.claimed, "`attention:delta=fla`", found, do)
+
+    def _rule(self, env: Environment) -> str:
+        return self.delta or ("fla" if env.device.kind == "cuda" else "plain")
+
     def predict(self, env: Environment) -> Iterator[Rule]:
         """With packed rows a mask costs whole scores, a kernel that takes the documents only their squares."""
+        if env.shape is not None and env.shape.delta is not None and self._rule(env) == "fla":
+            yield live("saved.rule.pairs", "the kernel keeps no pairs of tokens", gone=True)
         if self.impl == "masked":
             return
         masked = self.impl == "sdpa" and Part.PACKED_ROWS in env.claimed
@@ -78,12 +102,15 @@ class Attention(Technique):
             yield live("*.scores", why, times=times, unit=unit)
 
     def packages(self) -> tuple[tuple[str, str], ...]:
-        return (("flash-attn-4", "kernels"),) if self.impl == "fa4" else ()
+        rule = (("flash-linear-attention", "fla"),) if self.delta == "fla" else ()
+        return (*((("flash-attn-4", "kernels"),) if self.impl == "fa4" else ()), *rule)
 
     @classmethod
     def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
         yield {}
         yield {"impl": "varlen"}  # packed rows without a mask
+        if env.shape is not None and env.shape.delta is not None and env.device.kind == "cuda":
+            yield {"impl": "varlen", "delta": "plain"}  # which a compiler takes
         if (9, 0) <= env.device.capability < (12, 0):  # the cards of data centres
             yield {"impl": "fa4"}
 
@@ -91,14 +118,28 @@ class Attention(Technique):
         if self.impl == "cudnn":
             trainer.model.supports_packing = False  # so that evaluation does not pack either
             trainer.notes.append("attention: evaluation takes one document a row, cudnn cannot isolate several")
+        shape = trainer.env.shape
+        if shape is not None and shape.delta is not None:
+            rule = self._rule(trainer.env)
+            if rule == "fla" and library("flash-linear-attention") is None:
+                found = "the package flash-linear-attention is not installed"
+                do = "python -m pip install 'optrush[fla]', or take attention:delta=plain"
+                raise NeedsError("a delta rule on CUDA", found, do)
+            from optrush.models.decoder import Decoder
+
+            assert isinstance(trainer.model, Decoder), "no other has such a shape"
+            trainer.model.set_rule(rule)
         return trainer.model.set_attention(self.impl)
 
 
 def _kinds(env: Environment, impl: str) -> Iterator[Requirement]:
-    """Require a kernel that has the windows and sinks of the model."""
+    """Require a kernel that has the windows, the sinks and the widths of the model."""
     asked, s = f"`attention:impl={impl}`", env.shape
     if s is not None and s.window is not None and s.window < env.seq:
         found = f"a sliding window of {s.window} tokens in some layers, and rows of {env.seq}"
+        yield Requirement(impl in ("masked", "sdpa", "varlen"), asked, found, "take impl=varlen or sdpa")
+    if s is not None and s.latent is not None:
+        found = f"queries and keys of {s.head_width} values, and values of {s.latent.value}"
         yield Requirement(impl in ("masked", "sdpa", "varlen"), asked, found, "take impl=varlen or sdpa")
     if s is not None and s.sinks:
         yield Requirement(impl in ("masked", "sdpa"), asked, "attention sinks in the model", "take impl=sdpa")

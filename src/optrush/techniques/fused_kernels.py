@@ -71,12 +71,19 @@ class FusedKernels(Technique):
             clamped = env.shape is not None and env.shape.experts is not None and env.shape.experts.clamp is not None
             asked = f"`fused-kernels:mlp={self.mlp}` computes silu(gate) * up"
             yield Requirement(not clamped, asked, "a clamped activation in the model's experts", "take mlp=none")
+        if self.norm:
+            centred = env.shape is not None and env.shape.centred
+            asked = "`fused-kernels:norm=true` multiplies by the norms' weights"
+            yield Requirement(not centred, asked, "a model whose norms multiply by 1 + weight", "take norm=false")
         if self.rope:
             normed = env.shape is not None and env.shape.qk_norm
             asked = "`fused-kernels:rope=true` rotates queries and keys as the product makes them"
             yield Requirement(not normed, asked, "the model norms each of them first", "take rope=false")
             part = env.shape is not None and env.shape.rotated is not None
             yield Requirement(not part, asked, "the model rotates a part of each head", "take rope=false")
+            latent = env.shape is not None and env.shape.latent is not None
+            found = "the model makes them in several products, through latents"
+            yield Requirement(not latent, asked, found, "take rope=false")
         if self.mlp == "quack":
             yield env.needs_dense("`fused-kernels:mlp=quack` (mlp=triton takes experts)")
             asked, do = "fused-kernels:mlp=quack", "take mlp=triton"

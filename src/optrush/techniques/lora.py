@@ -77,6 +77,9 @@ class Lora(Technique):
         return self.init is not None and re.fullmatch(ledger.SPLITS, self.init) is not None
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
+        delta = env.shape is not None and env.shape.delta is not None
+        found, do = "layers of a delta rule, whose linears have no adapters here", "leave lora out, and train it whole"
+        yield Requirement(not delta, "`lora` adapts the linears of a block", found, do)
         if env.native:  # the linears of others are known once the model is built
             yield ledger.require_targets(self.name, env, self.targets)
             tied = env.shape is not None and env.shape.tied
@@ -119,8 +122,9 @@ class Lora(Technique):
         """The frozen model, h = A x of r values a piece and token, and B laid out over all rows."""
         learnt: list[int] = []
         keep, r, laid, low, rows, weights, crossed = set(), self.rank, 0, 0, 0, 0, 0
+        known = ledger.names_of(env.shape)
         for linear, (width, pieces) in {} if env.shape is None else ledger.linear_sizes(env.shape).items():
-            mine = [n for name, n in pieces.items() if name in ledger.chosen(self.targets, ledger.LINEARS)]
+            mine = [n for name, n in pieces.items() if name in ledger.chosen(self.targets, known)]
             if not mine:
                 continue
             keep.add(linear)
@@ -184,7 +188,7 @@ class Lora(Technique):
         known, shape = adapted.known(model, recipe), trainer.env.shape
         inside: list[str] = []  # of the experts
         if shape is not None and shape.experts is not None:
-            known = [name for name in known if name in ledger.SETS["attention"]]
+            known = [name for name in known if name in ledger.attention_of(known)]
             inside = [name for name, *_ in ledger.expert_sizes(shape, self.targets)]
             what = "the routers of the experts stay" if inside else "the experts and their routers stay"
             trainer.notes.append(f"lora: {what} frozen, without adapters")

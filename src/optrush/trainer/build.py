@@ -27,6 +27,7 @@ from optrush.data.chat_template import Tokens, open_tokens
 from optrush.data.dataset import Sources, read_sources
 from optrush.errors import ConfigError, NeedsError, NoEffectError, UserError
 from optrush.models.decoder import frozen_flops
+from optrush.models.delta_rule import rules
 from optrush.models.hf import HFModel, load
 from optrush.models.score import score_head
 from optrush.models.shapes import LOAD_FIGURES
@@ -163,6 +164,8 @@ def _build(
         )  # fmt: skip
     if config.referenced is not None or not all(p.requires_grad for p in model.parameters()):
         trainer.fingerprints["base"] = weights_fingerprint(prepared.folder, config.seed)
+    if env.shape is not None and env.shape.delta is not None:
+        trainer.notes.append(f"delta rule: {' and '.join(rules(model))}")
     console.loading(f"loading the weights: {sum(p.numel() for p in model.parameters()) / 1e6:,.1f} M parameters")
     materialise(trainer)
     if training:

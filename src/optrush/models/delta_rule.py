@@ -1,0 +1,221 @@
+"""Mix the tokens of a document by a state that each token corrects: the gated delta rule, linear in the length.
+
+    S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q      S (E, W) of each head, zero before a document
+
+with queries and keys of length 1, queries scaled by E^-0.5. Before it queries, keys and values pass a causal
+convolution over the last few tokens of each channel; after it every head is normed and gated.
+
+    plain   chunks of 64 tokens, in float32: within a chunk one triangular system, between chunks the state
+    fla     the package flash-linear-attention (its chunk_gated_delta_rule); CUDA
+
+Isolation. A product of two tokens of different documents has the factor 0, and what decays is summed from the values of
+the document alone, so that another document changes no bit. A token that is not finite is replaced by zeros, as 0 * NaN
+is NaN, and what may read it (same document, not earlier) is set to NaN.
+
+Source: Yang et al., https://arxiv.org/abs/2412.06464 (gated delta rule); Yang et al., https://arxiv.org/abs/2406.06484
+(chunks); the layer is that of Qwen3-Next.
+Legend: B rows, T tokens, H heads of values, K heads of keys, E width of a key, W width of a value, C tokens a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from optrush.data.batch import Documents
+from optrush.errors import NeedsError
+from optrush.kernels import widen
+from optrush.kernels.attention import repeat_heads
+from optrush.models.layers import Linear
+from optrush.models.shapes import ModelShape
+
+CHUNK = 64
+Rule = Callable[..., Tensor]
+"""(q and k (B, T, K, E), v (B, T, H, W), g and beta (B, T, H), documents) -> (B, T, H, W), in v's type"""
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, documents: Documents) -> Tensor:
+    """Compute the rule by torch's operators, in float32 at least."""
+    with torch.autocast(v.device.type, enabled=False):
+        bad = ~torch.stack([torch.isfinite(x).flatten(2).all(-1) for x in (q, k, v, g, beta)]).all(0)  # (B, T)
+        hole = bad[:, :, None]
+        ids = documents.ids
+        q, k = (_unit(widen(x).masked_fill(hole[..., None], 0)) for x in (q, k))
+        out = _chunks(
+            repeat_heads(q * q.shape[-1] ** -0.5, v.shape[2]), repeat_heads(k, v.shape[2]),
+            widen(v).masked_fill(hole[..., None], 0), widen(g).masked_fill(hole, 0), widen(beta).masked_fill(hole, 0),
+            ids,
+        )  # fmt: skip
+        return out.masked_fill(_since(bad, ids)[:, :, None, None], float("nan")).to(v.dtype)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
+
+
+def _since(bad: Tensor, ids: Tensor) -> Tensor:
+    """Return (B, T) bool: whether this token of a document or an earlier one of it is bad."""
+    count = bad.int().cumsum(1)
+    places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    begins = F.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True)
+    first = places.masked_fill(~begins, 0).cummax(1)[0]
+    return count > (count - bad.int()).gather(1, first)
+
+
+def _chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ids: Tensor) -> Tensor:
+    """Compute the rule of finite values: all (B, T, H, ...), ids (B, T) -> (B, T, H, W)."""
+    T = v.shape[1]
+    n = -(-T // CHUNK)
+
+    def cut(x: Tensor) -> Tensor:
+        """(B, T, H, ...) -> (B, H, n, C, ...), filled up with zeros."""
+        x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, n * CHUNK - T))
+        return x.view(x.shape[0], n, CHUNK, *x.shape[2:]).transpose(1, 3).transpose(2, 3).contiguous()
+
+    q, k, v, g, beta = (cut(x) for x in (q, k, v, g, beta))
+    ids = F.pad(ids, (0, n * CHUNK - T), value=-1).view(-1, 1, n, CHUNK)  # (B, 1, n, C)
+    own = (ids[..., :, None] == ids[..., None, :]).tril()  # (B, 1, n, C, C): same document, not later
+    before = F.pad(ids[:, :, :-1, -1:], (0, 0, 1, 0), value=-2)  # the document that the chunk before ended with
+    goes_on = (ids == before)[..., None]  # (B, 1, n, C, 1)
+    # Sums of what lies between two tokens, not differences of sums, which would lose the small ones beside the large.
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).tril(-1)
+    decay = g[..., None].masked_fill(~later, 0).cumsum(-2)  # (B, H, n, C, C)
+    between = decay.masked_fill(~own, float("-inf")).exp()
+    since = g.cumsum(-1).exp()[..., None] * goes_on
+    weighed = k * beta[..., None]
+    system = ((weighed @ k.transpose(-1, -2)) * between).tril(-1)
+    system = system + torch.eye(CHUNK, dtype=system.dtype, device=system.device)
+    both = torch.cat((v * beta[..., None], weighed * since), -1)
+    solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
+    new, read = torch.split(solved, [v.shape[-1], k.shape[-1]], -1)
+    within = (q @ k.transpose(-1, -2)) * between
+    asked, left = q * since, k * between[..., -1, :, None]  # of the state before; in the state after
+    kept = since[..., -1:, :]
+    state = v.new_zeros(*v.shape[:2], k.shape[-1], v.shape[-1])
+    found = []
+    for i in range(n):
+        fresh = new[:, :, i] - read[:, :, i] @ state
+        found.append(asked[:, :, i] @ state + within[:, :, i] @ fresh)
+        state = state * kept[:, :, i] + left[:, :, i].transpose(-1, -2) @ fresh
+    return torch.stack(found, 2).flatten(2, 3)[:, :, :T].transpose(1, 2)
+
+
+@cache
+def _package() -> Any:
+    return import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+
+
+def fla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, documents: Documents) -> Tensor:
+    """Compute the rule by flash-linear-attention, over all documents of all rows as one row.
+
+    Raises:
+        NeedsError: not on CUDA.
+    """
+    if not v.is_cuda:
+        raise NeedsError("flash-linear-attention", f"tensors on {v.device.type}", "take attention:delta=plain")
+    B, T, H = g.shape
+    q, k = (repeat_heads(x, H).reshape(1, B * T, H, -1) for x in (q, k))
+    out: Tensor = _package()(
+        q, k, v.reshape(1, B * T, H, -1), g=g.reshape(1, B * T, H), beta=beta.reshape(1, B * T, H),
+        use_qk_l2norm_in_kernel=True, cu_seqlens=torch.unique(documents.starts).long(),
+    )[0]  # fmt: skip
+    return out.view(B, T, H, -1)
+
+
+RULES: dict[str, Rule] = {"plain": plain, "fla": fla}
+
+
+def causal_convolution(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    """Convolve each channel of x (B, T, channels) with weight (channels, 1, n) over a document's last n tokens."""
+    taps, out = weight.squeeze(1), x * weight[:, 0, -1]
+    for back in range(1, taps.shape[1]):
+        earlier = F.pad(x, (0, 0, back, 0))[:, : x.shape[1]]
+        own = F.pad(ids, (back, 0), value=-1)[:, : x.shape[1]] == ids
+        out = out + earlier.masked_fill(~own[..., None], 0) * taps[:, -1 - back]
+    return out
+
+
+class DeltaRule(nn.Module):
+    """A layer's mixing of tokens, in place of attention. Parameters have their published names.
+
+    Slots: `rule`, a function of `RULES`.
+    """
+
+    in_proj_qkvz: Linear  # and in_proj_ba, of a key head at a time; or four linears
+    in_proj_ba: Linear
+    in_proj_qkv: Linear
+    in_proj_z: Linear
+    in_proj_b: Linear
+    in_proj_a: Linear
+    out_proj: Linear
+
+    def __init__(self, shape: ModelShape, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        assert shape.delta is not None
+        self.shape, self.eps = shape.delta, shape.norm_eps
+        at: dict[str, Any] = {"device": device, "dtype": dtype}
+        for name, (width, rows) in shape.delta_linears.items():
+            setattr(self, name, Linear(width, ((name, rows),), bias=False, **at))
+        self.conv1d = Convolution(shape.delta.channels, shape.delta.taps, **at)
+        self.dt_bias = nn.Parameter(torch.empty(shape.delta.heads, **at))
+        self.A_log = nn.Parameter(torch.empty(shape.delta.heads, **at))
+        self.norm = GatedNorm(shape.delta.value, shape.norm_eps, **at)
+        self.rule: Rule = plain
+
+    def forward(self, h: Tensor, documents: Documents) -> Tensor:
+        """h (B, T, D) -> (B, T, D)."""
+        s, at = self.shape, h.shape[:2]
+        qkv, z, b, a = self._by_key_head(h) if s.by_key_head else self._apart(h)
+        mixed = F.silu(causal_convolution(qkv, self.conv1d.weight, documents.ids))
+        q, k, v = torch.split(mixed, [s.key_heads * s.key, s.key_heads * s.key, s.heads * s.value], -1)
+        q, k, v = (x.reshape(*at, -1, width) for x, width in ((q, s.key), (k, s.key), (v, s.value)))
+        g = -widen(self.A_log).exp() * F.softplus(widen(a) + widen(self.dt_bias))
+        out = self.norm(self.rule(q, k, v, g, b.sigmoid(), documents), z.reshape(*at, -1, s.value))
+        found: Tensor = self.out_proj(out.flatten(2))
+        return found
+
+    def _apart(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.in_proj_qkv(h), self.in_proj_z(h), self.in_proj_b(h), self.in_proj_a(h)
+
+    def _by_key_head(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        s, at = self.shape, (*h.shape[:2], self.shape.key_heads, -1)
+        each = s.heads // s.key_heads
+        parts = torch.split(self.in_proj_qkvz(h).view(at), [s.key, s.key, each * s.value, each * s.value], -1)
+        q, k, v, z = (x.flatten(2) for x in parts)
+        b, a = (x.flatten(2) for x in torch.split(self.in_proj_ba(h).view(at), [each, each], -1))
+        return torch.cat((q, k, v), -1), z, b, a
+
+
+def rules(model: nn.Module) -> list[str]:
+    """Return the names of the functions that a model's delta rules call."""
+    used = {module.rule for module in model.modules() if isinstance(module, DeltaRule)}
+    return sorted(name for name, rule in RULES.items() if rule in used)
+
+
+class Convolution(nn.Module):
+    """The weight of a convolution, a row of taps for each channel."""
+
+    def __init__(self, channels: int, taps: int, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, taps, device=device, dtype=dtype))
+
+
+class GatedNorm(nn.Module):
+    """A norm of each head, times silu of its gate."""
+
+    def __init__(self, width: int, eps: float, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
+        self.eps = eps
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x and gate (B, T, H, W) -> (B, T, H, W)."""
+        wide = widen(x)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (self.weight * wide.to(x.dtype) * F.silu(widen(gate))).to(x.dtype)

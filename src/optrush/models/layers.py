@@ -1,0 +1,96 @@
+"""Linears and norms that the blocks of our decoder are made of, each with the slot of its kernel.
+
+Legend: as in `models/decoder.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from optrush.kernels import rms_norm, widen
+
+if TYPE_CHECKING:
+    from optrush.peft.adapter import LinearAdapter
+    from optrush.peft.quantized import QuantizedLinear
+
+Pieces = tuple[tuple[str, int], ...]
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(x (..., width), weight (rows, width), bias (rows,) or None) -> (..., rows)"""
+
+
+class Linear(nn.Linear):
+    """A linear whose output rows are `groups` groups of `pieces`, each piece a role and its rows in one group.
+
+    Adapters wrap its `matmul`, and quantized weights replace it; `weight` is None then.
+    """
+
+    quantized: QuantizedLinear | None
+    adapter: LinearAdapter | None
+
+    def __init__(
+        self, width: int, pieces: Pieces, *, groups: int = 1, bias: bool, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__(width, groups * sum(rows for _, rows in pieces), bias=bias, device=device, dtype=dtype)
+        self.groups, self.output_splits = groups, pieces
+        self.matmul: Product = F.linear
+        self.quantized = self.adapter = None
+
+    @classmethod
+    def of(cls, linear: nn.Linear, role: str) -> Linear:
+        """Return the same linear with the same parameters, as one piece."""
+        at = {"device": torch.device("meta"), "dtype": linear.weight.dtype}
+        new = cls(linear.in_features, ((role, linear.out_features),), bias=linear.bias is not None, **at)  # type: ignore[arg-type]
+        new.weight, new.bias = linear.weight, linear.bias
+        return new.train(linear.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., width) -> (..., rows)."""
+        return self.matmul(x, self.weight, self.bias)
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight (rows, width) from any form of storage."""
+        return self.weight.to(dtype) if self.quantized is None else self.quantized.dense(dtype)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, float32 inside, rounded before the weight as the families do.
+
+    Source: Zhang and Sennrich 2019 (arXiv:1910.07467).
+    """
+
+    def __init__(self, width: int, eps: float, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
+        self.eps = eps
+        self.impl: rms_norm.Norm = rms_norm.add_rms_norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., D) -> (..., D)."""
+        return self.add_and_norm(x)[1]
+
+    def add_and_norm(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Add a branch's output to the residual stream x (..., D); return the sum, and the sum normalized."""
+        return self.impl(x, branch, self.weight, self.eps)
+
+
+class CentredNorm(RMSNorm):
+    """A norm that multiplies by 1 + weight, in float32, and rounds once: what Qwen3-Next has, without a kernel slot."""
+
+    def add_and_norm(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        x = x if branch is None else x + branch
+        wide = widen(x)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return x, (wide * (1 + widen(self.weight))).to(x.dtype)
+
+
+class WholeNorm(RMSNorm):
+    """A norm over all heads of a token at once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., n, E) -> (..., n, E)."""
+        return super().forward(x.flatten(-2)).view(x.shape)
