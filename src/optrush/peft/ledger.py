@@ -214,7 +214,8 @@ def predict_quantized(env: Environment, width_bytes: float) -> Iterator[Rule]:
     yield retype({"stored": width_bytes}, why)
     yield live("weights.blocks", why, role="stored")
     yield live("casts.blocks", "made dense in the products' type, never cast", gone=True)
-    launches = OURS * 7.0 * env.blocks  # one for each of q, k, v, o, gate, up, down
+    routed = env.shape is not None and env.shape.experts is not None
+    launches = OURS * (6.0 if routed else 7.0) * env.blocks  # one for each of q, k, v, o, gate, up, down
     for way in ("forward", "backward"):
         why = "codes of a linear read, to make it dense"
         yield like("casts.blocks", WorkItem(f"{way}.packed", why, "micro", values=1.0, role="stored"))
@@ -223,7 +224,11 @@ def predict_quantized(env: Environment, width_bytes: float) -> Iterator[Rule]:
         yield add(WorkItem(f"{way}.unpacking.launches", "a kernel for each piece", "micro", launches=launches))
     if env.shape is not None:
         s = env.shape
-        largest = s.width * max(2 * s.ff_width, (s.heads + 2 * s.kv_heads) * s.head_width)
+        rows = max(2 * s.ff_width, (s.heads + 2 * s.kv_heads) * s.head_width)
+        why = "the largest linear, dense while it multiplies"
+        if s.experts is not None:
+            rows = max(rows, 2 * s.experts.count * s.experts.ff_width)
+            why = "gate and up of a layer's experts, dense while they multiply"
+        largest = s.width * rows
         for live_in in ("forward", "backward"):
-            why = "the largest linear, dense while it multiplies"
             yield add(Line(f"working.dense.{live_in}", why, largest, "product", live_in))

@@ -1,7 +1,8 @@
-"""4-bit weights of the linears under what is trained: QLoRA's base."""
+"""4-bit weights of the linears and experts under what is trained: QLoRA's base."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from optrush.technique import Environment, ModelSpec, Numerics, Part, Requiremen
 
 @dataclass(frozen=True)
 class Nf4(Technique):
-    """Holds the weights of the blocks' linears as 4-bit NormalFloat, and makes each dense while it multiplies.
+    """Holds the weights of linears and experts as 4-bit NormalFloat, and makes each dense while it multiplies.
 
     Quantised while they are read, a tensor at a time, to the bytes that bitsandbytes makes; folders that bitsandbytes
     quantised are taken as they are. Another technique determines what is trained; embedding, norms and head stay as
@@ -23,10 +24,11 @@ class Nf4(Technique):
     double: the scales are quantised too.
 
     Source: Dettmers et al., https://arxiv.org/abs/2305.14314
-    Memory: 4.127 bits a weight of the linears, 4.5 without double; and one dense linear, while it multiplies.
+    Memory: 4.127 bits a weight of linears and experts, 4.5 without double; and one dense linear, or all gates and ups
+        of a layer's experts, while they multiply.
     Work: a linear's codes read and its dense weight written, once a forward pass and once a backward pass.
-    Differs from the source: values are quantised as the file has them, not rounded to a type of products before; no
-        paged optimizer.
+    Differs from the source: values are quantised as the file has them, not rounded to a type of products before; the
+        experts of a layer are two matrices, whose rows are in our order; no paged optimizer.
     """
 
     double: bool = True
@@ -43,7 +45,11 @@ class Nf4(Technique):
         return spec.with_linears(weight="quantized")
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        yield env.needs_dense("`nf4`")
+        experts = None if env.shape is None else env.shape.experts
+        width = 0 if env.shape is None or experts is None else math.gcd(env.shape.width, experts.ff_width)
+        found = f"experts with rows of {env.shape.width if env.shape else 0} and {experts.ff_width if experts else 0}"
+        found += " values, where a block of 64 may not cross rows"
+        yield Requirement(width % 64 == 0, "`nf4`", found, "take --with int8 instead")
 
     def quality(self, env: Environment) -> str:
         return "4-bit base"
