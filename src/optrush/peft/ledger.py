@@ -208,6 +208,15 @@ def demand_compilers(technique: str, device: Device) -> None:
             raise NeedsError(need.asked.replace("torch.compile", f"`{technique}`"), need.found, need.do)
 
 
+def expert_share(shape: ModelShape | None) -> float:
+    """Return the matrices of experts as a share of the blocks' parameters."""
+    if shape is None or shape.experts is None:
+        return 0.0
+    e, s = shape.experts, shape
+    outer = s.vocab * s.width * (1 if s.tied else 2) + s.width
+    return 3 * s.width * e.ff_width * e.count * len(e.layers) / (s.parameters - outer)
+
+
 def predict_quantized(env: Environment, width_bytes: float) -> Iterator[Rule]:
     """Yield the rules for blocks whose weights take `width_bytes` each; their norms' few values are counted alike."""
     why = f"frozen, in {8 * width_bytes:.3f} bits each"

@@ -26,11 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optrush.errors import NeedsError
-from optrush.kernels import compute_dtype, int8, nf4
+from optrush.kernels import compute_dtype, int8, mxfp4, nf4
 from optrush.models.decoder import Decoder, Linear, Pieces
 from optrush.models.experts import Experts, grouped_matmul
 from optrush.models.hf import HFModel
-from optrush.models.weights import PackedFolder, Shape, WeightEntry, WeightMap, WeightSource, WithNewTokens
+from optrush.models.weights import Mxfp4Folder, PackedFolder, Shape, WeightEntry, WeightMap, WeightSource, WithNewTokens
 
 DENSE_values = 1 << 26  # of experts, dense at a time while they are quantized
 
@@ -41,9 +41,16 @@ class Form:
 
     bits: int  # 4: kernels/nf4.py, 8: kernels/int8.py
     double: bool = False  # scales of 4-bit weights are quantized, too
+    floats: bool = False  # 4: kernels/mxfp4.py, which is read only and not quantized here
+
+    @property
+    def kind(self) -> str:
+        return "int8" if self.bits == 8 else "mxfp4" if self.floats else "nf4"
 
     def sizes(self, rows: int, width: int) -> dict[str, int]:
         """Return the bytes of each part."""
+        if self.floats:
+            return mxfp4.mxfp4_bytes(rows, width)
         return nf4.nf4_bytes(rows, width, self.double) if self.bits == 4 else int8.int8_bytes(rows, width)
 
     def quantize(self, values: Tensor) -> dict[str, Tensor]:
@@ -60,7 +67,7 @@ class Form:
 class PackedLayout(NamedTuple):
     """The composition of a dense weight: constants of a compiled graph."""
 
-    bits: int
+    kind: str  # Form's
     parts: int  # of each piece
     rows: tuple[int, ...]  # of each piece in one group
     groups: int
@@ -87,7 +94,7 @@ class QuantizedLinear(nn.Module):
                 piece.register_parameter(name, nn.Parameter(held, requires_grad=False))
             self.add_module(role, piece)
         rows_of = tuple(rows for _, rows in linear.output_splits)
-        self.layout = PackedLayout(form.bits, len(form.sizes(1, 1)), rows_of, linear.groups, linear.in_features)
+        self.layout = PackedLayout(form.kind, len(form.sizes(1, 64)), rows_of, linear.groups, linear.in_features)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the weight (rows, width), in the linear's own order of rows."""
@@ -146,20 +153,21 @@ def unpacked(
 ) -> Tensor:
     """Call `dequantize_linear` with a layout."""
     made: Tensor = dequantize_linear(
-        [*parts], layout.bits, [*layout.rows], layout.groups, layout.width, dtype, use, [*room]
+        [*parts], layout.kind, [*layout.rows], layout.groups, layout.width, dtype, use, [*room]
     )
     return made
 
 
 @torch.library.custom_op("optrush::dense", mutates_args=())
 def dequantize_linear(
-    parts: Sequence[Tensor], bits: int, rows: Sequence[int], groups: int, width: int, dtype: torch.dtype, use: str,
+    parts: Sequence[Tensor], kind: str, rows: Sequence[int], groups: int, width: int, dtype: torch.dtype, use: str,
     room: Sequence[int],
 ) -> Tensor:  # fmt: skip
     """Dequantize the weight (rows, width) of a linear. One operator, so that a compiler saves nothing of its inside.
 
     Args:
         parts: of each piece in turn, bytes as views of any type.
+        kind: Form's.
         rows: of each piece in one group.
         use: the purpose. A compiler merges two equal calls, and would keep the weight from one to the other.
         room: rows and columns behind the weight, which the caller fills.
@@ -170,7 +178,9 @@ def dequantize_linear(
     each = len(parts) // len(rows)
     for i, target in enumerate(torch.split(grouped, list(rows), 1)):
         first, *rest = (p.detach().view(torch.uint8) for p in parts[each * i : each * (i + 1)])
-        if bits == 8:
+        if kind == "mxfp4":
+            mxfp4.dequantize_mxfp4((first, *rest), target)
+        elif kind == "int8":
             int8.dequantize_int8((first.view(torch.int8), rest[0].view(torch.float32)), target)
         else:  # the last part is float32: the scales, or with double quantization the scales of their codes
             nf4.dequantize_nf4((first, *rest[:-1], rest[-1].view(torch.float32)), target)
@@ -179,19 +189,27 @@ def dequantize_linear(
 
 @dequantize_linear.register_fake
 def _(
-    parts: Sequence[Tensor], bits: int, rows: Sequence[int], groups: int, width: int, dtype: torch.dtype, use: str,
+    parts: Sequence[Tensor], kind: str, rows: Sequence[int], groups: int, width: int, dtype: torch.dtype, use: str,
     room: Sequence[int],
 ) -> Tensor:  # fmt: skip
     return parts[0].new_empty((groups * sum(rows) + room[0], width + room[1]), dtype=dtype)
 
 
-def quantize_model(model: Decoder | HFModel, recipe: WeightMap, form: Form, precision: torch.dtype | None) -> int:
+def quantize_model(
+    model: Decoder | HFModel,
+    recipe: WeightMap,
+    form: Form,
+    precision: torch.dtype | None,
+    of_experts: Form | None = None,
+) -> int:
     """Quantize the weights of all linears and experts of the blocks, on the meta device; return how many changed.
 
     Args:
         recipe: of the dense weights; gets the fillers of the quantized ones.
         precision: type of the products, if it is not that of the weights.
+        of_experts: their form, if it is another one.
     """
+    of_experts = of_experts or form
     reader = _Reader(recipe, form)
     _check_packed(model, recipe, reader.source, form)
     carrier = torch.float16 if precision == torch.float16 else torch.bfloat16
@@ -210,9 +228,9 @@ def quantize_model(model: Decoder | HFModel, recipe: WeightMap, form: Form, prec
     for name, experts in layers:
         held = nn.ModuleDict()
         for kind, (N, rows, width) in experts.sizes.items():
-            held[kind] = QuantizedLinear(Stack((("experts", N * rows),), 1, width), form, carrier)
-            key, read = f"{name}.{kind}", partial(reader.read_experts, recipe.entries[f"{name}.{kind}"])
-            for part in form.sizes(N * rows, width):
+            held[kind] = QuantizedLinear(Stack((("experts", N * rows),), 1, width), of_experts, carrier)
+            key, read = f"{name}.{kind}", partial(reader.read_experts, recipe.entries[f"{name}.{kind}"], of_experts)
+            for part in of_experts.sizes(N * rows, width):
                 recipe.fillers[f"{name}.quantized.{kind}.experts.{part}"] = partial(reader.part, key, read, part)
             setattr(experts, kind, None)
         experts.quantized = held  # type: ignore[assignment]
@@ -272,13 +290,19 @@ class _Reader:
             parts = self.form.quantize(self.source.rows(hf, 0, shape[0], shape, device).to(device))
         return _bytes(parts, device)
 
-    def read_experts(self, entry: WeightEntry, device: torch.device) -> dict[str, Tensor]:
+    def read_experts(self, entry: WeightEntry, form: Form, device: torch.device) -> dict[str, Tensor]:
         """Return the parts of a matrix of every expert; those of a few experts are dense at a time."""
+        if form.floats:
+            name = entry.pieces[0][0]
+            if not isinstance(self.source, Mxfp4Folder) or name not in self.source.packed:
+                do = "leave experts=mxfp4 out"
+                raise NeedsError("`nf4:experts=mxfp4`", f"{name} is dense in the checkpoint", do)
+            return _bytes(self.source.parts(name), device)
         N, rows, width = entry.shape
         few = max(1, DENSE_values // (rows * width))
         spans = [(n, min(n + few, N)) for n in range(0, N, few)]
         dense = (entry.rows(self.source, *span, device).to(device).flatten(0, 1) for span in spans)
-        return _bytes(self.form.quantize_in_turn(dense), device)
+        return _bytes(form.quantize_in_turn(dense), device)
 
 
 def _bytes(parts: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from optrush.errors import ConfigError
 from optrush.peft import ledger
@@ -21,7 +21,7 @@ class Nf4(Technique):
     quantised are taken as they are. Another technique determines what is trained; embedding, norms and head stay as
     they are.
 
-    double: the scales are quantised too.
+    double: the scales are quantised too. experts: `mxfp4` keeps those of a checkpoint that has them so, byte by byte.
 
     Source: Dettmers et al., https://arxiv.org/abs/2305.14314
     Memory: 4.127 bits a weight of linears and experts, 4.5 without double; and one dense linear, or all gates and ups
@@ -32,6 +32,7 @@ class Nf4(Technique):
     """
 
     double: bool = True
+    experts: Literal["nf4", "mxfp4"] = "nf4"
 
     name = "nf4"
     summary = "frozen weights of the linears in 4-bit NormalFloat, dense while they multiply"
@@ -49,19 +50,26 @@ class Nf4(Technique):
         width = 0 if env.shape is None or experts is None else math.gcd(env.shape.width, experts.ff_width)
         found = f"experts with rows of {env.shape.width if env.shape else 0} and {experts.ff_width if experts else 0}"
         found += " values, where a block of 64 may not cross rows"
-        yield Requirement(width % 64 == 0, "`nf4`", found, "take --with int8 instead")
+        met = width % 64 == 0 or self.experts == "mxfp4"
+        yield Requirement(met, "`nf4`", found, "take --with int8 instead")
 
     def quality(self, env: Environment) -> str:
         return "4-bit base"
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        yield from ledger.predict_quantized(env, 0.5 + 1 / 64 + 4 / (64 * 256) if self.double else 0.5 + 4 / 64)
+        width = 0.5 + 1 / 64 + 4 / (64 * 256) if self.double else 0.5 + 4 / 64
+        if self.experts == "mxfp4":
+            width += (0.5 + 1 / 32 - width) * ledger.expert_share(env.shape)
+        yield from ledger.predict_quantized(env, width)
 
     def config(self, hf: dict[str, Any]) -> int:
         """Remove `quantization_config`: what is exported is not quantised."""
         stored = hf.get("quantization_config") or {}
         if not isinstance(stored, dict):
             raise ConfigError("`quantization_config` of config.json", f"{stored!r}, no mapping", "download it again")
+        if self.experts == "mxfp4" and stored.get("quant_method") != "mxfp4":
+            found = f"a checkpoint {'quantised by another method' if stored else 'of dense weights'}"
+            raise ConfigError("`nf4:experts=mxfp4`", found, "leave experts=mxfp4 out")
         if stored.get("quant_method") != "bitsandbytes":
             return 0
         kind = stored.get("bnb_4bit_quant_type") if stored.get("load_in_4bit") else "int8"
@@ -80,4 +88,5 @@ class Nf4(Technique):
         ledger.demand_compilers(self.name, trainer.env.device)
         from optrush.peft.quantized import Form, quantize_model
 
-        return quantize_model(trainer.model, trainer.weight_map, Form(4, self.double), trainer.precision)
+        experts = Form(4, floats=True) if self.experts == "mxfp4" else None
+        return quantize_model(trainer.model, trainer.weight_map, Form(4, self.double), trainer.precision, experts)
