@@ -420,6 +420,8 @@ def test_experts_equal_to_dense_ones_of_these_values(routed, form, family, besid
     ours = job_of(box, {**FORMS[form], **EXPERTS_LORA, **beside})
     plain = given(job_of(box, {**EXPERTS_LORA, **beside}), ours)
     assert all(experts.gate_up is None and experts.down is None for experts in experts_of(ours))
+    narrow = torch.bfloat16 if "amp" in beside else torch.float32
+    assert all(experts.gate_up.dtype == narrow for experts in experts_of(plain)), "frozen: as each product casts them"
     assert ours.model.frozen_flops == plain.model.frozen_flops > 0
     assert_equal(played(ours, 2), played(plain, 2))
 
