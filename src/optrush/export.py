@@ -34,6 +34,7 @@ from optrush.models.source import GENERATION, read_generation
 from optrush.models.text_part import text_config
 from optrush.models.weights import Folder, export_weights
 from optrush.peft import io
+from optrush.peft.quantized import QuantizedLinear
 from optrush.restore import RebuiltModel, open_run, rebuild
 from optrush.tokenizer_files import copy_processor, copy_tokenizer
 from optrush.trainer import run_dir
@@ -183,15 +184,17 @@ def _published(trainer: Trainer, kept: torch.dtype) -> Iterator[tuple[str, Tenso
                 yield f"{name}.bias", bias.detach().to(to, kept)
     merged = set[str]()
     for owner, experts in model.named_modules():
-        if not isinstance(experts, Experts) or experts.adapter is None:
+        if not isinstance(experts, Experts) or (experts.adapter is None and experts.quantized is None):
             continue
-        merged |= {f"{owner}.adapter.{own}" for own, _ in experts.adapter.named_parameters()}
+        adapter = experts.adapter
+        inside = ("adapter.", "quantized.")
+        merged |= {f"{owner}.{own}" for own, _ in experts.named_parameters() if own.startswith(inside)}
         with _gathered(model, owner):
-            for kind in experts.adapter.kinds:
-                whole = gathered(experts.get_parameter(kind).detach()).float()
+            for kind in experts.sizes if adapter is None or experts.quantized is not None else adapter.kinds:
+                whole = gathered(experts.dense(kind, torch.float32).detach())
                 to = torch.device("cpu") if first else whole.device
                 merged.add(f"{owner}.{kind}")
-                yield f"{owner}.{kind}", experts.adapter.merge(kind, whole, gathered).to(to, kept)
+                yield f"{owner}.{kind}", (whole if adapter is None else adapter.merge(kind, whole, gathered)).to(to, kept)
     for name, p in model.named_parameters():
         if name in merged or name in trainer.counted_elsewhere:
             continue
@@ -324,8 +327,8 @@ def _tokenised(
 def trained(trainer: Trainer, texts: Sequence[Sequence[int]]) -> list[Tensor]:
     """Return float32 logits (T, V) of the trained model for each text, on the host. Its weights become float32."""
     trainer.model.eval()
-    stored = [m.quantized for _, m in trainer.model.linears() if m.quantized is not None]
-    codes = {id(p) for s in stored if isinstance(s, nn.Module) for p in s.parameters()}  # bytes, whatever their type
+    stored = [m for m in trainer.model.modules() if isinstance(m, QuantizedLinear)]
+    codes = {id(p) for s in stored for p in s.parameters()}  # bytes, whatever their type
     for p in trainer.model.parameters():
         if id(p) not in codes:
             p.data = p.data.float()
@@ -621,7 +624,7 @@ def _verify(found: RebuiltModel, fresh: Path, written: Mapping[str, str], kind: 
     demand_bytes(fresh, written)
     trainer, d = found.trainer, found.config.data
     exact = kind == _kept(trainer) and not io.adapters(trainer.model)
-    exact = exact and all(m.quantized is None for _, m in trainer.model.linears())
+    exact = exact and not any(isinstance(m, QuantizedLinear) for m in trainer.model.modules())
     paths = [d.eval] if isinstance(d.eval, str) else [origin.path for origin in d.origins]
     texts, said = comparison_texts(trainer, paths, d.sample)
     ours = trained(trainer, texts)

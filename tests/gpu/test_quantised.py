@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from optrush.kernels import int8, nf4
+from optrush.kernels import int8, mxfp4, nf4
 from optrush.models.decoder import Linear
+from optrush.models.experts import grouped_matmul
 from optrush.models.weights import Memory, WeightEntry, WeightMap
-from optrush.peft.quantized import Form, quantize_model
+from optrush.peft.quantized import Form, QuantizedLinear, Stack, quantize_model
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),
@@ -34,6 +35,35 @@ def test_the_kernel_is_the_reference_to_the_bit(form, shape):
         dequantize(parts, want)
         dequantize({n: p.cuda() for n, p in parts.items()}, found)
         assert torch.equal(found.cpu(), want)
+
+
+def test_floats_of_the_kernel_are_the_reference_to_the_bit():
+    draw = torch.Generator().manual_seed(0)
+    for rows, width in ((3, 64), (5, 32), (64, 2880), (4, 4352)):
+        codes = torch.randint(0, 256, (rows * width // 2,), generator=draw, dtype=torch.uint8)
+        scales = torch.randint(0, 255, (rows * width // 32,), generator=draw, dtype=torch.uint8)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            want, found = torch.empty(rows, width, dtype=dtype), torch.empty(rows, width, dtype=dtype, device="cuda")
+            mxfp4.dequantize_mxfp4((codes, scales), want)
+            mxfp4.dequantize_mxfp4((codes.cuda(), scales.cuda()), found)
+            assert torch.equal(found.cpu(), want)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_experts_multiply_by_what_their_bytes_stand_for(form):
+    """In bfloat16, where the products of groups are torch's own: values, and the gradient of the rows."""
+    N, rows, width = 5, 192, 128
+    stack = QuantizedLinear(Stack((("experts", N * rows),), 1, width), form, torch.bfloat16).to_empty(device="cuda")
+    for name, part in form.quantize(drawn((N * rows, width)).cuda()).items():
+        held, raw = getattr(stack.experts, name).data.view(torch.uint8), part.flatten().view(torch.uint8)
+        held[: raw.numel()].copy_(raw)
+    ends = torch.tensor([0, 16, 48, 48, 96], dtype=torch.int32, device="cuda")
+    x = drawn((96, width), torch.bfloat16).cuda().requires_grad_()
+    dense = stack.dense(torch.bfloat16).view(N, rows, width)
+    y, want = stack.grouped_product(x, ends), grouped_matmul(x, dense.mT, ends)
+    assert torch.equal(y, want)
+    grad = drawn((96, rows), torch.bfloat16).cuda()
+    assert torch.equal(*(torch.autograd.grad(out, x, grad)[0] for out in (y, want)))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -34,6 +34,9 @@ LLAMA = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
 }  # fmt: skip
 QWEN = {**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True}
+MOE = {
+    **LLAMA, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +46,7 @@ def folders(tmp_path_factory):
     @functools.cache
     def made(family: str, double: bool = True) -> tuple[Path, Path]:
         dense = tmp_path_factory.mktemp("dense")
-        save(reference({"llama": LLAMA, "qwen2": QWEN}[family]), dense)
+        save(reference({"llama": LLAMA, "qwen2": QWEN, "moe": MOE}[family]), dense)
         four = tmp_path_factory.mktemp("four")
         opened(dense, double=double).save_pretrained(four)
         return dense, four
@@ -190,6 +193,21 @@ def test_logits_without_training_are_transformers_own(folders, tmp_path):
         assert apart(ours[real], logits_of(opened(four).train(), BATCH)[real]) < 1e-5
 
 
+def test_dense_experts_beside_packed_linears(folders, tmp_path):
+    """As transformers writes them: linears are taken as they are, experts quantised; packed ones are refused."""
+    _, four = folders("moe")
+    job = assembled(run(four, tmp_path / "run", nf4={}, lora={}))
+    held, block = load_file(four / "model.safetensors"), job.model.blocks["0"]
+    assert torch.equal(block.o.quantized.o.codes.view(torch.uint8), held[O].flatten())
+    each = [held[f"model.layers.0.mlp.experts.{n}.down_proj.weight"] for n in range(4)]
+    made = nf4.quantize_nf4(torch.cat(each), True)
+    assert torch.equal(block.experts.quantized["down"].experts.codes.view(torch.uint8), made["codes"])
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    folder = changed(folders, tmp_path, lambda t: repacked(t, name), family="moe")
+    with pytest.raises(NeedsError, match=f"the packed tensor {name}"):
+        assembled(run(folder, tmp_path / "run", nf4={}, lora={}))
+
+
 # What is refused.
 
 
@@ -208,7 +226,7 @@ def changed(folders, tmp_path, edit=None, config_edit=None, family="llama", doub
     return folder
 
 
-Q = "model.layers.0.self_attn.q_proj.weight"
+Q, O = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qo")
 STATE = f"{Q}.quant_state.bitsandbytes__nf4"
 
 
@@ -280,18 +298,18 @@ def test_through_transformers(folders, tmp_path):
         assembled(asked.model_copy(update={"model": model}))
 
 
-def repacked(tensors):
-    """The head packed as well."""
-    made = nf4.quantize_nf4(tensors["lm_head.weight"], True)
+def repacked(tensors, name="lm_head.weight"):
+    """The head packed as well, or another tensor."""
+    made = nf4.quantize_nf4(tensors[name], True)
     for end in (".quant_map", ".nested_quant_map"):
-        tensors[f"lm_head.weight{end}"] = tensors[f"{Q}{end}"].clone()
+        tensors[f"{name}{end}"] = tensors[f"{Q}{end}"].clone()
     state = json.loads(bytes(tensors[STATE].tolist()))
-    state |= {"shape": list(tensors["lm_head.weight"].shape), "nested_offset": made["nested"][-1].item()}
-    mark = "lm_head.weight.quant_state.bitsandbytes__nf4"
+    state |= {"shape": list(tensors[name].shape), "nested_offset": made["nested"][-1].item()}
+    mark = f"{name}.quant_state.bitsandbytes__nf4"
     tensors[mark] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
     tensors |= {
-        "lm_head.weight": made["codes"][:, None], "lm_head.weight.absmax": made["absmax"],
-        "lm_head.weight.nested_absmax": made["nested"][:-1].clone(),
+        name: made["codes"][:, None], f"{name}.absmax": made["absmax"],
+        f"{name}.nested_absmax": made["nested"][:-1].clone(),
     }  # fmt: skip
 
 

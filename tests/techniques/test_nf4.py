@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors import safe_open
 from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
@@ -18,7 +20,9 @@ from optrush.errors import ConflictError, NeedsError
 from optrush.export import write_model
 from optrush.hardware import NAMED
 from optrush.kernels import nf4
+from optrush.models.experts import Experts
 from optrush.models.shapes import SHAPES
+from optrush.models.weights import export_weights
 from optrush.planner import search
 from optrush.resolve import resolve
 from optrush.technique import Numerics, Part, Technique
@@ -26,15 +30,26 @@ from optrush.techniques import ALL
 from optrush.trainer import build, checkpoint
 from optrush.trainer.trainer import evaluate
 
+from golden import make_golden
 from golden.make_golden import SIZES
 from memory import Tracker, known
 from trials import apart, assembled, golden_run, micro, shaped, steps, weights
 
 FORMS = {"nf4": {"nf4": {}}, "single": {"nf4": {"double": False}}, "int8": {"int8": {}}}
 LORA = {"lora": {"rank": 4, "alpha": 16.0}}
+MIXTURES = {
+    "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    "gpt_oss": {
+        "model_type": "gpt_oss", "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 16,
+        "swiglu_limit": 1.0, "intermediate_size": 64,
+    },
+}  # fmt: skip
 LARGEST = 2 * SIZES["intermediate_size"] * SIZES["hidden_size"]  # values of the largest linear, gate and up
 OP = "optrush.dense.default"
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch._dynamo")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch._dynamo"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT asks for it
+]
 
 
 @dataclass(frozen=True)
@@ -53,6 +68,18 @@ class Norms(Technique):
         return 1
 
 
+@pytest.fixture(scope="module")
+def routed(tmp_path_factory, box):
+    """Folders as `box`, whose models have experts with rows of whole blocks, each a tensor or all of a layer in one."""
+    made = {}
+    for family, sizes in MIXTURES.items():
+        made[family] = tmp_path_factory.mktemp(family)
+        make_golden.write_model(made[family] / "untied", False, **sizes)
+        for name in ("text.jsonl", "held.jsonl"):
+            (made[family] / name).write_text((box / name).read_text())
+    return made
+
+
 def job_of(box, with_, **options):
     return assembled(golden_run(box, packed=True, **with_, **options), (*ALL, Norms))
 
@@ -62,7 +89,15 @@ def given(trainer, source):
     with torch.no_grad():
         for (_, linear), (_, other) in zip(trainer.model.linears(), source.model.linears(), strict=True):
             linear.weight.copy_(other.dequantized(linear.weight.dtype))
+        for experts, other in zip(experts_of(trainer), experts_of(source), strict=True):
+            for kind in experts.sizes:
+                weight = experts.get_parameter(kind)
+                weight.copy_(other.dense(kind, weight.dtype))
     return trainer
+
+
+def experts_of(trainer):
+    return [m for m in trainer.model.modules() if isinstance(m, Experts)]
 
 
 def played(job, n=3):
@@ -122,7 +157,7 @@ def test_a_bias_that_is_trained_has_its_gradient(tmp_path):
     linear = Linear(48, (("gate", 1), ("up", 1)), groups=5, bias=True, **at)
     parts = {name: torch.randn(5, 48) for name in ("g", "u")}
     recipe = WeightMap({"x.weight": WeightEntry((10, 48), (("g", 1), ("u", 1)), 5)}, Memory(parts))
-    holder = type("Holder", (), {"linears": lambda self: [("x", linear)]})()
+    holder = type("Holder", (torch.nn.Module,), {"linears": lambda self: [("x", linear)]})()
     assert quantize_model(holder, recipe, Form(4), None) == 1 and linear.weight is None
     linear.to_empty(device="cpu")
     for name, p in linear.named_parameters(prefix="x"):
@@ -367,3 +402,118 @@ def test_the_prediction_is_what_is_held(box):
     ]
     exact = sum(sum(nf4.nf4_bytes(1, n, True).values()) for n in pieces)
     assert exact <= held <= exact + 2 * 3 * len(pieces) and held / values == pytest.approx(0.516, rel=0.02)
+
+
+# Experts.
+
+EXPERTS_LORA = {"lora": {**LORA["lora"], "targets": ["q_proj", "gate_up_proj", "down_proj"]}}
+BESIDE_EXPERTS = [
+    ("nf4", "qwen3_moe", {}), ("nf4", "gpt_oss", {"amp": {}}), ("single", "gpt_oss", {"recompute": {}}),
+    ("int8", "qwen3_moe", {"fused_kernels": {"mlp": "triton", "norm": True}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "family", "beside"), BESIDE_EXPERTS, ids=str)
+def test_experts_equal_to_dense_ones_of_these_values(routed, form, family, beside):
+    """Losses, norms and what was learnt, to the bit."""
+    box = routed[family]
+    ours = job_of(box, {**FORMS[form], **EXPERTS_LORA, **beside})
+    plain = given(job_of(box, {**EXPERTS_LORA, **beside}), ours)
+    assert all(experts.gate_up is None and experts.down is None for experts in experts_of(ours))
+    narrow = torch.bfloat16 if "amp" in beside else torch.float32
+    assert all(experts.gate_up.dtype == narrow for experts in experts_of(plain)), "frozen: as each product casts them"
+    assert ours.model.frozen_flops == plain.model.frozen_flops > 0
+    assert_equal(played(ours, 2), played(plain, 2))
+
+
+def test_experts_of_one_matrix_are_dense_at_a_time(routed):
+    job = job_of(routed["qwen3_moe"], {"nf4": {}, **EXPERTS_LORA, "amp": {}})
+    tracker, kept, gate_up = Watching(), [], math.prod(experts_of(job)[0].sizes["gate_up"])
+    known(tracker, job)
+    with tracker, saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        job.loss(micro(job)).backward()
+    assert tracker.dense == 2 * gate_up and max(kept) < gate_up, "in 16 bits, and not for the backward pass"
+
+
+@pytest.mark.parametrize(("form", "family"), [("nf4", "qwen3_moe"), ("nf4", "gpt_oss"), ("single", "gpt_oss")])
+def test_bytes_of_experts_are_those_of_bitsandbytes(routed, form, family):
+    """For the matrix that has all experts of a layer one below the other; expert after expert is quantised."""
+    quantize = pytest.importorskip("bitsandbytes.functional").quantize_4bit
+    double = form == "nf4"
+    ours, plain = (job_of(routed[family], with_) for with_ in ({**FORMS[form], **LORA}, LORA))
+    for experts, dense in zip(experts_of(ours), experts_of(plain), strict=True):
+        for kind, held in experts.quantized.items():
+            codes, state = quantize(
+                dense.get_parameter(kind).flatten(0, 1), compress_statistics=double, quant_type="nf4"
+            )
+            want = {"codes": codes, "absmax": state.absmax}
+            if double:
+                want["nested"] = torch.cat((state.state2.absmax, state.offset[None]))
+            found = dict(held.experts.named_parameters())
+            assert found.keys() == want.keys()
+            for name, value in want.items():
+                raw = value.flatten().view(torch.uint8)
+                assert torch.equal(found[name].view(torch.uint8)[: raw.numel()], raw), (kind, name)
+
+
+def test_what_it_predicts_of_experts(routed):
+    """Bytes as torch counts them, up to the routers; and a model of 30B parameters in less than 20 GiB."""
+    config = golden_run(routed["qwen3_moe"], packed=True, bf16={}, nf4={}, **LORA)
+    of = {line.name: line.bytes for line in search.predict(config, "h100").lines}
+    job = job_of(routed["qwen3_moe"], {"bf16": {}, "nf4": {}, **LORA})
+    blocks = {n: p.nbytes for n, p in job.model.named_parameters() if n.startswith("blocks") and "adapter" not in n}
+    held, small = sum(blocks.values()), sum(size for n, size in blocks.items() if "quantized" not in n)
+    assert of["weights.blocks"] == pytest.approx(held, abs=small)
+    usual = ("bf16", "attention", "compile", "fused-loss:chunk=512", "recompute", "lora:rank=16", "nf4")
+    large = search.predict(shaped("qwen3-30b-a3b", *usual, rows=1, seq=4096), "h100")
+    of = {line.name: line.bytes for line in large.lines}
+    assert 8 * of["weights.blocks"] / 29_909_790_720 == pytest.approx(4.127, abs=1e-3)
+    assert of["working.dense.backward"] == 2 * 128 * 2 * 768 * 2048 and large.peak_bytes < 20 * 2**30
+
+
+def test_experts_are_dense_a_few_at_a_time(routed, monkeypatch):
+    """How many are read at once changes no byte, and no more than those are dense."""
+    from optrush.peft import quantized
+
+    seen = []
+    for most in (1, 1 << 26):
+        monkeypatch.setattr(quantized, "DENSE_values", most)
+        job = job_of(routed["qwen3_moe"], {"nf4": {}, **LORA})
+        seen.append({n: bytes_of(p) for n, p in job.model.named_parameters() if "experts.quantized" in n})
+    assert seen[0] == seen[1] and len(seen[0]) == 2 * 2 * 3
+
+
+@pytest.mark.parametrize("axis", ["fsdp", "ddp"])
+def test_experts_on_two_ranks(routed, pair, axis):
+    with_ = {"nf4": {}, **EXPERTS_LORA}
+    alone = job_of(routed["qwen3_moe"], with_)
+    want = {n: bytes_of(p) for n, p in alone.model.blocks["1"].named_parameters() if ".quantized." in n}
+    figures = [line[:2] for line in steps(alone, 2)]
+    for found, gathered, cut, _ in pair(sharded, routed["qwen3_moe"], {**with_, axis: {}}):
+        assert gathered == want and cut == (axis == "fsdp") and any("experts" in name for name in gathered)
+        for a, b in zip(found[:2], figures, strict=True):
+            assert a == pytest.approx(b, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "lora"), [("qwen3_moe", EXPERTS_LORA), ("gpt_oss", LORA)], ids=["experts", "attention"]
+)
+def test_experts_merged_and_exported(routed, tmp_path, family, lora):
+    """transformers loads both: the merged model, and in PEFT the adapter on the values that the codes stand for."""
+    box = routed[family]
+    job = job_of(box, {"nf4": {}, **lora})
+    list(steps(job, 3))
+    (tmp_path / "run.yaml").write_text(dump_config(job.config))
+    folder = write_model(job, tmp_path, 3, box / "untied")
+    plain = given(job_of(box, lora), job)
+    base = {n: p for n, p in plain.model.named_parameters() if "adapter" not in n}
+    export_weights(tmp_path / "dense", iter(base.items()), plain.weight_map, plain.hf)
+    batch = micro(job)
+    first = slice(int(batch.positions[0].eq(0).nonzero()[1]))
+    merged = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
+    theirs = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    with torch.no_grad():
+        want = job.model.head.logits(job.model(batch.tokens, batch.positions, batch.documents))[:1, first]
+        for model in (merged, theirs):
+            assert apart(model(batch.tokens[:1, first]).logits, want) < 1e-5

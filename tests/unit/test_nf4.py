@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import interpreter
-from optrush.kernels import int8, nf4
+from optrush.kernels import int8, mxfp4, nf4
 from optrush.models.decoder import Linear
 from optrush.peft.quantized import Form, QuantizedLinear, unpacked
 
@@ -147,6 +147,30 @@ def test_rows_lie_where_the_linear_has_them(form, width, pieces):
     assert within.shape == (len(want) + 3, width + 5) and torch.equal(within[:-3, :-5], want)
 
 
+# 4-bit floats with a shared power of two.
+
+
+def floats(rows, width):
+    """Flat codes and scales, of all codes and of powers of two that float32 has."""
+    draw = torch.Generator().manual_seed(rows)
+    codes = torch.randint(0, 256, (rows * width // 2,), generator=draw, dtype=torch.uint8)
+    return codes, torch.randint(0, 253, (rows * width // 32,), generator=draw, dtype=torch.uint8)
+
+
+def test_floats_are_those_of_transformers():
+    """Of every code and power of two, to the bit."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    scales = torch.arange(256, dtype=torch.uint8).repeat(2).view(1, 64, 8)
+    codes = torch.arange(256, dtype=torch.uint8).repeat(32).view(1, 64, 8, 16)
+    for dtype in (torch.float32, torch.bfloat16):
+        out = torch.empty(64, 256, dtype=dtype)
+        mxfp4.dequantize_mxfp4((codes.flatten(), scales.flatten()), out)
+        want = convert_moe_packed_tensors(codes, scales, dtype=dtype)[0].T
+        number = (scales < 255).view(64, 8).repeat_interleave(32, 1)  # 255 is none
+        assert torch.equal(out[number], want[number])
+
+
 # The Triton kernels.
 
 
@@ -174,6 +198,12 @@ def interpreted():
                     dequantize_triton.launch_nf4(codes, parts["absmax"], parts.get("nested"), again, *tables)
                     assert torch.equal(again, want), (shape, dtype, form)
                 assert (wide[:, [0, 2]] == 7).all(), "it writes where it should"
+    for rows, width in ((3, 64), (5, 32), (4, 2880), (2, 4352)):
+        parts = floats(rows, width)
+        want, found = torch.empty(rows, width), torch.full((rows, 3, width), 7.0)
+        mxfp4.dequantize_mxfp4(parts, want)
+        dequantize_triton.launch_mxfp4(*parts, found[:, 1:2], mxfp4.table(CPU))
+        assert torch.equal(found[:, 1], want) and (found[:, [0, 2]] == 7).all(), (rows, width)
     print("equal")
 
 

@@ -1,4 +1,4 @@
-"""Dequantize 4-bit or 8-bit weights in one launch; nf4.py and int8.py have the formats and the references.
+"""Dequantize 4-bit or 8-bit weights in one launch; nf4.py, mxfp4.py and int8.py have formats and references.
 
 Imported where it is launched only, because only CUDA builds of torch have Triton; in the tests its interpreter runs it.
 Codes and scales are read once, the dense weight is written once, in place: rows of the destination may be those of one
@@ -24,6 +24,8 @@ TILE = 2048  # 8-bit values of one program, at most: of one row, so that there i
 # Globals of a kernel must be its constants.
 _BLOCK, _NESTED = tl.constexpr(BLOCK), tl.constexpr(NESTED)
 _PART = tl.constexpr(1 / 127)  # int8.PART
+_MX_BLOCK = tl.constexpr(32)  # mxfp4.BLOCK
+_LEAST_POWER = tl.constexpr(0x00400000)  # 2^-127 as the bits of a float32
 
 
 @triton.jit
@@ -141,4 +143,42 @@ def launch_int8(codes: Tensor, scales: Tensor, out: Tensor) -> None:
     _dequantize_int8[(groups * in_group, triton.cdiv(width, tile))](
         codes, scales, grouped, width, in_group, grouped.stride(0), grouped.stride(1), TILE=tile,
         num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+@triton.jit
+def _mxfp4_by_rows(
+    codes, scales, table, out, across, in_group, group_stride, row_stride,
+    BLOCKS: tl.constexpr, WORDS: tl.constexpr, WORD: tl.constexpr, NUMBERS: tl.constexpr,
+):  # fmt: skip
+    """Dequantize some of a row's `across` blocks, as `_by_rows` does. codes: words of 4 bytes, lowest value first."""
+    row, begin = tl.program_id(0), tl.program_id(1) * BLOCKS
+    word, value = tl.arange(0, BLOCKS * WORDS), tl.arange(0, WORD)
+    inside = word // WORDS
+    there = begin + inside < across
+    first = row.to(tl.int64) * across + begin
+    exponent = tl.load(scales + first + inside, mask=there, other=0).to(tl.int32)
+    scale = tl.where(exponent == 0, _LEAST_POWER, exponent << 23).to(tl.float32, bitcast=True)
+    eight = tl.load(codes + first * WORDS + word, mask=there, other=0)
+    code = (eight[:, None] >> (value * 4)[None, :]) & 15
+    values = lookup(tl.load(table + tl.arange(0, NUMBERS)), code) * scale[:, None]
+    to = out + (row // in_group).to(tl.int64) * group_stride + (row % in_group).to(tl.int64) * row_stride
+    to += begin * _MX_BLOCK
+    at = word[:, None] * WORD + value[None, :]
+    tl.store(to + at, values.to(out.dtype.element_ty), mask=there[:, None])
+
+
+@torch.no_grad()
+def launch_mxfp4(codes: Tensor, scales: Tensor, out: Tensor, table: Tensor) -> None:
+    """Implement `mxfp4.dequantize_mxfp4`; table: mxfp4's."""
+    grouped = out if out.dim() == 3 else out[None]
+    assert grouped.stride(2) == 1
+    groups, in_group, width = grouped.shape
+    codes = codes[: grouped.numel() // 2]
+    codes = codes if codes.data_ptr() % 4 == 0 else codes.clone()
+    across, words = width // 32, 32 // WORD
+    most = min(2 * BLOCKS, max(2 * LEAST, across & -across))
+    _mxfp4_by_rows[(groups * in_group, triton.cdiv(across, most))](
+        codes.view(torch.int32), scales, table, grouped, across, in_group, grouped.stride(0), grouped.stride(1),
+        BLOCKS=most, WORDS=words, WORD=WORD, NUMBERS=len(table), num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

@@ -20,7 +20,7 @@ Source: Dettmers et al., https://arxiv.org/abs/2305.14314; the numbers and the l
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 
 import torch
@@ -69,8 +69,13 @@ def nf4_bytes(rows: int, width: int, double: bool) -> dict[str, int]:
 
 def quantize_nf4(values: Tensor, double: bool) -> dict[str, Tensor]:
     """Quantize a tensor of any floating type and shape; return its parts."""
-    flat = values.reshape(-1)
-    encoded = [_encode4(flat[at : at + CHUNK].float()) for at in range(0, flat.numel(), CHUNK)]
+    return quantize_nf4_in_turn([values], double)
+
+
+def quantize_nf4_in_turn(pieces: Iterable[Tensor], double: bool) -> dict[str, Tensor]:
+    """Quantize a tensor of which one piece at a time is in memory; each but the last has whole blocks."""
+    flats = (piece.reshape(-1) for piece in pieces)
+    encoded = [_encode4(flat[at : at + CHUNK].float()) for flat in flats for at in range(0, flat.numel(), CHUNK)]
     codes, absmax = (torch.cat(parts) for parts in zip(*encoded))
     if not double:
         return {"codes": codes, "absmax": absmax}

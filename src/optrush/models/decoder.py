@@ -20,6 +20,7 @@ Built on the meta device and without buffers, so allocating memory loses nothing
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -275,8 +276,10 @@ def frozen_flops(model: Any) -> int:
     flop += 0 if model.head.weight is None or model.head.weight.requires_grad else 2 * model.head.weight.numel()
     for experts in (m for m in model.modules() if isinstance(m, Experts)):
         active = experts.shape.active / experts.shape.count
-        for weight, share in ((experts.router, 1.0), (experts.gate_up, active), (experts.down, active)):
-            flop += 0 if weight.requires_grad else round(2 * weight.numel() * share)
+        flop += 0 if experts.router.requires_grad else 2 * experts.router.numel()
+        for kind, size in experts.sizes.items():
+            if experts.quantized is not None or not experts.get_parameter(kind).requires_grad:
+                flop += round(2 * math.prod(size) * active)
         if experts.adapter is not None:
             flop -= round(6 * active * sum(p.numel() for p in experts.adapter.parameters()))
     for _, linear in model.linears():

@@ -22,7 +22,7 @@ Legend: S tokens, N experts, k of a token, F their feed-forward width.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ from optrush.models.shapes import LOAD_FIGURES, ExpertsShape, ModelShape
 
 if TYPE_CHECKING:
     from optrush.peft.experts import ExpertsLora
+    from optrush.peft.quantized import QuantizedLinear
 
 TILE = 16  # rows; with fewer, a library may take another kernel for a product, which rounds differently
 
@@ -224,9 +225,13 @@ class Experts(nn.Module):
 
     Rows of gate and up alternate, as in the dense part. Slots: `activation`, pairs (rows, 2 F) -> (rows, F);
     `dispatch`, who multiplies rows by their experts; `piece`, of a parameter what this rank has.
+    Quantized weights replace `gate_up` and `down`, which are None then.
     """
 
     adapter: ExpertsLora | None
+    quantized: Mapping[str, QuantizedLinear] | None  # an nn.ModuleDict
+    gate_up: nn.Parameter | None  # (N, 2 F, D)
+    down: nn.Parameter | None  # (N, D, F)
     router_bias: nn.Parameter | None  # (N,)
     gate_up_bias: nn.Parameter | None  # (N, 2 F)
     down_bias: nn.Parameter | None  # (N, D)
@@ -237,15 +242,16 @@ class Experts(nn.Module):
         self.shape = e = shape.experts
         at: dict[str, Any] = {"device": device, "dtype": dtype}
         self.router = nn.Parameter(torch.empty(e.count, shape.width, **at))
-        self.gate_up = nn.Parameter(torch.empty(e.count, 2 * e.ff_width, shape.width, **at))
-        self.down = nn.Parameter(torch.empty(e.count, shape.width, e.ff_width, **at))
+        self.sizes = {"gate_up": (e.count, 2 * e.ff_width, shape.width), "down": (e.count, shape.width, e.ff_width)}
+        for kind, size in self.sizes.items():
+            self.register_parameter(kind, nn.Parameter(torch.empty(size, **at)))
         for name, rows in (("router", ()), ("gate_up", (2 * e.ff_width,)), ("down", (shape.width,))):
             bias = nn.Parameter(torch.empty((e.count, *rows), **at)) if e.biases else None
             self.register_parameter(f"{name}_bias", bias)
         # Not trained by gradients, and float32 whatever the weights are.
         fixed = torch.empty(e.count, device=device, dtype=torch.float32) if e.sigmoid else None
         self.correction = None if fixed is None else nn.Parameter(fixed, requires_grad=False)
-        self.adapter = None
+        self.adapter = self.quantized = None
         clamped = None if e.clamp is None else partial(gate_clamped_pairs, *e.clamp)
         self.activation: Callable[[Tensor], Tensor] = clamped or gate_pairs
         self.dispatch: Dispatch = multiply_here
@@ -275,6 +281,12 @@ class Experts(nn.Module):
             probabilities = probabilities if e.balance else probabilities.detach()
             return out.view(h.shape), _load(chosen, probabilities, filled)
 
+    def dense(self, kind: str, dtype: torch.dtype) -> Tensor:
+        """Return the matrices (N, rows, width) of that name from any form of storage."""
+        if self.quantized is None:
+            return self.get_parameter(kind).to(dtype)
+        return self.quantized[kind].dense(dtype).view(self.sizes[kind])
+
     def multiply(self, rows: Tensor, weight: Tensor, ordered: Tensor, ends: Tensor) -> Tensor:
         """Run rows (S, D) through the experts that are here, as `Dispatch`."""
         pairs = self._product("gate_up", rows, ends)
@@ -287,7 +299,10 @@ class Experts(nn.Module):
 
     def _product(self, kind: str, x: Tensor, ends: Tensor) -> Tensor:
         """Multiply groups of rows x (rows, width) by the matrices of that name, with their adapters."""
-        y: Tensor = grouped_matmul(x, self.piece(self.get_parameter(kind)).to(x.dtype).mT, ends)
+        if self.quantized is not None:
+            y: Tensor = self.quantized[kind].grouped_product(x, ends)
+        else:
+            y = grouped_matmul(x, self.piece(self.get_parameter(kind)).to(x.dtype).mT, ends)
         return y if self.adapter is None else self.adapter.added(kind, y, x, ends, self.piece)
 
     def _rows(self, bias: Tensor, numbers: Tensor, dtype: torch.dtype) -> Tensor:

@@ -798,7 +798,8 @@ def refuse_foreign(hf: HF) -> None:
             raise NeedsError(asked, f"architecture {name}, which is not a causal language model", dense)
     given = [each.get("quantization_config") for each in (hf, text)]
     config = next((each for each in given if each is not None), None)
-    if config is not None:
+    read = isinstance(config, dict) and config.get("quant_method") == "mxfp4" and text.get("model_type") == "gpt_oss"
+    if config is not None and not read:  # MXFP4 of gpt-oss is exact in bfloat16, which it is read as
         method = config.get("quant_method", "unnamed") if isinstance(config, dict) else f"of no mapping, {config!r}"
         do = "start from the unquantised checkpoint; a technique quantises the frozen base while it is loaded"
         do = "add --with nf4 --with lora" if method == "bitsandbytes" and not multimodal else do

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from optrush.errors import CheckpointError, NeedsError
 from optrush.files import parse_json
-from optrush.kernels import nf4
+from optrush.kernels import mxfp4, nf4
 from optrush.models.decoder import Decoder, Linear
 from optrush.models.experts import Experts
 from optrush.models.shapes import ARCHITECTURES, HF, ModelShape, native_obstacle
@@ -485,8 +485,8 @@ def native_constants(entries: Mapping[str, WeightEntry], centred: bool = False) 
 
 CONFIG = "config.json"
 TYPE_KEYS = ("dtype", "torch_dtype")  # of config.json: the weights' type, and its name before transformers 4.56
-# The choice of attention, which may refer to code on the hub.
-LEFT_OUT = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
+# How the base's files are quantized, and the choice of attention, which may refer to code on the hub.
+LEFT_OUT = ("quantization_config", "attn_implementation", "_attn_implementation", "_attn_implementation_internal")
 
 
 class _Shards:
@@ -669,14 +669,61 @@ PARTS = {"codes": "", "absmax": ".absmax", "nested": ".nested_absmax"}  # of ker
 def open_weights(folder: Path) -> Folder | PackedFolder:
     """Open a folder of dense or of 4-bit weights; raise NeedsError as `Folder` and `PackedFolder` do."""
     opened = Folder(folder)
+    if any(name.endswith(BLOCKS) for name in opened.files):
+        return Mxfp4Folder(folder)
     return PackedFolder(opened) if any(MARK in name for name in opened.files) else opened
 
 
 def refuse_packed(folder: Path) -> None:
     """Raise NeedsError if the weights are packed, which models in transformers cannot load here."""
-    if isinstance(open_weights(folder), PackedFolder):
+    opened = open_weights(folder)
+    if isinstance(opened, Mxfp4Folder):
+        found = "a model that runs through transformers, where weights are dense until they are loaded"
+        raise NeedsError(f"the MXFP4 experts in {folder}", found, "take model.implementation: native")
+    if isinstance(opened, PackedFolder):
         found = "a model that runs through transformers, where weights are dense until they are loaded"
         raise NeedsError(f"the packed weights in {folder}", found, "start from the unquantised checkpoint, --with nf4")
+
+
+BLOCKS, SCALES = "_blocks", "_scales"  # of gpt-oss's experts: (N, rows, width / 32, 16) and (N, rows, width / 32)
+
+
+class Mxfp4Folder(Folder):
+    """A folder whose experts are 4-bit floats (kernels/mxfp4.py): their names and dense values are transformers'."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.stored = Folder(folder)
+        self.packed = {name.removesuffix(BLOCKS) for name in self.files if name.endswith(BLOCKS)}
+        for name in sorted(self.packed):
+            parts = [name + end for end in (BLOCKS, SCALES) if name + end in self.files]
+            kinds = " and ".join(f"{list(self.stored.shape(p))} of {self.stored._slice(p).get_dtype()}" for p in parts)
+            each = list(self.stored.shape(name + BLOCKS)[:3])
+            if kinds != f"{[*each, mxfp4.BLOCK // 2]} of U8 and {each} of U8" or len(each) < 3:
+                asked = f"the MXFP4 tensor {name} in {folder}, blocks of 16 bytes with a scale each"
+                raise NeedsError(asked, kinds, "download it again")
+        dense = {name: self.files[name + BLOCKS] for name in self.packed}
+        ends = {name + end for name in dense for end in (BLOCKS, SCALES)}
+        self.files = {name: file for name, file in self.files.items() if name not in ends} | dense
+
+    def shape(self, name: str) -> Shape:
+        if name not in self.packed:
+            return super().shape(name)
+        N, rows, blocks, _ = self.stored.shape(name + BLOCKS)
+        return N, blocks * mxfp4.BLOCK, rows
+
+    def rows(self, name: str, first: int, last: int, shape: Shape, device: torch.device) -> Tensor:
+        """Return matrices (width, rows) of some experts; of a packed tensor the exact values, in bfloat16."""
+        if name not in self.packed:
+            return super().rows(name, first, last, shape, device)
+        out = torch.empty(last - first, shape[2], shape[1], dtype=torch.bfloat16, device=device)
+        parts = [self.stored._slice(name + end)[first:last].to(device).flatten() for end in (BLOCKS, SCALES)]
+        mxfp4.dequantize_mxfp4(parts, out)
+        return out.transpose(1, 2)
+
+    def parts(self, name: str) -> dict[str, Tensor]:
+        """Return a packed tensor's parts by `mxfp4.mxfp4_bytes`' names."""
+        return {"codes": self.stored._slice(name + BLOCKS)[:], "scales": self.stored._slice(name + SCALES)[:]}
 
 
 class PackedFolder:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from optrush.errors import NeedsError
 from optrush.kernels.lora_matmul import Padding
 from optrush.models.decoder import Linear
+from optrush.models.experts import Experts
 from optrush.models.weights import Initializer, Shape, WeightMap
 from optrush.peft.ledger import EMBEDDING, HEAD, last, require_names, whole
 
@@ -227,15 +228,17 @@ def freeze_base(model: Model, recipe: WeightMap, save: Collection[str], precisio
         p.requires_grad_(name in trained)
     if precision is None:
         return trained
-    linears = [linear for _, linear in model.linears() if linear.quantized is None]
-    for module in (*linears, model.head, model.embedding):
-        weight = module.weight
-        assert isinstance(weight, nn.Parameter)
+    matrices: list[tuple[nn.Module, str]] = []
+    matrices += [(linear, "weight") for _, linear in model.linears() if linear.quantized is None]
+    experts = [m for m in model.modules() if isinstance(m, Experts) and m.quantized is None]
+    matrices += [(m, kind) for m in experts for kind in m.sizes]
+    for module, name in (*matrices, (model.head, "weight"), (model.embedding, "weight")):
+        weight = module.get_parameter(name)
         if weight.requires_grad or weight.dtype != torch.float32:
             continue
         if module is model.embedding:  # before other hooks, so that their results keep their type
             module.register_forward_hook(lambda module, inputs, out: out.float(), prepend=True)
-        module.weight = nn.Parameter(weight.to(precision), requires_grad=False)
+        setattr(module, name, nn.Parameter(weight.to(precision), requires_grad=False))
     model.tie()
     return trained
 

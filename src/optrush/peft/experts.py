@@ -41,7 +41,7 @@ class ExpertsLora(nn.Module):
         self.parameters_of = [f"mlp.experts.{kind}_proj" for kind in self.kinds]
         at: dict[str, Any] = {"device": torch.device("meta"), "dtype": torch.float32}
         for kind in self.kinds:
-            N, rows, width = experts.get_parameter(kind).shape
+            N, rows, width = experts.sizes[kind]
             self.register_parameter(f"{kind}_a", nn.Parameter(torch.empty(N, settings.rank, width, **at)))
             self.register_parameter(f"{kind}_b", nn.Parameter(torch.empty(N, rows, settings.rank, **at)))
 

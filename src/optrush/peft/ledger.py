@@ -227,13 +227,23 @@ def demand_compilers(technique: str, device: Device) -> None:
             raise NeedsError(need.asked.replace("torch.compile", f"`{technique}`"), need.found, need.do)
 
 
+def expert_share(shape: ModelShape | None) -> float:
+    """Return the matrices of experts as a share of the blocks' parameters."""
+    if shape is None or shape.experts is None:
+        return 0.0
+    e, s = shape.experts, shape
+    outer = s.vocab * s.width * (1 if s.tied else 2) + s.width
+    return 3 * s.width * e.ff_width * e.count * len(e.layers) / (s.parameters - outer)
+
+
 def predict_quantized(env: Environment, width_bytes: float) -> Iterator[Rule]:
     """Yield the rules for blocks whose weights take `width_bytes` each; their norms' few values are counted alike."""
     why = f"frozen, in {8 * width_bytes:.3f} bits each"
     yield retype({"stored": width_bytes}, why)
     yield live("weights.blocks", why, role="stored")
     yield live("casts.blocks", "made dense in the products' type, never cast", gone=True)
-    launches = OURS * 7.0 * env.blocks  # one for each of q, k, v, o, gate, up, down
+    routed = env.shape is not None and env.shape.experts is not None
+    launches = OURS * (6.0 if routed else 7.0) * env.blocks  # one for each of q, k, v, o, gate, up, down
     for way in ("forward", "backward"):
         why = "codes of a linear read, to make it dense"
         yield like("casts.blocks", WorkItem(f"{way}.packed", why, "micro", values=1.0, role="stored"))
@@ -242,7 +252,11 @@ def predict_quantized(env: Environment, width_bytes: float) -> Iterator[Rule]:
         yield add(WorkItem(f"{way}.unpacking.launches", "a kernel for each piece", "micro", launches=launches))
     if env.shape is not None:
         s = env.shape
-        largest = s.width * max(2 * s.ff_width, (s.heads + 2 * s.kv_heads) * s.head_width)
+        rows = max(2 * s.ff_width, (s.heads + 2 * s.kv_heads) * s.head_width)
+        why = "the largest linear, dense while it multiplies"
+        if s.experts is not None:
+            rows = max(rows, 2 * s.experts.count * s.experts.ff_width)
+            why = "gate and up of a layer's experts, dense while they multiply"
+        largest = s.width * rows
         for live_in in ("forward", "backward"):
-            why = "the largest linear, dense while it multiplies"
             yield add(Line(f"working.dense.{live_in}", why, largest, "product", live_in))

@@ -1,4 +1,4 @@
-"""Linears whose frozen weight is stored in 4 or 8 bits and dequantized for each product: modules, products, filling.
+"""Frozen weights stored in 4 or 8 bits and dequantized for each product: modules, products, filling.
 
 `linear.quantized` holds, for each piece of a linear (q, k, v; gate, up), the quantized parts of its published tensor as
 plain frozen parameters, e.g. `blocks.0.qkv.quantized.q.codes`. They are bytes viewed as a 16-bit float type, because
@@ -8,11 +8,15 @@ the gathered whole is decoded.
 
 The dense weight of a linear exists during its product only: in the forward pass, and again in the backward pass for the
 gradient of the input. It is not saved in between, and neither is the input: a frozen weight has no gradient.
+
+The experts of a layer are stored as two matrices, gate_up and down, each with all experts one below the other
+(`blocks.0.experts.quantized.down.experts.codes`). Their rows are in our order, so these are the bytes of no published
+tensor, and their scales have one offset for all experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,10 +26,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optrush.errors import NeedsError
-from optrush.kernels import compute_dtype, int8, nf4
-from optrush.models.decoder import Decoder, Linear
+from optrush.kernels import compute_dtype, int8, mxfp4, nf4
+from optrush.models.decoder import Decoder, Linear, Pieces
+from optrush.models.experts import Experts, grouped_matmul
 from optrush.models.hf import HFModel
-from optrush.models.weights import PackedFolder, Shape, WeightEntry, WeightMap, WeightSource, WithNewTokens
+from optrush.models.weights import Mxfp4Folder, PackedFolder, Shape, WeightEntry, WeightMap, WeightSource, WithNewTokens
+
+DENSE_values = 1 << 26  # of experts, dense at a time while they are quantized
 
 
 @dataclass(frozen=True)
@@ -34,29 +41,51 @@ class Form:
 
     bits: int  # 4: kernels/nf4.py, 8: kernels/int8.py
     double: bool = False  # scales of 4-bit weights are quantized, too
+    floats: bool = False  # 4: kernels/mxfp4.py, which is read only and not quantized here
+
+    @property
+    def kind(self) -> str:
+        return "int8" if self.bits == 8 else "mxfp4" if self.floats else "nf4"
 
     def sizes(self, rows: int, width: int) -> dict[str, int]:
         """Return the bytes of each part."""
+        if self.floats:
+            return mxfp4.mxfp4_bytes(rows, width)
         return nf4.nf4_bytes(rows, width, self.double) if self.bits == 4 else int8.int8_bytes(rows, width)
 
     def quantize(self, values: Tensor) -> dict[str, Tensor]:
-        return nf4.quantize_nf4(values, self.double) if self.bits == 4 else int8.quantize_int8(values)
+        return self.quantize_in_turn([values])
+
+    def quantize_in_turn(self, matrices: Iterable[Tensor]) -> dict[str, Tensor]:
+        """Quantize matrices as the one that has them one below the other; one of them is dense at a time."""
+        if self.bits == 4:
+            return nf4.quantize_nf4_in_turn(matrices, self.double)
+        made = [int8.quantize_int8(values) for values in matrices]
+        return {name: torch.cat([parts[name] for parts in made]) for name in made[0]}
 
 
 class PackedLayout(NamedTuple):
     """The composition of a dense weight: constants of a compiled graph."""
 
-    bits: int
+    kind: str  # Form's
     parts: int  # of each piece
     rows: tuple[int, ...]  # of each piece in one group
     groups: int
     width: int
 
 
-class QuantizedLinear(nn.Module):
-    """A linear's weight in another form."""
+class Stack(NamedTuple):
+    """The matrices of a layer's experts, one below the other, as a linear."""
 
-    def __init__(self, linear: Linear, form: Form, carrier: torch.dtype) -> None:
+    output_splits: Pieces
+    groups: int
+    in_features: int
+
+
+class QuantizedLinear(nn.Module):
+    """A linear's weight in another form, or the matrices of a layer's experts."""
+
+    def __init__(self, linear: Linear | Stack, form: Form, carrier: torch.dtype) -> None:
         super().__init__()
         for role, rows in linear.output_splits:
             piece = nn.Module()
@@ -65,7 +94,7 @@ class QuantizedLinear(nn.Module):
                 piece.register_parameter(name, nn.Parameter(held, requires_grad=False))
             self.add_module(role, piece)
         rows_of = tuple(rows for _, rows in linear.output_splits)
-        self.layout = PackedLayout(form.bits, len(form.sizes(1, 1)), rows_of, linear.groups, linear.in_features)
+        self.layout = PackedLayout(form.kind, len(form.sizes(1, 64)), rows_of, linear.groups, linear.in_features)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the weight (rows, width), in the linear's own order of rows."""
@@ -79,31 +108,44 @@ class QuantizedLinear(nn.Module):
         """Implement the linear's `matmul`; under autocast in its type."""
         dtype = compute_dtype(x)
         bias = None if bias is None else bias.to(dtype)
-        y: Tensor = _Product.apply(x.to(dtype), bias, self.layout, *self.parts())  # type: ignore[no-untyped-call]
+        y: Tensor = _Product.apply(x.to(dtype), bias, None, self.layout, *self.parts())  # type: ignore[no-untyped-call]
+        return y
+
+    def grouped_product(self, x: Tensor, ends: Tensor) -> Tensor:
+        """Multiply groups of rows x (rows, width), which end at `ends` (N,), each by its expert's matrix."""
+        y: Tensor = _Product.apply(x, None, ends, self.layout, *self.parts())  # type: ignore[no-untyped-call]
         return y
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
-        """Take x, bias or None, the layout, the parts.
+        """Take x, bias or None, ends of groups of rows or None, the layout, the parts.
 
         Not by name: without gradients torch.compile omits `ctx` from a call of as many arguments as there are names.
         """
-        x, bias, layout, *parts = given
+        x, bias, ends, layout, *parts = given
         ctx.layout = layout
-        ctx.save_for_backward(*parts)
-        return F.linear(x, unpacked(parts, layout, x.dtype, "forward"), bias)
+        ctx.save_for_backward(ends, *parts)
+        weight = unpacked(parts, layout, x.dtype, "forward")
+        if ends is None:
+            return F.linear(x, weight, bias)
+        y: Tensor = grouped_matmul(x, weight.view(len(ends), -1, layout.width).mT, ends)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
         grad, dx, db = incoming[0], None, None  # (..., rows)
-        parts = ctx.saved_tensors  # read once, as torch's checkpoints require
+        ends, *parts = ctx.saved_tensors  # read once, as torch's checkpoints require
         if ctx.needs_input_grad[0]:
-            dx = grad @ unpacked(parts, ctx.layout, grad.dtype, "backward")
+            weight = unpacked(parts, ctx.layout, grad.dtype, "backward")
+            if ends is None:
+                dx = grad @ weight
+            else:
+                dx = grouped_matmul(grad.contiguous(), weight.view(len(ends), -1, ctx.layout.width), ends)
         if ctx.needs_input_grad[1]:
             db = grad.flatten(0, -2).sum(0)
-        return dx, db, None, *[None] * len(parts)
+        return dx, db, None, None, *[None] * len(parts)
 
 
 def unpacked(
@@ -111,20 +153,21 @@ def unpacked(
 ) -> Tensor:
     """Call `dequantize_linear` with a layout."""
     made: Tensor = dequantize_linear(
-        [*parts], layout.bits, [*layout.rows], layout.groups, layout.width, dtype, use, [*room]
+        [*parts], layout.kind, [*layout.rows], layout.groups, layout.width, dtype, use, [*room]
     )
     return made
 
 
 @torch.library.custom_op("optrush::dense", mutates_args=())
 def dequantize_linear(
-    parts: Sequence[Tensor], bits: int, rows: Sequence[int], groups: int, width: int, dtype: torch.dtype, use: str,
+    parts: Sequence[Tensor], kind: str, rows: Sequence[int], groups: int, width: int, dtype: torch.dtype, use: str,
     room: Sequence[int],
 ) -> Tensor:  # fmt: skip
     """Dequantize the weight (rows, width) of a linear. One operator, so that a compiler saves nothing of its inside.
 
     Args:
         parts: of each piece in turn, bytes as views of any type.
+        kind: Form's.
         rows: of each piece in one group.
         use: the purpose. A compiler merges two equal calls, and would keep the weight from one to the other.
         room: rows and columns behind the weight, which the caller fills.
@@ -135,7 +178,9 @@ def dequantize_linear(
     each = len(parts) // len(rows)
     for i, target in enumerate(torch.split(grouped, list(rows), 1)):
         first, *rest = (p.detach().view(torch.uint8) for p in parts[each * i : each * (i + 1)])
-        if bits == 8:
+        if kind == "mxfp4":
+            mxfp4.dequantize_mxfp4((first, *rest), target)
+        elif kind == "int8":
             int8.dequantize_int8((first.view(torch.int8), rest[0].view(torch.float32)), target)
         else:  # the last part is float32: the scales, or with double quantization the scales of their codes
             nf4.dequantize_nf4((first, *rest[:-1], rest[-1].view(torch.float32)), target)
@@ -144,19 +189,27 @@ def dequantize_linear(
 
 @dequantize_linear.register_fake
 def _(
-    parts: Sequence[Tensor], bits: int, rows: Sequence[int], groups: int, width: int, dtype: torch.dtype, use: str,
+    parts: Sequence[Tensor], kind: str, rows: Sequence[int], groups: int, width: int, dtype: torch.dtype, use: str,
     room: Sequence[int],
 ) -> Tensor:  # fmt: skip
     return parts[0].new_empty((groups * sum(rows) + room[0], width + room[1]), dtype=dtype)
 
 
-def quantize_model(model: Decoder | HFModel, recipe: WeightMap, form: Form, precision: torch.dtype | None) -> int:
-    """Quantize the weights of all linears of the blocks, on the meta device; return how many linears changed.
+def quantize_model(
+    model: Decoder | HFModel,
+    recipe: WeightMap,
+    form: Form,
+    precision: torch.dtype | None,
+    of_experts: Form | None = None,
+) -> int:
+    """Quantize the weights of all linears and experts of the blocks, on the meta device; return how many changed.
 
     Args:
         recipe: of the dense weights; gets the fillers of the quantized ones.
         precision: type of the products, if it is not that of the weights.
+        of_experts: their form, if it is another one.
     """
+    of_experts = of_experts or form
     reader = _Reader(recipe, form)
     _check_packed(model, recipe, reader.source, form)
     carrier = torch.float16 if precision == torch.float16 else torch.bfloat16
@@ -166,11 +219,22 @@ def quantize_model(model: Decoder | HFModel, recipe: WeightMap, form: Form, prec
         entry = recipe.entries[f"{name}.weight"]
         for (role, _), (hf, shape) in zip(linear.output_splits, entry.hf_shapes(), strict=True):
             for part in form.sizes(*shape):
-                recipe.fillers[f"{name}.quantized.{role}.{part}"] = partial(reader.part, hf, shape, part)
+                read = partial(reader.read, hf, shape)
+                recipe.fillers[f"{name}.quantized.{role}.{part}"] = partial(reader.part, hf, read, part)
         recipe.fillers[f"{name}.weight"] = partial(reader.weight, entry, stored.layout)
         linear.weight = None  # type: ignore[assignment]
         linear.quantized, linear.matmul = stored, stored.product
-    return len(linears)
+    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, Experts)]
+    for name, experts in layers:
+        held = nn.ModuleDict()
+        for kind, (N, rows, width) in experts.sizes.items():
+            held[kind] = QuantizedLinear(Stack((("experts", N * rows),), 1, width), of_experts, carrier)
+            key, read = f"{name}.{kind}", partial(reader.read_experts, recipe.entries[f"{name}.{kind}"], of_experts)
+            for part in of_experts.sizes(N * rows, width):
+                recipe.fillers[f"{name}.quantized.{kind}.experts.{part}"] = partial(reader.part, key, read, part)
+            setattr(experts, kind, None)
+        experts.quantized = held  # type: ignore[assignment]
+    return len(linears) + len(layers)
 
 
 def _check_packed(model: Decoder | HFModel, recipe: WeightMap, source: WeightSource, form: Form) -> None:
@@ -179,7 +243,7 @@ def _check_packed(model: Decoder | HFModel, recipe: WeightMap, source: WeightSou
         return
     linears = {hf for name, _ in model.linears() for hf, _ in recipe.entries[f"{name}.weight"].pieces}
     for name in sorted(set(source.states) - linears):
-        found = "no weight of a block's linear, and only those are held in 4 bits"
+        found = "no weight of a block's linear, and only those are read in 4 bits"
         raise NeedsError(f"the packed tensor {name}", found, "start from the unquantised checkpoint")
     scales = {True: "quantised scales", False: "float32 scales"}
     for name, state in source.states.items():
@@ -199,11 +263,13 @@ class _Reader:
         self.form = form
         self.name, self.parts = "", dict[str, Tensor]()
 
-    def part(self, hf: str, shape: Shape, part: str, local: Tensor, offset: Shape) -> None:
-        """Fill one part of the published tensor `hf`."""
-        if self.name != hf:
+    def part(
+        self, name: str, read: Callable[[torch.device], dict[str, Tensor]], part: str, local: Tensor, offset: Shape
+    ) -> None:
+        """Fill one part of the tensor of that name, whose parts `read` returns."""
+        if self.name != name:
             self.parts = {}  # freed before the next tensor is read
-            self.name, self.parts = hf, self._read(hf, shape, local.device)
+            self.name, self.parts = name, read(local.device)
         found, held = self.parts[part][2 * offset[0] :][: 2 * local.numel()], local.view(torch.uint8)
         held[: found.numel()].copy_(found)
         held[found.numel() :].zero_()  # where the number of bytes is odd
@@ -212,13 +278,32 @@ class _Reader:
 
     def weight(self, entry: WeightEntry, layout: PackedLayout, local: Tensor, offset: Shape) -> None:
         """Fill with the dequantized weight, for measurements of it."""
-        parts = [p for hf, shape in entry.hf_shapes() for p in self._read(hf, shape, local.device).values()]
+        parts = [p for hf, shape in entry.hf_shapes() for p in self.read(hf, shape, local.device).values()]
         rectangle = tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))
         local.copy_(unpacked(parts, layout, torch.float32, "fill")[rectangle])
 
-    def _read(self, hf: str, shape: Shape, device: torch.device) -> dict[str, Tensor]:
+    def read(self, hf: str, shape: Shape, device: torch.device) -> dict[str, Tensor]:
+        """Return the parts of a published tensor, as bytes."""
         if isinstance(self.source, PackedFolder) and hf in self.source.states:
             parts = self.source.parts(hf)
         else:
             parts = self.form.quantize(self.source.rows(hf, 0, shape[0], shape, device).to(device))
-        return {name: value.to(device).flatten().view(torch.uint8) for name, value in parts.items()}
+        return _bytes(parts, device)
+
+    def read_experts(self, entry: WeightEntry, form: Form, device: torch.device) -> dict[str, Tensor]:
+        """Return the parts of a matrix of every expert; those of a few experts are dense at a time."""
+        if form.floats:
+            name = entry.pieces[0][0]
+            if not isinstance(self.source, Mxfp4Folder) or name not in self.source.packed:
+                do = "leave experts=mxfp4 out"
+                raise NeedsError("`nf4:experts=mxfp4`", f"{name} is dense in the checkpoint", do)
+            return _bytes(self.source.parts(name), device)
+        N, rows, width = entry.shape
+        few = max(1, DENSE_values // (rows * width))
+        spans = [(n, min(n + few, N)) for n in range(0, N, few)]
+        dense = (entry.rows(self.source, *span, device).to(device).flatten(0, 1) for span in spans)
+        return _bytes(form.quantize_in_turn(dense), device)
+
+
+def _bytes(parts: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    return {name: value.to(device).flatten().view(torch.uint8) for name, value in parts.items()}

@@ -52,6 +52,9 @@ class ExpertParallel(Technique):
         yield Requirement(not env.native or count > 0, asked, "a model without experts", ELSE)
         do = f"take a size that divides, or {ELSE}"
         yield Requirement(count % n == 0, f"`experts: size: {n}` gives each rank as many", f"{count} experts", do)
+        found = "experts in 4 or 8 bits, which lie in one piece of bytes"
+        dense = all(linear.weight == "dense" for linear in env.spec.linears.values())
+        yield Requirement(dense, asked, found, f"take lora without nf4 and int8, or {ELSE}")
         if "dp" in env.sharded:
             ranks = env.gradient_ranks // env.axes.get("rep", 1)
             asked = f"data sharding cuts the {count // n} experts of a rank over {ranks // n} ranks"

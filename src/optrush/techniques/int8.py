@@ -1,4 +1,4 @@
-"""8-bit weights of the linears under what is trained."""
+"""8-bit weights of the linears and experts under what is trained."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from dataclasses import dataclass
 
 from optrush.peft import ledger
 from optrush.planner.ledger import Rule
-from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, Trainer
+from optrush.technique import Environment, ModelSpec, Numerics, Part, Technique, Trainer
 
 
 @dataclass(frozen=True)
 class Int8(Technique):
-    """Holds the weights of the blocks' linears as integers of a byte with a scale a row; dense while they multiply.
+    """Holds the weights of linears and experts as integers of a byte with a scale a row; dense while they multiply.
 
     Quantised while they are read, a tensor at a time. Another technique determines what is trained; embedding, norms
     and head stay as they are, and so do the products' inputs.
 
     Source: Dettmers et al., https://arxiv.org/abs/2208.07339
-    Memory: 8 + 32 / D bits a weight of the linears; and one dense linear, while it multiplies.
+    Memory: 8 + 32 / D bits a weight of linears and experts; and one dense linear, or all gates and ups of a layer's
+        experts, while they multiply.
     Work: a linear's codes read and its dense weight written, once a forward pass and once a backward pass.
     Differs from the source: products run in the type of their inputs, which are not quantised.
     """
@@ -33,9 +34,6 @@ class Int8(Technique):
 
     def describe(self, spec: ModelSpec) -> ModelSpec:
         return spec.with_linears(weight="quantized")
-
-    def needs(self, env: Environment) -> Iterator[Requirement]:
-        yield env.needs_dense("`int8`")
 
     def quality(self, env: Environment) -> str:
         return "8-bit base"

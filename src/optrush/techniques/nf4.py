@@ -1,10 +1,11 @@
-"""4-bit weights of the linears under what is trained: QLoRA's base."""
+"""4-bit weights of the linears and experts under what is trained: QLoRA's base."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from optrush.errors import ConfigError
 from optrush.peft import ledger
@@ -14,22 +15,24 @@ from optrush.technique import Environment, ModelSpec, Numerics, Part, Requiremen
 
 @dataclass(frozen=True)
 class Nf4(Technique):
-    """Holds the weights of the blocks' linears as 4-bit NormalFloat, and makes each dense while it multiplies.
+    """Holds the weights of linears and experts as 4-bit NormalFloat, and makes each dense while it multiplies.
 
     Quantised while they are read, a tensor at a time, to the bytes that bitsandbytes makes; folders that bitsandbytes
     quantised are taken as they are. Another technique determines what is trained; embedding, norms and head stay as
     they are.
 
-    double: the scales are quantised too.
+    double: the scales are quantised too. experts: `mxfp4` keeps those of a checkpoint that has them so, byte by byte.
 
     Source: Dettmers et al., https://arxiv.org/abs/2305.14314
-    Memory: 4.127 bits a weight of the linears, 4.5 without double; and one dense linear, while it multiplies.
+    Memory: 4.127 bits a weight of linears and experts, 4.5 without double; and one dense linear, or all gates and ups
+        of a layer's experts, while they multiply.
     Work: a linear's codes read and its dense weight written, once a forward pass and once a backward pass.
-    Differs from the source: values are quantised as the file has them, not rounded to a type of products before; no
-        paged optimizer.
+    Differs from the source: values are quantised as the file has them, not rounded to a type of products before; the
+        experts of a layer are two matrices, whose rows are in our order; no paged optimizer.
     """
 
     double: bool = True
+    experts: Literal["nf4", "mxfp4"] = "nf4"
 
     name = "nf4"
     summary = "frozen weights of the linears in 4-bit NormalFloat, dense while they multiply"
@@ -43,19 +46,30 @@ class Nf4(Technique):
         return spec.with_linears(weight="quantized")
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        yield env.needs_dense("`nf4`")
+        experts = None if env.shape is None else env.shape.experts
+        width = 0 if env.shape is None or experts is None else math.gcd(env.shape.width, experts.ff_width)
+        found = f"experts with rows of {env.shape.width if env.shape else 0} and {experts.ff_width if experts else 0}"
+        found += " values, where a block of 64 may not cross rows"
+        met = width % 64 == 0 or self.experts == "mxfp4"
+        yield Requirement(met, "`nf4`", found, "take --with int8 instead")
 
     def quality(self, env: Environment) -> str:
         return "4-bit base"
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        yield from ledger.predict_quantized(env, 0.5 + 1 / 64 + 4 / (64 * 256) if self.double else 0.5 + 4 / 64)
+        width = 0.5 + 1 / 64 + 4 / (64 * 256) if self.double else 0.5 + 4 / 64
+        if self.experts == "mxfp4":
+            width += (0.5 + 1 / 32 - width) * ledger.expert_share(env.shape)
+        yield from ledger.predict_quantized(env, width)
 
     def config(self, hf: dict[str, Any]) -> int:
         """Remove `quantization_config`: what is exported is not quantised."""
         stored = hf.get("quantization_config") or {}
         if not isinstance(stored, dict):
             raise ConfigError("`quantization_config` of config.json", f"{stored!r}, no mapping", "download it again")
+        if self.experts == "mxfp4" and stored.get("quant_method") != "mxfp4":
+            found = f"a checkpoint {'quantised by another method' if stored else 'of dense weights'}"
+            raise ConfigError("`nf4:experts=mxfp4`", found, "leave experts=mxfp4 out")
         if stored.get("quant_method") != "bitsandbytes":
             return 0
         kind = stored.get("bnb_4bit_quant_type") if stored.get("load_in_4bit") else "int8"
@@ -74,4 +88,5 @@ class Nf4(Technique):
         ledger.demand_compilers(self.name, trainer.env.device)
         from optrush.peft.quantized import Form, quantize_model
 
-        return quantize_model(trainer.model, trainer.weight_map, Form(4, self.double), trainer.precision)
+        experts = Form(4, floats=True) if self.experts == "mxfp4" else None
+        return quantize_model(trainer.model, trainer.weight_map, Form(4, self.double), trainer.precision, experts)
