@@ -133,7 +133,7 @@ def trained_parameters(trainer: Trainer) -> dict[str, Tensor]:
     def own() -> Iterator[tuple[str, Tensor]]:
         for t in trainer.trained:
             if t.name not in trainer.counted_elsewhere:
-                values = gathered(t.parameter.detach())
+                values = t.whole
                 yield t.name, values.cpu() if world.leads else values
 
     return {name: t for name, t in from_stages(world, own()) if world.rank == 0}
@@ -172,7 +172,7 @@ def _published(trainer: Trainer, kept: torch.dtype) -> Iterator[tuple[str, Tenso
     model, first = trainer.model, trainer.world.leads
     changed = {name: m for name, m in model.linears() if m.quantized is not None or m.adapter is not None}
     for name, linear in changed.items():
-        with _gathered(model, name):
+        with _gathered(model, name), trainer.gathered(linear.parameters()):
             weight = gathered(linear.dequantized(torch.float32).detach())
             bias: Tensor | None = None if linear.bias is None else gathered(linear.bias.detach()).float()
             if linear.adapter is not None:
@@ -186,7 +186,7 @@ def _published(trainer: Trainer, kept: torch.dtype) -> Iterator[tuple[str, Tenso
         if not isinstance(experts, Experts) or experts.adapter is None:
             continue
         merged |= {f"{owner}.adapter.{own}" for own, _ in experts.adapter.named_parameters()}
-        with _gathered(model, owner):
+        with _gathered(model, owner), trainer.gathered(experts.parameters()):
             for kind in experts.adapter.kinds:
                 whole = gathered(experts.get_parameter(kind).detach()).float()
                 to = torch.device("cpu") if first else whole.device
@@ -197,8 +197,9 @@ def _published(trainer: Trainer, kept: torch.dtype) -> Iterator[tuple[str, Tenso
             continue
         if any(name.startswith(f"{owner}.") for owner in changed):
             continue
-        values = gathered(p.detach())
-        yield name, values.cpu() if first else values
+        with trainer.gathered([p]):
+            values = gathered(p.detach())
+            yield name, values.cpu() if first else values
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from optrush.techniques.compile import Compile
 from optrush.techniques.context import Context
 from optrush.techniques.cuda_graphs import CudaGraphs
 from optrush.techniques.ddp import Ddp
+from optrush.techniques.deepspeed import DeepSpeed
 from optrush.techniques.fp8 import Fp8
 from optrush.techniques.fsdp import Fsdp
 from optrush.techniques.fused_adamw import FusedAdamW
@@ -81,6 +82,7 @@ OWN: tuple[type[Technique], ...] = (
     Pipeline,
     Ddp,
     Fsdp,
+    DeepSpeed,
     Context,
     MicroBatch,
     MemoryCap,

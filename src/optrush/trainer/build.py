@@ -164,7 +164,10 @@ def _build(
     if config.referenced is not None or not all(p.requires_grad for p in model.parameters()):
         trainer.fingerprints["base"] = weights_fingerprint(prepared.folder, config.seed)
     console.loading(f"loading the weights: {sum(p.numel() for p in model.parameters()) / 1e6:,.1f} M parameters")
-    materialise(trainer)
+    matrices = matrix_names(model)  # before: an engine may flatten what it allocates
+    trainer.materialise()
+    trainer.weight_map.release()
+    trainer.trained = [TrainedParam(n, p, n in matrices) for n, p in model.named_parameters() if p.requires_grad]
     if training:
         stage("optimizer")
         if trainer.optimizer is None:
@@ -244,6 +247,7 @@ def _defaults(trainer: Trainer, objective: Callable[[Any, Tensor, Batch], Tensor
         trainer.loss_from_hidden = partial(objective, trainer.model.head)
         trainer.notes.append(f"the loss is {getattr(objective, '__qualname__', objective)}, not the objective's own")
     trainer.loss = partial(loss, trainer)
+    trainer.materialise = partial(materialise, trainer)
     trainer.place = lambda batch: batch.to(device)
     trainer.forward_backward = partial(forward_backward, trainer)
     trainer.eval_loss = partial(eval_loss, trainer)
@@ -257,7 +261,7 @@ def _defaults(trainer: Trainer, objective: Callable[[Any, Tensor, Batch], Tensor
 
 
 def materialise(trainer: Trainer) -> None:
-    """Allocate this rank's slices, redo ties, fill the weights from the weight map, fix `trainer.trained`."""
+    """Allocate this rank's slices, redo ties, fill the weights from the weight map."""
     model = trainer.model
     for root in trainer.fsdp_roots:
         root.to_empty(device=trainer.world.device)
@@ -266,10 +270,11 @@ def materialise(trainer: Trainer) -> None:
     with torch.no_grad():
         for name, p in model.named_parameters():
             trainer.weight_map.fill(name, distributed.local(p.detach()), distributed.offset(p))
-    trainer.weight_map.release()
-    learned = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    matrices = {name for name, p in learned if p.dim() > 1 and not name.endswith("bias")}  # those of experts have rows
-    trainer.trained = [TrainedParam(name, p, decays=name in matrices) for name, p in learned]
+
+
+def matrix_names(model: torch.nn.Module) -> set[str]:
+    """Return the names of the parameters that weight decay applies to; biases of experts have rows, too."""
+    return {name for name, p in model.named_parameters() if p.dim() > 1 and not name.endswith("bias")}
 
 
 def check_rounding(trainer: Trainer) -> None:
