@@ -13,8 +13,8 @@ from meshes import MeshCase, follows, prove, saved, train
 from optrush import technique
 from optrush.bench.worker import InitialState
 from optrush.errors import ConflictError, NeedsError
-from optrush.hardware import NAMED
-from optrush.planner import baseline
+from optrush.hardware import GIB, NAMED
+from optrush.planner import baseline, cost
 from optrush.planner.ledger import line_bytes
 from optrush.resolve import resolve
 from optrush.techniques import ALL, deepspeed
@@ -44,7 +44,6 @@ TWO = [
     MeshCase(2, zero(3, hpz=2), "tied", rows=1),
     MeshCase(2, zero(2, offload="states"), rows=1),
     MeshCase(2, zero(3, offload="all"), "tied", rows=1),
-    MeshCase(2, zero(2) | {"amp": {}}, rows=1, base={"amp": {}}, close=HALF),
     MeshCase(2, zero(3) | {"amp": {}} | LORA, rows=1, base={"amp": {}} | LORA, close=HALF),
 ]
 
@@ -80,11 +79,10 @@ def evaluated(box, with_):
 
 
 @there
-@pytest.mark.parametrize("with_", [zero(2), zero(3), zero(3) | QLORA], ids=str)
-def test_an_evaluation_is_that_of_one_process(box, pair, with_):
-    want = evaluated(box, {name: options for name, options in with_.items() if name != "deepspeed"})
+def test_an_evaluation_is_that_of_one_process(box, pair):
+    want = evaluated(box, QLORA)
     assert want[0] != want[1]
-    for found in pair(evaluated, box, with_):
+    for found in pair(evaluated, box, zero(3) | QLORA):
         assert found == tuple(pytest.approx(loss, rel=1e-5) for loss in want)
 
 
@@ -110,7 +108,7 @@ def bad_steps(box, with_):
 
 
 @there
-@pytest.mark.parametrize("with_", [zero(1), zero(2), zero(3), zero(3, offload="states")], ids=str)
+@pytest.mark.parametrize("with_", [zero(2), zero(3)], ids=str)
 def test_a_bad_rank_skips_the_update_on_all(box, pair, with_):
     for rank, found in enumerate(pair(bad_steps, box, with_)):
         assert found == ([(True, True)] * 2, False, {2.0} if rank == 0 else set())
@@ -173,11 +171,10 @@ def begun(box, with_):
 
 
 @there
-@pytest.mark.parametrize("stage", [2, 3])
-def test_under_amp_weights_begin_with_all_their_bits(box, pair, stage):
+def test_under_amp_weights_begin_with_all_their_bits(box, pair):
     """The published float32 values, not those of their copies in bfloat16."""
     want = begun(box, {})
-    for found in pair(begun, box, zero(stage) | {"amp": {}}):
+    for found in pair(begun, box, zero(3) | {"amp": {}}):
         assert all(torch.equal(found[name], w) for name, w in want.items())
 
 
@@ -200,12 +197,11 @@ def spoiled(box, how):
 
 
 @there
-@pytest.mark.parametrize("how", ["", "past", "average", "added"])
+@pytest.mark.parametrize("how", ["past", "average", "added"])
 def test_these_tests_would_see_it(box, pair, how):
     want = first_gradients(assembled(golden_run(box, packed=True)))[1]
     for grads in pair(spoiled, box, how):
-        off = furthest(grads, want)
-        assert off > 0.1 if how else off < 1e-5
+        assert furthest(grads, want) > 0.1
 
 
 # What it refuses.
@@ -221,6 +217,7 @@ REFUSED = [
     (zero(1) | {"amp": {}}, (), 2, "another optimizer", "stage: 2"),
     (zero(2) | {"micro-batch": {}}, (), 2, "micro_tokens: auto", "a number"),
     (zero(2), ("objective=dpo",), 2, "pairs", "fsdp"),
+    (zero(2) | {"amp": {}}, ("model.implementation=transformers",), 2, "through transformers", "leave amp out"),
     (zero(2, offload="all"), (), 2, "stage: 2", "stage: 3"),
     (zero(2, hpz=2), (), 2, "stage: 2", "stage: 3"),
     (zero(3, hpz=3), (), 2, "2 ranks", "divisor"),
@@ -240,7 +237,7 @@ def test_what_it_refuses(box, with_, sets, ranks, found, do):
     [
         ("qwen3-30b-a3b", [], "a model with experts"),
         ("llama-3.2-1b", ["offload-activations"], "what blocks save"),
-        ("llama-3.2-1b", ["fp8", "amp"], "scales whole weights"),
+        ("llama-3.2-1b", ["fp8", "amp", "compile"], "one graph"),
         ("llama-3.2-1b", ["fused-kernels:mlp=quack", "amp"], "lays weights out anew"),
         ("llama-3.2-1b", ["cuda-graphs"], "over several ranks"),
     ],
@@ -315,7 +312,7 @@ def kept(box, with_):
 
 
 @there
-@pytest.mark.parametrize("with_", [zero(1), zero(2), zero(3), zero(3) | {"amp": {}}], ids=str)
+@pytest.mark.parametrize("with_", [zero(2), zero(3) | {"amp": {}}], ids=str)
 def test_what_a_rank_holds_is_what_was_predicted(box, pair, with_):
     resolved = resolve(golden_run(box, rows=1, packed=True, **with_), ranks=2)
     (book,) = baseline.books(resolved.techniques, resolved.env, resolved.env.shape, 0.0)
@@ -326,3 +323,30 @@ def test_what_a_rank_holds_is_what_was_predicted(box, pair, with_):
     wanted = list(sums.values()) if with_["deepspeed"]["stage"] == 3 else [*list(sums.values())[:3], 0]
     for found in pair(kept, box, with_):
         assert found == tuple(pytest.approx(value, rel=0.01) for value in wanted)  # flat ones are filled up
+
+
+def peak(shape, *withs, ranks=4):
+    """Predicted GiB of the device, and GiB sent by a rank in a step of two micro-batches."""
+    run = shaped(shape, "recompute", "fused-loss", *withs, rows=1, windows=2 * ranks)
+    resolved = resolve(run, ranks=ranks, device=NAMED["h100"])
+    (book,) = baseline.books(resolved.techniques, resolved.env, resolved.env.shape, 0.0)
+    sent = sum(
+        w.values * book.bytes_per_value[w.role] * w.times * (2 if w.per == "micro" else 1)
+        for w in book.work
+        if w.unit == "link" and not w.gone
+    )
+    return cost.peak_memory(book, 2048).bytes / GIB, sent / GIB
+
+
+@pytest.mark.parametrize("shape", ["llama-3.2-1b", "llama-3.1-8b"])
+@pytest.mark.parametrize("more", [(), ("amp",), ("lora",), ("lora", "amp"), ("nf4", "lora", "amp")], ids=str)
+def test_what_it_predicts(shape, more):
+    stages = (2, 3) if "amp" in more else (1, 2, 3)
+    found = [peak(shape, f"deepspeed:stage={stage}", *more) for stage in stages]
+    peaks, sent = ([f[i] for f in found] for i in range(2))
+    assert peaks == sorted(peaks, reverse=True) and peaks[-1] < peaks[0], "a stage more holds less"
+    assert sent == sorted(sent), "and sends more"
+    states, everything = (peak(shape, f"deepspeed:offload={what}", *more)[0] for what in ("states", "all"))
+    assert everything < states <= peaks[-1]
+    assert peak(shape, "deepspeed:hpz=2", *more)[0] > peaks[-1]
+    assert peak(shape, "deepspeed", *more, ranks=8)[0] < peaks[-1]

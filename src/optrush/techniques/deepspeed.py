@@ -93,14 +93,15 @@ class DeepSpeed(Technique):
     def _model(self, env: Environment) -> Iterator[Requirement]:
         """Yield requirements of the model and of what runs it."""
         yield env.needs_dense("`deepspeed` gathers the weights of a module that is called")
-        found, met = "an objective with pairs or a teacher, of several passes", not (env.paired or env.teacher)
+        found = "an objective with pairs, a reference or a teacher, of several passes"
+        met = not (env.paired or env.reference or env.teacher)
         yield Requirement(met, "`deepspeed` runs one forward pass a micro-batch", found, ELSE)
+        found, do = "the model runs through transformers", "leave amp out, or take fsdp"
+        met = env.native or Part.PRECISION not in env.claimed
+        yield Requirement(met, "`deepspeed` under `amp` casts the weights of our own decoder", found, do)
         found, do = "a technique that moves what blocks save", f"take recompute, or {ELSE}"
         met = Part.ACTIVATION_STORAGE not in env.claimed
         yield Requirement(met, "`deepspeed` frees weights that the backward pass reads", found, do)
-        found, do = "fp8, which scales whole weights", f"leave fp8 out, or {ELSE}"
-        met = not any(linear.matmul == "float8" for linear in env.spec.linears.values())
-        yield Requirement(met, "`deepspeed` gathers weights as they are stored", found, do)
         found, do = "fused-kernels:mlp=quack, which lays weights out anew", "take mlp=triton, or leave it out"
         yield Requirement(env.spec.mlp != "quack", "`deepspeed` flattens weights", found, do)
 
@@ -163,9 +164,8 @@ class DeepSpeed(Technique):
         """Yield the share of what stage 3 cuts, and what of it is whole while it is used."""
         n, tied = env.gradient_ranks, env.shape is None or env.shape.tied
         ends, whole = "embedding and head are whole while they are used", "a block's weights are whole while it runs"
-        during = ("forward", "backward")
-        why = f"{whole}, and the next block's ahead of it"
-        yield cut(f"{kind}.blocks", "dp", n, why, gathered=min(env.blocks, 2), during=during)
+        why, phases = f"{whole}, and the next block's ahead of it", ("forward", "backward")
+        yield cut(f"{kind}.blocks", "dp", n, why, gathered=min(env.blocks, 2), during=phases)
         if kind == "weights" or not tied:
             yield cut(f"{kind}.[!be]*", "dp", n, ends, gathered=1)
         during = () if tied else ("forward", "backward, embedding")

@@ -88,8 +88,8 @@ class LossModule(nn.Module):
 
 
 def quiet() -> None:
-    """Leave warnings and errors of DeepSpeed's log, which goes to standard output."""
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    """Leave errors of DeepSpeed's log, which goes to standard output: skipped updates are the run's own to log."""
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 
 def materialise(trainer: Trainer, config: Mapping[str, Any] | None, half: torch.dtype | None) -> None:
@@ -103,16 +103,17 @@ def materialise(trainer: Trainer, config: Mapping[str, Any] | None, half: torch.
     model, device = trainer.model, trainer.world.device
     names = {id(p): name for name, p in model.named_parameters()}  # of tied parameters the first
     for path, module in list(model.named_modules()):
-        own = {f"{path}.{n}" if path else n: p for n, p in module.named_parameters(recurse=False)}
-        if not own or any(names.get(id(p)) != name for name, p in own.items()):
+        full = {n: f"{path}.{n}" if path else n for n, _ in module.named_parameters(recurse=False)}
+        own = [n for n, p in module.named_parameters(recurse=False) if names.get(id(p)) == full[n]]
+        if not own:
             continue  # a tied one is its owner's
-        for p in own.values() if half is not None else ():
+        for p in module.parameters(recurse=False) if half is not None else ():
             p.data = p.data.to(half)
         module.to_empty(device=device, recurse=False)
-        for name, p in zip(own, module.parameters(recurse=False), strict=True):
-            _fill(trainer, name, p)
+        for n in own:
+            _fill(trainer, full[n], module.get_parameter(n))
         if config is not None:
-            _partition(list(module.parameters(recurse=False)), config)
+            _partition([module.get_parameter(n) for n in own], config)
     model.tie()
     model.restore_buffers(device)
 
@@ -193,6 +194,8 @@ class Engine:
 
     def evaluate(self) -> None:
         """Start DeepSpeed's engine without an optimizer; replace the evaluation."""
+        for t in self.trained:
+            t.parameter.__dict__.pop(LOST, None)
         self._start(None)
 
     def _start(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -303,7 +306,7 @@ class Engine:
         if state is None:
             found = safe_get_full_fp32_param(t.parameter)
         elif state == COUNT:
-            return self.adamw.state[self._flat()[0]]["step"].clone()
+            found = self.adamw.state[self._flat()[0]]["step"].clone()
         else:
             found = safe_get_full_optimizer_state(t.parameter, MOMENTS[state])
         assert isinstance(found, Tensor), f"{t.name} is trained"
@@ -386,12 +389,12 @@ class Engine:
     @contextmanager
     def gathered(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         """Hold parameters whole within the context, trained ones with their float32 values; every rank calls it."""
-        from deepspeed.zero import GatheredParameters
+        from deepspeed import zero
 
         found = list(dict.fromkeys(parameters))
         trained = [p for p in found if id(p) in self.by_id]
         frozen = [p for p in found if id(p) not in self.by_id]
-        with GatheredParameters(frozen, enabled=self.stage == 3 and bool(frozen)):
+        with zero.GatheredParameters(frozen, enabled=self.stage == 3 and bool(frozen)):
             kept = [p.data for p in trained]
             for p in trained:
                 p.data = self.read(self.by_id[id(p)])
