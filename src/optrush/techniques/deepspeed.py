@@ -45,8 +45,8 @@ class DeepSpeed(Technique):
 
     Source: Rajbhandari et al., https://arxiv.org/abs/1910.02054; offload: https://arxiv.org/abs/2101.06840; hpz:
         https://arxiv.org/abs/2306.10209; the engine is DeepSpeed 0.19's
-    Memory: states 8/n bytes a parameter on n ranks, gradients 4 (stage 1) or 4/n; float32 weights 4/n, and what
-        products read, unless it is the same: 4 (float32, stages 1 and 2), 2 (amp) or 2/n (amp, stage 3).
+    Memory: states 8/n bytes a parameter on n ranks, gradients 4 (stage 1) or 4/n; float32 weights 4/n, and beside them
+        what products read: 4, under amp 2 (stages 1 and 2), or 1/n of that (stage 3).
     Work: weights gathered once a step (stages 1, 2) or twice a micro-batch (3); gradients reduced once a step (1) or
         micro-batch (2, 3); a host read a step.
     Differs from the source: gradients are summed, not averaged; a loss that is not finite skips the update, too; the
@@ -64,7 +64,7 @@ class DeepSpeed(Technique):
     verified_on = ("cpu",)
     claims = frozenset({Part.DATA, Part.OPTIMIZER, Part.UPDATE, Part.STATES})
     shards = frozenset({"dp"})
-    searched = False  # fsdp does the same with fewer copies
+    searched = False  # fsdp does the same with one copy less
 
     def packages(self) -> tuple[tuple[str, str], ...]:
         return (("deepspeed", "deepspeed"),)
@@ -130,23 +130,19 @@ class DeepSpeed(Technique):
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         """Yield shares of everything, what is whole besides, buffers, and what the link carries."""
-        n, half, frozen = env.gradient_ranks, Part.PRECISION in env.claimed, Part.TRAINED in env.claimed
+        n, frozen = env.gradient_ranks, Part.TRAINED in env.claimed
         yield cut("states.*", "dp", n, "a rank updates its share")
         if self.stage > 1:
             why = "reduced as soon as a block has made them"
             yield cut("gradients.*", "dp", n, why, gathered=1)
         yield live("casts.*", "products read what is gathered, no copies beside it", gone=True)
-        copied = self.stage < 3 or half or self.offload != "none"  # beside the float32 weights
-        if frozen or not copied:
-            if self.stage == 3:
-                yield from self._gathered(env, "weights")
-        else:
+        if not frozen:
             yield cut("weights.*", "dp", n, "a rank updates its share of the float32 weights")
             for part in ("blocks", "embedding", *([] if env.shape is None or env.shape.tied else ["head"])):
                 why, blocks = "what products read, beside the float32 weights", env.blocks if part == "blocks" else 1
                 yield like(f"weights.{part}", Line(f"copies.{part}", why, 1.0, "product", "always", blocks=blocks))
-            if self.stage == 3:
-                yield from self._gathered(env, "copies")
+        if self.stage == 3:
+            yield from self._gathered(env, "weights" if frozen else "copies")
         yield live("update.loop", "one kernel makes no temporaries", gone=True)
         yield live("update*", "a rank updates its share", times=1 / n)
         yield live("norm", "of a rank's share", times=1 / n)
@@ -157,7 +153,7 @@ class DeepSpeed(Technique):
             why = f"the second copy of the weights, cut over {self.hpz} ranks"
             yield like("weights.*", Line("secondary", why, 1 / self.hpz, "product", "always"))
         if self.offload != "none":
-            yield from self._offloaded(copied and not frozen)
+            yield from self._offloaded(not frozen)
         yield from self._links(env, n)
 
     def _gathered(self, env: Environment, kind: str) -> Iterator[Rule]:

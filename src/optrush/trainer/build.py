@@ -164,10 +164,7 @@ def _build(
     if config.referenced is not None or not all(p.requires_grad for p in model.parameters()):
         trainer.fingerprints["base"] = weights_fingerprint(prepared.folder, config.seed)
     console.loading(f"loading the weights: {sum(p.numel() for p in model.parameters()) / 1e6:,.1f} M parameters")
-    matrices = matrix_names(model)  # before: an engine may flatten what it allocates
-    trainer.materialise()
-    trainer.weight_map.release()
-    trainer.trained = [TrainedParam(n, p, n in matrices) for n, p in model.named_parameters() if p.requires_grad]
+    settle_weights(trainer)
     if training:
         stage("optimizer")
         if trainer.optimizer is None:
@@ -272,9 +269,14 @@ def materialise(trainer: Trainer) -> None:
             trainer.weight_map.fill(name, distributed.local(p.detach()), distributed.offset(p))
 
 
-def matrix_names(model: torch.nn.Module) -> set[str]:
-    """Return the names of the parameters that weight decay applies to; biases of experts have rows, too."""
-    return {name for name, p in model.named_parameters() if p.dim() > 1 and not name.endswith("bias")}
+def settle_weights(trainer: Trainer) -> None:
+    """Allocate and fill the weights, fix `trainer.trained`."""
+    # Before, for an engine may flatten what it allocates. Biases of experts have rows, too.
+    matrices = {name for name, p in trainer.model.named_parameters() if p.dim() > 1 and not name.endswith("bias")}
+    trainer.materialise()
+    trainer.weight_map.release()
+    learned = [(name, p) for name, p in trainer.model.named_parameters() if p.requires_grad]
+    trainer.trained = [TrainedParam(name, p, decays=name in matrices) for name, p in learned]
 
 
 def check_rounding(trainer: Trainer) -> None:
