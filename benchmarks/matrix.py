@@ -35,7 +35,7 @@ ENV = Environment(
 )  # fmt: skip
 MESHES: dict[str, dict[str, dict[str, Any]]] = {
     "one device": {}, "ddp": {"ddp": {}}, "fsdp": {"fsdp": {}}, "hsdp": {"fsdp": {"replicate": 2}},
-    "tensor": {"tensor": {}}, "context": {"context": {}},
+    "deepspeed": {"deepspeed": {}}, "tensor": {"tensor": {}}, "context": {"context": {}},
     "pipeline": {"pipeline": {}}, "experts": {"experts": {}},
 }  # fmt: skip
 MOST_RANKS = 8
@@ -118,7 +118,7 @@ def together(names: Iterable[str], mesh: dict[str, dict[str, Any]]) -> tuple[str
     own = {**{n: by_default(n) for n in names}, **{n: technique(n, o) for n, o in mesh.items()}}
     one = not own.keys() & DIVIDING
     needed = tuple(n for name in own for n in company(name) if n not in own)
-    data = () if own.keys() & {"ddp", "fsdp"} or one else ("ddp", "fsdp")
+    data = () if own.keys() & {"ddp", "fsdp", "deepspeed"} or one else ("ddp", "fsdp")
     first = refusal([*own.values(), *map(by_default, needed)], one)
     claimed = [part for t in own.values() for part in t.claims]
     if not first or len(claimed) > len(set(claimed)):  # two owners of one part: no third technique helps

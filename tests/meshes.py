@@ -24,7 +24,7 @@ from optrush.trainer import run as fit
 
 from golden.make_golden import CASES, STEPS
 from pair import Pair
-from trials import apart, assembled, golden_run, steps, whole, wire
+from trials import apart, assembled, golden_run, steps, wire
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "golden.json").read_text())
 CLOSE = 1e-5  # relative, of losses and norms; of a gradient's largest value
@@ -70,7 +70,7 @@ def play(box: Path, case: MeshCase, with_: dict[str, Any], classes: Sequence[typ
     job.forward_backward(batches, job.all_reduce_int(sum(b.n_terms for b in batches)))
     gradients = {}
     for t in job.trained:
-        grad, mapped = whole(t.parameter.grad).clone(), t.name in job.weight_map.entries
+        grad, mapped = t.whole_grad.clone(), t.name in job.weight_map.entries
         gradients.update(job.weight_map.split(t.name, grad) if mapped else [(t.name, grad)])
     wire(job)  # and from the first step again
     seen = list(steps(job, STEPS))

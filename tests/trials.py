@@ -121,7 +121,7 @@ def first_gradients(trainer: Trainer) -> tuple[float, dict[str, torch.Tensor]]:
     batches = next(trainer.batches)
     trainer.set_step(1)
     loss = trainer.forward_backward(batches, trainer.all_reduce_int(sum(b.n_terms for b in batches)))
-    return loss.item(), {t.name: whole(t.parameter.grad).clone() for t in trainer.trained}
+    return loss.item(), {t.name: t.whole_grad.clone() for t in trainer.trained}
 
 
 def published(trainer: Trainer) -> tuple[float, dict[str, torch.Tensor]]:
@@ -132,7 +132,7 @@ def published(trainer: Trainer) -> tuple[float, dict[str, torch.Tensor]]:
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Whole weights by canonical name, copies."""
-    return {t.name: whole(t.parameter.detach()).clone() for t in trainer.trained}
+    return {t.name: t.whole.clone() for t in trainer.trained}
 
 
 def whole(t: torch.Tensor) -> torch.Tensor:

@@ -134,7 +134,7 @@ def trained_parameters(trainer: Trainer) -> dict[str, Tensor]:
     def own() -> Iterator[tuple[str, Tensor]]:
         for t in trainer.trained:
             if t.name not in trainer.counted_elsewhere:
-                values = gathered(t.parameter.detach())
+                values = t.whole
                 yield t.name, values.cpu() if world.leads else values
 
     return {name: t for name, t in from_stages(world, own()) if world.rank == 0}
@@ -173,7 +173,7 @@ def _published(trainer: Trainer, kept: torch.dtype) -> Iterator[tuple[str, Tenso
     model, first = trainer.model, trainer.world.leads
     changed = {name: m for name, m in model.linears() if m.quantized is not None or m.adapter is not None}
     for name, linear in changed.items():
-        with _gathered(model, name):
+        with _gathered(model, name), trainer.gathered(linear.parameters()):
             weight = gathered(linear.dequantized(torch.float32).detach())
             bias: Tensor | None = None if linear.bias is None else gathered(linear.bias.detach()).float()
             if linear.adapter is not None:
@@ -189,7 +189,7 @@ def _published(trainer: Trainer, kept: torch.dtype) -> Iterator[tuple[str, Tenso
         adapter = experts.adapter
         inside = ("adapter.", "quantized.")
         merged |= {f"{owner}.{own}" for own, _ in experts.named_parameters() if own.startswith(inside)}
-        with _gathered(model, owner):
+        with _gathered(model, owner), trainer.gathered(experts.parameters()):
             for kind in experts.sizes if adapter is None or experts.quantized is not None else adapter.kinds:
                 whole = gathered(experts.dense(kind, torch.float32).detach())
                 to = torch.device("cpu") if first else whole.device
@@ -200,8 +200,9 @@ def _published(trainer: Trainer, kept: torch.dtype) -> Iterator[tuple[str, Tenso
             continue
         if any(name.startswith(f"{owner}.") for owner in changed):
             continue
-        values = gathered(p.detach())
-        yield name, values.cpu() if first else values
+        with trainer.gathered([p]):
+            values = gathered(p.detach())
+            yield name, values.cpu() if first else values
 
 
 @contextmanager

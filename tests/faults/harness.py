@@ -168,8 +168,9 @@ def small_job(output: Path, how: str = "whole", keep: int = 2, dtype: torch.dtyp
     optimizer = AdamW(trained, run_.optim, fused=False)
     state = {"kept": Kept()}
     job = SimpleNamespace(
-        config=run_, world=world, trained=trained, optimizer=optimizer, state=state, counted_elsewhere=frozenset()
-    )
+        config=run_, world=world, trained=trained, optimizer=optimizer, state=state, counted_elsewhere=frozenset(),
+        read_slices=lambda mine: mine, filling=nullcontext,
+    )  # fmt: skip
     job.counts = partial(Trainer.counts, job)
     return job
 

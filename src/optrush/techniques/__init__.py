@@ -20,6 +20,7 @@ from optrush.techniques.compile import Compile
 from optrush.techniques.context import Context
 from optrush.techniques.cuda_graphs import CudaGraphs
 from optrush.techniques.ddp import Ddp
+from optrush.techniques.deepspeed import DeepSpeed
 from optrush.techniques.experts import ExpertParallel
 from optrush.techniques.fp8 import Fp8
 from optrush.techniques.fsdp import Fsdp
@@ -83,6 +84,7 @@ OWN: tuple[type[Technique], ...] = (
     ExpertParallel,
     Ddp,
     Fsdp,
+    DeepSpeed,
     Context,
     MicroBatch,
     MemoryCap,

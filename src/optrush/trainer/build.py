@@ -167,7 +167,7 @@ def _build(
     if env.shape is not None and env.shape.delta is not None:
         trainer.notes.append(f"delta rule: {' and '.join(rules(model))}")
     console.loading(f"loading the weights: {sum(p.numel() for p in model.parameters()) / 1e6:,.1f} M parameters")
-    materialise(trainer)
+    settle_weights(trainer)
     if training:
         stage("optimizer")
         if trainer.optimizer is None:
@@ -247,6 +247,7 @@ def _defaults(trainer: Trainer, objective: Callable[[Any, Tensor, Batch], Tensor
         trainer.loss_from_hidden = partial(objective, trainer.model.head)
         trainer.notes.append(f"the loss is {getattr(objective, '__qualname__', objective)}, not the objective's own")
     trainer.loss = partial(loss, trainer)
+    trainer.materialise = partial(materialise, trainer)
     trainer.place = lambda batch: batch.to(device)
     trainer.forward_backward = partial(forward_backward, trainer)
     trainer.eval_loss = partial(eval_loss, trainer)
@@ -260,7 +261,7 @@ def _defaults(trainer: Trainer, objective: Callable[[Any, Tensor, Batch], Tensor
 
 
 def materialise(trainer: Trainer) -> None:
-    """Allocate this rank's slices, redo ties, fill the weights from the weight map, fix `trainer.trained`."""
+    """Allocate this rank's slices, redo ties, fill the weights from the weight map."""
     model = trainer.model
     for root in trainer.fsdp_roots:
         root.to_empty(device=trainer.world.device)
@@ -269,9 +270,15 @@ def materialise(trainer: Trainer) -> None:
     with torch.no_grad():
         for name, p in model.named_parameters():
             trainer.weight_map.fill(name, distributed.local(p.detach()), distributed.offset(p))
+
+
+def settle_weights(trainer: Trainer) -> None:
+    """Allocate and fill the weights, fix `trainer.trained`."""
+    # Before, for an engine may flatten what it allocates. Biases of experts have rows, too.
+    matrices = {name for name, p in trainer.model.named_parameters() if p.dim() > 1 and not name.endswith("bias")}
+    trainer.materialise()
     trainer.weight_map.release()
-    learned = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    matrices = {name for name, p in learned if p.dim() > 1 and not name.endswith("bias")}  # those of experts have rows
+    learned = [(name, p) for name, p in trainer.model.named_parameters() if p.requires_grad]
     trainer.trained = [TrainedParam(name, p, decays=name in matrices) for name, p in learned]
 
 

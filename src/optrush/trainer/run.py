@@ -383,8 +383,8 @@ def _largest_step(trainer: Trainer, plan: RunPlan) -> None:
         trainer.optimizer_step()
     if trainer.evaluation is not None:
         trainer.eval_loss([next(iter(trainer.evaluation))])
-    if largest := max(checkpoint.slices(trainer), key=lambda s: s.local.nbytes, default=None):
-        largest.local.detach().cpu()  # a save has one tensor on the host at a time
+    if largest := max(checkpoint.slices(trainer), key=lambda s: math.prod(s.whole), default=None):
+        trainer.read_slices([largest])[0].local.detach().cpu()  # a save has one tensor on the host at a time
     if trainer.world.device.type == "cuda":
         torch.cuda.synchronize()
 

@@ -7,7 +7,7 @@ Shapes: B rows, T tokens a row, D width (docs/notation.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -34,6 +34,7 @@ from optrush.trainer.metrics import Meter
 if TYPE_CHECKING:
     from optrush.models.decoder import Decoder
     from optrush.models.hf import HFModel
+    from optrush.trainer.checkpoint import Slice
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,11 @@ class TrainedParam:
         return None if g is None else distributed.gathered(g)
 
     @property
+    def whole(self) -> Tensor:
+        """Return the whole parameter; of a sharded one every rank must ask for it."""
+        return distributed.gathered(self.parameter.detach())
+
+    @property
     def full_shape(self) -> tuple[int, ...]:
         """Return the shape of the whole parameter."""
         return tuple(self.parameter.shape)
@@ -77,8 +83,12 @@ class TrainedParam:
     @property
     def is_sharded(self) -> bool:
         """Return whether this rank holds a slice only (else the whole, the same on every rank)."""
-        p = self.parameter
-        return distributed.is_sharded(p) and not all(how.is_replicate() for how in p.placements)
+        return bool(self.cut_over)
+
+    @property
+    def cut_over(self) -> frozenset[str]:
+        """Return the axes of the mesh along which ranks hold different pieces."""
+        return frozenset(distributed.cut_axes(self.parameter))
 
 
 class State(Protocol):
@@ -107,6 +117,8 @@ class Trainer:
     """This rank's held-out batches, the same number on every rank; None: the run holds nothing out."""
 
     # callables
+    materialise: Callable[[], None] = None  # type: ignore[assignment]
+    """Allocates this rank's part of the weights and fills it from the weight map; before, all is on the meta device."""
     place: Callable[[Batch], Batch] = None  # type: ignore[assignment]
     """A micro-batch of the host -> this rank's part of it, on the device: called by what runs a window."""
     batches: Iterator[list[Batch]] = field(default_factory=lambda: iter(()))
@@ -144,6 +156,12 @@ class Trainer:
     """Sum of a device tensor over the data axes."""
     grad_norm: Callable[[], Tensor] = None  # type: ignore[assignment]
     """() float32: the norm of all gradients as they are (scaled), over all axes of the mesh."""
+    read_slices: Callable[[list[Slice]], list[Slice]] = lambda mine: mine
+    """Takes this rank's slices and returns them with their values, before a save; every rank calls it."""
+    filling: Callable[[Slice], AbstractContextManager[Slice]] = nullcontext
+    """Takes one of this rank's slices and returns what a checkpoint fills within the context."""
+    gathered: Callable[[Iterable[nn.Parameter]], AbstractContextManager[None]] = lambda parameters: nullcontext()
+    """Holds parameters whole within the context, with the values that an export writes; every rank calls it."""
     scale: Tensor = None  # type: ignore[assignment]  # () float32, the loss scale
     lr: Tensor = None  # type: ignore[assignment]  # () float32
     optimizer_factory: Callable[[Sequence[TrainedParam], OptimizerFactory], Optimizer] = build_optimizer
@@ -196,9 +214,8 @@ class Trainer:
             return True
         if t.name in self.counted_elsewhere:
             return False
-        # Axes along which it is the same; stages have their own.
-        copies = set(mesh.mesh_dim_names or ()) - {"pp"} - distributed.cut_axes(t.parameter)
-        return not any(self.world.at(axis) for axis in copies)
+        copies = set(mesh.mesh_dim_names or ()) - {"pp"}  # axes along which it is the same; stages have their own
+        return not any(self.world.at(axis) for axis in copies - t.cut_over)
 
     def describe(self) -> str:
         """Return what was changed, by which technique and kernel, and what was left as it is, with the reason."""

@@ -1,0 +1,279 @@
+"""DeepSpeed's ZeRO: states, gradients and weights cut over the ranks, by DeepSpeed's own engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field
+
+from optrush.errors import NeedsError
+from optrush.planner.ledger import Line, Role, Rule, WorkItem, add, cut, like, live
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, library
+
+if TYPE_CHECKING:
+    from optrush.trainer.trainer import Trainer
+
+ELSE = "take fsdp, or leave deepspeed out"
+LIKE = "0.19."  # versions whose engine is known to sum a window as ours
+MOST_REDUCED = 50_000_000  # gradients in a bucket
+
+
+class Sizes(NamedTuple):
+    """Numbers of values that the engine's buffers hold."""
+
+    reduced: int  # gradients that are reduced together
+    prefetched: int  # weights that are gathered ahead
+    whole: int  # weights that are whole at a time
+    kept_whole: int  # a weight of at most as many is never cut
+
+
+@dataclass(frozen=True)
+class DeepSpeed(Technique):
+    """Cuts states (stage 1), gradients too (2), weights too (3), and updates by torch's AdamW over flat shards.
+
+    The engine finds the norm, clips, and skips what is not finite; loss, divisor, learning rate, checkpoints and
+    exports are those of any other run. Under `amp` it holds bf16 copies of the weights, gathers these, and reduces
+    gradients in float32.
+    offload: `states` keeps float32 weights, states and gradients in host memory, where the update runs too; `all` also
+    the weights that products read, until they are gathered (stage 3).
+    hpz: a second copy of the weights, cut over groups of so many neighboring ranks, which the backward pass gathers
+    from (ZeRO++).
+
+    Source: Rajbhandari et al., https://arxiv.org/abs/1910.02054; offload: https://arxiv.org/abs/2101.06840; hpz:
+        https://arxiv.org/abs/2306.10209; the engine is DeepSpeed 0.19's
+    Memory: states 8/n bytes a parameter on n ranks, gradients 4 (stage 1) or 4/n; float32 weights 4/n, and beside them
+        what products read: 4, under amp 2 (stages 1 and 2), or 1/n of that (stage 3).
+    Work: weights gathered once a step (stages 1, 2) or twice a micro-batch (3); gradients reduced once a step (1) or
+        micro-batch (2, 3); a host read a step.
+    Differs from the source: gradients are summed, not averaged; a loss that is not finite skips the update, too; the
+        sizes of buckets follow the model's.
+    """
+
+    stage: Literal[1, 2, 3] = 3
+    offload: Literal["none", "states", "all"] = "none"
+    hpz: Annotated[int, Field(ge=1)] = 1
+
+    name = "deepspeed"
+    summary = "states, gradients and weights cut over the ranks by DeepSpeed (ZeRO stage 1, 2 or 3)"
+    source = "https://arxiv.org/abs/1910.02054"
+    numerics = Numerics.SAME_MATHS
+    verified_on = ("cpu",)
+    claims = frozenset({Part.DATA, Part.OPTIMIZER, Part.UPDATE, Part.STATES})
+    shards = frozenset({"dp"})
+    searched = False  # fsdp does the same with one copy less
+
+    def packages(self) -> tuple[tuple[str, str], ...]:
+        return (("deepspeed", "deepspeed"),)
+
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        do = "start it with --ranks 2 or torchrun, or leave deepspeed out"
+        yield Requirement(env.gradient_ranks > 1, "`deepspeed` cuts states over several ranks", env.alone, do)
+        found = "a technique that gives ranks blocks, parts of matrices or parts of rows"
+        met = not {Part.TP, Part.CP, Part.PP} & env.claimed
+        yield Requirement(met, "`deepspeed` cuts one model over all ranks", found, ELSE)
+        found, do = "a technique that compiles them as one graph", "leave compile out, or take fsdp"
+        met = Part.COMPILED not in env.claimed
+        yield Requirement(met, "`deepspeed` gathers weights by hooks inside of blocks", found, do)
+        found, do = "weights in bfloat16", "take amp, with which products, gathers and copies are in bfloat16"
+        met = Part.WEIGHTS not in env.claimed and env.dtype == "float32"
+        yield Requirement(met, "`deepspeed` updates float32 weights", found, do)
+        found, do = "amp, for which DeepSpeed has another optimizer", "take stage: 2, which holds less"
+        met = self.stage > 1 or Part.PRECISION not in env.claimed
+        yield Requirement(met, "`deepspeed: stage: 1` works in float32", found, do)
+        found, do = "`batch.micro_tokens: auto`", "give batch.micro_tokens a number"
+        met = Part.MICRO_BATCH not in env.claimed
+        yield Requirement(met, "`deepspeed` builds its engine once", found, do)
+        yield from self._model(env)
+        yield from self._options(env)
+
+    def _model(self, env: Environment) -> Iterator[Requirement]:
+        """Yield requirements of the model and of what runs it."""
+        yield env.needs_dense("`deepspeed` gathers the weights of a module that is called")
+        found = "an objective with pairs, a reference or a teacher, of several passes"
+        met = not (env.paired or env.reference or env.teacher)
+        yield Requirement(met, "`deepspeed` runs one forward pass a micro-batch", found, ELSE)
+        found, do = "the model runs through transformers", "leave amp out, or take fsdp"
+        met = env.native or Part.PRECISION not in env.claimed
+        yield Requirement(met, "`deepspeed` under `amp` casts the weights of our own decoder", found, do)
+        found, do = "a technique that moves what blocks save", f"take recompute, or {ELSE}"
+        met = Part.ACTIVATION_STORAGE not in env.claimed
+        yield Requirement(met, "`deepspeed` frees weights that the backward pass reads", found, do)
+        found, do = "fused-kernels:mlp=quack, which lays weights out anew", "take mlp=triton, or leave it out"
+        yield Requirement(env.spec.mlp != "quack", "`deepspeed` flattens weights", found, do)
+
+    def _options(self, env: Environment) -> Iterator[Requirement]:
+        found, do = f"stage: {self.stage}", "take stage: 3"
+        met = self.offload != "all" or self.stage == 3
+        yield Requirement(met, "`deepspeed: offload: all` moves weights that are cut", found, do)
+        met, asked = (
+            self.hpz == 1 or self.stage == 3,
+            f"`deepspeed: hpz: {self.hpz}` copies weights that are cut",
+        )
+        yield Requirement(met, asked, found, do)
+        found, do = f"{env.ranks} rank{'s' * (env.ranks != 1)}", "take a divisor of the ranks, as the GPUs of one host"
+        yield Requirement(env.ranks % self.hpz == 0, f"`deepspeed: hpz: {self.hpz}` makes equal groups", found, do)
+
+    def sizes(self, env: Environment) -> Sizes:
+        """Return what the engine's buffers hold, from the shape: about a block at a time, as under fsdp."""
+        if env.shape is None:
+            return Sizes(MOST_REDUCED, MOST_REDUCED, 10**9, 10_000)
+        s = env.shape
+        block = max(s.block_matrices // s.layers, 1)
+        ends = s.vocab * s.width * (1 if s.tied else 2)
+        return Sizes(min(block, MOST_REDUCED), block, 2 * block + ends, 2 * s.width)
+
+    # What it predicts.
+
+    def predict(self, env: Environment) -> Iterator[Rule]:
+        """Yield shares of everything, what is whole besides, buffers, and what the link carries."""
+        n, frozen = env.gradient_ranks, Part.TRAINED in env.claimed
+        yield cut("states.*", "dp", n, "a rank updates its share")
+        if self.stage > 1:
+            why = "reduced as soon as a block has made them"
+            yield cut("gradients.*", "dp", n, why, gathered=1)
+        yield live("casts.*", "products read what is gathered, no copies beside it", gone=True)
+        if not frozen:
+            yield cut("weights.*", "dp", n, "a rank updates its share of the float32 weights")
+            for part in ("blocks", "embedding", *([] if env.shape is None or env.shape.tied else ["head"])):
+                why, blocks = "what products read, beside the float32 weights", env.blocks if part == "blocks" else 1
+                yield like(f"weights.{part}", Line(f"copies.{part}", why, 1.0, "product", "always", blocks=blocks))
+        if self.stage == 3:
+            yield from self._gathered(env, "weights" if frozen else "copies")
+        yield live("update.loop", "one kernel makes no temporaries", gone=True)
+        yield live("update*", "a rank updates its share", times=1 / n)
+        yield live("norm", "of a rank's share", times=1 / n)
+        sizes = self.sizes(env)
+        why = f"a bucket of {sizes.reduced:,} gradients, in float32"
+        yield add(Line("buckets.reduce", why, sizes.reduced, "wide", "always"))
+        if self.hpz > 1:
+            why = f"the second copy of the weights, cut over {self.hpz} ranks"
+            yield like("weights.*", Line("secondary", why, 1 / self.hpz, "product", "always"))
+        if self.offload != "none":
+            yield from self._offloaded(not frozen)
+        yield from self._links(env, n)
+
+    def _gathered(self, env: Environment, kind: str) -> Iterator[Rule]:
+        """Yield the share of what stage 3 cuts, and what of it is whole while it is used."""
+        n, tied = env.gradient_ranks, env.shape is None or env.shape.tied
+        ends, whole = "embedding and head are whole while they are used", "a block's weights are whole while it runs"
+        why, phases = f"{whole}, and the next block's ahead of it", ("forward", "backward")
+        yield cut(f"{kind}.blocks", "dp", n, why, gathered=min(env.blocks, 2), during=phases)
+        if kind == "weights" or not tied:
+            yield cut(f"{kind}.[!be]*", "dp", n, ends, gathered=1)
+        during = () if tied else ("forward", "backward, embedding")
+        yield cut(f"{kind}.embedding", "dp", n, ends, gathered=1, during=during)
+
+    def _offloaded(self, copied: bool) -> Iterator[Rule]:
+        """Yield what is in host memory."""
+        yield live("states.*", "on the host", blocks_on_device=0)
+        if copied:
+            yield live("weights.*", "the float32 weights: on the host", blocks_on_device=0)
+        if self.offload == "all":
+            yield live("copies.*" if copied else "weights.*", "on the host until they are gathered", blocks_on_device=0)
+
+    def _links(self, env: Environment, n: int) -> Iterator[Rule]:
+        """Yield what the ranks send each other."""
+        share, (hosts, entering) = (n - 1) / n, env.over_hosts("dp")
+        quantized = any(linear.weight == "quantized" for linear in env.spec.linears.values())
+        stored: Role = "stored" if quantized else "product"
+        why, times = ("weights gathered twice", 2) if self.stage == 3 else ("updated weights gathered", 1)
+        gathers: Literal["micro", "step"] = "micro" if self.stage == 3 else "step"
+        reduces: Literal["micro", "step"] = "step" if self.stage == 1 else "micro"
+        parts: list[tuple[str, str, Role]] = [
+            ("weights.blocks", "gather.blocks", stored), ("weights.[!b]*", "gather.ends", "product"),
+        ]  # fmt: skip
+        for match, name, role in parts if self.stage == 3 or Part.TRAINED not in env.claimed else ():
+            steps = times * (hosts - 1) * (env.blocks if name == "gather.blocks" else 2)
+            work = WorkItem(name, why, gathers, unit="link", values=times * share, role=role)
+            yield like(match, replace(work, entering=times * entering, steps=steps))
+        work = WorkItem("reduce", "gradients reduced", reduces, unit="link", values=share, role="wide")
+        yield like("gradients.*", replace(work, entering=entering, steps=(hosts - 1) * env.blocks))
+
+    # What it does.
+
+    def process(self, env: Environment) -> int:
+        if env.device.kind == "cpu":
+            os.environ["DS_ACCELERATOR"] = "cpu"
+        return 0
+
+    def shard(self, trainer: Trainer) -> int:
+        import torch
+
+        found = library("deepspeed") or ""
+        if not found.startswith(LIKE):
+            do = "python -m pip install 'optrush[deepspeed]'"
+            raise NeedsError(f"`deepspeed` runs DeepSpeed {LIKE}x", f"version {found}", do)
+        if trainer.precision == torch.float16:
+            asked, do = "`deepspeed` finds updates that are not finite itself", "take amp:dtype=bf16, or fsdp"
+            raise NeedsError(asked, "amp:dtype=fp16, whose loss scale would be changed twice", do)
+        import deepspeed
+
+        from optrush.trainer import zero
+
+        zero.quiet()
+        if trainer.world.device.type == "cpu":  # gloo's collectives; compiling others takes minutes
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed(dist_init_required=False, verbose=False)
+        half = trainer.precision if trainer.autocast else None
+        if half is not None:
+            trainer.autocast, trainer.narrow_stream = False, True
+            trainer.model.embedding.register_forward_hook(lambda module, inputs, out: out.to(half))
+        if half is not None or self.stage == 3:
+            config = self.engine_config(trainer) if self.stage == 3 else None
+            trainer.materialise = partial(zero.materialise, trainer, config, half)
+        return sum(1 for _ in trainer.model.parameters())
+
+    def optimizer(self, trainer: Trainer) -> int:
+        from optrush.trainer.zero import Engine
+
+        trainer.notes.append("deepspeed: updates by torch's AdamW over flat shards; it finds the norm, clips and skips")
+        Engine(trainer, self.engine_config(trainer)).train(self.offload != "none")
+        return len(trainer.trained)
+
+    def wrap_step(self, trainer: Trainer) -> int:
+        if trainer.optimizer is not None or self.stage < 3:
+            return 0
+        from optrush.trainer.zero import Engine
+
+        Engine(trainer, self.engine_config(trainer)).evaluate()
+        return 1
+
+    def wrap_window(self, trainer: Trainer) -> int:
+        from optrush.trainer.zero import Engine
+
+        if trainer.optimizer is not None and not isinstance(trainer.optimizer, Engine):
+            found, do = "lora:lr_ratio, by which it is scaled for some", "leave lr_ratio out, or take fsdp"
+            raise NeedsError("`deepspeed` updates with one learning rate", found, do)
+        return 0
+
+    def engine_config(self, trainer: Trainer) -> dict[str, Any]:
+        """Return DeepSpeed's configuration of this run."""
+        env, sizes = trainer.env, self.sizes(trainer.env)
+        cuda = trainer.world.device.type == "cuda"
+        zero: dict[str, Any] = {
+            "stage": self.stage, "contiguous_gradients": self.stage > 1, "reduce_bucket_size": sizes.reduced,
+            "overlap_comm": cuda and self.stage == 3,
+        }  # fmt: skip
+        if self.stage == 3:
+            zero |= {
+                "stage3_prefetch_bucket_size": sizes.prefetched, "stage3_max_live_parameters": sizes.whole,
+                "stage3_max_reuse_distance": sizes.prefetched, "zero_hpz_partition_size": self.hpz,
+                "stage3_param_persistence_threshold": sizes.kept_whole,
+            }  # fmt: skip
+        host = {"device": "cpu", "pin_memory": cuda}
+        if self.offload != "none":
+            zero["offload_optimizer"] = host
+        if self.offload == "all":
+            zero["offload_param"] = host
+        return {
+            "train_micro_batch_size_per_gpu": env.micro_rows, "gradient_accumulation_steps": env.accumulation,
+            "gradient_clipping": env.clip or 0.0, "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,  # it would compile its own
+            "bf16": {"enabled": True, "check_grad_overflow": True} if trainer.precision is not None else {},
+            "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32",
+            "steps_per_print": 1 << 40, "wall_clock_breakdown": False,
+        }  # fmt: skip
