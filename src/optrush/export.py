@@ -194,7 +194,10 @@ def _published(trainer: Trainer, kept: torch.dtype) -> Iterator[tuple[str, Tenso
                 whole = gathered(experts.dense(kind, torch.float32).detach())
                 to = torch.device("cpu") if first else whole.device
                 merged.add(f"{owner}.{kind}")
-                yield f"{owner}.{kind}", (whole if adapter is None else adapter.merge(kind, whole, gathered)).to(to, kept)
+                yield (
+                    f"{owner}.{kind}",
+                    (whole if adapter is None else adapter.merge(kind, whole, gathered)).to(to, kept),
+                )
     for name, p in model.named_parameters():
         if name in merged or name in trainer.counted_elsewhere:
             continue
