@@ -36,10 +36,14 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the golden script's models (`tied`, `untied`) and documents (text, chat, held.jsonl)."""
+    """A folder with the golden script's models (`tied`, `untied`), one with experts (`moe`, tied), and documents (text,
+    chat, held.jsonl)."""
     made = tmp_path_factory.mktemp("golden")
     for name in ("tied", "untied"):
         make_golden.write_model(made / name, name == "tied")
+    make_golden.write_model(
+        made / "moe", True, model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    )
     for kind in ("text", "chat"):
         make_golden.write_documents(made / f"{kind}.jsonl", kind == "chat")
     texts = [json.loads(line)["text"] for line in (made / "text.jsonl").read_text().splitlines()]

@@ -31,6 +31,7 @@ BESIDE: dict[str, dict] = {
     "nf4": {"lora": {}},
     "int8": {"lora": {}},
     "context": {"ddp": {}},
+    "experts": {"ddp": {}},
 }  # what a technique cannot be without
 OTHERS = (
     {"amp": {"dtype": "fp16"}},
@@ -46,6 +47,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch._dynam
 
 def shared(with_) -> bool:
     return any(name in SHARED for name in with_)
+
+
+def model(box, with_, name="untied") -> list[str]:
+    """The setting of the model that a technique takes."""
+    return [f"model.path={box / ('moe' if 'experts' in with_ else name)}"]
 
 
 # What a technique says of itself.
@@ -69,9 +75,13 @@ def test_names_differ():
 # What it leaves alone: names, wherever it acts.
 
 
-def names(box, with_):
-    """Canonical names before and after a step: (of parameters with their aliases, trained, of optimizer states)."""
-    job = assembled(golden_run(box, sets=["model.path=" + str(box / "tied")], packed="packing" not in with_, **with_))
+def names(box, with_, of=None):
+    """Canonical names before and after a step: (of parameters with their aliases, trained, of optimizer states).
+
+    of: the techniques whose model it is, if others.
+    """
+    sets = model(box, with_ if of is None else of, "tied")
+    job = assembled(golden_run(box, sets=sets, packed="packing" not in with_, **with_))
     found = []
     for _ in range(2):
         found.append([
@@ -100,7 +110,7 @@ def together(found):
 
 @pytest.mark.parametrize("with_", [w for w in EVERY if "compile" not in w], ids=str)
 def test_names_stay(box, pair, with_):
-    want = names(box, {})
+    want = names(box, {}, with_)
     assert want[1] == want[2] and ("head.weight" in want[0]) and ("head.weight" not in want[1])
     here = pair(names, box, with_) if shared(with_) else [names(box, with_)]
     for found in together(here) if "pipeline" in with_ else here:
@@ -134,14 +144,15 @@ def without_effect(box, name):
     """What assembly says to a technique that does nothing."""
     classes = [neutralised(t) if t.name == name else t for t in ALL]
     try:
-        assembled(golden_run(box, **{name: SAMPLES[name], **BESIDE.get(name, {})}), classes)
+        with_ = {name: SAMPLES[name], **BESIDE.get(name, {})}
+        assembled(golden_run(box, sets=model(box, with_), **with_), classes)
     except NoEffectError as error:
         return str(error)
     return "no error"
 
 
 def edits(box, with_):
-    job = assembled(golden_run(box, **with_))
+    job = assembled(golden_run(box, sets=model(box, with_), **with_))
     return [(e.technique, e.count) for e in job.applied]
 
 
@@ -238,7 +249,7 @@ def test_owners_act_first():
 
 def with_evaluations(box, with_, evaluating):
     """Losses, norms and weights of three steps on this rank; evaluated before each and after, or never."""
-    sets = [f"data.eval={box}/held.jsonl"]
+    sets = [f"data.eval={box}/held.jsonl", *model(box, with_)]
     job = assembled(golden_run(box, packed="packing" not in with_, sets=sets, **with_))
     found, evals = [], []
     for k in range(1, 4):

@@ -48,15 +48,17 @@ class ExpertParallel(Technique):
         n, asked = self.size, "`experts` shares the experts of our own decoder's layers"
         yield env.needs_mesh(self.name, f"`experts: size: {n}` shares experts between {n} ranks")
         yield Requirement(env.native, asked, "the model runs through transformers", ELSE)
-        count = 0 if env.shape is None or env.shape.experts is None else env.shape.experts.count
-        yield Requirement(not env.native or count > 0, asked, "a model without experts", ELSE)
+        if env.shape is None:
+            return
+        count = 0 if env.shape.experts is None else env.shape.experts.count
+        yield Requirement(count > 0, asked, "a model without experts", ELSE)
         do = f"take a size that divides, or {ELSE}"
         yield Requirement(count % n == 0, f"`experts: size: {n}` gives each rank as many", f"{count} experts", do)
         found = "experts in 4 or 8 bits, which lie in one piece of bytes"
         dense = all(linear.weight == "dense" for linear in env.spec.linears.values())
         yield Requirement(dense, asked, found, f"take lora without nf4 and int8, or {ELSE}")
         if "dp" in env.sharded:
-            ranks = env.gradient_ranks // env.axes.get("rep", 1)
+            ranks = max(n, env.gradient_ranks // env.axes.get("rep", 1))
             asked = f"data sharding cuts the {count // n} experts of a rank over {ranks // n} ranks"
             found, do = f"{count} experts for {ranks} ranks", f"take ddp, fsdp with more replicas, or {ELSE}"
             yield Requirement(count % ranks == 0, asked, found, do)
