@@ -35,6 +35,7 @@ from optrush.kernels import adamw
 from optrush.models.decoder import build_decoder
 from optrush.models.hf import HFModel, _opened
 from optrush.models.shapes import native_obstacle
+from optrush.models.weights import RandomInit, WeightMap, native_entries
 from optrush.planner import baseline, search
 from optrush.technique import Technique
 from optrush.techniques import ALL
@@ -323,9 +324,16 @@ def _unfilled(folder: Any, hf: Any, implementation: Any, dtype: torch.dtype, see
             model: Any = HFModel(_opened(None, hf, dtype))
         model.to_meta()
         model.restore_buffers = lambda device: _to_empty(model, device=device, buffers=True)
-    else:
-        model = build_decoder(hf, dtype)
-    return model, mock.Mock()
+        return model, mock.Mock()
+    model = build_decoder(hf, dtype)
+    return model, Unfilled(native_entries(model), RandomInit(seed, 0.02, {}))
+
+
+class Unfilled(WeightMap):
+    """Knows where all values would be from, and fills nothing."""
+
+    def fill(self, name: str, local: Tensor, offset: tuple[int, ...]) -> None:
+        pass
 
 
 def _to_empty(module: nn.Module, *, device: torch.device, buffers: bool = False) -> None:

@@ -43,6 +43,7 @@ BACKWARD = [  # the peak is a block's backward pass, or the embedding's
     ("llama-3.2-1b", "native", ("bf16", *SDPA, "recompute"), 1, 256, 2),
     ("llama-3.1-8b", "native", ("bf16", *SDPA, "recompute"), 1, 256, 1),
     ("llama-3.1-8b", "native", ("bf16", *SDPA, "recompute"), 1, 256, 2),
+    ("qwen3-30b-a3b", "native", ("bf16", *SDPA, "recompute", "fused-loss:chunk=64", "lora", "nf4"), 1, 4096, 1),
 ]
 # The peak is attention's backward pass, which holds whole scores: masked, or transformers' sdpa in float32 on CUDA.
 SCORES = [
