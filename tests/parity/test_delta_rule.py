@@ -124,18 +124,18 @@ def test_published_sizes(hf: dict[str, Any]) -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SHAPES, "delta", {**QWEN35, "num_hidden_layers": 8, "vocab_size": 32000})
+    monkeypatch.setitem(SHAPES, "delta", {**QWEN35, "num_hidden_layers": 4, "vocab_size": 32000})
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("withs", [(), ("recompute",)], ids=str)
-def test_a_plan_counts_what_the_rule_saves(withs: tuple[str, ...]) -> None:
-    asked = shaped("delta", "fused-adamw", "attention:delta=plain", "fused-loss", *withs, rows=2, seq=1024)
+def test_a_plan_counts_what_the_rule_saves() -> None:
+    """Without the products of a chunk, the smallest large line, it would be 3 % off."""
+    asked = shaped("delta", "fused-adamw", "attention:delta=plain", "fused-loss:chunk=128", rows=16, seq=512)
     said = search.predict(asked, "h200").peak_bytes - baseline.CUBLAS_BYTES
     with supposed(asked) as job:
         assert any("delta rule: plain" in note for note in job.notes)
         found = track(job, 1, supposed=True, cuda=True)
-    assert said == pytest.approx(found.peak, rel=0.05)
+    assert said == pytest.approx(found.peak, rel=0.02)
 
 
 OTHER = "layers of a delta rule, whose matrices it does not reach"
@@ -171,7 +171,7 @@ def test_a_kernel_is_chosen_in_words(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     trainer: Any = SimpleNamespace(env=env, model=model, notes=[])
     with pytest.raises(NeedsError, match="flash-linear-attention is not installed"):
         Attention().model(trainer)
-    assert Attention(delta="plain").model(trainer) == 8 and delta_rule.rules(model) == ["plain"]
+    assert Attention(delta="plain").model(trainer) == 4 and delta_rule.rules(model) == ["plain"]
     monkeypatch.setattr("optrush.techniques.attention.library", lambda name: "0.4")
     Attention().model(trainer)
     assert delta_rule.rules(model) == ["fla"]

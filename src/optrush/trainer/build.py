@@ -124,8 +124,7 @@ def _build(
     assert isinstance(model.embedding.weight, Tensor)
     vocab = model.embedding.weight.shape[0]
     trainer = Trainer(config, env, world, hf, model, recipe, vocab=vocab)
-    trainer.applied = [*prepared.applied, *started.applied]
-    trainer.fsdp_roots = [model]
+    trainer.applied, trainer.fsdp_roots = [*prepared.applied, *started.applied], [model]
     trainer.tokenizer = None if tokens is None else tokens.tokenizer
     _note_model(trainer, growth)
     _defaults(trainer, objective)
@@ -164,8 +163,7 @@ def _build(
         )  # fmt: skip
     if config.referenced is not None or not all(p.requires_grad for p in model.parameters()):
         trainer.fingerprints["base"] = weights_fingerprint(prepared.folder, config.seed)
-    if env.shape is not None and env.shape.delta is not None:
-        trainer.notes.append(f"delta rule: {' and '.join(rules(model))}")
+    _note_rules(trainer)
     console.loading(f"loading the weights: {sum(p.numel() for p in model.parameters()) / 1e6:,.1f} M parameters")
     settle_weights(trainer)
     if training:
@@ -213,6 +211,12 @@ def _note_model(trainer: Trainer, growth: Growth | None) -> None:
         trainer.notes.append(f"rows of {seq} tokens, where the model was made for {made} positions")
     if growth is not None:
         trainer.notes.append(growth.note)
+
+
+def _note_rules(trainer: Trainer) -> None:
+    """Note which functions the delta rules of the model call, once nothing changes them."""
+    if trainer.env.shape is not None and trainer.env.shape.delta is not None:
+        trainer.notes.append(f"delta rule: {' and '.join(rules(trainer.model))}")
 
 
 def _refuse_without_effect(trainer: Trainer, techniques: Sequence[Technique]) -> None:
