@@ -94,7 +94,7 @@ def targets(box: Any) -> dict[str, Callable[[random.Random], None]]:
     from optrush.data.schema import Chat, Message, RowLocation, parse_row
     from optrush.hardware import CPU
     from optrush.models.hf import load
-    from optrush.models.shapes import read_config_json
+    from optrush.models.config_json import read_config_json
     from optrush.models.weights import open_weights
     from optrush.resolve import resolve
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from optrush.models.shapes import _TYPE_OF
+from optrush.models.config_json import _TYPE_OF
 from optrush.trainer.checkpoint import encode_manifest, find_checkpoints, manifest_digest
 
 from hostile import CANARY, Box, Ended, called

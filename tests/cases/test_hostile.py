@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from optrush.models.shapes import read_config_json
+from optrush.models.config_json import read_config_json
 
 from hostile import Box, called
 from payloads import Payload, corpus, verdict

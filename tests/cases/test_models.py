@@ -17,8 +17,8 @@ from bases import KINDS, SIZES, edited, optrush, trained, write_base, write_run
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from optrush.models.config_json import read_config_json
 from optrush.models.hf import HFModel, _opened, load
-from optrush.models.shapes import read_config_json
 from optrush.technique import library
 
 WRITTEN = {"model.safetensors", "README.md"}

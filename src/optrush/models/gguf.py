@@ -18,7 +18,8 @@ import torch
 from safetensors import safe_open
 
 from optrush.errors import NeedsError, RunError
-from optrush.models.shapes import ModelShape, read_config_json
+from optrush.models.config_json import read_config_json
+from optrush.models.shapes import ModelShape
 from optrush.models.weights import Folder
 
 Kind = Literal["f32", "f16", "bf16", "q8_0"]

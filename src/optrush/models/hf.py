@@ -27,6 +27,7 @@ from optrush.console import transformers_silenced
 from optrush.data.batch import Documents
 from optrush.errors import NeedsError, UserError, reason
 from optrush.models import weights
+from optrush.models.config_json import read_config_json
 from optrush.models.decoder import Decoder, Head, Linear, call, redo_ties
 from optrush.models.multimodal import OtherTensors, TextFolder
 from optrush.models.rope_angles import document_lengths
@@ -35,7 +36,6 @@ from optrush.models.shapes import (
     HF,
     ModelShape,
     native_obstacle,
-    read_config_json,
     refuse_foreign,
     sdpa_obstacle,
 )

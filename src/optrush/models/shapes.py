@@ -6,15 +6,13 @@ N experts. The planner needs this module on a machine without torch.
 
 from __future__ import annotations
 
-import json
 import math
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from optrush.errors import ConfigError, NeedsError, one_line
+from optrush.models.config_json import EXPERTS
 from optrush.models.published import SHAPES as SHAPES
 from optrush.models.text_part import OTHER_MEDIA, as_text, is_multimodal, nested_obstacle, text_config
 
@@ -39,7 +37,6 @@ ARCHITECTURES = {
     "qwen3_5_text": "Qwen3_5ForCausalLM",
 }
 LOAD_FIGURES = ("expert_busiest", "expert_entropy")  # of a model with experts, in metrics.jsonl
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # keys of their number
 # Defaults of keys that config.json leaves out (transformers' configuration classes, versions 5.17 to 5.23).
 _QWEN = {
     "num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28
@@ -145,112 +142,6 @@ _AGREED: dict[str, dict[str, tuple[Any, ...]]] = {
     },
 }  # fmt: skip
 MIXTURES = tuple(family for family, full in _DEFAULTS.items() if "num_experts_per_tok" in full)
-
-# --- the types of values in config.json, by key: one table for every model class and every verb
-
-MOST = 2**31 - 1  # of a size, and of every whole number: ids and positions are 32 bits wide
-DTYPES = ("float64", "float32", "float16", "bfloat16")
-MOST_BYTES, DEEPEST = 16 << 20, 32  # of a config.json
-Check = Callable[[Any], bool]
-
-
-def _whole(value: object, least: int) -> bool:
-    return type(value) is int and least <= value <= MOST
-
-
-def _number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # False for a NaN
-
-
-def _list_of(check: Check) -> Check:
-    return lambda value: isinstance(value, list) and all(map(check, value))
-
-
-_TEXT: tuple[str, Check] = ("a text", lambda value: isinstance(value, str))
-_NUMBER: tuple[str, Check] = ("a finite number", _number)
-_TYPES: dict[tuple[str, Check], tuple[str, ...]] = {
-    ("a positive whole number below 2**31", lambda value: _whole(value, 1)): (
-        "hidden_size", "num_hidden_layers", "vocab_size", "head_dim", "global_head_dim", "n_embd", "n_head", "n_layer",
-        "n_positions", "n_ctx", "n_inner", "max_position_embeddings", "original_max_position_embeddings",
-        "sliding_window", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
-        "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
-        "linear_num_value_heads", "full_attention_interval",
-    ),
-    ("a positive whole number below 2**31", lambda v: _whole(v, 1) or _list_of(lambda i: _whole(i, 1))(v)): (
-        "intermediate_size", "num_attention_heads", "num_key_value_heads", "ffn_dim",  # one a layer in some families
-    ),
-    ("a whole number below 2**31", lambda value: _whole(value, -1)): (
-        "max_window_layers", *EXPERTS, "num_experts_per_tok", "decoder_sparse_step", "moe_intermediate_size",
-        "bos_token_id", "pad_token_id", "n_group", "topk_group", "n_shared_experts", "first_k_dense_replace",
-        "shared_expert_intermediate_size",
-    ),
-    ("a whole number or a list of them", lambda v: _whole(v, -1) or _list_of(lambda i: _whole(i, -1))(v)): (
-        "eos_token_id", "mlp_only_layers",
-    ),
-    _NUMBER: (
-        "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_eps", "initializer_range",
-        "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop",
-        "attn_pdrop", "logit_scale", "logits_scaling", "final_logit_softcapping", "attn_logit_softcapping",
-        "router_aux_loss_coef", "router_jitter_noise", "clip_qkv", "swiglu_alpha", "swiglu_limit",
-        "routed_scaling_factor",
-    ),
-    ("a positive number", lambda value: _number(value) and value > 0): ("rope_theta", "partial_rotary_factor"),
-    ("true or false", lambda value: isinstance(value, bool)): (
-        "tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "is_encoder_decoder", "use_cache",
-        "norm_topk_prob", "output_router_logits", "rope_interleave",
-    ),
-    _TEXT: ("model_type", "hidden_act", "hidden_activation", "activation_function", "scoring_func", "topk_method"),
-    ("a type of torch such as bfloat16", lambda value: isinstance(value, str) and value in DTYPES): (
-        "torch_dtype", "dtype",
-    ),
-    ("a list of texts", _list_of(_TEXT[1])): ("architectures", "layer_types", "mlp_layer_types"),
-    ("a mapping", lambda value: isinstance(value, dict)): ("rope_scaling", "rope_parameters"),
-}  # fmt: skip
-_TYPE_OF = {key: kind for kind, keys in _TYPES.items() for key in keys}
-_ROPE_FACTORS = (
-    "factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "mscale",
-    "mscale_all_dim",
-)  # fmt: skip
-_ROPE_TYPE_OF = {  # within rope_scaling and rope_parameters, in which some families have a mapping a kind of layer
-    **_TYPE_OF, **dict.fromkeys(("type", "rope_type"), _TEXT), **dict.fromkeys(_ROPE_FACTORS, _NUMBER),
-    **dict.fromkeys(("short_factor", "long_factor"), ("a list of numbers", _list_of(_number))),
-}  # fmt: skip
-_REQUIRED = {"num_attention_heads", "hidden_size", "num_hidden_layers", "vocab_size", "rms_norm_eps"}  # never null
-
-
-def read_config_json(file: Path) -> dict[str, Any]:
-    """Read a model's config.json: one JSON object, with values of the types in `_TYPES`.
-
-    Raises:
-        ConfigError: no JSON object, or too large; a value of another type or out of range, by file and key.
-    """
-    do = "download the model again"
-    if (size := file.stat().st_size) > MOST_BYTES:
-        raise ConfigError(f"{file}", f"{size} bytes, where a config.json has a few thousand", do)
-    try:
-        hf = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one
-        raise ConfigError(f"{file}", f"not JSON: {error}", do) from None
-    if not isinstance(hf, dict):
-        raise ConfigError(f"{file}", "no JSON object", do)
-    _check_types(hf, file, "", 1)
-    return hf
-
-
-def _check_types(tree: Mapping[str, Any], file: Path, path: str, depth: int) -> None:
-    """Check the values of a mapping and of the mappings in it."""
-    for key, value in tree.items():
-        place, kind = one_line(f"{path}{key}", 120), (_ROPE_TYPE_OF if path.startswith("rope_") else _TYPE_OF).get(key)
-        if kind is not None and not kind[1](value) and (value is not None or key in _REQUIRED):
-            raise ConfigError(f"{file}: {place}", one_line(repr(value), 120), f"give {place} {kind[0]}")
-        for part in value if isinstance(value, list) else [value]:
-            if type(part) is int and abs(part) >= 2**63:
-                do = "give it a number of 64 bits"
-                raise ConfigError(f"{file}: {place}", f"a whole number of {part.bit_length()} bits", do)
-        if isinstance(value, dict):
-            if depth == DEEPEST:
-                raise ConfigError(f"{file}", f"more than {DEEPEST} mappings in each other", "download the model again")
-            _check_types(value, file, f"{path}{key}.", depth + 1)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from optrush.config import Config, nearest
 from optrush.errors import ConfigError
 from optrush.files import parse_json
-from optrush.models.shapes import SHAPES, read_config_json
+from optrush.models.config_json import read_config_json
+from optrush.models.shapes import SHAPES
 from optrush.tokenizer_files import PATTERNS
 
 CONFIG = ["config.json"]  # files that are downloaded from the hub

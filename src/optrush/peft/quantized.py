@@ -27,9 +27,10 @@ from torch import Tensor, nn
 
 from optrush.errors import NeedsError
 from optrush.kernels import compute_dtype, int8, mxfp4, nf4
-from optrush.models.decoder import Decoder, Linear, Pieces
+from optrush.models.decoder import Decoder, Linear
 from optrush.models.experts import Experts, grouped_matmul
 from optrush.models.hf import HFModel
+from optrush.models.layers import Pieces
 from optrush.models.weights import Mxfp4Folder, PackedFolder, Shape, WeightEntry, WeightMap, WeightSource, WithNewTokens
 
 DENSE_values = 1 << 26  # of experts, dense at a time while they are quantized

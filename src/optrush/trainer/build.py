@@ -24,7 +24,7 @@ from optrush.config import Config
 from optrush.data import sampler
 from optrush.data.batch import Batch
 from optrush.data.chat_template import Tokens, open_tokens
-from optrush.data.dataset import Sources, read_sources
+from optrush.data.dataset import SampleSource, Sources, read_sources
 from optrush.errors import ConfigError, NeedsError, NoEffectError, UserError
 from optrush.models.decoder import frozen_flops
 from optrush.models.delta_rule import rules
@@ -139,10 +139,7 @@ def _build(
     console.loading(f"reading the data: {_named(config)}")
     sources = read_sources(config, tokens, vocab, progress, data, cut=trainer.layout.uncut or not training)
     trainer.sources = sources
-    held_out = sources.held_out or (None if training else sources.train)
-    if held_out is not None and not held_out.tokenized:
-        do = "leave data.stream out (--set data.stream=false), or give a data.eval"
-        raise ConfigError("to evaluate on `data.path`", "`data.stream`: its rows are not counted", do)
+    held_out = _held_out(sources, training)
     trainer.notes.append(f"data: {sources.summary}")
     trainer.fingerprints = fingerprints(trainer, tokens, sources, today)
     trainer.stream = sampler.Stream(
@@ -181,6 +178,15 @@ def _build(
     else:
         stage("wrap_step")
     return trainer
+
+
+def _held_out(sources: Sources, training: bool) -> SampleSource | None:
+    """Return what is evaluated: the samples held out, or all of them where nothing is trained."""
+    held_out = sources.held_out or (None if training else sources.train)
+    if held_out is not None and not held_out.tokenized:
+        do = "leave data.stream out (--set data.stream=false), or give a data.eval"
+        raise ConfigError("to evaluate on `data.path`", "`data.stream`: its rows are not counted", do)
+    return held_out
 
 
 def _other_model(trainer: Trainer, prepared: ResolvedConfig, stage: str, own: bool) -> None:
