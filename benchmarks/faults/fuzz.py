@@ -93,8 +93,8 @@ def targets(box: Any) -> dict[str, Callable[[random.Random], None]]:
     from optrush.data.readers import read_rows
     from optrush.data.schema import Chat, Message, RowLocation, parse_row
     from optrush.hardware import CPU
-    from optrush.models.hf import load
     from optrush.models.config_json import read_config_json
+    from optrush.models.hf import load
     from optrush.models.weights import open_weights
     from optrush.resolve import resolve
 
