@@ -1,4 +1,4 @@
-# Two commands set everything up: `make demo` plans, trains and measures on this machine, `make test` runs every test.
+# Two commands set everything up: `make demo` plans, trains and measures on this machine, `make test` runs the tests.
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
@@ -6,7 +6,7 @@ READERS ?= $(VENV)-readers
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
-.PHONY: demo test lint site faults readers clean
+.PHONY: demo test test-all lint site faults readers clean
 
 demo: $(VENV)/.base
 	$(BIN)/python examples/demo.py demo
@@ -17,6 +17,9 @@ demo: $(VENV)/.base
 	@$(BIN)/python examples/demo.py demo --closing $(VENV)
 
 test: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow'
+
+test-all: $(VENV)/.dev  # further combinations of what `make test` proves, too
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.dev

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from optrush.launch import launched
@@ -28,6 +29,12 @@ from trials import apart, assembled, golden_run, steps, wire
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "golden.json").read_text())
 CLOSE = 1e-5  # relative, of losses and norms; of a gradient's largest value
+
+
+def further(cases: Sequence[Any], quick: int) -> list[Any]:
+    """Mark the cases after the first few as slow: `make test` leaves them to `make test-all`."""
+    rest = (case if isinstance(case, tuple) else (case,) for case in cases[quick:])
+    return [*cases[:quick], *(pytest.param(*case, marks=pytest.mark.slow) for case in rest)]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
+from meshes import further
 from optrush.errors import NeedsError
 from optrush.hardware import parse_hardware
 from optrush.kernels import lora_matmul, swiglu, swiglu_quack
@@ -193,7 +194,9 @@ def test_same_loss_and_gradients(box, targets, beside):
 
 @pytest.mark.parametrize(
     ("targets", "beside"),
-    [("all-linear", {}), (["down_proj"], {"nf4": {}}), (["up_proj"], {"int8": {}, "recompute": {"every": 2}})],
+    further(
+        [("all-linear", {}), (["down_proj"], {"nf4": {}}), (["up_proj"], {"int8": {}, "recompute": {"every": 2}})], 1
+    ),
     ids=str,
 )
 def test_compiled(box, partitioned, targets, beside):
@@ -217,7 +220,7 @@ def test_compiled(box, partitioned, targets, beside):
     assert off == pytest.approx(want_off, rel=1e-6) and off != pytest.approx(want_loss, rel=1e-3)
 
 
-@pytest.mark.parametrize("beside", [{}, {"nf4": {}}, {"compile": {}}], ids=str)
+@pytest.mark.parametrize("beside", [{}, {"nf4": {}}, pytest.param({"compile": {}}, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("stream", ["float32", "half"])
 def test_mixed_precision(box, stream, beside, traced):
     """No further from float32's gradients than without it. Compiled without the code that would be written."""
@@ -359,7 +362,7 @@ def test_what_is_no_room():
     assert torch.equal(flat, behind)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 @pytest.mark.parametrize(
     ("base", "fused"),
     [*((base, fused) for base in ({}, {"nf4": {}}, {"int8": {}}) for fused in ({}, FUSED)), ({}, {**FUSED, "amp": {}})],

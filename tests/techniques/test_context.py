@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from meshes import GOLDEN, MeshCase, follows, prove, saved, train
+from meshes import GOLDEN, MeshCase, follows, further, prove, saved, train
 from optrush.data.batch import Documents
 from optrush.errors import NeedsError
 from optrush.kernels import attention, attention_varlen, context_parallel
@@ -43,12 +43,12 @@ QUADS = [
 ]
 
 
-@pytest.mark.parametrize("case", PAIRS, ids=str)
+@pytest.mark.parametrize("case", further(PAIRS, 3), ids=str)
 def test_two_ranks_are_one_process(box, pair, reference, case):
     prove(box, pair, case, reference)
 
 
-@pytest.mark.parametrize("case", QUADS, ids=str)
+@pytest.mark.parametrize("case", further(QUADS, 2), ids=str)
 def test_four_ranks_are_one_process(box, quad, reference, case):
     prove(box, quad, case, reference)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from meshes import MeshCase, follows, prove, saved, train
+from meshes import MeshCase, follows, further, prove, saved, train
 from optrush import technique
 from optrush.bench.worker import InitialState
 from optrush.errors import ConflictError, NeedsError
@@ -49,7 +49,7 @@ TWO = [
 
 
 @there
-@pytest.mark.parametrize("case", TWO, ids=str)
+@pytest.mark.parametrize("case", further(TWO, 6), ids=str)
 def test_two_ranks_are_one_process(box, pair, reference, case):
     prove(box, pair, case, reference)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from meshes import MeshCase, prove, saved, train
+from meshes import MeshCase, further, prove, saved, train
 from optrush.errors import NeedsError
 from optrush.models.activation_offload import _of_parameter
 from optrush.models.shapes import LOAD_FIGURES, SHAPES, ModelShape
@@ -84,12 +84,12 @@ BF16 = {"bf16": {"rounding": "nearest"}}
 HALF = [MeshCase(2, FSDP | BF16, base=BF16, close=0.1, model="biases", **ROW)]
 
 
-@pytest.mark.parametrize("case", [*TWO, *HALF], ids=str)
+@pytest.mark.parametrize("case", further([*TWO, *HALF], 3), ids=str)
 def test_two_ranks_are_one_process(moe, pair, reference, case):
     prove(moe, pair, case, reference)
 
 
-@pytest.mark.parametrize("case", FOUR, ids=str)
+@pytest.mark.parametrize("case", further(FOUR, 2), ids=str)
 def test_four_ranks_are_one_process(moe, quad, reference, case):
     prove(moe, quad, case, reference)
 

@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from meshes import further
 from optrush.errors import ConfigError, ConflictError, NeedsError
 from optrush.export import write_adapter
 from optrush.models import activation_offload
@@ -96,7 +97,7 @@ def test_compiled(box, traced):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
-@pytest.mark.parametrize("base", [{"int8": {}}, {"nf4": {"double": False}}], ids=str)
+@pytest.mark.parametrize("base", further([{"nf4": {"double": False}}, {"int8": {}}], 1), ids=str)
 def test_compiled_where_nothing_has_a_gradient(box, traced, base):
     """An evaluation, over weights stored in two parts each; without the code that a compiler writes."""
     want, found = (evaluate_on(learning(box, **base, **more)) for more in ({}, {"compile": {}}))

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from meshes import further
 from optrush.cli.plan import memory_lines
 from optrush.errors import NeedsError
 from optrush.hardware import CPU, NAMED
@@ -379,7 +380,7 @@ def test_what_does_not_go_with_it(box, here):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("beside", [{}, {"recompute": {}}, {"selective_recompute": {}}], ids=str)
+@pytest.mark.parametrize("beside", further([{"selective_recompute": {}}, {}, {"recompute": {}}], 1), ids=str)
 def test_compiled_blocks(box, here, beside, partitioned):
     """What a graph saves passes the hooks; with the same figures as compiled without."""
     torch._dynamo.reset()

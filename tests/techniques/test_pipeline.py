@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from meshes import MeshCase, follows, prove, saved, train
+from meshes import MeshCase, follows, further, prove, saved, train
 from optrush.errors import NeedsError
 from optrush.export import export_run
 from optrush.hardware import NAMED
@@ -65,22 +65,22 @@ def deep(box, tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("case", TWO, ids=str)
+@pytest.mark.parametrize("case", further(TWO, 2), ids=str)
 def test_two_ranks_are_one_process(box, pair, reference, case):
     prove(box, pair, case, reference)
 
 
-@pytest.mark.parametrize("case", FOUR, ids=str)
+@pytest.mark.parametrize("case", further(FOUR, 2), ids=str)
 def test_four_ranks_are_one_process(box, quad, reference, case):
     prove(box, quad, case, reference)
 
 
-@pytest.mark.parametrize("case", DEEP_TWO, ids=str)
+@pytest.mark.parametrize("case", further(DEEP_TWO, 2), ids=str)
 def test_two_stages_a_rank_are_one_process(deep, pair, reference, case):
     prove(deep, pair, case, reference)
 
 
-@pytest.mark.parametrize("case", DEEP_FOUR, ids=str)
+@pytest.mark.parametrize("case", further(DEEP_FOUR, 1), ids=str)
 def test_four_blocks_on_four_ranks_are_one_process(deep, quad, reference, case):
     prove(deep, quad, case, reference)
 
@@ -96,7 +96,9 @@ def evaluated(box, with_):
     return before.loss, norm, evaluate(job).loss, before.targets, job.model.flops(1000, 20000)
 
 
-@pytest.mark.parametrize("with_", [ONE, TWICE, ZERO, ONE | {"fsdp": {}}, TWICE | {"fsdp": {"stage": 2}}], ids=str)
+@pytest.mark.parametrize(
+    "with_", further([ONE, TWICE, ONE | {"fsdp": {}}, ZERO, TWICE | {"fsdp": {"stage": 2}}], 2), ids=str
+)
 def test_an_evaluation_is_that_of_one_process(deep, pair, quad, with_):
     *close, targets, flops = evaluated(deep, LORA)
     for found in (quad if "fsdp" in with_ else pair)(evaluated, deep, with_ | LORA):

@@ -10,6 +10,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshes import further
 from optrush.errors import ConfigError, NeedsError
 from optrush.models.shapes import SHAPES
 from optrush.resolve import resolve
@@ -132,15 +133,18 @@ def test_the_plan_knows_what_is_kept(case):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
 @pytest.mark.parametrize(
     ("options", "implementation", "scope"),
-    [
-        ({"ops": "products"}, "native", "blocks"),
-        ({"ops": "attention"}, "native", "blocks"),
-        ({"budget": 0.4}, "native", "blocks"),
-        ({"ops": "products"}, "native", "model"),
-        ({"budget": 0.4}, "native", "model"),
-        ({"ops": "products"}, "transformers", "blocks"),
-        ({"budget": 0.4}, "transformers", "blocks"),
-    ],
+    further(
+        [
+            ({"ops": "products"}, "native", "blocks"),
+            ({"budget": 0.4}, "native", "model"),
+            ({"ops": "attention"}, "native", "blocks"),
+            ({"budget": 0.4}, "native", "blocks"),
+            ({"ops": "products"}, "native", "model"),
+            ({"ops": "products"}, "transformers", "blocks"),
+            ({"budget": 0.4}, "transformers", "blocks"),
+        ],
+        2,
+    ),
     ids=str,
 )
 def test_same_gradients_compiled(box, once, options, implementation, scope):

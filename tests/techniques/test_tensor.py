@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from meshes import MeshCase, follows, prove, saved, train
+from meshes import MeshCase, follows, further, prove, saved, train
 from optrush.errors import NeedsError
 from optrush.resolve import resolve
 from optrush.techniques import ALL
@@ -34,12 +34,12 @@ FOUR = [
 ]
 
 
-@pytest.mark.parametrize("case", TWO, ids=str)
+@pytest.mark.parametrize("case", further(TWO, 3), ids=str)
 def test_two_ranks_are_one_process(box, pair, reference, case):
     prove(box, pair, case, reference)
 
 
-@pytest.mark.parametrize("case", FOUR, ids=str)
+@pytest.mark.parametrize("case", further(FOUR, 2), ids=str)
 def test_four_ranks_are_one_process(box, quad, reference, case):
     prove(box, quad, case, reference)
 
