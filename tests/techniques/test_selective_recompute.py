@@ -186,7 +186,7 @@ def saved(box, scope: str = "blocks", **with_) -> int:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("scope", ["blocks", "model"])
+@pytest.mark.parametrize("scope", further(["blocks", "model"], 1))
 def test_compiled_blocks_keep_less(box, once, scope):
     nothing = saved(box, scope)
     assert scope == "model" or saved(box, selective_recompute={"budget": 1.0}) == nothing, "a whole budget is none"
