@@ -12,6 +12,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from optrush.cli import tasks as harness
+from optrush.errors import ConfigError
 from optrush.models import tiny
 
 from clirun import Found, write_rows
@@ -217,6 +219,24 @@ def test_tasks_refused(
     monkeypatch.setattr("optrush.technique.library", lambda name: None)
     ended = call("eval", write_config(tmp_path), *flags)
     assert ended.code == 2 and f"asked: {asked}" in ended.err and found in ended.err, ended.err
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [(None, "no such file"), (b"group: many", "no `task: NAME`"), (b"task: [a", "not read"), (b"\xff", "not read")],
+)
+def test_files_of_no_task(tmp_path: Path, content: bytes | None, found: str) -> None:
+    if content is not None:
+        (tmp_path / "x.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=found):
+        harness._named([str(tmp_path / "x.yaml")])
+
+
+def test_the_table_of_a_group() -> None:
+    """It has figures of its own, and no number of samples."""
+    figures = {"one": {"acc": 0.5, "samples": 4, "version": 1}, "group": {"acc": 0.25, "samples": None, "version": 2}}
+    one, group = harness.table({"tasks": figures}).splitlines()
+    assert one.split()[1:] == ["acc", "0.5000", "of", "4"] and group.split() == ["group", "acc", "0.2500"]
 
 
 def write_config(folder: Path, **changed: Any) -> str:

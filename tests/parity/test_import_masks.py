@@ -99,6 +99,7 @@ def ours(
         *((kind, {}) for kind in ROWS),
         *((kind, {"completion_only_loss": False}) for kind in ("completions", "answered")),
         ("chats", {"assistant_only_loss": True}),
+        ("completions", {"assistant_only_loss": False}),
     ],
     ids=str,
 )

@@ -43,6 +43,12 @@ MIXTURES = {
         "model_type": "gpt_oss", "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 16,
         "swiglu_limit": 1.0, "intermediate_size": 64,
     },
+    "deepseek_v3": {  # whose linears of latent attention, dense layers and shared experts are held so, too
+        "model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 10,
+        "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 7, "head_dim": 4, "n_routed_experts": 6,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_group": 3, "topk_group": 2,
+        "first_k_dense_replace": 1, "num_mtp_layers": 0,
+    },
 }  # fmt: skip
 LARGEST = 2 * SIZES["intermediate_size"] * SIZES["hidden_size"]  # values of the largest linear, gate and up
 OP = "optrush.dense.default"
@@ -409,7 +415,7 @@ def test_the_prediction_is_what_is_held(box):
 EXPERTS_LORA = {"lora": {**LORA["lora"], "targets": ["q_proj", "gate_up_proj", "down_proj"]}}
 BESIDE_EXPERTS = [
     ("nf4", "qwen3_moe", {}), ("nf4", "gpt_oss", {"amp": {}}), ("single", "gpt_oss", {"recompute": {}}),
-    ("int8", "qwen3_moe", {"fused_kernels": {"mlp": "triton", "norm": True}}),
+    ("int8", "qwen3_moe", {"fused_kernels": {"mlp": "triton", "norm": True}}), ("nf4", "deepseek_v3", {}),
 ]  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from optrush import hardware
+from optrush.cli.plan import _answer_lines
 from optrush.config import ADAPTER_LR, PAIRED, Config, dump_config, parse_config, spelled_out
 from optrush.data.length_estimate import estimate_tokens
 from optrush.errors import ConfigError, NeedsError
@@ -197,3 +198,25 @@ def test_the_largest_batch_is_the_last_that_fits() -> None:
         assert search.predict(whole, "4090").fits is fits
     with pytest.raises(ConfigError, match="no such question"):
         answer.solve(config, "4090", "fastest")
+
+
+DELTA = {
+    "model_type": "qwen3_5_text", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
+    "num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+def test_a_method_that_the_model_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of a delta rule have no adapters: those methods are refused by their reason, and the others planned."""
+    monkeypatch.setitem(answer.SHAPES, "delta", DELTA)
+    for left in ({"method": "auto"}, {"with": {}}):
+        found = answer.answer(run("delta", **left), "h100")
+        assert found.best is not None and found.best.method == "full"
+        assert all(("no adapters" in way.refused) == (way.method != "full") for way in found.ways)
+        assert any(
+            "refused: layers of a delta rule" in line for line in _answer_lines(run("delta"), "h100", found, None)
+        )
+    assert answer.choose_techniques(run("delta", method="auto"), "h100")[0].method == "full"
+    assert answer.fits(run("delta", **{"with": {}}), "h100")
+    with pytest.raises(NeedsError, match="have no adapters here"):
+        answer.answer(run("delta", method="lora"), "h100")

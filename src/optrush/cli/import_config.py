@@ -555,7 +555,7 @@ class _Composer:
             self.notes.append("answers that are too long are left out whole, where other trainers cut them")
         elif self.tool in ("trl-sft", "trl-gkd", "train.py") and "train_on" not in tree["data"]:
             answers = self.get("@answers")
-            if answers or (answers is None and _completes(tree["data"]["path"])):
+            if answers or self.get("@assistant") or (answers is None and _completes(tree["data"]["path"])):
                 tree["data"]["train_on"] = "assistant"
             elif answers is False:
                 tree["data"]["train_on"] = "all"

@@ -144,7 +144,7 @@ TRL: Table = {
     "packing": to("@packing", BOOL), "packing_strategy": only("bfd", do="leave it out: rows are filled best fit first"),
     "eval_packing": idle("evaluation takes the layout of training"), "padding_free": to("@packing", BOOL),
     "truncation_mode": only("keep_start", do="data.too_long: truncate keeps the beginning"),
-    "completion_only_loss": to("@answers", BOOL), "assistant_only_loss": to("@answers", BOOL),
+    "completion_only_loss": to("@answers", BOOL), "assistant_only_loss": to("@assistant", BOOL),
     "chat_template_path": to("model.chat_template"), "eos_token": idle("the tokenizer's own ends a text"),
     "pad_token": idle("no token is padding here"), "pad_to_multiple_of": idle("padding has its own width here"),
     "shuffle_dataset": idle("every epoch is shuffled, by the seed"), "ignore_bias_buffers": SPEED,

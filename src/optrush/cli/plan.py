@@ -162,7 +162,7 @@ def _way_document(way: Way, hardware: str, price: float | None) -> dict[str, Any
     s = way.setting
     known: dict[str, Any] = {"method": way.method, "fits": s is not None}
     if s is None:
-        return {**known, "least_bytes": way.least_bytes}
+        return {**known, "least_bytes": way.least_bytes, **({"refused": way.refused} if way.refused else {})}
     return {
         **known,
         "with": {k: dict(v) for k, v in s.with_.items()},
@@ -232,7 +232,9 @@ def _answer_lines(config: Config, hardware: str, answer: Answer, price: float | 
     lines = [f"fits on {on}: {best.method}, {mesh}{p.peak_bytes / GIB:.1f}{most} GiB, {_speed(p)}{time}"]
     width = max(len(w.method) for w in answer.ways)
     for way in answer.ways:
-        if way.setting is None:
+        if way.refused:
+            lines.append(f"  {way.method:<{width}}  refused: {way.refused}")
+        elif way.setting is None:
             needs = "" if way.least_bytes is None else f": {way.least_bytes / GIB:.1f} GiB at least"
             lines.append(f"  {way.method:<{width}}  does not fit{needs}")
         else:

@@ -72,8 +72,9 @@ def table(result: dict[str, Any]) -> str:
         for key, value in figures.items()
         if key not in ("samples", "version") and not key.endswith("_stderr")
     ]
-    counts = {name: figures["samples"] for name, figures in result["tasks"].items()}
-    return "\n".join(f"{name:<24} {key:<16} {value:>10}  of {counts[name]}" for name, key, value in rows)
+    counts = {name: figures["samples"] for name, figures in result["tasks"].items()}  # a group of tasks has none
+    ends = {name: "" if count is None else f"  of {count}" for name, count in counts.items()}
+    return "\n".join(f"{name:<24} {key:<16} {value:>10}{ends[name]}" for name, key, value in rows)
 
 
 def _named(names: list[str]) -> tuple[list[str], list[str]]:
@@ -88,9 +89,11 @@ def _named(names: list[str]) -> tuple[list[str], list[str]]:
         path = Path(name).absolute()
         if not path.is_file():
             raise ConfigError(f"--tasks {name}", "no such file", "name a task, or a task's YAML file")
-        # the harness has tags of its own, which are not of interest here
-        lines = [line.partition(":") for line in path.read_text("utf-8").splitlines()]
-        task = next((yaml.safe_load(value) for key, _, value in lines if key == "task"), None)
+        try:  # line by line: the harness has tags of its own, which are not of interest here
+            lines = [line.partition(":") for line in path.read_text("utf-8").splitlines()]
+            task = next((yaml.safe_load(value) for key, _, value in lines if key == "task"), None)
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise ConfigError(f"--tasks {name}", f"not read: {reason(error)}", "name a single task's file") from None
         if not isinstance(task, str):
             raise ConfigError(f"--tasks {name}", "it has no `task: NAME`", "name a single task's file")
         tasks.append(task)

@@ -54,6 +54,7 @@ class Way:
     steps: float | None = None  # of the whole run; None: the data's size is not known
     seconds: float | None = None
     mesh: str = ""  # the ranks' axes, and the techniques that divide the run over them
+    refused: str = ""  # why the model has no such method; empty: it has
 
     @property
     def tight(self) -> bool:
@@ -93,16 +94,24 @@ def answer(
     found = search.search(with_method(config), name, classes, keep_maths=keep_maths, whole=nearest)
     tokens = estimate_tokens(config)
     ways: list[Way] = []
+    refusals: list[NeedsError] = []
     start: Mapping[str, Mapping[str, Any]] | None = found.settings[0].with_ if found.settings else None
     for place, (method, techniques) in enumerate(methods(config, classes)):
         of = config.model_copy(update={"with_": techniques, "method": None})
         result = found
-        if place or config.method == "auto":
-            result = search.search(of, name, classes, keep_maths=keep_maths, whole=False, start=start)
+        try:
+            if place or config.method == "auto":
+                result = search.search(of, name, classes, keep_maths=keep_maths, whole=False, start=start)
+        except NeedsError as error:
+            refusals.append(error)
+            ways.append(Way(method, (), None, None, refused=error.found))
+            continue
         if not result.settings and not keep_maths:
             result = search.search(of, name, classes, whole=False, scarce=True)
         start = start or (result.settings[0].with_ if result.settings else None)
         ways.append(_way(of, name, method, result, classes, tokens))
+    if len(refusals) == len(ways):
+        raise refusals[0]
     ranked = _ranked(ways)
     advice = () if ranked[0].setting is not None or not nearest else tuple(_nearest(config, name, classes))
     return Answer(tuple(ranked), found, advice)
@@ -174,13 +183,22 @@ def duration(config: Config, setting: Candidate, tokens: float | None) -> tuple[
 def fits(config: Config, name: str, classes: Sequence[type[Technique]] = ALL) -> Way | None:
     """Return the best way of a configuration that fits; None: none does, or it cannot be planned there."""
     try:
-        _, smallest = methods(config, classes)[-1]
-        of = config.model_copy(update={"with_": smallest, "method": None})
-        if not any(search.search(of, name, classes, whole=False, scarce=s).settings for s in (False, True)):
+        if not any(_any_setting(config, name, classes, scarce) for scarce in (False, True)):
             return None
         return answer(config, name, classes, nearest=False).best
     except UserError:
         return None
+
+
+def _any_setting(config: Config, name: str, classes: Sequence[type[Technique]], scarce: bool) -> bool:
+    """Return whether something fits by the method that holds least, of those that the model has."""
+    ways = [config.model_copy(update={"with_": with_, "method": None}) for _, with_ in methods(config, classes)]
+    for of in reversed(ways[1:]):
+        try:
+            return bool(search.search(of, name, classes, whole=False, scarce=scarce).settings)
+        except NeedsError:
+            continue
+    return bool(search.search(ways[0], name, classes, whole=False, scarce=scarce).settings)
 
 
 def _nearest(config: Config, name: str, classes: Sequence[type[Technique]]) -> Iterator[str]:
@@ -410,9 +428,14 @@ def choose_techniques(
     for method in tried:
         of = with_method(config.model_copy(update={"method": method}))
         fixed = isinstance(config.batch.micro_tokens, int)
-        result = search.search(
-            of, name, classes, keep_maths=True, ranks=ranks, whole=False, fixed=fixed, here=here, keep=of.with_
-        )
+        try:
+            result = search.search(
+                of, name, classes, keep_maths=True, ranks=ranks, whole=False, fixed=fixed, here=here, keep=of.with_
+            )
+        except NeedsError:
+            if method == tried[0]:
+                raise
+            continue  # the model has no such method
         if result.settings:
             setting = result.settings[0]
             chosen = setting.over(of).model_copy(update={"method": method if config.method else None})
