@@ -94,7 +94,8 @@ FOUR = [
     MeshCase(4, EP | {"fsdp": {"replicate": 2}}, model="shared", **ROW),
 ]
 BF16 = {"bf16": {"rounding": "nearest"}}
-HALF = [MeshCase(2, FSDP | BF16, base=BF16, close=0.1, model="biases", **ROW)]
+# A key's bias has no gradient but by rounding, so that one of bfloat16 says little.
+HALF = [MeshCase(2, FSDP | BF16, base=BF16, close=0.2, model="biases", **ROW)]
 
 
 @pytest.mark.parametrize("case", further([*TWO, *HALF], 3), ids=str)

@@ -101,7 +101,7 @@ def test_fewer_bytes_are_kept(box, monkeypatch):
     before, D, q, kv, F = 7, 896, 14 * 64, 2 * 64, 4864
     # Of three products of a block, not of the fourth; of the blocks before the last, in which the peak is.
     outputs = 1024 * 4 * (q + 2 * kv + D + 2 * F)
-    assert products - attention == pytest.approx(before * outputs, rel=0.02)
+    assert products - attention == pytest.approx(before * outputs, rel=0.03)
     # In the last block it is less than another block's at most; so of four blocks less.
     fewer = kept(4, selective_recompute={"ops": "attention"}) - kept(4, recompute={})
     each = 1024 * 4 * q

@@ -29,7 +29,9 @@ from trials import assembled, first_gradients, golden_run, weights
 TIMES = {"step_s", "tokens_per_s", "mfu", "peak_bytes", "data_wait_s"}
 SHORT = ["train.steps=3", "train.save_every=2"]
 STEPPING = [  # whoever owns the optimizer, the precision or its moment, and can do so in the plainest run on a CPU
-    t.name for t in ALL if t.claims & {Part.OPTIMIZER, Part.UPDATE, Part.PRECISION} and "cpu" in t.verified_on
+    t.name
+    for t in ALL
+    if t.claims & {Part.OPTIMIZER, Part.UPDATE, Part.PRECISION} and Part.DATA not in t.claims and "cpu" in t.verified_on
 ]
 
 
