@@ -6,7 +6,7 @@ READERS ?= $(VENV)-readers
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
-.PHONY: demo test test-all lint site faults readers clean
+.PHONY: demo test test-all deepspeed lint site faults readers clean
 
 demo: $(VENV)/.base
 	$(BIN)/python examples/demo.py demo
@@ -21,6 +21,10 @@ test: $(VENV)/.dev
 
 test-all: $(VENV)/.dev  # further combinations of what `make test` proves, too
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+deepspeed: $(VENV)/.dev  # the tests that need DeepSpeed, which is installed for them
+	$(PIP) -e '.[deepspeed]'
+	$(BIN)/python -m pytest tests/techniques/test_deepspeed.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

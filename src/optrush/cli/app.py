@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
 import sys
 import threading
@@ -85,6 +86,7 @@ def main() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     if "RANK" in os.environ:  # a lost connection is an error of three lines: its traces in C++ are not printed
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    logging.getLogger("DeepSpeed").addFilter(to_stderr)
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
@@ -97,6 +99,16 @@ def main() -> None:
                 stream.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def to_stderr(record: logging.LogRecord) -> bool:
+    """Print a warning of DeepSpeed's logger, which writes to standard output: there `--json` promises one document.
+
+    Other libraries import DeepSpeed where it is installed, so that it also speaks in runs without it.
+    """
+    if record.levelno >= logging.WARNING:
+        print(record.getMessage(), file=sys.stderr)
+    return False
 
 
 def _complain(text: str) -> None:
