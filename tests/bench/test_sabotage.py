@@ -44,7 +44,7 @@ def test_sabotage_is_shown_red(copied: Copy) -> None:
     copied.edit(  # slower: its kernel sleeps
         "techniques/fused_loss.py", "head.nll = Chunked(chunk=self.chunk)",
         "import time\n            quick = Chunked(chunk=self.chunk)\n"
-        "            head.nll = lambda *a, **k: (time.sleep(0.5), quick(*a, **k))[1]",
+        "            head.nll = lambda *a, **k: (time.sleep(1.5), quick(*a, **k))[1]",
     )  # fmt: skip
     copied.edit(
         "techniques/recompute.py", "trainer.model.block_call = recomputed", "pass"
