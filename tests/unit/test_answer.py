@@ -220,3 +220,12 @@ def test_a_method_that_the_model_has_not(monkeypatch: pytest.MonkeyPatch) -> Non
     assert answer.fits(run("delta", **{"with": {}}), "h100")
     with pytest.raises(NeedsError, match="have no adapters here"):
         answer.answer(run("delta", method="lora"), "h100")
+
+
+@pytest.mark.parametrize("name", ["fsdp", "deepspeed"])
+def test_adapters_stay_where_all_weights_would_be_faster(name: str) -> None:
+    """A search that finds another technique impossible beside adapters does not go without them."""
+    config = run("tiny", seq=512, objective="sft", data={"sample": "recipes"}, **{"with": {name: {}}})
+    for way in answer.answer(config, "2xh100", nearest=False).ways:
+        assert way.setting is not None
+        assert way.method == "full" or "lora" in way.setting.with_, way.setting.title

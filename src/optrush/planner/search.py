@@ -176,9 +176,9 @@ def search(
     _refuse_rows(problem.env, options, config.batch.seq)
     if here:
         options = [[t for t in group if t is None or _runs_here(t, problem.env)] or [None] for group in options]
-    evaluations = Evaluations(problem)
     begin = {**(start or {}), **config.with_}
     options = [_pinned(group, begin, keep) for group in options]
+    evaluations = Evaluations(problem, [_required(group, keep) for group in options])
     configured = [instantiate([c], {c.name: begin[c.name]})[0] for c in classes if c.name in begin]
     own = tuple(next((t for t in group if t in configured), None) for group in options)
     none = tuple(None if None in group else group[0] for group in options)
@@ -191,8 +191,7 @@ def search(
             climb(dict.fromkeys(starts), tried, lambda a, b: bool(a.claims & b.claims), evaluations.score, whole)
         if evaluations.settings:
             break
-    stay = {name for name in begin if name in keep}  # a change that clashes with one of them was evaluated without it
-    settings = sorted((s for s in evaluations.settings if stay <= s.with_.keys()), key=lambda s: s.speed, reverse=True)
+    settings = sorted(evaluations.settings, key=lambda s: s.speed, reverse=True)
     leading = tuple(_leading(settings, best))
     lost = _lost(leading[0], settings, options, problem.env) if leading and whole else ()
     least = min((n for n in evaluations.results.values() if isinstance(n, int)), default=None)
@@ -235,6 +234,11 @@ def _pinned(group: Options, given: Mapping[str, Mapping[str, Any]], keep: Contai
         if t is not None and t.name in keep:
             return instantiate([type(t)], {t.name: given[t.name]})
     return group
+
+
+def _required(group: Options, keep: Container[str]) -> bool:
+    """Return whether every set has one of these: what is kept, and what is trained, which no speed decides."""
+    return all(t is not None and (t.name in keep or Part.TRAINED in t.claims | t.wants) for t in group)
 
 
 def _runs_here(t: Technique, env: Environment) -> bool:
@@ -389,8 +393,9 @@ def _options(
 class Evaluations:
     """Sets of techniques with their best settings, each evaluated once."""
 
-    def __init__(self, problem: _Problem) -> None:
-        self.problem = problem
+    def __init__(self, problem: _Problem, required: Sequence[bool] = ()) -> None:
+        """required: of each group of options, whether one of them is in every set."""
+        self.problem, self.required = problem, required
         # By set: its fastest setting; the bytes of its smallest peak, where none fits; None: it is not possible.
         self.results = dict[tuple[Technique | None, ...], Candidate | int | None]()
 
@@ -406,6 +411,8 @@ class Evaluations:
 
     def score(self, chosen: tuple[Technique | None, ...]) -> Score | None:
         """Rank a set: what fits first, by speed and then by memory; what does not fit by memory alone."""
+        if any(must and t is None for must, t in zip(self.required, chosen)):
+            return None  # a change that went without it, to be possible
         if chosen not in self.results:
             self.results[chosen] = self._evaluate([t for t in chosen if t is not None])
         result = self.results[chosen]
