@@ -99,7 +99,7 @@ def test_a_gpu_has_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
     for c in ALL:
         found = setup.standing(c, [NAMED["h200"]] * 2)
         assert found.runs and not any(lacks for _, lacks in found.options), found
-        assert found.several == (c.name in ("ddp", "fsdp", "context", "tensor", "pipeline"))
+        assert found.several == (c.name in ("ddp", "fsdp", "context", "tensor", "pipeline", "experts", "deepspeed"))
 
 
 def test_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
