@@ -32,6 +32,23 @@ FAST: dict[str, Any] = {
 PARTS: dict[str, Any] = {**FAST, "fused-kernels": {"norm": True, "rope": True}}  # for other products of matrices
 LORA: dict[str, Any] = {"lora": {"rank": 16, "alpha": 16}}
 QLORA: dict[str, Any] = {**LORA, "nf4": {}}
+EXPERTS: dict[str, Any] = {"lora": {"rank": 16, "alpha": 16, "targets": [
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"]}}  # fmt: skip
+SMALL: dict[str, Any] = {"fused-adamw": None, "adam8bit": {}}
+LEAN: dict[str, Any] = {**SMALL, "update-in-backward": {}}
+MIXED: dict[str, Any] = {  # models with experts: kernels for what is not an expert
+    "bf16": {}, "attention": {"impl": "fa4"}, "compile": {}, "fused-loss": {"impl": "quack", "chunk": 8192},
+    "fused-adamw": {}, "fused-kernels": {"norm": True},
+}  # fmt: skip
+SUNK: dict[str, Any] = {**NATIVE, "bf16": {}, "attention": {"impl": "varlen"}}  # windows and sinks
+HYBRID: dict[str, Any] = {  # what an equal dense model takes, too
+    "bf16": {}, "attention": {}, "compile": {}, "fused-loss": {}, "adam8bit": {}, "update-in-backward": {},
+    "recompute": {},
+}  # fmt: skip
+EAGER: dict[str, Any] = {  # ring sends within a block, which no graph does
+    "bf16": {}, "fused-kernels": {"mlp": "quack", "norm": True, "rope": True}, "fused-loss": {}, "fused-adamw": {},
+    "recompute": {},
+}  # fmt: skip
 ALONE = {"NCCL_P2P_DISABLE": "1"}  # links: no NVLink
 SLOW = {**ALONE, "NCCL_SHM_DISABLE": "1"}  # nor shared memory
 
@@ -97,12 +114,30 @@ KINDS = {
     "0.5b transformers lora T=2048": Cell(
         "qwen2.5-0.5b", 2048, 8, 1, {"bf16": {}, "attention": {}, **LORA}, implementation="transformers"
     ),
-    "30b-a3b lora T=4096": Cell(
+    "30b-a3b lora of attention T=4096": Cell(
         "qwen3-30b-a3b", 4096, 1, 1, {"bf16": {}, **NATIVE, "lora": {"rank": 16, "alpha": 16, "targets": "attention"}}
     ),
+    "30b-a3b lora T=4096": Cell(
+        "qwen3-30b-a3b", 4096, 2, 1, {**MIXED, **EXPERTS, "selective-recompute": {"ops": "attention"}}
+    ),
+    "30b-a3b qlora T=4096": Cell("qwen3-30b-a3b", 4096, 2, 1, {**MIXED, **EXPERTS, **LEAN, "nf4": {}, "recompute": {}}),
+    "30b-a3b qlora of attention T=4096": Cell(
+        "qwen3-30b-a3b",
+        4096,
+        1,
+        1,
+        {"bf16": {}, **NATIVE, "lora": {"rank": 16, "alpha": 16, "targets": "attention"}, "nf4": {}, "recompute": {}},
+    ),
+    "30b-a3b full T=4096": Cell("qwen3-30b-a3b", 4096, 2, 1, {**MIXED, **LEAN, "recompute": {}}),
+    "gpt-oss-20b qlora T=4096": Cell(
+        "gpt-oss-20b", 4096, 1, 1, {**SUNK, **EXPERTS, **LEAN, "nf4": {}, "recompute": {}}
+    ),
+    "qwen3.5-9b T=4096": Cell("qwen3.5-9b", 4096, 2, 1, HYBRID),
+    "qwen3-8b T=4096": Cell("Qwen/Qwen3-8B", 4096, 2, 1, HYBRID),
 }
 RECOMPUTED = {**FAST, "selective-recompute": {}}
-OTHER = {**PARTS, "selective-recompute": {}}
+BASIC: dict[str, Any] = {"amp": {}, "attention": {}, "fused-loss": {}, "recompute": {}}
+OTHER = {**PARTS, "fused-loss": {}, "selective-recompute": {}}
 TWO = {
     "1b ddp, 2": Cell("llama-3.2-1b", 2048, 16, 1, {**FAST, "ddp": {}}, 2),
     "1b ddp, 2, no NVLink": Cell("llama-3.2-1b", 2048, 16, 1, {**FAST, "ddp": {}}, 2, env=ALONE),
@@ -114,6 +149,24 @@ TWO = {
         "llama-3.1-8b", 65536, 1, 1, {**FAST, "recompute": {}, "context": {}, "fsdp": {}}, 2
     ),
     "8b pipeline, 2, T=4096": Cell("llama-3.1-8b", 4096, 1, 8, {**RECOMPUTED, "pipeline": {}}, 2),
+    "8b ring, 2, T=65536": Cell(
+        "llama-3.1-8b",
+        65536,
+        1,
+        1,
+        {**EAGER, "context": {"kind": "ring"}, "fsdp": {}},
+        2,
+    ),
+    "8b tensor, sequence, 2, T=8192": Cell("llama-3.1-8b", 8192, 1, 2, {**OTHER, "tensor": {"sequence": True}}, 2),
+    "8b fsdp 2, 2, T=4096": Cell("llama-3.1-8b", 4096, 1, 1, {**RECOMPUTED, "fsdp": {"stage": 2}}, 2),
+    "8b lora ddp, 2": Cell("llama-3.1-8b", 4096, 4, 1, {**FAST, **LORA, "ddp": {}}, 2),
+    "8b qlora ddp, 2": Cell("llama-3.1-8b", 4096, 4, 1, {**FAST, **QLORA, "ddp": {}}, 2),
+    "8b qlora deepspeed 2, 2": Cell("llama-3.1-8b", 4096, 2, 1, {**BASIC, **QLORA, "deepspeed": {"stage": 2}}, 2),
+    "8b qlora deepspeed 3, 2": Cell("llama-3.1-8b", 4096, 2, 1, {**BASIC, **QLORA, "deepspeed": {"stage": 3}}, 2),
+    "1b deepspeed 3, 2": Cell("llama-3.2-1b", 2048, 8, 1, {**BASIC, "deepspeed": {"stage": 3}}, 2),
+    "30b-a3b lora, experts 2": Cell(
+        "qwen3-30b-a3b", 4096, 2, 1, {"bf16": {}, **NATIVE, **EXPERTS, "recompute": {}, "fsdp": {}, "experts": {}}, 2
+    ),
     "8b lora fsdp, 2": Cell("llama-3.1-8b", 4096, 4, 1, {**FAST, **LORA, "fsdp": {}}, 2),
     "8b qlora fsdp, 2": Cell("llama-3.1-8b", 4096, 4, 1, {**FAST, **QLORA, "fsdp": {}}, 2),
     "70b qlora fsdp, 2, T=2048": Cell("llama-3.1-70b", 2048, 1, 1, {**FAST, **QLORA, "recompute": {}, "fsdp": {}}, 2),
@@ -135,6 +188,10 @@ FOUR = {
         "llama-3.1-8b", 4096, 1, 16, {**RECOMPUTED, "pipeline": {"size": 4, "schedule": "interleaved"}}, 4
     ),
     "70b qlora fsdp, 4, T=2048": Cell("llama-3.1-70b", 2048, 2, 1, {**FAST, **QLORA, "recompute": {}, "fsdp": {}}, 4),
+    "30b-a3b full, experts 4": Cell(
+        "qwen3-30b-a3b", 4096, 1, 1,
+        {"bf16": {}, **NATIVE, **SMALL, "recompute": {}, "fsdp": {}, "experts": {"size": 4}}, 4,
+    ),
     "3b amp fsdp, 3, of 24 GB": Cell(
         "llama-3.2-3b", 2048, 1, 8,
         {"amp": {}, **NATIVE, "recompute": {}, "fsdp": {"sync": "each"}, "memory-cap": {"mib": 24064}}, 3,

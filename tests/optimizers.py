@@ -66,7 +66,10 @@ def interpreted() -> None:
     from optrush.kernels.adam8bit_triton import QuantizedLauncher
     from optrush.optim.adam8bit import Adam4bit, Adam8bit
 
-    whole = {"whole": (8, 512), "odd": (33, 257), "a": (24, 300), "norm": (5000,), "small": (9, 11)}
+    whole = {
+        "whole": (8, 512), "odd": (33, 257), "a": (24, 300), "norm": (5000,), "small": (9, 11), "b": (3, 100, 16),
+        "thin": (330, 13),
+    }  # fmt: skip
     cases = itertools.product((Adam8bit, Adam4bit), (torch.float32, torch.bfloat16), (ALL, slice(1, 3)))
     for kind, dtype, rows in cases:
         sizes = whole if rows == ALL else {"whole": (4, 1024), "a": (24, 300)}

@@ -43,9 +43,20 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     return train(tmp_path_factory.mktemp("alone"))
 
 
-@pytest.mark.parametrize("withs", ["ddp", "fsdp", "fsdp:stage=2", "fsdp:sync=each"])
+AXES = [
+    "ddp", "fsdp", "fsdp:stage=2", "fsdp:sync=each", "tensor", "tensor:sequence=true", "pipeline",
+    "pipeline:schedule=interleaved", "context ddp", "context:kind=gather fsdp",
+    "deepspeed:stage=2", "deepspeed:stage=3",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("withs", AXES)
 def test_float32(withs: str, alone: list[dict[str, float]], tmp_path: Path) -> None:
-    found = train(tmp_path, "--ranks", "2", "--with", withs)
+    if withs.startswith("deepspeed"):
+        pytest.importorskip("deepspeed")
+    named = [text for name in withs.split() for text in ("--with", name)]
+    without = ("--without", "fused-adamw") if withs.startswith("deepspeed") else ()
+    found = train(tmp_path, "--ranks", "2", *named, *without)
     for a, b in zip(alone, found, strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from optrush import hardware
+from optrush.data.batch import Documents
 from optrush.errors import ConfigError, NeedsError
 from optrush.models import delta_rule
 from optrush.models.decoder import Decoder
@@ -139,6 +142,47 @@ def test_a_plan_counts_what_the_rule_saves() -> None:
 
 
 OTHER = "layers of a delta rule, whose matrices it does not reach"
+
+
+def test_the_package_within_a_compiled_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator that a compiler takes has the values and the gradients of calling the package, to the bit."""
+
+    class Package(torch.autograd.Function):
+        """Stands for the package: its function of q, k, v, g and beta, by `plain`."""
+
+        @staticmethod
+        def forward(ctx: Any, documents: Documents, *inputs: Tensor) -> Tensor:
+            ctx.documents = documents
+            ctx.save_for_backward(*inputs)
+            return delta_rule.plain(*inputs, documents)
+
+        @staticmethod
+        def backward(ctx: Any, d_out: Tensor) -> Any:
+            def differentiate() -> tuple[Tensor, ...]:
+                leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+                return torch.autograd.grad(delta_rule.plain(*leaves, ctx.documents), leaves, d_out)
+
+            with ThreadPoolExecutor(1) as pool:  # kernels need no autograd; `plain` does, which an operator excludes
+                return None, *pool.submit(differentiate).result()
+
+    def package(*qkv: Tensor, g: Tensor, beta: Tensor, use_qk_l2norm_in_kernel: bool, cu_seqlens: Tensor) -> Any:
+        lengths = cu_seqlens.diff()
+        ids = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), lengths)[None]
+        return Package.apply(Documents(cu_seqlens.int(), ids, 256, False), *qkv, g, beta), None
+
+    monkeypatch.setattr(delta_rule, "_package", lambda: package)
+    starts = torch.tensor([0, 70, 120, 123, 160, 160], dtype=torch.int32)
+
+    def compute(rule: Callable[..., Tensor]) -> list[Tensor]:
+        q, k, v, g, beta = drawn(torch.float32)
+        out = rule(q.repeat_interleave(2, 2), k.repeat_interleave(2, 2), v, g, beta, starts)
+        return [out, *torch.autograd.grad(out.square().sum(), (q, k, v, g, beta))]
+
+    compiled = torch.compile(delta_rule._operator, backend="aot_eager", fullgraph=True)
+    for want, got in zip(compute(delta_rule._by_package), compute(compiled), strict=True):
+        assert want.abs().max() > 0 and torch.equal(want, got)
+
+
 REFUSED = [
     ("tensor:size=2", OTHER, 2),
     ("pipeline:size=2", OTHER, 2),
@@ -150,7 +194,6 @@ REFUSED = [
     ("fused-kernels:norm=true", "norms multiply by 1 \\+ weight", 1),
     ("fused-kernels:rope=true", "the model norms each of them first", 1),
     ("lora", "linears have no adapters here", 1),
-    ("attention", "compiled blocks, whose graph it breaks", 1),
 ]
 
 

@@ -108,16 +108,17 @@ def test_four_ranks_are_one_process(moe, quad, reference, case):
     prove(moe, quad, case, reference)
 
 
-def traced(moe):
+def traced(moe, with_):
     """The first step compiled, by a compiler that makes the graphs and writes no code for them."""
     real = torch.compile
     with mock.patch("torch.compile", lambda f, options=None, **more: real(f, backend="aot_eager", **more)):
-        return published(assembled(golden_run(moe, rows=1, packed=True, compile={}, **DDP)))[1]
+        return published(assembled(golden_run(moe, rows=1, packed=True, compile={}, **with_)))[1]
 
 
-def test_compiled_blocks_have_the_same_gradients(moe, pair):
+@pytest.mark.parametrize("with_", [DDP, FSDP | {"recompute": {}}], ids=["ddp", "fsdp"])
+def test_compiled_blocks_have_the_same_gradients(moe, pair, with_):
     want = published(assembled(golden_run(moe, rows=1, packed=True)))[1]
-    for grads in pair(traced, moe):
+    for grads in pair(traced, moe, with_):
         assert furthest(grads, want) < 1e-5
 
 

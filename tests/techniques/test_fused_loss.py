@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from optrush.technique import library, missing, refuse_unmet, unmet
 from optrush.techniques.fused_loss import FusedLoss
 
 from golden.make_golden import CASES, SIZES, T
-from trials import assembled, first_gradients, furthest, golden_run
+from trials import assembled, first_gradients, furthest, golden_run, shaped
 
 CLOSE = 1e-5
 V = SIZES["vocab_size"]
@@ -85,6 +86,23 @@ def test_these_tests_would_see_a_lost_chunk(box, monkeypatch):
 
 
 # The packages, as far as a CPU can tell.
+
+
+def test_a_stage_of_a_pipeline_without_a_head(monkeypatch):
+    """The weight that quack's kernel asks for lies on another rank."""
+    monkeypatch.setattr(FusedLoss, "demand_triton", lambda *_: None)
+    head = SimpleNamespace(weight=None, bias=None, scale=1.0, softcap=None, nll=None)
+    env = SimpleNamespace(vocab=256, device=None)
+    trainer = SimpleNamespace(model=SimpleNamespace(head=head), env=env, precision=torch.bfloat16, notes=[])
+    assert FusedLoss(impl="quack").loss(trainer) == 1 and isinstance(head.nll, Package)
+
+
+@pytest.mark.parametrize("impl", ["quack", "liger"])
+def test_a_package_has_no_loss_of_a_cut_vocabulary(impl):
+    """Said by a plan, not first where the run is built."""
+    device, _ = parse_hardware("h100")
+    with pytest.raises(NeedsError, match="a vocabulary that is cut over ranks"):
+        resolve(shaped("llama-3.2-1b", "bf16", f"fused-loss:impl={impl}", "tensor", seq=1024), device=device, ranks=2)
 
 
 @pytest.mark.parametrize("impl", ["quack", "liger"])

@@ -9,7 +9,8 @@ import torch
 from optrush.data.batch import Documents, collate
 from optrush.data.schema import Document
 from optrush.errors import NeedsError
-from optrush.kernels.attention import ATTENTIONS, masked, sdpa, varlen
+from optrush.kernels.attention import ATTENTIONS, masked, sdpa, varlen, visible_tokens
+from optrush.kernels.attention_varlen import sinks_gradient, sunk
 
 torch.set_num_threads(1)
 B, T, H, K, E = 2, 16, 6, 2, 8
@@ -128,3 +129,26 @@ def test_names_and_refusals():
         varlen(q, k, v, documents())
     with pytest.raises(NeedsError, match="rows of several documents"):
         ATTENTIONS["cudnn"](q, k, v, documents())
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_sinks_by_a_kernel_without_them(window):
+    """Outputs scaled after it, and its own backward pass given those: values and gradients of the reference."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v, d_out = (torch.randn(B, T, H, E, dtype=torch.float64, generator=g).requires_grad_() for _ in range(4))
+    sinks = torch.randn(H, dtype=torch.float64, generator=g).requires_grad_()
+    rows = documents()
+    want = masked(q, k, v, rows, window=window, sinks=sinks)
+    wants = torch.autograd.grad(want, (q, k, v, sinks), d_out)
+    with torch.no_grad():
+        heads = [x.transpose(1, 2) for x in (q, k, v, d_out)]
+        mask = torch.zeros(B, 1, T, T, dtype=torch.float64)
+        mask = mask.masked_fill(~visible_tokens(rows, window)[:, None], float("-inf"))
+        plain, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads[:3], attn_mask=mask)
+        out, total = sunk(plain.transpose(1, 2).flatten(0, 1), lse.transpose(0, 1).flatten(1), sinks)
+        inside = out.view(B, T, H, E).transpose(1, 2), total.view(H, B, T).transpose(0, 1)
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        found = [x.transpose(1, 2) for x in backward(heads[3], *heads[:3], *inside, 0.0, False, attn_mask=mask)]
+        found.append(sinks_gradient(d_out.flatten(0, 1), out, total, sinks))
+    for got, wanted in zip((out.view(B, T, H, E), *found), (want, *wants), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-7)

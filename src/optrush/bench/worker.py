@@ -36,7 +36,6 @@ from optrush.data.chat_template import open_tokens
 from optrush.data.dataset import SampleChunk, read_sources
 from optrush.data.sampler import reading
 from optrush.data.schema import Document
-from optrush.errors import NeedsError
 from optrush.models.hf import HFModel
 from optrush.planner.cost import PARTS
 from optrush.report.bench import GAPS
@@ -213,9 +212,6 @@ class InitialState:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        if any(t.local.is_meta for t in trainer.trained):
-            asked, found = "a rung whose timing begins with the weights of its proof", "weights that an engine keeps"
-            raise NeedsError(asked, found, "take fsdp in its place, or time it by `optrush train`")
         self.weights = [t.local.to("cpu", copy=True) for t in trainer.trained]
         self.techniques = {name: state.save() for name, state in trainer.state.items()}
         states = [s for by_name in trainer.optimizer.state().values() for s in by_name.values()]
@@ -254,6 +250,8 @@ def proof_window(
     trainer: Trainer, documents: Sequence[tuple[int, Document]], most: int
 ) -> tuple[list[Batch], str | None]:
     """Return the proof's micro-batches; or none, and why these documents cannot prove anything of this rung."""
+    if any(t.local.is_meta for t in trainer.trained):
+        return [], "no proof: an engine keeps the weights, and timing could not begin with them again"
     longest = int(DocumentList(documents, trainer.stream.source.parts).lengths().max())
     if longest > trainer.env.seq:
         return [], f"no proof: the baseline's documents have up to {longest} tokens, a row here {trainer.env.seq}"

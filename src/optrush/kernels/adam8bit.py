@@ -48,6 +48,7 @@ from optrush.kernels.adamw import ParamTable, full_index, random_bits, round_sto
 Bits = Literal[8, 4]
 
 BLOCK: dict[Bits, int] = {8: 256, 4: 128}  # values under one scale
+LEAST_WIDTH = 16  # of a block in a kernel
 DECADES = 7
 LEAST_SCALE = 1e-35  # of a block: below it all values are zero, because its reciprocal exceeds float32
 CHUNK = 1 << 20  # elements that the reference holds in float32 at a time
@@ -69,6 +70,11 @@ BORDERS = tuple((a + b) / 2 for a, b in zip((0.0, *MAGNITUDES), MAGNITUDES))
 def blocks_per_row(columns: int, bits: Bits) -> int:
     """Return the number of blocks in a row."""
     return -(-columns // BLOCK[bits])
+
+
+def block_width(columns: int, bits: Bits) -> int:
+    """Return the lanes of a kernel that a block of such rows fills: adapters have rows of as many values as ranks."""
+    return min(BLOCK[bits], max(LEAST_WIDTH, 1 << max(0, columns - 1).bit_length()))
 
 
 @cache

@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from optrush.kernels.adam8bit import (
-    BLOCK,
     BORDERS,
     FIRST,
     LAST,
@@ -21,6 +20,7 @@ from optrush.kernels.adam8bit import (
     STARTS,
     UP,
     QuantizedGroup,
+    block_width,
     blocks_per_row,
     levels,
 )
@@ -213,7 +213,8 @@ class QuantizedLauncher(GroupLauncher):
 
     def __init__(self, group: QuantizedGroup) -> None:
         self.group, bits, device = group, group.bits, group.params.counts.device
-        self.block = block = BLOCK[bits]
+        # Narrower where all rows are: a program then updates more of them.
+        self.block = block = max(block_width(w.shape[1], bits) for w in group.weights)
         totals = [w.shape[0] * blocks_per_row(w.shape[1], bits) for w in group.weights]
         rows = []
         for w, moments, total, span in zip(group.weights, group.moments, totals, group.params.spans, strict=True):

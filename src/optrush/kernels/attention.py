@@ -10,7 +10,7 @@ of its softmax, and to which no value belongs (arXiv:2309.17453, as gpt-oss lear
     masked   plain torch, float32 softmax, whole (B, H, T, T) scores: the reference; windows and sinks
     sdpa     torch's fused attention; one document a row: causal without a mask, else a boolean mask; windows by the
              mask, sinks by one more key
-    varlen   torch's variable-length flash attention over documents.starts; CUDA, bfloat16 or float16; windows
+    varlen   torch's variable-length flash attention over documents.starts; CUDA, bfloat16 or float16; windows, sinks
     cudnn    torch's fused attention by cuDNN's kernel only; CUDA, one document a row
     fa4      flash-attn-4; Hopper and later, bfloat16 or float16
 
@@ -191,17 +191,21 @@ def _groups(q: Tensor) -> bool:
     return not q.is_cuda or q.dtype == torch.bfloat16
 
 
-def varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, window: int | None = None) -> Tensor:
+def varlen(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """Compute flash attention over the packed documents, without a mask; work is linear in the sum of squared lengths.
 
     Raises:
         NeedsError: not on CUDA, or neither bfloat16 nor float16.
     """
     _demand_cuda("variable-length attention", q)
-    from optrush.kernels.attention_varlen import GROUPS, attend
+    from optrush.kernels.attention_varlen import GROUPS, attend, attend_with_sinks
 
-    if not GROUPS:
+    if not GROUPS or sinks is not None:
         k, v = repeat_heads(k, q.shape[2]), repeat_heads(v, q.shape[2])
+    if sinks is not None:  # of families whose values are as wide as their keys
+        return attend_with_sinks(q, k, v, sinks, documents, window)
     if (width := v.shape[-1]) != q.shape[-1]:  # flash attention has one width: zeros, which add nothing, fill it
         wide = max(width, q.shape[-1])
         q = q * (wide / q.shape[-1]) ** 0.5  # the kernel scales by the width it sees

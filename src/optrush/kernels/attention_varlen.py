@@ -1,10 +1,18 @@
-"""torch's variable-length flash attention. It loads torch's compiler, which takes a second: import it where it runs."""
+"""torch's variable-length flash attention. It loads torch's compiler, which takes a second: import it where it runs.
+
+Sinks. A logit c of a head that is in the sum of every softmax, and to no token, scales what attention gives: with the
+logarithm L of the sum of the other exponentials and M = log(exp(L) + exp(c)), outputs are exp(L - M) times those
+without it. The kernel's backward pass computes probabilities anew as exp(score - L) and their gradients from outputs:
+given M and the scaled outputs it is the one with the sink, whose own gradient is -exp(c - M) times the sum of outputs
+times their gradients.
+"""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
@@ -44,3 +52,83 @@ def _attend(
     out = varlen_attn(q, k, v, queries, keys, *most, **options)
     assert isinstance(out, Tensor)
     return out.view(B, T, H, E)
+
+
+# --- with sinks
+
+
+def attend_with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, documents: Documents, window: int | None = None
+) -> Tensor:
+    """Compute `attend` with a logit of each head, sinks (H,), to no token; k and v have as many heads as q."""
+    B, T, H, E = q.shape
+    q, k, v = (x.reshape(B * T, -1, E) for x in (q, k, v))
+    left = -1 if window is None else window - 1
+    out: Tensor = _attend_with_sinks(q, k, v, sinks, documents.starts, min(documents.longest, T), left)[0]
+    return out.view(B, T, H, E)
+
+
+def sunk(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """out (N, H, E), lse (H, N) float32 without sinks (H,) -> the same with them."""
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    return (out * torch.exp(lse - total).t()[..., None]).to(out.dtype), total
+
+
+def sinks_gradient(d_out: Tensor, out: Tensor, total: Tensor, sinks: Tensor) -> Tensor:
+    """Return (H,) of what `sunk` returned."""
+    product = (d_out * out).sum(-1, dtype=total.dtype)  # (N, H)
+    return -(torch.exp(sinks.to(total.dtype)[:, None] - total) * product.t()).sum(1).to(sinks.dtype)
+
+
+@torch.library.custom_op("optrush::attend_with_sinks", mutates_args=())
+def _attend_with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, starts: Tensor, longest: int, left: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v (N, H, E) -> outputs, the logarithm (H, N) of their sums, and a state that torch wants back."""
+    out, lse, state, _, _ = torch.ops.aten._flash_attention_forward(
+        q, k, v, starts, starts, longest, longest, 0.0, left < 0, return_debug_mask=False,
+        window_size_left=left, window_size_right=0,
+    )  # fmt: skip
+    return *sunk(out, lse, sinks), state
+
+
+@_attend_with_sinks.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, starts: Tensor, longest: int, left: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    total = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
+    return torch.empty_like(q), total, torch.empty(2, dtype=torch.uint64, device=q.device)
+
+
+@torch.library.custom_op("optrush::attend_with_sinks_backward", mutates_args=())
+def _backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, starts: Tensor, out: Tensor, total: Tensor,
+    state: Tensor, longest: int, left: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        d_out, q, k, v, out, total, starts, starts, longest, longest, 0.0, left < 0, state, state.new_empty(0),
+        window_size_left=left, window_size_right=0,
+    )  # fmt: skip
+    return dq, dk, dv, sinks_gradient(d_out, out, total, sinks)
+
+
+@_backward.register_fake
+def _(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, starts: Tensor, out: Tensor, total: Tensor,
+    state: Tensor, longest: int, left: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dq, dk, dv, d_sinks = (torch.empty_like(x) for x in (q, k, v, sinks))
+    return dq, dk, dv, d_sinks
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    *tensors, ctx.longest, ctx.left = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _differentiate(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    return *_backward(d_out.contiguous(), *ctx.saved_tensors, ctx.longest, ctx.left), None, None, None
+
+
+_attend_with_sinks.register_autograd(_differentiate, setup_context=_keep)

@@ -121,12 +121,72 @@ def fla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, documents: Doc
         raise NeedsError("flash-linear-attention", f"tensors on {v.device.type}", "take attention:delta=plain")
     B, T, H = g.shape
     q, k = (repeat_heads(x, H).reshape(1, B * T, H, -1) for x in (q, k))
-    out: Tensor = _package()(
-        q, k, v.reshape(1, B * T, H, -1), g=g.reshape(1, B * T, H), beta=beta.reshape(1, B * T, H),
-        use_qk_l2norm_in_kernel=True, cu_seqlens=torch.unique(documents.starts).long(),
-    )[0]  # fmt: skip
-    return out.view(B, T, H, -1)
+    v, g, beta = v.reshape(1, B * T, H, -1), g.reshape(1, B * T, H), beta.reshape(1, B * T, H)
+    # A compiler cannot look into the package, which it would have to leave; an operator it takes as it is.
+    compute = _operator if torch.compiler.is_compiling() else _by_package
+    return compute(q, k, v, g, beta, documents.starts).view(B, T, H, -1)
 
+
+def _by_package(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor) -> Tensor:
+    """Call the package: its autograd.Function alone, as nothing else has gradients inside of an operator."""
+    out: Tensor = _package()(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True, cu_seqlens=_lengths(starts))[0]
+    return out
+
+
+_last: list[tuple[tuple[int, int, int], Tensor, Tensor]] = []  # one: of the batch at hand
+
+
+def _lengths(starts: Tensor) -> Tensor:
+    """Return the cumulative lengths without their padding, the same tensor for all layers.
+
+    The package reads them on the host, once a tensor, and so does what drops the padding.
+    """
+    key = (starts.data_ptr(), starts._version, len(starts))
+    if not _last or _last[0][0] != key:
+        _last[:] = [(key, starts, torch.unique(starts).long())]  # holding `starts`, nothing else gets its address
+    return _last[0][2]
+
+
+@torch.library.custom_op("optrush::delta_rule", mutates_args=())
+def _operator(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor) -> Tensor:
+    return _by_package(q, k, v, g, beta, starts).contiguous()
+
+
+@_operator.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor) -> Tensor:
+    return v.new_empty(v.shape)
+
+
+@torch.library.custom_op("optrush::delta_rule_backward", mutates_args=())
+def _backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Compute the gradients, and the forward pass again for them: what the package saves is no operator's output."""
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (q, k, v, g, beta)]
+        out = _by_package(*leaves, starts)
+    found = torch.autograd.grad(out, leaves, d_out)
+    dq, dk, dv, dg, db = (x.contiguous() for x in found)
+    return dq, dk, dv, dg, db
+
+
+@_backward.register_fake
+def _(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv, dg, db = (x.new_empty(x.shape) for x in (q, k, v, g, beta))
+    return dq, dk, dv, dg, db
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    return *_backward(d_out.contiguous(), *ctx.saved_tensors), None
+
+
+_operator.register_autograd(_differentiate, setup_context=_save)
 
 RULES: dict[str, Rule] = {"plain": plain, "fla": fla}
 

@@ -38,9 +38,10 @@ def locate(config: Config, weights: bool = True) -> tuple[Path | None, dict[str,
         found = "both" if m.path else "neither"
         raise ConfigError("one of `model.path` and `model.shape`", found, "give exactly one")
     if m.shape is not None:
-        if m.shape not in SHAPES:
-            raise ConfigError(f"`model.shape: {m.shape}`", "no such shape", nearest(m.shape, SHAPES))
-        return None, copy.deepcopy(SHAPES[m.shape])
+        known = {**SHAPES, **_published()}
+        if m.shape not in known:
+            raise ConfigError(f"`model.shape: {m.shape}`", "no such shape", nearest(m.shape, known))
+        return None, copy.deepcopy(known[m.shape])
     assert m.path is not None
     if m.revision is not None and (m.path == "tiny" or Path(m.path).is_dir()):
         found = f"{m.path}, which is no hub id"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from optrush.config import Optim
 from optrush.errors import NeedsError
-from optrush.kernels.adam8bit import Bits, Moments, QuantizedGroup, adam8bit_update, blocks_per_row
+from optrush.kernels.adam8bit import Bits, Moments, QuantizedGroup, adam8bit_update, block_width, blocks_per_row
 from optrush.kernels.adamw import GroupUpdate, Rounding, contiguous_ranges
 from optrush.optim.adamw import LocalParam, StateAllocator, allocate_state, param_table
 
@@ -38,11 +38,13 @@ class Adam8bit:
     ) -> None:  # fmt: skip
         self.trained, self.allocate = list(trained), state_allocator
         self.rounding: Rounding = rounding
-        kinds: dict[tuple[bool, torch.dtype], list[int]] = {}
+        kinds: dict[tuple[bool, torch.dtype, int], list[int]] = {}
         for i, t in enumerate(self.trained):
-            kinds.setdefault((self._quantizes(t), t.local.dtype), []).append(i)
+            quantized = self._quantizes(t)
+            width = block_width(t.local.shape[-1], self.bits) if quantized else 0
+            kinds.setdefault((quantized, t.local.dtype, width), []).append(i)
         self.groups: list[QuantizedGroup] = []
-        for (quantized, _), at in kinds.items():
+        for (quantized, *_), at in kinds.items():
             self.groups.append(self._group([self.trained[i] for i in at], optim, seed, quantized))
         self.place = {i: (g, k) for g, at in enumerate(kinds.values()) for k, i in enumerate(at)}
         self.updates = [_update(group) for group in self.groups]

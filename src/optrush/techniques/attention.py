@@ -67,11 +67,6 @@ class Attention(Technique):
             yield Requirement(self.delta is None, asked, found, "leave delta out")
         elif self._rule(env) == "fla":
             yield env.needs_gpu("attention:delta=fla")
-            found, do = (
-                "compiled blocks, whose graph it breaks",
-                "take attention:delta=plain, or leave compile out",
-            )
-            yield Requirement(Part.COMPILED not in env.claimed, "`attention:delta=fla`", found, do)
 
     def _rule(self, env: Environment) -> str:
         return self.delta or ("fla" if env.device.kind == "cuda" else "plain")
@@ -82,14 +77,18 @@ class Attention(Technique):
             yield live("saved.rule.pairs", "the kernel keeps no pairs of tokens", gone=True)
         if self.impl == "masked":
             return
-        masked = self.impl == "sdpa" and Part.PACKED_ROWS in env.claimed
+        s = env.shape
+        sinks, window = s is not None and s.sinks, s is not None and s.window is not None and s.window < env.seq
+        masked = self.impl == "sdpa" and (Part.PACKED_ROWS in env.claimed or sinks or window)
         spread = not masked and {"sdpa": _ungrouped(env), "varlen": _older_torch()}.get(self.impl, False)
         whole = spread and not env.native  # transformers leaves it to torch, which then takes plain products
         if not whole:
             yield live("*.scores*.held", "the kernel keeps no scores", gone=True)
         yield live("*.scores*.moved", "scores stay on the chip", gone=True)
         if masked:
-            why, values = "the mask of packed rows, T a slot", env.blocks * env.seq
+            why, values = "the mask of rows with documents, a window or sinks, T a slot", env.blocks * env.seq
+            if s is not None and sinks:
+                why, values = "the mask of each head, with its sink, H T a slot", values * s.heads
             yield add(Line("saved.mask", why, values, "product", "saved", True, env.blocks))
             yield live("*.scores", "whole scores, where the mask lets nothing through too", unit="masked")
         else:
@@ -98,8 +97,7 @@ class Attention(Technique):
             between = ", and what lies between documents" if env.span < env.seq else ""
             why = f"the half behind the diagonal is skipped{between}"
             older = self.impl == "varlen" and env.device.capability >= (9, 0)
-            times, unit = 0.5 * env.span / env.seq, "flash2" if older else "attention"
-            yield live("*.scores", why, times=times, unit=unit)
+            yield live("*.scores", why, times=_pairs(env), unit="flash2" if older else "attention")
 
     def packages(self) -> tuple[tuple[str, str], ...]:
         rule = (("flash-linear-attention", "fla"),) if self.delta == "fla" else ()
@@ -110,7 +108,7 @@ class Attention(Technique):
         yield {}
         yield {"impl": "varlen"}  # packed rows without a mask
         if env.shape is not None and env.shape.delta is not None and env.device.kind == "cuda":
-            yield {"impl": "varlen", "delta": "plain"}  # which a compiler takes
+            yield {"impl": "varlen", "delta": "plain"}  # without the package
         if (9, 0) <= env.device.capability < (12, 0):  # the cards of data centres
             yield {"impl": "fa4"}
 
@@ -132,6 +130,17 @@ class Attention(Technique):
         return trainer.model.set_attention(self.impl)
 
 
+def _pairs(env: Environment) -> float:
+    """Return the pairs of tokens that a kernel computes without a mask, as a part of a row's whole scores."""
+    plain = 0.5 * env.span / env.seq
+    s = env.shape
+    if s is None or s.window is None or s.window >= env.span:
+        return plain
+    windowed = s.window * (1 - 0.5 * s.window / env.span) / env.seq
+    share = len(s.window_layers) / env.blocks if s.window_layers else 1.0
+    return share * windowed + (1 - share) * plain
+
+
 def _kinds(env: Environment, impl: str) -> Iterator[Requirement]:
     """Require a kernel that has the windows, the sinks and the widths of the model."""
     asked, s = f"`attention:impl={impl}`", env.shape
@@ -142,7 +151,8 @@ def _kinds(env: Environment, impl: str) -> Iterator[Requirement]:
         found = f"queries and keys of {s.head_width} values, and values of {s.latent.value}"
         yield Requirement(impl in ("masked", "sdpa", "varlen"), asked, found, "take impl=varlen or sdpa")
     if s is not None and s.sinks:
-        yield Requirement(impl in ("masked", "sdpa"), asked, "attention sinks in the model", "take impl=sdpa")
+        met = impl in ("masked", "sdpa", "varlen")
+        yield Requirement(met, asked, "attention sinks in the model", "take impl=varlen or sdpa")
 
 
 def _ungrouped(env: Environment) -> bool:

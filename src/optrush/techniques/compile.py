@@ -90,7 +90,10 @@ class Compile(Technique):
         options = {"max_autotune": True} if self.autotune else {}
         if self.autotune:
             trainer.notes.append("compile: the first steps compile and time every candidate: minutes, on a GPU many")
+        # Experts that gather their own weights under data sharding do so between two graphs of their block.
+        env = trainer.env
+        one = env.native and not ("ep" in env.axes and "dp" in env.sharded)
         for module in modules:
-            module.compile(fullgraph=trainer.env.native, dynamic=False, options=options)
+            module.compile(fullgraph=one, dynamic=False, options=options)
         head.nll = head.nll.compiled(options)
         return len(modules) + 1

@@ -50,6 +50,9 @@ class FusedLoss(Technique):
         asked = f"fused-loss:impl={self.impl}"
         found = "an objective that wants losses token by token, where this kernel has their sum's gradients at once"
         yield Requirement(not env.paired, f"`{asked}`", found, "take impl=chunked")
+        yield Requirement(
+            "tp" not in env.axes, f"`{asked}`", "a vocabulary that is cut over ranks", "take impl=chunked"
+        )
         yield env.needs_gpu(asked, (9, 0) if self.impl == "quack" else (8, 0))
         if self.impl == "liger":
             found, do = f"chunk={self.chunk}, where Liger cuts the rows itself", "leave chunk out"
@@ -104,7 +107,7 @@ class FusedLoss(Technique):
         if head.bias is not None or head.scale != 1.0 or head.softcap is not None:
             raise NeedsError(f"`{asked}`", "a head with a bias, a scale or a softcap", "take impl=chunked")
         if self.impl == "quack":
-            V = head.weight.shape[0]
+            V = trainer.env.vocab if head.weight is None else head.weight.shape[0]  # None: elsewhere in a pipeline
             if V % 128:
                 raise NeedsError(f"`{asked}`", f"a vocabulary of {V}, no multiple of 128", "take impl=chunked")
             if trainer.precision == torch.float16:
