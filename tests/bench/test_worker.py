@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from optrush.data.schema import Document
 from optrush.planner.cost import PARTS
 from optrush.report.bench import GAPS
 from optrush.resolve import resolve
+from optrush.technique import Part
 from optrush.trainer.trainer import RunPlan, Trainer
 
 from toy import parsed as run
@@ -51,6 +53,18 @@ def test_the_proof_is_the_same_in_every_layout() -> None:
             assert found[series] == pytest.approx(wanted[series], rel=tolerance), other.batch
         assert results.cosine(found["gradient"], wanted["gradient"]) == pytest.approx(1, abs=1e-9), other.batch
     assert wanted["losses"][0] > wanted["losses"][-1]  # it learns
+
+
+def test_stages_of_a_pipeline_get_whole_windows() -> None:
+    """Fewer micro-batches than stages are no window: empty ones fill it up."""
+    base = run(batch={"seq": 64, "tokens": 256, "micro_tokens": 64})
+    trainer = job_of(base)
+    documents = worker.first_documents(trainer, resolve(base), base, 1)
+    assert len(worker.lay_out(trainer, documents, most=2)) == 1
+    trainer.env = dataclasses.replace(trainer.env, claimed=trainer.env.claimed | {Part.PP})
+    assert trainer.env.accumulation == 4
+    laid = worker.lay_out(trainer, documents, most=2)
+    assert [b.n_tokens > 0 for b in laid] == [True, False, False, False]
 
 
 def test_the_proofs_gradient_is_the_first() -> None:

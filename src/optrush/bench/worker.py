@@ -280,8 +280,10 @@ def lay_out(trainer: Trainer, documents: Sequence[tuple[int, Document]], most: i
         stream.reference = dpo_reference.passed(trainer, source, "pairs of the proof")
     plan = stream.plan(epochs=1)
     plan = plan._replace(widest=max(most, plan.widest))
+    whole = trainer.env.accumulation if Part.PP in trainer.env.claimed else 1  # stages take turns with whole windows
     share = {"rank": trainer.world.data_rank, "ranks": ranks, "micro_rows": rows}
-    return [b for k in range(plan.steps) for b in stream.batches(k, plan, **share)]
+    steps = -(-plan.steps // whole) * whole  # rows beyond the end are empty
+    return [b for k in range(steps) for b in stream.batches(k, plan, **share)]
 
 
 @dataclass(frozen=True)

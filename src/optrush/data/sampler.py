@@ -415,7 +415,8 @@ class Stream:
         Of a streamed source k must have a known position.
         """
         if self.tokenized:
-            first, last = k * self.rows, min((k + 1) * self.rows, plan.rows)
+            first = k * self.rows
+            last = max(first, min(first + self.rows, plan.rows))
             return [self._row(g)[0] for g in range(first, last)] + [[] for _ in range(last, first + self.rows)]
         if self._next_step != k:
             self._begin(k, Loading())
