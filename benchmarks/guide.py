@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import cells
+
 from optrush.bench.record import Record, read_records
 
 RESULTS = Path(__file__).parent / "results"
@@ -200,7 +202,9 @@ def gpus() -> str:
             f"| {r['shape']} | {' '.join(names + options)}, micro-batches of {r['micro_tokens'] // r['seq']} rows "
             f"| {r['tokens']:,} | {r['tokens_per_s']:,} | {r['peak_gib']:.1f} |"
         )
-    return "\n".join([*text, "", "Two H100 of one host, NVLink.", "", sources("2xh100-links.jsonl")])
+    text += ["", "Two H100 of one host, NVLink.", "", sources("2xh100-links.jsonl"), ""]
+    text += ["Two H200 of one host, with what the plan said before:", "", cells.table(RESULTS / "2xh200-cells.jsonl")]
+    return "\n".join([*text, "", sources("2xh200-cells.jsonl")])
 
 
 def long_rows() -> str:

@@ -74,8 +74,10 @@ class FusedLoss(Technique):
             yield live("head.logits*.eager", "the products' epilogue does it", gone=True)
             yield live("head.moved", "written and read by products, which hide it", gone=True)
         else:
-            why = "the gradients of a chunk's logits and of the one before, 2 V"
-            yield like("head.logits", Line("head.chunk", why, 2.0, "product", "head", True, most_tokens=most))
+            why, values = "the gradients of a chunk's logits and of the one before, 2 V", 2.0
+            if env.slots <= most:
+                why, values = "the gradients of the only chunk's logits, V", 1.0
+            yield like("head.logits", Line("head.chunk", why, values, "product", "head", True, most_tokens=most))
             why = "operators of a chunk, one at a time"
             chunk = Line("head.chunk.eager", why, 1.25, "wide", "head", True, most_tokens=most, fusable=True)
             yield like("head.logits", chunk)

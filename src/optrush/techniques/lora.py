@@ -122,6 +122,7 @@ class Lora(Technique):
         """The frozen model, h = A x of r values a piece and token, and B laid out over all rows."""
         learnt: list[int] = []
         keep, r, laid, low, rows, weights, crossed = set(), self.rank, 0, 0, 0, 0, 0
+        there = back = 0  # values of a token's rows at experts that the passes read and write for the adapters alone
         known = ledger.names_of(env.shape)
         for linear, (width, pieces) in {} if env.shape is None else ledger.linear_sizes(env.shape).items():
             mine = [n for name, n in pieces.items() if name in ledger.chosen(self.targets, known)]
@@ -145,6 +146,8 @@ class Lora(Technique):
             low += active * r
             rows += active * many
             laid += active * r * (many + width)
+            there += active * (width + 4 * many)  # x read; B A x written, and added to the product
+            back += active * (5 * width + 2 * many)  # likewise to the input's gradient; inputs and gradients read again
         yield from ledger.predict_frozen(env, self.save, learnt, keep, added=keep)
         if not learnt:
             return
@@ -157,6 +160,9 @@ class Lora(Technique):
             WorkItem("forward.adapters", "2 a value of A and of B over all rows", "token", 2 * L * laid),
             WorkItem("backward.adapters", "4 likewise", "token", 4 * L * laid),
         )
+        for way, values in (("forward", there), ("backward", back)) if there else ():
+            why = "rows of the experts, whose adapters' products are apart from theirs"
+            yield add(WorkItem(f"{way}.adapters.rows", why, "token", values=L * values, role="product"))
         for way, kernels in (("forward", 3), ("backward", 7)):
             each = OURS if Part.COMPILED in env.claimed else 1.0  # else assumed, not measured
             launches = each * kernels * len(keep) * L
