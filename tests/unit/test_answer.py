@@ -222,6 +222,16 @@ def test_a_method_that_the_model_has_not(monkeypatch: pytest.MonkeyPatch) -> Non
         answer.answer(run("delta", method="lora"), "h100")
 
 
+def test_a_base_that_the_sizes_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No set is possible with it: its reason is shown, not memory, and it is raised where nothing else is left."""
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96, "num_hidden_layers": 2}
+    monkeypatch.setitem(answer.SHAPES, "narrow", {**DELTA, **sizes, "model_type": "mixtral"})
+    found = answer.answer(run("narrow", **{"with": {}}), "h100")
+    assert [way.method for way in found.ways if "rows of 2048 and 96 values" in way.refused] == ["qlora"]
+    with pytest.raises(NeedsError, match="a block of 64 may not cross rows"):
+        answer.choose_techniques(run("narrow", method="qlora"), "h100")
+
+
 @pytest.mark.parametrize("name", ["fsdp", "deepspeed"])
 def test_adapters_stay_where_all_weights_would_be_faster(name: str) -> None:
     """A search that finds another technique impossible beside adapters does not go without them."""
