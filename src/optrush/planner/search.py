@@ -541,7 +541,8 @@ def _lacking(t: Technique, env: Environment) -> Requirement | None:
     """Return the first requirement of a technique that is unmet whatever the others are; None: none is."""
     claims = (frozenset[Part](), frozenset(Part))  # without any other technique, and with an owner of every part
     unmet = [[n for n in t.needs(dataclasses.replace(env, claimed=owned)) if not n.met] for owned in claims]
-    return next(iter(min(unmet, key=len)), None)
+    fewest: list[Requirement] = min(unmet, key=len)
+    return fewest[0] if fewest else None
 
 
 def _refuse_required(env: Environment, required: Iterable[Technique | None]) -> None:
