@@ -35,6 +35,7 @@ ARCHITECTURES = {
     "youtu": "YoutuForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
 LOAD_FIGURES = ("expert_busiest", "expert_entropy")  # of a model with experts, in metrics.jsonl
 # Defaults of keys that config.json leaves out (transformers' configuration classes, versions 5.17 to 5.23).
@@ -122,7 +123,8 @@ _DEFAULTS["qwen3_next"] = {
     "norm_topk_prob": True,
     "router_aux_loss_coef": 0.001,
 }
-_DELTA = ("qwen3_next", "qwen3_5_text")  # with layers of a delta rule
+_DEFAULTS["qwen3_5_moe_text"] = {**_DEFAULTS["qwen3_next"], "num_experts": 256, "num_experts_per_tok": 8}
+_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # with layers of a delta rule
 LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is: as published
 _LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")  # whose keys and values come from a latent
 _SIGMOID = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")  # whose routers score by sigmoids
@@ -140,6 +142,7 @@ _AGREED: dict[str, dict[str, tuple[Any, ...]]] = {
         "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
         "first_k_dense_replace": (1,),
     },
+    "qwen3_5_moe_text": {"decoder_sparse_step": (1,), "mlp_only_layers": ([],), "norm_topk_prob": (True,)},
 }  # fmt: skip
 MIXTURES = tuple(family for family, full in _DEFAULTS.items() if "num_experts_per_tok" in full)
 
@@ -579,7 +582,7 @@ def _experts(hf: HF, full: HF) -> ExpertsShape | None:
         groups=groups, active_groups=int(full.get("topk_group") or 1),
         shared_width=int(full.get("shared_expert_intermediate_size") or 0)
         or int(full.get("n_shared_experts") or 0) * _size(full, width),
-        shared_gate=full["model_type"] == "qwen3_next",
+        shared_gate=full["model_type"] in _DELTA,
         clamp=(float(full["swiglu_alpha"]), float(full["swiglu_limit"])) if "swiglu_limit" in full else None,
     )  # fmt: skip
 
