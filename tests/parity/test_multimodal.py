@@ -20,11 +20,12 @@ from optrush.errors import DataError, NeedsError
 from optrush.models.decoder import Decoder
 from optrush.models.hf import load, load_plain
 from optrush.models.shapes import ModelShape, native_obstacle
+from optrush.models.text_part import PREFIX
 from optrush.models.weights import export_weights
 from optrush.resolve import resolve
 
 from golden import make_golden
-from parity_models import materialise, packed, reference_alone, save
+from parity_models import EXPERTS, LATENT, materialise, packed, reference_alone, save
 from trials import assembled, golden_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
@@ -95,7 +96,16 @@ CASES["qwen3_5_moe"] = {
     },
     "vision_config": VISUAL, "tie_word_embeddings": True,
 }  # fmt: skip
-NATIVE = {"qwen3_5", "qwen3_5_moe", "mistral3", "qwen2_5_vl", "qwen3_vl", "llava", "internvl"}
+DEEP = {key: value for key, value in EXPERTS["deepseek_v3"].items() if key not in ("bos_token_id", "eos_token_id")}
+CASES["kimi_k25"] = {
+    "text_config": {**DEEP, **TEXT, **LATENT},
+    "vision_config": {
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "pos_emb_height": 4, "pos_emb_width": 4,
+    },
+    "projection_hidden_size": 16, "tie_word_embeddings": False,
+}  # fmt: skip
+NATIVE = {"kimi_k25", "qwen3_5", "qwen3_5_moe", "mistral3", "qwen2_5_vl", "qwen3_vl", "llava", "internvl"}
 ROWS = [[5, 7, 3], [13, 2]]
 
 
@@ -124,6 +134,10 @@ def wholes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, An
         shutil.copytree(tokenizer, folder)
         (folder / "preprocessor_config.json").write_text('{"size": 28}')
         save(theirs, folder)
+        if case == "kimi_k25":  # transformers writes `blocks` where published files have `layers`
+            tensors = load_file(folder / "model.safetensors")
+            tensors = {name.replace("model.blocks.", "model.layers."): t for name, t in tensors.items()}
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         made[case] = folder, theirs
     return made
 
@@ -161,10 +175,13 @@ def test_text_of_a_whole_model(case: str, flat: bool, wholes: dict[str, tuple[Pa
     loss.backward()
     ours.head(hidden, batch.labels).backward()
     grads = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
-    if case == "qwen3_5_moe":  # to a tensor of each expert, as it is written
+    if case in ("qwen3_5_moe", "kimi_k25"):  # to a tensor of each expert, as it is written
         grads = revert_weight_conversion(theirs, grads)
+        written = {"language_model.model.blocks.": f"{PREFIX}layers.", "language_model.lm_head.": "lm_head."}
+        for stored, name_of in (written | {"language_model.model.": PREFIX}).items() if case == "kimi_k25" else ():
+            grads = {name.replace(stored, name_of): g for name, g in grads.items()}
     for name, p in ours.named_parameters():
-        for hf_name, part in recipe.split(name, p.grad):
+        for hf_name, part in recipe.split(name, p.grad) if p.requires_grad else ():
             mine, expected = part, grads.pop(hf_name)
             torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item(), msg=hf_name)
     assert not grads
@@ -241,7 +258,7 @@ def test_new_tokens(wholes: dict[str, tuple[Path, Any]], tmp_path: Path) -> None
     ("kind", "text", "found"),
     [
         ("llama4", {"model_type": "llama4_text", "num_local_experts": 2, "intermediate_size_mlp": 48},
-         "num_local_experts = 2"),
+         "num_local_experts = 2.*: a router that scales what enters"),
         ("mistral3", {"model_type": "mistral", "quantization_config": {"quant_method": "awq"}}, "method awq"),
     ],
 )  # fmt: skip

@@ -144,6 +144,10 @@ _AGREED: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "qwen3_5_moe_text": {"decoder_sparse_step": (1,), "mlp_only_layers": ([],), "norm_topk_prob": (True,)},
 }  # fmt: skip
+_MISSING = {  # by family of experts: what of it our decoder has not
+    "llama4_text": "a router that scales what enters its experts, attention in chunks, layers without RoPE",
+    "kimi_linear": "a delta rule with a decay for each channel, latent attention without RoPE",
+}
 MIXTURES = tuple(family for family, full in _DEFAULTS.items() if "num_experts_per_tok" in full)
 
 
@@ -680,7 +684,9 @@ def refuse_foreign(hf: HF) -> None:
     found = next((f"{key} = {text[key]}" for key in EXPERTS if text.get(key) not in (None, 0, 1)), None)
     if (found is not None or "moe" in kind) and text.get("model_type") not in MIXTURES:
         do = f"choose a dense model, or one of type {', '.join(MIXTURES)}"
-        raise NeedsError(asked, f"a mixture of experts ({found or kind}) that our decoder does not have", do)
+        missing = _MISSING.get(str(text.get("model_type")))
+        lacking = "" if missing is None else f": {missing}"
+        raise NeedsError(asked, f"a mixture of experts ({found or kind}) that our decoder does not have{lacking}", do)
     for key in OTHER_MEDIA if not multimodal else ():
         if hf.get(key) not in (None, {}):
             raise NeedsError(asked, f"a model of more than text ({key} in config.json)", dense)

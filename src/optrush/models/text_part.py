@@ -24,17 +24,18 @@ MULTIMODAL = {
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "kimi_k25": "Kimi_K25ForConditionalGeneration",
 }
 # Language models that compute, on text, what a family of text computes: the three positions of a token (time, height,
 # width), by which parts of its head are rotated, are one and the same there.
 SAME = {
     "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2",
-    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_text": "qwen3", "kimi_k2": "deepseek_v3",
 }  # fmt: skip
 FLAT = ("qwen2_vl", "qwen2_5_vl")  # may have the language model's keys at the top of config.json
 # Keys without which the defaults of a nested configuration, one for each class, would decide. The classes of OWN have
 # the configuration of their family of text.
-OWN = ("qwen3_5_text", "qwen3_5_moe_text")
+OWN = ("qwen3_5_text", "qwen3_5_moe_text", "deepseek_v3")
 NEEDED = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
     "rms_norm_eps",
