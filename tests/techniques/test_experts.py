@@ -129,13 +129,17 @@ def test_compiled_blocks_have_the_same_gradients(moe, pair):
 
 def delta(moe, with_):
     sets = (f"model.path={moe / 'delta'}",)
-    return published(assembled(golden_run(moe, rows=1, packed=True, sets=sets, **with_)))[1]
+    return first_gradients(assembled(golden_run(moe, rows=1, packed=True, sets=sets, **with_)))[1]
 
 
-def test_beside_a_delta_rule(moe, pair):
+RULE_LORA = {"lora": {"rank": 4, "targets": ["in_proj_qkvz", "in_proj_ba", "out_proj", "o_proj", "gate_up_proj"]}}
+
+
+@pytest.mark.parametrize(("with_", "base"), [(DDP, {}), (FSDP | RULE_LORA, RULE_LORA)], ids=["ddp", "fsdp, adapters"])
+def test_beside_a_delta_rule(moe, pair, with_, base):
     """Of the first step: eight of them part by 3e-4 under ddp alone, for routing is discrete."""
-    want = delta(moe, {})
-    for grads in pair(delta, moe, DDP):
+    want = delta(moe, base)
+    for grads in pair(delta, moe, with_):
         assert furthest(grads, want) < 1e-5
 
 
