@@ -42,6 +42,7 @@ RULE = {
     **LLAMA, "model_type": "qwen3_5_text", "linear_conv_kernel_dim": 3, "linear_key_head_dim": 16,
     "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention"],
+    "rope_parameters": {**LLAMA["rope_parameters"]},  # transformers writes to it
 }  # fmt: skip
 
 
