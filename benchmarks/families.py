@@ -50,6 +50,7 @@ LATENT = {  # heads of latent attention
 }  # fmt: skip
 NEEDED = {  # by family: what its class has no value for, or a large one
     "deepseek_v2": {"num_experts_per_tok": 2}, "qwen3_next": {"num_experts": 16, "linear_num_value_heads": 16},
+    "qwen3_5_moe_text": {"num_experts": 16},
 }  # fmt: skip
 TOWER = {  # of images, whatever a family calls the sizes
     **SMALL, "depth": 1, "num_hidden_layers": 1, "intermediate_size": 64, "image_size": 28, "patch_size": 14,
@@ -96,7 +97,7 @@ def small(kind: str) -> dict[str, Any]:
 def _small_parts(known: Any, whole: dict[str, Any]) -> dict[str, Any]:
     """Return the config.json of a model of images and text, its language model and its towers small."""
     for name, part in [(key, part) for key, part in whole.items() if isinstance(part, dict) and "model_type" in part]:
-        sizes = SMALL if name == "text_config" else TOWER
+        sizes = SMALL | NEEDED.get(part["model_type"], {}) if name == "text_config" else TOWER
         if "qk_rope_head_dim" in part:
             sizes = sizes | LATENT
         whole[name] = {key: sizes.get(key, value) if value is not None else None for key, value in part.items()}

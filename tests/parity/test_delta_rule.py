@@ -39,6 +39,7 @@ NEXT: dict[str, Any] = {
     "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2, "rope_theta": 10000000,
     "rms_norm_eps": 1e-6,
 }  # fmt: skip
+MOE = {key: value for key, value in {**NEXT, "model_type": "qwen3_5_moe_text"}.items() if key != "intermediate_size"}
 LENGTHS = [70, 50, 3, 30]  # over two boundaries of chunks; a row of them, and behind them padding
 
 
@@ -103,14 +104,14 @@ def test_a_document_changes_no_bit_of_another() -> None:
     assert torch.equal(one[:, :70], two[:, :70]) and torch.equal(one[:, 120:], two[:, 120:])
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text"])
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
 def test_documents_of_a_model(name: str) -> None:
     ours, recipe = load(None, {**FAMILIES, **EXPERTS}[name], "native", torch.float32, 0)
     assert isinstance(ours, Decoder)
     compare_isolated(materialise(ours, recipe))
 
 
-@pytest.mark.parametrize("hf", [QWEN35, NEXT], ids=lambda hf: hf["model_type"])
+@pytest.mark.parametrize("hf", [QWEN35, NEXT, MOE], ids=lambda hf: hf["model_type"])
 def test_published_sizes(hf: dict[str, Any]) -> None:
     """Counted by transformers on the meta device, from the same config.json."""
     with torch.device("meta"):
@@ -131,9 +132,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_a_plan_counts_what_the_rule_saves() -> None:
+@pytest.mark.parametrize("with_", [(), ("bf16", "lora", "nf4")], ids=["all", "adapters"])
+def test_a_plan_counts_what_the_rule_saves(with_: tuple[str, ...]) -> None:
     """Without the products of a chunk, the smallest large line, it would be 3 % off."""
-    asked = shaped("delta", "fused-adamw", "attention:delta=plain", "fused-loss:chunk=128", rows=16, seq=512)
+    asked = shaped("delta", "fused-adamw", "attention:delta=plain", "fused-loss:chunk=128", *with_, rows=16, seq=512)
     said = search.predict(asked, "h200").peak_bytes - baseline.CUBLAS_BYTES
     with supposed(asked) as job:
         assert any("delta rule: plain" in note for note in job.notes)
@@ -193,7 +195,7 @@ REFUSED = [
     ("fused-kernels:mlp=quack", OTHER, 1),
     ("fused-kernels:norm=true", "norms multiply by 1 \\+ weight", 1),
     ("fused-kernels:rope=true", "the model norms each of them first", 1),
-    ("lora", "linears have no adapters here", 1),
+    ("ia3", OTHER, 1),
 ]
 
 

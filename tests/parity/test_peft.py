@@ -11,6 +11,7 @@ import torch
 import yaml
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 from optrush import config
@@ -19,7 +20,7 @@ from optrush.export import write_model
 from optrush.peft import io
 from optrush.peft.adapter import outside
 
-from parity_models import FAMILIES, SIZES, packed, reference, save
+from parity_models import EXPERTS, FAMILIES, SIZES, UNPACKED, packed, reference, save
 from trials import apart, assembled
 
 pytestmark = [
@@ -31,7 +32,9 @@ NEOX = {
     **{k: v for k, v in SIZES.items() if k not in ("head_dim", "num_key_value_heads")}, "model_type": "gpt_neox",
     "hidden_size": 32, "hidden_act": "gelu", "rotary_pct": 0.5,
 }  # fmt: skip
-KINDS = {**FAMILIES, "gpt_neox": NEOX}
+KINDS = {**FAMILIES, "gpt_neox": NEOX, "qwen3_next": EXPERTS["qwen3_next"]}
+DELTA = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+SOME = ["in_proj_qkvz", "in_proj_ba", "o_proj"]
 R, ALPHA = 4, 6
 
 # name: (family, implementation, our options, PEFT's)
@@ -46,6 +49,10 @@ LORA = {
     "dora, some": (
         "qwen2", "native", {"dora": True, "rslora": True, "targets": ["q_proj", "v_proj", "gate_proj"]},
         {"target_modules": ["q_proj", "v_proj", "gate_proj"], "use_dora": True, "use_rslora": True},
+    ),
+    "delta": ("qwen3_5_text", "native", {}, {"target_modules": EVERY + DELTA}),
+    "delta, some": ("qwen3_next", "native", {"targets": SOME, "rslora": True},
+        {"target_modules": SOME, "use_rslora": True},
     ),
     "transformers": ("llama", "transformers", {}, {"target_modules": EVERY}),
     "transformers, dora": ("qwen2", "transformers", {"dora": True}, {"target_modules": EVERY, "use_dora": True}),
@@ -190,9 +197,10 @@ def answered(job, batch):
     return loss.item(), gradients(job)
 
 
-def learnt(job, peft):
+def learnt(job, peft, batch=None):
     """(loss, gradients) of the batch, ours and PEFT's."""
-    ours, wanted = answered(job, BATCH), asked(peft, BATCH)
+    batch = batch or BATCH
+    ours, wanted = answered(job, batch), asked(peft, batch)
     assert ours[1].keys() == wanted[1].keys() and len(wanted[1]) > 1
     return ours, wanted
 
@@ -206,18 +214,23 @@ def same(ours, theirs, *, loss, norm, element):
         assert apart(found[name], g) < element, name
 
 
-def exact(model) -> None:
-    """float64 from now on, of the same values.
+def rougher(case):
+    """How much more a delta rule over 20 tokens rounds."""
+    return 5 if CASES[case][0] in UNPACKED else 1
 
-    transformers' own norms and eager attention go through float32 whatever they are given. torch's norm stands in for
-    the first; who calls this has chosen sdpa.
-    """
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if hasattr(child, "variance_epsilon"):
-                norm = torch.nn.RMSNorm(len(child.weight), child.variance_epsilon)
-                norm.weight = child.weight
-                setattr(module, name, norm)
+
+class Wide(TorchFunctionMode):
+    """float64 wherever a model asks for float32, as transformers' norms and its delta rule do."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        wide = {torch.float32: torch.float64}
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        swapped = {key: wide.get(v, v) if isinstance(v, torch.dtype) else v for key, v in (kwargs or {}).items()}
+        return func(*(wide.get(v, v) if isinstance(v, torch.dtype) else v for v in args), **swapped)
+
+
+def exact(model) -> None:
+    """float64 from now on, of the same values; run it within `Wide`."""
     for p in model.parameters():
         p.grad = None
         if p.dtype == torch.float32:  # and no bytes of a base in 4 bits
@@ -226,6 +239,12 @@ def exact(model) -> None:
 
 BATCH = packed([[5, 7, 3], [19, 1]], 20, 61)
 REAL = torch.tensor([[True] * 15 + [False] * 5, [True] * 20])
+SINGLE = packed([[20], [20]], 20, 61)
+
+
+def batch_of(case):
+    """Rows of one document each for those that transformers does not keep apart."""
+    return SINGLE if CASES[case][0] in UNPACKED else BATCH
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -235,14 +254,17 @@ def test_same_losses_and_gradients(folders, tmp_path, case):
     float64 1.1e-14."""
     peft = theirs(folders(CASES[case][0]), case)
     job = job_of(folders, tmp_path, case, peft)
-    same(*learnt(job, peft), loss=3e-7, norm=1e-5, element=1e-5)
+    rough = rougher(case)
+    same(*learnt(job, peft, batch_of(case)), loss=3e-7, norm=rough * 1e-5, element=rough * 1e-5)
     assert not any(p.grad is not None for p in job.model.parameters() if not p.requires_grad)
     peft.get_base_model().set_attn_implementation("sdpa")
+    peft.get_base_model().set_experts_implementation("eager")
     if CASES[case][1] == "transformers":
         job.model.set_attention("sdpa")
     exact(peft)
     exact(job.model)
-    same(*learnt(job, peft), loss=1e-15, norm=1e-13, element=1e-13)
+    with Wide():
+        same(*learnt(job, peft, batch_of(case)), loss=1e-15 * rough, norm=1e-13 * rough, element=1e-13 * rough)
 
 
 @pytest.mark.parametrize("case", ["all", "dora", "ia3", "transformers"])
@@ -266,19 +288,19 @@ def test_files_both_ways(folders, tmp_path, case):
     """PEFT reads what we write, and transformers the merged model: the same logits as ours."""
     folder = folders(CASES[case][0])
     peft = theirs(folder, case)
-    job = job_of(folders, tmp_path, case, peft)
+    job, batch = job_of(folders, tmp_path, case, peft), batch_of(case)
     with torch.no_grad():
         for t in job.trained:
             t.local.mul_(1.1)
         job.model.eval()
-        ours = ours_of(job, BATCH)
-        assert apart(ours[REAL], logits_of(peft, BATCH)[REAL]) > 1e-3, "it has learnt something"
+        ours = ours_of(job, batch)
+        assert apart(ours[REAL], logits_of(peft, batch)[REAL]) > 1e-3, "it has learnt something"
         (tmp_path / "run.yaml").write_text(config.dump_config(job.config))
         model = write_model(job, tmp_path, 2, folder)
         read = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter").eval()
         merged = AutoModelForCausalLM.from_pretrained(model).eval()
-        assert apart(logits_of(read, BATCH)[REAL], ours[REAL]) < 1e-5
-        assert apart(logits_of(merged, BATCH)[REAL], ours[REAL]) < 1e-5
+        assert apart(logits_of(read, batch)[REAL], ours[REAL]) < 1e-5 * rougher(case)
+        assert apart(logits_of(merged, batch)[REAL], ours[REAL]) < 1e-5 * rougher(case)
     written, kept = (load_file(d / "adapter_model.safetensors") for d in (tmp_path / "adapter", tmp_path / "theirs"))
     assert {n: (t.shape, t.dtype) for n, t in written.items()} == {n: (t.shape, t.dtype) for n, t in kept.items()}
     ours_, theirs_ = (json.loads((tmp_path / d / "adapter_config.json").read_text()) for d in ("adapter", "theirs"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from unittest import mock
 
@@ -71,6 +72,11 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for bias in (t for key, t in tensors.items() if key.endswith("router.bias")):
                 bias[list(WANTED[name])] += 50.0
             save_file(tensors, file, metadata={"format": "pt"})
+    file = shutil.copytree(made / "shared", made / "even") / "model.safetensors"
+    tensors = load_file(file)
+    for name in [key for key in tensors if "mlp.gate." in key]:
+        tensors[name] = torch.arange(1.0, 1.0008, 1e-4) if name.endswith("correction_bias") else 0 * tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
     (made / "untied").symlink_to(made / "balanced")
     make_golden.write_documents(made / "text.jsonl", False)
     return made
@@ -128,14 +134,34 @@ def test_compiled_blocks_have_the_same_gradients(moe, pair, with_):
 
 def delta(moe, with_):
     sets = (f"model.path={moe / 'delta'}",)
-    return published(assembled(golden_run(moe, rows=1, packed=True, sets=sets, **with_)))[1]
+    return first_gradients(assembled(golden_run(moe, rows=1, packed=True, sets=sets, **with_)))[1]
 
 
-def test_beside_a_delta_rule(moe, pair):
+RULE_LORA = {"lora": {"rank": 4, "targets": ["in_proj_qkvz", "in_proj_ba", "out_proj", "o_proj", "gate_up_proj"]}}
+
+
+@pytest.mark.parametrize(("with_", "base"), [(DDP, {}), (FSDP | RULE_LORA, RULE_LORA)], ids=["ddp", "fsdp, adapters"])
+def test_beside_a_delta_rule(moe, pair, with_, base):
     """Of the first step: eight of them part by 3e-4 under ddp alone, for routing is discrete."""
-    want = delta(moe, {})
-    for grads in pair(delta, moe, DDP):
+    want = delta(moe, base)
+    for grads in pair(delta, moe, with_):
         assert furthest(grads, want) < 1e-5
+
+
+def chosen(moe, with_):
+    """How many tokens each expert of each layer has, in a model whose choice is by a fine correction alone."""
+    job = assembled(golden_run(moe, rows=1, packed=True, sets=(f"model.path={moe / 'even'}",), **with_))
+    job.loss(job.stream.batches(0, job.stream.plan(None, 1), rank=0, ranks=1, micro_rows=1)[0])
+    return job.model.load[:, 0].tolist()
+
+
+@pytest.mark.parametrize("half", [{"amp": {}}, {"bf16": {}}], ids=["amp", "bf16"])
+def test_the_correction_stays_wide(moe, pair, half):
+    """In bfloat16 all experts would be equal, and the first ones would be taken."""
+    tokens = chosen(moe, half)
+    assert all(layer[0] == layer[1] == 0 < layer[7] for layer in tokens)
+    assert pair(chosen, moe, half | {"fsdp": {}}) == [tokens, tokens]
+    assert pair(chosen, moe, half | FSDP) == [tokens, tokens]
 
 
 # What a rank holds, and what becomes of other documents.

@@ -49,6 +49,12 @@ MIXTURES = {
         "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_group": 3, "topk_group": 2,
         "first_k_dense_replace": 1, "num_mtp_layers": 0,
     },
+    "qwen3_next": {  # and those of its delta rule
+        "model_type": "qwen3_next", "linear_conv_kernel_dim": 3, "linear_key_head_dim": 6, "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_experts": 6, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64, "shared_expert_intermediate_size": 24,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
 }  # fmt: skip
 LARGEST = 2 * SIZES["intermediate_size"] * SIZES["hidden_size"]  # values of the largest linear, gate and up
 OP = "optrush.dense.default"
@@ -416,6 +422,7 @@ EXPERTS_LORA = {"lora": {**LORA["lora"], "targets": ["q_proj", "gate_up_proj", "
 BESIDE_EXPERTS = [
     ("nf4", "qwen3_moe", {}), ("nf4", "gpt_oss", {"amp": {}}), ("single", "gpt_oss", {"recompute": {}}),
     ("int8", "qwen3_moe", {"fused_kernels": {"mlp": "triton", "norm": True}}), ("nf4", "deepseek_v3", {}),
+    ("int8", "qwen3_next", {"amp": {}}),
 ]  # fmt: skip
 
 
@@ -502,7 +509,9 @@ def test_experts_on_two_ranks(routed, pair, axis):
 
 
 @pytest.mark.parametrize(
-    ("family", "lora"), [("qwen3_moe", EXPERTS_LORA), ("gpt_oss", LORA)], ids=["experts", "attention"]
+    ("family", "lora"),
+    [("qwen3_moe", EXPERTS_LORA), ("gpt_oss", LORA), ("qwen3_next", LORA)],
+    ids=["experts", "attention", "delta"],
 )
 def test_experts_merged_and_exported(routed, tmp_path, family, lora):
     """transformers loads both: the merged model, and in PEFT the adapter on the values that the codes stand for."""

@@ -200,26 +200,27 @@ def test_the_largest_batch_is_the_last_that_fits() -> None:
         answer.solve(config, "4090", "fastest")
 
 
-DELTA = {
-    "model_type": "qwen3_5_text", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
-    "num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 2,
+NARROW = {
+    "model_type": "mixtral", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "num_local_experts": 4,
+    "num_experts_per_tok": 2,
 }  # fmt: skip
 
 
 def test_a_method_that_the_model_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers of a delta rule have no adapters: those methods are refused by their reason, and the others planned."""
-    monkeypatch.setitem(answer.SHAPES, "delta", DELTA)
+    """No base in 4 bits by its sizes: that method is refused by its reason, and the others are planned."""
+    monkeypatch.setitem(answer.SHAPES, "narrow", NARROW)
     for left in ({"method": "auto"}, {"with": {}}):
-        found = answer.answer(run("delta", **left), "h100")
+        found = answer.answer(run("narrow", **left), "h100")
         assert found.best is not None and found.best.method == "full"
-        assert all(("no adapters" in way.refused) == (way.method != "full") for way in found.ways)
-        assert any(
-            "refused: layers of a delta rule" in line for line in _answer_lines(run("delta"), "h100", found, None)
-        )
-    assert answer.choose_techniques(run("delta", method="auto"), "h100")[0].method == "full"
-    assert answer.fits(run("delta", **{"with": {}}), "h100")
-    with pytest.raises(NeedsError, match="have no adapters here"):
-        answer.answer(run("delta", method="lora"), "h100")
+        assert [way.method for way in found.ways if "a block of 64" in way.refused] == ["qlora"]
+        lines = _answer_lines(run("narrow"), "h100", found, None)
+        assert any("refused: experts with rows of 2048 and 96 values" in line for line in lines)
+    assert answer.choose_techniques(run("narrow", method="auto"), "h100")[0].method == "full"
+    assert answer.fits(run("narrow", **{"with": {}}), "h100")
+    for ask in (answer.answer, answer.choose_techniques):
+        with pytest.raises(NeedsError, match="a block of 64 may not cross rows"):
+            ask(run("narrow", method="qlora"), "h100")
 
 
 @pytest.mark.parametrize("name", ["fsdp", "deepspeed"])

@@ -181,6 +181,15 @@ def test_ranks_of_one_row_on_two_hosts(mesh, entering):
         assert work.seconds < fast[name].seconds < over[name].seconds
 
 
+@pytest.mark.parametrize(("saving", "again"), [({}, 1), ({"recompute": {}}, 2), ({"selective-recompute": {}}, 2)])
+def test_a_cut_stream_is_sent_once_a_pass(saving, again):
+    """Four times a block in each pass of it, and four times outside of blocks."""
+    config = llama(**{"bf16": {}, "tensor": {"size": 2}, **saving})
+    sent = {e.name: e.bytes for e in search.predict(config, "2xh100").work if e.name.endswith(".links")}
+    once = 32768 * 4 * 2048 * 2 / 2  # tokens, calls, values of 2 bytes, of which each rank lacks half
+    assert sent["forward.links"] == pytest.approx(16 * once * again) and sent["backward.links"] == 17 * once
+
+
 def test_ranks_share_rows_where_rows_are_few():
     found = search.search(llama("batch.tokens=2048", "model.shape=llama-3.2-3b"), "4xh100", whole=False)
     assert {s.prediction.mesh.get("cp", 1) * s.prediction.mesh.get("tp", 1) for s in found.settings} == {4}

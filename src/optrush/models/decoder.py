@@ -1,6 +1,6 @@
 """One decoder for the Llama-shaped families: llama, mistral, qwen2, qwen3; with experts mixtral, olmoe, qwen3_moe,
 gpt_oss, glm4_moe; with latent attention deepseek_v2, deepseek_v3, glm4_moe_lite, youtu; with layers of a
-delta rule qwen3_next, qwen3_5_text.
+delta rule qwen3_next, qwen3_5_text, qwen3_5_moe_text.
 
 Legend, used everywhere: B rows, T tokens a row, D width, F feed-forward width, H heads, K key/value heads, E head
 width, V vocabulary, L layers.

@@ -228,6 +228,7 @@ class Experts(nn.Module):
     Quantized weights replace `gate_up` and `down`, which are None then.
     """
 
+    uncast = ("correction",)
     adapter: ExpertsLora | None
     quantized: Mapping[str, QuantizedLinear] | None  # an nn.ModuleDict
     gate_up: nn.Parameter | None  # (N, 2 F, D)

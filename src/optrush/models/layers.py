@@ -23,6 +23,15 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """(x (..., width), weight (rows, width), bias (rows,) or None) -> (..., rows)"""
 
 
+def uncast(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that keep their type whatever the others get: those that a module names in `uncast`.
+
+    They are few values; sharding leaves them whole, for a policy of one type casts all that it gathers.
+    """
+    found = (getattr(module, name) for module in model.modules() for name in getattr(module, "uncast", ()))
+    return [p for p in found if p is not None]
+
+
 class Linear(nn.Linear):
     """A linear whose output rows are `groups` groups of `pieces`, each piece a role and its rows in one group.
 

@@ -35,6 +35,7 @@ ARCHITECTURES = {
     "youtu": "YoutuForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
 LOAD_FIGURES = ("expert_busiest", "expert_entropy")  # of a model with experts, in metrics.jsonl
 # Defaults of keys that config.json leaves out (transformers' configuration classes, versions 5.17 to 5.23).
@@ -122,7 +123,8 @@ _DEFAULTS["qwen3_next"] = {
     "norm_topk_prob": True,
     "router_aux_loss_coef": 0.001,
 }
-_DELTA = ("qwen3_next", "qwen3_5_text")  # with layers of a delta rule
+_DEFAULTS["qwen3_5_moe_text"] = {**_DEFAULTS["qwen3_next"], "num_experts": 256, "num_experts_per_tok": 8}
+_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # with layers of a delta rule
 LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is: as published
 _LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")  # whose keys and values come from a latent
 _SIGMOID = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")  # whose routers score by sigmoids
@@ -140,7 +142,12 @@ _AGREED: dict[str, dict[str, tuple[Any, ...]]] = {
         "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
         "first_k_dense_replace": (1,),
     },
+    "qwen3_5_moe_text": {"decoder_sparse_step": (1,), "mlp_only_layers": ([],), "norm_topk_prob": (True,)},
 }  # fmt: skip
+_MISSING = {  # by family of experts: what of it our decoder has not
+    "llama4_text": "a router that scales what enters its experts, attention in chunks, layers without RoPE",
+    "kimi_linear": "a delta rule with a decay for each channel, latent attention without RoPE",
+}
 MIXTURES = tuple(family for family, full in _DEFAULTS.items() if "num_experts_per_tok" in full)
 
 
@@ -579,7 +586,7 @@ def _experts(hf: HF, full: HF) -> ExpertsShape | None:
         groups=groups, active_groups=int(full.get("topk_group") or 1),
         shared_width=int(full.get("shared_expert_intermediate_size") or 0)
         or int(full.get("n_shared_experts") or 0) * _size(full, width),
-        shared_gate=full["model_type"] == "qwen3_next",
+        shared_gate=full["model_type"] in _DELTA,
         clamp=(float(full["swiglu_alpha"]), float(full["swiglu_limit"])) if "swiglu_limit" in full else None,
     )  # fmt: skip
 
@@ -677,7 +684,9 @@ def refuse_foreign(hf: HF) -> None:
     found = next((f"{key} = {text[key]}" for key in EXPERTS if text.get(key) not in (None, 0, 1)), None)
     if (found is not None or "moe" in kind) and text.get("model_type") not in MIXTURES:
         do = f"choose a dense model, or one of type {', '.join(MIXTURES)}"
-        raise NeedsError(asked, f"a mixture of experts ({found or kind}) that our decoder does not have", do)
+        missing = _MISSING.get(str(text.get("model_type")))
+        lacking = "" if missing is None else f": {missing}"
+        raise NeedsError(asked, f"a mixture of experts ({found or kind}) that our decoder does not have{lacking}", do)
     for key in OTHER_MEDIA if not multimodal else ():
         if hf.get(key) not in (None, {}):
             raise NeedsError(asked, f"a model of more than text ({key} in config.json)", dense)

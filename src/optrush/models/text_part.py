@@ -22,15 +22,20 @@ MULTIMODAL = {
     "qwen2_vl": "Qwen2VLForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "kimi_k25": "Kimi_K25ForConditionalGeneration",
 }
 # Language models that compute, on text, what a family of text computes: the three positions of a token (time, height,
 # width), by which parts of its head are rotated, are one and the same there.
 SAME = {
     "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2",
-    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_text": "qwen3", "kimi_k2": "deepseek_v3",
 }  # fmt: skip
 FLAT = ("qwen2_vl", "qwen2_5_vl")  # may have the language model's keys at the top of config.json
-# Keys without which the defaults of a nested configuration, one for each class, would decide.
+# Keys without which the defaults of a nested configuration, one for each class, would decide. The classes of OWN have
+# the configuration of their family of text.
+OWN = ("qwen3_5_text", "qwen3_5_moe_text", "deepseek_v3")
 NEEDED = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
     "rms_norm_eps",
@@ -78,7 +83,7 @@ def nested_obstacle(hf: HF) -> str | None:
             f"model_type {hf.get('model_type')!r}, where our decoder has {', '.join(MULTIMODAL)} of those with images"
         )
     text = as_text(hf)
-    needed = (*NEEDED, *NEEDED_OF.get(text["model_type"], ()))
+    needed = () if text["model_type"] in OWN else (*NEEDED, *NEEDED_OF.get(text["model_type"], ()))
     missing = [key for key in needed if key not in text]
     if not any("rope_theta" in part for part in (text, text.get("rope_parameters") or {})):
         missing.append("rope_theta")

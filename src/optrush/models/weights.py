@@ -40,11 +40,8 @@ Shape = tuple[int, ...]
 Initializer = Callable[[Tensor, Shape], None]
 """Fills a tensor with the rectangle of one parameter that begins at an offset and has the tensor's shape."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-LATER_LAYERS = (
-    "glm4_moe",
-    "glm4_moe_lite",
-    "deepseek_v3",
-)  # families whose files may have layers that predict further tokens
+# Families with layers that predict further tokens.
+LATER_LAYERS = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 CHUNK_rows = 32768  # rows read at a time, where all rows of an embedding or head are
 EDGE_bytes = 4096  # at either end of a tensor, in a fingerprint
 
@@ -156,6 +153,7 @@ def leave_later_layers(stored: Folder | PackedFolder, shape: ModelShape) -> list
         return []
     layers = ((name, re.match(r"model\.layers\.(\d+)\.", name)) for name in stored.files)
     found = [name for name, match in layers if match is not None and int(match[1]) >= shape.layers]
+    found += [name for name in stored.files if name.startswith("mtp.")]
     stored.files = {name: file for name, file in stored.files.items() if name not in set(found)}
     return found
 

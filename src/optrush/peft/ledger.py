@@ -27,6 +27,7 @@ PIECES = {  # of each linear of our decoder; latent attention has linears of one
 }
 LINEARS = tuple(name for names in PIECES.values() for name in names)
 LATENT = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")  # of latent attention
+DELTA = ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")  # of its rule
 LATENT_LINEARS = technique_linears[4:]  # of our decoder, in the same order
 EVERY = ("auto", "all-linear")
 SETS = {"attention": LINEARS[:4], "mlp": LINEARS[4:], "experts": ("gate_up_proj", "down_proj")}
@@ -57,14 +58,16 @@ def chosen(asked: str | Sequence[str], known: Collection[str]) -> tuple[str, ...
 
 def attention_of(known: Collection[str]) -> tuple[str, ...]:
     """Return the names of attention's linears in a model with linears of these names."""
-    return tuple(name for name in LATENT if name in known) if LATENT[3] in known else SETS["attention"]
+    own = tuple(name for name in LATENT if name in known) if LATENT[3] in known else SETS["attention"]
+    return own + tuple(name for name in DELTA if name in known)
 
 
 def names_of(shape: ModelShape | None) -> tuple[str, ...]:
     """Return the names of a block's linears without those of experts; those of most families, if unknown."""
     if shape is None:
         return LINEARS
-    return tuple(name for _, pieces in shape.attention_linears.values() for name in pieces) + SETS["mlp"]
+    attention = tuple(name for _, pieces in shape.attention_linears.values() for name in pieces)
+    return (*attention, *shape.delta_linears, *SETS["mlp"])
 
 
 def targeted(targets: str | Sequence[str]) -> Iterator[tuple[str, int]]:
@@ -120,8 +123,12 @@ def expert_sizes(shape: ModelShape, targets: str | Sequence[str]) -> Iterator[tu
 
 
 def linear_sizes(shape: ModelShape) -> dict[str, tuple[int, dict[str, int]]]:
-    """Return (width, rows of each piece) of a block's linears; a model with experts has those of its attention."""
-    s, attention = shape, shape.attention_linears
+    """Return (width, rows of each piece) of a block's linears; a model with experts has those of its attention.
+
+    Layers of a delta rule have others in place of attention's: see `layers_of`.
+    """
+    s = shape
+    attention = s.attention_linears | {name: (width, {name: rows}) for name, (width, rows) in s.delta_linears.items()}
     if s.experts is not None:
         return attention
     return attention | {
@@ -130,14 +137,22 @@ def linear_sizes(shape: ModelShape) -> dict[str, tuple[int, dict[str, int]]]:
     }
 
 
+def layers_of(shape: ModelShape, linear: str) -> int:
+    """Return the number of layers that have a linear of `linear_sizes`."""
+    if shape.delta is not None and linear in shape.delta_linears:
+        return len(shape.delta.layers)
+    return shape.attention_layers if linear in shape.attention_linears else shape.layers
+
+
 def predict_frozen(
-    env: Environment, save: Sequence[str], learnt: Sequence[int], keep: Collection[str], added: Collection[str] = ()
-) -> Iterator[Rule]:
+    env: Environment, save: Sequence[str], learnt: Sequence[tuple[int, int]], keep: Collection[str],
+    added: Collection[str] = (),
+) -> Iterator[Rule]:  # fmt: skip
     """Yield the rules for a frozen model with adapters.
 
     Args:
         save: modules trained whole; the few values of norms are not counted.
-        learnt: values of each parameter of a block's adapters; unused for a model of unknown shape.
+        learnt: values of each parameter of an adapter, and the layers with one; unused for a model of unknown shape.
         keep: linears of a block whose adapters save the input.
         added: linears of a block to whose output adapters add.
     """
@@ -177,23 +192,30 @@ def _inputs(env: Environment, shape: ModelShape, keep: Collection[str]) -> Itera
         yield live("saved.product", "no frozen product keeps what enters it", gone=True)
     if "o" not in keep and Part.ATTENTION not in env.claimed:  # kernels save their output
         yield live("saved.attended", "no frozen product keeps what enters it", gone=True)
+    if shape.delta is not None:
+        yield live("saved.rule.taps", "only the convolution's own gradient reads it", gone=True)
+        if "out_proj" not in keep:
+            yield live("saved.rule.leaves", "no frozen product keeps what enters it", gone=True)
     L, widths = env.blocks, {name: width for name, (width, _) in linear_sizes(shape).items()}
-    for name in sorted(set(keep) - {"o", "down", "routed"}):
-        why = f"what enters {name}, kept for its adapter"
-        yield add(Line(f"saved.enters.{name}", why, L * widths[name], "product", "saved", True, L))
+    first = next((name for name in DELTA[:-1] if name in keep), "")  # they have one input
+    for name in sorted(set(keep) - {"o", "down", "routed", *(set(DELTA) - {first})}):
+        why, many = f"what enters {name}, kept for its adapter", layers_of(shape, name)
+        yield add(Line(f"saved.enters.{name}", why, many * widths[name], "product", "saved", True, L))
 
 
 def _added(env: Environment, shape: ModelShape, added: Collection[str]) -> Iterator[Rule]:
     """Yield the work of adding for each linear, even 0, because a technique that owns its product may add there."""
     for name, (_, pieces) in linear_sizes(shape).items():
-        values = 2.0 * env.blocks * sum(pieces.values()) * (name in added)
+        values = 2.0 * layers_of(shape, name) * sum(pieces.values()) * (name in added)
         why = "what a linear gave, read and written"
         yield add(WorkItem(f"forward.added.{name}", why, "token", values=values, role="product"))
 
 
-def _learnt(env: Environment, s: ModelShape, outer: Sequence[bool], learnt: Sequence[int]) -> Iterator[Rule]:
+def _learnt(
+    env: Environment, s: ModelShape, outer: Sequence[bool], learnt: Sequence[tuple[int, int]]
+) -> Iterator[Rule]:
     """Yield the lines of what is trained, and the update's share."""
-    L, values = env.blocks, env.blocks * sum(learnt)
+    L, values = env.blocks, sum(size * layers for size, layers in learnt)
     beside = s.vocab * s.width * (any(outer) if s.tied else sum(outer))
     why = f"{values:,} parameters of adapters, in float32"
     yield add(
@@ -206,8 +228,8 @@ def _learnt(env: Environment, s: ModelShape, outer: Sequence[bool], learnt: Sequ
     for name in (update, "norm", *(["reduce*"] if Part.DATA in env.claimed else [])):
         yield live(name, "of what is trained", times=share)
     if Part.OPTIMIZER not in env.claimed:
-        largest = s.vocab * s.width if beside else max(learnt)
-        tensors = float(L * len(learnt) + sum(outer))
+        largest = s.vocab * s.width if beside else max(size for size, _ in learnt)
+        tensors = float(sum(layers for _, layers in learnt) + sum(outer))
         yield live("update.loop", "of what is trained, see update.adapters", gone=True)
         why = "two temporaries of the largest parameter that is trained"
         yield add(
@@ -252,7 +274,8 @@ def predict_quantized(env: Environment, width_bytes: float) -> Iterator[Rule]:
         yield add(WorkItem(f"{way}.unpacking.launches", "a kernel for each piece", "micro", launches=launches))
     if env.shape is not None:
         s = env.shape
-        rows = max(2 * s.ff_width, (s.heads + 2 * s.kv_heads) * s.head_width)
+        own = (s.heads * (1 + s.gated) + 2 * s.kv_heads) * s.head_width
+        rows = max(2 * s.ff_width, own, *(rows for _, rows in s.delta_linears.values()))
         why = "the largest linear, dense while it multiplies"
         if s.experts is not None:
             rows = max(rows, 2 * s.experts.count * s.experts.ff_width)

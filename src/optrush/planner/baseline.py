@@ -176,14 +176,15 @@ def _delta_rule(d: DeltaShape, layers: int) -> Iterator[Line]:
     def saved(name: str, reason: str, values: float, role: Role) -> Line:
         return Line(f"saved.rule.{name}", reason, layers * values, role, "saved", True, layers)
 
-    why = "what enters the convolution, once a tap, and leaves it"
-    yield saved("mixed", why, (d.taps + 1) * d.channels, "product")
+    yield saved("taps", "what enters the convolution, once a tap", d.taps * d.channels, "product")
+    yield saved("mixed", "what leaves the convolution", d.channels, "product")
     yield saved("pairs", "products of two tokens of a chunk, 5 H C", 5 * d.heads * DELTA_CHUNK, "wide")
     why = "queries, keys and values of a chunk, and what its system gives, H (6 E + 3 W)"
     states = d.heads * d.key * d.value / DELTA_CHUNK
     yield saved("heads", why, d.heads * (6 * d.key + 3 * d.value) + 2 * d.key_heads * d.key + states, "wide")
     yield saved("gated", "what the norm and the gate keep, H W each", 3 * d.heads * d.value, "wide")
-    yield saved("leaves", "the gate, and what enters the output product, 2 H W", 2 * d.heads * d.value, "product")
+    yield saved("gate", "the gate of what the rule gives, H W", d.heads * d.value, "product")
+    yield saved("leaves", "what enters the output product, H W", d.heads * d.value, "product")
 
 
 def _head(s: ModelShape) -> Iterator[Line]:

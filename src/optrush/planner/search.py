@@ -166,6 +166,9 @@ def search(
         here: leave out what this machine lacks packages or compilers for.
         start: techniques to climb from, instead of the run's own and none.
         keep: techniques that stay as configured.
+
+    Raises:
+        NeedsError: no set is possible, because of what is trained; or as `predict`.
     """
     config = with_method(config)
     problem = _problem(config, hardware, classes, ranks)
@@ -191,6 +194,8 @@ def search(
             climb(dict.fromkeys(starts), tried, lambda a, b: bool(a.claims & b.claims), evaluations.score, whole)
         if evaluations.settings:
             break
+    if not evaluations.tried:
+        _refuse_required(problem.env, [group[0] for group in options if _required(group, keep)])
     settings = sorted(evaluations.settings, key=lambda s: s.speed, reverse=True)
     leading = tuple(_leading(settings, best))
     lost = _lost(leading[0], settings, options, problem.env) if leading and whole else ()
@@ -528,10 +533,23 @@ def _lost(
 
 def _unusable(t: Technique, env: Environment) -> str:
     """Return why no setting has a technique: what it lacks by itself, else memory."""
+    need = _lacking(t, env)
+    return "nothing that fits" if need is None else f"{need.asked}; found {need.found}"
+
+
+def _lacking(t: Technique, env: Environment) -> Requirement | None:
+    """Return the first requirement of a technique that is unmet whatever the others are; None: none is."""
     claims = (frozenset[Part](), frozenset(Part))  # without any other technique, and with an owner of every part
     unmet = [[n for n in t.needs(dataclasses.replace(env, claimed=owned)) if not n.met] for owned in claims]
     fewest: list[Requirement] = min(unmet, key=len)
-    return f"{fewest[0].asked}; found {fewest[0].found}" if fewest else "nothing that fits"
+    return fewest[0] if fewest else None
+
+
+def _refuse_required(env: Environment, required: Iterable[Technique | None]) -> None:
+    """Raise NeedsError if no set is possible because of a technique that every set has."""
+    needs = (_lacking(t, env) for t in required if t is not None)
+    for need in filter(None, needs):
+        raise NeedsError(need.asked, need.found, need.do)
 
 
 def _difference(other: Candidate, best: Candidate) -> str:

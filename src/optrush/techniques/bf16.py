@@ -67,9 +67,14 @@ class Bf16(Technique):
     def model(self, trainer: Trainer) -> int:
         import torch
 
+        from optrush.models.layers import uncast
+
         if self.rounding != "nearest":
             self.demand_triton(trainer.env.device)
+        wide = [(p, p.dtype) for p in uncast(trainer.model)]
         trainer.model.to(torch.bfloat16)  # still on meta; buffers are restored in their own dtype
+        for p, dtype in wide:
+            p.data = p.data.to(dtype)
         return sum(1 for _ in trainer.model.parameters())
 
     def optimizer(self, trainer: Trainer) -> int:

@@ -135,6 +135,8 @@ class Fsdp(Technique):
         import torch
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+        from optrush.models.layers import uncast
+
         assert trainer.world.mesh is not None
         policy = MixedPrecisionPolicy()
         if trainer.autocast:  # the gathered weights are cast once, instead of at every use
@@ -144,7 +146,7 @@ class Fsdp(Technique):
         model = trainer.model
         for block in model.blocks.values():
             self._shard_cut(trainer, block, cut)
-            fully_shard(block, reshard_after_forward=self.stage == 3, **cut)
+            fully_shard(block, reshard_after_forward=self.stage == 3, ignored_params={*uncast(block)}, **cut)
         if model.ties:  # one parameter must be in one group
             fully_shard([model.embedding, model.head], reshard_after_forward=False, **cut)
         else:

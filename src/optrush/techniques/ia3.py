@@ -84,14 +84,14 @@ class Ia3(Technique):
         return "adapters only"
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        learnt: list[int] = []
+        learnt: list[tuple[int, int]] = []
         keep, left, names = set(), 0, {*ledger.chosen(self._targets(ledger.LINEARS), ledger.LINEARS)}
         for linear, (width, pieces) in {} if env.shape is None else ledger.linear_sizes(env.shape).items():
             mine = {name: n for name, n in pieces.items() if name in names}
             if not mine:
                 continue
             inputs = bool({*mine} & {*self.feedforward})
-            learnt.append(width if inputs else sum(mine.values()))
+            learnt.append((width if inputs else sum(mine.values()), env.blocks))
             keep |= {linear} if inputs else set()
             left += 0 if inputs else sum(pieces.values())
         yield from ledger.predict_frozen(env, (), learnt, keep)

@@ -77,9 +77,6 @@ class Lora(Technique):
         return self.init is not None and re.fullmatch(ledger.SPLITS, self.init) is not None
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        delta = env.shape is not None and env.shape.delta is not None
-        found, do = "layers of a delta rule, whose linears have no adapters here", "leave lora out, and train it whole"
-        yield Requirement(not delta, "`lora` adapts the linears of a block", found, do)
         if env.native:  # the linears of others are known once the model is built
             yield ledger.require_targets(self.name, env, self.targets)
             tied = env.shape is not None and env.shape.tied
@@ -95,7 +92,8 @@ class Lora(Technique):
         met = not self.dropout or Part.CAPTURE not in env.claimed
         yield Requirement(met, f"`lora:dropout={self.dropout:g}`", found, "leave dropout out")
         narrow = Part.WEIGHTS in env.claimed or env.dtype == "bfloat16"
-        inside = sorted({*self.save} - {ledger.EMBEDDING, ledger.HEAD, "norm"})
+        delta = env.shape is not None and env.shape.delta is not None  # whose layers have a module `norm`
+        inside = sorted({*self.save} - {ledger.EMBEDDING, ledger.HEAD, *(() if delta else ("norm",))})
         asked = f"`lora:save=[{', '.join(self.save)}]` over several ranks"
         found = f"{inside[0] if inside else ''} in bf16 beside adapters in float32, which are sharded together"
         do = "leave norms of blocks out, or take --with amp instead of bf16 weights"
@@ -120,34 +118,36 @@ class Lora(Technique):
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         """The frozen model, h = A x of r values a piece and token, and B laid out over all rows."""
-        learnt: list[int] = []
-        keep, r, laid, low, rows, weights, crossed = set(), self.rank, 0, 0, 0, 0, 0
+        learnt: list[tuple[int, int]] = []
+        keep, r, laid, low, rows, weights, crossed = dict[str, int](), self.rank, 0, 0, 0, 0, 0
         there = back = 0  # values of a token's rows at experts that the passes read and write for the adapters alone
         known = ledger.names_of(env.shape)
         for linear, (width, pieces) in {} if env.shape is None else ledger.linear_sizes(env.shape).items():
             mine = [n for name, n in pieces.items() if name in ledger.chosen(self.targets, known)]
             if not mine:
                 continue
-            keep.add(linear)
+            assert env.shape is not None
+            keep[linear] = layers = ledger.layers_of(env.shape, linear)
             mine_rank, all_rows = len(mine) * r, sum(pieces.values())
-            learnt += [mine_rank * width, r * sum(mine), *([sum(mine)] if self.dora else [])]
-            low += mine_rank
-            rows += all_rows
-            laid += mine_rank * (all_rows + width)
-            weights += all_rows * width
-            crossed += mine_rank * (all_rows * width + mine_rank * (all_rows + width))
+            each = [mine_rank * width, r * sum(mine), *([sum(mine)] if self.dora else [])]
+            learnt += [(size, layers) for size in each]
+            low += layers * mine_rank
+            rows += layers * all_rows
+            laid += layers * mine_rank * (all_rows + width)
+            weights += layers * all_rows * width
+            crossed += layers * mine_rank * (all_rows * width + mine_rank * (all_rows + width))
         active = 0 if env.shape is None or env.shape.experts is None else env.shape.experts.active
         sharing = 1 if "dp" in env.sharded else env.axes.get("ep", 1)  # that sharding cuts over all ranks anyway
         for name, width, many in () if env.shape is None else ledger.expert_sizes(env.shape, self.targets):
             assert env.shape is not None and env.shape.experts is not None
-            here = env.shape.experts.count // sharing
-            learnt += [here * r * width, here * r * many]
-            keep.add("routed" if name == "gate_up_proj" else "down")
-            low += active * r
-            rows += active * many
-            laid += active * r * (many + width)
-            there += active * (width + 4 * many)  # x read; B A x written, and added to the product
-            back += active * (5 * width + 2 * many)  # likewise to the input's gradient; inputs and gradients read again
+            here, L = env.shape.experts.count // sharing, env.blocks
+            learnt += [(here * r * width, L), (here * r * many, L)]
+            keep["routed" if name == "gate_up_proj" else "down"] = L
+            low += L * active * r
+            rows += L * active * many
+            laid += L * active * r * (many + width)
+            there += L * active * (width + 4 * many)  # x read; B A x written, and added to the product
+            back += L * active * (5 * width + 2 * many)  # likewise to the input's gradient; inputs and gradients again
         yield from ledger.predict_frozen(env, self.save, learnt, keep, added=keep)
         if not learnt:
             return
@@ -155,34 +155,30 @@ class Lora(Technique):
         why = "A x of every adapter, n r values" + (", and what is scaled" if self.dora else "")
         copies = "A and B in the products' type, B over all rows"
         yield add(
-            Line("saved.low", why, L * (low + rows * self.dora), "product", "saved", True, L),
-            Line("saved.laid", copies, L * laid, "product", "saved", blocks=L),
-            WorkItem("forward.adapters", "2 a value of A and of B over all rows", "token", 2 * L * laid),
-            WorkItem("backward.adapters", "4 likewise", "token", 4 * L * laid),
+            Line("saved.low", why, low + rows * self.dora, "product", "saved", True, L),
+            Line("saved.laid", copies, laid, "product", "saved", blocks=L),
+            WorkItem("forward.adapters", "2 a value of A and of B over all rows", "token", 2 * laid),
+            WorkItem("backward.adapters", "4 likewise", "token", 4 * laid),
         )
         for way, values in (("forward", there), ("backward", back)) if there else ():
             why = "rows of the experts, whose adapters' products are apart from theirs"
-            yield add(WorkItem(f"{way}.adapters.rows", why, "token", values=L * values, role="product"))
+            yield add(WorkItem(f"{way}.adapters.rows", why, "token", values=values, role="product"))
         for way, kernels in (("forward", 3), ("backward", 7)):
-            each = OURS if Part.COMPILED in env.claimed else 1.0  # else assumed, not measured
-            launches = each * kernels * len(keep) * L
+            factor = OURS if Part.COMPILED in env.claimed else 1.0  # else assumed, not measured
+            launches = factor * kernels * sum(keep.values())
             yield add(WorkItem(f"{way}.adapters.launches", f"{kernels} kernels a linear", "micro", launches=launches))
         if self.dora:
             yield add(
-                WorkItem("forward.lengths", "W A^T and B (A A^T), the second in float32", "micro", 2 * L * crossed),
-                WorkItem(
-                    "forward.measured", "W read twice for lengths", "micro", values=2 * L * weights, role="product"
-                ),
-                WorkItem("forward.scaled", "the sum read and written", "token", values=2 * L * rows, role="product"),
-                WorkItem(
-                    "backward.scaled", "both gradients of a product", "token", values=4 * L * rows, role="product"
-                ),
+                WorkItem("forward.lengths", "W A^T and B (A A^T), the second in float32", "micro", 2 * crossed),
+                WorkItem("forward.measured", "W read twice for lengths", "micro", values=2 * weights, role="product"),
+                WorkItem("forward.scaled", "the sum read and written", "token", values=2 * rows, role="product"),
+                WorkItem("backward.scaled", "both gradients of a product", "token", values=4 * rows, role="product"),
             )
         if self.dora and Part.LINEARS in env.claimed:
             why = "W made dense once more, for the lengths"
             yield add(
-                WorkItem("forward.measured.packed", why, "micro", values=L * weights, role="stored"),
-                WorkItem("forward.measured.unpacked", why, "micro", values=L * weights, role="product"),
+                WorkItem("forward.measured.packed", why, "micro", values=weights, role="stored"),
+                WorkItem("forward.measured.unpacked", why, "micro", values=weights, role="product"),
             )
 
     def peft(self, trainer: Trainer) -> int:

@@ -87,6 +87,8 @@ class SelectiveRecompute(Technique):
             yield live("saved.[mg]a*[dk]", why, recomputed=1.0)  # ... gated, and a mask where there is one
             yield live("forward.e*", again, times=2)
             yield live("forward.launches", again, times=1.5)
+            if Part.TP in env.claimed:
+                yield live("forward.links", "the stream around kept products is gathered and summed again", times=2)
         if Part.COMPILED in env.claimed:  # else autocast holds the copies until the loss is there
             yield live("casts.blocks*", "compiled blocks cast their weights again", recomputed=1.0)
         if Part.ATTENTION not in env.claimed:  # plain products, which are not kept

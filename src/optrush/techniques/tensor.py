@@ -121,13 +121,13 @@ class TensorParallel(Technique):
         yield live("head.[!l]*", "of a rank's share of the vocabulary", times=1 / n)
         yield live("update*", "a rank updates its share", times=1 / n)
         yield live("norm", "of a rank's share", times=1 / n)
-        again = Part.ACTIVATION_CHECKPOINTING in env.claimed
         hosts, entering = env.over_hosts("tp")
-        for way, times in (("forward", 1 + again), ("backward", 1)):
-            each, calls = (4 * L * times + 2) * D, (4 * L * times + 2) * (hosts - 1)
-            why = "the stream gathered and summed around both parts of a block" + ", and again" * (times - 1)
+        why = "the stream gathered and summed around both parts of a block"
+        for way, ends in (("forward", 0), ("backward", 4)):  # what the ends of the model send is never computed again
+            calls = 4 * L + ends
             work = WorkItem(f"{way}.links", why, "token", unit="link", role="product", awaited=True)
-            yield add(replace(work, values=each * (n - 1) / n, entering=each * entering, steps=calls))
+            values = calls * D * (n - 1) / n
+            yield add(replace(work, values=values, entering=calls * D * entering, steps=calls * (hosts - 1.0)))
 
     def split(self, trainer: Trainer) -> int:
         from optrush.models.decoder import Decoder
