@@ -1,6 +1,6 @@
 """8-bit weights: each row in integers from -127 to 127 and one float32 scale, the row's largest magnitude.
 
-    codes   int8 (rows, width)       round(value * (127 / scale)), ties to even; a row of zeros has zeros
+    codes   int8 (rows, width)       round(value * (127 / scale)), ties to even; rows below 2^-119 have zeros
     scales  float32 (rows,)
 
     value = code * scale * (1 / 127), each operation rounded to float32, then once to the output's type
@@ -21,6 +21,7 @@ from torch import Tensor
 
 MOST = 127.0
 PART = 1 / MOST
+LEAST = 2.0**-119  # of a scale: 127 / scale is finite from there on, and what is smaller becomes 0
 
 
 def int8_bytes(rows: int, width: int) -> dict[str, int]:
@@ -32,7 +33,7 @@ def quantize_int8(values: Tensor) -> dict[str, Tensor]:
     """Quantize a matrix of any floating type; return its parts."""
     wide = values.float()
     scales = wide.abs().amax(1)
-    factor = (MOST / scales).masked_fill_(scales == 0, 0.0)
+    factor = (MOST / scales).masked_fill_(scales < LEAST, 0.0)
     return {"codes": (wide * factor[:, None]).round_().to(torch.int8), "scales": scales}
 
 

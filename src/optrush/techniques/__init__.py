@@ -41,6 +41,7 @@ from optrush.techniques.packing import Packing
 from optrush.techniques.pad import Pad
 from optrush.techniques.paged_states import PagedStates
 from optrush.techniques.pipeline import Pipeline
+from optrush.techniques.quantised_activations import QuantisedActivations
 from optrush.techniques.recompute import Recompute
 from optrush.techniques.rope import Rope
 from optrush.techniques.selective_recompute import SelectiveRecompute
@@ -76,6 +77,7 @@ OWN: tuple[type[Technique], ...] = (
     Recompute,
     SelectiveRecompute,
     OffloadActivations,
+    QuantisedActivations,
     PagedStates,
     UpdateInBackward,
     CudaGraphs,
