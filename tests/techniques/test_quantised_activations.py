@@ -10,9 +10,10 @@ import torch.nn.functional as F
 
 from meshes import further
 from optrush.errors import ConflictError, NeedsError
-from optrush.kernels.int8 import LEAST
+from optrush.kernels import int8
+from optrush.kernels.int8 import BLOCK, LEAST
 from optrush.models import activation_rounding as module
-from optrush.models.activation_rounding import BLOCK, Rounded, RoundedActivations
+from optrush.models.activation_rounding import Rounded, RoundedActivations
 from optrush.planner import search
 from optrush.resolve import resolve
 from optrush.techniques.quantised_activations import QuantisedActivations
@@ -53,7 +54,7 @@ def made(kind: str, n: int) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["plain", "constant", "zeros", "outlier", "faint"])
 @pytest.mark.parametrize("n", [4 * BLOCK, 3 * BLOCK + 17])
 def test_within_half_a_step_of_each_block(monkeypatch, kind, dtype, n):
-    monkeypatch.setattr(module, "CHUNK", 2 * BLOCK)
+    monkeypatch.setattr(int8, "CHUNK", 2 * BLOCK)
     values = made(kind, n).to(dtype)
     saved = Rounded.of(values.view(1, n))
     back = saved.tensor()

@@ -14,7 +14,7 @@ Differs from the source: inputs are not quantized, so outliers need no separate 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -52,3 +52,42 @@ def dequantize_int8(parts: Mapping[str, Tensor] | Sequence[Tensor], out: Tensor)
     rows = out.numel() // width
     values = codes.reshape(-1)[: rows * width].view(rows, width) * scales[:rows, None] * PART
     out.copy_(values.view(out.shape))
+
+
+# --- Any values in order, in blocks of 256 with a scale each: what is saved or sent, not stored.
+
+
+BLOCK = 256  # values of one scale
+CHUNK = 1 << 24  # values at a time, whose float32 copies are scratch memory
+
+
+def quantize_blocks(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize values (n,) of any floating type to codes (n,) and scales (ceil(n / 256),)."""
+    codes = torch.empty(len(values), dtype=torch.int8, device=values.device)
+    scales = torch.empty(block_count(len(values)), dtype=torch.float32, device=values.device)
+    for some, blocks, width in _pieces(len(values)):
+        parts = quantize_int8(values[some].view(-1, width))
+        codes[some], scales[blocks] = parts["codes"].view(-1), parts["scales"]
+    return codes, scales
+
+
+def dequantize_blocks(codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
+    """Dequantize what `quantize_blocks` returned into out (n,) of any floating type; return it."""
+    for some, blocks, width in _pieces(len(out)):
+        dequantize_int8((codes[some], scales[blocks]), out[some].view(-1, width))
+    return out
+
+
+def block_count(n: int) -> int:
+    """Return the number of scales of n values."""
+    return -(-n // BLOCK)
+
+
+def _pieces(n: int) -> Iterator[tuple[slice, slice, int]]:
+    """Cut n values into chunks of whole blocks, and the values behind the last: (values, scales, values of a block)."""
+    whole = n // BLOCK * BLOCK
+    for first in range(0, whole, CHUNK):
+        last = min(first + CHUNK, whole)
+        yield slice(first, last), slice(first // BLOCK, last // BLOCK), BLOCK
+    if whole < n:
+        yield slice(whole, n), slice(whole // BLOCK, None), n - whole

@@ -27,12 +27,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from optrush.kernels.int8 import dequantize_int8, quantize_int8
+from optrush.kernels.int8 import dequantize_blocks, quantize_blocks
 from optrush.models.activation_offload import of_parameter
 
-BLOCK = 256  # values of one scale
 SMALL = 4096  # values of a tensor, below which it stays
-CHUNK = 1 << 24  # values at a time, whose float32 copies are scratch memory
 ROUNDED = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
@@ -48,31 +46,14 @@ class Rounded:
     @classmethod
     def of(cls, t: Tensor) -> Rounded:
         """Round a tensor."""
-        values = t.reshape(-1)
-        n = values.numel()
-        codes = torch.empty(n, dtype=torch.int8, device=t.device)
-        scales = torch.empty(-(-n // BLOCK), dtype=torch.float32, device=t.device)
-        for some, blocks, width in _pieces(n):
-            parts = quantize_int8(values[some].view(-1, width))
-            codes[some], scales[blocks] = parts["codes"].view(-1), parts["scales"]
+        codes, scales = quantize_blocks(t.reshape(-1))
         return cls(codes, scales, t.shape, t.dtype)
 
     def tensor(self) -> Tensor:
         """Return a new, dense tensor with the rounded values."""
         values = torch.empty(len(self.codes), dtype=self.dtype, device=self.codes.device)
-        for some, blocks, width in _pieces(len(values)):
-            dequantize_int8((self.codes[some], self.scales[blocks]), values[some].view(-1, width))
+        dequantize_blocks(self.codes, self.scales, values)
         return values.view(self.shape)
-
-
-def _pieces(n: int) -> Iterator[tuple[slice, slice, int]]:
-    """Cut n values into chunks of whole blocks, and the values behind the last: (values, scales, values of a block)."""
-    whole = n // BLOCK * BLOCK
-    for first in range(0, whole, CHUNK):
-        last = min(first + CHUNK, whole)
-        yield slice(first, last), slice(first // BLOCK, last // BLOCK), BLOCK
-    if whole < n:
-        yield slice(whole, n), slice(whole // BLOCK, None), n - whole
 
 
 class _Pass:

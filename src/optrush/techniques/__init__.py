@@ -42,6 +42,7 @@ from optrush.techniques.pad import Pad
 from optrush.techniques.paged_states import PagedStates
 from optrush.techniques.pipeline import Pipeline
 from optrush.techniques.quantised_activations import QuantisedActivations
+from optrush.techniques.quantised_links import QuantisedLinks
 from optrush.techniques.recompute import Recompute
 from optrush.techniques.rope import Rope
 from optrush.techniques.selective_recompute import SelectiveRecompute
@@ -87,6 +88,7 @@ OWN: tuple[type[Technique], ...] = (
     Ddp,
     Fsdp,
     DeepSpeed,
+    QuantisedLinks,
     Context,
     MicroBatch,
     MemoryCap,
