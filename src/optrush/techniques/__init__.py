@@ -30,6 +30,7 @@ from optrush.techniques.fused_loss import FusedLoss
 from optrush.techniques.ia3 import Ia3
 from optrush.techniques.int8 import Int8
 from optrush.techniques.loader import Loader
+from optrush.techniques.longlora import LongLora
 from optrush.techniques.lora import Lora
 from optrush.techniques.memory_cap import MemoryCap
 from optrush.techniques.micro_batch import MicroBatch
@@ -66,6 +67,7 @@ OWN: tuple[type[Technique], ...] = (
     Muon,
     Apollo,
     Attention,
+    LongLora,
     FusedKernels,
     Compile,
     Fp8,
