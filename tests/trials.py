@@ -46,7 +46,7 @@ def golden_run(
     output = box / "output"
     tokens = T * PER_STEP // (1 + packed)
     # It wants a step's gradients from one micro-batch, and no clipping (and one rank, which others do not).
-    whole = "update-in-backward" in with_ and not {"ddp", "fsdp", "experts"} & with_.keys()
+    whole = "update-in-backward" in with_ and not {"ddp", "fsdp", "experts", "quantised-links"} & with_.keys()
     document = {
         "model": str(box / ("tied" if case.tied else "untied")),
         "objective": "sft" if case.chat else "pretrain",

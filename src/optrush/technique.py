@@ -53,6 +53,7 @@ class Part(enum.Enum):
     CP = "the context-parallel axis"
     PP = "the pipeline axis"
     EP = "the expert-parallel axis"
+    LINKS = "the form in which ranks send weights and gradients"
     MICRO_BATCH = "the size of micro-batches"
     OPTIMIZER = "the optimizer"
     STATES = "where the optimizer's states are kept"
@@ -78,7 +79,7 @@ SAME_ROWS = ("pp", "cp", "tp")
 DATA_AXES = ("rep", "dp", "ep")
 SUMMED = (*DATA_AXES, "cp")  # ranks along these have gradients of the same weights by other tokens
 MESH_ORDER = ("pp", *SUMMED, "tp")  # outermost first: axes with more traffic are closer together
-RANK_PARTS = frozenset({Part.DATA, Part.TP, Part.CP, Part.PP, Part.EP})  # their owners divide a run over ranks
+RANK_PARTS = frozenset({Part.DATA, Part.TP, Part.CP, Part.PP, Part.EP, Part.LINKS})  # of runs of several ranks
 
 # What a technique changes in each stage, in the order of the stages. The first two run before there is a Trainer.
 STAGES = {
@@ -124,6 +125,7 @@ class ModelSpec:
     linears: Mapping[str, LinearSpec] = dataclasses.field(default_factory=lambda: dict.fromkeys(LINEARS, LinearSpec()))
     adapters_removable: bool = False  # the model before training can be run: `Trainer.adapters_disabled` is set
     rounding: Literal["nearest", "stochastic", "kahan"] = "nearest"  # of updated bfloat16 weights
+    gathered_in_place: bool = False  # shards of blocks are read where they are, and not sent by collectives
 
     def with_linears(self, names: Iterable[str] = LINEARS, **changes: Any) -> Self:
         """Return the description with these fields of these linears changed."""

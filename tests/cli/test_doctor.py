@@ -64,7 +64,7 @@ def test_text(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(map(len, lines)) <= 120
     for c in ALL:
         row = next(line for line in lines if line.startswith(f"{c.name} "))
-        assert row[20:].split()[0] in WORDS and c.summary in row
+        assert row[22:].split()[0] in WORDS and c.summary in row
     at = next(i for i, line in enumerate(lines) if "impl=varlen: " in line)
     assert "lacks" in lines[at] and "needs a CUDA device of capability 8.0" in lines[at]
     assert lines[at + 1].split()[:3] == ["found", "a", "CPU"] and lines[at + 2].split()[0] == "do"
@@ -99,7 +99,7 @@ def test_a_gpu_has_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
     for c in ALL:
         found = setup.standing(c, [NAMED["h200"]] * 2)
         assert found.runs and not any(lacks for _, lacks in found.options), found
-        assert found.several == (c.name in ("ddp", "fsdp", "context", "tensor", "pipeline", "experts", "deepspeed"))
+        assert found.several == bool(c.claims & technique.RANK_PARTS)
 
 
 def test_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from meshes import MeshCase, further, prove, saved, train
 from optrush.errors import NeedsError
-from optrush.models.activation_offload import _of_parameter
+from optrush.models.activation_offload import of_parameter
 from optrush.models.shapes import LOAD_FIGURES, SHAPES, ModelShape
 from optrush.planner import search
 from optrush.resolve import resolve
@@ -172,7 +172,7 @@ def held(moe, with_):
     job = assembled(golden_run(moe, packed=True, **with_))
     own = [t.local.numel() for t in job.trained if ".experts." in t.name and "router" not in t.name]
     experts = job.model.blocks["0"].experts
-    known = _of_parameter(experts.piece(experts.gate_up).bfloat16().mT)  # and so is never offloaded
+    known = of_parameter(experts.piece(experts.gate_up).bfloat16().mT)  # and so is never offloaded
     return sum(own), sum(t.local.numel() for t in job.trained) - sum(own), known
 
 

@@ -32,6 +32,7 @@ BESIDE: dict[str, dict] = {
     "int8": {"lora": {}},
     "context": {"ddp": {}},
     "experts": {"ddp": {}},
+    "quantised-links": {"fsdp": {}},
 }  # what a technique cannot be without
 OTHERS = (
     {"amp": {"dtype": "fp16"}},

@@ -207,7 +207,7 @@ def _facts(machine: MachineFacts) -> list[str]:
     return [f"{name:<13} {value}" for name, value in rows]
 
 
-NAME = 19  # letters of a technique's name
+NAME = 21  # letters of a technique's name
 
 
 def _standing(standing: Standing) -> list[str]:
@@ -272,10 +272,10 @@ def techniques(as_json: Json = False) -> None:
         return
     for row in rows:
         options = " ".join(f"{k}={v['default']}" for k, v in row["options"].items())
-        print(f"{row['name']:<19} {row['summary']}")
+        print(f"{row['name']:<21} {row['summary']}")
         owns = ", ".join(row["claims"]).lower() or "nothing alone"
         promise = row["numerics"].lower().replace("_", " ")
-        print(f"{'':<19} {promise}; owns {owns}" + (f"; options: {options}" if options else ""))
+        print(f"{'':<21} {promise}; owns {owns}" + (f"; options: {options}" if options else ""))
 
 
 def schema() -> None:

@@ -1,6 +1,6 @@
 """8-bit weights: each row in integers from -127 to 127 and one float32 scale, the row's largest magnitude.
 
-    codes   int8 (rows, width)       round(value * (127 / scale)), ties to even; a row of zeros has zeros
+    codes   int8 (rows, width)       round(value * (127 / scale)), ties to even; rows below 2^-119 have zeros
     scales  float32 (rows,)
 
     value = code * scale * (1 / 127), each operation rounded to float32, then once to the output's type
@@ -14,13 +14,14 @@ Differs from the source: inputs are not quantized, so outliers need no separate 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 MOST = 127.0
 PART = 1 / MOST
+LEAST = 2.0**-119  # of a scale: 127 / scale is finite from there on, and what is smaller becomes 0
 
 
 def int8_bytes(rows: int, width: int) -> dict[str, int]:
@@ -32,7 +33,7 @@ def quantize_int8(values: Tensor) -> dict[str, Tensor]:
     """Quantize a matrix of any floating type; return its parts."""
     wide = values.float()
     scales = wide.abs().amax(1)
-    factor = (MOST / scales).masked_fill_(scales == 0, 0.0)
+    factor = (MOST / scales).masked_fill_(scales < LEAST, 0.0)
     return {"codes": (wide * factor[:, None]).round_().to(torch.int8), "scales": scales}
 
 
@@ -51,3 +52,42 @@ def dequantize_int8(parts: Mapping[str, Tensor] | Sequence[Tensor], out: Tensor)
     rows = out.numel() // width
     values = codes.reshape(-1)[: rows * width].view(rows, width) * scales[:rows, None] * PART
     out.copy_(values.view(out.shape))
+
+
+# --- Any values in order, in blocks of 256 with a scale each: what is saved or sent, not stored.
+
+
+BLOCK = 256  # values of one scale
+CHUNK = 1 << 24  # values at a time, whose float32 copies are scratch memory
+
+
+def quantize_blocks(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize values (n,) of any floating type to codes (n,) and scales (ceil(n / 256),)."""
+    codes = torch.empty(len(values), dtype=torch.int8, device=values.device)
+    scales = torch.empty(block_count(len(values)), dtype=torch.float32, device=values.device)
+    for some, blocks, width in _pieces(len(values)):
+        parts = quantize_int8(values[some].view(-1, width))
+        codes[some], scales[blocks] = parts["codes"].view(-1), parts["scales"]
+    return codes, scales
+
+
+def dequantize_blocks(codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
+    """Dequantize what `quantize_blocks` returned into out (n,) of any floating type; return it."""
+    for some, blocks, width in _pieces(len(out)):
+        dequantize_int8((codes[some], scales[blocks]), out[some].view(-1, width))
+    return out
+
+
+def block_count(n: int) -> int:
+    """Return the number of scales of n values."""
+    return -(-n // BLOCK)
+
+
+def _pieces(n: int) -> Iterator[tuple[slice, slice, int]]:
+    """Cut n values into chunks of whole blocks, and the values behind the last: (values, scales, values of a block)."""
+    whole = n // BLOCK * BLOCK
+    for first in range(0, whole, CHUNK):
+        last = min(first + CHUNK, whole)
+        yield slice(first, last), slice(first // BLOCK, last // BLOCK), BLOCK
+    if whole < n:
+        yield slice(whole, n), slice(whole // BLOCK, None), n - whole

@@ -214,7 +214,7 @@ class Offload:
             return False
         storage = t.untyped_storage()
         large = storage.nbytes() >= self.least
-        return large and storage.data_ptr() not in store.shared and not _of_parameter(t)
+        return large and storage.data_ptr() not in store.shared and not of_parameter(t)
 
     def _send(self, store: BlockStore) -> None:
         """Start the copies of a block's storages to the host, and free those of the block before."""
@@ -267,7 +267,7 @@ class Offload:
             self.lane.wait(self._coming.pop(store)[0])
 
 
-def _of_parameter(t: Tensor) -> bool:
+def of_parameter(t: Tensor) -> bool:
     """Return whether a tensor is a parameter, or a view or cast of one."""
     if isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter):
         return True

@@ -30,6 +30,7 @@ from optrush.techniques.fused_loss import FusedLoss
 from optrush.techniques.ia3 import Ia3
 from optrush.techniques.int8 import Int8
 from optrush.techniques.loader import Loader
+from optrush.techniques.longlora import LongLora
 from optrush.techniques.lora import Lora
 from optrush.techniques.memory_cap import MemoryCap
 from optrush.techniques.micro_batch import MicroBatch
@@ -41,6 +42,8 @@ from optrush.techniques.packing import Packing
 from optrush.techniques.pad import Pad
 from optrush.techniques.paged_states import PagedStates
 from optrush.techniques.pipeline import Pipeline
+from optrush.techniques.quantised_activations import QuantisedActivations
+from optrush.techniques.quantised_links import QuantisedLinks
 from optrush.techniques.recompute import Recompute
 from optrush.techniques.rope import Rope
 from optrush.techniques.selective_recompute import SelectiveRecompute
@@ -64,6 +67,7 @@ OWN: tuple[type[Technique], ...] = (
     Muon,
     Apollo,
     Attention,
+    LongLora,
     FusedKernels,
     Compile,
     Fp8,
@@ -76,6 +80,7 @@ OWN: tuple[type[Technique], ...] = (
     Recompute,
     SelectiveRecompute,
     OffloadActivations,
+    QuantisedActivations,
     PagedStates,
     UpdateInBackward,
     CudaGraphs,
@@ -85,6 +90,7 @@ OWN: tuple[type[Technique], ...] = (
     Ddp,
     Fsdp,
     DeepSpeed,
+    QuantisedLinks,
     Context,
     MicroBatch,
     MemoryCap,

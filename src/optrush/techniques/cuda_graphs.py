@@ -26,7 +26,7 @@ APART = (
         (part, "a technique that cuts the model or its rows over several ranks", "take one rank, or leave it out")
         for part in (Part.TP, Part.CP, Part.PP)
     ),
-    (Part.ACTIVATION_STORAGE, "a technique that moves what is kept to another memory", ONE),
+    (Part.ACTIVATION_STORAGE, "a technique that moves or rounds what is kept", ONE),
     (Part.UPDATE, "a technique that updates inside the window", ONE),
     (
         Part.ACTIVATION_CHECKPOINTING,

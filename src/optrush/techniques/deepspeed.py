@@ -99,7 +99,7 @@ class DeepSpeed(Technique):
         found, do = "the model runs through transformers", "leave amp out, or take fsdp"
         met = env.native or Part.PRECISION not in env.claimed
         yield Requirement(met, "`deepspeed` under `amp` casts the weights of our own decoder", found, do)
-        found, do = "a technique that moves what blocks save", f"take recompute, or {ELSE}"
+        found, do = "a technique that moves or rounds what blocks save", f"take recompute, or {ELSE}"
         met = Part.ACTIVATION_STORAGE not in env.claimed
         yield Requirement(met, "`deepspeed` frees weights that the backward pass reads", found, do)
         found, do = "fused-kernels:mlp=quack, which lays weights out anew", "take mlp=triton, or leave it out"

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from optrush.errors import NeedsError
 from optrush.planner.ledger import Line, Role, Rule, WorkItem, cut, like, live
-from optrush.technique import SUMMED, Environment, Numerics, Part, Requirement, Technique, Trainer
+from optrush.technique import SUMMED, Environment, ModelSpec, Numerics, Part, Requirement, Technique, Trainer
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -51,6 +51,9 @@ class Fsdp(Technique):
 
     def axes(self) -> dict[str, int]:
         return {"rep": self.replicate}
+
+    def describe(self, spec: ModelSpec) -> ModelSpec:
+        return replace(spec, gathered_in_place=self.gather == "copies")
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         do = "start it with --ranks 2 or torchrun, or leave fsdp out"

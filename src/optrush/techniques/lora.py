@@ -54,7 +54,7 @@ class Lora(Technique):
     lr_ratio: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
 
     name = "lora"
-    summary = "frozen model, low-rank adapters beside its linears; rsLoRA, DoRA, LoRA+, PiSSA; PEFT's files"
+    summary = "frozen model, low-rank adapters beside linears; rsLoRA, DoRA, LoRA+, PiSSA; PEFT's files"
     source = "https://arxiv.org/abs/2106.09685"
     numerics = Numerics.DIFFERENT_MATHS
     proof = "tests/parity/test_peft.py"

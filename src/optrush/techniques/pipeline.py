@@ -84,7 +84,7 @@ class Pipeline(Technique):
         yield Requirement(not snug, "`pipeline` passes on hidden states of one shape", found, do)
         if env.data_ranks:  # else the ranks are too few for the mesh
             yield self._filled(env)
-        found, do = "a technique that moves what one micro-batch saves", f"take recompute, or {ELSE}"
+        found, do = "a technique that moves or rounds what one micro-batch saves", f"take recompute, or {ELSE}"
         met = Part.ACTIVATION_STORAGE not in env.claimed
         yield Requirement(met, "`pipeline` has several micro-batches under way", found, do)
         if self.schedule == "zero-bubble":

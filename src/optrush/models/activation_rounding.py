@@ -1,0 +1,171 @@
+"""Keep what blocks save for the backward pass in 8 bits.
+
+A saved tensor becomes int8 codes and a float32 scale for each 256 of its values (kernels/int8.py), and is freed as soon
+as the forward pass has no use for it. The backward pass makes it again, in its type, for each operator that reads it.
+The forward pass computes with the exact values, so the loss does not change.
+
+What stays as it is, because the backward pass would be wrong or nothing gained:
+
+    parameters, their views, their casts, and what adapters make of them
+    what all blocks are given (angles, documents), integers, masks, floats of 8 bits
+    everything that attention saves: its statistics belong to these very queries, keys and outputs
+    one value a token or head (statistics of norms), and what is small
+
+Source: Chakrabarti and Moseley, https://arxiv.org/abs/1901.07988; Chen et al., ActNN, https://arxiv.org/abs/2104.14129.
+Differs from the sources: rounded to the nearest, which in 8 bits is no more than 0.4 % of a block's largest value.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from optrush.kernels.int8 import dequantize_blocks, quantize_blocks
+from optrush.models.activation_offload import of_parameter
+
+SMALL = 4096  # values of a tensor, below which it stays
+ROUNDED = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A saved tensor as codes (n,) and scales of its values in order; its strides are forgotten."""
+
+    codes: Tensor
+    scales: Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, t: Tensor) -> Rounded:
+        """Round a tensor."""
+        codes, scales = quantize_blocks(t.reshape(-1))
+        return cls(codes, scales, t.shape, t.dtype)
+
+    def tensor(self) -> Tensor:
+        """Return a new, dense tensor with the rounded values."""
+        values = torch.empty(len(self.codes), dtype=self.dtype, device=self.codes.device)
+        dequantize_blocks(self.codes, self.scales, values)
+        return values.view(self.shape)
+
+
+class _Pass:
+    """One forward pass through one block: what it has saved so far."""
+
+    def __init__(self, block: nn.Module, tokens: frozenset[int], given: list[Tensor], low: frozenset[int]) -> None:
+        self.block, self.tokens, self.low = block, tokens, low
+        self._kept: dict[int, weakref.ref[Any]] = {}  # storages that stay, by address
+        self._rounded: dict[tuple[Any, ...], tuple[weakref.ref[Any], Rounded]] = {}
+        self._weights: set[int] | None = None
+        for t in given:
+            self.keep(t)
+
+    def keep(self, t: Tensor) -> None:
+        """Leave a tensor's storage as it is, whoever saves it."""
+        storage = t.untyped_storage()
+        self._kept[storage._cdata] = weakref.ref(storage)
+
+    def save(self, t: Tensor) -> Tensor | Rounded:
+        """Return what autograd stores for a tensor."""
+        if not self._is_activation(t):
+            return t.detach()  # an output would refer to its own node
+        t = t.detach()
+        storage = t.untyped_storage()
+        # A storage that is gone may leave its address to another, with which it must not be confused.
+        key = (storage._cdata, t.storage_offset(), *_layout(t))
+        known = self._rounded.get(key)
+        if known is None or known[0]() is None:
+            known = self._rounded[key] = (weakref.ref(storage), Rounded.of(t))
+        return replace(known[1], shape=t.shape)
+
+    def end(self) -> None:
+        """Forget what was saved: autograd alone holds it from now on."""
+        self._rounded.clear()
+
+    def _is_activation(self, t: Tensor) -> bool:
+        if t.dtype not in ROUNDED or t.numel() < SMALL or t.dim() < 2 or t.shape[-1] == 1:
+            return False
+        if t.shape[0] not in self.tokens and (t.dim() == 2 or t.shape[0] * t.shape[1] not in self.tokens):
+            return False
+        if is_traceable_wrapper_subclass(t) or 0 in t.stride() or of_parameter(t):  # the first: its storage is not here
+            return False
+        if t.shape[-1] in self.low and t.grad_fn is not None:
+            return False
+        at = t.untyped_storage()._cdata
+        kept = self._kept.get(at)
+        return (kept is None or kept() is None) and at not in self._storages_of_weights()
+
+    def _storages_of_weights(self) -> set[int]:
+        """Return the storages of the block's parameters, which sharding has gathered when something is saved."""
+        if self._weights is None:
+            held = (getattr(p, "_local_tensor", p) for p in self.block.parameters())
+            self._weights = {p.untyped_storage()._cdata for p in held}
+        return self._weights
+
+
+def _layout(t: Tensor) -> tuple[Any, ...]:
+    """Return type, sizes and strides of a tensor's values: alike for all shapes of one order of the same values."""
+    sizes: list[int] = []
+    strides: list[int] = []
+    for size, stride in zip(t.shape, t.stride(), strict=True):
+        if size == 1:
+            continue
+        if sizes and strides[-1] == size * stride:
+            sizes[-1], strides[-1] = sizes[-1] * size, stride
+        else:
+            sizes.append(size)
+            strides.append(stride)
+    return t.dtype, *sizes, *strides
+
+
+class RoundedActivations:
+    """Rounds what the blocks of a decoder save.
+
+    Args:
+        stream_ranks: ranks that have a part each of T between the blocks, and all of it inside.
+        low: rows of the adapters' A: what is as wide and has a gradient was made of their parameters.
+    """
+
+    def __init__(self, stream_ranks: int, low: frozenset[int]) -> None:
+        self.stream_ranks, self.low = stream_ranks, low
+        self._pass: _Pass | None = None
+
+    @contextmanager
+    def block(self, block: nn.Module, x: Tensor, given: list[Tensor]) -> Iterator[None]:
+        """Round within the forward pass of a block; x: hidden states (B, T, D); given: what all blocks are given."""
+        tokens = x.shape[0] * x.shape[1]
+        self._pass = _Pass(block, frozenset({tokens, tokens * self.stream_ranks}), given, self.low)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pass.save, restored):
+                yield
+        finally:
+            self._pass.end()
+            self._pass = None
+
+    def exact(self, attend: Callable[..., Any]) -> Callable[..., Any]:
+        """Return attention that saves what it saves as it is, and for whoever saves the same."""
+
+        def attended(*args: Any, **kwargs: Any) -> Any:
+            if self._pass is None:
+                return attend(*args, **kwargs)
+            with torch.autograd.graph.saved_tensors_hooks(self._keep, restored):
+                return attend(*args, **kwargs)
+
+        return attended
+
+    def _keep(self, t: Tensor) -> Tensor:
+        if self._pass is not None and not is_traceable_wrapper_subclass(t):
+            self._pass.keep(t)
+        return t.detach()
+
+
+def restored(saved: Tensor | Rounded) -> Tensor:
+    """Return the tensor of what autograd stores."""
+    return saved.tensor() if isinstance(saved, Rounded) else saved

@@ -1,0 +1,126 @@
+"""LongLoRA's shifted sparse attention, in training alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from optrush.planner.ledger import Line, Rule, add, live
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+KERNELS = ("masked", "sdpa")  # which read the documents of each row by their ids
+ELSE = "leave longlora out"
+
+
+@dataclass(frozen=True)
+class LongLora(Technique):
+    """Lets each token read a group of G tokens while training, half of the heads shifted by G/2; evaluations are dense.
+
+    group: G, a divisor of T; without it T / 4, as in the source. With `lora` the source trains embedding and norms, as
+    lora:save=[embed_tokens,norm,input_layernorm,post_attention_layernorm] does.
+
+    Source: Chen et al., https://arxiv.org/abs/2309.12307
+    Memory: where scores or masks are kept, G values a token and head, or slot, in place of T; half of the queries, keys
+        and values, and of the output, once more.
+    Work: G scores a token and head in place of T; half of queries, keys and values moved there and back.
+    Differs from the source: documents of a row stay apart, and so do the beginning and the end of a row.
+    """
+
+    group: Annotated[int, Field(ge=2)] | None = None
+
+    name = "longlora"
+    summary = "each token reads a group of tokens while training, half of the heads a shifted one"
+    source = "https://arxiv.org/abs/2309.12307"
+    numerics = Numerics.DIFFERENT_MATHS
+    verified_on = ("cpu",)
+    searched = False  # changes what is computed
+
+    def size(self, env: Environment) -> int:
+        """Return G."""
+        return self.group or env.seq // 4
+
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        """Yield what groups, kernels, axes, objective and model must be."""
+        G, asked = self.size(env), "`longlora`"
+        met = G > 0 and G % 2 == 0 and env.seq % G == 0 and env.seq > G
+        do = "take a group that is even, divides batch.seq and is smaller"
+        yield Requirement(met, f"{asked} cuts rows of {env.seq} tokens", f"groups of {G}", do)
+        found = "the model runs through transformers"
+        yield Requirement(env.native, f"{asked} wraps the attention of our own blocks", found, ELSE)
+        found, do = f"attention:impl={env.spec.attention}, which takes documents by their lengths", "take impl=sdpa"
+        yield Requirement(env.spec.attention in KERNELS, f"{asked} makes rows of groups", found, do)
+        found = "a technique that gives ranks parts of a row, or of the heads"
+        met = not {Part.CP, Part.TP} & env.claimed
+        yield Requirement(met, f"{asked} needs whole rows and all heads", found, ELSE)
+        found = "an objective that compares with a model of dense attention"
+        yield Requirement(not (env.paired or env.reference), f"{asked} is dense in evaluation", found, ELSE)
+        if env.shape is None:
+            return
+        s = env.shape
+        found = f"{s.heads} heads, and {s.kv_heads} of keys and values"
+        met = s.heads % 2 == 0 and (s.kv_heads % 2 == 0 or s.kv_heads == 1)
+        yield Requirement(met, f"{asked} cuts heads in halves", found, ELSE)
+        other = s.latent or s.delta or s.sinks or s.window is not None
+        found = "latent attention, a delta rule, sinks or windows in the model"
+        yield Requirement(not other, f"{asked} takes plain causal attention", found, ELSE)
+
+    def quality(self, env: Environment) -> str:
+        return "sparse attention"
+
+    def predict(self, env: Environment) -> Iterator[Rule]:
+        """Yield scores and masks of G in place of T, and what the halves of the heads keep besides."""
+        G, L = self.size(env), env.blocks
+        share, packed = G / env.seq, Part.PACKED_ROWS in env.claimed
+        yield live("*.scores", f"within groups of {G} tokens", times=share)
+        yield live("*.scores.moved", f"within groups of {G} tokens", times=share)
+        if env.shape is None:
+            return
+        s = env.shape
+        q, kv = s.heads * s.head_width, s.kv_heads * s.head_width
+        masked = "masked" in env.spec.attention
+        if masked:
+            yield live("*.scores*.held", f"within groups of {G} tokens", gone=True)
+            why = f"probabilities within groups of {G} tokens, H G, in float32"
+            yield add(
+                Line("saved.shifted.scores", why, L * s.heads * G, "wide", "saved", True, L),
+                Line("saved.shifted.scores.cast", why, L * s.heads * G, "narrowing", "saved", True, L),
+                Line("working.shifted", why, 3 * s.heads * G, "wide", "backward", True, side="scores"),
+            )
+        else:
+            if packed:
+                yield live("saved.mask", f"within groups of {G} tokens", gone=True)
+            why, many = f"masks within groups of {G} tokens, G a slot", 2 if packed else 1
+            yield add(Line("saved.shifted.mask", why, L * G * many, "product", "saved", True, L))
+            if q > kv and not packed:
+                why = "keys and values of the shifted heads repeated for each query head, H - K"
+                yield add(Line("saved.shifted.spread", why, L * (q - kv), "product", "saved", True, L))
+        why = "half of the heads in the order of their groups, and the output of both halves"
+        yield add(Line("saved.shifted.heads", why, L * ((q + 2 * kv) / 2 + q), "product", "saved", True, L))
+
+    def model(self, trainer: Trainer) -> int:
+        """Wrap the attention that all blocks have."""
+        from optrush.kernels.attention_shifted import shifted
+        from optrush.models.decoder import Decoder
+
+        model, group = trainer.model, self.size(trainer.env)
+        assert isinstance(model, Decoder)
+        blocks = list(model.blocks.values())
+        inner: Any = blocks[0].attention
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, documents: Any) -> Tensor:
+            """One function for all blocks: of one for each, a compiler would make a graph for each."""
+            if not model.training:
+                dense: Tensor = inner(q, k, v, documents)
+                return dense
+            return shifted(inner, q, k, v, documents, group)
+
+        for block in blocks:
+            block.attention = attend  # type: ignore[assignment]
+        trainer.notes.append(f"longlora: groups of {group} tokens while training; evaluations are dense")
+        return len(blocks)

@@ -1,0 +1,103 @@
+"""Activations in 8 bits between the forward and the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from optrush.planner.ledger import Line, Rule, WorkItem, add, like, live
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
+
+ONE = "leave one of the two out"
+
+
+@dataclass(frozen=True)
+class QuantisedActivations(Technique):
+    """Rounds what blocks save to int8 with a scale for each 256 values; the forward pass keeps its exact values.
+
+    What attention saves stays as it is, and so do parameters, masks, statistics and what is small
+    (models/activation_rounding.py). Gradients are those of the rounded values; the loss is unchanged.
+
+    Source: Chakrabarti and Moseley, https://arxiv.org/abs/1901.07988; Chen et al., https://arxiv.org/abs/2104.14129
+    Memory: of a block 1 + 4/256 bytes a value in place of 4 or 2, and none for float32 copies; the (H + 2 K) E values
+        a token that attention saves, and its output, as they are. One operator's inputs are dense in the backward pass.
+    Work: saved values read and written once more each way, rounded to the nearest by several operators.
+    Differs from the sources: 8 bits for all tensors, no random rounding; attention is left out.
+    """
+
+    name = "quantised-activations"
+    summary = "what blocks save for the backward pass is kept in 8 bits"
+    source = "https://arxiv.org/abs/1901.07988"
+    numerics = Numerics.DIFFERENT_MATHS
+    verified_on = ("cpu",)
+    claims = frozenset({Part.ACTIVATION_STORAGE})
+    searched = False  # changes the gradient
+
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        asked = "`quantised-activations` rounds what our own blocks save"
+        yield Requirement(env.native, asked, "the model runs through transformers", "take model.implementation: native")
+        yield env.needs_dense("`quantised-activations` rounds what dense blocks save")
+        found, do = "compiled blocks, which save statistics and values alike", "leave compile out, or take recompute"
+        met = Part.COMPILED not in env.claimed
+        yield Requirement(met, "`quantised-activations` rounds one operator's inputs at a time", found, do)
+        found = "a technique that keeps little of a block, and runs it again from that"
+        met = Part.ACTIVATION_CHECKPOINTING not in env.claimed
+        yield Requirement(met, "`quantised-activations` keeps a block's values rounded", found, ONE)
+        float8 = any(linear.matmul == "float8" for linear in env.spec.linears.values())
+        found = "products in float8, whose inputs have 8 bits already"
+        yield Requirement(not float8, "`quantised-activations` rounds to 8 bits", found, ONE)
+        found = "fused-kernels:mlp=quack, which writes adapters beside its inputs"
+        met, do = env.spec.mlp != "quack", "take mlp=triton"
+        yield Requirement(met, "`quantised-activations` keeps values, not the room beside them", found, do)
+
+    def quality(self, env: Environment) -> str:
+        return "activations in 8 bits"
+
+    def predict(self, env: Environment) -> Iterator[Rule]:
+        """Codes for all lines of a block but those of attention; float32 copies of what is narrower are not kept."""
+        why = "kept in 8 bits, with a scale for 256 values"
+        yield live("input", why, role="code")
+        yield live("saved.[!hsarw]*", why, by_token=True, role="code")  # all but heads, spread, scores, attended ...
+        if Part.ATTENTION not in env.claimed:  # else a kernel keeps its output
+            yield live("saved.attended", why, role="code")
+        for copies in ("saved.widened*", "saved.middle.wide"):
+            yield live(copies, "the copy is what is rounded", gone=True)
+        if env.shape is None:
+            return
+        if env.shape.qk_norm:
+            yield live("saved.widened heads", "the copy is what is rounded", gone=True)
+        F, L = env.shape.ff_width, env.blocks
+        why = "what one operator reads, made again of its codes, 2 F"
+        yield add(Line("feed.again", why, 2 * F, "product", "backward", True, side="feed"))
+        for way, values in (("forward", 28.0), ("backward", 14.0)):  # of all lines, for each of gate and up
+            why = "saved values rounded, or made again, by several operators"
+            yield like("saved.gate_up", WorkItem(f"{way}.rounded", why, "token", values=values, role="wide"))
+            launches = (16.0 if way == "forward" else 8.0) * 12 * L
+            yield add(WorkItem(f"{way}.rounded.launches", "of 12 tensors a block", "micro", launches=launches))
+
+    def wrap_step(self, trainer: Trainer) -> int:
+        import torch
+        from torch import Tensor
+
+        from optrush.models.activation_rounding import RoundedActivations
+        from optrush.models.decoder import Decoder
+        from optrush.peft.lora import Lora
+
+        model = trainer.model
+        assert isinstance(model, Decoder)
+        low = frozenset(m.a.shape[0] for m in model.modules() if isinstance(m, Lora))
+        kept = RoundedActivations(model.stream_ranks, low)
+        inner, blocks = model.block_call, model.blocks.values()
+        for block in blocks:
+            block.attention = kept.exact(block.attention)  # type: ignore[assignment, arg-type]
+
+        def through(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return inner(call, *args, **kwargs)
+            x, *given = args
+            with kept.block(call, x, [t for t in given if isinstance(t, Tensor)]):  # type: ignore[arg-type]
+                return inner(call, *args, **kwargs)
+
+        model.block_call = through
+        return len(blocks)

@@ -1,0 +1,127 @@
+"""Weights and gradients in 8 bits on the links between ranks (ZeRO++), under FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from optrush.planner.ledger import Line, Rule, WorkItem, like, live
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from optrush.trainer.packed_links import PackedGather
+
+CODE = 1 + 4 / 256  # bytes a value: a code, and a 256th of a float32 scale
+
+
+@dataclass(frozen=True)
+class QuantisedLinks(Technique):
+    """Gathers the matrices of blocks as int8 codes with a scale for each 256 values; optionally reduces gradients so.
+
+    Shards that are trained stay exact; every rank multiplies by the same rounded weights. Norms, biases, adapters,
+    embedding and head travel as they are, and so does everything in an evaluation. With `replicate` the sums of groups
+    are exchanged as they are.
+
+    Source: Wang et al., ZeRO++, https://arxiv.org/abs/2306.10209
+    Memory: a block's codes while they are gathered; with gradients what a rank sends and receives, in codes.
+    Work: on the link 1 + 4/256 bytes a value of the blocks in place of 2 or 4; every value is rounded once by the rank
+        that sends it and restored by those that receive it.
+    Differs from the source: no second copy of weights within a host; gradients in 8 bits, and summed in one exchange.
+    """
+
+    weights: Literal["int8", "none"] = "int8"
+    gradients: Literal["int8", "none"] = "none"
+
+    name = "quantised-links"
+    summary = "fsdp gathers weights in 8 bits, and reduces gradients so if asked (ZeRO++)"
+    source = "https://arxiv.org/abs/2306.10209"
+    numerics = Numerics.DIFFERENT_MATHS
+    verified_on = ("cpu",)
+    claims = frozenset({Part.LINKS})
+    searched = False  # changes what is computed
+
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        met = self.weights != "none" or self.gradients != "none"
+        asked, do = "`quantised-links: weights: none`", "take weights: int8 or gradients: int8, or leave it out"
+        yield Requirement(met, asked, "gradients: none: nothing is left to pack", do)
+        asked, do = "`quantised-links` packs what fsdp sends", "take --with fsdp, or leave it out"
+        yield Requirement(env.gradient_ranks > 1, asked, env.alone, "start it with --ranks 2 or torchrun, and fsdp")
+        met = Part.DATA not in env.claimed or ("dp" in env.sharded and Part.UPDATE not in env.claimed)
+        yield Requirement(met, asked, "a technique that sends by collectives of its own", do)
+        yield Requirement(env.native, asked, "the model runs through transformers", "take model.implementation: native")
+        yield env.needs_dense("`quantised-links` packs the matrices of dense blocks")
+        found, do = "a technique that cuts matrices over other ranks, too", "leave one of the two out"
+        yield Requirement(Part.TP not in env.claimed, "`quantised-links` packs whole rows", found, do)
+        found, do = "fsdp:gather=copies, which reads shards where they are", "leave gather out, or this"
+        met = self.weights == "none" or not env.spec.gathered_in_place
+        yield Requirement(met, "`quantised-links: weights: int8`", found, do)
+        stored = any(linear.weight == "quantized" for linear in env.spec.linears.values())
+        found, do = "frozen weights in 4 or 8 bits, whose bytes travel as they are", "leave one of the two out"
+        yield Requirement(not stored, "`quantised-links` rounds dense weights", found, do)
+        found, do = "adapters, whose gradients are few", "take gradients: none"
+        met = self.gradients == "none" or Part.TRAINED not in env.claimed
+        yield Requirement(met, "`quantised-links: gradients: int8` rounds those of matrices", found, do)
+
+    def quality(self, env: Environment) -> str:
+        return f"{' and '.join(self._packed)} in 8 bits on the link"
+
+    @property
+    def _packed(self) -> list[str]:
+        return [name for name in ("weights", "gradients") if getattr(self, name) != "none"]
+
+    def predict(self, env: Environment) -> Iterator[Rule]:
+        """Yield codes for what the link carries of the blocks, their room, and the operators that make them."""
+        each = 1.0 / env.blocks
+        if self.weights != "none":
+            why = "matrices in codes, and a scale for 256 of them"
+            yield live("gather.blocks", why, role="code")
+            yield live("gather.blocks.copied", f"{why}, made and restored by several operators", times=4)
+            for way in ("forward", "backward"):
+                line = Line(f"gather.codes.{way}", "a block's codes as they arrive", each, "code", way)
+                yield like("weights.blocks", line)
+        if self.gradients != "none" and env.shape is not None:
+            wide = 4.0 if env.dtype == "float32" and Part.WEIGHTS not in env.claimed else 2.0
+            share = env.shape.block_parameters / env.shape.parameters
+            why = "those of blocks in codes, and a scale for 256 of them"
+            yield live("reduce", why, times=(share * CODE + (1 - share) * wide) / wide)
+            yield like("gradients.blocks", Line("reduce.codes", "sent and received, 2", 2 * each, "code", "backward"))
+            why = "gradients rounded, restored and summed by several operators"
+            yield like("gradients.blocks", WorkItem("reduced.rounded", why, "step", values=12.0, role="wide"))
+
+    def shard(self, trainer: Trainer) -> int:
+        from torch.distributed.fsdp import FSDPModule
+
+        from optrush.trainer.packed_links import PackedGather, PackedReduceScatter, shards_of
+
+        mesh = trainer.world.shards()
+        assert mesh is not None
+        ranks, gathers = mesh.size(mesh.ndim - 1), []
+        matrices = {linear.weight for _, linear in trainer.model.linears()}
+        for block in trainer.model.blocks.values():
+            assert isinstance(block, FSDPModule), "needs has seen that fsdp cuts the model"
+            if self.weights != "none":
+                gathers.append(gather := PackedGather(shards_of(block, matrices, ranks)))  # type: ignore[arg-type]
+                block.set_custom_all_gather(gather)  # type: ignore[arg-type]
+            if self.gradients != "none":
+                learnt = shards_of(block, matrices, ranks, trained=True)  # type: ignore[arg-type]
+                block.set_custom_reduce_scatter(PackedReduceScatter(learnt))  # type: ignore[arg-type]
+        self._evaluate_exactly(trainer, gathers)
+        return len(self._packed) * len(trainer.model.blocks)
+
+    def _evaluate_exactly(self, trainer: Trainer, gathers: list[PackedGather]) -> None:
+        """Gather weights as they are in an evaluation, which is of the weights that are exported."""
+        inner = trainer.eval_loss
+
+        def exactly(batches: Any) -> Tensor:
+            for gather in gathers:
+                gather.exact = True
+            try:
+                return inner(batches)
+            finally:
+                for gather in gathers:
+                    gather.exact = False
+
+        trainer.eval_loss = exactly
