@@ -16,12 +16,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from optrush.launch import launched
 from optrush.resolve import resolve
 from optrush.technique import Technique
 from optrush.techniques import ALL
+from optrush.trainer import checkpoint
 from optrush.trainer import run as fit
+from optrush.trainer.trainer import Trainer
 
 from golden.make_golden import CASES, STEPS
 from pair import Pair
@@ -161,3 +164,29 @@ def follows(lines: list[dict[str, Any]], name: str = "untied", first: int = 1) -
             want = wanted[line["step"] - 1]
             off = abs(line[key] - want) / want
             assert off < CLOSE, f"{key} of step {line['step']}: {line[key]}, golden {want}, {off:.1e} apart"
+
+
+def bits(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, whole: weights and optimizer states."""
+    manifest, found = checkpoint.verify(path), {}
+    files = {name: load_file(path / name) for name in manifest.files}
+    for name, entry in manifest.tensors.items():
+        whole = torch.empty(entry.shape, dtype=files[entry.pieces[0].file][name].dtype)
+        for piece in entry.pieces:
+            at = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape))
+            whole[at] = files[piece.file][name]
+        found[name] = whole
+    return found
+
+
+def passed_on(box: Path, output: Path, with_: dict[str, Any], path: Path, sets: tuple[str, ...] = ()) -> Path:
+    """Load a checkpoint in another mesh, and save what was loaded."""
+    job = assembled(golden_run(box, packed=True, sets=(f"output={output}", *sets), **with_))
+    return pass_on(job, path, checkpoint.step_of(path))
+
+
+def pass_on(job: Trainer, path: Path, step: int) -> Path:
+    """The same with a job that may have loaded others before; `step` is the folder's number."""
+    manifest = checkpoint.restore(job, path, job.fingerprints)
+    meta = checkpoint.Meta(manifest.run_id, manifest.position, fingerprints=job.fingerprints)
+    return checkpoint.save(job, step, meta)

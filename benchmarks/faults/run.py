@@ -45,9 +45,10 @@ TRIED: dict[str, tuple[str, tuple[str, ...]]] = {
     )),
     "R7": ("kill -9 of one rank of two", (f"{HERE}/ranks.py R7",)),
     "R8": ("a rank that hangs", (f"{HERE}/ranks.py R8",)),
-    "R9": ("going on with other numbers of ranks", (
+    "R9": ("going on with other numbers of ranks, in another mesh", (
         f"{FAULTS}/test_kill.py::test_on_other_ranks",
         f"{FAULTS}/test_resharding.py::test_any_cutting_loads_into_any_other",
+        "tests/techniques/test_mesh.py::test_any_mesh_goes_on_in_any_other",
     )),
     "R10": ("losses and gradients that are not finite", (f"{FAULTS}/test_bad_updates.py",)),
     "R11": ("saving in the background: kill -9 at every write, a slow disk, a failing one", (
@@ -68,6 +69,9 @@ TRIED: dict[str, tuple[str, tuple[str, ...]]] = {
     "R16": ("two runs in one folder, folders nobody can write to, long and odd names", (
         f"{FAULTS}/test_refusals.py::test_two_runs_in_one_folder",
         f"{FAULTS}/test_refusals.py::test_where_nothing_can_be_written", f"{FAULTS}/test_runfolder.py",
+    )),
+    "R17": ("many steps of sharded ranks: losses, and memory", (
+        "tests/techniques/test_mesh.py::test_many_steps_are_those_of_ddp_and_leak_nothing",
     )),
     "load": ("2M rows, a file of 1 GB, 10,000 files, 5,000 steps, 20,000 logged steps, 200 checkpoints", (
         f"{HERE}/load.py",

@@ -15,7 +15,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_type_hints
@@ -24,9 +24,11 @@ import optrush
 from optrush.config import Config, foreign_spelling, nearest, refuse_renamed
 from optrush.errors import ConfigError, ConflictError, NeedsError
 from optrush.hardware import CPU, Device
-from optrush.planner.ledger import Rule
+from optrush.planner.ledger import Rule, replaced
 
 if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
     from optrush.models.shapes import ModelShape
     from optrush.trainer.trainer import Trainer as Trainer
 else:
@@ -129,8 +131,8 @@ class ModelSpec:
 
     def with_linears(self, names: Iterable[str] = LINEARS, **changes: Any) -> Self:
         """Return the description with these fields of these linears changed."""
-        changed = {name: dataclasses.replace(self.linears[name], **changes) for name in names}
-        return dataclasses.replace(self, linears={**self.linears, **changed})
+        changed = {name: replaced(self.linears[name], **changes) for name in names}
+        return replaced(self, linears={**self.linears, **changed})
 
 
 @dataclass(frozen=True)
@@ -428,21 +430,27 @@ def instantiate(classes: Sequence[type[Technique]], wanted: Mapping[str, Mapping
 
 
 def _instance(cls: type[Technique], options: Mapping[str, Any]) -> Technique:
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
     fields = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for option in options:
         if option not in fields:
             todo = nearest(option, fields) if fields else f"`{cls.name}` takes no options"
             raise ConfigError(f"`{cls.name}: {option}`", "no such option", todo)
-    hints = get_type_hints(cls, include_extras=True)
     options = {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}  # as YAML has them
     for option, value in options.items():
         try:
-            TypeAdapter(hints[option]).validate_python(value, strict=True)
+            _validator(cls, option).validate_python(value, strict=True)  # type: ignore[arg-type]
         except ValidationError as error:
             raise ConfigError(f"`{cls.name}: {option}`", f"{value!r}", error.errors()[0]["msg"]) from None
     return cls(**options)
+
+
+@cache  # a search makes the same few hundred options for each model and card
+def _validator(cls: type[Technique], option: str) -> TypeAdapter[Any]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(get_type_hints(cls, include_extras=True)[option])
 
 
 def settle(techniques: Sequence[Technique], env: Environment, classes: Sequence[type[Technique]] = ()) -> Environment:
@@ -464,25 +472,34 @@ def settle(techniques: Sequence[Technique], env: Environment, classes: Sequence[
                     f"`{owners[part]}` with `{t.name}`", f"both own {part.value}", f"take one: --without {t.name}"
                 )
             owners[part] = t.name
-    spec = ModelSpec(env.spec.grouped_heads)
-    for t in techniques:
-        spec = t.describe(spec)
+    spec = _described(tuple(techniques), env.spec.grouped_heads)
     claimed = frozenset(owners) | ({Part.PACKED_ROWS} if env.paired else set())
     axes, sharded = mesh_axes(techniques, env.ranks), frozenset(axis for t in techniques for axis in t.shards)
-    env = dataclasses.replace(env, claimed=claimed, spec=spec, axes=axes, sharded=sharded)
+    env = replaced(env, claimed=claimed, spec=spec, axes=axes, sharded=sharded)
     for t in techniques:
         for part in t.wants - env.claimed:
             able = " or ".join(f"--with {c.name}" for c in classes if part in c.claims)
             do = f"add {able}" if able else "add a technique that does"
             raise NeedsError(f"`{t.name}`", f"nobody owns {part.value}", do)
         refuse_unmet(t.needs(env))
+    device = env.device
     for t in techniques:
-        env = dataclasses.replace(env, device=t.card(env.device))
+        device = t.card(device)
+    if device is not env.device:
+        env = replaced(env, device=device)
     if env.gradient_ranks > 1 and Part.DATA not in env.claimed:
         raise NeedsError(
             f"{env.ranks} ranks", "no technique shares the work between them", "add --with ddp or --with fsdp"
         )
     return env
+
+
+@lru_cache(4096)  # of the sets of a search, each of which is settled for several cards and micro-batches
+def _described(techniques: tuple[Technique, ...], grouped_heads: bool) -> ModelSpec:
+    spec = ModelSpec(grouped_heads)
+    for t in techniques:
+        spec = t.describe(spec)
+    return spec
 
 
 def mesh_axes(techniques: Sequence[Technique], ranks: int) -> dict[str, int]:

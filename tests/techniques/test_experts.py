@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from meshes import MeshCase, further, prove, saved, train
+from meshes import MeshCase, bits, further, passed_on, prove, saved, train
 from optrush.errors import NeedsError
 from optrush.models.activation_offload import of_parameter
 from optrush.models.shapes import LOAD_FIGURES, SHAPES, ModelShape
@@ -18,7 +18,6 @@ from optrush.planner import search
 from optrush.resolve import resolve
 from optrush.technique import SUMMED
 from optrush.techniques import ALL
-from optrush.trainer import checkpoint
 from optrush.trainer.distributed import World
 
 from golden import make_golden
@@ -196,33 +195,12 @@ def test_documents_do_not_see_each_other(moe, pair):
 # Checkpoints and exports.
 
 
-def bits(path):
-    """All tensors of a checkpoint, whole."""
-    manifest, found = checkpoint.verify(path), {}
-    files = {name: load_file(path / name) for name in manifest.files}
-    for name, entry in manifest.tensors.items():
-        whole = torch.empty(entry.shape, dtype=files[entry.pieces[0].file][name].dtype)
-        for piece in entry.pieces:
-            at = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape))
-            whole[at] = files[piece.file][name]
-        found[name] = whole
-    return found
-
-
-def passed_on(moe, output, with_, path):
-    """Load a checkpoint, and save what was loaded."""
-    job = assembled(golden_run(moe, packed=True, rows=1, sets=[f"output={output}"], **with_))
-    manifest = checkpoint.restore(job, path, job.fingerprints, frozenset(job.fingerprints))
-    meta = checkpoint.Meta(manifest.run_id, manifest.position)
-    return checkpoint.save(job, manifest.step, meta)
-
-
 def test_a_checkpoint_goes_on_in_another_mesh(moe, pair, tmp_path):
     rows = ("batch.micro_tokens=48",)
     lines = pair(train, moe, tmp_path / "two", DDP, None, "untied", ALL, True, rows)[0]
     first = saved(tmp_path / "two")
-    alone = passed_on(moe, tmp_path / "alone", {}, first)
-    back = pair(passed_on, moe, tmp_path / "back", FSDP, alone)[0]
+    alone = passed_on(moe, tmp_path / "alone", {}, first, rows)
+    back = pair(passed_on, moe, tmp_path / "back", FSDP, alone, rows)[0]
     want = bits(first)
     assert any("experts.gate_up" in name and name.startswith("state/") for name in want)
     for path in (alone, back):

@@ -116,7 +116,9 @@ def test_gradients_that_end_where_they_are_made():
 
     def held_in(phase: str, *rules: Rule) -> list[float]:
         book = apply_rules(lines, FLOAT32, rules)
-        return [ledger._there(book, line, ledger.line_bytes(book, line), phase)[0] for line in book.lines]
+        place = ledger.PHASES.index(phase)
+        shares = [ledger._shares(line, book.accumulation)[place] for line in book.lines]
+        return [ledger.line_bytes(book, line) * share for line, share in zip(book.lines, shares)]
 
     stepped = live("g.*", "updated at once", freed_on_update=True)
     assert held_in("backward, last block", stepped) == [3, 0, 0, 12]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 from test_plan import LLAMA
@@ -90,3 +91,29 @@ def test_a_plan_finds_what_trying_all_sets_finds(hardware: str, sets: tuple[str,
     speeds = [s.prediction.tokens_per_s or 0.0 for s in evaluations.settings]
     got = [s.prediction.tokens_per_s or 0.0 for s in found.settings]
     assert bool(speeds) == bool(got) and max(got, default=0.0) >= max(speeds, default=0.0) * (1 - cost.CLOSE)
+
+
+def test_what_is_remembered_changes_nothing() -> None:
+    """A smaller card's sets that do not fit, where a larger card has other results; and whole searches."""
+    cards = ("l4", "4090", "l40s", "a100-80")
+    text = "{model: {shape: llama-3.1-70b}, objective: pretrain, data: {random: 64}, output: o, method: qlora}"
+    config = parse_config(text, "run.yaml", ["batch.seq=2048", "batch.tokens=32768"])
+    computed: list[Any] = []
+    real = Evaluations._compute
+
+    def counted(self: Evaluations, members: Any) -> Any:
+        computed.append(members)
+        return real(self, members)
+
+    def found() -> tuple[list[search.SearchResult], int]:
+        before = len(computed)
+        return [search.search(config, card, whole=False, scarce=True) for card in cards], len(computed) - before
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Evaluations, "_compute", counted)
+        alone, all_sets = found()
+        with search.remembered():
+            once, sets = found()
+            with search.remembered():
+                assert once == alone == found()[0] and len(computed) == all_sets + sets
+    assert [bool(result.settings) for result in alone] == [False, False, True, True] and sets < 0.8 * all_sets

@@ -79,12 +79,13 @@ def plan(
         raise ConfigError(f"--out {out}", "this file exists", "take another name, or add --force")
     prediction: Prediction | None = None
     refused: UserError | None = None
-    try:
-        planned, _ = asked.choose_techniques(config, hardware, launch_ranks(hardware))
-        prediction = planner.predict(planned, hardware)
-    except (ConfigError, ConflictError, NeedsError) as error:  # another setting may run there
-        refused = error  # if none can, the search raises it too
-    found = asked.answer(config, hardware, keep_maths=keep_maths)
+    with planner.remembered():
+        try:
+            planned, _ = asked.choose_techniques(config, hardware, launch_ranks(hardware))
+            prediction = planner.predict(planned, hardware)
+        except (ConfigError, ConflictError, NeedsError) as error:  # another setting may run there
+            refused = error  # if none can, the search raises it too
+        found = asked.answer(config, hardware, keep_maths=keep_maths)
     if as_json:
         print(json.dumps(_document(prediction, refused, found, hardware, price)))
     else:

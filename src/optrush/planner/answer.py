@@ -91,6 +91,11 @@ def answer(
         keep_maths: as in `search.search`.
         nearest: also search what would fit, if nothing does.
     """
+    with search.remembered():
+        return _answer(config, name, classes, keep_maths, nearest)
+
+
+def _answer(config: Config, name: str, classes: Sequence[type[Technique]], keep_maths: bool, nearest: bool) -> Answer:
     found = search.search(with_method(config), name, classes, keep_maths=keep_maths, whole=nearest)
     tokens = estimate_tokens(config)
     ways: list[Way] = []
@@ -183,22 +188,30 @@ def duration(config: Config, setting: Candidate, tokens: float | None) -> tuple[
 def fits(config: Config, name: str, classes: Sequence[type[Technique]] = ALL) -> Way | None:
     """Return the best way of a configuration that fits; None: none does, or it cannot be planned there."""
     try:
-        if not any(_any_setting(config, name, classes, scarce) for scarce in (False, True)):
+        if not _any_setting(config, name, classes):
             return None
         return answer(config, name, classes, nearest=False).best
     except UserError:
         return None
 
 
-def _any_setting(config: Config, name: str, classes: Sequence[type[Technique]], scarce: bool) -> bool:
+def _too_large(config: Config, name: str, classes: Sequence[type[Technique]]) -> bool:
+    """Return whether a configuration can be planned, and nothing fits."""
+    try:
+        return not _any_setting(config, name, classes)
+    except UserError:
+        return False
+
+
+def _any_setting(config: Config, name: str, classes: Sequence[type[Technique]]) -> bool:
     """Return whether something fits by the method that holds least, of those that the model has."""
     ways = [config.model_copy(update={"with_": with_, "method": None}) for _, with_ in methods(config, classes)]
     for of in reversed(ways[1:]):
         try:
-            return bool(search.search(of, name, classes, whole=False, scarce=scarce).settings)
+            return bool(search.search(of, name, classes, whole=False, scarce=True).settings)
         except NeedsError:
             continue
-    return bool(search.search(ways[0], name, classes, whole=False, scarce=scarce).settings)
+    return bool(search.search(ways[0], name, classes, whole=False, scarce=True).settings)
 
 
 def _nearest(config: Config, name: str, classes: Sequence[type[Technique]]) -> Iterator[str]:
@@ -209,7 +222,8 @@ def _nearest(config: Config, name: str, classes: Sequence[type[Technique]]) -> I
     if (config.method is not None or freed != config.with_) and (way := fits(other, name, classes)):
         yield f"method: {way.method} ({_fact(way)})"
     T = config.batch.seq
-    for seq in itertools.takewhile(lambda n: n >= SHORTEST, (T // 2**k for k in range(1, 12))):
+    shorter = [*itertools.takewhile(lambda n: n >= SHORTEST, (T // 2**k for k in range(1, 12)))]
+    for seq in () if not shorter or _too_large(_rows_of(config, shorter[-1]), name, classes) else shorter:
         if way := fits(_rows_of(config, seq), name, classes):
             yield f"rows of {seq} tokens: batch.seq: {seq} ({way.method}, {_fact(way)})"
             break
@@ -287,7 +301,8 @@ def solve(config: Config, name: str, what: str, classes: Sequence[type[Technique
     asked = {"longest": _longest, "largest-model": _largest, "cheapest": _cheapest, "batch": _batch}
     if what not in asked:
         raise ConfigError(f"--solve {what}", "no such question", f"take {', '.join(asked)}")
-    return asked[what](config, name, classes)
+    with search.remembered():
+        return asked[what](config, name, classes)
 
 
 def _nothing(what: str, name: str) -> ConfigError:

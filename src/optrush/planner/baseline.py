@@ -29,16 +29,22 @@ CUBLAS_BYTES = 100e6  # workspaces that torch gives cuBLAS on a GPU, and batches
 PROCESS_BYTES, HEAP, HEAP_OF_SCORES, APART = 4.1e8, 1.4, 4.0, 2**25
 
 
-def book(techniques: Sequence[Technique], env: Environment, shape: ModelShape, padding: float) -> Ledger:
+def book(
+    techniques: Sequence[Technique], env: Environment, shape: ModelShape, padding: float,
+    predicted: Sequence[Rule] | None = None,
+) -> Ledger:  # fmt: skip
     """Build the ledger of a model and a set of techniques, with all rules applied.
 
     Args:
         env: settled, with a micro-batch.
         padding: share of the slots of a micro-batch that hold no token, before techniques pack rows.
+        predicted: the techniques' rules, where they are known.
     """
     widths = ledger.BFLOAT16 if env.dtype == "bfloat16" else ledger.FLOAT32
     plain = entries(shape, env.seq, native=env.native, cuda=env.device.kind == "cuda", padding=padding)
-    changes = [*_objective(env, shape), *(rule for t in techniques for rule in t.predict(env))]
+    if predicted is None:
+        predicted = [rule for t in techniques for rule in t.predict(env)]
+    changes = [*_objective(env, shape), *predicted]
     return ledger.apply_rules(plain, widths, changes, env.accumulation)
 
 

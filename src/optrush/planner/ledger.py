@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+T = TypeVar("T")
 Role = Literal[
     "weight", "gradient", "state", "cast", "product", "residual", "widening", "narrowing", "wide",
     "byte", "code", "nibble", "stored", "plain",
@@ -208,24 +209,30 @@ class Ledger:
         return 0.0 if line.gone else self.bytes_per_value[line.role]
 
     @cached_property
+    def in_memory(self) -> list[tuple[Line, tuple[float, ...]]]:
+        """Lines that have bytes, with the share of each that is in memory in each of `PHASES`."""
+        return [(line, _shares(line, self.accumulation)) for line in self.lines if self.width(line) * line.values]
+
+    @cached_property
     def forms(self) -> dict[str, tuple[float, float, dict[float, float]]]:
         """Bytes by phase: once, for each token, and for each token up to a number of tokens."""
-        sizes = [(line, line_bytes(self, line, 1.0)) for line in self.lines]
-        sizes = [(line, size) for line, size in sizes if size]
-        forms = {}
-        for phase in PHASES:
-            once, each, chunks = 0.0, 0.0, dict[float, float]()
-            for line, size in sizes:
-                share, gathered = _there(self, line, size, phase)
-                once += gathered
+        once, each = [0.0] * len(PHASES), [0.0] * len(PHASES)
+        chunks: list[dict[float, float]] = [{} for _ in PHASES]
+        for line, shares in self.in_memory:
+            size = line_bytes(self, line, 1.0)
+            most = line.bend if line.most_tokens < math.inf else math.inf
+            for i, share in enumerate(shares):
+                if line.gathered:
+                    once[i] += _gathered(self, line, size * share, PHASES[i])
+                if not share:
+                    continue
                 if not line.per_token:
-                    once += share
-                elif line.most_tokens == math.inf:
-                    each += share
+                    once[i] += size * share
+                elif most == math.inf:
+                    each[i] += size * share
                 else:
-                    chunks[line.bend] = chunks.get(line.bend, 0.0) + share
-            forms[phase] = (once, each, chunks)
-        return forms
+                    chunks[i][most] = chunks[i].get(most, 0.0) + size * share
+        return {phase: (once[i], each[i], chunks[i]) for i, phase in enumerate(PHASES)}
 
 
 def apply_rules(
@@ -236,29 +243,33 @@ def apply_rules(
     Raises:
         ValueError: a rule matches nothing, or two contradict each other.
     """
-    entries = list(baseline)
+    entries, plain = list(baseline), tuple([e.name for e in baseline])
     changed: dict[Role, float] = {}
     ordered = sorted(rules, key=lambda r: r.kind)
+    roles: set[Role] = set()
     for rule in ordered:
         if rule.kind is Kind.ADD:
-            entries += _added(rule, baseline)
+            entries += _added(rule, baseline, plain)
         elif rule.kind is Kind.RETYPE:
+            roles = roles or {e.role for e in entries}
             for role, width in rule.bytes_per_value.items():
                 if changed.setdefault(role, width) != width:
                     raise ValueError(f"two rules give {role!r} different widths ({rule.reason})")
-                if not any(e.role == role for e in entries):
+                if role not in roles:
                     raise ValueError(f"nothing has the role {role!r} ({rule.reason})")
     names = tuple(e.name for e in entries)
     edits: dict[int, dict[str, Any]] = {}  # by place: the fields that differ from the entry's
     for rule in ordered:
         if rule.kind > Kind.RETYPE:
-            places = [i for i in _places(rule.kind is Kind.FREEZE, rule.match, names) if _matches(rule, entries[i])]
+            places: Sequence[int] = _places(rule.kind is Kind.FREEZE, rule.match, names)
+            if rule.kind is Kind.CUT or rule.in_blocks or rule.fusable or rule.by_token:
+                places = [i for i in places if _matches(rule, entries[i])]
             if not places:
                 raise ValueError(f"nothing is called {rule.match!r} ({rule.reason})")
             for i in places:
                 _edit(rule, entries[i], edits.setdefault(i, {}))
     for i, fields in edits.items():
-        entries[i] = _edited(entries[i], fields)
+        entries[i] = replaced(entries[i], **fields)
     doubled = [name for name, n in Counter((type(e), e.name) for e in entries).items() if n > 1]
     if doubled:
         raise ValueError(f"two entries are called {doubled[0][1]!r}")
@@ -267,17 +278,24 @@ def apply_rules(
     return Ledger(lines, work, {**widths, **changed}, accumulation)
 
 
-def _edited(entry: Entry, fields: Mapping[str, Any]) -> Entry:
+def replaced(value: T, **fields: Any) -> T:
     """Return a copy with other values of these fields: as dataclasses.replace, in a tenth of its time."""
-    copied: Entry = object.__new__(type(entry))
-    vars(copied).update(vars(entry), **fields)
+    copied: T = object.__new__(type(value))
+    vars(copied).update(vars(value), **fields)
     return copied
 
 
-def _added(rule: Rule, baseline: Sequence[Entry]) -> tuple[Entry, ...]:
+def with_accumulation(ledger: Ledger, accumulation: int) -> Ledger:
+    """Return the ledger of a step with so many micro-batches."""
+    if (accumulation > 1) != (ledger.accumulation > 1):
+        return dataclasses.replace(ledger, accumulation=accumulation)
+    return replaced(ledger, accumulation=accumulation)  # the same bytes, which are not computed again
+
+
+def _added(rule: Rule, baseline: Sequence[Entry], names: tuple[str, ...]) -> tuple[Entry, ...]:
     if not rule.match:
         return rule.entries
-    values = sum(e.values for e in baseline if isinstance(e, Line) and _named(e.name, rule.match))
+    values = sum(e.values for i in _places(False, rule.match, names) if isinstance(e := baseline[i], Line))
     if not values:
         raise ValueError(f"nothing is called {rule.match!r} ({rule.reason})")
     return tuple(_times(e, values) for e in rule.entries)
@@ -285,8 +303,8 @@ def _added(rule: Rule, baseline: Sequence[Entry]) -> tuple[Entry, ...]:
 
 def _times(entry: Entry, values: float) -> Entry:
     if isinstance(entry, WorkItem):
-        return dataclasses.replace(entry, values=entry.values * values, entering=entry.entering * values)
-    return dataclasses.replace(entry, values=entry.values * values)
+        return replaced(entry, values=entry.values * values, entering=entry.entering * values)
+    return replaced(entry, values=entry.values * values)
 
 
 def _matches(rule: Rule, entry: Entry) -> bool:
@@ -355,12 +373,19 @@ def peak_memory(ledger: Ledger, tokens: float) -> Peak:
     attention holds whole scores, after the feed-forward part has freed what it saved.
     """
     worst = max(PHASES, key=lambda phase: _bytes(ledger, tokens, phase))
-    items = []
-    for line in ledger.lines:
-        own, gathered = _there(ledger, line, line_bytes(ledger, line, tokens), worst)
-        items.append(Item(line.name, round(own), line.reason))
-        items.append(Item(f"gathered {line.name}", round(gathered), "cut over the ranks, and whole while it is used"))
-    return Peak(worst, tuple(i for i in items if i.bytes))
+    items, place = [], PHASES.index(worst)
+    for line, shares in ledger.in_memory:
+        own = line_bytes(ledger, line, tokens) * shares[place]
+        if size := round(own):
+            items.append(Item(line.name, size, line.reason))
+        if line.gathered and (size := round(_gathered(ledger, line, own, worst))):
+            items.append(Item(f"gathered {line.name}", size, "cut over the ranks, and whole while it is used"))
+    return Peak(worst, tuple(items))
+
+
+def most_bytes(ledger: Ledger, tokens: float) -> float:
+    """Return the bytes of the phase with the most memory, as `peak_memory` without its lines."""
+    return max(_bytes(ledger, tokens, phase) for phase in PHASES)
 
 
 def largest(ledger: Ledger, room: float, unit: int) -> int:
@@ -368,7 +393,7 @@ def largest(ledger: Ledger, room: float, unit: int) -> int:
 
     In each phase the bytes are linear in the tokens, with a bend where a chunk is full, so that this is solved exactly.
     """
-    bends = sorted({line.bend for line in ledger.lines if math.isfinite(line.bend)})
+    bends = sorted({line.bend for line in ledger.lines if line.most_tokens < math.inf})
     tokens = min(_solved(ledger, room, phase, [0.0, *bends]) for phase in PHASES)
     return int(tokens // unit) * unit
 
@@ -384,27 +409,29 @@ def _solved(ledger: Ledger, room: float, phase: str, bends: list[float]) -> floa
 
 def _bytes(ledger: Ledger, tokens: float, phase: str) -> float:
     once, each, chunks = ledger.forms[phase]
-    return once + each * tokens + sum(size * min(tokens, most) for most, size in chunks.items())
+    held = sum([size * min(tokens, most) for most, size in chunks.items()]) if chunks else 0
+    return once + each * tokens + held
 
 
 def line_bytes(ledger: Ledger, line: Line, tokens: float = 0.0) -> float:
     """Return the bytes of a line while all of it is in memory, without what is gathered."""
-    count = min(tokens, line.bend) if line.per_token else 1.0
+    count = 1.0
+    if line.per_token:
+        count = tokens if line.most_tokens == math.inf else min(tokens, line.bend)
     return ledger.width(line) * line.values * count / math.prod(line.cut.values())
 
 
-def _there(ledger: Ledger, line: Line, size: float, phase: str) -> tuple[float, float]:
-    """Return the bytes of a line of `size` in a phase: this rank's share, and what is gathered whole in addition."""
-    bytes_ = size * _share(line, phase, ledger.accumulation)
+def _gathered(ledger: Ledger, line: Line, own: float, phase: str) -> float:
+    """Return the bytes of a line that are gathered whole in a phase, beyond this rank's `own`."""
     if line.live == "gradient":
-        in_use = bytes_ > 0 and phase.startswith("backward")
+        in_use = own > 0 and phase.startswith("backward")
     else:
         in_use = phase.startswith(line.gathered_in) if line.gathered_in else phase != "update"
     if not (line.gathered and in_use):
-        return bytes_, 0.0
+        return 0.0
     used = min(ledger.width(line), ledger.bytes_per_value["product"])
     others = math.prod(n for axis, n in line.cut.items() if axis not in ("dp", "pp"))
-    return bytes_, used * line.values * min(line.gathered, line.here) / line.blocks / others
+    return used * line.values * min(line.gathered, line.here) / line.blocks / others
 
 
 def host_bytes(ledger: Ledger, tokens: float) -> tuple[float, float]:
@@ -428,9 +455,28 @@ def saved_bytes(ledger: Ledger) -> float:
     return sum(line_bytes(ledger, line) for line in ledger.lines if line.name in names)
 
 
-def _share(line: Line, phase: str, accumulation: int) -> float:
-    """Return the share of a line that is in memory in a phase."""
-    one = 1 / line.here
+def _shares(line: Line, accumulation: int) -> tuple[float, ...]:
+    """Return the share of a line that is in memory in each of `PHASES`."""
+    kind = (line.live, line.freed_on_update, line.computed, line.side)
+    sizes = (line.blocks, line.here, line.recomputed, line.blocks_on_device, line.in_flight)
+    return _shares_of(*kind, *sizes, accumulation > 1)
+
+
+@cache  # a few dozen kinds of lines, for all sets of a search
+def _shares_of(
+    live: Live, freed_on_update: bool, computed: ComputedIn, side: Side, blocks: int, here: float, recomputed: float,
+    blocks_on_device: float, in_flight: float, accumulating: bool,
+) -> tuple[float, ...]:  # fmt: skip
+    line = Line(
+        "", "", 1.0, "byte", live, blocks=blocks, computed=computed, side=side, freed_on_update=freed_on_update,
+        recomputed=recomputed, blocks_on_device=blocks_on_device, in_flight=in_flight,
+    )  # fmt: skip
+    return tuple(_share(line, phase, accumulating, here) for phase in PHASES)
+
+
+def _share(line: Line, phase: str, accumulating: bool, here: float) -> float:
+    """Return the share of a line that is in memory in a phase; `here`: of its blocks on this rank."""
+    one = 1 / here
     scores = phase.endswith(SCORES)
     if line.live == "always":
         return min(1.0, line.blocks_on_device * one)
@@ -440,7 +486,7 @@ def _share(line: Line, phase: str, accumulation: int) -> float:
         parts: dict[ComputedIn, float] = {"block": one * (1 - last), "before": 0.0, "after": last, "throughout": 1.0}
         return parts[line.computed] if phase.startswith("backward") else 0.0
     if line.live == "gradient":
-        if accumulation > 1:  # those of earlier micro-batches, and this one's of the embedding until it is complete
+        if accumulating:  # those of earlier micro-batches, and this one's of the embedding until it is complete
             end = {"throughout": "backward", "after": "backward, embedding"}.get(line.computed)
             return 2.0 if end and phase.startswith(end) else 1.0
         late = phase in ("backward, embedding", "update")

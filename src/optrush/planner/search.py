@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import inspect
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from optrush import technique
 from optrush.config import Config, with_method
@@ -42,7 +46,58 @@ from optrush.technique import (
 )  # fmt: skip
 from optrush.techniques import ALL
 
+P = ParamSpec("P")
+ALMOST = 1e-6  # what sums of bytes may be rounded by
 Options = Sequence[Technique | None]  # of one technique: leaving it out, or one of its variants
+
+
+# --- what several searches have in common
+
+
+@dataclass
+class _Memory:
+    """Results of searches and of their sets; they hold as long as nothing is installed or calibrated."""
+
+    searches: dict[str, SearchResult] = dataclasses.field(default_factory=dict)
+    # By problem and set, as in `Evaluations.results`.
+    sets: dict[str, dict[tuple[Technique, ...], Candidate | int | None]] = dataclasses.field(
+        default_factory=lambda: defaultdict(dict)
+    )
+    # By problem, on any card of its kind, and set that does not fit: a memory in which it does not, its least bytes.
+    floors: dict[str, dict[tuple[Technique, ...], tuple[float, int] | None]] = dataclasses.field(
+        default_factory=lambda: defaultdict(dict)
+    )
+
+
+_MEMORY: ContextVar[_Memory | None] = ContextVar("memory", default=None)
+
+
+@contextmanager
+def remembered() -> Iterator[None]:
+    """Search nothing twice until the block ends."""
+    token = None if _MEMORY.get() else _MEMORY.set(_Memory())
+    try:
+        yield
+    finally:
+        if token is not None:
+            _MEMORY.reset(token)
+
+
+def _remembering(function: Callable[P, SearchResult]) -> Callable[P, SearchResult]:
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def remember(*args: P.args, **options: P.kwargs) -> SearchResult:
+        if (memory := _MEMORY.get()) is None:
+            return function(*args, **options)
+        given = signature.bind(*args, **options)
+        given.apply_defaults()
+        key = repr(given.arguments)
+        if key not in memory.searches:
+            memory.searches[key] = function(*args, **options)
+        return memory.searches[key]
+
+    return remember
 
 
 @dataclass(frozen=True)
@@ -147,6 +202,7 @@ def books_of(
     return baseline.books(resolved.techniques, env, _shape(resolved.hf), lengths.padding), env, resolved.hf
 
 
+@_remembering
 def search(
     config: Config, hardware: str = "auto", classes: Sequence[type[Technique]] = ALL, *, keep_maths: bool = False,
     best: int = 3, ranks: int | None = None, whole: bool = True, scarce: bool = False, fixed: bool = False,
@@ -174,11 +230,11 @@ def search(
     problem = _problem(config, hardware, classes, ranks)
     if fixed and isinstance(config.batch.micro_tokens, int):
         problem = dataclasses.replace(problem, micro_rows=config.batch.micro_tokens // config.batch.seq)
-    problem = dataclasses.replace(problem, env=dataclasses.replace(problem.env, scarce=scarce))
-    options, unmet = _options(problem.env, classes, keep_maths, config.with_, keep)
-    _refuse_rows(problem.env, options, config.batch.seq)
+    env = dataclasses.replace(problem.env, scarce=scarce)
+    options, unmet = _options(env, classes, keep_maths, config.with_, keep)
+    _refuse_rows(env, options, config.batch.seq)
     if here:
-        options = [[t for t in group if t is None or _runs_here(t, problem.env)] or [None] for group in options]
+        options = [[t for t in group if t is None or _runs_here(t, env)] or [None] for group in options]
     begin = {**(start or {}), **config.with_}
     options = [_pinned(group, begin, keep) for group in options]
     evaluations = Evaluations(problem, [_required(group, keep) for group in options])
@@ -198,7 +254,7 @@ def search(
         _refuse_required(problem.env, [group[0] for group in options if _required(group, keep)])
     settings = sorted(evaluations.settings, key=lambda s: s.speed, reverse=True)
     leading = tuple(_leading(settings, best))
-    lost = _lost(leading[0], settings, options, problem.env) if leading and whole else ()
+    lost = _lost(leading[0], settings, options, env) if leading and whole else ()
     least = min((n for n in evaluations.results.values() if isinstance(n, int)), default=None)
     return SearchResult(leading, evaluations.tried, (*lost, *unmet), least)
 
@@ -336,6 +392,18 @@ class _Problem:
     calibration: Calibration | None
     micro_rows: int | None = None  # None: to be found
 
+    @property
+    def key(self) -> str:
+        """Return a name that problems with the same results share."""
+        return repr(self)
+
+    @property
+    def key_of_cards(self) -> str:
+        """Return a name that problems on all cards share whose sets need the same memory: not their size and rates."""
+        rates = (f.name for f in dataclasses.fields(Device) if f.name.endswith(("_s", "_bytes")))
+        device = ledger.replaced(self.env.device, name="", **dict.fromkeys(rates))
+        return repr(dataclasses.replace(self, env=dataclasses.replace(self.env, device=device), calibration=None))
+
 
 def _problem(config: Config, hardware: str, classes: Sequence[type[Technique]], ranks: int | None = None) -> _Problem:
     """Resolve the configuration with one row a micro-batch, and of the techniques only the owner of Part.TRAINED."""
@@ -401,6 +469,9 @@ class Evaluations:
     def __init__(self, problem: _Problem, required: Sequence[bool] = ()) -> None:
         """required: of each group of options, whether one of them is in every set."""
         self.problem, self.required = problem, required
+        memory = _MEMORY.get() or _Memory()
+        self.known, self.floors = memory.sets[problem.key], memory.floors[problem.key_of_cards]
+        self.most = room(problem.env.device)
         # By set: its fastest setting; the bytes of its smallest peak, where none fits; None: it is not possible.
         self.results = dict[tuple[Technique | None, ...], Candidate | int | None]()
 
@@ -419,79 +490,104 @@ class Evaluations:
         if any(must and t is None for must, t in zip(self.required, chosen)):
             return None  # a change that went without it, to be possible
         if chosen not in self.results:
-            self.results[chosen] = self._evaluate([t for t in chosen if t is not None])
+            self.results[chosen] = self._evaluate(tuple(t for t in chosen if t is not None))
         result = self.results[chosen]
         if isinstance(result, Candidate):
             return True, result.speed, -result.prediction.peak_bytes
         return None if result is None else (False, -result)
 
-    def _evaluate(self, members: list[Technique]) -> Candidate | int | None:
+    def _evaluate(self, members: tuple[Technique, ...]) -> Candidate | int | None:
+        if members in self.known:
+            return self.known[members]
+        # What fits on no card, or is not possible on one, is neither on another, unless its techniques change the card.
+        alike = all(type(t).card is Technique.card for t in members)
+        if alike and members in self.floors:
+            floor = self.floors[members]
+            if floor is None or (self.most is not None and self.most < floor[0]):
+                self.known[members] = None if floor is None else floor[1]
+                return self.known[members]
+        result, least = self._compute(list(members))
+        self.known[members] = result
+        if alike and (result is None or isinstance(result, int)):
+            self.floors[members] = None if result is None else (least, result)
+        return result
+
+    def _compute(self, members: list[Technique]) -> tuple[Candidate | int | None, float]:
+        """Return the result of a set and, where it does not fit, a memory below which it fits on no card."""
         claimed = [part for t in members for part in t.claims]
         if len(claimed) != len(set(claimed)):
-            return None
+            return None, 0.0
         one = self.problem.env
         with suppress(NeedsError):
-            one = dataclasses.replace(one, axes=mesh_axes(members, one.ranks))
+            one = ledger.replaced(one, axes=mesh_axes(members, one.ranks))
         if one.rows % one.data_ranks:  # without an axis that the run has, more ranks read rows of their own
-            return None
+            return None, 0.0
         for micro_rows in dict.fromkeys(
             (one.micro_rows, one.rows // one.data_ranks)
         ):  # some need a step of one micro-batch
             with suppress(ConflictError, NeedsError):
-                env = technique.settle(in_order(members), dataclasses.replace(one, micro_rows=micro_rows))
+                env = technique.settle(in_order(members), ledger.replaced(one, micro_rows=micro_rows))
                 return _fastest(members, env, self.problem)
-        return None
+        return None, 0.0
 
 
-def _fastest(members: Sequence[Technique], env: Environment, problem: _Problem) -> Candidate | int:
+def _fastest(members: Sequence[Technique], env: Environment, problem: _Problem) -> tuple[Candidate | int, float]:
     """Choose the micro-batch: of those that fit, the smallest of the fastest.
 
     Returns:
-        bytes of the peak with the smallest micro-batch, where none fits.
+        it; or, where none fits, bytes of the peak with the smallest micro-batch, and a memory in which none fits.
     """
-    hf = copy.deepcopy(problem.hf)
-    for t in members:
-        t.config(hf)
+    hf = problem.hf
+    if any(type(t).config is not Technique.config for t in members):
+        hf = copy.deepcopy(hf)
+        for t in members:
+            t.config(hf)
+    shape = _shape(hf)
     most, rows = room(env.device), env.rows // env.data_ranks
     rates: Rates | None = None
     best: tuple[float, Environment, list[Ledger]] | None = None
     books: list[Ledger] = []
     rules: list[ledger.Rule] = []
     powers = [2**k for k in range(20) if 2**k < rows and rows % 2**k == 0]
-    fixed = problem.micro_rows
+    fixed, floor = problem.micro_rows, math.inf
+    piped = "pp" in env.axes  # then rules depend on the number of micro-batches
     for sizes in filter(
         None, (powers, [rows]) if fixed is None else ([fixed],)
     ):  # rules may depend on whether there is accumulation
-        first = dataclasses.replace(env, micro_rows=sizes[0])
+        first = ledger.replaced(env, micro_rows=sizes[0])
         predicted = [r for t in members for r in t.predict(first)]
         if not books or predicted != rules:
-            books, rules = baseline.books(members, first, _shape(hf), problem.padding), predicted
+            rules = predicted
+            if piped:
+                books = baseline.books(members, first, shape, problem.padding)
+            else:
+                books = [baseline.book(members, first, shape, problem.padding, predicted)]
             rates, _ = cost.expected_and_ceiling(env.device, problem.calibration, hf, env.span, env.seq)
-        piped = "pp" in env.axes  # then rules depend on the number of micro-batches
-        largest = (
-            rows if most is None or piped else min(ledger.largest(book, most, env.seq) for book in books) // env.seq
-        )
+        here = 0.0 if piped else ledger.most_bytes(books[0], sizes[0] * env.seq) * (1 - ALMOST)
+        floor, largest = min(floor, here), rows
+        if most is not None and not piped:
+            largest = 0 if most < here else ledger.largest(books[0], most, env.seq) // env.seq
         for size in (n for n in sizes if n <= largest):
-            sized = dataclasses.replace(env, micro_rows=size)
+            sized = ledger.replaced(env, micro_rows=size)
             if any(technique.unmet(members, sized)):
                 continue
             if piped:
-                books = baseline.books(members, sized, _shape(hf), problem.padding)
+                books = baseline.books(members, sized, shape, problem.padding)
                 if most is not None and size > min(ledger.largest(book, most, env.seq) for book in books) // env.seq:
                     continue
-            books = [dataclasses.replace(book, accumulation=sized.accumulation) for book in books]
+            books = [ledger.with_accumulation(book, sized.accumulation) for book in books]
             seconds = None if rates is None else cost.slowest(books, env.device, size * env.seq, rates)
             speed = 1 / (seconds or 1.0)
             if best is None or speed > best[0] * (1 + CLOSE):
                 best = (speed, sized, books)
     if best is None:
         least = env.seq * (fixed or (1 if rows % 2 == 0 else rows))
-        return max(ledger.peak_memory(book, least).bytes for book in books)
+        return max(ledger.peak_memory(book, least).bytes for book in books), floor
     _, env, books = best
     peaks = [ledger.peak_memory(book, env.micro_rows * env.seq) for book in books]
     worst = max(range(len(books)), key=lambda rank: peaks[rank].bytes)
     prediction = _prediction(books[worst], books, env, peaks[worst], rates)
-    return Candidate({t.name: _changed(t) for t in members}, env.micro_rows, prediction)
+    return Candidate({t.name: _changed(t) for t in members}, env.micro_rows, prediction), 0.0
 
 
 def _changed(t: Technique) -> dict[str, Any]:
