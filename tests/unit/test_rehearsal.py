@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from meshes import further
 from optrush.data.batch import IGNORE
 from optrush.errors import NeedsError, RunError
 from optrush.resolve import resolve
@@ -78,7 +79,7 @@ def test_every_update_changes_no_bit(box, monkeypatch, name):
 
 @pytest.mark.parametrize(
     "with_",
-    [{}, {"amp": {"dtype": "fp16"}}, {"recompute": {}, "fused_loss": {}}, {"sort_by_length": {}}],
+    further([{"amp": {"dtype": "fp16"}}, {"sort_by_length": {}}, {}, {"recompute": {}, "fused_loss": {}}], 2),
     ids=str,
 )
 def test_nothing_changes(box, monkeypatch, with_):
