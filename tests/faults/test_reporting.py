@@ -183,6 +183,7 @@ def test_a_server_that_dies_costs_no_training(home: Path, server: Server) -> Non
     told("tracker", 1, f"died after {len(had)} figures of {len(figures(output))}; a resumed run told the rest")
 
 
+@pytest.mark.slow
 def test_a_server_that_comes_back(home: Path, server: Server) -> None:
     output, config = tracked(home, "comes-back", {"name": "mlflow", "uri": server.uri, "artifacts": "none"})
     pid = begun(config, before=pausing(0.2))

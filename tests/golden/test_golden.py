@@ -74,7 +74,7 @@ def test_one_process(box, name, packed, rows):
     agrees(name, play(box, name, packed, rows, {}))
 
 
-@pytest.mark.parametrize(("name", "packed", "rows", "data"), further(SHARED[::2] + SHARED[1::2], 6))
+@pytest.mark.parametrize(("name", "packed", "rows", "data"), further(SHARED[::2] + SHARED[1::2], 5))
 def test_two_ranks(box, pair, name, packed, rows, data):
     agrees(name, pair(play, box, name, packed, rows, DATA[data])[0])
 

@@ -106,6 +106,7 @@ def exported(output):
     return load_file(output / "model" / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_in_another_mesh(box, quad, pair, tmp_path):
     both = TP | {"fsdp": {}}
     follows(quad(train, box, tmp_path / "both", both, None, "untied", ALL, True)[0])
