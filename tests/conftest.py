@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
+os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start, too: threads that wait for a core burn another
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # one of those processes compiles the package, not each of them
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -16,8 +19,10 @@ from optrush.models import tiny
 
 from golden import make_golden
 from pair import Pair
+from trials import undrawn
 
 torch.set_num_threads(1)
+DRAWN = {"pins", "report", "test_dpo_cli.py", "test_hostile.py"}  # tests that look at a run's report
 # How long an example takes says what else the machine does.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
@@ -34,10 +39,19 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["OPTRUSH_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _pages(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A run's report is empty where no test looks at it: drawing takes as long as the tiny run itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not DRAWN & {request.path.name, request.path.parent.name}:
+            undrawn(patch)
+        yield
+
+
 @pytest.fixture(scope="session")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the golden script's models (`tied`, `untied`), one with experts (`moe`, tied), and documents (text,
-    chat, held.jsonl)."""
+    chat, held.jsonl, and the first sixteen of held.jsonl: few.jsonl)."""
     made = tmp_path_factory.mktemp("golden")
     for name in ("tied", "untied"):
         make_golden.write_model(made / name, name == "tied")
@@ -48,7 +62,8 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make_golden.write_documents(made / f"{kind}.jsonl", kind == "chat")
     texts = [json.loads(line)["text"] for line in (made / "text.jsonl").read_text().splitlines()]
     held = [{"text": text[1:] + text[:1]} for text in texts]  # as long, and none that is trained on
-    (made / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held))
+    for name, rows in (("held", held), ("few", held[:16])):
+        (made / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return made
 
 

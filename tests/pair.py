@@ -1,4 +1,4 @@
-"""Ranks (gloo) in processes that live as long as the test session, for importing torch is dear."""
+"""Ranks (gloo) in processes that live as long as the test session, forked from one that has imported torch for all."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from types import TracebackType
 from typing import Any, Self
 
 PATIENCE_S = 300.0
+IMPORTED = [  # once, before the first rank is forked; none of them starts a thread
+    "torch", "torch.distributed.tensor", "torch.distributed.fsdp", "transformers.modeling_utils", "optrush.techniques",
+    "optrush.trainer.run", "optrush.export", "tensorboard.summary.writer.record_writer", "pytest", "hypothesis",
+]  # fmt: skip
 
 
 class Pair:
@@ -59,11 +63,14 @@ class Pair:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED)
         self.pipes = []
         for rank in range(self.ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, rank, self.ranks, port), daemon=True)
+            process = context.Process(
+                target=serve, args=(theirs, rank, self.ranks, port, dict(os.environ)), daemon=True
+            )
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -79,16 +86,21 @@ class Pair:
         self.processes = []
 
 
-def serve(pipe: Any, rank: int, ranks: int, port: int) -> None:
+def serve(pipe: Any, rank: int, ranks: int, port: int, environment: dict[str, str]) -> None:
     """A rank: answers calls until its pipe closes."""
-    os.environ |= {
+    os.environ.clear()  # of the test that needed a forked process first
+    os.environ |= environment | {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    import pytest
     import torch
 
+    from trials import undrawn
+
     torch.set_num_threads(1)
+    undrawn(pytest.MonkeyPatch())
     while True:
         try:
             function, args = pipe.recv()

@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 HEAVY = ("torch", "transformers", "matplotlib", "numpy", "safetensors", "tokenizers")
 OFTEN_UNUSED = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "transformers", "matplotlib")
 PROBE = """
@@ -16,13 +14,15 @@ from pathlib import Path
 {code}
 print(*[name for name in {heavy!r} if name in sys.modules], file=sys.stderr)
 """
-HELP = """
-sys.argv = ["optrush", *{arguments!r}]
+EACH = """
 from optrush.cli.app import main
-try:
-    main()
-except SystemExit as leaving:
-    assert leaving.code in (0, {code}), leaving.code
+for arguments, code in {commands!r}:
+    sys.argv = ["optrush", *arguments]
+    try:
+        main()
+    except SystemExit as leaving:
+        assert leaving.code in (0, code), (arguments, leaving.code)
+    assert not [name for name in {heavy!r} if name in sys.modules], arguments
 """
 
 
@@ -46,22 +46,21 @@ VERBS = (
 LLAMA = Path(__file__).parents[2] / "benchmarks" / "llama1b.yaml"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        *(([verb, "--help"], 0) for verb in VERBS),
-        (["--help"], 0),
-        (["--version"], 0),
-        ([], 2),
-        (["train", "no-such.yaml"], 2),
-        (["techniques", "--json"], 0),
-        (["doctor", "--json"], 0),
-        (["plan", str(LLAMA), "--hardware", "h200"], 0),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_commands_without_torch(arguments: list[str], code: int) -> None:
-    assert loaded(HELP.format(arguments=arguments, code=code)) == []
+COMMANDS = [
+    *(([verb, "--help"], 0) for verb in VERBS),
+    (["--help"], 0),
+    (["--version"], 0),
+    ([], 2),
+    (["train", "no-such.yaml"], 2),
+    (["techniques", "--json"], 0),
+    (["doctor", "--json"], 0),
+    (["plan", str(LLAMA), "--hardware", "h200"], 0),
+]
+
+
+def test_commands_without_torch() -> None:
+    """One after the other in one process, and which is the first to import something."""
+    assert loaded(EACH.format(commands=COMMANDS, heavy=HEAVY)) == []
 
 
 def test_training_imports_no_compiler_and_no_sharding() -> None:

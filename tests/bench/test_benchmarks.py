@@ -182,6 +182,7 @@ def test_curves_with_and_without(program, monkeypatch, capsys, tmp_path):
     assert 0 < abs(summary["mean"]) < 0.1 and not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_curve_that_diverges_is_said(program, monkeypatch, capsys, tmp_path):
     with pytest.raises(SystemExit, match="diverged"):
         curves(program, monkeypatch, capsys, tmp_path, "--set", "optim.lr=1e30", "--set", "optim.clip=null")

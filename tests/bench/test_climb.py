@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from meshes import further
 from optrush.bench import runner
 from optrush.bench.record import Record, read_records
 from optrush.errors import DataError
@@ -52,7 +53,7 @@ NAMES = ("none", "bf16", "bf16__fused_adamw", "bf16__fused_adamw__fused_loss")
 MATHS = [{"name": "base"}, {"name": "narrow", "with": {"bf16": {}}}, *RUNGS[1:]]
 
 
-@pytest.mark.parametrize(("found", "red"), [
+@pytest.mark.parametrize(("found", "red"), further([
     ([FIRST, NARROW, NARROW, NARROW], {}),
     ([FIRST, NARROW, NARROW, TURNED], {"both": "narrow"}),
     ([FIRST, NARROW, [NARROW, TURNED], NARROW], {"adamw": "narrow"}),
@@ -60,7 +61,7 @@ MATHS = [{"name": "base"}, {"name": "narrow", "with": {"bf16": {}}}, *RUNGS[1:]]
     ([FIRST, TURNED, NARROW, NARROW], {}),  # bf16 turned it by as much
     ([FIRST, gradient(4, 3), gradient(3, 4), NARROW], {}),  # by 0.04, so 0.08 is chance
     ([FIRST, gradient(4, 3), gradient(3, 5), gradient(2, 5)], {"both": "narrow"}),
-])  # fmt: skip
+], 3))  # fmt: skip
 def test_kernels_of_other_maths_are_held_against_the_first_of_their_own(
     call: Call, fakes: Fakes, found: list[Any], red: dict[str, str]
 ) -> None:
@@ -285,7 +286,7 @@ def test_resume_refuses_another_climb(call: Call, fakes: Fakes, monkeypatch: pyt
     assert found.code == 2 and "the package has changed since" in found.err
 
 
-@pytest.mark.parametrize("text", ['{"half', "{}", "[]", "\ufffe"])
+@pytest.mark.parametrize("text", further(['{"half', "[]", "{}", "\ufffe"], 2))
 def test_a_damaged_result_is_named(call: Call, fakes: Fakes, text: str) -> None:
     climb(call, "--cumulative-only")
     Path("out/rungs/02-adamw-1.json").write_text(text)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from meshes import further
 from optrush import config
 from optrush.bench import record, runner, worker
 from optrush.bench.worker import ProfiledSpan as Span
@@ -157,7 +158,9 @@ WITH = [{}, {"packing": {}, "fused-loss": {}}, {"compile": {}}, {"update-in-back
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own, when it begins to compile
-@pytest.mark.parametrize("with_", WITH, ids=lambda w: ", ".join(w) or "baseline")
+@pytest.mark.parametrize(
+    "with_", further(WITH[1:2] + WITH[3:] + WITH[:1] + WITH[2:3], 2), ids=lambda w: ", ".join(w) or "baseline"
+)
 def test_marks_change_nothing(with_: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit by bit the same weights; and each mark that begins a region is followed by the one that ends it."""
     real = torch.compile  # the same graphs, without the code, which takes most of the time

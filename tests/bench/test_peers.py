@@ -251,6 +251,7 @@ class Fake(System):
 '''
 
 
+@pytest.mark.slow
 def test_a_system_is_one_file_and_one_line() -> None:
     """Trained, recorded, compared with ours, and shown; what is not the same work is red, and failures are records."""
     package = Path("peers/optrush_peers")  # next to the ladder

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from optrush.bench import runner
+from optrush.bench import runner, worker
 from optrush.bench.ladder import parse_ladder, resolve_rungs
 from optrush.config import dump_config
 from optrush.errors import ConfigError
@@ -26,8 +26,9 @@ def request(ranks: int, **techniques: Any) -> dict[str, Any]:
     return {"run": dump_config(config), "baseline": dump_config(baseline), "warmup": 1, "proof": proof, "ranks": ranks}
 
 
+@pytest.mark.slow
 def test_two_ranks_prove_what_one_learns() -> None:
-    alone = runner.run_worker(request(1), 120)
+    alone = worker.measure(parsed(batch=BATCH), parsed(batch=BATCH), 1, 3, 6)  # of one rank, in this process
     found = runner.run_worker(request(2, fsdp={}), 120)
     assert "error" not in found, found
     assert found["proof"]["losses"] == pytest.approx(alone["proof"]["losses"], rel=1e-5)

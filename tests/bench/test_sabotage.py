@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from toy import BODIES, Copy, each, put_ladder, records, technique
 
 PREDICTED = """
@@ -18,6 +20,7 @@ PREDICTED = """
     def wrap_step("""
 
 
+@pytest.mark.slow
 def test_a_technique_is_one_file_and_one_line(copied: Copy) -> None:
     """It is listed, planned, searched and trained without another change."""
     text = technique("sound").replace("\n    def wrap_step(", PREDICTED, 1)
@@ -38,6 +41,17 @@ def test_a_technique_is_one_file_and_one_line(copied: Copy) -> None:
     assert done.returncode == 0 and "wrap_step  sound: 1 change" in done.stderr, done.stderr
 
 
+def test_wrong_maths_are_shown_red(copied: Copy) -> None:
+    """The quickest of what follows."""
+    copied.add("scaled", technique("scaled"))
+    written = put_ladder(*each("scaled"))
+    done = copied.run("bench", "run.yaml", "--ladder", written, "--out", "out", "--cumulative-only")
+    assert done.returncode == 0, done.stderr
+    red = {name: " ".join(r["red"]) for name, r in records(Path("out")).items()}
+    assert red["base"] == "" and red["scaled"].startswith("wrong: losses lie 0.05"), red
+
+
+@pytest.mark.slow
 def test_sabotage_is_shown_red(copied: Copy) -> None:
     for name in BODIES:
         copied.add(name, technique(name))

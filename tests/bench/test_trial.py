@@ -84,6 +84,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Config:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_race_finds_the_rate_of_a_grid(counted: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 1 % of the best held-out loss of all rates, each trained to the end, at a quarter of their steps."""
     trainer, plan = trial.assemble(counted)

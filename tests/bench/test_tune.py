@@ -176,6 +176,7 @@ def test_what_a_run_learns_stays() -> None:
                == config.model_copy(update={"with_": {}}) for r in rungs)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_real_tuning(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest step, the proof and timed steps, in a process of the configuration, the plain one, and of a setting.
 

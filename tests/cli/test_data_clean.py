@@ -18,6 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from meshes import further
+
 from clirun import Found, write_rows
 from trials import alive
 
@@ -217,7 +219,7 @@ def test_the_page(call: Call, recipes: Path, here: Path) -> None:
 # --- a kill
 
 
-@pytest.mark.parametrize("moment", ["workers begin", "workers measure"])
+@pytest.mark.parametrize("moment", further(["workers measure", "workers begin"], 1))
 def test_killed_in_the_middle(call: Call, here: Path, moment: str) -> None:
     """No folder of that name is there, no process is left, and the next run begins anew."""
     with (here / "many.jsonl").open("w") as file:

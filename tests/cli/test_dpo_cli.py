@@ -222,6 +222,7 @@ def test_an_evaluation_needs_another_model(call: Call, write: Write) -> None:
     refused(call("eval", write(**preferences())), "`optrush eval` of `objective: dpo`", "--model OUTPUT/model")
 
 
+@pytest.mark.slow
 def test_models_that_read_the_pairs_otherwise_are_not_compared(call: Call, write: Write, here: Path) -> None:
     """Another template, another tokenizer; new tokens alone, of which no pair has one, change nothing."""
     write_rows(here / "pairs.jsonl", [{k: [{"role": "assistant", "content": v}] if k != "prompt" else v
@@ -249,6 +250,7 @@ def test_models_that_read_the_pairs_otherwise_are_not_compared(call: Call, write
     assert call("eval", config, "--model", "fourth").code == 0
 
 
+@pytest.mark.slow
 def test_a_merged_model_is_measured_without_adapters(call: Call, write: Write, here: Path) -> None:
     """One that began from a folder's: laid over the merged model it would count twice, as would 4 bits."""
     write_rows(here / "pairs.jsonl", rows(20))
@@ -272,6 +274,7 @@ def test_a_merged_model_is_measured_without_adapters(call: Call, write: Write, h
 
 
 @pytest.mark.skipif(bool(hardware.probe()), reason="a rung of its own device")
+@pytest.mark.slow
 def test_a_rung_is_measured_and_proved(here: Path) -> None:
     """Over two layouts the same pairs: the same losses."""
     from optrush.bench import worker

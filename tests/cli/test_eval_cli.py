@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from meshes import further
 from optrush.cli import tasks as harness
 from optrush.errors import ConfigError
 from optrush.models import tiny
@@ -88,7 +89,7 @@ def asked(call: Call, *arguments: str) -> dict[str, Any]:
     return dict(json.loads(found.out))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", further(list(FAMILIES), 3))
 def test_the_loss_is_the_plain_loops(family: str, call: Call, write: Write, model: Path, here: Path) -> None:
     folder = folder_of(family, here, model)
     rows = [json.loads(line) for line in (here / "chat.jsonl").read_text().splitlines()]

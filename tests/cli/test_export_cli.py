@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from trained import run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from meshes import further
 from optrush import export, model_card, restore
 from optrush.config import Config
 from optrush.errors import NeedsError
@@ -194,10 +195,13 @@ def test_neither_data_nor_the_training_machine_is_needed(call: Call, trained: Pa
 
 @pytest.mark.parametrize(
     ("name", "changes", "dtype"),
-    [
-        ("bf16", {"with_": "{bf16: {}, packing: {}, attention: {}}"}, "bfloat16"),
-        ("adapter", {"model": "{path: tiny, implementation: transformers}"}, "float32"),
-    ],
+    further(
+        [
+            ("adapter", {"model": "{path: tiny, implementation: transformers}"}, "float32"),
+            ("bf16", {"with_": "{bf16: {}, packing: {}, attention: {}}"}, "bfloat16"),
+        ],
+        1,
+    ),
 )
 def test_other_runs(name: str, changes: dict[str, str], dtype: str, call: Call, cache: Path, here: Path) -> None:
     """Nothing is rounded where the weights were trained in the type that they are written in."""
@@ -280,6 +284,7 @@ def test_adapters_that_meant_something_else(call: Call, cache: Path, here: Path)
         assert "`adapters` was lora, scaling 8," in said and "and is lora, scaling 0.5," in said
 
 
+@pytest.mark.slow
 def test_a_base_that_training_rounded_and_a_folder_that_is_gone(call: Call, cache: Path, here: Path) -> None:
     """Under amp frozen matrices multiply in bf16, and so they are written. What adapters began with is not needed."""
     of, begun = run(cache, "lora", with_="{lora: {rank: 4}, packing: {}}"), cache / "begun"

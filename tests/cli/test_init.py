@@ -15,6 +15,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from meshes import further
 from optrush import hardware
 from optrush.config import SECTIONS, Config, parse_config, parse_yaml
 from optrush.errors import ConfigError
@@ -202,19 +203,30 @@ def test_techniques_suit_the_machine(machine: str, chosen: dict[str, object], ca
     assert written().with_ == chosen
 
 
-def test_what_does_not_fit_is_made_smaller_or_refused(call: Call) -> None:
-    """The listed techniques are fast; where they need too much, the search finds others, or nothing is written."""
-    big = ("--model", "shape:llama-3.1-8b", "--data", "random", "--yes")
-    for machine, flags in (("4090", ()), ("t4", ("--with", "lora", "--with", "nf4")), ("24GiB", ("--method", "qlora"))):
-        assert call("init", *big, "--hardware", machine, *flags, "--force").code == 0
-        config = written()
-        predicted = search.predict(config, machine)
-        assert predicted.fits and "lora" in config.with_ and config.optim.lr > 1e-4, machine
-        assert machine != "24GiB" or "nf4" in config.with_
-    Path("train.yaml").unlink()
-    refused(call("init", *big, "--hardware", "4090", "--method", "full"), "nothing fits", "method: ")
-    bigger = ("--model", "shape:llama-3.1-70b", *big[2:])
-    refused(call("init", *bigger, "--hardware", "3070"), "nothing fits", "other hardware: ")
+BIG = ("--model", "shape:llama-3.1-8b", "--data", "random", "--yes")
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags"),
+    further([("24GiB", ("--method", "qlora")), ("4090", ()), ("t4", ("--with", "lora", "--with", "nf4"))], 1),
+)
+def test_what_does_not_fit_is_made_smaller(call: Call, machine: str, flags: tuple[str, ...]) -> None:
+    """The listed techniques are fast; where they need too much, the search finds others."""
+    assert call("init", *BIG, "--hardware", machine, *flags, "--force").code == 0
+    config = written()
+    predicted = search.predict(config, machine)
+    assert predicted.fits and "lora" in config.with_ and config.optim.lr > 1e-4, machine
+    assert machine != "24GiB" or "nf4" in config.with_
+
+
+@pytest.mark.parametrize(
+    ("shape", "machine", "method", "do"),
+    further([("8b", "4090", ("--method", "full"), "method: "), ("70b", "3070", (), "other hardware: ")], 1),
+)
+def test_what_fits_in_no_way_is_refused(call: Call, shape: str, machine: str, method: tuple[str, ...], do: str) -> None:
+    """Nothing is written."""
+    given = ("--model", f"shape:llama-3.1-{shape}", *BIG[2:], "--hardware", machine, *method)
+    refused(call("init", *given), "nothing fits", do)
 
 
 def test_what_is_asked_for_displaces_what_is_chosen(call: Call) -> None:

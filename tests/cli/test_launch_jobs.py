@@ -49,6 +49,7 @@ def launch(write: Callable[..., str], call: Call) -> Call:
     return lambda *flags: call("launch", "run.yaml", *flags)
 
 
+@pytest.mark.slow
 def test_a_slurm_job_saves_before_its_end_and_goes_on(launch: Call, tmp_path: Path) -> None:
     done = launch("--slurm", "--hardware", "2xh100", "--set", "train.steps=40", "--time", "1:00:00")
     assert done == (0, "sbatch job.slurm\n", "")
@@ -67,6 +68,13 @@ def test_a_slurm_job_saves_before_its_end_and_goes_on(launch: Call, tmp_path: Pa
     assert submit() == 0
     steps = [row["step"] for row in metrics(tmp_path / "Run_1") if "loss" in row]
     assert max(steps) == 40 and len(steps) == len(set(steps)), steps
+
+
+def test_a_slurm_job_is_sent_a_signal_and_queued_again(launch: Call) -> None:
+    assert launch("--slurm", "--hardware", "2xh100", "--time", "1:00:00").code == 0
+    script = Path("job.slurm").read_text()
+    assert "USR1" in script and "scontrol requeue" in script and "--time=1:00:00" in script
+    assert subprocess.run(["bash", "-n", "job.slurm"], check=False).returncode == 0
 
 
 def test_a_kubernetes_job_carries_the_configuration(launch: Call) -> None:

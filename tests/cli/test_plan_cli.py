@@ -90,10 +90,11 @@ def test_refusals(call: Call, tmp_path: Path) -> None:
     assert there.read_text() == "mine"
     call("plan", str(LLAMA), "--hardware", "h200", "--out", str(there), "--force")
     assert yaml.safe_load(there.read_text())["with"]
-    big = tmp_path / "big.yaml"
-    big.write_text(LLAMA.read_text().replace("llama-3.2-1b", "llama-3.1-70b"))
-    assert "no setting fits" in refused(call, str(big), "--hardware", "3070", "--out", str(tmp_path / "none.yaml"))
     assert "No such file" in refused(call, str(LLAMA), "--hardware", "h200", "--out", str(tmp_path / "a" / "b.yaml"))
+
+
+def test_what_fits_in_no_way_is_refused(call: Call, tmp_path: Path) -> None:
+    assert "no setting fits" in refused(call, str(LLAMA), "--hardware", "1GiB", "--out", str(tmp_path / "none.yaml"))
 
 
 def test_the_page_shows_what_it_prints(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

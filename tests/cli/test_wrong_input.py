@@ -410,6 +410,7 @@ def test_as_a_process(start: Call, write: Write, here: Path) -> None:
     refused(start("train", write(model="somebody/some-model"), HF_HUB_OFFLINE="1"), "somebody/some-model", "the hub")
 
 
+@pytest.mark.slow
 def test_on_two_ranks(start: Call, write: Write) -> None:
     """What only assembly finds is agreed on: one rank says it in three lines, and the launcher passes the code on."""
     found = start("train", write(data={"path": "no.jsonl"}), "--ranks", "2", "--with", "ddp")

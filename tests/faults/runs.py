@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 import yaml
+from tensorboard.compat.proto import event_pb2, summary_pb2
+from tensorboard.summary.writer import record_writer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -23,7 +25,8 @@ from optrush.trainer.checkpoint import find_checkpoints, verify
 from harness import RAISED, ended, fork, launch_env
 
 WORDS = 250
-LOADED = (build, metrics, export, run)  # what the command line imports late, a child finds in place
+# What the command line imports late, a child finds in place.
+LOADED = (build, metrics, export, run, event_pb2, summary_pb2, record_writer)
 
 
 def write_model(folder: Path) -> None:

@@ -208,8 +208,14 @@ def test_on_two_ranks(home: Path) -> None:
     assert trained_on(2, config) == [0, 0], said(config)
     assert pointed(output) == best_of(output)
     assert measured(config, output / "model") == pytest.approx(best_of(output)[1], abs=1e-6)
-    stopped, config = configured(home, "two-stopped", **changes)
 
+
+@pytest.mark.slow
+def test_stopped_on_two_ranks(home: Path) -> None:
+    changes = {"with": {"packing": {}, "fsdp": {}}}
+    output, config = configured(home, "two-whole", **changes)
+    assert trained_on(2, config) == [0, 0], said(config)
+    stopped, config = configured(home, "two-stopped", **changes)
     pids = begun_on(2, config, before=each_step(lambda n: os.kill(os.getpid(), signal.SIGTERM) if n == 7 else None))
     assert [ended(pid) for pid in pids] == [143, 143], said(config)
     assert trained_on(2, config, "--resume", "auto") == [0, 0], said(config)

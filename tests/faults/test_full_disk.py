@@ -95,11 +95,11 @@ def test_a_failure_after_the_check(home: Path, disk: Path, failing: str) -> None
 
 def test_full_for_good(home: Path, disk: Path) -> None:
     """Training goes on to its end, and does not repeat what it lost; the last good checkpoint is whole, exit code 1."""
-    config = on(disk, home, "for-good", steps=40)
+    config = on(disk, home, "for-good", steps=20)
     assert trained(config, before=each_step(lambda n: fill(disk) if n == 10 else None)) == 1
     text = said(config)
     assert "Traceback" not in text, text
-    assert "step 40/40" in text and "the last checkpoint is whole: --resume auto" in text
+    assert "step 20/20" in text and "the last checkpoint is whole: --resume auto" in text
     # what a failed save took away is free for a moment: a waiting line may find room there, and wait again later
     assert text.count("TensorBoard: ") <= 1 and text.count("tensorboard OSError") <= 3
     assert 1 <= text.count("metrics_wait") <= 3
@@ -127,7 +127,7 @@ def test_room_comes_back(home: Path, disk: Path) -> None:
 
 def test_the_log_is_on_the_full_disk(home: Path, disk: Path) -> None:
     """What is printed is lost there; the training is not."""
-    config = on(disk, home, "log", steps=80)
+    config = on(disk, home, "log", steps=24)
     (disk / "log").touch()
     config.with_suffix(".log").symlink_to(disk / "log")
     done = home / "done"
@@ -135,11 +135,11 @@ def test_the_log_is_on_the_full_disk(home: Path, disk: Path) -> None:
     def change(n: int) -> None:
         if n == 5:
             fill(disk)
-        elif n == 79:
+        elif n == 23:
             (disk / "filler").unlink()
             done.touch()
 
     assert trained(config, before=each_step(change)) == 0
-    assert done.exists() and lines(disk / "run")[-1]["step"] == 80
+    assert done.exists() and lines(disk / "run")[-1]["step"] == 24
     shutil.copy(disk / "log", home / "log.txt")
     assert "Traceback" not in (home / "log.txt").read_text()

@@ -188,6 +188,7 @@ def test_ranks_meet_over_old_keys() -> None:
         peers.meet(store, 0, 3, 0.2)
 
 
+@pytest.mark.slow
 def test_the_launcher_says_which_signal_ended_a_rank(home: Path) -> None:
     config = configuration(home, home / "launched", train__steps=400, train__save_every=5, **{"with": DDP})
     launcher = fork(lambda: command("train", str(config), "--ranks", "2"), {}, config.with_suffix(".log"))
@@ -265,13 +266,13 @@ def test_a_hangup_that_is_ignored(home: Path) -> None:
     assert ended(pid) == 0
 
 
-@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("streams", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_stopped_data_worker(home: Path, streams: bool) -> None:
     """It is reported, the run goes on with it, and a signal saves the step before the batch that does not come."""
     output = home / f"worker-{streams}"
     techniques = {"packing": {"window": 64}, "loader": {"workers": 1, "prefetch": 1}}
     data = {"path": str(home / "data.jsonl"), "stream": streams}
-    config = configuration(home, output, data=data, train__steps=200, **{"with": techniques})
+    config = configuration(home, output, data=data, train__steps=80, **{"with": techniques})
 
     def before() -> None:
         sampler.LATE_S, sampler.REPEAT_S, sampler.GIVING_UP_S = 0.5, 0.5, 0.5
@@ -297,7 +298,7 @@ def test_a_stopped_data_worker(home: Path, streams: bool) -> None:
     assert verify(find_checkpoints(output)[0]).step == figures(output)[-1]["step"] >= waiting + 2
     with pytest.raises(FileNotFoundError):
         process_stat(worker)
-    end_config = configuration(home, output, data=data, train__steps=200, **{"with": techniques})
+    end_config = configuration(home, output, data=data, train__steps=80, **{"with": techniques})
     assert trained(end_config, "--resume", "auto") == 0
 
 

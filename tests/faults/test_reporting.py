@@ -149,6 +149,7 @@ def test_a_server_that_is_not_there(home: Path, tracker: str, monkeypatch: pytes
     assert not output.exists()
 
 
+@pytest.mark.slow
 def test_on_two_ranks(home: Path, server: Server) -> None:
     """The first reports for all; where nobody answers, both are refused."""
     tracker = {"name": "mlflow", "uri": server.uri, "artifacts": "none"}
@@ -182,6 +183,7 @@ def test_a_server_that_dies_costs_no_training(home: Path, server: Server) -> Non
     told("tracker", 1, f"died after {len(had)} figures of {len(figures(output))}; a resumed run told the rest")
 
 
+@pytest.mark.slow
 def test_a_server_that_comes_back(home: Path, server: Server) -> None:
     output, config = tracked(home, "comes-back", {"name": "mlflow", "uri": server.uri, "artifacts": "none"})
     pid = begun(config, before=pausing(0.2))
@@ -193,7 +195,7 @@ def test_a_server_that_comes_back(home: Path, server: Server) -> None:
     assert server.figures() == figures(output) and not server.asked("manifest.json")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_resumed_it_is_one_run(home: Path, server: Server, number: signal.Signals) -> None:
     """Killed or stopped: lines that the tracker has are not told again."""
     output, config = tracked(home, f"again-{number}", {"name": "mlflow", "uri": server.uri})

@@ -190,7 +190,7 @@ def test_the_loop_goes_on_one_save_is_under_way_and_the_end_waits(home: Path) ->
 
 def test_killed_at_random_moments(home: Path) -> None:
     """On a slow disk: at most the save under way is lost, and the same command repeats its steps to the bit."""
-    for seed in range(20 if LONG else 3):
+    for seed in range(20 if LONG else 2):
         rng = random.Random(seed)
         config, output = behind(home, f"killed-{seed}")
         pid = begun(config, "--resume", "auto", before=slow_disk(0.02))
@@ -204,10 +204,10 @@ def test_killed_at_random_moments(home: Path) -> None:
         assert figures(output, torn=True)[-1]["step"] - newest <= 2 * 3
         assert trained(config, "--resume", "auto") == 0, said(config)
         assert figures(output) == figures(home / "reference") and weights(output) == weights(home / "reference")
-    told("R11", 20 if LONG else 3, "kills on a slow disk: every loss and weight equal")
+    told("R11", 20 if LONG else 2, "kills on a slow disk: every loss and weight equal")
 
 
-@pytest.mark.parametrize("technique", ["ddp", "fsdp"])
+@pytest.mark.parametrize("technique", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_two_ranks(home: Path, technique: str) -> None:
     """Each writes its part in its thread, one of them slowly; killed, they go on to the bits of a save in the loop."""
     techniques = {"with": {"packing": {}, technique: {}}}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from meshes import further
 from optrush.errors import NeedsError
 from optrush.models.hf import HFModel, adapt, load, probe_model
 
@@ -94,7 +95,7 @@ def masks_of_sdpa(ours, batch, *, compiled):
     return masks, hidden
 
 
-@pytest.mark.parametrize("attention", ["masked", "sdpa", "compiled sdpa"])
+@pytest.mark.parametrize("attention", further(["masked", "sdpa", "compiled sdpa"], 2))
 def test_rows_of_one_document_need_neither_positions_nor_mask(model, attention):
     """The same values as with positions, learnt ones too, whatever follows the document."""
     theirs, _, ours, _ = model

@@ -23,6 +23,7 @@ import yaml
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 
+from meshes import further
 from optrush.config import Config, parse_config
 from optrush.resolve import resolve
 from optrush.trainer import dpo_reference
@@ -244,12 +245,14 @@ def agrees(box: Path, lines: list[dict[str, Any]], loss: str = "sigmoid") -> Non
             assert line[key] == pytest.approx(value, rel=CLOSE, abs=5e-5 if "reward" in key else 0), (line["step"], key)
 
 
-@pytest.mark.parametrize(("packed", "rows"), [(False, 8), (False, 2), (True, 4), (True, 1)])
+@pytest.mark.parametrize(("packed", "rows"), further([(False, 2), (True, 4), (False, 8), (True, 1)], 2))
 def test_every_cutting_is_the_same_run(folder, packed, rows):
     agrees(folder, play(folder, [], packed, rows, {}))
 
 
-@pytest.mark.parametrize(("packed", "rows", "data"), [(False, 2, "fsdp"), (False, 1, "ddp"), (True, 1, "ddp")])
+@pytest.mark.parametrize(
+    ("packed", "rows", "data"), further([(False, 2, "fsdp"), (True, 1, "ddp"), (False, 1, "ddp")], 1)
+)
 def test_two_ranks(folder, pair, packed, rows, data):
     """With another cache, in which nothing is: each rank makes the reference of half of the pairs, both get all."""
     shutil.rmtree(folder / "other", ignore_errors=True)
@@ -259,7 +262,7 @@ def test_two_ranks(folder, pair, packed, rows, data):
 
 
 @pytest.mark.parametrize(
-    "with_", [{"fused-loss": {"chunk": 5}}, {"attention": {}}, {"sort-by-length": {}}, {"pad": {}}]
+    "with_", further([{"fused-loss": {"chunk": 5}}, {"sort-by-length": {}}, {"attention": {}}, {"pad": {}}], 2)
 )
 def test_one_technique_at_a_time(folder, with_):
     lines = play(folder, [], False, 8, with_)

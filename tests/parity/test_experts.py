@@ -13,6 +13,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from meshes import further
 from optrush import export
 from optrush.errors import ConfigError, NeedsError
 from optrush.models.experts import TILE, balance_loss, grouped_matmul, load_figures
@@ -232,12 +233,13 @@ def agrees(lines: list[dict[str, Any]], golden: dict[str, list[float]]) -> None:
     assert all(1 / 6 < line["expert_busiest"] < 0.6 and 0.5 < line["expert_entropy"] < 1 for line in lines)
 
 
-@pytest.mark.parametrize("with_", WAYS, ids=str)
+@pytest.mark.parametrize("with_", further(WAYS[::-1], 3), ids=str)
 def test_a_run_is_the_one_of_transformers(moe: Path, golden: dict[str, list[float]], with_: dict[str, Any]) -> None:
     agrees(metrics(golden_run(moe, packed="attention" not in with_, **with_)), golden)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
+@pytest.mark.slow
 def test_a_compiled_run(moe: Path, golden: dict[str, list[float]], monkeypatch: pytest.MonkeyPatch) -> None:
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, options=None, **more: real(f, backend="aot_eager", **more))
@@ -250,7 +252,7 @@ def on_ranks(moe: Path, with_: dict[str, Any]) -> list[dict[str, Any]]:
     return metrics(golden_run(moe, packed=True, **with_))
 
 
-@pytest.mark.parametrize("with_", [{"ddp": {}}, {"fsdp": {}}], ids=str)
+@pytest.mark.parametrize("with_", further([{"fsdp": {}}, {"ddp": {}}], 1), ids=str)
 def test_two_ranks(moe: Path, golden: dict[str, list[float]], pair: Any, with_: dict[str, Any]) -> None:
     agrees(pair(on_ranks, moe, with_)[0], golden)
 

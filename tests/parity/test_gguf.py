@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from meshes import further
 from optrush.errors import NeedsError
 from optrush.models.gguf import FAMILIES as GGUF_FAMILIES
 from optrush.models.gguf import write_gguf
@@ -48,7 +49,7 @@ def in_pairs(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight[order]
 
 
-@pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0"])
+@pytest.mark.parametrize("kind", further(["q8_0", "bf16", "f32", "f16"], 2))
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() & GGUF_FAMILIES.keys()))
 def test_every_tensor_is_there(tmp_path: Path, tokenizer: Any, family: str, kind: Any) -> None:
     at = folder(tmp_path / "model", family, tokenizer)

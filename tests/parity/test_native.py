@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from meshes import further
 from optrush.errors import CheckpointError, NeedsError
 from optrush.models.hf import load
 from optrush.models.weights import export_weights
@@ -119,7 +120,7 @@ def test_any_rectangle_equals_the_whole(family):
         recipe.fill("norm.weight", torch.empty(2), (hf["hidden_size"] - 1,))
 
 
-@pytest.mark.parametrize("max_shard_bytes", [5e9, 20_000])
+@pytest.mark.parametrize("max_shard_bytes", further([20_000, 5e9], 1))
 def test_export_reloads_to_the_bit(family, tmp_path, max_shard_bytes):
     theirs, folder, hf = family
     ours, recipe = native(folder, hf)
@@ -167,6 +168,7 @@ def test_draws_are_the_same_in_any_cut_and_class():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own tracer looks at it
+@pytest.mark.slow
 def test_compiled_blocks_and_the_through_slot(llama):
     """One graph a block, names kept, the same numbers; the slot sees every block once."""
     _, folder, hf = llama

@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 def _end_workers() -> Iterator[None]:
     yield
     for process in multiprocessing.active_children():
-        if isinstance(process, ForkProcess):  # the two ranks are spawned, and stay
+        if isinstance(process, ForkProcess):  # a server forks the ranks, and they stay
             process.terminate()
             process.join(2)
 

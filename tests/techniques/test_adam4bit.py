@@ -31,6 +31,7 @@ def noise(losses):
     return torch.tensor(losses).std().item()
 
 
+@pytest.mark.slow
 def test_held_out_loss_within_the_seeds_noise(box, float32):
     """300 steps, 3 seeds, the rate of other proofs: the mean is within the spread that seeds give float32 moments."""
     off = [last(box, seed, adam4bit={}) - base for seed, base in zip(SEEDS, float32, strict=True)]
@@ -38,6 +39,7 @@ def test_held_out_loss_within_the_seeds_noise(box, float32):
     assert any(off) and sum(off) / len(off) < noise(float32)
 
 
+@pytest.mark.slow
 def test_held_out_loss_at_a_small_rate(box, monkeypatch):
     """At 1e-3, where three seeds of float32 scatter by 0.009: as near, and not so without the feedback."""
     base, ours = (last(box, SEEDS[0], 1e-3, **with_) for with_ in ({}, {"adam4bit": {}}))
@@ -47,6 +49,7 @@ def test_held_out_loss_at_a_small_rate(box, monkeypatch):
     assert abs(ours - base) < 0.009 and without - base > 0.04
 
 
+@pytest.mark.slow
 def test_a_code_of_zero_does_not_learn_as_well(box, float32, monkeypatch):
     """A second moment whose least code is zero: the source's point."""
 

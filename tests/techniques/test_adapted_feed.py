@@ -192,6 +192,7 @@ def test_same_loss_and_gradients(box, targets, beside):
     assert not skipped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("targets", "beside"),
     further(
@@ -286,7 +287,9 @@ def test_what_has_no_room(box, monkeypatch):
     assert loss == pytest.approx(want_loss, rel=1e-6) and furthest(grads, want) < 1e-5
 
 
-@pytest.mark.parametrize("with_", [{"fsdp": {}, "nf4": {}, **FUSED}, {"fsdp": {}, "recompute": {}}], ids=str)
+@pytest.mark.parametrize(
+    "with_", further([{"fsdp": {}, "nf4": {}, **FUSED}, {"fsdp": {}, "recompute": {}}], 1), ids=str
+)
 def test_two_ranks_agree_with_one_process(box, pair, with_):
     want_loss, want, want_steps = shared(box, {k: v for k, v in with_.items() if k == "nf4"})
     for loss, grads, found in pair(shared, box, with_):
@@ -432,12 +435,15 @@ def adapter_names(trainer, which):
 
 @pytest.mark.parametrize(
     ("withs", "rows", "times"),
-    [
-        (["amp", "fused-adamw", "attention", "lora"], 2, 1),
-        (["bf16", "fused-adamw", "attention", "lora:rank=64,targets=[down_proj]", "fused-loss:chunk=1024"], 4, 2),
-        (["bf16", "fused-adamw", "attention", "recompute", "lora:targets=mlp,rank=33"], 2, 1),
-        (["bf16", "fused-adamw", "attention", "nf4", "lora"], 2, 1),
-    ],
+    further(
+        [
+            (["amp", "fused-adamw", "attention", "lora"], 2, 1),
+            (["bf16", "fused-adamw", "attention", "lora:rank=64,targets=[down_proj]", "fused-loss:chunk=1024"], 4, 2),
+            (["bf16", "fused-adamw", "attention", "recompute", "lora:targets=mlp,rank=33"], 2, 1),
+            (["bf16", "fused-adamw", "attention", "nf4", "lora"], 2, 1),
+        ],
+        1,
+    ),
     ids=str,
 )
 def test_memory_is_what_was_said(withs, rows, times):
@@ -583,7 +589,7 @@ def test_what_fits():
     assert not lora.fits(down)
 
 
-@pytest.mark.parametrize("with_", [{}, {"bf16": {}}, {"amp": {}}, {"amp": {"stream": "half"}}], ids=str)
+@pytest.mark.parametrize("with_", further([{"amp": {}}, {"bf16": {}}, {}, {"amp": {"stream": "half"}}], 1), ids=str)
 def test_compiled_without_adapters(box, with_, traced):
     """Compiled without the code that would be written; a compiler refuses a tensor that is given twice."""
     want, right = first_gradients(assembled(golden_run(box, packed=True)))

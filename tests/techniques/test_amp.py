@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshes import further
 from optrush.techniques import amp
 
 from golden.make_golden import CASES
@@ -51,7 +52,7 @@ def between_blocks(trainer) -> torch.dtype:
 
 
 @pytest.mark.parametrize("stream", ["float32", "half"])
-@pytest.mark.parametrize("others", [{}, {"attention": {}, "fused_loss": {"chunk": 32}, "recompute": {}}])
+@pytest.mark.parametrize("others", further([{"attention": {}, "fused_loss": {"chunk": 32}, "recompute": {}}, {}], 1))
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_close_to_float32(box, dtype, others, stream):
     want_loss, want = first_gradients(assembled(golden_run(box, CASES["chat"], packed=True)))
@@ -70,7 +71,7 @@ def test_close_to_float32(box, dtype, others, stream):
     assert 0 < distance(grads, want) < close[1]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", further(["fp16", "bf16"], 1))
 def test_close_to_float32_over_eight_steps(box, dtype):
     base = list(steps(assembled(golden_run(box, packed=True))))
     for (loss, norm, _), (want_loss, want_norm, _) in zip(
@@ -140,9 +141,9 @@ def on_two_ranks(box, dtype, with_):
 
 
 @pytest.mark.parametrize(
-    ("data", "autocast"), [({"ddp": {}}, True), ({"fsdp": {}}, False), ({"fsdp": {"stage": 2}}, False)]
+    ("data", "autocast"), further([({"ddp": {}}, True), ({"fsdp": {}}, False), ({"fsdp": {"stage": 2}}, False)], 2)
 )
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", further(["fp16", "bf16"], 1))
 def test_on_two_ranks(box, pair, dtype, data, autocast):
     base = [line[:2] for line in steps(assembled(golden_run(box, CASES["chat"], packed=True)), 3)]
     for found, cast in pair(on_two_ranks, box, dtype, data):

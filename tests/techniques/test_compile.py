@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from meshes import further
 from optrush.errors import NeedsError
 from optrush.kernels import attention
 from optrush.resolve import resolve
@@ -51,11 +52,25 @@ def far(box):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
 @pytest.mark.parametrize(
-    ("implementation", "scope", "packed"),
-    [("native", "blocks", True), ("native", "model", True), ("transformers", "model", False)],
+    ("implementation", "scope", "packed", "code"),
+    further(
+        [
+            ("native", "blocks", True, False),
+            ("native", "blocks", True, True),
+            ("native", "model", True, True),
+            ("transformers", "model", False, True),
+        ],
+        1,
+    ),
 )
-def test_same_figures_from_one_compilation(box, uneven, far, implementation, scope, packed):
-    """Every step has other documents, whose longest differ; one of the two blocks is recomputed."""
+def test_same_figures_from_one_compilation(box, uneven, far, monkeypatch, implementation, scope, packed, code):
+    """Every step has other documents, whose longest differ; one of the two blocks is recomputed.
+
+    code: it is written and compiled, which takes most of the time; or the same graphs run without.
+    """
+    if not code:
+        real = torch.compile
+        monkeypatch.setattr(torch, "compile", lambda f, options=None, **more: real(f, backend="aot_eager", **more))
     with_ = {"attention": {}, "fused_loss": {"chunk": 64}, "recompute": {"every": 2}}
     sets = [uneven, f"batch.seq={LONG}", f"batch.tokens={LONG * 4}", f"batch.micro_tokens={LONG * 2}"]
     sets += [far, f"model.implementation={implementation}"]

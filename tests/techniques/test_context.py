@@ -43,12 +43,12 @@ QUADS = [
 ]
 
 
-@pytest.mark.parametrize("case", further(PAIRS, 3), ids=str)
+@pytest.mark.parametrize("case", further(PAIRS, 2), ids=str)
 def test_two_ranks_are_one_process(box, pair, reference, case):
     prove(box, pair, case, reference)
 
 
-@pytest.mark.parametrize("case", further(QUADS, 2), ids=str)
+@pytest.mark.parametrize("case", further(QUADS, 1), ids=str)
 def test_four_ranks_are_one_process(box, quad, reference, case):
     prove(box, quad, case, reference)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from meshes import further
 from optrush.techniques import ddp
 
 from golden.make_golden import CASES
@@ -30,7 +31,7 @@ def share_of_the_model(box, name, with_):
     return sum(t.local.numel() for t in job.trained), states, sum(t.parameter.numel() for t in job.trained)
 
 
-@pytest.mark.parametrize("name", ["tied", "untied"])
+@pytest.mark.parametrize("name", further(["tied", "untied"], 1))
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_rank_holds(box, pair, name, kind):
     for mine, states, whole in pair(share_of_the_model, box, name, KINDS[kind]):
@@ -84,7 +85,7 @@ class Small(ddp.Buckets):
         super().__init__(trained, group, most_bytes)
 
 
-@pytest.mark.parametrize("most_bytes", [1, 20_000, 1 << 30])
+@pytest.mark.parametrize("most_bytes", further([20_000, 1, 1 << 30], 1))
 def test_any_size_of_bucket(box, pair, most_bytes):
     want_loss, want = first_gradients(assembled(golden_run(box, CASES["chat"], packed=True)))
     for count, loss, grads in pair(bucketed, box, most_bytes):

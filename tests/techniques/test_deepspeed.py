@@ -49,7 +49,7 @@ TWO = [
 
 
 @there
-@pytest.mark.parametrize("case", further(TWO, 6), ids=str)
+@pytest.mark.parametrize("case", further(TWO, 4), ids=str)
 def test_two_ranks_are_one_process(box, pair, reference, case):
     prove(box, pair, case, reference)
 

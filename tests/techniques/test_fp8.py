@@ -176,11 +176,13 @@ def test_ranks_that_share_the_weights_agree_with_ranks_that_hold_them(box, pair)
 MARGIN = 0.03  # nats a token, of the mean over the seeds; a seed alone twice
 
 
+@pytest.mark.slow
 def test_held_out_loss_over_seeds(box):
     off = worse(box, fp8={})
     assert sum(off) / len(off) < MARGIN and max(off) < 2 * MARGIN
 
 
+@pytest.mark.slow
 def test_fewer_bits_would_be_seen(box, monkeypatch):
     """The margin can fail: with no bit of mantissa left in any operand, the loss is worse by more."""
     right = float8.rounded
@@ -275,7 +277,7 @@ def fused(norm, block):
     further([
         ("all", 1, 1, "bf16"), ("mlp", 0, 0, "amp"), ("all", 0, 1, "bf16"), ("all", 1, 0, "bf16"),
         ("all", 0, 0, "bf16"), ("mlp", 1, 1, "bf16"), ("all", 1, 1, "amp"),
-    ], 2),
+    ], 1),
 )  # fmt: skip
 def test_what_a_compiled_block_keeps(box, targets, norm, block, precision):
     """What a kernel of its own has made, in 8 bits; what the compiler makes, and copies of weights, not at all."""

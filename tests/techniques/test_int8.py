@@ -32,6 +32,7 @@ def test_how_far_weights_and_hidden_states_are(box, form, off):
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.slow
 def test_held_out_loss_over_seeds(box, form):
     off = worse(box, base=LORA, learnt=0.7, **FORMS[form])
     assert sum(off) / len(off) < MARGIN and max(off) < 2 * MARGIN

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from meshes import further
 from optrush.errors import ConfigError
 
 from golden import make_golden
@@ -25,8 +26,10 @@ def first_step(trainer):
 
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
-@pytest.mark.parametrize("name", ["untied", "chat"])
-@pytest.mark.parametrize("with_", [{"pad": {}}, {"sort_by_length": {"window": 64}}, {"sort_by_length": {"window": 20}}])
+@pytest.mark.parametrize("name", further(["chat", "untied"], 1))
+@pytest.mark.parametrize(
+    "with_", further([{"pad": {}}, {"sort_by_length": {"window": 20}}, {"sort_by_length": {"window": 64}}], 2)
+)
 def test_the_same_documents_the_same_loss_and_gradients(box, name, with_, implementation):
     case = CASES[name]
     T = 128 if implementation == "native" else 64  # transformers' model has no more positions
@@ -91,6 +94,7 @@ def wrapping_is_worse(box, *words):
     return np.mean([w[1] - p[1] for w, p in zip(wrapped, packed)])
 
 
+@pytest.mark.slow
 def test_wrapping_long_documents_learns_no_worse(box):
     assert wrapping_is_worse(box, 2 * T, 6 * T) < MARGIN
 

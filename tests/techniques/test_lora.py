@@ -70,7 +70,7 @@ def learning(box, case="untied", classes=ALL, rows=2, **with_):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("dora", further([True, False], 1))
 def test_same_gradients_beside(box, beside, dora):
     options = {**SOME, "dora": dora}
     want_loss, want = first_gradients(learning(box, lora=options))
@@ -83,6 +83,7 @@ def test_same_gradients_beside(box, beside, dora):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
+@pytest.mark.slow
 def test_compiled(box, traced):
     """Full graphs: of the first block, into which no gradient goes back, and of all others; and with adapters off."""
     want_loss, want = first_gradients(learning(box, lora={**SOME, "dora": True}))
@@ -301,7 +302,7 @@ def shared(box, case, options, with_, out):
     return loss, grads, found, sum(t.local.numel() for t in job.trained)
 
 
-@pytest.mark.parametrize("with_", SHARED, ids=str)
+@pytest.mark.parametrize("with_", further(SHARED[::-1], 1), ids=str)
 def test_ranks_agree_with_one_process(box, pair, tmp_path, with_):
     case, options = ("tied", {**SOME, "dora": True}) if "amp" in with_ else ("untied", {**SOME, "save": ["lm_head"]})
     alone = {k: v for k, v in with_.items() if k in ("amp", "bf16")}
@@ -344,19 +345,28 @@ def filled_by_nobody(folder, hf, implementation, dtype, seed, growth=None):
 
 @pytest.mark.parametrize(
     ("shape", "withs", "rows", "T", "times"),
-    [
-        ("llama-3.2-1b", ["amp", "fused-adamw", "attention", "lora"], 2, 1024, 1),
-        (
-            "llama-3.2-1b",
-            ["bf16", "fused-adamw", "attention", "fused-loss:chunk=1024", "lora:rank=64,targets=attention"],
-            4,
-            1024,
-            2,
-        ),
-        ("llama-3.2-1b", ["bf16", "fused-adamw", "attention", "recompute", "lora:dora=true,targets=mlp"], 2, 1024, 1),
-        ("qwen2.5-0.5b", ["amp", "fused-adamw", "attention", "ia3"], 2, 1024, 1),
-        ("qwen2.5-0.5b", ["bf16", "fused-adamw", "attention", "fused-kernels", "lora"], 2, 1024, 2),
-    ],
+    further(
+        [
+            ("llama-3.2-1b", ["amp", "fused-adamw", "attention", "lora"], 2, 1024, 1),
+            (
+                "llama-3.2-1b",
+                ["bf16", "fused-adamw", "attention", "fused-loss:chunk=1024", "lora:rank=64,targets=attention"],
+                4,
+                1024,
+                2,
+            ),
+            (
+                "llama-3.2-1b",
+                ["bf16", "fused-adamw", "attention", "recompute", "lora:dora=true,targets=mlp"],
+                2,
+                1024,
+                1,
+            ),
+            ("qwen2.5-0.5b", ["amp", "fused-adamw", "attention", "ia3"], 2, 1024, 1),
+            ("qwen2.5-0.5b", ["bf16", "fused-adamw", "attention", "fused-kernels", "lora"], 2, 1024, 2),
+        ],
+        1,
+    ),
 )
 def test_memory_is_what_was_said(shape, withs, rows, T, times):
     config = shaped(shape, *withs, rows=rows, seq=T, windows=times)

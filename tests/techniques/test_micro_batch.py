@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshes import further
 from optrush import hardware
 from optrush.config import parse_config
 from optrush.errors import ConfigError, NeedsError, RunError
@@ -52,7 +53,7 @@ def trained(box, rows, **with_):
     return list(steps(job)), weights(job), job
 
 
-@pytest.mark.parametrize("after", [0, 1, 5], ids=["first", "middle of a window", "a later step"])
+@pytest.mark.parametrize("after", further([1, 0, 5], 1))
 def test_a_halved_run_is_the_run(box, after):
     """Against the plain run as configured and, halved from the first step on, the run of that size, to the bit."""
     whole = trained(box, 4)[0]
@@ -65,7 +66,7 @@ def test_a_halved_run_is_the_run(box, after):
         assert halved == smaller[0] and all(torch.equal(found[n], w) for n, w in smaller[1].items())
 
 
-@pytest.mark.parametrize("after", [0, 1])
+@pytest.mark.parametrize("after", further([1, 0], 1))
 def test_gradients_of_a_halved_window(box, after):
     plain = first_gradients(assembled(golden_run(box, rows=4, packed=True)))
     job = assembled(golden_run(box, rows=4, packed=True, micro_batch={}, scarce={"rows": 1, "after": after}), CLASSES)
@@ -235,7 +236,7 @@ def on_two(box, data, rows, after, **more):
     return [line["loss"] for line in found], written.batch.micro_tokens, list(Scarce.calls)
 
 
-@pytest.mark.parametrize("data", [{"ddp": {}}, {"fsdp": {}}, {"fsdp": {"stage": 2}}], ids=str)
+@pytest.mark.parametrize("data", further([{"fsdp": {}}, {"ddp": {}}, {"fsdp": {"stage": 2}}], 1), ids=str)
 def test_ranks_begin_again_with_smaller_ones(box, pair, data):
     alone = golden_run(box, rows=4, packed=True, sets=["train.steps=3"])
     want = [line[0] for line in steps(assembled(alone), 3)]

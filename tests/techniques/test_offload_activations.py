@@ -103,8 +103,8 @@ def offloading(trainer) -> Offload:
     return next(c for c in cells if isinstance(c, Offload))
 
 
-@pytest.mark.parametrize("implementation", ["native", "transformers"])
-@pytest.mark.parametrize("keep", [0, 1])
+@pytest.mark.parametrize("implementation", further(["native", "transformers"], 1))
+@pytest.mark.parametrize("keep", further([0, 1], 1))
 @pytest.mark.parametrize(
     "beside", [{}, {"recompute": {}}, {"recompute": {"every": 2}}, {"amp": {}}, {"attention": {}}], ids=str
 )
@@ -381,6 +381,7 @@ def test_what_does_not_go_with_it(box, here):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("beside", further([{"selective_recompute": {}}, {}, {"recompute": {}}], 1), ids=str)
+@pytest.mark.slow
 def test_compiled_blocks(box, here, beside, partitioned):
     """What a graph saves passes the hooks; with the same figures as compiled without."""
     torch._dynamo.reset()

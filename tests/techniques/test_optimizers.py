@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import interpreter
+from meshes import further
 from optrush.config import parse_config
 from optrush.errors import NeedsError
 from optrush.kernels import adam8bit as codes
@@ -219,7 +220,7 @@ def all_bits(trainer):
 
 
 @each
-@pytest.mark.parametrize("precision", [{}, {"bf16": {}}], ids=str)
+@pytest.mark.parametrize("precision", further([{"bf16": {}}, {}], 1), ids=str)
 def test_a_resumed_run_is_the_same_to_the_bit(box, name, precision):
     run = golden_run(box, packed=True, **CASES[name].with_, **precision)
     straight, stopped = assembled(run), assembled(run)
@@ -264,6 +265,12 @@ def off(box, seed, case):
     return held_out(box, seed, sets, **case.with_)[1] - last
 
 
+@pytest.mark.parametrize("name", CHECKED)
+def test_held_out_loss_of_a_seed(box, name):
+    assert off(box, SEEDS[0], CASES[name]) < 2 * CASES[name].margin
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKED)
 def test_held_out_loss_over_seeds(box, name):
     case = CASES[name]

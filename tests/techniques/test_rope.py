@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from meshes import MeshCase, play, prove
+from meshes import MeshCase, further, play, prove
 from optrush.errors import ConfigError, NeedsError, UserError
 from optrush.models.decoder import Decoder, frequencies
 from optrush.models.shapes import ModelShape
@@ -47,7 +47,7 @@ def theirs(folder: Path, settings: dict[str, Any], positions: int) -> torch.nn.M
     return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32, attn_implementation="eager")
 
 
-@pytest.mark.parametrize("implementation", ["native", "transformers"])
+@pytest.mark.parametrize("implementation", further(["native", "transformers"], 1))
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_every_gradient_are_those_of_transformers(box, kind, implementation):
     """Of packed documents, and of each alone there; and each kind is another model than the plain one."""

@@ -21,7 +21,6 @@ from memory import check_prediction, supposed, track
 from trials import assembled, first_gradients, furthest, golden_run, micro, shaped, steps, weights
 
 CLOSE = 1e-5
-FORMS = ({}, {"ops": "products"}, {"ops": "attention"})
 
 
 @pytest.fixture
@@ -31,9 +30,19 @@ def once(partitioned):
         yield
 
 
-@pytest.mark.parametrize("implementation", ["native", "transformers"])
-@pytest.mark.parametrize("attention", [{}, {"attention": {}}], ids=str)
-@pytest.mark.parametrize("options", FORMS[1:], ids=str)
+@pytest.mark.parametrize(
+    ("options", "attention", "implementation"),
+    further(
+        [
+            ({"ops": "products"}, {}, "native"),
+            ({"ops": "attention"}, {"attention": {}}, "transformers"),
+            ({"ops": "products"}, {"attention": {}}, "transformers"),
+            ({"ops": "attention"}, {}, "native"),
+        ],
+        2,
+    ),
+    ids=str,
+)
 def test_equal_bits_over_eight_steps(box, options, attention, implementation):
     def trained(**with_):
         sets = [f"model.implementation={implementation}"]
@@ -83,6 +92,7 @@ def test_what_runs_again(box, options, products):
     assert whole["aten::mm"] - base["aten::mm"] == 3 * blocks and whole[ATTEND] == 2 * blocks, "what they are against"
 
 
+@pytest.mark.slow
 def test_fewer_bytes_are_kept(box, monkeypatch):
     """At the end of the forward pass, by the allocator of the machine: against nothing, and against everything."""
     for blocks in (4, 8):
@@ -119,10 +129,9 @@ PLANNED = [
 ]
 
 
-@pytest.mark.parametrize("case", PLANNED, ids=str)
-def test_the_plan_knows_what_is_kept(case):
+@pytest.mark.parametrize(("shape", "implementation", "withs", "options", "rows", "T"), further(PLANNED, 1), ids=str)
+def test_the_plan_knows_what_is_kept(shape, implementation, withs, options, rows, T):
     """Its peak against real steps of published shapes on tensors without bytes."""
-    shape, implementation, withs, options, rows, T = case
     withs = ("fused-adamw", "attention", f"selective-recompute:{options}", *withs)
     check_prediction(shaped(shape, *withs, rows=rows, seq=T, sets=[f"model.implementation={implementation}"]))
 
@@ -143,7 +152,7 @@ def test_the_plan_knows_what_is_kept(case):
             ({"ops": "products"}, "transformers", "blocks"),
             ({"budget": 0.4}, "transformers", "blocks"),
         ],
-        2,
+        1,
     ),
     ids=str,
 )
@@ -186,7 +195,8 @@ def saved(box, scope: str = "blocks", **with_) -> int:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("scope", further(["blocks", "model"], 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", ["blocks", "model"])
 def test_compiled_blocks_keep_less(box, once, scope):
     nothing = saved(box, scope)
     assert scope == "model" or saved(box, selective_recompute={"budget": 1.0}) == nothing, "a whole budget is none"
@@ -221,7 +231,7 @@ def test_the_budget_is_for_these_blocks_only(box, partitioned):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     ("budget", "withs"),
-    [(0.7, {}), (0.5, {}), *((b, {"fused_kernels": {}}) for b in (0.9, 0.6))],
+    further([(0.5, {}), (0.6, {"fused_kernels": {}}), (0.7, {}), (0.9, {"fused_kernels": {}})], 2),
     ids=str,
 )
 def test_the_plan_keeps_what_the_partitioner_keeps(box, once, monkeypatch, budget, withs):

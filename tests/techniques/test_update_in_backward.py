@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from meshes import further
 from optrush import technique
 from optrush.errors import NeedsError
 from optrush.hardware import NAMED
@@ -36,7 +37,7 @@ def all_bits(trainer):
     }
 
 
-@pytest.mark.parametrize("case", [Case(False), Case(True)], ids=["untied", "tied"])
+@pytest.mark.parametrize("case", further([Case(True), Case(False)], 1), ids=["tied", "untied"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 def test_equal_bits_over_five_steps(box, optimizer, case):
     """Weights, moments and counts; a tied weight, whose gradient comes in two parts, is stepped once."""
@@ -206,7 +207,8 @@ PEAKS = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "withs", "rows"), PEAKS, ids=str)
+@pytest.mark.parametrize(("shape", "withs", "rows"), further(PEAKS, 1), ids=str)
+@pytest.mark.slow
 def test_the_peak_is_as_predicted(shape, withs, rows):
     """Real steps on tensors without bytes, every storage counted; without it, all gradients more."""
     before, after = (

@@ -493,6 +493,7 @@ print(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_rows_bytes(tmp_path: Path) -> None:
     """As many rows, each ten times as long."""
     peaks = []

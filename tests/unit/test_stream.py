@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshes import further
 from optrush.data import sampler
 from optrush.data.dataset import SampleChunk, permutation
 from optrush.data.packing import Fitted, Packed, Padded, Sorted, Wrapped
@@ -260,7 +261,7 @@ def trained(made, plan, done, ranks=1, workers=0):
 
 
 @pytest.mark.parametrize("live", [False, True])
-@pytest.mark.parametrize("layout", [Packed(11), Sorted(13), Padded(), Wrapped(1, 10)])
+@pytest.mark.parametrize("layout", further([Packed(11), Wrapped(1, 10), Sorted(13), Padded()], 2))
 def test_any_index_any_ranks_any_workers(layout, live):
     lengths = [1 + i * 7 % T for i in range(60)]
 

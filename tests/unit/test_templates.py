@@ -15,6 +15,7 @@ from jinja2.exceptions import TemplateError
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from meshes import further
 from optrush.data.chat_template import MEND_EARLIER, Template, Tokens
 from optrush.data.schema import RowLocation, parse_row
 from optrush.errors import DataError
@@ -221,7 +222,9 @@ def justified(tokens, path, name, error):
     assert lost or (tools and rendered(tokens, path, turns) == whole), error
 
 
-@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", further(TEMPLATES[::3] + TEMPLATES[1::3] + TEMPLATES[2::3], 24), ids=lambda path: path.stem
+)
 def test_answers_are_learnt_exactly_or_the_row_is_refused(bytelevel, path, monkeypatch):
     """Each row as it is written, whether or not later turns change it (tests/unit/test_probe.py)."""
     monkeypatch.setattr(Template, "check_steady", lambda *_: None)
