@@ -73,6 +73,7 @@ TRIED: dict[str, tuple[str, tuple[str, ...]]] = {
     "R17": ("many steps of sharded ranks: losses, and memory", (
         "tests/techniques/test_mesh.py::test_many_steps_are_those_of_ddp_and_leak_nothing",
     )),
+    "R18": ("two hosts: one lost, the cable slow or cut", (f"{FAULTS}/test_hosts.py",)),
     "load": ("2M rows, a file of 1 GB, 10,000 files, 5,000 steps, 20,000 logged steps, 200 checkpoints", (
         f"{HERE}/load.py",
     )),

@@ -6,7 +6,8 @@ thread compares the beats of the others with the clock: the store's own calls bl
 
 A rank is gone when its process on this host has ended; it does not answer when its beat, or its part of a collective,
 has not come for `train.timeout` seconds. A rank that fails for a reason of its own reports that to the store, and the
-others end without a message. Everything else is an error of three lines, printed by the first rank that is left.
+others end without a message. Everything else is an error of three lines, printed by the first rank that is left, and
+by the first rank of each host that no longer reaches the store.
 """
 
 from __future__ import annotations
@@ -213,7 +214,9 @@ class Watch:
         missing = self._missing(LATE_S)
         if self._gone(missing) and LAUNCHER in os.environ:
             return SystemExit(1)  # the launcher prints which signal it was
-        if not missing and not any(word in str(error).lower() for word in LATE):  # all are there: it cannot work
+        if (
+            not missing and not self._cut_off() and not any(word in str(error).lower() for word in LATE)
+        ):  # all are there: it cannot work
             step, operation = self.under_way
             found = f"rank {self.rank}: {' '.join(str(error).split())[:500]}"
             do = "look at the devices and the network between the ranks; NCCL_DEBUG=INFO tells more"
@@ -237,12 +240,15 @@ class Watch:
         """
         left = min(r for r in range(self.ranks) if r not in missing)
         stopped = self._in_state("stopped")
-        if left != self.rank:
+        cut_off = self._cut_off()
+        if left != self.rank and not cut_off:
             return None
         step, operation = self.under_way
-        names = missing or [r for r in self.beats if self._elsewhere(r)] or list(self.beats)
+        names = cut_off or missing or [r for r in self.beats if self._elsewhere(r)] or list(self.beats)
         limit = f"for {self.timeout_s:g} s (train.timeout)"
-        if self._gone(missing):
+        if cut_off:
+            found = f"rank {self.rank} reaches no other host: {_ranks(names)} ended, or the network is gone"
+        elif self._gone(missing):
             found = f"{_ranks(names)} ended, and rank {self.rank} waited for {'it' if len(names) == 1 else 'them'}"
         else:
             found = f"{_ranks(names)} did not answer rank {self.rank} {limit}"
@@ -252,6 +258,14 @@ class Watch:
                 with suppress(OSError):
                     os.kill(beat.pid, signal.SIGKILL)  # its training is over, and torchrun would wait for 30 s
         return RunError(f"{_at(step)}{operation}, on {self.ranks} ranks", found, self.resume())
+
+    def _cut_off(self) -> list[int]:
+        """Return the ranks of other hosts, if nothing is heard of them and this rank is the first of its own host."""
+        if not self.broken and time.monotonic() - self.answered <= LATE_S:
+            return []
+        hosts = {r: beat.host for r in self.beats if (beat := self._beat_of(r)) is not None}
+        first = all(self.rank < r for r, host in hosts.items() if host == HOST)
+        return [r for r, host in hosts.items() if host != HOST] if first else []
 
     def _elsewhere(self, r: int) -> bool:
         beat = self._beat_of(r)

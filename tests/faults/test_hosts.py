@@ -1,0 +1,222 @@
+"""R18: two hosts as network namespaces of this machine, a cable between them, torchrun with c10d in each.
+
+The hosts share the disk and nothing else: each has its own loopback, and reaches the other by its end of the cable.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import told
+from runs import configuration, figures, trained_on, wait_for, weights, write_data, write_model
+
+STEPS, TIMEOUT_S = 30, 5
+RESTARTS_S = 120
+MISSING = [name for name in ("ip", "tc", "unshare", "hostname") if shutil.which(name) is None]
+ADDRESSES = {"a": "10.77.0.1", "b": "10.77.0.2"}
+PORT = 29400
+
+
+def namespaces() -> str:
+    """Why this machine can have no hosts; empty: it can."""
+    if MISSING or os.geteuid() != 0:
+        return f"needs {' and '.join(MISSING) or 'root'} for network namespaces"
+    name = f"optrush-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    subprocess.run(["ip", "netns", "del", name], capture_output=True)
+    return made.stderr.strip()
+
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why := namespaces()), reason=why)]
+
+
+class Hosts:
+    """Hosts `a`, where the ranks meet, and `b`."""
+
+    def __init__(self) -> None:
+        self.names = {host: f"optrush-{os.getpid()}-{host}" for host in ADDRESSES}
+        self.launchers: list[subprocess.Popen[bytes]] = []
+
+    def ip(self, host: str, *arguments: str) -> None:
+        subprocess.run(["ip", "-n", self.names[host], *arguments], check=True)
+
+    def connect(self) -> None:
+        for name in self.names.values():
+            subprocess.run(["ip", "netns", "add", name], check=True)
+        self.ip("a", "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", self.names["b"])
+        for host, address in ADDRESSES.items():
+            self.ip(host, "addr", "add", f"{address}/24", "dev", "cable")
+            for device in ("lo", "cable"):
+                self.ip(host, "link", "set", device, "up")
+
+    def start(self, host: str, config: Path, *flags: str, restarts: int = 3) -> subprocess.Popen[bytes]:
+        """torchrun on a host, with one rank, as docs/clusters.md has it; what it prints goes to <config>.<host>.log."""
+        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES['a']}:{PORT}", "--rdzv-id", "run"]
+        rendezvous += ["--rdzv-conf", f"is_host={int(host == 'a')}", "--local-addr", ADDRESSES[host]]
+        launch = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *rendezvous]
+        own = ["-m", "optrush", "train", str(config), "--resume", "auto", *flags]
+        command = [sys.executable, *launch, "--max-restarts", str(restarts), *own]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable"}
+        with config.with_suffix(f".{host}.log").open("ab") as log:
+            named = ["unshare", "--uts", "sh", "-c", f'hostname host-{host} && exec "$@"', "sh"]  # as other hosts have
+            inside = ["ip", "netns", "exec", self.names[host], *named, *command]
+            launcher = subprocess.Popen(inside, stdout=log, stderr=log, env=environment, start_new_session=True)
+        self.launchers.append(launcher)
+        return launcher
+
+    def both(self, config: Path, *flags: str, restarts: int = 3) -> dict[str, subprocess.Popen[bytes]]:
+        return {host: self.start(host, config, *flags, restarts=restarts) for host in ADDRESSES}
+
+    def lose(self, host: str) -> None:
+        """All processes of a host are gone at once."""
+        for pid in self.processes(host):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def processes(self, host: str) -> list[int]:
+        listed = subprocess.run(["ip", "netns", "pids", self.names[host]], capture_output=True, text=True)
+        return [int(pid) for pid in listed.stdout.split()]
+
+    def close(self) -> None:
+        for host, name in self.names.items():
+            self.lose(host)
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+        for launcher in self.launchers:
+            launcher.wait()
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    two = Hosts()
+    try:
+        two.connect()
+        yield two
+    finally:
+        two.close()
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, data, and what runs on two ranks of one host leave."""
+    folder = tmp_path_factory.mktemp("home")
+    write_model(folder / "model")
+    write_data(folder / "data.jsonl")
+    for kind in ("ddp", "fsdp"):
+        assert trained_on(2, small(folder, f"one-{kind}", kind)) == [0, 0]
+    return folder
+
+
+def small(folder: Path, name: str, kind: str) -> Path:
+    train = {"steps": STEPS, "log_every": 1, "save_every": 5}
+    return configuration(folder, folder / name, train=train, **{"with": {"packing": {}, kind: {}}})
+
+
+def until(check: Callable[[], Any], limit_s: float) -> float:
+    """Seconds until `check` is true; it must be within the limit."""
+    begun = time.monotonic()
+    while not check():
+        assert time.monotonic() - begun < limit_s, f"not within {limit_s} s"
+        time.sleep(0.02)
+    return time.monotonic() - begun
+
+
+def ranks(launcher: subprocess.Popen[bytes]) -> list[int]:
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+    return [int(pid) for pid in children.read_text().split()] if children.exists() else []
+
+
+def running(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def printed(config: Path, host: str) -> str:
+    return config.with_suffix(f".{host}.log").read_text()
+
+
+def same(config: Path, home: Path, kind: str) -> bool:
+    one, output = home / f"one-{kind}", config.with_suffix("")
+    return figures(output) == figures(one) and weights(output) == weights(one)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_hosts_are_one(hosts: Hosts, home: Path, kind: str) -> None:
+    config = small(home, f"two-{kind}", kind)
+    for host, launcher in hosts.both(config).items():
+        assert launcher.wait(120) == 0, printed(config, host)
+    assert same(config, home, kind)
+    told("R18", 1, f"{kind} over two hosts: every loss and weight as on one")
+
+
+def test_a_slow_cable_only_slows(hosts: Hosts, home: Path) -> None:
+    """4 Mbit/s."""
+    config = small(home, "slow", "ddp")
+    for name in hosts.names.values():
+        shaped = ["tc", "qdisc", "add", "dev", "cable", "root", "tbf", "rate", "4mbit", "burst", "32kbit"]
+        subprocess.run(["ip", "netns", "exec", name, *shaped, "latency", "2s"], check=True)
+    for host, launcher in hosts.both(config).items():
+        assert launcher.wait(240) == 0, printed(config, host)
+    assert same(config, home, "ddp")
+    told("R18", 1, "4 Mbit/s between the hosts: the same losses and weights")
+
+
+def refusal(config: Path, host: str) -> list[str]:
+    """The three lines of the first error that a host's rank printed."""
+    text = printed(config, host)
+    assert "asked: " in text, text
+    return text[text.index("asked: ") :].splitlines()[:3]
+
+
+@pytest.mark.parametrize("lost", ["b", "a"])
+def test_a_host_that_is_lost(hosts: Hosts, home: Path, lost: str) -> None:
+    """The other rank names it; the same command on both hosts, as a scheduler gives it again, goes on."""
+    kind, left = "fsdp", "b" if lost == "a" else "a"
+    config, limit = small(home, f"lost-{lost}", kind), ("--set", f"train.timeout={TIMEOUT_S}")
+    launchers = hosts.both(config, *limit)
+    wait_for(config.with_suffix(""), 7, 120)
+    pids = ranks(launchers[left])
+    hosts.lose(lost)
+    seconds = until(lambda: not any(map(running, pids)), TIMEOUT_S + 5)
+    asked, found, do = refusal(config, left)
+    number = int(lost == "b")
+    assert re.fullmatch(r"asked: step \d+, .*, on 2 ranks", asked) and f"rank {number}" in found
+    assert f"on host-{lost}, was last seen in step" in found
+    assert re.fullmatch(r"do:    go on from step-0000\d\d with: --resume auto", do)
+    hosts.lose(left)
+    for host, launcher in hosts.both(config, *limit).items():
+        assert launcher.wait(RESTARTS_S) == 0, printed(config, host)
+    assert same(config, home, kind)
+    told(
+        "R18",
+        1,
+        f"host {lost} lost: the other rank ended after {seconds:.1f} s, started again, both went on to the same end",
+    )
+
+
+def test_a_cable_that_is_cut(hosts: Hosts, home: Path) -> None:
+    """Nothing is reset, nothing arrives: both ranks end by themselves, and each host's log says why."""
+    config = small(home, "cut", "ddp")
+    launchers = hosts.both(config, "--set", f"train.timeout={TIMEOUT_S}", restarts=0)
+    wait_for(config.with_suffix(""), 7, 120)
+    pids = [pid for launcher in launchers.values() for pid in ranks(launcher)]
+    assert len(pids) == 2
+    hosts.ip("a", "link", "set", "cable", "down")
+    seconds = until(lambda: not any(map(running, pids)), TIMEOUT_S + 5)
+    for host, other, what in (("a", "b", "did not answer"), ("b", "a", "reaches no other host")):
+        asked, found, _ = refusal(config, host)
+        assert re.fullmatch(r"asked: step \d+, .*, on 2 ranks", asked) and what in found
+        assert f"process {pids[other == 'b']} on host-{other}, was last seen in step" in found
+    told("R18", 1, f"cable cut: both ranks ended {seconds:.1f} s after it, at most, with train.timeout: {TIMEOUT_S}")
