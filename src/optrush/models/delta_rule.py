@@ -163,9 +163,9 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients, and the forward pass again for them: what the package saves is no operator's output."""
     with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (q, k, v, g, beta)]
-        out = _by_package(*leaves, starts)
-    found = torch.autograd.grad(out, leaves, d_out)
+        q, k, v, g, beta = (x.detach().requires_grad_() for x in (q, k, v, g, beta))
+        out = _by_package(q, k, v, g, beta, starts)
+    found = torch.autograd.grad(out, (q, k, v, g, beta), d_out)
     dq, dk, dv, dg, db = (x.contiguous() for x in found)
     return dq, dk, dv, dg, db
 

@@ -67,6 +67,7 @@ class FusedLoss(Technique):
         yield Requirement(self.chunk % 128 == 0, asked, found, "take a multiple of 128")
 
     def predict(self, env: Environment) -> Iterator[Rule]:
+        """Yield the logits of a chunk, and of the one before where a micro-batch has several."""
         most = LIGER_CHUNK if self.impl == "liger" else self.chunk
         yield live("head.logits*", "of one chunk at a time", most_tokens=most)
         yield live("tied.sum", "the head's gradient is added to in place", gone=True)
