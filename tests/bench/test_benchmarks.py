@@ -172,6 +172,7 @@ def curves(program, monkeypatch, capsys, folder, *more):
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+@pytest.mark.slow
 def test_curves_with_and_without(program, monkeypatch, capsys, tmp_path):
     *runs, summary = curves(program, monkeypatch, capsys, tmp_path)
     assert [(r["seed"], r["with"]) for r in runs] == [(0, None), (0, "bf16"), (1, None), (1, "bf16")]

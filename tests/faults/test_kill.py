@@ -173,7 +173,7 @@ def test_told_twice(home: Path) -> None:
     """R5: the second Ctrl-C does not wait for the step; nothing that was saved suffers."""
     output = home / "twice"
     config = configuration(home, output)
-    pid = begun(config, before=recording(home / "twice.samples", pause_s=1.0))
+    pid = begun(config, before=recording(home / "twice.samples", pause_s=2.5))
     wait_for(output, 3)
     time.sleep(0.3)
     os.kill(pid, signal.SIGINT)
@@ -181,7 +181,7 @@ def test_told_twice(home: Path) -> None:
     begin = time.monotonic()
     os.kill(pid, signal.SIGINT)
     assert ended(pid) == 130, said(config)
-    assert time.monotonic() - begin < 0.8
+    assert time.monotonic() - begin < 2.0  # the step takes longer, from here on
     assert verify(find_checkpoints(output)[0]).step == 3
     assert trained(config, "--resume", "auto") == 0
     assert figures(output) == figures(home / "reference")

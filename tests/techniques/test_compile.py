@@ -164,6 +164,7 @@ def test_everything_compiled_is_told(box, told, with_, tuned):
     assert tuned == any("first steps compile" in note for note in job.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_same_figures_from_tuned_kernels(box):
     """Compiled with them, in earnest: losses, norms and gradients of the baseline."""

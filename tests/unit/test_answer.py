@@ -14,6 +14,7 @@ from optrush.cli.plan import _answer_lines
 from optrush.config import ADAPTER_LR, PAIRED, Config, dump_config, parse_config, spelled_out
 from optrush.data.length_estimate import estimate_tokens
 from optrush.errors import ConfigError, NeedsError
+from optrush.models.published import SHAPES
 from optrush.planner import answer, search
 from optrush.resolve import resolve
 from optrush.technique import Numerics
@@ -209,7 +210,7 @@ NARROW = {
 
 def test_a_method_that_the_model_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """No base in 4 bits by its sizes: that method is refused by its reason, and the others are planned."""
-    monkeypatch.setitem(answer.SHAPES, "narrow", NARROW)
+    monkeypatch.setitem(SHAPES, "narrow", NARROW)
     for left in ({"method": "auto"}, {"with": {}}):
         found = answer.answer(run("narrow", **left), "h100")
         assert found.best is not None and found.best.method == "full"

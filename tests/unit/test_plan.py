@@ -13,6 +13,7 @@ from optrush import hardware
 from optrush.config import dump_config, parse_config
 from optrush.data.length_estimate import estimate, estimate_fill
 from optrush.errors import ConfigError, DataError, NeedsError
+from optrush.models.published import SHAPES
 from optrush.planner import cost, search
 from optrush.resolve import resolve
 from optrush.technique import Numerics, Part
@@ -199,7 +200,7 @@ def test_work_by_item():
     """Products take 6 FLOPs a weight and token, attention 6 T H E a block; the items are the step."""
     found = search.predict(llama(), "h200")
     assert all(e.reason and e.seconds > 0 for e in found.work)
-    tokens, shape = 32768, search.ModelShape.read(search.SHAPES["llama-3.2-1b"])
+    tokens, shape = 32768, search.ModelShape.read(SHAPES["llama-3.2-1b"])
     flop = sum(e.flop for e in found.work)
     assert flop == pytest.approx(shape.flops(tokens, 16 * 2048**2))
     assert {"forward.qkv", "forward.down", "head.products", "update", "forward.scores"} <= {e.name for e in found.work}

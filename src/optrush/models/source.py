@@ -64,6 +64,14 @@ def _published() -> dict[str, dict[str, Any]]:
     return found
 
 
+def shapes_of(model_type: str) -> dict[str, dict[str, Any]]:
+    """Return the sizes of a family that have a name here; widely used models where none has one of its own."""
+    for known in (SHAPES, _published()):
+        if found := {name: hf for name, hf in known.items() if hf["model_type"] == model_type}:
+            return found
+    return {}
+
+
 def _tiny() -> Path:
     """Return the built-in model's folder, written at first use."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optrush"

@@ -19,8 +19,8 @@ from optrush.config import METHODS, Config, with_method
 from optrush.data.length_estimate import estimate_tokens
 from optrush.errors import ConfigError, NeedsError, UserError
 from optrush.hardware import GIB, Device
-from optrush.models.shapes import SHAPES, native_obstacle
-from optrush.models.source import locate
+from optrush.models.shapes import native_obstacle
+from optrush.models.source import locate, shapes_of
 from optrush.models.text_part import text_config
 from optrush.planner import search
 from optrush.planner.search import Candidate, SearchResult
@@ -267,7 +267,7 @@ def _family(config: Config) -> list[tuple[str, Config]]:
     if native_obstacle(hf) is not None:
         return []
     most = ModelShape.read(hf).parameters
-    sizes = {n: ModelShape.read(s).parameters for n, s in SHAPES.items() if s["model_type"] == hf["model_type"]}
+    sizes = {n: ModelShape.read(s).parameters for n, s in shapes_of(hf["model_type"]).items()}
     names = sorted((n for n, size in sizes.items() if size < most and "untied" not in n), key=lambda n: sizes[n])
     return [(n, _of_shape(config, n)) for n in names]
 
@@ -345,7 +345,7 @@ def _largest(config: Config, name: str, classes: Sequence[type[Technique]]) -> t
     from optrush.models.shapes import ModelShape
 
     _, hf = locate(config, weights=False)
-    sizes = {n: ModelShape.read(s).parameters for n, s in SHAPES.items() if s["model_type"] == hf["model_type"]}
+    sizes = {n: ModelShape.read(s).parameters for n, s in shapes_of(hf["model_type"]).items()}
     for shape in sorted(sizes, key=lambda n: -sizes[n]):
         if way := fits(_of_shape(config, shape), name, classes):
             return f"{shape}: {way.method}, {_fact(way)}", _values(way) | {"model": shape}

@@ -25,7 +25,8 @@ from optrush.config import Config, with_method
 from optrush.data.length_estimate import estimate_fill
 from optrush.errors import ConfigError, ConflictError, NeedsError
 from optrush.hardware import Device, parse_hardware
-from optrush.models.shapes import HF, SHAPES, ModelShape, native_obstacle
+from optrush.models.shapes import HF, ModelShape, native_obstacle
+from optrush.models.source import shapes_of
 from optrush.planner import baseline, calibration, cost, ledger
 from optrush.planner.calibration import Calibration
 from optrush.planner.cost import CLOSE, Rates, room
@@ -321,10 +322,12 @@ def family(
     owners = [c for c in classes if Part.ACTIVATION_CHECKPOINTING in c.claims]
     saving = [t for c in owners for options in c.variants(problem.env) for t in instantiate([c], {c.name: options})]
     kept = [t for t in instantiate(classes, setting.with_) if Part.ACTIVATION_CHECKPOINTING not in t.claims]
-    shapes = {n: ModelShape.read(hf) for n, hf in SHAPES.items() if hf["model_type"] == problem.hf["model_type"]}
+    shapes = {n: ModelShape.read(hf) for n, hf in shapes_of(problem.hf["model_type"]).items()}
     for name, shape in sorted(shapes.items(), key=lambda s: s[1].parameters):
         env = dataclasses.replace(problem.env, blocks=shape.layers, vocab=shape.vocab, shape=shape)
-        evaluations = Evaluations(dataclasses.replace(problem, hf=copy.deepcopy(SHAPES[name]), env=env))
+        evaluations = Evaluations(
+            dataclasses.replace(problem, hf=copy.deepcopy(shapes_of(problem.hf["model_type"])[name]), env=env)
+        )
         for less in (None, *saving):
             evaluations.score((*kept, less))
         yield name, shape.parameters, max(evaluations.settings, key=lambda s: s.speed, default=None)

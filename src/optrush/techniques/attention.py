@@ -80,7 +80,7 @@ class Attention(Technique):
         s = env.shape
         sinks, window = s is not None and s.sinks, s is not None and s.window is not None and s.window < env.seq
         masked = self.impl == "sdpa" and (Part.PACKED_ROWS in env.claimed or sinks or window)
-        spread = not masked and {"sdpa": _ungrouped(env), "varlen": _older_torch()}.get(self.impl, False)
+        spread = not masked and {"sdpa": _ungrouped(env), "varlen": _older_torch() or sinks}.get(self.impl, False)
         whole = spread and not env.native  # transformers leaves it to torch, which then takes plain products
         if not whole:
             yield live("*.scores*.held", "the kernel keeps no scores", gone=True)

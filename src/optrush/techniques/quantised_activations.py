@@ -58,7 +58,9 @@ class QuantisedActivations(Technique):
         """Codes for all lines of a block but those of attention; float32 copies of what is narrower are not kept."""
         why = "kept in 8 bits, with a scale for 256 values"
         yield live("input", why, role="code")
-        yield live("saved.[!hsarw]*", why, by_token=True, role="code")  # all but heads, spread, scores, attended ...
+        # All but heads, spread, scores, attended, what is widened; masks and adapters' products stay, too.
+        for lines in ("saved.[!hsarwml]*", "saved.m[!a]*"):
+            yield live(lines, why, by_token=True, role="code")
         if Part.ATTENTION not in env.claimed:  # else a kernel keeps its output
             yield live("saved.attended", why, role="code")
         for copies in ("saved.widened*", "saved.middle.wide"):
