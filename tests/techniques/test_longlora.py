@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -107,6 +109,15 @@ def test_training_is_by_the_definition(box, with_, packed):
     assert found[0] == pytest.approx(want[0], rel=CLOSE) and furthest(found[1], want[1]) < CLOSE
     dense = first_gradients(assembled(golden_run(box, packed=packed, **with_)))
     assert furthest(found[1], dense[1]) > 100 * CLOSE, "and it is another attention"
+
+
+def test_compiled_blocks_have_the_same_gradients(box):
+    """By a compiler that makes the graphs and writes no code for them."""
+    real = torch.compile
+    with mock.patch("torch.compile", lambda f, options=None, **more: real(f, backend="aot_eager", **more)):
+        found = first_gradients(assembled(golden_run(box, packed=True, longlora={"group": 12}, compile={})))[1]
+    want = first_gradients(assembled(golden_run(box, packed=True, longlora={"group": 12})))[1]
+    assert furthest(found, want) < 1e-5
 
 
 def test_an_evaluation_is_dense(box):
