@@ -175,6 +175,9 @@ TWO = {
     ),
 }
 FOUR = {
+    "1b, 1": Cell("llama-3.2-1b", 2048, 16, 1, FAST),  # what ratios are of
+    "8b, 1, T=4096": Cell("llama-3.1-8b", 4096, 2, 1, RECOMPUTED),
+    "8b, 1, T=131072": Cell("llama-3.1-8b", 131072, 1, 1, {**FAST, "recompute": {}}),
     "1b ddp, 4": Cell("llama-3.2-1b", 2048, 16, 1, {**FAST, "ddp": {}}, 4),
     "1b ddp, 4, no NVLink": Cell("llama-3.2-1b", 2048, 16, 1, {**FAST, "ddp": {}}, 4, env=ALONE),
     "8b fsdp 2, 4": Cell("llama-3.1-8b", 4096, 2, 1, {**RECOMPUTED, "fsdp": {"stage": 2}}, 4),
