@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from optrush.data.batch import Documents
+from optrush.errors import NeedsError
 from optrush.kernels import (
     adamw,
     attention,
@@ -33,6 +34,7 @@ from optrush.peft.adapter import AdapterToggle, place
 from optrush.peft.lora import Lora, Settings, pad_weight
 from optrush.peft.quantized import Form, QuantizedLinear
 from optrush.technique import library
+from optrush.techniques.attention import check_package
 
 from updates import edges
 
@@ -83,6 +85,10 @@ def test_sinks_of_packed_documents(window, compiled):
 @pytest.mark.skipif(library("flash-linear-attention") is None, reason="flash-linear-attention is not installed")
 def test_delta_rule_of_the_package():
     """Values and gradients of packed documents, against chunks in float32."""
+    try:
+        check_package(torch.cuda.get_device_capability())
+    except NeedsError as obstacle:
+        pytest.skip(str(obstacle))
     g = torch.Generator("cuda").manual_seed(0)
     T, starts = 320, [0, 70, 300, 320, 480, 640, 640]
     q, k, v = (torch.randn(2, T, n, 64, device="cuda", generator=g) for n in (2, 2, 4))

@@ -90,7 +90,10 @@ def test_a_linear_multiplies_by_what_its_bytes_stand_for(form, compiled):
     recipe = WeightMap(
         {"x.weight": WeightEntry((640, 256), (("g", 1), ("u", 1)), 320)}, Memory({n: drawn((320, 256)) for n in "gu"})
     )
-    quantize_model(type("Holder", (), {"linears": lambda self: [("x", linear)]})(), recipe, form, None)
+    holder = type(
+        "Holder", (), {"linears": lambda self: [("x", linear)], "named_modules": lambda self: [("x", linear)]}
+    )
+    quantize_model(holder(), recipe, form, None)
     linear.to_empty(device="cuda")
     for name, p in linear.named_parameters(prefix="x"):
         recipe.fill(name, p.detach(), (0,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from optrush.models.hf import load
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.planner import baseline, search
 from optrush.resolve import resolve
-from optrush.techniques.attention import Attention
+from optrush.techniques.attention import Attention, check_package
 
 from memory import supposed, track
 from parity_models import EXPERTS, FAMILIES, compare_isolated, materialise, packed
@@ -205,6 +206,27 @@ def test_what_has_no_way_to_it(technique: str, found: str, ranks: int) -> None:
     device, _ = hardware.parse_hardware("h100")
     with pytest.raises(NeedsError, match=found):
         resolve(shaped("delta", "bf16", "compile", technique, seq=1024, rows=2), device=device, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton", "tilelang", "found"),
+    [
+        ((9, 0), "3.6.0", None, "triton 3.6.0, which compiles the gradients"),
+        ((9, 0), "3.7.0+git1", None, "triton 3.7.0"),
+        ((9, 0), "3.7.1", None, ""),
+        ((9, 0), "3.3.1", None, ""),
+        ((9, 0), "3.6.0", "0.1", ""),
+        ((8, 0), "3.6.0", None, ""),
+        ((10, 0), "3.6.0", None, ""),
+    ],
+)
+def test_a_compiler_that_is_wrong_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], triton: str, tilelang: str | None, found: str
+) -> None:
+    versions = {"flash-linear-attention": "0.6", "triton": triton, "tilelang": tilelang}
+    monkeypatch.setattr("optrush.techniques.attention.library", versions.get)
+    with pytest.raises(NeedsError, match=found) if found else nullcontext():
+        check_package(capability)
 
 
 @pytest.mark.usefixtures("small")

@@ -119,15 +119,33 @@ class Attention(Technique):
         shape = trainer.env.shape
         if shape is not None and shape.delta is not None:
             rule = self._rule(trainer.env)
-            if rule == "fla" and library("flash-linear-attention") is None:
-                found = "the package flash-linear-attention is not installed"
-                do = "python -m pip install 'optrush[fla]', or take attention:delta=plain"
-                raise NeedsError("a delta rule on CUDA", found, do)
+            if rule == "fla":
+                check_package(trainer.env.device.capability)
             from optrush.models.decoder import Decoder
 
             assert isinstance(trainer.model, Decoder), "no other has such a shape"
             trainer.model.set_rule(rule)
         return trainer.model.set_attention(self.impl)
+
+
+def check_package(capability: tuple[int, int]) -> None:
+    """Check that flash-linear-attention is there, and that its gradients are right here.
+
+    Triton 3.4 to 3.7.0 compiles the gradients of gated chunks wrongly for Hopper; with tilelang installed, the package
+    computes them by it. Source: https://github.com/fla-org/flash-linear-attention/issues/640
+
+    Raises:
+        NeedsError: it is not, or they are not.
+    """
+    found, do = "the package flash-linear-attention is not installed", "python -m pip install 'optrush[fla]'"
+    if library("flash-linear-attention") is not None:
+        triton = library("triton") or ""
+        version = tuple(int(n) for n in re.findall(r"\d+", triton)[:3])
+        if capability[0] != 9 or not (3, 4) <= version < (3, 7, 1) or library("tilelang") is not None:
+            return
+        found = f"triton {triton}, which compiles the gradients of flash-linear-attention wrongly for Hopper"
+        do = "python -m pip install tilelang, or take a torch with triton 3.7.1 or newer"
+    raise NeedsError("a delta rule on CUDA", found, f"{do}, or take attention:delta=plain")
 
 
 def _pairs(env: Environment) -> float:
