@@ -189,8 +189,31 @@ def loader() -> str:
     return "\n".join([*text, "", sources("tokenising.jsonl")])
 
 
+BASES = (("1b ddp", "1b, 1"), ("8b", "8b, 1, T=4096"))  # what a cell's speed is compared with, by how its name begins
+
+
+def scaling() -> list[tuple[str, int, float, float | None, float]]:
+    """Return each cell's name, GPUs, tokens/s, those against as many times one GPU, and planned tokens/s.
+
+    Cells that have no run on one GPU with the same micro-batch have no ratio; a pipeline's are smaller.
+    """
+    runs = [*lines("2xh200-cells.jsonl"), *lines("4xh200-cells.jsonl")]
+    speeds = {r["cell"]: r["tokens_per_s"] for r in runs}
+    batches = {r["cell"]: r["config"]["batch"] for r in runs}
+    found = []
+    for r in sorted(runs, key=lambda r: (r["config"]["model"]["shape"], r["ranks"])):
+        name, with_, base = r["cell"], r["config"]["with"], None
+        for start, one in BASES if "lora" not in with_ else ():
+            same = ["seq"] if "pipeline" in with_ else ["seq", "micro_tokens"]
+            if name.startswith(start) and all(batches[one][key] == batches[name][key] for key in same):
+                base = one
+        ratio = speeds[name] / speeds[base] / r["ranks"] if base else None
+        found.append((name, r["ranks"], r["tokens_per_s"], ratio, r["predicted_tokens_per_s"]))
+    return found
+
+
 def gpus() -> str:
-    """Two cards of one host."""
+    """Two and four cards of one host."""
     text = [
         "| model | techniques that matter here | tokens a step | tokens/s | peak GiB a card |",
         "|---|---|---|---|---|",
@@ -203,8 +226,26 @@ def gpus() -> str:
             f"| {r['tokens']:,} | {r['tokens_per_s']:,} | {r['peak_gib']:.1f} |"
         )
     text += ["", "Two H100 of one host, NVLink.", "", sources("2xh100-links.jsonl"), ""]
-    text += ["Two H200 of one host, with what the plan said before:", "", cells.table(RESULTS / "2xh200-cells.jsonl")]
-    return "\n".join([*text, "", sources("2xh200-cells.jsonl")])
+    text += [
+        "Two and four H200 of one host; the ratio is to as many times the speed of one with the same "
+        "micro-batch, half of it in a pipeline:",
+        "",
+        "| cell | GPUs | tokens/s | a GPU | ratio |", "|---|---|---|---|---|",
+    ]  # fmt: skip
+    text += [
+        f"| {name} | {ranks} | {speed:,.0f} | {speed / ranks:,.0f} | {f'{ratio:.3f}' if ratio else ''} |"
+        for name, ranks, speed, ratio, _ in scaling()
+    ]
+    for title, path in (("Two", "2xh200-cells.jsonl"), ("Four", "4xh200-cells.jsonl")):
+        text += [
+            "",
+            f"{title} H200, with what the plan said before:",
+            "",
+            cells.table(RESULTS / path),
+            "",
+            sources(path),
+        ]
+    return "\n".join(text)
 
 
 def long_rows() -> str:

@@ -37,7 +37,9 @@ ROOT = Path(__file__).parent.parent
 LADDER = Path("benchmarks/results/h200-single-gpu")
 PLAIN = Path("benchmarks/results/h200-plain.jsonl")  # in turn with an earlier run of its lower rungs
 CELLS = Path("benchmarks/results/h200-cells.jsonl")
-FURTHER = tuple(Path(f"benchmarks/results/{name}.jsonl") for name in ("h200-cells-kinds", "2xh200-cells"))
+FURTHER = tuple(
+    Path(f"benchmarks/results/{name}.jsonl") for name in ("h200-cells-kinds", "2xh200-cells", "4xh200-cells")
+)
 LAYOUTS = Path("benchmarks/results/h200-data")
 FASTEST = tuple(
     Path(f"benchmarks/results/h200-{name}")

@@ -329,6 +329,39 @@ def gpus() -> Figure:
     return figure
 
 
+def scaling() -> Figure:
+    """Speed of one to four GPUs beside as many times one, of cells with rows as long."""
+    figure, panels = canvas(height=3.4, columns=2)
+    lines = {
+        "1b": {
+            "ddp": ("1b, 1", "1b ddp, 2", "1b ddp, 4"),
+            "ddp, no NVLink": ("1b, 1", "1b ddp, 2, no NVLink", "1b ddp, 4, no NVLink"),
+        },
+        "8b": {
+            "fsdp 3": ("8b, 1, T=4096", "8b fsdp, 2, T=4096", "8b fsdp 3, 4"),
+            "fsdp 2": ("8b, 1, T=4096", None, "8b fsdp 2, 4"),
+            "pipeline": ("8b, 1, T=4096", "8b pipeline, 2, T=4096", "8b pipeline 4, interleaved"),
+        },
+    }
+    runs = {name: (ranks, speed, planned) for name, ranks, speed, _, planned in guide.scaling()}
+    for axis, (title, cuts) in zip(panels, lines.items(), strict=True):
+        one = runs[next(iter(cuts.values()))[0]][1]
+        axis.plot([1, 2, 4], [one, 2 * one, 4 * one], color="#888", lw=0.8, ls="--", label="as many times one")
+        for colour, (name, which) in zip(COLOURS, cuts.items()):
+            found = [runs[cell] for cell in which if cell is not None]
+            axis.plot([n for n, _, _ in found], [y for _, y, _ in found], "o-", color=colour, label=name)
+            axis.plot([n for n, _, _ in found], [y for _, _, y in found], "x", color=colour)
+        axis.plot([], [], "x", color="#888", label="planned")
+        axis.set_title(title, fontsize=10)
+        axis.set_xticks([1, 2, 4])
+        axis.set_xlabel("H200 of one host")
+        axis.set_ylim(0)
+        axis.yaxis.set_major_formatter(lambda y, _: f"{y / 1000:g}k")
+        axis.legend(frameon=False, fontsize=8)
+    panels[0].set_ylabel("tokens/s")
+    return figure
+
+
 def long_rows() -> Figure:
     """The longest row by rung."""
     figure, axis = canvas(height=3.0)
@@ -403,6 +436,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "01-model": model, "02-memory": memory, "03-data": data, "04-rows": rows, "05-precision": precision,
     "06-adapters": adapters, "07-four-bits": four_bits, "08-optimizers": optimizers, "09-compile": compiled,
     "10-attention": attention, "11-kernels": kernels, "12-batch": batch, "13-loader": loader, "14-gpus": gpus,
+    "14-scaling": scaling,
     "15-long-rows": long_rows, "16-preferences": preferences, "17-measuring": measuring, "18-ladder": ladder,
 }  # fmt: skip
 

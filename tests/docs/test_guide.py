@@ -104,7 +104,8 @@ def test_its_pictures_are_what_is_drawn(tmp_path: Path) -> None:
             f"{drawn.name}: run docs/pictures.py"
         )
         assert (GUIDE / drawn.name).stat().st_size < 60_000
-    assert {p.stem for p in found} == {p.stem for p in CHAPTERS} - {"README"}
+    shown = {name for page in CHAPTERS for name in re.findall(r"\]\(([\w-]+)\.png\)", page.read_text("utf-8"))}
+    assert {p.stem for p in found} == shown >= {p.stem for p in CHAPTERS} - {"README"}
 
 
 def test_a_wrong_sum_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
