@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,6 +145,9 @@ TWO = {
     "1b ddp, 2, no NVLink": Cell("llama-3.2-1b", 2048, 16, 1, {**FAST, "ddp": {}}, 2, env=ALONE),
     "1b ddp, 2, no NVLink, no shared memory": Cell("llama-3.2-1b", 2048, 16, 1, {**FAST, "ddp": {}}, 2, env=SLOW),
     "8b fsdp, 2, T=4096": Cell("llama-3.1-8b", 4096, 2, 1, {**RECOMPUTED, "fsdp": {}}, 2),
+    "8b amp fsdp, 2, T=4096": Cell(  # as torchtitan trains: float32 weights
+        "llama-3.1-8b", 4096, 2, 1, {**RECOMPUTED, "bf16": None, "amp": {}, "fsdp": {}}, 2
+    ),
     "8b fsdp, 2, T=8192": Cell("llama-3.1-8b", 8192, 1, 1, {**RECOMPUTED, "fsdp": {}}, 2),
     "8b tensor, 2, T=8192": Cell("llama-3.1-8b", 8192, 1, 2, {**OTHER, "tensor": {}}, 2),
     "8b ulysses, 2, T=65536": Cell(
@@ -290,6 +295,7 @@ def table(path: Path) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     apart: list[float] = []
+    beside: list[float] = []
     for line in path.read_text().splitlines():
         r = json.loads(line)
         start = (
@@ -301,12 +307,31 @@ def table(path: Path) -> str:
         error = r["predicted_peak_bytes"] / r["peak_bytes"] - 1
         apart.append(abs(error))
         speed = r["predicted_tokens_per_s"] / r["tokens_per_s"] - 1
+        beside.append(abs(speed))
         rows.append(
             f"{start} | {r['peak_bytes'] / 2**30:.1f} | {error:+.1%} "
             f"| {r['predicted_tokens_per_s']:,.0f} | {r['tokens_per_s']:,.0f} | {speed:+.0%} |"
         )
-    errors = f"Peaks: median error {statistics.median(apart):.1%}, largest {max(apart):.1%}."
-    return "\n".join([*rows, "", errors])
+    return "\n".join([*rows, "", f"Peaks: {_errors(apart)}. Speeds: {_errors(beside)}."])
+
+
+def _errors(apart: Sequence[float]) -> str:
+    return f"median error {statistics.median(apart):.1%}, largest {max(apart):.1%}"
+
+
+def errors(paths: Iterable[Path]) -> str:
+    """Return in a sentence how far all predictions were off, and those without a layer of experts."""
+    runs = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    runs = [r for r in runs if r["peak_bytes"] and r["tokens_per_s"]]
+    dense = [r for r in runs if not re.match(r"30b-a3b|gpt-oss", r["cell"])]
+    peak, speed = (
+        lambda rs: _errors([abs(r["predicted_peak_bytes"] / r["peak_bytes"] - 1) for r in rs]),
+        lambda rs: _errors([abs(r["predicted_tokens_per_s"] / r["tokens_per_s"] - 1) for r in rs]),
+    )
+    return (
+        f"All {len(runs)} cells: peaks {peak(runs)}; speeds {speed(runs)}. The {len(dense)} without experts: peaks "
+        f"{peak(dense)}; speeds {speed(dense)}."
+    )
 
 
 def main() -> None:

@@ -76,6 +76,18 @@ SAME = {
 }
 
 
+SHOWN = {
+    "1b, 1": "1B, all weights, T=2048",
+    "1b ddp, 2": "the same, ddp",
+    "1b ddp, 4": "the same, ddp",
+    "8b, 1, T=4096": "8B, all weights, T=4096",
+    "8b fsdp, 2, T=4096": "the same, fsdp",
+    "8b fsdp 3, 4": "the same, fsdp",
+    "70b qlora fsdp, 2, T=2048": "70B, QLoRA, T=2048, fsdp",
+    "70b qlora fsdp, 4, T=2048": "70B, QLoRA, T=2048, fsdp",
+}
+
+
 def first_page() -> str:
     """Return the one table of the README: other systems in turn with ours, where they did the same work."""
     rows = [
@@ -84,6 +96,17 @@ def first_page() -> str:
         "as a system comes, with its checkpointing.",
         "",
         *_in_turn(folder for folder in FASTEST if _named(folder) not in BEST),
+        "",
+        "Ours on one, two and four H200 of one host; the ratio is to as many times the speed of one",
+        "([all cuts](docs/guide/14-gpus.md)):",
+        "",
+        "| case | GPUs | tokens/s | ratio |",
+        "|---|---|---|---|",
+        *(
+            f"| {SHOWN[name]} | {ranks} | {speed:,.0f} | {f'{ratio:.2f}' if ratio and ranks > 1 else ''} |"
+            for name, ranks, speed, ratio, _ in sorted(guide.scaling(), key=lambda run: [*SHOWN, run[0]].index(run[0]))
+            if name in SHOWN
+        ),
     ]
     return "\n".join(rows)
 
@@ -135,10 +158,12 @@ def table() -> str:
         "",
         cells.table(ROOT / CELLS),
         "",
-        "Adapters, 4 bits, experts and two GPUs (NVLink), also predicted before they were measured, by the datasheet,",
-        "in one run a cell, beside others on other GPUs of the machine. Records:",
+        "Adapters, 4 bits, experts, two and four GPUs (NVLink), also predicted before they were measured, by a",
+        "datasheet, in one run a cell, beside others on other GPUs of the machine. Records:",
         ", ".join(f"[{path.name}](../{path})" for path in FURTHER) + ".",
         *(line for path in FURTHER for line in ("", cells.table(ROOT / path))),
+        "",
+        cells.errors([ROOT / path for path in (CELLS, *FURTHER)]),
         "",
         "Two figures of the plan were mended or fitted by this table since: the loss of one chunk, and the rates of",
         "experts (now 2 to 22 % too fast here). *earlier*: before windows and sinks without a mask, FlashAttention 4,",
