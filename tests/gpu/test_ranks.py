@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from optrush.models.tiny import write_tiny
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,13 +42,29 @@ def train(folder: Path, *flags: str) -> list[dict[str, float]]:
 
 
 @pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model's folder with eight experts in each block."""
+    folder = tmp_path_factory.mktemp("experts")
+    write_tiny(folder)
+    sizes = json.loads((folder / "config.json").read_text())
+    kept = ("_size", "_heads", "_layers", "_token_id", "_embeddings")
+    sizes = {key: value for key, value in sizes.items() if key.endswith(kept)}
+    config = AutoConfig.for_model(
+        "qwen3_moe", **sizes, head_dim=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     return train(tmp_path_factory.mktemp("alone"))
 
 
 AXES = [
     "ddp", "fsdp", "fsdp:stage=2", "fsdp:sync=each", "tensor", "tensor:sequence=true", "pipeline",
-    "pipeline:schedule=interleaved", "context ddp", "context:kind=gather fsdp",
+    "pipeline:schedule=interleaved", "pipeline:schedule=zero-bubble", "context ddp", "context:kind=gather fsdp",
     "deepspeed:stage=2", "deepspeed:stage=3",
 ]  # fmt: skip
 
@@ -61,6 +80,20 @@ def test_float32(withs: str, alone: list[dict[str, float]], tmp_path: Path) -> N
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
         assert (b["tokens"], b["target_tokens"]) == (a["tokens"], a["target_tokens"])
+
+
+@pytest.mark.parametrize(
+    ("case", "withs"), [("experts", "fsdp experts"), ("experts", "ddp experts"), ("rows", "context:kind=ring fsdp")]
+)
+def test_float32_otherwise(case: str, withs: str, experts: Path, tmp_path: Path) -> None:
+    """What needs another model, or rows of one document."""
+    (tmp_path / "one").mkdir()
+    flags = {"experts": ["--set", f"model={experts}"], "rows": ["--without", "packing"]}[case]
+    named = [text for name in withs.split() for text in ("--with", name)]
+    alone, found = train(tmp_path / "one", *flags), train(tmp_path, "--ranks", "2", *flags, *named)
+    for a, b in zip(alone, found, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "amp", "amp:dtype=fp16"])
