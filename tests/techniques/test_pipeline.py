@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from optrush.planner import baseline, cost
 from optrush.planner.ledger import line_bytes
 from optrush.resolve import resolve
 from optrush.techniques import ALL
-from optrush.techniques.pipeline import CLASSES, Pipeline
+from optrush.techniques.pipeline import CLASSES, Pipeline, _balanced, head_in_blocks
 from optrush.trainer.trainer import evaluate
 
 from golden import make_golden
@@ -27,7 +28,7 @@ ONE = {"pipeline": {}}
 TWICE, ZERO = {"pipeline": {"schedule": "interleaved"}}, {"pipeline": {"schedule": "zero-bubble"}}
 LORA = {"lora": {"rank": 4}}
 QLORA = {"nf4": {}} | LORA
-ALIKE = ("train.log_every=1",)  # says nothing new: compared with one process, there is no list of four layers
+ALIKE = ("train.log_every=1",)  # says nothing new: compared with one process, there is no list of five layers
 HALF = 0.08  # of a largest gradient: on so small a model one process in bfloat16 is 0.04 from float32
 TWO = [
     MeshCase(2, ONE | {"recompute": {}, "fused-loss": {"chunk": 5}, "attention": {}}, "chat"),
@@ -42,6 +43,7 @@ FOUR = [
     MeshCase(4, ONE | {"tensor": {}}, "tied"),
     MeshCase(4, ONE | {"context": {}, "ddp": {}}),
 ]
+# Five blocks: no stages have as many each.
 DEEP_TWO = [
     MeshCase(2, TWICE | QLORA, "tied", packed=False, base=QLORA),
     MeshCase(2, ZERO | {"recompute": {}}, "tied", sets=ALIKE),
@@ -56,10 +58,10 @@ DEEP_FOUR = [
 
 @pytest.fixture(scope="module")
 def deep(box, tmp_path_factory):
-    """The golden folders with models of four layers."""
+    """The golden folders with models of five layers."""
     made = tmp_path_factory.mktemp("deep")
     for name in ("tied", "untied"):
-        make_golden.write_model(made / name, name == "tied", num_hidden_layers=4)
+        make_golden.write_model(made / name, name == "tied", num_hidden_layers=5)
     for file in box.glob("*.jsonl"):
         shutil.copyfile(file, made / file.name)
     return made
@@ -81,7 +83,7 @@ def test_two_stages_a_rank_are_one_process(deep, pair, reference, case):
 
 
 @pytest.mark.parametrize("case", further(DEEP_FOUR, 1), ids=str)
-def test_four_blocks_on_four_ranks_are_one_process(deep, quad, reference, case):
+def test_five_blocks_on_four_ranks_are_one_process(deep, quad, reference, case):
     prove(deep, quad, case, reference)
 
 
@@ -128,6 +130,28 @@ def test_a_checkpoint_goes_on_in_another_mesh(box, pair, quad, tmp_path):
     )
     train(box, fresh, {}, None, "tied")
     follows(pair(train, box, tmp_path / "back", ONE, saved(fresh), "tied")[0], "tied", first=5)
+
+
+class Even(Pipeline):
+    """Blocks cut by their number, as long as any stage is as good as another."""
+
+    def stages(self, env):
+        n, L = self.size * self.each, env.blocks
+        return [range(i * L // n, (i + 1) * L // n) for i in range(n)]
+
+
+EVEN = tuple(Even if cls is Pipeline else cls for cls in ALL)
+
+
+def test_a_checkpoint_goes_on_under_another_split(deep, pair, tmp_path):
+    """Saved by ranks of 2 and 3 blocks; gone on with by ranks of 3 and 2, in one stage each and in two."""
+    cut = tmp_path / "cut"
+    lines = pair(train, deep, cut, ONE, None, "tied", EVEN)[0][4:]
+    for name, with_ in (("other", ONE), ("stages", TWICE)):
+        found = pair(train, deep, tmp_path / name, with_, saved(cut), "tied")[0]
+        assert [line["step"] for line in found] == [line["step"] for line in lines]
+        for key in ("loss", "grad_norm"):
+            assert [line[key] for line in found] == pytest.approx([line[key] for line in lines], rel=1e-5), name
 
 
 def test_exports_are_those_of_one_process(box, pair, tmp_path):
@@ -235,6 +259,64 @@ def test_rounds_of_an_interleaved_schedule(deep):
         assert "5 micro-batches" in error.value.found and "batch.tokens to 384" in error.value.do
 
 
+# How blocks are split.
+
+
+def splits(blocks, stages):
+    """All numbers of blocks of the stages."""
+    cuts = itertools.combinations(range(1, blocks), stages - 1)
+    return [tuple(b - a for a, b in itertools.pairwise((0, *cut, blocks))) for cut in cuts]
+
+
+def judged(t, counts, head):
+    """The blocks' work of the busiest rank, what is kept on the fullest, and each rank's longest stage."""
+    costs = [*counts[:-1], counts[-1] + head]
+    held = [sum(counts[i] for i in t.mine(r)) for r in range(t.size)]
+    kept = [n * t.in_flight(r, 4 * t.size) for r, n in enumerate(held)]
+    stages = [max(costs[i] for i in t.mine(r)) for r in range(t.size)]
+    return max(sum(costs[i] for i in t.mine(r)) for r in range(t.size)), max(kept), held, stages
+
+
+@pytest.mark.parametrize("schedule", list(CLASSES))
+def test_no_split_is_better(schedule):
+    """Of all that there are the busiest rank has least, then the fullest rank least, then no stage could be shorter."""
+    for size in (2, 3, 4):
+        t = Pipeline(size, schedule)
+        least = size * t.each
+        for blocks, head in itertools.product((least, least + 1, least + 3, 12), (0.0, 0.16, 1.0, 2.24, 9.5)):
+            counts = _balanced(t, blocks, head)
+            every = {one: judged(t, one, head) for one in splits(blocks, least)}
+            assert counts in every, f"{counts} are not {blocks} blocks"
+            *found, held, stages = every[counts]
+            assert found == min(worst[:2] for worst in map(list, every.values())), (size, blocks, head, counts)
+            alike = [worst[3] for worst in every.values() if worst[2] == held]
+            assert all(mine <= other for one in alike for mine, other in zip(stages, one)), (counts, stages)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "wanted"),
+    [
+        ("llama-3.1-8b", "size=2", [17, 15]),
+        ("llama-3.1-8b", "size=4", [8, 9, 9, 6]),
+        ("llama-3.1-8b", "size=4,schedule=interleaved", [4, 4, 4, 4, 4, 5, 5, 2]),
+        ("llama-3.1-8b", "size=2,schedule=zero-bubble", [9, 8, 9, 6]),
+        ("llama-3.2-1b", "size=2", [10, 6]),
+        ("mistralai/Mistral-7B-v0.1", "size=2", [16, 16]),
+    ],
+)
+def test_the_head_counts_as_blocks(shape, options, wanted):
+    """As many as by the FLOPs of the plan of one GPU."""
+    size = int(options[5])
+    resolved = resolve(shaped(shape, f"pipeline:{options}", rows=1, seq=4096, windows=8), ranks=size)
+    (t,) = (t for t in resolved.techniques if isinstance(t, Pipeline))
+    assert [len(stage) for stage in t.stages(resolved.env)] == wanted
+    alone = resolve(shaped(shape, "bf16", "attention", rows=1, seq=4096), ranks=1, device=NAMED["h100"])
+    (book,) = baseline.books(alone.techniques, alone.env, alone.env.shape, 0.0)
+    flop = {work.name: work.flop * work.times for work in book.work if work.flop and not work.gone}
+    head = flop.pop("head.products")
+    assert head_in_blocks(alone.env) == pytest.approx(head * alone.env.blocks / sum(flop.values()))
+
+
 # What it predicts.
 
 
@@ -263,8 +345,12 @@ def orders(t, many):
 LENGTH = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
-def waiting(t, passes):
-    """The share of the time in which a rank waits, each pass begun as soon as what it needs is there."""
+def waiting(t, passes, costs=None):
+    """The share of the time in which the busiest rank waits, each pass begun as soon as what it needs is there.
+
+    costs: of the stages; None: all alike.
+    """
+    costs = costs or [1.0] * t.size * t.each
     last, done, at, clock = t.size * t.each - 1, {}, dict.fromkeys(passes, 0), dict.fromkeys(passes, 0)
     while any(at[rank] < len(passes[rank]) for rank in passes):
         before = len(done)
@@ -276,11 +362,11 @@ def waiting(t, passes):
                     first = None if kind == "F" else ("F", stage, number)
                 if first is not None and first not in done:
                     break
-                clock[rank] = max(clock[rank], done.get(first, 0)) + LENGTH[kind]
+                clock[rank] = max(clock[rank], done.get(first, 0)) + LENGTH[kind] * costs[stage]
                 done["B" if kind in "BI" else kind, stage, number] = clock[rank]
                 at[rank] += 1
         assert len(done) > before, "each waits for another"
-    busy = sum(LENGTH[kind] for kind, *_ in passes[0])
+    busy = max(sum(LENGTH[kind] * costs[stage] for kind, stage, _ in mine) for mine in passes.values())
     return 1 - busy / max(clock.values())
 
 
@@ -298,6 +384,35 @@ def test_what_is_under_way_and_how_long_ranks_wait_is_torchs_order(schedule):
                     most = max(most, held)
                 full = schedule != "zero-bubble" or many > size  # it begins with fewer on its first ranks
                 assert (most / t.each == t.in_flight(rank, many)) if full else (most / t.each <= size), (size, many)
+
+
+@pytest.mark.parametrize("schedule", list(CLASSES))
+def test_how_long_the_busiest_rank_waits_for_shorter_ones_is_torchs_order(schedule):
+    for size, blocks, head in ((2, 32, 2.24), (4, 32, 2.24), (2, 16, 3.9), (3, 80, 0.6), (8, 64, 1.2)):
+        t = Pipeline(size, schedule)
+        costs = list(map(float, _balanced(t, blocks, head)))
+        costs[-1] += head
+        ranks = [sum(costs[i] for i in t.mine(r)) for r in range(size)]
+        others = (sum(ranks) - max(ranks)) / (size - 1) / max(ranks)
+        for many in (2 * size, 4 * size):
+            found = waiting(t, orders(t, many), costs)
+            assert t.bubble(many, others) == pytest.approx(found, abs=0.03), (size, many, head)
+
+
+@pytest.mark.parametrize("schedule", list(CLASSES))
+def test_no_split_is_much_faster_in_torchs_order(schedule):
+    """Of a few blocks, where one more or less is much; even numbers take a tenth longer, or more."""
+
+    def seconds(counts):
+        costs = [*map(float, counts[:-1]), counts[-1] + 2.24]
+        busiest = max(sum(costs[i] for i in t.mine(r)) for r in range(t.size))
+        return busiest / (1 - waiting(t, passes, costs))
+
+    t = Pipeline(3, schedule)
+    passes = orders(t, 9)
+    best = min(map(seconds, splits(12, 3 * t.each)))
+    assert seconds(_balanced(t, 12, 2.24)) < 1.03 * best
+    assert seconds([4 // t.each] * 3 * t.each) > 1.1 * best
 
 
 def held(box, with_):
@@ -335,7 +450,10 @@ def test_the_ranks_do_the_work_of_one_and_wait():
 
     assert sum(map(flop, books)) == pytest.approx(flop(alone))
     waits = [next(w.waiting for w in book.work if w.name == "bubble") for book in books]
-    assert waits == [3 / 11] * 4
+    works = [flop(book) for book in books]
+    assert max(works) < 1.06 * sum(works) / 4, "no rank does much more than the others"
+    for work, waits_ in zip(works, waits, strict=True):  # 8 micro-batches of its own, and one of each of the others
+        assert waits_ == pytest.approx((sum(works) - work) / (sum(works) + 7 * work), rel=0.01)
     peaks = [cost.peak_memory(book, 2048).bytes for book in books]
     assert max(peaks) == peaks[0] > peaks[1] > peaks[2], "the first rank has the most micro-batches under way"
     assert peaks[0] < cost.peak_memory(alone, 2048).bytes

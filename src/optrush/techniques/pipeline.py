@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -24,8 +26,9 @@ CLASSES = {
 class Pipeline(Technique):
     """Gives each of `size` ranks some of the blocks; the first has the embedding, the last the norm and the head.
 
+    Which blocks follows from the FLOPs of the head and of a block, so that the rank with most work has least.
     1f1b: a stage a rank; each runs one forward and one backward pass in turn as soon as it can.
-    interleaved: two stages a rank, each half as many blocks, so that the first pass reaches the last rank sooner.
+    interleaved: two stages a rank, each half as long, so that the first pass reaches the last rank sooner.
     zero-bubble: two stages a rank, laid out as a V; gradients of weights are computed where a rank would wait.
 
     Source: Narayanan et al., https://arxiv.org/abs/2104.04473; zero-bubble: Qi et al.,
@@ -63,10 +66,10 @@ class Pipeline(Technique):
             return rank, 2 * self.size - 1 - rank
         return tuple(range(rank, self.size * self.each, self.size))
 
-    def blocks(self, number: int, blocks: int) -> range:
-        """Return the blocks of a stage."""
-        stages = self.size * self.each
-        return range(number * blocks // stages, (number + 1) * blocks // stages)
+    def stages(self, env: Environment) -> list[range]:
+        """Return the blocks of each stage, which no more than model, length of rows and options decide."""
+        counts = _balanced(self, env.blocks, head_in_blocks(env))
+        return [range(*ends) for ends in pairwise(accumulate(counts, initial=0))]
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         n, stages = self.size, self.size * self.each
@@ -98,23 +101,26 @@ class Pipeline(Technique):
             return min(2 * m, m // rounds + 2 * (n - 1 - rank) + 1) / 2
         return min(m, n - rank if self.schedule == "1f1b" else n)
 
-    def bubble(self, accumulation: int) -> float:
+    def bubble(self, accumulation: int, others: float = 1.0) -> float:
         """Return the share of a window in which a rank waits for the others.
 
         A stage's backward pass takes as long as two forward passes; of zero-bubble, each of its halves as long as one.
+
+        Args:
+            others: time of a micro-batch on another rank, on average, over that on this one.
         """
         work = {"1f1b": 1, "interleaved": 2, "zero-bubble": 6}[self.schedule] * accumulation
         idle = self.size - 1
         if self.schedule == "zero-bubble":  # which fills with 2 p - 1 micro-batches
             idle += max(0, 2 * self.size - 1 - accumulation)
-        return idle / (work + idle)
+        return others * idle / (work + others * idle)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         """Yield what the rank `env.pp_rank` of the pipeline holds and does, what it receives and how long it waits."""
-        L, m, rank = env.blocks, env.accumulation, env.pp_rank
-        numbers, last = self.mine(rank), self.size * self.each - 1
-        held = sum(len(self.blocks(number, L)) for number in numbers)
-        begins, ends = 0 in numbers, last in numbers
+        L, m, rank, stages = env.blocks, env.accumulation, env.pp_rank, self.stages(env)
+        numbers = self.mine(rank)
+        held = sum(len(stages[number]) for number in numbers)
+        begins, ends = 0 in numbers, len(stages) - 1 in numbers
         yield cut("*", "pp", L / held, f"a rank holds {held} of {L} blocks", in_blocks=True)
         flight = self.in_flight(rank, m)
         why = f"{flight:g} micro-batches are under way"
@@ -135,7 +141,9 @@ class Pipeline(Technique):
             WorkItem("sent.backward", "their gradients to the stage before", "token", unit="link", values=D * receives,
                      role="residual", awaited=True),
         )  # fmt: skip
-        share = self.bubble(m)
+        head = head_in_blocks(env)
+        own = held + head * ends
+        share = self.bubble(m, (L + head - own) / (self.size - 1) / own)
         why = f"{share:.0%} of a window's time: {self.size} ranks, {m} micro-batches, {self.schedule}"
         yield add(WorkItem("bubble", why, "micro", waiting=share))
 
@@ -195,12 +203,51 @@ class Pipeline(Technique):
 
         model, world = trainer.model, trainer.world
         assert isinstance(model, Decoder), "needs admits no other"
-        mine = {number: self.blocks(number, len(model.blocks)) for number in self.mine(world.at("pp"))}
+        stages = self.stages(trainer.env)
+        mine = {number: stages[number] for number in self.mine(world.at("pp"))}
         tied = bool(model.ties) and self.schedule != "zero-bubble"  # which has both ends on one rank
         parts = pipeline.split_model(model, mine)
-        run = pipeline.Pipeline(trainer, parts, self.size * self.each, *CLASSES[self.schedule])
+        run = pipeline.Pipeline(trainer, parts, len(stages), *CLASSES[self.schedule])
         if tied:
             run.tie("embedding.weight")
         trainer.fsdp_roots = [*parts]
         trainer.forward_backward, trainer.eval_loss = run.forward_backward, run.eval_loss
         return len(parts)
+
+
+def head_in_blocks(env: Environment) -> float:
+    """Return the FLOPs of the head's product over those of a block: its products, and attention at this length."""
+    s = env.shape
+    if s is None or env.scored:
+        return 0.0
+    head = s.width * s.vocab  # multiplications of a token, as all that follows
+    attention = env.seq / 2 * (s.heads * s.head_width + s.attended_width) * s.attention_layers
+    return s.layers * head / (s.matrix_parameters - head + attention)
+
+
+@lru_cache(256)  # a search repeats it for each of its sets
+def _balanced(t: Pipeline, blocks: int, head: float) -> tuple[int, ...]:
+    """Return the number of blocks of each stage, at least 1.
+
+    The largest sum of a rank is least, where the head counts as `head` blocks of the last stage. Of such splits, the
+    rank that keeps the most saved blocks, over all micro-batches under way, keeps the fewest. Of a rank's two stages
+    the larger one is least.
+    """
+    n, each, last = t.size, t.each, t.size * t.each - 1
+    rank = next(r for r in range(n) if last in t.mine(r))
+    possible = range(each, blocks - each * (n - 1) + 1)  # blocks of the rank with the head
+    largest = min(max(k + head, -(-(blocks - k) // (n - 1))) for k in possible)
+    most = [int(largest)] * n
+    most[rank] = max(k for k in possible if k + head <= largest)
+    held = [each] * n
+    for _ in range(blocks - each * n):
+        able = (r for r in range(n) if held[r] < most[r])
+        held[min(able, key=lambda r: ((held[r] + 1) * t.in_flight(r, 2 * n), -r))] += 1
+    counts = [0] * (last + 1)
+    for r, whole in enumerate(held):
+        first, *second = t.mine(r)
+        later = head * (r == rank)
+        counts[first] = min(range(1, whole), key=lambda k: max(k, whole - k + later)) if second else whole
+        for number in second:
+            counts[number] = whole - counts[first]
+    return tuple(counts)
