@@ -236,6 +236,17 @@ def gpus() -> str:
         f"| {name} | {ranks} | {speed:,.0f} | {speed / ranks:,.0f} | {f'{ratio:.3f}' if ratio else ''} |"
         for name, ranks, speed, ratio, _ in scaling()
     ]
+    titan = lines("2xh200-torchtitan.jsonl")[0]
+    ours = next(r for r in lines("2xh200-cells.jsonl") if r["cell"] == titan["beside"])
+    each, theirs = ours["tokens_per_s"] / ours["ranks"], statistics.median(titan["tokens_per_s_gpu"])
+    text += [
+        "",
+        f"In turn with `{ours['cell']}` on one machine: {titan['system']}, as many rows: {theirs:,.0f} tokens/s a GPU",
+        f"and {titan['reserved_gib']:.1f} GiB (reserved), ours {each:,.0f} and {gib(ours['peak_bytes'])} (allocated):",
+        f"{each / theirs:.2f}.",
+        "",
+        sources("2xh200-torchtitan.jsonl"),
+    ]
     for title, path in (("Two", "2xh200-cells.jsonl"), ("Four", "4xh200-cells.jsonl")):
         text += [
             "",

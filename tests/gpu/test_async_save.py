@@ -29,7 +29,9 @@ def test_the_copy_is_of_the_step_that_was_saved(tmp_path: Path) -> None:
     tensors = {n: torch.zeros(s, device=DEVICE, dtype=kinds.get(n, torch.float32)) for n, s in SHAPES.items()}
     trained = [TrainedParam(name, nn.Parameter(t), True) for name, t in tensors.items()]
     optimizer = AdamW(trained, config.optim, fused=False)
-    job: Any = SimpleNamespace(config=config, world=World(0, 1, DEVICE), trained=trained, optimizer=optimizer, state={})
+    job: Any = SimpleNamespace(
+        config=config, world=World(0, 1, DEVICE), trained=trained, optimizer=optimizer, state={}, counts=lambda t: True
+    )
     saver, results = Saver(job), []
     saver.settled = lambda step, failure: results.append((step, failure))
     assert saver.host is not None and saver.host.page.is_pinned() == (DEVICE.type == "cuda")

@@ -150,13 +150,14 @@ def test_packed_documents_equal_each_alone(withs):
 def test_another_token_changes_nothing_of_the_others(withs):
     """Forward to the bit; backward within twice what equal runs differ by, for some kernels add in any order.
 
-    Eight of them: mostly two are equal to the bit, and now and then one entry falls on the other side of a rounding.
+    Eight of them: mostly two are equal to the bit, and now and then one entry falls on the other side of a rounding, by
+    less than a millionth of the largest.
     """
     before, after, grads = disturbed(*packed_batch(*withs), equal=8)
     assert torch.equal(before, after)
     for name, (one, *again, other) in grads.items():
         noise = max((one.float() - more.float()).abs().max() for more in again)
-        assert (one.float() - other.float()).abs().max() <= 2 * noise, name
+        assert (one.float() - other.float()).abs().max() <= 2 * noise + 1e-6 * one.float().abs().max(), name
 
 
 @pytest.mark.parametrize("withs", PATHS[:4], ids="+".join)

@@ -86,14 +86,16 @@ def test_float32(withs: str, alone: list[dict[str, float]], tmp_path: Path) -> N
     ("case", "withs"), [("experts", "fsdp experts"), ("experts", "ddp experts"), ("rows", "context:kind=ring fsdp")]
 )
 def test_float32_otherwise(case: str, withs: str, experts: Path, tmp_path: Path) -> None:
-    """What needs another model, or rows of one document."""
+    """What needs another model; or rows of one document, and products in 16 bits."""
     (tmp_path / "one").mkdir()
-    flags = {"experts": ["--set", f"model={experts}"], "rows": ["--without", "packing"]}[case]
+    rows = ["--without", "packing", "--with", "bf16", "--with", "attention:impl=varlen"]
+    flags = {"experts": ["--set", f"model={experts}"], "rows": rows}[case]
     named = [text for name in withs.split() for text in ("--with", name)]
     alone, found = train(tmp_path / "one", *flags), train(tmp_path, "--ranks", "2", *flags, *named)
+    of_losses, of_norms = {"experts": (1e-5, 1e-4), "rows": (5e-3, 3e-2)}[case]
     for a, b in zip(alone, found, strict=True):
-        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
-        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
+        assert b["loss"] == pytest.approx(a["loss"], rel=of_losses)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=of_norms)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "amp", "amp:dtype=fp16"])
