@@ -266,7 +266,7 @@ def test_a_run_with_stored_tokens(folder, tmp_path, no_second_pass, monkeypatch)
     monkeypatch.setattr(stored_tokens, "FILE_BYTES", 2**16)
     undrawn(monkeypatch)
     sets = [f"data.eval={folder}/held.jsonl", "train.save_every=2", f"data.max_samples={3 * PER_STEP // 2}"]
-    sets += ["train.keep=9", "train.export=false", f"output={tmp_path}/live"]
+    sets += ["train.keep=9", "train.steps=5", "train.export=false", f"output={tmp_path}/live"]
     live = distill_run(folder, packed=True, sets=sets)
     config = stored(live, tmp_path, resolve(live).env.vocab)
     first, again = (config.model_copy(update={"output": str(tmp_path / name)}) for name in ("first", "again"))
@@ -287,7 +287,7 @@ def trained(config: Config, **how: Any) -> list[dict[str, Any]]:
 
 def test_overfit_stores_nothing(folder, tmp_path):
     config = stored(distill_run(folder, packed=True), tmp_path, K)
-    result = run_overfit(resolve(config), 1, 20)
+    result = run_overfit(resolve(config), 1, 6)
     assert result.steps >= 2 and result.loss < result.first_loss and not (tmp_path / "teacher").exists()
 
 
