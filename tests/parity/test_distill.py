@@ -24,7 +24,7 @@ from optrush.planner import search
 from optrush.resolve import check_teacher, resolve
 from optrush.technique import Part
 from optrush.trainer import run as fit
-from optrush.trainer import teacher
+from optrush.trainer import teacher as other_model
 from optrush.trainer.dry_run import dry_run, dry_run_text
 from optrush.trainer.overfit import run_overfit
 from optrush.trainer.trainer import evaluate
@@ -231,7 +231,7 @@ def no_second_pass(monkeypatch):
     def loaded(*_: Any) -> None:
         raise AssertionError("the teacher was loaded")
 
-    return lambda: monkeypatch.setattr(teacher, "load_teacher", loaded)
+    return lambda: monkeypatch.setattr(other_model, "load_teacher", loaded)
 
 
 @pytest.mark.parametrize(
@@ -360,7 +360,7 @@ def test_what_stored_tokens_cannot_serve(folder, tmp_path, sets, with_, k, messa
 
 
 def test_a_full_disk_is_refused_before_the_pass(folder, tmp_path, no_second_pass, monkeypatch):
-    monkeypatch.setattr(teacher, "free_space", lambda path: (path, 10))
+    monkeypatch.setattr(other_model, "free_space", lambda path: (path, 10))
     no_second_pass()
     with pytest.raises(DataError, match="10 free"):
         assembled(stored(distill_run(folder), tmp_path, K))
@@ -370,7 +370,7 @@ def test_a_pass_without_memory_is_an_error_of_three_lines(folder, tmp_path, monk
     def likeliest(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(teacher, "likeliest", likeliest)
+    monkeypatch.setattr(other_model, "likeliest", likeliest)
     with pytest.raises(NeedsError, match="smaller teacher"):
         assembled(stored(distill_run(folder), tmp_path, K))
 
