@@ -306,6 +306,7 @@ class Distill(StrictModel):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     alpha: Annotated[float, Field(ge=0, lt=1)] = 0.0  # share of the next-token loss
     chunk: Annotated[int, Field(ge=1)] = 1024  # tokens whose logits are in memory at once
+    store: Annotated[int, Field(ge=1)] | None = None  # likeliest tokens that are stored of a target; None: it runs live
 
 
 # Objectives with settings of their own, under their own name.

@@ -14,7 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from optrush import hardware
-from optrush.config import ADAPTER_LR, JUDGED, METHODS, SECTIONS, Config, Dpo, refuse_secrets, spelled_out, with_method
+from optrush.config import (
+    ADAPTER_LR,
+    JUDGED,
+    METHODS,
+    SECTIONS,
+    Config,
+    Distill,
+    Dpo,
+    refuse_secrets,
+    spelled_out,
+    with_method,
+)
 from optrush.errors import ConfigError, NeedsError
 from optrush.hardware import Device
 from optrush.launch import launched
@@ -116,7 +127,7 @@ def resolve(
         shape=shape, sdpa_obstacle=None if native else sdpa_obstacle(hf),
         spec=ModelSpec(grouped_heads=known is None or known.kv_heads < known.heads), paired=config.paired,
         reference=config.referenced.reference if config.referenced else None, axes=axes,
-        scored=config.scored, teacher=None if teacher is None else _sizes(config, teacher[1]),
+        scored=config.scored, teacher=None if teacher is None else _sizes(config, teacher[1], text),
     )  # fmt: skip
     if automatic:
         env = dataclasses.replace(env, micro_rows=choose_micro_batch(techniques, env, hf))
@@ -193,6 +204,8 @@ def check_fields(config: Config) -> None:
     if config.distill is not None and config.distill.teacher is None:
         do = "name a Hugging Face folder or hub id: distill: {teacher: ...}"
         raise ConfigError("`distill.teacher`", "none is named", do)
+    if config.distill is not None and config.distill.store is not None:
+        _check_store(config.distill, d.stream)
     if d.random is not None:
         if config.objective not in ("pretrain", "distill"):
             asked = f"`objective: {config.objective}` on `data.random`"
@@ -211,6 +224,17 @@ def check_fields(config: Config) -> None:
         raise ConfigError("`data.stream`", "no `data.path` to read from", "leave data.stream out")
     if d.clean is not None and d.path is None:
         raise ConfigError("`data.clean`", "no `data.path` to clean", "leave data.clean out")
+
+
+def _check_store(settings: Distill, stream: bool) -> None:
+    """Raise ConfigError for a teacher whose stored probabilities cannot serve the run."""
+    asked = f"`distill.store: {settings.store}`"
+    if settings.divergence == "reverse":
+        found = "`divergence: reverse`, which weighs every token by the model's own probability: few of them are stored"
+        raise ConfigError(asked, found, "take divergence: forward, or leave store out")
+    if stream:
+        found = "`data.stream`, whose rows are not read before step 0"
+        raise ConfigError(asked, found, "leave data.stream out, or leave store out")
 
 
 def check_pairs(config: Config) -> None:
@@ -239,18 +263,22 @@ def check_pairs(config: Config) -> None:
         raise ConfigError("`dpo.reference: precomputed`", found, "leave data.stream out, or take reference: adapter")
 
 
-def _sizes(config: Config, hf: dict[str, Any]) -> Teacher:
+def _sizes(config: Config, hf: dict[str, Any], student: dict[str, Any]) -> Teacher:
     """Return what the plan needs of a teacher.
 
     Raises:
-        ConfigError: its table of positions is shorter than the rows.
+        ConfigError: its table of positions is shorter than the rows, or the vocabulary smaller than what is stored.
     """
     refuse_foreign(hf)
     assert config.distill is not None
     known = ModelShape.read(hf) if native_obstacle(hf) is None else None
     if known is None:
         check_positions(text_config(hf), config.batch.seq, f"`batch.seq: {config.batch.seq}`, `distill.teacher`")
-    return Teacher(known, 2 if config.distill.dtype == "bfloat16" else 4, config.distill.chunk)
+    asked, vocab = config.distill.store, min(int(of.get("vocab_size") or 0) for of in (text_config(hf), student))
+    if asked is not None and asked > vocab:
+        found = f"a vocabulary of {vocab}"
+        raise ConfigError(f"`distill.store: {asked}`", found, "take fewer: 64 is usual")
+    return Teacher(known, 2 if config.distill.dtype == "bfloat16" else 4, config.distill.chunk, asked)
 
 
 def check_teacher(env: Environment) -> None:

@@ -142,6 +142,12 @@ class Teacher:
     shape: ModelShape | None  # of a family of our own decoder
     width_bytes: int  # of a weight
     chunk: int  # tokens whose logits are in memory at once
+    stored: int | None = None  # its likeliest tokens of each target, read from files; None: it runs in each step
+
+    @property
+    def record_bytes(self) -> int:
+        """Return the bytes of a target's stored tokens: their numbers, their log-probabilities and the others'."""
+        return 0 if self.stored is None else 4 * self.stored + self.width_bytes * (self.stored + 1)
 
 
 @dataclass(frozen=True)

@@ -12,21 +12,26 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from meshes import further
 from optrush.config import Config
-from optrush.errors import ConfigError, NeedsError
+from optrush.data import stored_tokens
+from optrush.errors import ConfigError, DataError, NeedsError
 from optrush.objectives import LESSONS
 from optrush.planner import search
 from optrush.resolve import check_teacher, resolve
 from optrush.technique import Part
 from optrush.trainer import run as fit
+from optrush.trainer import teacher as other_model
+from optrush.trainer.dry_run import dry_run, dry_run_text
+from optrush.trainer.overfit import run_overfit
 from optrush.trainer.trainer import evaluate
 
 from golden import make_golden
-from golden.make_golden import CASES
-from trials import apart, assembled, golden_run, published, steps
+from golden.make_golden import CASES, PER_STEP
+from trials import apart, assembled, golden_run, published, steps, undrawn
 
 CLOSE = 1e-5
 BLENDS = {
@@ -62,8 +67,13 @@ def distill_run(
 
 
 @cache
-def wanted(box: Path, case: str, blend: str) -> tuple[float, dict[str, torch.Tensor], list[float]]:
-    """Loss, gradients and metrics of the first step in float64, documents one at a time."""
+def wanted(
+    box: Path, case: str, blend: str, k: int | None = None
+) -> tuple[float, dict[str, torch.Tensor], list[float]]:
+    """Loss, gradients and metrics of the first step in float64, documents one at a time.
+
+    k: only the teacher's k likeliest tokens are known, and all others are one class.
+    """
     of = {"divergence": "forward", **BLENDS[blend]}
     folder, path = make_golden.places(box, CASES[case])
     student = make_golden.open_model(folder).double()
@@ -80,6 +90,12 @@ def wanted(box: Path, case: str, blend: str) -> tuple[float, dict[str, torch.Ten
             t = teacher(input_ids=ids[None], use_cache=False).logits[0, :-1, :V][learnt]
         labels = ids[1:][learnt]
         log_p, log_q = (y / tau).log_softmax(-1), (t / tau).log_softmax(-1)
+        if k is not None:
+            top = log_q.topk(k, -1).indices
+            log_p, log_q = (
+                torch.cat((x.gather(1, top), (1 - x.exp().gather(1, top).sum(-1, keepdim=True)).log()), -1)
+                for x in (log_p, log_q)
+            )
         one, other = (log_q, log_p) if of["divergence"] == "forward" else (log_p, log_q)
         kl = (one.exp() * (one - other)).sum(-1)
         ce = -y.log_softmax(-1).gather(1, labels[:, None])[:, 0]
@@ -92,10 +108,21 @@ def wanted(box: Path, case: str, blend: str) -> tuple[float, dict[str, torch.Ten
     return total, {n: p.grad.float() for n, p in student.named_parameters()}, [s / terms for s in sums]
 
 
-def ours(box: Path, case: str, blend: str, how: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor], list[float]]:
-    job = assembled(distill_run(box, blend, case=case, **how))
+def stored(config: Config, cache: Path, k: int, **changes: Any) -> Config:
+    """The configuration with k stored tokens a target, in this cache."""
+    settings = config.distill.model_copy(update={"store": k, **changes})
+    data = config.data.model_copy(update={"cache": str(cache)})
+    return config.model_copy(update={"distill": settings, "data": data})
+
+
+def ours(
+    box: Path, case: str, blend: str, how: dict[str, Any], cache: Path | None = None, k: int = 0
+) -> tuple[float, dict[str, torch.Tensor], list[float]]:
+    config = distill_run(box, blend, case=case, **how)
+    config = config if cache is None else stored(config, cache, k)
+    job = assembled(config)
     terms = job.all_reduce_int(sum(b.n_terms for b in next(copy.copy(job).batches)))
-    job = assembled(distill_run(box, blend, case=case, **how))
+    job = assembled(config)
     loss, grads = published(job)
     return loss, grads, [job.all_reduce(job.metrics[name]).item() / terms for name in LESSONS]
 
@@ -190,3 +217,171 @@ def test_refused(folder, tmp_path, kind):
                 path.unlink()
         with pytest.raises(NeedsError, match="2 tokens differ" if kind == "tokens" else "a vocabulary of"):
             assembled(config.model_copy(update={"distill": own}))
+
+
+# --- A teacher whose tokens were stored.
+
+K = 7
+
+
+@pytest.fixture
+def no_second_pass(monkeypatch):
+    """Make the loading of a teacher an error."""
+
+    def loaded(*_: Any) -> None:
+        raise AssertionError("the teacher was loaded")
+
+    return lambda: monkeypatch.setattr(other_model, "load_teacher", loaded)
+
+
+@pytest.mark.parametrize(
+    ("case", "how"),
+    [("untied", {"rows": 16}), ("chat", {"packed": True, "rows": 2, "attention": {}})],
+    ids=["rows", "packed"],
+)  # fmt: skip
+def test_stored_tokens_are_the_formula_in_any_layout(folder, tmp_path, no_second_pass, case, how):
+    """The whole vocabulary is the live loss; fewer are the formula with one class more; both in rows of any kind."""
+    vocab = resolve(distill_run(folder, case=case)).env.vocab
+    for k, want in ((vocab, wanted(folder, case, "forward")), (K, wanted(folder, case, "forward", K))):
+        found = ours(folder, case, "forward", how, tmp_path, k)
+        assert found[0] == pytest.approx(want[0], rel=CLOSE) and found[2] == pytest.approx(want[2], rel=CLOSE)
+        assert max(apart(found[1][name], g) for name, g in want[1].items()) < CLOSE
+    assert abs(wanted(folder, case, "forward", K)[0] / wanted(folder, case, "forward")[0] - 1) > 100 * CLOSE
+    no_second_pass()
+    other = {"rows": 4} if how.get("packed") else {"packed": True, "rows": 1, "attention": {}}
+    assert ours(folder, case, "forward", other, tmp_path, K)[0] == pytest.approx(want[0], rel=CLOSE)
+
+
+def test_stored_tokens_on_two_ranks(folder, tmp_path, pair, no_second_pass):
+    want = wanted(folder, "untied", "forward", K)
+    for found in pair(ours, folder, "untied", "forward", {"packed": True, "rows": 1, "ddp": {}}, tmp_path, K):
+        assert found[0] == pytest.approx(want[0], rel=CLOSE)
+        assert max(apart(found[1][name], g) for name, g in want[1].items()) < CLOSE
+    no_second_pass()
+    assert ours(folder, "untied", "forward", {"rows": 2}, tmp_path, K)[0] == pytest.approx(want[0], rel=CLOSE)
+
+
+def test_a_run_with_stored_tokens(folder, tmp_path, no_second_pass, monkeypatch):
+    """Trains, evaluates and resumes as with the live teacher, from several files, more than once over the data."""
+    monkeypatch.setattr(stored_tokens, "FILE_BYTES", 2**16)
+    undrawn(monkeypatch)
+    sets = [f"data.eval={folder}/held.jsonl", "train.save_every=2", f"data.max_samples={3 * PER_STEP // 2}"]
+    sets += ["train.keep=9", "train.steps=5", "train.export=false", f"output={tmp_path}/live"]
+    live = distill_run(folder, packed=True, sets=sets)
+    config = stored(live, tmp_path, resolve(live).env.vocab)
+    first, again = (config.model_copy(update={"output": str(tmp_path / name)}) for name in ("first", "again"))
+    lines = [trained(live), trained(first)]
+    assert len(list((tmp_path / "teacher").glob("*.npy"))) > 2
+    no_second_pass()
+    lines.append(trained(again, resume=tmp_path / "first" / "checkpoints" / "step-000002"))
+    for theirs in lines[1:]:
+        for a, b in zip(theirs[::-1], lines[0][::-1], strict=False):
+            for name in {"step", "loss", "eval_loss", "kl", "eval_kl", "grad_norm"} & b.keys():
+                assert a[name] == pytest.approx(b[name], rel=1e-4), (b["step"], name)
+
+
+def trained(config: Config, **how: Any) -> list[dict[str, Any]]:
+    assert fit.run(fit.RunRequest(resolve(config), **how)).code == 0
+    return [json.loads(line) for line in (Path(config.output) / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_overfit_stores_nothing(folder, tmp_path):
+    config = stored(distill_run(folder, packed=True), tmp_path, K)
+    result = run_overfit(resolve(config), 1, 6)
+    assert result.steps >= 2 and result.loss < result.first_loss and not (tmp_path / "teacher").exists()
+
+
+def test_what_is_stored_belongs_to_one_teacher_and_its_data(folder, tmp_path):
+    """A change of what determines the tokens makes files of its own; any other change takes those that are there."""
+    config = stored(distill_run(folder), tmp_path / "cache", K)
+    for name in ("untied", "teacher"):
+        shutil.copytree(folder / name, tmp_path / name)
+    own = config.distill.model_copy(update={"teacher": str(tmp_path / "teacher")})
+    config = config.model_copy(
+        update={"distill": own, "model": config.model.model_copy(update={"path": str(tmp_path / "untied")})}
+    )
+
+    def files() -> int:
+        assembled(config)
+        return len(list((tmp_path / "cache" / "teacher").glob("*.npy")))
+
+    assert files() == 1
+    plain = config
+    changes = ({"alpha": 0.7, "chunk": 5}, {"store": K + 1}, {"temperature": 3.0}, {"dtype": "bfloat16"})
+    for n, change in enumerate(changes, 1):
+        config = stored(plain, tmp_path / "cache", K, **change)
+        assert files() == n, change
+    config = plain.model_copy(update={"data": plain.data.model_copy(update={"max_samples": 20})})
+    assert files() == 5
+    config = plain
+    for name in ("untied", "teacher"):  # two words change places in both tokenizers
+        path = tmp_path / name / "tokenizer.json"
+        found = json.loads(path.read_text())
+        vocab = found["model"]["vocab"]
+        vocab["w1"], vocab["w2"] = vocab["w2"], vocab["w1"]
+        path.write_text(json.dumps(found))
+    assert files() == 6
+    values = load_file(tmp_path / "teacher" / "model.safetensors")
+    values["lm_head.weight"][3, 3] += 1
+    save_file(values, tmp_path / "teacher" / "model.safetensors", {"format": "pt"})
+    assert files() == 7
+
+
+@pytest.mark.parametrize("harm", ["cut", "bit"])
+def test_damaged_files_are_refused(folder, tmp_path, harm):
+    config = stored(distill_run(folder), tmp_path, K)
+    assembled(config)
+    (path,) = (tmp_path / "teacher").glob("*.npy")
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 4
+    path.write_bytes(data[:-100] if harm == "cut" else data)
+    with pytest.raises(DataError, match=r"damaged.*\n.*rm "):
+        assembled(config)
+
+
+@pytest.mark.parametrize(
+    ("sets", "with_", "k", "message"),
+    [
+        (["data.stream=true"], {}, K, "not read before step 0"),
+        (["distill.divergence=reverse"], {}, K, "few of them are stored"),
+        ([], {}, 10**6, "a vocabulary of"),
+        ([], {"wrap": {}}, K, "torn"),
+    ],
+    ids=["stream", "reverse", "vocabulary", "wrap"],
+)
+def test_what_stored_tokens_cannot_serve(folder, tmp_path, sets, with_, k, message):
+    config = stored(distill_run(folder, packed=True, **with_), tmp_path, k)
+    given = config.model_dump(by_alias=True)
+    for key, value in (one.split("=") for one in sets):
+        part, _, name = key.partition(".")
+        given[part] = {**given[part], name: True if value == "true" else value}
+    with pytest.raises(ConfigError, match=message):
+        assembled(Config.model_validate(given))
+
+
+def test_a_full_disk_is_refused_before_the_pass(folder, tmp_path, no_second_pass, monkeypatch):
+    monkeypatch.setattr(other_model, "free_space", lambda path: (path, 10))
+    no_second_pass()
+    with pytest.raises(DataError, match="10 free"):
+        assembled(stored(distill_run(folder), tmp_path, K))
+
+
+def test_a_pass_without_memory_is_an_error_of_three_lines(folder, tmp_path, monkeypatch):
+    def likeliest(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(other_model, "likeliest", likeliest)
+    with pytest.raises(NeedsError, match="smaller teacher"):
+        assembled(stored(distill_run(folder), tmp_path, K))
+
+
+def test_the_plan_and_the_dry_run_count_what_is_stored(folder, tmp_path):
+    config = stored(distill_run(folder, packed=True), tmp_path, K)
+    of, live = (search.predict(c, "h100", 1) for c in (config, distill_run(folder, packed=True)))
+    assert {item.name for item in live.lines} - {item.name for item in of.lines} == {"teacher"}
+    assert {item.name for item in of.lines} - {item.name for item in live.lines} == {"teacher.stored"}
+    facts = dry_run(resolve(config), None, "optrush train")
+    size = stored_tokens.record_type(K, 4).itemsize
+    assert facts["disk"]["stored_tokens_bytes"] == size * int(assembled(config).stream.source.targets().sum())
+    assert resolve(config).env.teacher.record_bytes == size
+    assert "likeliest tokens" in dry_run_text(facts, config, [])

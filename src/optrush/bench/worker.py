@@ -255,6 +255,8 @@ def proof_window(
     longest = int(DocumentList(documents, trainer.stream.source.parts).lengths().max())
     if longest > trainer.env.seq:
         return [], f"no proof: the baseline's documents have up to {longest} tokens, a row here {trainer.env.seq}"
+    if trainer.stream.stored is not None:
+        return [], "no proof: what was stored of the teacher belongs to the run's own rows"
     settings = trainer.model.config.to_dict() if isinstance(trainer.model, HFModel) else {}  # ours has no dropout
     drops = [k for k, v in settings.items() if "drop" in k and isinstance(v, float) and v > 0]
     if drops:

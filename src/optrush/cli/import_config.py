@@ -18,7 +18,12 @@ import typer
 import yaml
 
 from optrush.cli.import_keys import (
+    CHATS,
     FACTORY_COLUMNS,
+    FACTORY_KEYS,
+    FACTORY_REFUSED,
+    FACTORY_ROLES,
+    FACTORY_UNNAMED,
     FOREIGN,
     INSTRUCTION,
     KIND_NAMES,
@@ -50,6 +55,7 @@ from optrush.config import (
 from optrush.errors import ConfigError, UserError
 
 Notes = list[str]
+LEARNING = ("roles_to_train", "train_on_eos", "train_on_eot", "drop_system_message", "message_field_training")
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
 _DATA_FILE = re.compile(r"\.(jsonl?|parquet|csv|txt|arrow|zst|gz)\Z")
 
@@ -340,6 +346,7 @@ class _Composer:
         template = self.get("@template")
         if template == "chatml":
             tree["model"]["chat_template"] = "chatml"
+            self.notes.append("chatml: a text begins with the tokenizer's begin-of-text token, where it has one")
         elif template is not None:
             self.notes.append(f"{template}: the chat template of the model's own tokenizer is taken")
         if (own := self.get("@tokenizer")) not in (None, tree["model"]["path"]):
@@ -441,6 +448,8 @@ class _Composer:
             objectives.add(objective)
             self.columns |= columns
             self._columns_of(entry, n)
+            if objective == "sft":
+                self._learning(entry, n, kind in CHATS)
             found.append(self._origin(entry))
         if len(objectives) > 1:
             raise self.refuse("datasets", "texts beside conversations", "train on one kind a run")
@@ -462,16 +471,46 @@ class _Composer:
                 self.columns[entry[theirs]] = ours
         for role, names in (entry.get("roles") or {}).items():
             self.roles |= {name: role for name in names if name != role and name not in ("human", "gpt")}
-        learnt = entry.get("roles_to_train")
-        if learnt is not None and not set(learnt) <= {"assistant", "gpt"}:
-            raise self.refuse(f"datasets[{n}].roles_to_train", f"{learnt}", "the assistant's turns are learnt")
         known = {"path", "split", "name", "data_files", "message_property_mappings", "field_messages", "field", "roles",
-                 "text_column", "field_chosen", "field_rejected", "roles_to_train", *turns, *INSTRUCTION}  # fmt: skip
+                 "text_column", "field_chosen", "field_rejected", *LEARNING, *turns, *INSTRUCTION}  # fmt: skip
         for key, value in entry.items():
             if key in ROW_IDLE:
                 self.notes.append(f"datasets[{n}].{key}: the chat template of the model renders the rows")
             elif key not in known and value not in (None, "", [], False):
                 raise self.refuse(f"datasets[{n}].{key}", f"{value!r}", LEAVE)
+
+    def _learning(self, entry: Mapping[str, Any], n: int, chats: bool) -> None:
+        """Refuse what would learn other tokens of a source's rows than answers with their ends, and note the rest."""
+        from optrush.data.schema import LEARNT
+
+        if not chats:
+            self.notes.append(f"datasets[{n}].type: headings of a prompt are those of the model's chat template")
+            return
+        if self.get("data.train_on") == "all":
+            found = "true: of conversations every turn's text, without headers and ends"
+            do = "train_on_inputs: false; data.train_on: all learns all tokens of a conversation"
+            raise self.refuse("train_on_inputs", found, do)
+        learnt = entry.get("roles_to_train")
+        if learnt is not None and not {*learnt} & {"assistant", "gpt"} == {*learnt} != set():
+            raise self.refuse(f"datasets[{n}].roles_to_train", f"{learnt}", "the assistant's turns are learnt")
+        for key in ("train_on_eos", "train_on_eot"):
+            if entry.get(key) not in (None, "turn"):
+                found = f"{entry[key]!r}: other ends of turns than those of the answers that are learnt"
+                raise self.refuse(f"datasets[{n}].{key}", found, f"{key}: turn")
+        if entry.get("drop_system_message"):
+            found = "true: the system's message is taken out of each row"
+            raise self.refuse(f"datasets[{n}].drop_system_message", found, "take it out of the rows")
+        if (mark := entry.get("message_field_training")) is None:
+            self.notes.append(
+                f"datasets[{n}]: a turn that is marked by {', '.join(LEARNT)} is learnt by its mark, which axolotl "
+                "reads by message_field_training alone"
+            )
+        elif mark not in LEARNT:
+            self.columns[f"messages[].{mark}"] = "train"
+        given = (
+            "" if self.get("@eot") else " not given: axolotl learns that end only where it is the end of a text, too;"
+        )
+        self.notes.append(f"eot_tokens:{given} an answer ends where the chat template ends it, and its end is learnt")
 
     def _factory(self, tree: dict[str, Any]) -> list[Any]:
         """Return the sources that LLaMA-Factory's list of data sets has under these names."""
@@ -489,10 +528,16 @@ class _Composer:
             if name not in table:
                 raise self.refuse("dataset", f"{name}, which {listed} has not", "name the rows: --data FILE")
             entry = table[name]
+            for key, do in FACTORY_REFUSED.items():
+                if entry.get(key) is not None:
+                    raise self.refuse("dataset", f"{name} has {key}: {entry[key]!r}", do)
+            self._tags(entry.get("tags") or {})
             for column, theirs in (entry.get("columns") or {}).items():
-                if column not in FACTORY_COLUMNS and column != "history":
+                if column == "history":
+                    raise self.refuse("dataset", f"{name} has history: earlier turns", "write the rows as messages")
+                if column not in FACTORY_COLUMNS:
                     raise self.refuse("dataset", f"{name} has {column}", "train on text, without images and audio")
-                ours = FACTORY_COLUMNS.get(column, "ignore")
+                ours = FACTORY_COLUMNS[column]
                 if entry.get("ranking") and column == "messages":
                     ours = "prompt"
                 if tree["objective"] == "pretrain" or self.get("@objective") == "pretrain":
@@ -500,11 +545,40 @@ class _Composer:
                 if theirs not in (ours, "conversations" if ours == "messages" else ours):
                     self.columns[theirs] = ours
             source = entry.get("hf_hub_url") or str(listed.parent / entry.get("file_name", name))
+            if tree["objective"] == "sft" and self.get("@objective") in (None, "sft"):
+                self._unnamed(source, entry)
             found_rows.append(self._origin({"path": source, "split": entry.get("split"), "name": entry.get("subset")}))
         if "max_samples" in tree["data"] and len(names) > 1:
             tree["data"]["max_samples"] *= len(names)
             self.notes.append("max_samples: of each data set there, of all together here")
         return found_rows
+
+    def _tags(self, tags: Mapping[str, str]) -> None:
+        """Note what LLaMA-Factory's names for the keys and the roles of a turn are."""
+        for tag, name in tags.items():
+            if tag in FACTORY_KEYS:
+                ours, known = FACTORY_KEYS[tag]
+                if name not in known:
+                    self.columns[f"messages[].{name}"] = ours
+            elif tag in FACTORY_ROLES:
+                ours, known = FACTORY_ROLES[tag]
+                if name not in known:
+                    self.roles[name] = ours
+            elif tag != "function_tag":
+                raise self.refuse("dataset", f"tags: {tag}, which is not known here", LEAVE)
+
+    def _unnamed(self, source: str, entry: Mapping[str, Any]) -> None:
+        """Leave out columns that LLaMA-Factory does not read, and note how it joins those that it does."""
+        named, row = entry.get("columns"), _first_row(source)
+        for column in FACTORY_UNNAMED:
+            ours = FACTORY_COLUMNS[column]
+            read = column in named if named else column == "query"
+            if not read and ours in row:
+                self.columns[ours] = "ignore"
+            elif not read and not Path(source).is_file():
+                self.notes.append(f"dataset: a column {ours!r} would be read, which {source} there is not asked for")
+        if entry.get("formatting", "alpaca") == "alpaca":
+            self.notes.append("dataset: an empty line is between instruction and input, where theirs is a line break")
 
     # Objective, sizes, optimizer
 
@@ -735,12 +809,17 @@ class _Composer:
 
 def _completes(path: Any) -> bool:
     """Return whether the rows of a file here are prompts with completions, of which TRL learns the completions."""
+    row = _first_row(path)
+    return "prompt" in row and "completion" in row
+
+
+def _first_row(path: Any) -> Mapping[str, Any]:
+    """Return the first row of a file that is here; else an empty one."""
     if not isinstance(path, str) or not Path(path).is_file():
-        return False
+        return {}
     from optrush.data.readers import read_rows
 
     try:
-        _, row = next(read_rows(Path(path)))
+        return dict(next(read_rows(Path(path)))[1])
     except (UserError, StopIteration):
-        return False  # training says what is wrong with it
-    return "prompt" in row and "completion" in row
+        return {}  # training says what is wrong with it

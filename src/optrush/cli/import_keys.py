@@ -239,7 +239,7 @@ AXOLOTL: Table = {
     "base_model": to("model.path"), "revision_of_model": to("@revision"),
     "tokenizer_config": to("@tokenizer"), "model_type": idle("config.json names the class"),
     "tokenizer_type": idle("the tokenizer's files name the class"), "tokens": to("@tokens"),
-    "special_tokens": to("@special"), "eot_tokens": idle("a turn ends where the chat template ends it"),
+    "special_tokens": to("@special"), "eot_tokens": to("@eot"),
     "chat_template": to("@template"), "chat_template_jinja": only(do="write it into a file: model.chat_template"),
     "datasets": to("@datasets"), "pretraining_dataset": to("@pretraining"), "test_datasets": to("@test_datasets"),
     "val_set_size": to("data.eval"), "sequence_len": to("batch.seq"), "sample_packing": to("@packing", BOOL),
@@ -365,10 +365,13 @@ KINDS: tuple[tuple[frozenset[str], tuple[type, ...]], ...] = (
     (frozenset({"@special"}), (dict,)), (frozenset({"@plugins"}), (list,)), (frozenset({"@dataset_dir"}), (str,)),
 )  # fmt: skip
 KIND_NAMES = {int: "a whole number", float: "a number", list: "a list", dict: "a mapping", str: "a text"}
+# Kinds of axolotl's rows that are conversations.
+CHATS = ("chat_template", "sharegpt", "chat_template.default", "chat_template.argilla")
 # Kinds of axolotl's rows: the objective, and what the keys of a row are where their names are others.
 ROW_KINDS: dict[str, tuple[str, dict[str, str]]] = {
-    **{name: ("sft", {}) for name in ("alpaca", "alpaca:chat", "alpaca:phi", "alpaca_chat.load_qa")},
-    **{name: ("sft", {}) for name in ("chat_template", "sharegpt", "chat_template.default", "chat_template.argilla")},
+    **{name: ("sft", {}) for name in ("alpaca", "alpaca:chat", "alpaca:phi")},
+    "alpaca_chat.load_qa": ("sft", {"question": "instruction", "answer": "output"}),
+    **{name: ("sft", {}) for name in CHATS},
     **{name: ("pretrain", {}) for name in ("completion", "pretrain")},
     "gpteacher": ("sft", {"response": "output"}),
     **{name: ("dpo", {}) for name in ("chatml.ultra", "llama3.ultra", "chatml.default", "user_defined.default")},
@@ -380,9 +383,22 @@ ROW_KINDS: dict[str, tuple[str, dict[str, str]]] = {
 INSTRUCTION = {"field_instruction": "instruction", "field_input": "input", "field_output": "output",
                "field_system": "system"}  # fmt: skip
 ROW_IDLE = ("ds_type", "format", "no_input_format", "chat_template", "field_thinking", "template_thinking_key",
-            "trust_remote_code", "shards", "preprocess_shards", "drop_system_message", "train_on_eos",
-            "train_on_eot")  # fmt: skip
+            "trust_remote_code", "preprocess_shards")  # fmt: skip
 FACTORY_COLUMNS = {
     "prompt": "instruction", "query": "input", "response": "output", "messages": "messages", "system": "system",
     "tools": "tools", "chosen": "chosen", "rejected": "rejected", "kto_tag": "label",
+}  # fmt: skip
+# Columns that LLaMA-Factory does not read where its list names others and not these.
+FACTORY_UNNAMED = ("query", "system")
+# Its tags: the keys of a turn, and the roles; with those that rows may have without being named here.
+FACTORY_KEYS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "role_tag": ("role", ("role", "from")), "content_tag": ("content", ("content", "value")),
+}  # fmt: skip
+FACTORY_ROLES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "user_tag": ("user", ("user", "human")), "assistant_tag": ("assistant", ("assistant", "gpt")),
+    "system_tag": ("system", ("system",)), "observation_tag": ("tool", ("tool", "observation")),
+}  # fmt: skip
+FACTORY_REFUSED = {
+    "folder": "name the files: --data", "script_url": "save the rows as a file: --data",
+    "num_samples": "give data.max_samples for all rows",
 }  # fmt: skip

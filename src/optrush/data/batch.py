@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from optrush.data.schema import Document
+from optrush.data.stored_tokens import StoredTokens
 
 IGNORE = -100  # a label that is not learnt
+INVENTED = -1  # the number of a sample that no source has
 SHORTEST = 64  # Documents.longest is rounded up to a power of two from here on: few values, few compilations
 
 
@@ -57,7 +59,10 @@ class Batch:
     """Tensors of pairs, of which a row has room for P. Pair p is its row's documents 2p (chosen) and 2p + 1 (rejected).
     pairs (B, P) bool: whether there is such a pair.
     desirable (B, P) bool: whether its first document is a good answer; of judged answers some are not.
-    reference (B, P, 2) float32: log-probabilities of its documents under the reference, where they were made before."""
+    reference (B, P, 2) float32: log-probabilities of its documents under the reference, where they were made before.
+    Of a stored teacher, at each target (else anything):
+    teacher_ids (B, T, k) int32: its likeliest tokens.
+    teacher_log_p (B, T, k + 1): their log-probabilities, and that of all others together."""
 
     def parts(self, most: int) -> list[Batch]:
         """Return the batch in parts of at most `most` rows, in order; only of a batch on the host."""
@@ -113,6 +118,7 @@ def collate(
     isolated: bool = True,
     parts: int = 1,
     reference: np.ndarray | None = None,
+    stored: StoredTokens | None = None,
 ) -> Batch:
     """Collate rows of (sample index, document) into one Batch on the host.
 
@@ -124,6 +130,7 @@ def collate(
         isolated: False makes the documents of a row one: positions run on, and each attends to those before it.
         parts: documents of a sample: 1, of pairs 2.
         reference: (samples, 2) float32, of pairs, where their reference is known.
+        stored: a teacher's likeliest tokens of each target.
     """
     B = len(rows)
     tokens = np.zeros((B, T), np.int64)
@@ -159,6 +166,8 @@ def collate(
     filled = np.arange(T) < np.array([[c.tokens] for c in counts])
     learnt = int((labels != IGNORE).sum())
     extra = _pairs(rows, [c.samples for c in counts], most // max(1, B) // parts, reference) if parts > 1 else {}
+    if stored is not None:
+        extra |= _taught(labels, [c.samples for c in counts], stored)
     bucket = min(T, max(SHORTEST, 1 << (longest - 1).bit_length()))
     return Batch(
         torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(positions),
@@ -187,4 +196,15 @@ def _pairs(
 
 def _terms(learnt: int, extra: Mapping[str, Tensor]) -> int:
     """Return the objective's divisor: the number of pairs if there are any, else of target tokens."""
-    return int(extra["pairs"].sum()) if extra else learnt
+    return int(extra["pairs"].sum()) if "pairs" in extra else learnt
+
+
+def _taught(labels: np.ndarray, numbers: Sequence[Sequence[int]], stored: StoredTokens) -> dict[str, Tensor]:
+    """Return the teacher's side of the targets; the records of a sample have the order of its targets."""
+    found = np.zeros(labels.shape, stored.record)
+    found["ids"] = np.arange(stored.k)  # where nothing is learnt: any, but no token twice
+    for b, samples in enumerate(numbers):
+        records = [stored.find(sample) for sample in samples if sample != INVENTED]
+        if records:
+            found[b, labels[b] != IGNORE] = np.concatenate(records)
+    return {f"teacher_{name}": torch.from_numpy(np.ascontiguousarray(found[name])) for name in ("ids", "log_p")}

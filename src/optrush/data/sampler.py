@@ -48,6 +48,7 @@ from optrush.data.dataset import (
 )  # fmt: skip
 from optrush.data.packing import Packed, Padded, RowLayout, Rows, deal, snug, snug_slots
 from optrush.data.schema import Document, RowLocation, quoted
+from optrush.data.stored_tokens import StoredTokens
 from optrush.data.tokenize import BadRow
 from optrush.errors import ConfigError, DataError, RunError, UserError
 from optrush.launch import die_with_parent, launched, process_stat
@@ -328,6 +329,7 @@ class Stream:
         self.cost, self.shuffle, self.most_bad = cost, shuffle, most_bad
         self.tokenized = source.tokenized
         self.reference: np.ndarray | None = None  # (samples, 2) float32, of pairs: `Batch.extra`
+        self.stored: StoredTokens | None = None  # of a teacher: `Batch.extra`
         self.samples: int = sum(_samples_of(n, weight) for n, weight in source.spans)  # of an epoch
         self._windows = -(-self.samples // layout.window)  # of an epoch
         self._order: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))  # (epoch, its samples)
@@ -580,9 +582,12 @@ def micro_batches(
     for first in range(0, len(mine), micro_rows):
         part = mine[first : first + micro_rows]
         T = snug(max(tokens[r] for r in part), stream.T) if stream.layout.pad_to_longest else stream.T
-        size = {"most": micro_rows * widest, "parts": parts}
         picked = [rows[r] for r in part]
-        result.append(collate(picked, T, single=single, isolated=isolated, reference=stream.reference, **size))
+        batch = collate(
+            picked, T, single=single, most=micro_rows * widest, isolated=isolated, parts=parts,
+            reference=stream.reference, stored=stream.stored,
+        )  # fmt: skip
+        result.append(batch)
     return result
 
 
@@ -629,6 +634,7 @@ class Evaluation:
     _share: tuple[int, int, int]  # rank, ranks, micro_rows
     _most: int
     reference: np.ndarray | None = None  # (samples, 2) float32, of pairs: `Batch.extra`
+    stored: StoredTokens | None = None  # of a teacher: `Batch.extra`
 
     def __iter__(self) -> Iterator[Batch]:
         rank, ranks, micro_rows = self._share
@@ -636,8 +642,9 @@ class Evaluation:
             mine = self._placed[first : first + ranks * micro_rows][rank::ranks]
             part = [[(i, d) for i in row for d in self.source.documents(i)] for row in mine]
             yield collate(
-                part, self._T, single=self._single, most=self._most, parts=self.source.parts, reference=self.reference
-            )
+                part, self._T, single=self._single, most=self._most, parts=self.source.parts,
+                reference=self.reference, stored=self.stored,
+            )  # fmt: skip
 
 
 def evaluation(source: SampleSource, *, T: int, micro_rows: int, rank: int, ranks: int, packed: bool) -> Evaluation:

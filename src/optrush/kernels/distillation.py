@@ -7,7 +7,8 @@ teacher's, p and q their softmax at temperature T, a row's loss is
     forward KL = sum of q (log q - log p), gradient by y: (p - q) / T
     reverse KL = sum of p (log p - log q), gradient by y: p (log p - log q - KL) / T
 
-Rows labelled -100 have 0 loss and no gradient. T^2 keeps the size of gradients as T grows.
+Rows labelled -100 have 0 loss and no gradient. T^2 keeps the size of gradients as T grows. Of a teacher whose k
+likeliest tokens were stored, all others are one class (the ghost token of Anshumann et al., arXiv:2503.16870).
 Source: Hinton et al., https://arxiv.org/abs/1503.02531; the reverse: Gu et al., https://arxiv.org/abs/2306.08543.
 """
 
@@ -35,16 +36,33 @@ class Blend(NamedTuple):
     reverse: bool
 
 
+class Likeliest(NamedTuple):
+    """A teacher's k likeliest tokens of each row, of its first `vocab` ones, at the temperature of the loss."""
+
+    ids: Tensor  # (n, k) integers
+    log_p: Tensor  # (n, k + 1) log-probabilities; the last is that of all other tokens together
+    vocab: int
+
+
+def likeliest(logits: Tensor, k: int, temperature: float, dtype: torch.dtype) -> Likeliest:
+    """Return the k likeliest tokens of logits (n, V), with log-probabilities in a type that may be narrower."""
+    scaled = widen(logits) / temperature
+    top, ids = scaled.topk(k, -1)
+    others = torch.logsumexp(scaled.scatter(1, ids, -torch.inf), -1, keepdim=True)
+    log_p = torch.cat((top, others), -1) - torch.logsumexp(scaled, -1, keepdim=True)
+    return Likeliest(ids, log_p.clamp_min(torch.finfo(dtype).min).to(dtype), logits.shape[1])
+
+
 def divergence_rows(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, factors: Tensor, scale: float,
-    softcap: float | None, theirs: Tensor, blend: Blend,
+    softcap: float | None, theirs: Tensor | Likeliest, blend: Blend,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the losses of some rows, and the gradient of sum(factors * losses) by hidden @ weight.T + bias.
 
     Args:
         hidden: (n, D), already in weight's type.
         factors: (n,) float32.
-        theirs: the teacher's logits (n, V or more).
+        theirs: the teacher's logits (n, V or more), or its likeliest tokens at this temperature.
 
     Returns:
         (n,) losses and (n, V) gradient as `chunk_loss`; (n,) divergences and next-token losses, 0 where ignored.
@@ -60,9 +78,13 @@ def divergence_rows(
     lse = torch.logsumexp(y, -1)
     index = labels.clamp_min(0)[:, None]
     next_token = torch.where(learnt, lse - y.gather(1, index).squeeze(1), 0)
-    V = min(y.shape[1], theirs.shape[1])  # beyond, rows of an embedding that no token has
+    known = theirs.vocab if isinstance(theirs, Likeliest) else theirs.shape[1]
+    V = min(y.shape[1], known)  # beyond, rows of an embedding that no token has
     log_p = torch.log_softmax(y[:, :V] / T, -1)
-    log_q = torch.log_softmax(widen(theirs[:, :V]) / T, -1)
+    if isinstance(theirs, Likeliest):
+        log_q = completed(theirs, log_p)
+    else:
+        log_q = torch.log_softmax(widen(theirs[:, :V]) / T, -1)
     p, q = log_p.exp(), log_q.exp()
     if reverse:
         apart = log_p - log_q
@@ -79,17 +101,43 @@ def divergence_rows(
     return (1 - alpha) * T * T * kl + alpha * next_token, gradient.to(hidden.dtype), kl, next_token
 
 
+def completed(theirs: Likeliest, log_p: Tensor) -> Tensor:
+    """Return the teacher's log-probabilities (n, V), its other tokens' in the model's own proportions.
+
+    Its divergence from the model is then that of the k tokens and one class of all others, and so is the gradient: in
+    that class the model's probabilities are scaled, and none is preferred to another.
+    """
+    ids = theirs.ids.long()
+    log_q = torch.log_softmax(widen(theirs.log_p), -1)  # rounded when stored: now they sum to 1 again
+    others = torch.logsumexp(log_p.scatter(1, ids, -torch.inf), -1)
+    return (log_p + (log_q[:, -1] - others)[:, None]).scatter(1, ids, log_q[:, :-1])
+
+
 class Lesson:
-    """Hold the teacher's hidden states of a batch, (N, its D), while the loss is computed."""
+    """Hold the teacher's side of a batch while the loss is computed: hidden states (N, its D), or what was stored."""
 
     hidden: Tensor | None = None
+    stored: Likeliest | None = None  # of N tokens
+
+    def part(self, first: int, last: int, logits: Callable[[Tensor], Tensor] | None) -> Tensor | Likeliest:
+        """Return what `divergence_rows` compares the tokens [first, last) with.
+
+        Args:
+            logits: of a teacher that runs: hidden states (n, D) -> (n, V).
+        """
+        if logits is not None:
+            assert self.hidden is not None
+            return logits(self.hidden[first:last])
+        assert self.stored is not None
+        ids, log_p, vocab = self.stored
+        return Likeliest(ids[first:last], log_p[first:last], vocab)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
     """A head's kernel with a teacher: at most `chunk` rows of logits of either model at once."""
 
-    logits: Callable[[Tensor], Tensor]  # of the teacher: hidden states (n, D) -> (n, V)
+    logits: Callable[[Tensor], Tensor] | None  # of the teacher: hidden states (n, D) -> (n, V); None: they are stored
     lesson: Lesson
     blend: Blend
     metrics: Mapping[str, Tensor]  # `kl` and `next_token_loss`, to which sums are added
@@ -109,12 +157,11 @@ class Compared:
         return compiled
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
-        lesson, done = self.lesson.hidden, 0
-        assert lesson is not None and len(lesson) == len(hidden)
+        done = 0
 
         def rows(h: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
             nonlocal done  # chunks come one after another
-            theirs = self.logits(lesson[done : done + len(h)])
+            theirs = self.lesson.part(done, done + len(h), self.logits)
             done += len(h)
             losses, gradient, kl, next_token = self._rows(h, *given, theirs, self.blend)
             self.metrics["kl"].add_(kl.detach().sum())

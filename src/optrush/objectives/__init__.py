@@ -51,11 +51,15 @@ def check_layout(config: Config, layout: RowLayout) -> None:
     """Check that the objective can be trained on these rows.
 
     Raises:
-        ConfigError: pairs in rows whose documents are split, and attend to each other.
+        ConfigError: pairs, or what a teacher stored, in rows whose documents are split and attend to each other.
     """
     if config.paired and not (layout.isolated and layout.uncut):
         found = "rows whose documents are torn and see each other, where two answers must stand apart"
         raise ConfigError(f"`objective: {config.objective}` with --with wrap", found, "take --with packing instead")
+    stored = None if config.distill is None else config.distill.store
+    if stored is not None and not (layout.isolated and layout.uncut):
+        found = "rows whose documents are torn and see each other, which the teacher has read one by one"
+        raise ConfigError(f"`distill.store: {stored}` with --with wrap", found, "take --with packing, or leave it out")
 
 
 def loss_of(config: Config, head: nn.Module, metrics: Mapping[str, Tensor]) -> Callable[[Tensor, Batch], Tensor]:

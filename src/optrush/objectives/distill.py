@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from optrush.config import Distill
 from optrush.data.batch import Batch
-from optrush.kernels.distillation import Lesson
+from optrush.kernels.distillation import Lesson, Likeliest
 
 
 def score(head: nn.Module, settings: Distill, metrics: Mapping[str, Tensor], hidden: Tensor, batch: Batch) -> Tensor:
@@ -33,3 +33,17 @@ def loss_with_teacher(plain: Callable[[Batch], Tensor], teacher: nn.Module, less
         return plain(batch)
     finally:
         lesson.hidden = None
+
+
+def loss_with_stored(plain: Callable[[Batch], Tensor], vocab: int, lesson: Lesson, batch: Batch) -> Tensor:
+    """Compute `plain` of the batch while what was stored of the teacher is there.
+
+    Args:
+        vocab: tokens over which the stored probabilities sum to 1.
+    """
+    ids, log_p = (batch.extra[f"teacher_{name}"].flatten(0, 1) for name in ("ids", "log_p"))
+    lesson.stored = Likeliest(ids, log_p, vocab)
+    try:
+        return plain(batch)
+    finally:
+        lesson.stored = None

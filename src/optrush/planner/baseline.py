@@ -313,6 +313,10 @@ def _teacher(teacher: Teacher, shape: ModelShape) -> Iterator[Rule]:
     yield ledger.add(Line("head.compared", why, 4 * shape.vocab, "wide", "head", True, most_tokens=chunk))
     why = "the head's gradient, summed over chunks in float32, D V"
     yield ledger.like("casts.head", Line("head.gradient", why, 1.0, "wide", "head"))
+    if teacher.stored is not None:
+        why = f"the teacher's {teacher.stored} likeliest tokens of each, as many bytes a target on the disk"
+        yield ledger.add(Line("teacher.stored", why, teacher.record_bytes, "byte", "always", True))
+        return
     if teacher.shape is None:
         return
     t = teacher.shape

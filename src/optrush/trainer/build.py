@@ -11,8 +11,9 @@ import datetime
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ from optrush.data import sampler
 from optrush.data.batch import Batch
 from optrush.data.chat_template import Tokens, open_tokens
 from optrush.data.dataset import SampleSource, Sources, read_sources
-from optrush.errors import ConfigError, NeedsError, NoEffectError, UserError
+from optrush.data.stored_tokens import StoredTokens
+from optrush.errors import ConfigError, NeedsError, NoEffectError
 from optrush.models.decoder import frozen_flops
 from optrush.models.delta_rule import rules
 from optrush.models.hf import HFModel, load
@@ -40,7 +42,7 @@ from optrush.resolve import ResolvedConfig
 from optrush.technique import SUMMED, Edit, Technique
 from optrush.trainer import distributed
 from optrush.trainer.distributed import World
-from optrush.trainer.teacher import add_teacher
+from optrush.trainer.teacher import StoringPass, add_teacher
 from optrush.trainer.trainer import (
     TrainedParam,
     Trainer,
@@ -76,6 +78,7 @@ def build(
     progress: Callable[[str], None] | None = None,
     today: datetime.date | None = None,
     objective: Callable[[Any, Tensor, Batch], Tensor] | None = None,
+    first_steps: int | None = None,
 ) -> Trainer:
     """Build the trainer: everything before step 0 but resuming. An error of one rank is raised on all.
 
@@ -86,22 +89,24 @@ def build(
         progress: called with a line now and then during long work.
         objective: the loss, in place of `next_token`: head, hidden (B, T, D), batch -> () float32, a sum.
         today: the date for chat templates that use one; a resumed run keeps its first date.
+        first_steps: no others are taken, and nothing is evaluated: a second model stores tokens of their rows alone.
     """
     started = started or join_ranks(prepared)
     distributed.under_way("reading the data and the model")
     world = distributed.build_mesh(prepared.env.axes, started.device)
-    error: UserError | None = None
-    try:
-        trainer = _build(prepared, started, world, training, data, progress, today, objective)
-    except UserError as e:
-        error = e
-    distributed.wait_for_all()  # one machine may have tokenised for an hour
-    distributed.agree(error)
+    trainer, held_out = distributed.agreed(
+        lambda: _opened(prepared, started, world, training, data, progress, today, objective)
+    )
+    held_out = held_out if first_steps is None else None
+    held_tokens, settings = None, prepared.config.distill
+    if prepared.teacher is not None and settings is not None and settings.store is not None and objective is None:
+        held_tokens = _store_tokens(trainer, prepared.teacher, held_out, training, first_steps)
+    distributed.agreed(lambda: _completed(trainer, prepared, held_out, held_tokens, training, objective is None))
     distributed.check_equal(trainer.fingerprints)
     return trainer
 
 
-def _build(
+def _opened(
     prepared: ResolvedConfig,
     started: ProcessGroup,
     world: World,
@@ -110,9 +115,12 @@ def _build(
     progress: Callable[[str], None] | None,
     today: datetime.date | None,
     objective: Callable[[Any, Tensor, Batch], Tensor] | None,
-) -> Trainer:
-    """Contains no collective: an error of one rank must not leave the others waiting in one."""
-    config, env, hf, techniques = prepared.config, prepared.env, prepared.hf, prepared.techniques
+) -> tuple[Trainer, SampleSource | None]:
+    """Open the model on the meta device and the data; return the trainer so far, and the samples held out.
+
+    Contains no collective: an error of one rank must not leave the others waiting in one.
+    """
+    config, env, hf = prepared.config, prepared.env, prepared.hf
     console.loading(f"opening the model {config.model.path or config.model.shape} and its tokenizer")
     tokens = open_tokens(config, prepared.folder, today)
     dtype, growth = getattr(torch, config.model.dtype), prepared.growth
@@ -128,13 +136,7 @@ def _build(
     trainer.tokenizer = None if tokens is None else tokens.tokenizer
     _note_model(trainer, growth)
     _defaults(trainer, objective)
-
-    def stage(name: str) -> None:
-        for t in techniques:
-            if count := getattr(t, name)(trainer):
-                trainer.applied.append(Edit.of(name, t, count))
-
-    stage("data")
+    _stage(trainer, prepared.techniques, "data")
     check_layout(config, trainer.layout)
     console.loading(f"reading the data: {_named(config)}")
     sources = read_sources(config, tokens, vocab, progress, data, cut=trainer.layout.uncut or not training)
@@ -146,18 +148,61 @@ def _build(
         sources.train, trainer.layout, T=env.seq, rows=env.rows, seed=config.seed, cost=model.flops,
         most_bad=config.data.most_bad,
     )  # fmt: skip
+    return trainer, held_out
+
+
+def _stage(trainer: Trainer, techniques: Sequence[Technique], name: str) -> None:
+    for t in techniques:
+        if count := getattr(t, name)(trainer):
+            trainer.applied.append(Edit.of(name, t, count))
+
+
+def _store_tokens(
+    trainer: Trainer,
+    teacher: tuple[Path | None, dict[str, Any]],
+    held_out: SampleSource | None,
+    training: bool,
+    first_steps: int | None,
+) -> StoredTokens | None:
+    """Give the stream what is stored of the teacher, made before where it is missing; return that of `held_out`."""
+    storing, train = StoringPass(trainer, teacher), trainer.sources.train
+    if first_steps is not None:
+        length = trainer.config.train
+        plan = trainer.stream.plan(None if length.steps else length.epochs, length.steps)
+        steps = range(min(first_steps, plan.steps))
+        numbers = [s for k in steps for row in trainer.stream.step(k, plan) for s, _ in row]
+        trainer.stream.stored = storing.stored_in_memory(train, numbers)
+        return None
+    wanted = [*([train] if training else []), *([] if held_out is None else [held_out])]
+    found = storing.stored(wanted)
+    trainer.stream.stored = found[0] if training else None
+    return None if held_out is None else found[-1]
+
+
+def _completed(
+    trainer: Trainer,
+    prepared: ResolvedConfig,
+    held_out: SampleSource | None,
+    held_tokens: StoredTokens | None,
+    training: bool,
+    own: bool,
+) -> None:
+    """Apply the stages and give the model bytes. Contains no collective, as `_opened`."""
+    config, env, world, model = prepared.config, prepared.env, trainer.world, trainer.model
+    stage = partial(_stage, trainer, prepared.techniques)
     for name in ("model", "peft", "split", "loss", "recompute", "compile", "shard"):
         stage(name)
         if name == "peft":  # while every rank has the whole model: its cost deals rows to ranks
             model.frozen_flops = frozen_flops(model)
-        _other_model(trainer, prepared, name, objective is None)
-    if growth is not None and training:
-        refuse_frozen(model, recipe, growth)
+        _other_model(trainer, prepared, name, own)
+    if prepared.growth is not None and training:
+        refuse_frozen(model, trainer.weight_map, prepared.growth)
     if held_out is not None:
         trainer.evaluation = sampler.evaluation(
             held_out, T=env.seq, micro_rows=env.micro_rows, rank=world.data_rank, ranks=world.data_ranks,
             packed=model.supports_packing,
         )  # fmt: skip
+        trainer.evaluation = replace(trainer.evaluation, stored=held_tokens)
     if config.referenced is not None or not all(p.requires_grad for p in model.parameters()):
         trainer.fingerprints["base"] = weights_fingerprint(prepared.folder, config.seed)
     _note_rules(trainer)
@@ -174,10 +219,9 @@ def _build(
             trainer.notes.append("the optimizer reads the device in each step")
         stage("wrap_step")
         stage("wrap_window")
-        _refuse_without_effect(trainer, techniques)
+        _refuse_without_effect(trainer, prepared.techniques)
     else:
         stage("wrap_step")
-    return trainer
 
 
 def _held_out(sources: Sources, training: bool) -> SampleSource | None:

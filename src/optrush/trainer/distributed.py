@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
+Result = TypeVar("Result")
 
 _meetings: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # of each name: store keys used so far
 SEGMENTS = "expandable_segments:True"  # what is free becomes one range: little of it is left in pieces of no use
@@ -333,6 +334,18 @@ def agree(error: UserError | RunError | None) -> None:
         agreed: UserError | RunError = getattr(errors, kind)(*args)
         agreed.everywhere = True  # one rank prints it
         raise agreed from error
+
+
+def agreed(work: Callable[[], Result]) -> Result:
+    """Return the result of work without a collective, once it is done on every rank; raises the first rank's error."""
+    error: UserError | RunError | None = None
+    try:
+        result = work()
+    except (UserError, RunError) as e:
+        error = e
+    wait_for_all()  # one machine may have worked for an hour
+    agree(error)
+    return result
 
 
 def check_equal(what: Mapping[str, str]) -> None:

@@ -21,6 +21,7 @@ from optrush.data.chat_template import open_tokens
 from optrush.data.dataset import Sources, read_sources
 from optrush.data.packing import RowLayout
 from optrush.data.schema import RowLocation
+from optrush.data.tokenize import cache_root
 from optrush.errors import ConfigError, UserError
 from optrush.hardware import GIB
 from optrush.launch import launched
@@ -28,7 +29,7 @@ from optrush.models.text_part import text_config
 from optrush.objectives import check_layout
 from optrush.planner import search
 from optrush.resolve import ResolvedConfig
-from optrush.technique import RANK_PARTS, instantiate
+from optrush.technique import RANK_PARTS, Teacher, instantiate
 from optrush.techniques import ALL
 from optrush.trainer import checkpoint, run_dir
 from optrush.trainer.distributed import World
@@ -77,12 +78,15 @@ def dry_run(resolved: ResolvedConfig, resume: Literal["auto"] | Path | None, com
         source = _StreamedRows(stream.source.parts) if not stream.tokenized else stream.source
         rows = list(preview.describe_rows(cast("Dataset", source), tokens.tokenizer, first, env.seq))
     memory = memory_facts(config, env.ranks)
+    disk = disk_facts(resolved, steps.steps)
+    if env.teacher is not None and env.teacher.stored is not None:
+        disk |= stored_facts(config, env.teacher, sources)
     facts = data_facts(resolved, sources, stream, steps, 0 if manifest is None else manifest.step)
     return {
         "config": absolute(config).model_dump(mode="json", by_alias=True),
         "memory": memory,
         "time": time_facts(memory, facts),
-        "disk": disk_facts(resolved, steps.steps),
+        "disk": disk,
         "data": facts,
         "rows": rows,
         "occupied": there,
@@ -149,6 +153,15 @@ def disk_facts(resolved: ResolvedConfig, steps: int) -> dict[str, Any]:
     fits = None if needed is None else needed <= free
     found = {"checkpoints": copies, "saves": saves, "keep": config.train.keep, "needed_bytes": needed}
     return {**each, **found, "free_bytes": free, "folder": str(there), "fits": fits}
+
+
+def stored_facts(config: Config, teacher: Teacher, sources: Sources) -> dict[str, Any]:
+    """Return what the teacher's stored tokens take in the cache, whether they are there already or not."""
+    wanted = [sources.train] if sources.held_out is None else [sources.train, sources.held_out]
+    targets = sum(int(source.targets().sum()) for source in wanted)
+    there, free = run_dir.free_space(cache_root(config.data.cache))
+    stored = targets * teacher.record_bytes
+    return {"stored_tokens_bytes": stored, "stored_tokens_free_bytes": free, "stored_tokens_folder": str(there)}
 
 
 def _total_bytes(config: Config) -> tuple[int, int] | tuple[None, None]:
@@ -249,8 +262,12 @@ def _launch(command: str, occupied: str | None) -> list[str]:
 
 def _disk(d: dict[str, Any]) -> list[str]:
     free = f"{_size(d['free_bytes'])} free in {d['folder']}"
+    teacher = []
+    if (stored := d.get("stored_tokens_bytes")) is not None:
+        there = f"{_size(d['stored_tokens_free_bytes'])} free in {d['stored_tokens_folder']}"
+        teacher = [f"teacher      {_size(stored):>10}  its likeliest tokens of each target, stored once; {there}"]
     if d["needed_bytes"] is None:
-        return [f"needed: unknown without a prediction of memory; {free}"]
+        return [f"needed: unknown without a prediction of memory; {free}", *teacher]
     each, n = d["weights_bytes"] + d["states_bytes"], d["checkpoints"]
     why = f"{d['saves']} saved"
     if n > d["keep"]:
@@ -260,6 +277,7 @@ def _disk(d: dict[str, Any]) -> list[str]:
         f"checkpoints  {_size(n * each):>10}  {n} x {_size(each)}, weights and optimizer states ({why})",
         f"model        {_size(d['weights_bytes']):>10}  exported at the end",
         f"needed       {_size(d['needed_bytes']):>10}  {free}: {fits}",
+        *teacher,
     ]
 
 

@@ -91,7 +91,8 @@ def run_overfit(resolved: ResolvedConfig, count: int, most: int = STEPS) -> Over
     warmup = optim.warmup if optim.warmup < 1 else 0.03  # that many steps of a whole run are too many of this one
     constant = optim.model_copy(update={"schedule": "constant", "warmup": warmup})
     resolved = dataclasses.replace(resolved, config=resolved.config.model_copy(update={"optim": constant}))
-    trainer, plan = build_to_fit(RunRequest(resolved), join_ranks(resolved), None, dpo_reference.zero_reference)
+    group = join_ranks(resolved)
+    trainer, plan = build_to_fit(RunRequest(resolved), group, None, dpo_reference.zero_reference, first_steps=count)
     if plan.total < count:
         raise ConfigError(f"--overfit {count}", f"a run of {plan.total} steps", f"take --overfit {plan.total} at most")
     source = batches(trainer, plan)

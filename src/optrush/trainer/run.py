@@ -30,7 +30,7 @@ from torch import Tensor
 from optrush import console, files
 from optrush.config import SECTIONS, Config, dump_config
 from optrush.data import sampler, tokenize
-from optrush.data.batch import Batch
+from optrush.data.batch import INVENTED, Batch
 from optrush.data.sampler import ROOM, reading
 from optrush.data.schema import Document
 from optrush.errors import CheckpointError, ConfigError, NeedsError, RunError, UserError, first_line
@@ -284,8 +284,12 @@ def build_to_fit(
     group: ProcessGroup,
     manifest: checkpoint.Manifest | None,
     fill_reference: Callable[[Trainer, ResolvedConfig], None] = dpo_reference.fill_reference,
+    first_steps: int | None = None,
 ) -> tuple[Trainer, RunPlan]:
     """Build the trainer, restore the checkpoint, run the preflight; again with smaller micro-batches if it must be.
+
+    Args:
+        first_steps: as `build` takes it.
 
     Raises:
         UserError: it does not fit, or whatever building and restoring raise.
@@ -296,7 +300,9 @@ def build_to_fit(
     resolved = resized(resolved, rows) if rows < resolved.env.micro_rows else resolved
     length = resolved.config.train
     while True:
-        trainer = build(resolved, group, progress=console.say, today=today, objective=request.loss)
+        trainer = build(
+            resolved, group, progress=console.say, today=today, objective=request.loss, first_steps=first_steps
+        )
         plan = RunPlan(trainer, trainer.stream.plan(None if length.steps else length.epochs, length.steps))
         refusal: UserError | None = None
         if resolved.config.referenced is not None:  # by the weights before a checkpoint is restored
@@ -410,7 +416,7 @@ def largest_batch(trainer: Trainer, plan: RunPlan) -> Batch:
         width = min(width, int(rows.source.lengths().max()))
     ids = np.random.default_rng(0).integers(trainer.vocab, size=(env.micro_rows, width), dtype=np.int32)
     parts = [np.array_split(row, rows.source.parts) for row in ids]
-    documents = [[(0, Document(part, np.ones(len(part), bool))) for part in row] for row in parts]
+    documents = [[(INVENTED, Document(part, np.ones(len(part), bool))) for part in row] for row in parts]
     # A live stream's room for documents grows with the rows it reads.
     room = plan.length.widest or (ROOM if rows.layout.isolated else 2)
     (batch,) = sampler.micro_batches(rows, documents, room, rank=0, ranks=1, micro_rows=env.micro_rows)

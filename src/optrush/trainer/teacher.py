@@ -1,30 +1,72 @@
-"""Load the teacher of `objective: distill`: a second model, frozen, whole on every rank, with the same tokens."""
+"""Load the teacher of `objective: distill`: a second model, frozen, whole on every rank, with the same tokens.
+
+It runs in each step, or once over the data (`distill.store`): before the model has bytes, so that the two are never in
+memory together. What is stored is found again under a digest of all that determines it.
+"""
 
 from __future__ import annotations
 
+import gc
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
+from optrush import console
 from optrush.config import Config
-from optrush.errors import NeedsError
-from optrush.kernels.distillation import Blend, Compared, Lesson
+from optrush.data import readers, sampler
+from optrush.data.batch import IGNORE, Batch
+from optrush.data.dataset import SampleChunk, SampleSource
+from optrush.data.schema import Document
+from optrush.data.stored_tokens import FileLayout, StoredTokens, TokenFiles, record_type
+from optrush.data.tokenize import cache_root, no_room
+from optrush.errors import DataError, NeedsError, first_line
+from optrush.kernels.distillation import Blend, Compared, Lesson, likeliest
 from optrush.models.decoder import Decoder
 from optrush.models.hf import HFModel, load
 from optrush.models.shapes import sdpa_obstacle
-from optrush.models.weights import weights_fingerprint
-from optrush.objectives.distill import loss_with_teacher
-from optrush.trainer.trainer import Trainer
+from optrush.models.text_part import text_config
+from optrush.models.weights import value_files, weights_fingerprint
+from optrush.objectives.distill import loss_with_stored, loss_with_teacher
+from optrush.trainer import distributed
+from optrush.trainer.run_dir import free_space
+from optrush.trainer.trainer import Trainer, exhausted
+
+FORMAT = 1  # part of every key
 
 
 def add_teacher(trainer: Trainer, folder: Path | None, hf: dict[str, Any]) -> None:
-    """Load the teacher onto the device; make the head's kernel and the loss use it.
+    """Make the head's kernel and the loss use the teacher: loaded onto the device, or what was stored of it.
 
     Raises:
         NeedsError: its tokens are others, or the model is not supported.
     """
+    config, settings = trainer.config, trainer.config.distill
+    assert settings is not None
+    lesson, blend = Lesson(), Blend(settings.temperature, settings.alpha, settings.divergence == "reverse")
+    trainer.fingerprints["teacher"] = weights_fingerprint(folder, config.seed)
+    if settings.store is None:
+        teacher = load_teacher(trainer, folder, hf)
+        logits = teacher.head.logits
+        trainer.loss = partial(loss_with_teacher, trainer.loss, teacher, lesson)
+    else:
+        logits = None
+        trainer.loss = partial(loss_with_stored, trainer.loss, _common(trainer, hf), lesson)
+    trainer.model.head.nll = Compared(
+        logits=logits, lesson=lesson, blend=blend, metrics=trainer.metrics, chunk=settings.chunk
+    )
+
+
+def load_teacher(trainer: Trainer, folder: Path | None, hf: dict[str, Any]) -> Decoder | HFModel:
+    """Load the teacher onto the device; raises as `add_teacher`."""
     config, settings = trainer.config, trainer.config.distill
     assert settings is not None
     _same_tokens(trainer, config, folder, hf)
@@ -42,15 +84,217 @@ def add_teacher(trainer: Trainer, folder: Path | None, hf: dict[str, Any]) -> No
             recipe.fill(name, p, (0,) * p.dim())
     recipe.release()
     teacher.requires_grad_(False).eval()
-    lesson, blend = Lesson(), Blend(settings.temperature, settings.alpha, settings.divergence == "reverse")
-    trainer.model.head.nll = Compared(
-        logits=teacher.head.logits, lesson=lesson, blend=blend, metrics=trainer.metrics, chunk=settings.chunk
-    )
-    trainer.loss = partial(loss_with_teacher, trainer.loss, teacher, lesson)
-    trainer.fingerprints["teacher"] = weights_fingerprint(folder, config.seed)
     kind = "our decoder" if isinstance(teacher, Decoder) else "transformers"
     size = f"{sum(p.numel() for p in teacher.parameters()) / 1e6:,.1f} M parameters in {settings.dtype}"
     trainer.notes.append(f"teacher: {settings.teacher}, {size}, {kind}, attention {attention}")
+    return teacher
+
+
+# --- One pass of the teacher over the data.
+
+
+@dataclass(frozen=True)
+class StoringPass:
+    """Stores the teacher's likeliest tokens where they are not in the cache; every rank calls each method.
+
+    Args:
+        place: the teacher's folder and its config.json.
+    """
+
+    trainer: Trainer
+    place: tuple[Path | None, dict[str, Any]]
+
+    def stored(self, sources: Sequence[SampleSource]) -> list[StoredTokens]:
+        """Return the records of each source, after the pass over what is not stored.
+
+        Raises:
+            DataError: a file is damaged, or cannot be written.
+            NeedsError: the teacher cannot be loaded, or has too little memory.
+        """
+        files = [self._files(source) for source in sources]
+        every = [(n, file) for n, of in enumerate(files) for file in range(len(of.layout))]
+        missing = [(n, file) for n, file in every if not self._there(files[n], file)]
+        if missing:
+            self._check_room([files[n].layout.samples(file) for n, file in missing], [files[n] for n, _ in missing])
+            teacher = distributed.agreed(lambda: load_teacher(self.trainer, *self.place))
+            for n, file in missing:
+                of = files[n]
+                samples = of.layout.samples(file)
+                records = self.made(teacher, sources[n], samples, of.layout.starts, of.record)
+                distributed.agreed(partial(self._write, of, file, records))
+            del teacher
+            self._release()
+        self.trainer.notes.append(f"teacher: {sum(map(len, sources)):,} samples stored in {files[0].folder}")
+        return [of.opened() for of in files]
+
+    def stored_in_memory(self, source: SampleSource, samples: Iterable[int]) -> StoredTokens:
+        """Return the records of a few samples, which no file is written of."""
+        chosen = sorted(set(samples))
+        layout = FileLayout.of(source.targets(), self._record)
+        teacher = distributed.agreed(lambda: load_teacher(self.trainer, *self.place))
+        records = self.made(teacher, source, chosen, layout.starts, self._record)
+        del teacher
+        self._release()
+        ends = np.cumsum([layout.starts[i + 1] - layout.starts[i] for i in chosen])
+        found = dict(zip(chosen, np.split(records, ends[:-1]), strict=True))
+        return StoredTokens(self._record, found.__getitem__)
+
+    def made(
+        self, teacher: Decoder | HFModel, source: SampleSource, samples: Sequence[int], starts: np.ndarray,
+        record: np.dtype,
+    ) -> np.ndarray:  # fmt: skip
+        """Return the records of these samples, one after the other, by a forward pass over them.
+
+        Args:
+            starts: (samples + 1,) int64, the first record of each sample of the source.
+        """
+        trainer, settings = self.trainer, self.trainer.config.distill
+        assert settings is not None and settings.store is not None
+        counts = np.array([starts[i + 1] - starts[i] for i in samples], np.int64)
+        begins = np.concatenate([[0], np.cumsum(counts)])
+        part, world = _Part(source, samples), trainer.world
+        rows = sampler.evaluation(
+            part, T=trainer.env.seq, micro_rows=trainer.env.micro_rows, rank=world.data_rank, ranks=world.data_ranks,
+            packed=teacher.supports_packing,
+        )  # fmt: skip
+        k = settings.store
+        ids = torch.zeros(int(begins[-1]), k, dtype=torch.int32)
+        log_p = torch.zeros(int(begins[-1]), k + 1)
+
+        def work() -> None:
+            for batch in console.passing(rows, rows.batches, f"the teacher over {len(part):,} samples"):
+                where = [np.arange(begins[i], begins[i + 1]) for i in batch.samples]
+                at = torch.from_numpy(np.concatenate([*where, np.zeros(0, np.int64)]))
+                ids[at], log_p[at] = self._likeliest(teacher, trainer.place(batch))
+
+        distributed.agreed(partial(_enough_memory, work))
+        result = np.zeros(len(ids), record)
+        for name, mine in (("ids", ids), ("log_p", log_p)):  # each rank has its own samples, and zeros
+            result[name] = trainer.all_reduce(mine.to(world.device)).cpu().numpy()
+        return result
+
+    @torch.no_grad()
+    def _likeliest(self, teacher: Decoder | HFModel, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return ((targets, k), (targets, k + 1)) on the host, in the order of the batch's targets."""
+        settings = self.trainer.config.distill
+        assert settings is not None and settings.store is not None
+        dtype = torch.float32 if settings.dtype == "float32" else torch.float16
+        vocab = _common(self.trainer, self.place[1])
+        hidden = teacher(batch.tokens, batch.positions, batch.documents)[batch.labels != IGNORE]
+        found = [
+            likeliest(teacher.head.logits(h)[:, :vocab], settings.store, settings.temperature, dtype)
+            for h in hidden.split(settings.chunk)
+        ]
+        ids, log_p = torch.cat([f.ids for f in found]), torch.cat([f.log_p for f in found])
+        return ids.int().cpu(), log_p.float().cpu()
+
+    @property
+    def _record(self) -> np.dtype:
+        settings = self.trainer.config.distill
+        assert settings is not None and settings.store is not None
+        return record_type(settings.store, 4 if settings.dtype == "float32" else 2)
+
+    def _files(self, source: SampleSource) -> TokenFiles:
+        folder = cache_root(self.trainer.config.data.cache) / "teacher"
+        layout = FileLayout.of(source.targets(), self._record)
+        return TokenFiles(folder, self._key(source), layout, self._record)
+
+    def _key(self, source: SampleSource) -> str:
+        """Hash what determines the records: the samples and their tokens, the teacher, and what is stored."""
+        config, settings = self.trainer.config, self.trainer.config.distill
+        assert settings is not None
+        folder, hf = self.place
+        cut = hashlib.sha256(source.lengths().tobytes() + source.targets().tobytes()).hexdigest()
+        tokens = [self.trainer.fingerprints.get(name) for name in ("tokenizer", "template", "date")]
+        values = f"drawn, seed {config.seed}" if folder is None else self._values(folder)
+        made = settings.store, settings.temperature, settings.dtype, _common(self.trainer, hf)
+        content = [FORMAT, source.fingerprint, cut, tokens, values, hf, made]
+        return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+    def _values(self, folder: Path) -> str:
+        """Hash every byte of the teacher's files, once a machine; unchanged files are in the cache."""
+        cache = cache_root(self.trainer.config.data.cache)
+        mine = os.environ.get("LOCAL_RANK", "0") == "0"
+        found = distributed.agreed(lambda: readers.files_fingerprint(value_files(folder), cache) if mine else "")
+        return " ".join(sorted({*distributed.gather(found)} - {""}))
+
+    def _there(self, files: TokenFiles, file: int) -> bool:
+        """Return whether every machine has a file; its first rank reads all of it."""
+        mine = os.environ.get("LOCAL_RANK", "0") == "0"
+        path = distributed.agreed(lambda: files.path(file, whole=mine))
+        return all(distributed.gather("" if path is None else "there"))
+
+    def _check_room(self, samples: Sequence[range], files: Sequence[TokenFiles]) -> None:
+        """Raise DataError unless the cache's disk has room for what the pass will write."""
+        starts = [of.layout.starts for of in files]
+        records = sum(int(s[part.stop] - s[part.start]) for s, part in zip(starts, samples, strict=True))
+        there, free = free_space(files[0].folder)
+        needed = records * self._record.itemsize
+
+        def work() -> None:
+            if needed > free:
+                asked = f"{self._record.itemsize} bytes of the teacher's tokens for each of {records:,} targets"
+                found = f"{needed:,} bytes, where {there} has {free:,} free"
+                raise DataError(asked, found, "free some, name another data.cache, or a smaller distill.store")
+
+        distributed.agreed(work)
+
+    def _write(self, files: TokenFiles, file: int, records: np.ndarray) -> None:
+        if os.environ.get("LOCAL_RANK", "0") == "0" and files.path(file, whole=False) is None:
+            try:
+                files.write(file, records)
+            except OSError as error:
+                raise no_room(files.folder, error) from None
+
+    def _release(self) -> None:
+        gc.collect()
+        if self.trainer.world.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some samples of a source, numbered anew."""
+
+    source: SampleSource
+    samples: Sequence[int]
+    parts: int = 1
+    fingerprint: str = ""
+    tokenized: bool = True
+
+    @property
+    def spans(self) -> tuple[tuple[int, float], ...]:
+        return ((len(self.samples), 1.0),)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def lengths(self) -> np.ndarray:
+        return np.asarray(self.source.lengths()[np.asarray(self.samples)])
+
+    def targets(self) -> np.ndarray:
+        return np.asarray(self.source.targets()[np.asarray(self.samples)])
+
+    def documents(self, i: int) -> tuple[Document, ...]:
+        return self.source.documents(self.samples[i])
+
+    def read(self, numbers: Sequence[int]) -> SampleChunk:
+        return SampleChunk([(i, self.documents(i)) for i in numbers], len(numbers))
+
+
+def _enough_memory(work: Callable[[], None]) -> None:
+    try:
+        work()
+    except (RuntimeError, MemoryError) as error:
+        if not exhausted(error):
+            raise
+        do = "smaller batch.micro_tokens or distill.chunk, or a smaller teacher"
+        raise NeedsError("a pass of the teacher over the data", f"out of memory: {first_line(error)}", do) from None
+
+
+def _common(trainer: Trainer, hf: dict[str, Any]) -> int:
+    """Return the logits that both models have."""
+    return min(trainer.vocab, int(text_config(hf).get("vocab_size") or trainer.vocab))
 
 
 def _same_tokens(trainer: Trainer, config: Config, folder: Path | None, hf: dict[str, Any]) -> None:
