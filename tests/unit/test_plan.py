@@ -135,6 +135,34 @@ def test_what_enters_a_host(axes, along, hosts, enters):
     assert dataclasses.replace(env, device=hardware.NAMED["h100"]).over_hosts(*along) == (1, 0.0)
 
 
+def test_a_slower_link_within_a_host(monkeypatch):
+    """By name, or by what turns NCCL to it; 28 and 4.4 GB/s are what all-reduce reached between two H200."""
+    rates = {}
+    for name in ("2xh200", "2xh200:pcie", "2xH200:socket"):
+        device, count = hardware.parse_hardware(name)
+        rates[device.linked] = cost.device_rates(device).link_bytes_s
+        said = search.predict(
+            llama("batch.tokens=4096", "batch.micro_tokens=2048", bf16={}, attention={}, ddp={}), name
+        )
+        rates[f"speed {device.linked}"] = said.tokens_per_s
+        assert count == 2 and (f"by {device.linked}, as with NCCL_" in said.rates_from) == bool(device.linked)
+    assert rates["pcie"] == pytest.approx(2.8e10, rel=0.02) and rates["socket"] == pytest.approx(4.4e9, rel=0.02)
+    assert rates["speed "] > rates["speed pcie"] > rates["speed socket"]
+    assert hardware.counted(device, 2) == "2 x NVIDIA H200 (socket)"
+    card = hardware.NAMED["4090"]
+    assert hardware.over(card, "pcie").link_bytes_s < card.link_bytes_s == 3.2e10
+    for name in ("h200:pcie", "1xh200:pcie", "2xcpu:pcie", "2x8xh200:pcie", "2xh200:nvlink", "2xh200:"):
+        with pytest.raises(ConfigError, match="the hardware"):
+            hardware.parse_hardware(name)
+    monkeypatch.setattr(hardware, "probe", lambda: [hardware.NAMED["h200"]])
+    found = []
+    for variable in ("", *hardware.SLOWER.values()):
+        if variable:
+            monkeypatch.setenv(variable, "1")
+        found.append(hardware.parse_hardware("auto")[0].linked)
+    assert found == ["", "pcie", "socket"] and hardware.parse_hardware("2xh200")[0].linked == ""
+
+
 @pytest.mark.parametrize("link", hardware.NETWORKS)
 def test_hosts_are_priced_by_their_link(link):
     """What enters a host takes its bytes over the network's rate; a group within a host does not know of it."""

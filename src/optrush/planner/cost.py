@@ -43,10 +43,7 @@ FLASH2, FLASH4 = 0.61, 1.12
 # much again. Attention by a mask computes the whole square, all of which counts; the mask's own cost does not.
 PIECE = 512
 EIGHT = 2.0  # 8-bit products in the time of one of bf16, by the datasheets of Ada, Hopper and Blackwell
-# To pinned memory of the host, by the major capability: PCI Express x16 of that generation's datasheets, one direction,
-# times a share that is assumed, not measured.
-PCIE, HOSTED = {7: 1.6e10, 8: 3.2e10}, 0.86
-PCIE_LATER = 6.4e10
+HOSTED = 0.86  # of PCI Express, to pinned memory of the host: assumed, not measured
 LAUNCH_S = 1.5e-5  # the host's time to start one operator
 # The device waits for the host where a micro-batch begins or a value in it is read there, and where a step ends and its
 # loss is read.
@@ -57,7 +54,9 @@ ATTENTIONS = ("attention", "flash2", "flash4", "masked")  # units of attention t
 LINKS = ("link", "copy")  # units of what crosses to other devices
 # Of the seconds of NCCL's kernels, what products and copies beside them take longer: it uses their multiprocessors and
 # memory (two H100, 8B with adapters under fsdp against ddp: benchmarks/results/2xh100-links.jsonl).
-CONTENTION = 0.5
+# It uses as many as the link needs: over one of less than that machine's rate it disturbs as much less of the time
+# (two and four H200 without NVLink: 2xh200-cells.jsonl, 4xh200-cells.jsonl).
+CONTENTION, DISTURBING = 0.5, 3.15e11
 SLACK = 0.03  # of a peak: the allocator's gaps
 CLOSE = 0.01  # speeds this near are equal; of those, the one that needs less memory is better
 PARTS = ("products", "attention", "head", "elementwise", "optimizer")
@@ -162,10 +161,10 @@ def _datasheet(device: Device, shares: tuple[float, float, float, float, float, 
     if half is None or float32 is None or memory is None or link is None:
         return None
     sheet = "counted from cores, clock and vector width" if device.kind == "cpu" else "a datasheet's"
-    source = f"{sheet}, not measured: optrush calibrate measures the device's own"
+    source = f"{sheet}, not measured: optrush calibrate measures the device's own{_exchanged(device)}"
     products = {True: {"": half * shares[0]}, False: {"": float32 * shares[1]}}
     attention = {True: {"": half * shares[2]}, False: {"": float32 * shares[3]}}
-    pcie = PCIE.get(device.capability[0], PCIE_LATER) * HOSTED if device.kind == "cuda" else None
+    pcie = hardware.PCIE.get(device.capability[0], hardware.PCIE_LATER) * HOSTED if device.kind == "cuda" else None
     if device.kind == "cpu":  # attention by a mask runs at the rate of products, none of it wasted
         attention = {narrow: {**rates, "masked.": products[narrow][""]} for narrow, rates in attention.items()}
     return Rates(
@@ -179,6 +178,7 @@ def _calibrated(device: Device, found: Calibration, shape: ModelShape, T: float,
     source = found.source
     if old := calibration.stale(found):
         source += f"; {old}: optrush calibrate measures again"
+    source += _exchanged(device)
     link = None if device.link_bytes_s is None else device.link_bytes_s * LINK
     products, attention = {}, {}
     for narrow in (True, False):
@@ -193,6 +193,14 @@ def _calibrated(device: Device, found: Calibration, shape: ModelShape, T: float,
         "calibrated", source, products, attention, found.copy_bytes_s, link, *_host(device, found.launch_s), pcie,
         *_network(device, LINK),
     )  # fmt: skip
+
+
+def _exchanged(device: Device) -> str:
+    """Return the end of a sentence on a link between devices that is not the product's own."""
+    if not device.linked:
+        return ""
+    variable = hardware.SLOWER[device.linked]
+    return f"; ranks of a host exchange by {device.linked}, as with {variable}=1 in the environment"
 
 
 def _host(device: Device, launch_s: float) -> tuple[float, float, float]:
@@ -281,6 +289,7 @@ def step_seconds(ledger: Ledger, device: Device, tokens: float, rates: Rates | N
     if rates is None:
         return None
     on_host, disturbed, window, read = 0.0, 0.0, 0.0, 0.0
+    contention = CONTENTION * min(1.0, (rates.link_bytes_s or math.inf) / DISTURBING)
     computed = {"micro": 0.0, "step": 0.0}
     linked = {"micro": 0.0, "step": 0.0}
     for work, times, alone, started in _each(ledger, tokens, rates):
@@ -290,7 +299,7 @@ def step_seconds(ledger: Ledger, device: Device, tokens: float, rates: Rates | N
         per = "step" if work.per == "step" else "micro"
         if work.unit in LINKS and not work.awaited:
             linked[per] += alone
-            disturbed += alone * CONTENTION * (work.unit == "link")
+            disturbed += alone * contention * (work.unit == "link")
         else:
             computed[per] += alone
     computed["micro"] += min(disturbed, CONTENTION * sum(computed.values()))
