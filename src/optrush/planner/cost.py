@@ -180,6 +180,8 @@ def _calibrated(device: Device, found: Calibration, shape: ModelShape, T: float,
         source += f"; {old}: optrush calibrate measures again"
     source += _exchanged(device)
     link = None if device.link_bytes_s is None else device.link_bytes_s * LINK
+    if found.link_bytes_s is not None and not device.linked:  # of a link that the hardware's name gives, the name's
+        link = found.link_bytes_s
     products, attention = {}, {}
     for narrow in (True, False):
         products[narrow] = _products(found, narrow, shape)
