@@ -46,6 +46,7 @@ class Device:
     memory_bytes: int | None = None  # all of it, as the driver reports
     hosts: int = 1  # of equally many devices, between which `network` is; known to a plan alone
     network: Network | None = None
+    linked: str = ""  # what links the devices of a host instead of the product's own link, of `SLOWER`
 
 
 def _gpu(
@@ -111,7 +112,16 @@ STEP_S = 1.4e-5
 PER_GPU, PER_HOST = {"infiniband": 5.0e10}, {"ethernet": 1.25e10}
 NETWORKS = (*PER_GPU, *PER_HOST)
 
+# To and from the host by the major capability: PCI Express x16 of that generation's datasheets, one direction.
+PCIE, PCIE_LATER = {7: 1.6e10, 8: 3.2e10}, 6.4e10
+# What links the devices of a host without NVLink and without reading each other's memory, and what turns NCCL to it.
+# pcie: through the host's memory, of PCI Express; socket: through a TCP socket of the host. Of an assumed rate the plan
+# takes 0.70: NCCL's all-reduce ran at 28 and 4.4 GB/s between two H200 (docs/log/open.md).
+SLOWER = {"pcie": "NCCL_P2P_DISABLE", "socket": "NCCL_SHM_DISABLE"}
+PCIE_SHARE, SOCKET_S = 0.62, 6.3e9
+
 _FREE = re.compile(r"(\d{1,4}(?:\.\d{1,3})?)gib")  # 24gib: a GPU of so much memory, of unknown rates
+_LINKED = re.compile(rf"([^:]+):({'|'.join(SLOWER)})")  # 4xh200:pcie
 _HOSTS = re.compile(r"([0-9]{1,5})x([0-9]{1,5}x[^:]+):(.+)")  # 2x8xh100:infiniband
 
 
@@ -123,15 +133,24 @@ def _unnamed(gib: float) -> Device:
 def parse_hardware(text: str) -> tuple[Device, int]:
     """Return the device of a `--hardware` name, and their number: "h200", "2xh200", "2x8xh200:infiniband", "auto".
 
+    Several of one host may have a slower link than the product: "4xh200:pcie", "4xh200:socket". `auto` has what NCCL's
+    variables in the environment turn it to.
+
     Raises:
         ConfigError: an unknown name; `auto` on a machine whose devices differ.
     """
+    if (linked := _LINKED.fullmatch(text.lower())) and not re.fullmatch(r"[0-9]+x[0-9]+x.+", linked[1]):
+        device, count = parse_hardware(linked[1])
+        if count < 2 or device.kind != "cuda":
+            raise ConfigError(f"the hardware {text}", "a link of one device", f"take 2xh200:{linked[2]}, for instance")
+        return over(device, linked[2]), count
     if "x" in text and (":" in text or re.fullmatch(r"[0-9]+x[0-9]+x.+", text)):
         return _of_hosts(text)
     several = re.fullmatch(r"([0-9]{1,5})x(.+)", text)
     count, name = (int(several[1]), several[2].lower()) if several else (1, text.lower())
     if text == "auto":
-        return first_device(), 1
+        device = first_device()
+        return over(device, turned_to()) if device.kind == "cuda" else device, 1
     if count >= 1 and (size := _FREE.fullmatch(name)):
         return _unnamed(float(size[1])), count
     if name in AMBIGUOUS:
@@ -163,15 +182,32 @@ def _of_hosts(text: str) -> tuple[Device, int]:
     return dataclasses.replace(device, hosts=int(parts[1]), network=network), int(parts[1]) * each
 
 
+def over(device: Device, link: str) -> Device:
+    """Return GPUs of one host that exchange over a link of `SLOWER`; "": over their own."""
+    if not link:
+        return device
+    pcie = PCIE.get(device.capability[0], PCIE_LATER) * PCIE_SHARE
+    rate = SOCKET_S if link == "socket" else pcie
+    known = device.link_bytes_s is not None
+    slower = min(rate, device.link_bytes_s or rate)
+    return dataclasses.replace(device, link_bytes_s=slower if known else None, linked=link)
+
+
+def turned_to() -> str:
+    """Return the link of `SLOWER` to which variables of the environment turn NCCL; "": they do not."""
+    off = [os.environ.get(name, "") == "1" for name in SLOWER.values()]
+    return "" if not off[0] else "socket" if off[1] else "pcie"
+
+
 def price_usd_h(device: Device) -> float | None:
     """Return the list price of an hour of one card; None: not known."""
     return next((usd for name, usd in PRICES_USD_H.items() if NAMED[name].name == device.name), None)
 
 
 def counted(device: Device, count: int) -> str:
-    """Return so many devices as in `2 x 8 x NVIDIA H200 (infiniband)`."""
+    """Return so many devices as in `2 x 8 x NVIDIA H200 (infiniband)` or `4 x NVIDIA H200 (pcie)`."""
     if device.network is None:
-        return device.name if count == 1 else f"{count} x {device.name}"
+        return device.name if count == 1 else f"{count} x {device.name}{f' ({device.linked})' * bool(device.linked)}"
     return f"{device.hosts} x {count // device.hosts} x {device.name} ({device.network.name})"
 
 

@@ -262,6 +262,7 @@ def test_the_plan_has_a_ranks_experts_and_their_links(size):
         assert lines[f"{kind}.blocks"] == pytest.approx(each * held)
     sent = (s.parameters - experts) * 7 / 8 + experts / size * (1 - size / 8)
     assert work["reduce"] == pytest.approx(2 * 2 * sent)
+    assert work["backward.rows.arriving"] == pytest.approx(4 * work["backward.rows.links"] * size / (size - 1))
     rows = 2 * 2048 * (2 * 8 * 2048) * 48 * (size - 1) / size  # of the 2 micro-batches of a rank
     assert work["backward.rows.links"] == pytest.approx(2 * rows)
     assert work["forward.rows.links"] == pytest.approx(2 * 2 * rows), "recomputation sends them again"

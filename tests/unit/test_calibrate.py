@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -501,3 +502,31 @@ def test_what_is_not_fitted(records: list[Record]) -> None:
     assert len(found.before) == 2 and len(found.left_out) == 5, found.left_out
     with pytest.raises(ConfigError, match=r"no record whose steps can be predicted: .*another system"):
         refine.refine(others, H200)
+
+
+# --- links
+
+
+def exchanged() -> list[calibration.LinkRate]:
+    """Measure on a rank of a pair, whose group an earlier test may have made."""
+    calibrate.COPY_BYTES = {"cpu": 1 << 16}
+    if torch.distributed.is_initialized():
+        return list(calibrate.collectives(2, torch.device("cpu"), 0.01))
+    return list(calibrate.measure_links(hardware.cpu(), int(os.environ["RANK"]), 2, 0.2))
+
+
+def test_links_are_measured_kept_and_planned_with(pair, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("OPTRUSH_CACHE", str(tmp_path))
+    first, second = pair(exchanged)
+    assert [link.operation for link in first] == ["all-reduce", "all-gather", "reduce-scatter"]
+    assert [link.bytes for link in first] == [link.bytes for link in second] == [1 << 16] * 3
+    assert all(link.bytes_s > 0 and 0 < link.latency_s < 1 and link.ranks == 2 for link in first)
+    links = tuple(dataclasses.replace(link, bytes_s=rate) for link, rate in zip(first, (1e10, 1e10, 4e10), strict=True))
+    keep(fake(links=links))
+    again = calibration.for_device(H200)
+    assert again is not None and again.links == links and "links of 2 ranks" in again.source
+    assert again.link_bytes_s == pytest.approx(3 / (2e-10 + 0.25e-10))
+    rates = cost.device_rates(H200, again, SHAPE, 2048)
+    assert rates is not None and rates.link_bytes_s == again.link_bytes_s
+    named = cost.device_rates(hardware.over(H200, "pcie"), again, SHAPE, 2048)
+    assert named is not None and named.link_bytes_s == pytest.approx(2.8e10, rel=0.02), "what was named stays"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from optrush.cli.options import ConfigFile, Json, Set, With, Without, given, read_run
+from optrush.cli.options import ConfigFile, Json, Set, With, Without, given, launches, read_run
 from optrush.errors import ConfigError, ConflictError, NeedsError, UserError
 from optrush.hardware import GIB
 from optrush.launch import launched
@@ -330,6 +330,7 @@ def _short(s: Candidate) -> str:
 
 # --- calibrate
 
+LINK_S = 10.0  # of links
 EVERY_S = 10.0  # between two lines, without a terminal
 UNSTEADY = 0.10  # the median spread of a rate over the rounds above which a warning is printed
 
@@ -351,6 +352,9 @@ def calibrate(
             "--from", metavar="RECORDS", help="measure nothing: fit the rates kept for this device to a bench's records"
         ),
     ] = None,
+    ranks: Annotated[
+        int, typer.Option("--ranks", min=1, help="measure what this many processes, one a GPU, exchange, and only that")
+    ] = 1,
     set_: Set = [],  # noqa: B006 - typer copies it
     with_: With = [],  # noqa: B006
     without: Without = [],  # noqa: B006
@@ -365,12 +369,21 @@ def calibrate(
     The result is kept for this device, this torch and this driver, in place of an older one. `optrush plan` and the
     predictions of `optrush bench` take it from there (basis: calibrated).
 
+    --ranks N measures what N ranks of this machine exchange (all-reduce, all-gather, reduce-scatter), and adds it to
+    the rates kept for this device, which must be there.
+
     --from measures nothing: it moves the rates kept for this device so that the steps of records, as a bench and a
     tuning write them, are predicted better; the errors before and after are printed.
     """
     config = None if path is None else read_run(path, set_, with_, without)
     if path is None and (set_ or with_ or without):
         raise ConfigError("--set, --with or --without", "no CONFIG to change", "name a CONFIG")
+    if ranks > 1:
+        if path is not None or records is not None:
+            found_too = "a CONFIG" if path is not None else "--from"
+            raise ConfigError(f"--ranks with {found_too}", "links have no shapes", "leave one of the two out")
+        _calibrate_links(ranks, seconds if given(context, ["seconds"]) else LINK_S, out, as_json)
+        return
     if launched()[1] > 1:
         raise ConfigError("optrush calibrate", f"a launcher has started {launched()[1]} ranks", "start it alone")
     from optrush.hardware import first_device
@@ -391,10 +404,48 @@ def calibrate(
     with _progress() as report:
         found = measure_rates(loads(config, device), device, seconds, report)
     file = calibration.path(found)
+    if file.exists():  # what ranks exchange was measured apart
+        found = dataclasses.replace(found, links=calibration.read_calibration(file).links)
     for target in (file, *(() if out is None else (out,))):
         calibration.write_calibration(found, target)
     print(json.dumps(dataclasses.asdict(found)) if as_json else "\n".join(_calibration_text(found)))
     print(f"kept in {file}", file=sys.stderr)
+
+
+def _calibrate_links(ranks: int, seconds: float, out: Path | None, as_json: bool) -> None:
+    """Measure collectives between ranks, and add them to the device's calibration; the first rank writes."""
+    from optrush import launch
+    from optrush.hardware import first_device
+    from optrush.planner import calibration
+
+    device = first_device()
+    kept = calibration.for_device(device)
+    if kept is None:
+        do = "run optrush calibrate without --ranks first"
+        raise ConfigError(f"--ranks {ranks}", "no rates of this device, to which those of links belong", do)
+    if out is not None and launched()[0] == 0 and out.exists():
+        raise ConfigError(f"--out {out}", "this file exists", "take another name")
+    if launches(ranks):
+        raise typer.Exit(launch.spawn(sys.argv[1:], ranks))
+    from optrush.planner.calibrate import measure_links
+
+    found = dataclasses.replace(kept, links=measure_links(device, launched()[0], ranks, seconds))
+    if launched()[0]:
+        return
+    file = calibration.path(found)
+    for target in (file, *(() if out is None else (out,))):
+        calibration.write_calibration(found, target)
+    print(json.dumps(dataclasses.asdict(found)) if as_json else "\n".join(_links_text(found)))
+    print(f"kept in {file}", file=sys.stderr)
+
+
+def _links_text(c: Calibration) -> list[str]:
+    """Format a row for each collective."""
+    lines = [f"{c.device}, {c.links[0].ranks} ranks"]
+    return [
+        *lines,
+        *(f"{r.operation:<16} {r.bytes_s / 1e9:9.3g} GB/s, {r.latency_s * 1e6:9.3g} us at least" for r in c.links),
+    ]
 
 
 def _refine(records: Path, device: Device, out: Path | None, as_json: bool) -> None:

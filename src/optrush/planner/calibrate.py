@@ -1,9 +1,9 @@
 """Measure the rates of this machine's first device at the shapes of a model, under load.
 
 Measured are products of the linears (forward, and both of the backward pass), causal attention, copies, the link to the
-host, and the host's time to start an operator. Every shape is measured in several rounds, each over all shapes, so that
-all have the same history of heat and clocks; its rate is the median over the rounds. Values are random: a product of
-constants draws less power and runs faster than any training.
+host, the host's time to start an operator, and, with several ranks, collectives between them. Every shape is measured
+in several rounds, each over all shapes, so that all have the same history of heat and clocks; its rate is the median
+over the rounds. Values are random: a product of constants draws less power and runs faster than any training.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -24,7 +26,15 @@ from optrush.errors import ConfigError, NeedsError
 from optrush.hardware import GIB, Device
 from optrush.models.shapes import ModelShape
 from optrush.models.source import locate
-from optrush.planner.calibration import AttentionRate, Calibration, ProductRate, device_name, driver, torch_version
+from optrush.planner.calibration import (
+    AttentionRate,
+    Calibration,
+    LinkRate,
+    ProductRate,
+    device_name,
+    driver,
+    torch_version,
+)  # fmt: skip
 from optrush.planner.cost import linears
 from optrush.trainer.trainer import exhausted
 
@@ -41,6 +51,10 @@ MODELS: dict[str, tuple[tuple[Any, int, int], ...]] = {
     "cuda": (({"shape": "llama-3.2-1b"}, 2048, 16384), ({"shape": "llama-3.1-8b"}, 4096, 16384)),
     "cpu": (("tiny", 256, 1024),),
 }
+
+# torch 2.13 renamed both.
+gather_whole: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+scatter_sum: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 Report = Callable[[int, int, str], None]  # steps done, all steps, what is measured now
 Call = Callable[[], object]
@@ -335,6 +349,64 @@ def _linked(bench: Bench, enough: float) -> tuple[float | None, float | None]:
     up = _middle(bench, lambda: here.copy_(host, non_blocking=True), enough)
     down = _middle(bench, lambda: host.copy_(here, non_blocking=True), enough)
     return host.nbytes / up, host.nbytes / down
+
+
+def measure_links(device: Device, rank: int, ranks: int, seconds: float) -> tuple[LinkRate, ...]:
+    """Measure collectives between ranks of this machine; every rank calls it, and a launcher has set the environment.
+
+    Raises:
+        NeedsError: there are fewer devices than ranks.
+    """
+    cuda = device.kind == "cuda"
+    if cuda and torch.cuda.device_count() < ranks:
+        found = f"{torch.cuda.device_count()} devices"
+        raise NeedsError(f"links between {ranks} ranks", found, "take --ranks of as many at most")
+    place = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(place)
+    dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=ranks)
+    try:
+        return tuple(collectives(ranks, place, seconds / (2 * ROUNDS * 3)))
+    finally:
+        dist.destroy_process_group()
+
+
+def collectives(ranks: int, place: torch.device, slice_s: float) -> Iterator[LinkRate]:
+    """Yield the rates of collectives of the default group, each measured for about twice its rounds of a slice."""
+    values = COPY_BYTES[place.type] // 4 // ranks * ranks
+    whole, part = torch.randn(values, device=place), torch.randn(values // ranks, device=place)
+    few, fewer = torch.zeros(ranks, device=place), torch.zeros(1, device=place)
+    calls: dict[Any, tuple[float, Callable[[Tensor, Tensor], Any]]] = {
+        "all-reduce": (2.0, lambda a, _: dist.all_reduce(a)),
+        "all-gather": (1.0, lambda a, b: gather_whole(a, b)),
+        "reduce-scatter": (1.0, lambda a, b: scatter_sum(b, a)),
+    }
+    for operation, (times, call) in calls.items():
+        latency = statistics.median(_together(place, partial(call, few, fewer), slice_s))
+        whole.mul_(1e-3)  # sums of sums stay finite
+        rounds = _together(place, partial(call, whole, part), slice_s)
+        took = statistics.median(rounds)
+        sent = times * whole.nbytes * (ranks - 1) / ranks
+        spread = (max(rounds) - min(rounds)) / took
+        yield LinkRate(operation, ranks, whole.nbytes, sent / took, latency, spread)
+
+
+def _together(place: torch.device, call: Call, slice_s: float) -> list[float]:
+    """Return the seconds of a call in each round, the mean of as many as rank 0 finds to fit into a slice."""
+
+    def timed(calls: int) -> float:
+        dist.barrier()
+        begun = time.perf_counter()
+        for _ in range(calls):
+            call()
+        if place.type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - begun) / calls
+
+    timed(1)  # it connects the ranks
+    calls = torch.tensor([min(1000, max(1, int(slice_s / timed(1))))], device=place)
+    dist.broadcast(calls, 0)
+    return [timed(int(calls)) for _ in range(ROUNDS)]
 
 
 def _middle(bench: Bench, call: Call, enough: float) -> float:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+import statistics
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import metadata
@@ -74,6 +75,23 @@ class AttentionRate:
     spread: Annotated[float, Field(ge=0)]
 
 
+@dataclass(frozen=True)
+class LinkRate:
+    """One collective between the ranks of this machine; bytes a second that cross each rank's link, one direction.
+
+    Of n ranks and s bytes in whole: 2 s (n - 1) / n of an all-reduce, s (n - 1) / n of the others.
+    """
+
+    __pydantic_config__ = _STRICT
+
+    operation: Literal["all-reduce", "all-gather", "reduce-scatter"]
+    ranks: Annotated[int, Field(ge=2)]
+    bytes: Count  # in whole
+    bytes_s: Rate
+    latency_s: Rate  # of a few bytes
+    spread: Annotated[float, Field(ge=0)]
+
+
 @dataclass(frozen=True, eq=False)  # by identity: a plan looks rates up by it, thousands of times
 class Calibration:
     """The rates measured on one device, medians over the rounds."""
@@ -94,6 +112,7 @@ class Calibration:
     from_device_bytes_s: Rate | None
     launch_s: Rate  # the host's time to start one operator
     fitted: str | None = None  # to which records the rates were moved afterwards
+    links: tuple[LinkRate, ...] = ()  # of the last number of ranks for which they were measured
     format: Literal[1] = FORMAT
 
     @property
@@ -101,7 +120,13 @@ class Calibration:
         """A sentence on the source of the rates."""
         driver = "" if self.driver is None else f", driver {self.driver}"
         fitted = "" if self.fitted is None else f", fitted to {self.fitted}"
-        return f"measured on {self.date[:10]} with torch {self.torch}{driver}{fitted}"
+        links = f", links of {self.links[0].ranks} ranks" if self.links else ""
+        return f"measured on {self.date[:10]} with torch {self.torch}{driver}{links}{fitted}"
+
+    @property
+    def link_bytes_s(self) -> float | None:
+        """The rate of what ranks exchange, of equal bytes of each collective; None: it was not measured."""
+        return statistics.harmonic_mean([link.bytes_s for link in self.links]) if self.links else None
 
 
 _ADAPTER = TypeAdapter(Calibration)

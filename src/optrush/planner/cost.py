@@ -33,26 +33,30 @@ ATTENTION, HALFWAY = 0.48, 800
 ROW = 2048  # tokens of a row by default
 # Of a copy's rate: what operators that also compute move bytes at (the same steps; on a CPU those of cpu-demo).
 MOVING = {"cuda": 0.92, "cpu": 0.4}
-FLASH2 = 0.54  # of attention's rate from Hopper on, for which that kernel was not written (h200-operators)
+# Of heads narrower than this, whose products are short, but which are there sooner (h200-calibration, h200-cells).
+WIDE, NARROW = 128, (0.384, 240)
+# Of attention's rate from Hopper on: of a kernel that was not written for it, and of one that was (h200-operators, of
+# torch's own: forward 270 and 545 of 529 TFLOP/s, backward 219 and 390 of 346).
+FLASH2, FLASH4 = 0.61, 1.12
 # Keys at a time of torch's attention on a CPU (kvSplitSize of ATen/native/cpu/FlashAttentionKernel.cpp). Causal
 # attention skips a piece only where all of it is masked: it computes the half that counts as its work, and up to as
 # much again. Attention by a mask computes the whole square, all of which counts; the mask's own cost does not.
 PIECE = 512
 EIGHT = 2.0  # 8-bit products in the time of one of bf16, by the datasheets of Ada, Hopper and Blackwell
-# To pinned memory of the host, by the major capability: PCI Express x16 of that generation's datasheets, one direction,
-# times a share that is assumed, not measured.
-PCIE, HOSTED = {7: 1.6e10, 8: 3.2e10}, 0.86
-PCIE_LATER = 6.4e10
+HOSTED = 0.86  # of PCI Express, to pinned memory of the host: assumed, not measured
 LAUNCH_S = 1.5e-5  # the host's time to start one operator
-# The device waits for the host where a micro-batch begins, and where a step ends and its loss is read.
+# The device waits for the host where a micro-batch begins or a value in it is read there, and where a step ends and its
+# loss is read.
 MICRO_S, STEP_S = 2e-3, 5e-3
 
 Basis = Literal["datasheet", "calibrated"]
-ATTENTIONS = ("attention", "flash2", "masked")  # units of attention that keeps no scores
+ATTENTIONS = ("attention", "flash2", "flash4", "masked")  # units of attention that keeps no scores
 LINKS = ("link", "copy")  # units of what crosses to other devices
 # Of the seconds of NCCL's kernels, what products and copies beside them take longer: it uses their multiprocessors and
 # memory (two H100, 8B with adapters under fsdp against ddp: benchmarks/results/2xh100-links.jsonl).
-CONTENTION = 0.5
+# It uses as many as the link needs: over one of less than that machine's rate it disturbs as much less of the time
+# (two and four H200 without NVLink: 2xh200-cells.jsonl, 4xh200-cells.jsonl).
+CONTENTION, DISTURBING = 0.5, 3.15e11
 SLACK = 0.03  # of a peak: the allocator's gaps
 CLOSE = 0.01  # speeds this near are equal; of those, the one that needs less memory is better
 PARTS = ("products", "attention", "head", "elementwise", "optimizer")
@@ -84,7 +88,7 @@ class Rates:
         table = (self.attention if work.unit in ATTENTIONS else self.products)[narrow]
         known = (table.get(key) for key in (f"{work.unit}.{work.name}", f"{work.unit}.", work.name, ""))
         rate = next(r for r in known if r is not None)
-        return rate * {"product8": EIGHT, "flash2": FLASH2}.get(work.unit, 1.0)
+        return rate * {"product8": EIGHT, "flash2": FLASH2, "flash4": FLASH4}.get(work.unit, 1.0)
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,7 @@ def expected_and_ceiling(
     device: Device, found: Calibration | None, hf: Mapping[str, Any], T: float, seq: float
 ) -> tuple[Rates | None, Rates | None]:
     """Return the expected rates of a model with this config.json, and their ceiling."""
-    shape = None if found is None else ModelShape.read(hf)  # a datasheet has the same rates for every model
+    shape = ModelShape.read(hf)
     return device_rates(device, found, shape, T, seq), device_rates(device, found, shape, T, seq, ceiling=True)
 
 
@@ -134,7 +138,8 @@ def device_rates(
 
     Args:
         found: the device's calibration.
-        shape: of the model, whose own products and attention are looked up; needed with `found`.
+        shape: of the model, whose own products and attention are looked up; needed with `found`, and without it for the
+            width of its heads.
         T: tokens over which an attention that separates documents attends.
         seq: all tokens of a row; None: T.
         ceiling: the highest rates instead: those measured for each kind of work alone, or the whole datasheet's.
@@ -145,7 +150,8 @@ def device_rates(
         return alone if ceiling else replace(alone, bytes_s=alone.bytes_s * MOVING[device.kind])
     if ceiling:
         return _datasheet(device, (1.0, 1.0, 1.0, 1.0, 1.0, 1.0))
-    attention = ATTENTION * T / (T + HALFWAY) if device.kind == "cuda" else HALF_PRODUCTS / 2
+    most, halfway = NARROW if shape is not None and shape.head_width < WIDE else (ATTENTION, HALFWAY)
+    attention = most * T / (T + halfway) if device.kind == "cuda" else HALF_PRODUCTS / 2
     return _datasheet(device, (HALF_PRODUCTS, FLOAT32_PRODUCTS, attention, FLOAT32_PRODUCTS / 2, MEMORY, LINK))
 
 
@@ -155,10 +161,10 @@ def _datasheet(device: Device, shares: tuple[float, float, float, float, float, 
     if half is None or float32 is None or memory is None or link is None:
         return None
     sheet = "counted from cores, clock and vector width" if device.kind == "cpu" else "a datasheet's"
-    source = f"{sheet}, not measured: optrush calibrate measures the device's own"
+    source = f"{sheet}, not measured: optrush calibrate measures the device's own{_exchanged(device)}"
     products = {True: {"": half * shares[0]}, False: {"": float32 * shares[1]}}
     attention = {True: {"": half * shares[2]}, False: {"": float32 * shares[3]}}
-    pcie = PCIE.get(device.capability[0], PCIE_LATER) * HOSTED if device.kind == "cuda" else None
+    pcie = hardware.PCIE.get(device.capability[0], hardware.PCIE_LATER) * HOSTED if device.kind == "cuda" else None
     if device.kind == "cpu":  # attention by a mask runs at the rate of products, none of it wasted
         attention = {narrow: {**rates, "masked.": products[narrow][""]} for narrow, rates in attention.items()}
     return Rates(
@@ -172,7 +178,10 @@ def _calibrated(device: Device, found: Calibration, shape: ModelShape, T: float,
     source = found.source
     if old := calibration.stale(found):
         source += f"; {old}: optrush calibrate measures again"
+    source += _exchanged(device)
     link = None if device.link_bytes_s is None else device.link_bytes_s * LINK
+    if found.link_bytes_s is not None and not device.linked:  # of a link that the hardware's name gives, the name's
+        link = found.link_bytes_s
     products, attention = {}, {}
     for narrow in (True, False):
         products[narrow] = _products(found, narrow, shape)
@@ -186,6 +195,14 @@ def _calibrated(device: Device, found: Calibration, shape: ModelShape, T: float,
         "calibrated", source, products, attention, found.copy_bytes_s, link, *_host(device, found.launch_s), pcie,
         *_network(device, LINK),
     )  # fmt: skip
+
+
+def _exchanged(device: Device) -> str:
+    """Return the end of a sentence on a link between devices that is not the product's own."""
+    if not device.linked:
+        return ""
+    variable = hardware.SLOWER[device.linked]
+    return f"; ranks of a host exchange by {device.linked}, as with {variable}=1 in the environment"
 
 
 def _host(device: Device, launch_s: float) -> tuple[float, float, float]:
@@ -259,6 +276,8 @@ def efforts(ledger: Ledger, device: Device, tokens: float, rates: Rates | None =
             listed.append(WorkTime(work.name, flop, moved, 0.0, alone, place, work.reason))
         if started:
             listed.append(WorkTime(work.name, 0.0, 0.0, work.launches * times, started, "host", work.reason))
+        if work.reads and rates.micro_s:
+            listed.append(WorkTime(work.name, 0.0, 0.0, 0.0, work.reads * times * rates.micro_s, "host", work.reason))
     if waiting := _waiting(ledger):
         window = sum(alone for work, _, alone, _ in _each(ledger, tokens, rates) if _in_window(work))
         reason = next(w.reason for w in ledger.work if w.waiting)
@@ -271,16 +290,18 @@ def step_seconds(ledger: Ledger, device: Device, tokens: float, rates: Rates | N
     rates = rates or device_rates(device)
     if rates is None:
         return None
-    on_host, disturbed, window = 0.0, 0.0, 0.0
+    on_host, disturbed, window, read = 0.0, 0.0, 0.0, 0.0
+    contention = CONTENTION * min(1.0, (rates.link_bytes_s or math.inf) / DISTURBING)
     computed = {"micro": 0.0, "step": 0.0}
     linked = {"micro": 0.0, "step": 0.0}
-    for work, _, alone, started in _each(ledger, tokens, rates):
+    for work, times, alone, started in _each(ledger, tokens, rates):
         on_host += started
+        read += work.reads * times
         window += alone if _in_window(work) else 0.0  # it may be without end
         per = "step" if work.per == "step" else "micro"
         if work.unit in LINKS and not work.awaited:
             linked[per] += alone
-            disturbed += alone * CONTENTION * (work.unit == "link")
+            disturbed += alone * contention * (work.unit == "link")
         else:
             computed[per] += alone
     computed["micro"] += min(disturbed, CONTENTION * sum(computed.values()))
@@ -293,7 +314,7 @@ def step_seconds(ledger: Ledger, device: Device, tokens: float, rates: Rates | N
     last = max(linked["micro"] / ledger.accumulation + linked["step"], computed["micro"] / ledger.accumulation)
     others = (1 - 1 / ledger.accumulation) * max(computed["micro"], linked["micro"])
     busy = others + last + computed["step"]
-    return max(busy, on_host, offload.seconds) + rates.micro_s * ledger.accumulation + rates.step_s
+    return max(busy, on_host, offload.seconds) + rates.micro_s * (ledger.accumulation + read) + rates.step_s
 
 
 def slowest(books: Sequence[Ledger], device: Device, tokens: float, rates: Rates | None = None) -> float | None:

@@ -91,8 +91,8 @@ class Line:
 
     @property
     def bend(self) -> float:
-        """Return the tokens of a micro-batch, of all ranks that share it, from which on the line grows no more."""
-        return self.most_tokens * math.prod(n for axis, n in self.cut.items() if axis != "pp")
+        """Return the tokens of a micro-batch, of all ranks that share its rows, from which the line grows no more."""
+        return self.most_tokens * self.cut.get("cp", 1.0)
 
 
 @dataclass(frozen=True)
@@ -103,12 +103,13 @@ class WorkItem:
     reason: str
     per: Literal["token", "micro", "step"]
     flop: float = 0.0
-    # The flop; product8: of 8-bit values; flash2: FlashAttention 2; masked: attention by a mask; link: to other ranks
-    # by NCCL; copy: to other ranks by copy engines.
-    unit: Literal["product", "product8", "attention", "flash2", "masked", "link", "copy"] = "product"
+    # The flop; product8: of 8-bit values; flash2, flash4: FlashAttention of that version; masked: attention by a mask;
+    # link: to other ranks by NCCL; copy: to other ranks by copy engines.
+    unit: Literal["product", "product8", "attention", "flash2", "flash4", "masked", "link", "copy"] = "product"
     values: float = 0.0  # read and written in device memory
     role: Role = "byte"
     launches: float = 0.0  # operators that the host starts, or as many as take it as long
+    reads: float = 0.0  # values that the host reads before it starts more, so that the device waits for it
     padding: float = 0.0  # share of the slots that hold no token
     waiting: float = 0.0  # share of a window in which this rank waits for others
     fusable: bool = False

@@ -96,8 +96,9 @@ class Attention(Technique):
                 yield live("saved.spread", "the kernel groups the query heads itself", gone=True)
             between = ", and what lies between documents" if env.span < env.seq else ""
             why = f"the half behind the diagonal is skipped{between}"
-            older = self.impl == "varlen" and env.device.capability >= (9, 0)
-            yield live("*.scores", why, times=_pairs(env), unit="flash2" if older else "attention")
+            hopper = env.device.capability >= (9, 0)
+            unit = {"varlen": "flash2", "fa4": "flash4"}.get(self.impl, "attention") if hopper else "attention"
+            yield live("*.scores", why, times=_pairs(env), unit=unit)
 
     def packages(self) -> tuple[tuple[str, str], ...]:
         rule = (("flash-linear-attention", "fla"),) if self.delta == "fla" else ()

@@ -133,8 +133,10 @@ class DeepSpeed(Technique):
         n, frozen = env.gradient_ranks, Part.TRAINED in env.claimed
         yield cut("states.*", "dp", n, "a rank updates its share")
         if self.stage > 1:
-            why = "reduced as soon as a block has made them"
-            yield cut("gradients.*", "dp", n, why, gathered=1)
+            why, whole = "reduced as soon as a block has made them", self.stage == 3
+            yield cut("gradients.*", "dp", n, why, gathered=1, during=("backward",) if whole else ())
+            if whole:
+                yield live("gradients.*", "in one flat buffer that stays", live="always")
         yield live("casts.*", "products read what is gathered, no copies beside it", gone=True)
         if not frozen:
             yield cut("weights.*", "dp", n, "a rank updates its share of the float32 weights")
@@ -166,10 +168,15 @@ class DeepSpeed(Technique):
             yield cut(f"{kind}.[!be]*", "dp", n, ends, gathered=1)
         during = () if tied else ("forward", "backward, embedding")
         yield cut(f"{kind}.embedding", "dp", n, ends, gathered=1, during=during)
+        # A gather of several weights has one buffer, which is freed when the last of them has been used.
+        why = "the buffers in which embedding and head arrived, with weights whose turn is still to come"
+        yield like("weights.[!b]*", Line("head.arriving", why, 1.0, "product", "head"))
 
     def _offloaded(self, copied: bool) -> Iterator[Rule]:
         """Yield what is in host memory."""
         yield live("states.*", "on the host", blocks_on_device=0)
+        if self.stage == 3:
+            yield live("gradients.*", "on the host, once a block has made them", blocks_on_device=0)
         if copied:
             yield live("weights.*", "the float32 weights: on the host", blocks_on_device=0)
         if self.offload == "all":

@@ -89,14 +89,23 @@ class ExpertParallel(Technique):
             Line("feed.arriving", "and their gradients", share * k * D, "product", "backward", True, side="feed"),
             Line("saved.arriving", places, sparse * 5 * k, "wide", "saved", True, L, side="feed"),
         )  # fmt: skip
+        if "dp" in env.sharded:
+            why = "experts are a group of their own in each layer"
+            yield live("gather.launches", why, times=1 + sparse / (L + 2))
+            yield live("gather.reduce.launches", why, times=1 + sparse / (L + 2))
+        why = "the numbers of rows, which the host reads in each layer before it sends them"
+        yield add(WorkItem("forward.rows.reads", why, "micro", reads=float(sparse)))
         hosts, entering = env.over_hosts("ep")
         each, why = 2.0 * k * D * sparse, "rows to the ranks of their experts, and back"
         for way in ("forward", "backward"):
+            # As in the baseline twice what is moved, for rows that are read by number.
+            order = "rows that arrive put in the order of the experts here, and back"
             yield add(
+                WorkItem(f"{way}.rows.arriving", order, "token", values=8.0 * k * D * sparse, role="product"),
                 WorkItem(
                     f"{way}.rows.links", why, "token", unit="link", values=each * (n - 1) / n, role="product",
                     awaited=True, entering=each * n / hosts * entering, steps=4.0 * sparse * (hosts - 1),
-                )
+                ),
             )  # fmt: skip
 
     def split(self, trainer: Trainer) -> int:

@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from optrush.errors import NeedsError
-from optrush.planner.ledger import Line, Role, Rule, WorkItem, cut, like, live
+from optrush.planner.ledger import Line, Role, Rule, WorkItem, add, cut, like, live
 from optrush.technique import SUMMED, Environment, ModelSpec, Numerics, Part, Requirement, Technique, Trainer
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+# Python of FSDP2 around one gather of a group, and around one reduction, in plain operators as long to start (fitted to
+# micro-batches of one row: benchmarks/results/2xh200-cells.jsonl, 4xh200-cells.jsonl).
+HOOKS, REDUCTION = 80.0, 30.0
 
 
 @dataclass(frozen=True)
@@ -84,15 +88,18 @@ class Fsdp(Technique):
         blocks = min(L, 2) if self.stage == 3 and Part.PP not in env.claimed else L
         whole = "a block's weights are whole while it runs, and the next block's ahead of it"
         freed = self.stage == 3  # after the forward pass, and again after the backward pass
-        during = ("forward", "backward") if freed else ()
+        during: tuple[str, ...] = ("forward", "backward") if freed else ()
         yield cut("weights.blocks", "dp", n * env.blocks_held, whole, gathered=blocks, during=during)
         ends = "embedding and head are whole while they are used"
         yield cut("weights.[!be]*", "dp", n, ends, gathered=1)
         tied = env.shape is None or env.shape.tied
-        during = ("forward", "backward, embedding") if freed and not tied else ()
+        # While a block runs forward that of an untied embedding is cut again, and the head's is not yet gathered.
+        during = ("backward, embedding",) if freed and not tied else ()
         yield cut("weights.embedding", "dp", n, ends, gathered=1, during=during)
-        why = "the head's shards as they arrive, before they are copied to where it is whole"
-        yield like("weights.[!b]*", Line("gather.arriving", why, 1.0 if tied else 0.5, "product", "forward"))
+        held = 1 / env.axes.get("tp", 1)  # a rank's part of what its group has
+        if not tied:  # a tied head is gathered with the embedding, where nothing else is in memory yet
+            why = "the buffer in which the head's shards arrived, kept until the next gather"
+            yield like("weights.[!b]*", Line("head.arriving", why, 0.5 * held, "product", "head"))
         reduced = env.accumulation == 1 or self.sync == "each"
         for part, ranks in (("blocks", n * env.blocks_held), ("[!b]*", n)):  # experts may be cut over some of n already
             yield cut(f"states.{part}", "dp", ranks, "a rank updates its share")
@@ -108,7 +115,6 @@ class Fsdp(Technique):
         quantized = any(linear.weight == "quantized" for linear in env.spec.linears.values())
         stored: Role = "stored" if quantized else "product"
         copies = self.gather == "copies"
-        held = 1 / env.axes.get("tp", 1)  # a rank's part of what its group has
         hosts, entering = env.over_hosts("dp", "ep", "cp")
         parts: list[tuple[str, str, Role, Literal["link", "copy"]]] = [
             ("weights.blocks", "gather.blocks", stored, "copy" if copies else "link"),
@@ -121,10 +127,14 @@ class Fsdp(Technique):
             yield like(match, replace(work, entering=times * entering * held, steps=steps))
             again = 2.0 * times * (1 + 1 / n) * held
             yield like(match, WorkItem(f"{name}.copied", moved, "micro", values=again, role=role))
+        why = "hooks around a gather: shards sent, copied, made parameters, and cut again"
+        groups = L + 2.0
+        yield add(WorkItem("gather.launches", why, "micro", launches=HOOKS * times * groups))
+        per: Literal["micro", "step"] = "micro" if self.sync == "each" else "step"
+        yield add(WorkItem("gather.reduce.launches", "hooks around a reduction", per, launches=REDUCTION * groups))
         if copies:
             why = "two buffers of a gathered block, which the other ranks can read"
             yield like("weights.blocks", Line("buffers.gather", why, 2.0 / L, stored, "always"))
-        per: Literal["micro", "step"] = "micro" if self.sync == "each" else "step"
         work = WorkItem("reduce", "gradients reduced", per, unit="link", values=share * held, role="gradient")
         yield like("gradients.*", replace(work, entering=entering * held, steps=(hosts - 1) * L))
         if self.replicate > 1:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from optrush.errors import NeedsError
-from optrush.planner.ledger import Line, Rule, like, live
+from optrush.planner.ledger import Line, Role, Rule, like, live
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 CHUNK = 4096
@@ -68,6 +68,7 @@ class FusedLoss(Technique):
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         """Yield the logits of a chunk, and of the one before where a micro-batch has several."""
+        role: Role
         most = LIGER_CHUNK if self.impl == "liger" else self.chunk
         yield live("head.logits*", "of one chunk at a time", most_tokens=most)
         yield live("tied.sum", "the head's gradient is added to in place", gone=True)
@@ -82,9 +83,12 @@ class FusedLoss(Technique):
             why = "operators of a chunk, one at a time"
             chunk = Line("head.chunk.eager", why, 1.25, "wide", "head", True, most_tokens=most, fusable=True)
             yield like("head.logits", chunk)
-        # Of one chunk `quack` has none; it is counted all the same, as a line holds no number of chunks.
-        why = "the head's gradient, summed over chunks in float32, D V"
-        yield like("casts.head", Line("head.gradient", why, 1.0, "wide", "head"))
+        why, role = "the head's gradient, summed over chunks in float32, D V", "wide"
+        if self.impl == "quack" and env.slots <= most:
+            # In the backward pass: what shards of the head arrived in, which is as large, has been freed by then.
+            role = "cast" if "dp" in env.sharded and not (env.shape is None or env.shape.tied) else "gradient"
+            why = "the head's gradient, written once, D V"
+        yield like("casts.head", Line("head.gradient", why, 1.0, role, "head"))
 
     def packages(self) -> tuple[tuple[str, str], ...]:
         return {"quack": (("quack-kernels", "kernels"),), "liger": (("liger-kernel", "kernels"),)}.get(self.impl, ())

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from optrush.planner.ledger import Rule, live
+from optrush.planner.ledger import Line, Rule, like, live
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 # Operators by how their "namespace::name" begins, so that a kernel's own operator need not be imported.
@@ -89,6 +89,9 @@ class SelectiveRecompute(Technique):
             yield live("forward.launches", again, times=1.5)
             if Part.TP in env.claimed:
                 yield live("forward.links", "the stream around kept products is gathered and summed again", times=2)
+                kept = "what attention's last product gave, of all tokens: kept before the ranks sum it"
+                yield live("saved.middle", kept, gone=True)
+                yield like("saved.middle", Line("saved.added", kept, 1.0, "product", "saved", True, env.blocks))
         if Part.COMPILED in env.claimed:  # else autocast holds the copies until the loss is there
             yield live("casts.blocks*", "compiled blocks cast their weights again", recomputed=1.0)
         if Part.ATTENTION not in env.claimed:  # plain products, which are not kept

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from optrush.planner.ledger import Rule, WorkItem, add, cut, live
+from optrush.planner.ledger import Line, Rule, WorkItem, add, cut, like, live
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 if TYPE_CHECKING:
@@ -105,6 +105,7 @@ class TensorParallel(Technique):
         yield share("working.*", "a rank's heads, and its share of the width")
         yield share("feed.gradients", "a rank's share of the width")
         yield share("head.[lcg]*", "a rank's share of the vocabulary")
+        yield from _loss(env)
         if self.sequence:
             why = "a rank's share of the tokens"
             for line in (
@@ -172,6 +173,22 @@ class TensorParallel(Technique):
 
         assert trainer.world.mesh is not None, "needs admits no run of one process"
         return Axis(trainer.world.mesh["tp"], self.sequence)
+
+
+def _loss(env: Environment) -> Iterator[Rule]:
+    """Yield what the loss over a cut vocabulary holds and moves: no compiler has it, for ranks exchange inside."""
+    if env.teacher is not None or env.scored:
+        return
+    yield live("head.*eager", "of another loss", gone=True)
+    why = "logits, exponentials and three terms of their gradient in float32, and a mask, at once, 5.25 V"
+    # Less one of the two gradients in the products' type that a chunk counts, which is not there yet.
+    values = 4.75 if Part.HEAD in env.claimed else 5.25
+    yield like("head.logits", Line("head.logits.across", why, values, "wide", "head", True))
+    why = "operators of a chunk, one at a time, beside what a compiled one reads and writes"
+    yield like("head.logits", WorkItem("head.across", why, "token", values=20.0, role="wide"))
+    if Part.HEAD not in env.claimed and Part.TRAINED not in env.claimed:
+        why = "the head's gradient, summed over chunks in float32, D V"
+        yield like("casts.head", Line("head.gradient", why, 1.0, "wide", "head"))
 
 
 def _sizes(s: ModelShape) -> tuple[tuple[str, int], ...]:

@@ -1,0 +1,30 @@
+"""Hold the plan to what was measured on several GPUs: memory within 5 %, speed within 12 % (benchmarks/cells.py).
+
+The records keep what the plan said before the measurement; its rules were mended by these afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from optrush.config import parse_config
+from optrush.planner import search
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+MOST_BYTES, MOST_SPEED = 0.05, 0.12
+
+
+@pytest.mark.parametrize("machine", ["2xh200", "4xh200"])
+def test_the_plan_is_near_what_was_measured(machine):
+    wrong = []
+    for line in (RESULTS / f"{machine}-cells.jsonl").read_text("utf-8").splitlines():
+        r = json.loads(line)
+        hardware = f"{r['ranks']}xh200" + ":pcie" * ("NCCL_P2P_DISABLE" in r["env"])
+        said = search.predict(parse_config(json.dumps(r["config"]), r["cell"]), hardware, r["ranks"])
+        memory, speed = said.peak_bytes / r["peak_bytes"] - 1, said.tokens_per_s / r["tokens_per_s"] - 1
+        if abs(memory) > MOST_BYTES or abs(speed) > MOST_SPEED:
+            wrong.append(f"{r['cell']}: memory {memory:+.1%}, speed {speed:+.1%}")
+    assert not wrong
