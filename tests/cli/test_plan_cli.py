@@ -53,6 +53,20 @@ def test_for_programs(call: Call) -> None:
         assert other["fits"] and {"ddp", "fsdp"} & other["with"].keys()
 
 
+def test_sets_without_what_only_the_user_chooses_are_no_answer(call: Call, tmp_path: Path) -> None:
+    """Groups of 3000 tokens divide no row; a group that does is in every set."""
+    given = [str(LLAMA), "--hardware", "h200", "--with", "lora"]
+    out = tmp_path / "out.yaml"
+    found = call("plan", *given, "--with", "longlora:group=3000", "--out", str(out))
+    first, second, *_ = found.out.splitlines()
+    assert found.code == 2 and not out.exists()
+    assert first.startswith("refused as configured: `longlora` cuts rows of 2048 tokens: groups of 3000")
+    assert second.startswith("fits on") and second.endswith("; without longlora, which the configuration names")
+    whole = call("plan", *given, "--with", "longlora:group=1024")
+    first = whole.out.splitlines()[0]
+    assert whole.code == 0 and first.startswith("fits on") and "which the configuration names" not in first
+
+
 def test_what_cannot_run_there_is_said_and_others_are_found(call: Call) -> None:
     small = ["--set", "model.shape=qwen2.5-0.5b", "--hardware", "t4"]  # the 1B model fits there in no way
     found = call("plan", str(LLAMA), *small)

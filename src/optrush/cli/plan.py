@@ -90,6 +90,8 @@ def plan(
         print(json.dumps(_document(prediction, refused, found, hardware, price)))
     else:
         print("\n".join(_text(config, hardware, prediction, refused, found, price, details)))
+    if refused is not None and _lacking_all(config, found):
+        raise typer.Exit(2)  # what fits is another run than what was configured
     if out is not None:
         _write(config, hardware, found, out)
 
@@ -194,6 +196,8 @@ def _text(
 ) -> list[str]:  # fmt: skip
     """Format the answer, its methods and better settings; with `details` memory as bars, work and other models."""
     lines = [*_answer_lines(config, hardware, answer, price), ""]
+    if refused is not None and _lacking_all(config, answer):
+        lines.insert(0, f"refused as configured: {refused.asked}: {refused.found}; others are:")
     if details:
         lines.append("as configured")
         if prediction is not None:
@@ -209,7 +213,7 @@ def _text(
     if found.settings:
         lines += ["", f"the best of {found.tried} sets of techniques that go together, each with its micro-batch"]
     for place, setting in enumerate(found.settings, 1):
-        lines.append(f"  {place}. {setting.title}")
+        lines.append(f"  {place}. {setting.title}{_without(config, setting)}")
         lines.append(f"     {_short(setting)}")
     return lines + (_other_lines(config, hardware, answer) if details else [])
 
@@ -230,7 +234,8 @@ def _answer_lines(config: Config, hardware: str, answer: Answer, price: float | 
     most = "" if p.room_bytes is None else f" of {p.room_bytes / GIB:.1f}"
     mesh = f"{best.mesh}, " if best.mesh else ""
     time = "" if best.seconds is None else f"; this data: {_time(best, hardware, price)}"
-    lines = [f"fits on {on}: {best.method}, {mesh}{p.peak_bytes / GIB:.1f}{most} GiB, {_speed(p)}{time}"]
+    lacking = _without(config, best.setting)
+    lines = [f"fits on {on}: {best.method}, {mesh}{p.peak_bytes / GIB:.1f}{most} GiB, {_speed(p)}{time}{lacking}"]
     width = max(len(w.method) for w in answer.ways)
     for way in answer.ways:
         if way.refused:
@@ -241,9 +246,28 @@ def _answer_lines(config: Config, hardware: str, answer: Answer, price: float | 
         else:
             lines += [
                 f"  {way.method:<{width}}  {way.costs}{', tight' * way.tight}; {_short(way.setting)}",
-                f"  {'':<{width}}  {way.setting.title}",
+                f"  {'':<{width}}  {way.setting.title}{_without(config, way.setting)}",
             ]
     return lines
+
+
+def _lacking(config: Config, setting: Candidate) -> list[str]:
+    """Return the configured techniques that a set lacks, of those that no search chooses."""
+    from optrush.techniques import ALL
+
+    searched = {technique.name for technique in ALL if technique.searched}
+    return [name for name in config.with_ if name not in searched and name not in setting.with_]
+
+
+def _lacking_all(config: Config, answer: Answer) -> bool:
+    """Return whether something fits, and each of the best sets lacks what the configuration names."""
+    fitting = [way.setting for way in answer.ways if way.setting is not None]
+    return bool(fitting) and all(_lacking(config, setting) for setting in fitting)
+
+
+def _without(config: Config, setting: Candidate) -> str:
+    lacking = _lacking(config, setting)
+    return f"; without {', '.join(lacking)}, which the configuration names" if lacking else ""
 
 
 def _time(way: Way, hardware: str, price: float | None) -> str:
