@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from optrush.config import nearest
 from optrush.errors import NeedsError
 from optrush.hardware import Device
-from optrush.planner.ledger import OURS, Line, Rule, WorkItem, add, freeze_rule, like, live, retype
+from optrush.planner.ledger import OURS, Line, Role, Rule, WorkItem, add, freeze_rule, like, live, retype
 from optrush.technique import LINEARS as technique_linears
 from optrush.technique import Environment, Part, Requirement, compilers
 
@@ -146,7 +146,7 @@ def layers_of(shape: ModelShape, linear: str) -> int:
 
 def predict_frozen(
     env: Environment, save: Sequence[str], learnt: Sequence[tuple[int, int]], keep: Collection[str],
-    added: Collection[str] = (),
+    added: Collection[str] = (), narrow: bool = False,
 ) -> Iterator[Rule]:  # fmt: skip
     """Yield the rules for a frozen model with adapters.
 
@@ -155,6 +155,7 @@ def predict_frozen(
         learnt: values of each parameter of an adapter, and the layers with one; unused for a model of unknown shape.
         keep: linears of a block whose adapters save the input.
         added: linears of a block to whose output adapters add.
+        narrow: adapters in the type of bf16's weights.
     """
     trained = {"embedding": EMBEDDING in save, "head": HEAD in save}
     why, stays = "frozen: no gradient, no state", "frozen: held in the products' type, and so never cast"
@@ -177,7 +178,7 @@ def predict_frozen(
     yield live("saved.normalised*", "only the norms' own gradients read it", gone=True)
     if env.shape is not None:
         yield from _inputs(env, env.shape, keep)
-        yield from _learnt(env, env.shape, list(trained.values()), learnt)
+        yield from _learnt(env, env.shape, list(trained.values()), learnt, narrow)
         yield from _added(env, env.shape, added)
 
 
@@ -211,17 +212,23 @@ def _added(env: Environment, shape: ModelShape, added: Collection[str]) -> Itera
         yield add(WorkItem(f"forward.added.{name}", why, "token", values=values, role="product"))
 
 
+# Roles of the weights, gradients and states of adapters.
+_WIDE: tuple[Role, Role, Role] = ("wide", "wide", "wide")
+_NARROW: tuple[Role, Role, Role] = ("weight", "gradient", "state")
+
+
 def _learnt(
-    env: Environment, s: ModelShape, outer: Sequence[bool], learnt: Sequence[tuple[int, int]]
+    env: Environment, s: ModelShape, outer: Sequence[bool], learnt: Sequence[tuple[int, int]], narrow: bool
 ) -> Iterator[Rule]:
     """Yield the lines of what is trained, and the update's share."""
     L, values = env.blocks, sum(size * layers for size, layers in learnt)
     beside = s.vocab * s.width * (any(outer) if s.tied else sum(outer))
-    why = f"{values:,} parameters of adapters, in float32"
+    why = f"{values:,} parameters of adapters, in {'bfloat16' if narrow else 'float32'}"
+    weight, gradient, state = _NARROW if narrow else _WIDE
     yield add(
-        Line("weights.adapters", why, values, "wide", "always", blocks=L),
-        Line("gradients.adapters", why, values, "wide", "gradient", blocks=L),
-        Line("states.adapters", f"{why}: a mean and a mean square each", 2 * values, "wide", "always", blocks=L),
+        Line("weights.adapters", why, values, weight, "always", blocks=L),
+        Line("gradients.adapters", why, values, gradient, "gradient", blocks=L),
+        Line("states.adapters", f"{why}: a mean and a mean square each", 2 * values, state, "always", blocks=L),
     )
     share = (values + beside) / s.parameters
     update = "update*" if Part.OPTIMIZER in env.claimed else "update"  # or update.adapters, below
@@ -232,10 +239,11 @@ def _learnt(
         tensors = float(sum(layers for _, layers in learnt) + sum(outer))
         yield live("update.loop", "of what is trained, see update.adapters", gone=True)
         why = "two temporaries of the largest parameter that is trained"
+        launches, moved = (3.0, 7.0) if narrow else (14.0, 11.0)  # one kernel a parameter makes no temporaries
         yield add(
-            Line("update.adapters", why, 2 * largest, "wide", "update"),
-            WorkItem("update.adapters", "one operator at a time", "step", values=11 * (values + beside), role="wide",
-                 launches=14 * tensors),
+            Line("update.adapters", why, 0 if narrow else 2 * largest, weight, "update"),
+            WorkItem("update.adapters", "one operator at a time", "step", values=moved * (values + beside), role=weight,
+                 launches=launches * tensors),
         )  # fmt: skip
 
 
