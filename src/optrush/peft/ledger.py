@@ -30,7 +30,8 @@ LATENT = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "
 DELTA = ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")  # of its rule
 LATENT_LINEARS = technique_linears[4:]  # of our decoder, in the same order
 EVERY = ("auto", "all-linear")
-SETS = {"attention": LINEARS[:4], "mlp": LINEARS[4:], "experts": ("gate_up_proj", "down_proj")}
+DENSE = tuple(f"dense.{name}" for name in LINEARS[4:])  # of a model with experts, whose own matrices have other names
+SETS = {"attention": LINEARS[:4], "mlp": LINEARS[4:], "experts": ("gate_up_proj", "down_proj"), "dense": DENSE}
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 SPLITS = r"pissa|olora|pissa_niter_[1-9]\d?"  # values of `init` that split the weights themselves
 TILE = 64  # an adapter's rows fill whole tiles of a product behind a weight; else a compiler would pad, and copy
@@ -48,9 +49,10 @@ def last(module: str) -> str:
 
 
 def chosen(asked: str | Sequence[str], known: Collection[str]) -> tuple[str, ...]:
-    """Return the names that `targets` selects in a model with linears of these names."""
+    """Return the names that `targets` selects in a model with linears of these names; a list may name sets, too."""
     if not isinstance(asked, str):
-        return tuple(asked)
+        parts = (chosen(one, known) if one in SETS else (one,) for one in asked)
+        return tuple(dict.fromkeys(name for part in parts for name in part))
     if asked == "attention":
         return attention_of(known)
     return tuple(known) if asked in EVERY else SETS.get(asked, (asked,))
@@ -72,7 +74,7 @@ def names_of(shape: ModelShape | None) -> tuple[str, ...]:
 
 def targeted(targets: str | Sequence[str]) -> Iterator[tuple[str, int]]:
     """Yield each linear of our decoder that `targets` names, whatever the attention, and the number of its pieces."""
-    names = {*chosen(targets, LINEARS), *chosen(targets, LATENT)}
+    names = {name.removeprefix("dense.") for known in (LINEARS, LATENT) for name in chosen(targets, known)}
     linears = PIECES | {linear: (name,) for linear, name in zip(LATENT_LINEARS, LATENT, strict=False)}
     yield from ((linear, count) for linear, pieces in linears.items() if (count := len(names & {*pieces})))
 
@@ -101,15 +103,20 @@ def whole(technique: str, save: Sequence[str], known: Collection[str], tied: boo
 
 
 def require_targets(technique: str, env: Environment, targets: str | Sequence[str]) -> Requirement:
-    """Require that our decoder has what `targets` names: linears, and of experts both stacked matrices."""
+    """Require that our decoder has what `targets` names: linears, of experts their stacked matrices, dense parts."""
     known = names_of(env.shape)
     if env.shape is None or env.shape.experts is None:
         return require_names(technique, "targets", targets, known)
     attention = attention_of(known)
     wrong = next((name for name in chosen(targets, attention) if name in ("gate_proj", "up_proj")), None)
+    dense = [name for _, pieces in dense_sizes(env.shape).values() for name in pieces]
+    if wrong is None and not dense and {*chosen(targets, attention)} & {*DENSE}:
+        found, do = "every layer has experts, and none that all tokens share", "leave dense out"
+        return Requirement(False, f"`{technique}:targets={targets}`", found, do)
     if wrong is None:
-        return require_names(technique, "targets", targets, (*attention, *SETS["experts"]))
-    found, do = f"{wrong} is a part of the experts' gate_up_proj", "take targets=attention, or targets=experts"
+        return require_names(technique, "targets", targets, (*attention, *SETS["experts"], *DENSE))
+    found = f"{wrong} is a part of the experts' gate_up_proj"
+    do = "take targets=attention, targets=experts" + (", or dense for shared experts and dense layers" if dense else "")
     return Requirement(False, f"`{technique}:targets={targets}`", found, do)
 
 
@@ -122,15 +129,31 @@ def expert_sizes(shape: ModelShape, targets: str | Sequence[str]) -> Iterator[tu
     yield from ((name, *size) for name, size in sizes.items() if name in names)
 
 
+def dense_sizes(shape: ModelShape) -> dict[str, tuple[int, dict[str, int]]]:
+    """Return as `linear_sizes` the feed-forward parts of a model with experts that are none: shared ones, dense layers.
+
+    Their names begin as `shared` or `dense`, those of their pieces all as `dense`.
+    """
+    e, found = shape.experts, dict[str, tuple[int, dict[str, int]]]()
+    if e is None:
+        return found
+    widths = {"shared": e.shared_width, "dense": shape.ff_width if len(e.layers) < shape.layers else 0}
+    for name, F in widths.items():
+        if F:
+            found[f"{name}_gate_up"] = (shape.width, dict.fromkeys(DENSE[:2], F))
+            found[f"{name}_down"] = (F, {DENSE[2]: shape.width})
+    return found
+
+
 def linear_sizes(shape: ModelShape) -> dict[str, tuple[int, dict[str, int]]]:
-    """Return (width, rows of each piece) of a block's linears; a model with experts has those of its attention.
+    """Return (width, rows of each piece) of a block's linears; of a model with experts those of `dense_sizes`, too.
 
     Layers of a delta rule have others in place of attention's: see `layers_of`.
     """
     s = shape
     attention = s.attention_linears | {name: (width, {name: rows}) for name, (width, rows) in s.delta_linears.items()}
     if s.experts is not None:
-        return attention
+        return attention | dense_sizes(s)
     return attention | {
         "gate_up": (s.width, {"gate_proj": s.ff_width, "up_proj": s.ff_width}),
         "down": (s.ff_width, {"down_proj": s.width}),
@@ -141,6 +164,9 @@ def layers_of(shape: ModelShape, linear: str) -> int:
     """Return the number of layers that have a linear of `linear_sizes`."""
     if shape.delta is not None and linear in shape.delta_linears:
         return len(shape.delta.layers)
+    if shape.experts is not None and linear in dense_sizes(shape):
+        sparse = len(shape.experts.layers)
+        return sparse if linear.startswith("shared") else shape.layers - sparse
     return shape.attention_layers if linear in shape.attention_linears else shape.layers
 
 
@@ -199,7 +225,8 @@ def _inputs(env: Environment, shape: ModelShape, keep: Collection[str]) -> Itera
             yield live("saved.rule.leaves", "no frozen product keeps what enters it", gone=True)
     L, widths = env.blocks, {name: width for name, (width, _) in linear_sizes(shape).items()}
     first = next((name for name in DELTA[:-1] if name in keep), "")  # they have one input
-    for name in sorted(set(keep) - {"o", "down", "routed", *(set(DELTA) - {first})}):
+    counted = {name for name in keep if name.endswith("_down")} if "down" in keep else set()  # as `saved.product`
+    for name in sorted(set(keep) - {"o", "down", "routed", *counted, *(set(DELTA) - {first})}):
         why, many = f"what enters {name}, kept for its adapter", layers_of(shape, name)
         yield add(Line(f"saved.enters.{name}", why, many * widths[name], "product", "saved", True, L))
 

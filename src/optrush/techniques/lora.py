@@ -26,7 +26,8 @@ class Lora(Technique):
 
     rslora: the factor is alpha / sqrt(rank). dora: each row of the sum is scaled to a learnt length.
     targets: `auto` and `all-linear` every linear of the blocks, `attention`, `mlp`, or names: [q_proj, v_proj]. Of a
-        model with experts `auto` is its attention; `experts` names their stacked matrices, [gate_up_proj, down_proj].
+        model with experts `auto` is its attention; `experts` names their stacked matrices, [gate_up_proj, down_proj],
+        `dense` its other feed-forward parts: shared experts, layers without experts. Lists may name sets, too.
     save: modules that are trained whole as well: embed_tokens, lm_head, names of norms.
     init: a folder of PEFT's to begin with, of the same rank, targets and save; or `pissa`, `pissa_niter_N`, `olora`:
         the adapter begins as the largest part of the weight, and the rest is frozen.
@@ -83,6 +84,11 @@ class Lora(Technique):
             yield ledger.require_targets(self.name, env, self.targets)
             tied = env.shape is not None and env.shape.tied
             yield from ledger.whole(self.name, self.save, ledger.WHOLE, tied)
+        beside = {*ledger.chosen(self.targets, ledger.names_of(env.shape))} & {*ledger.DENSE}
+        found = "dora or dropout, which PEFT does not have for parts beside experts"
+        do = "leave dense out, or dora and dropout"
+        met = not (beside and (self.dora or self.dropout))
+        yield Requirement(met, f"`lora:targets={self.targets}`", found, do)
         if env.shape is not None and [*ledger.expert_sizes(env.shape, self.targets)]:
             asked, do = f"`lora:targets={self.targets}`", "take targets=attention for it"
             found = "dora or dropout, which have no meaning for a product by rows of several experts"
@@ -153,7 +159,7 @@ class Lora(Technique):
         sharing = 1 if "dp" in env.sharded else env.axes.get("ep", 1)  # that sharding cuts over all ranks anyway
         for name, width, many in () if env.shape is None else ledger.expert_sizes(env.shape, self.targets):
             assert env.shape is not None and env.shape.experts is not None
-            here, L = env.shape.experts.count // sharing, env.blocks
+            here, L = env.shape.experts.count // sharing, len(env.shape.experts.layers)
             learnt += [(here * r * width, L), (here * r * many, L)]
             keep["routed" if name == "gate_up_proj" else "down"] = L
             low += L * active * r
@@ -201,15 +207,18 @@ class Lora(Technique):
 
         model, recipe = trainer.model, trainer.weight_map
         known, shape = adapted.known(model, recipe), trainer.env.shape
-        inside: list[str] = []  # of the experts
+        inside, dense = list[str](), list[str]()  # of the experts; of other feed-forward parts beside them
         if shape is not None and shape.experts is not None:
             known = [name for name in known if name in ledger.attention_of(known)]
+            dense = [name.removeprefix("dense.") for name in ledger.chosen(self.targets, known) if name in ledger.DENSE]
             inside = [name for name, *_ in ledger.expert_sizes(shape, self.targets)]
             what = "the routers of the experts stay" if inside else "the experts and their routers stay"
             trainer.notes.append(f"lora: {what} frozen, without adapters")
-        names = tuple(name for name in ledger.chosen(self.targets, known) if name not in inside)
+        chosen_names = (name for name in ledger.chosen(self.targets, known) if name not in (*inside, *ledger.DENSE))
+        names = (*chosen_names, *dense)
         if names or not inside:
-            adapted.check_targets(self.name, model, recipe, names if inside else self.targets, self.save)
+            asked = names if inside or dense else self.targets
+            adapted.check_targets(self.name, model, recipe, asked, self.save)
         if self.splits_base and inside:
             do = "leave init out, or take targets: attention"
             raise NeedsError(f"`lora:init={self.init}`", "targets among the experts, which are not decomposed", do)
