@@ -81,6 +81,11 @@ IA3 = {
         "llama", "native", {"targets": ["q_proj", "up_proj", "o_proj"], "feedforward": ["o_proj"]},
         {"target_modules": ["q_proj", "up_proj", "o_proj"], "feedforward_modules": ["o_proj"]},
     ),
+    "ia3, delta": ("qwen3_5_text", "native", {}, {"target_modules": ["k_proj", "v_proj", "down_proj"]}),
+    "ia3, delta, names": (
+        "qwen3_5_text", "native", {"targets": ["in_proj_qkv", "in_proj_z", "out_proj"], "feedforward": ["out_proj"]},
+        {"target_modules": ["in_proj_qkv", "in_proj_z", "out_proj"], "feedforward_modules": ["out_proj"]},
+    ),
     "ia3, neox": (
         "gpt_neox", "transformers", {},
         {"target_modules": ["query_key_value", "dense_4h_to_h"], "feedforward_modules": ["dense_4h_to_h"]},
