@@ -38,6 +38,11 @@ EXPERTS: dict[str, Any] = {"lora": {"rank": 16, "alpha": 16, "targets": [
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"]}}  # fmt: skip
 SMALL: dict[str, Any] = {"fused-adamw": None, "adam8bit": {}}
 LEAN: dict[str, Any] = {**SMALL, "update-in-backward": {}}
+# Adapters of all experts over 4 bits on a card of 24 GB.
+LEAST: dict[str, Any] = {
+    "lora": {**EXPERTS["lora"], "dtype": "bfloat16"}, "nf4": {}, "fused-adamw": None, "adam4bit": {},
+    "update-in-backward": {}, "recompute": {}, "offload-activations": {},
+}  # fmt: skip
 MIXED: dict[str, Any] = {  # models with experts: kernels for what is not an expert
     "bf16": {}, "attention": {"impl": "fa4"}, "compile": {}, "fused-loss": {"impl": "quack", "chunk": 8192},
     "fused-adamw": {}, "fused-kernels": {"norm": True},
@@ -122,7 +127,9 @@ KINDS = {
     "30b-a3b lora T=4096": Cell(
         "qwen3-30b-a3b", 4096, 2, 1, {**MIXED, **EXPERTS, "selective-recompute": {"ops": "attention"}}
     ),
-    "30b-a3b qlora T=4096": Cell("qwen3-30b-a3b", 4096, 2, 1, {**MIXED, **EXPERTS, **LEAN, "nf4": {}, "recompute": {}}),
+    "30b-a3b qlora T=4096": Cell(
+        "qwen3-30b-a3b", 4096, 2, 1, {**MIXED, **LEAST, "fused-loss": {"impl": "quack", "chunk": 2048}}
+    ),
     "30b-a3b qlora of attention T=4096": Cell(
         "qwen3-30b-a3b",
         4096,
@@ -131,9 +138,7 @@ KINDS = {
         {"bf16": {}, **NATIVE, "lora": {"rank": 16, "alpha": 16, "targets": "attention"}, "nf4": {}, "recompute": {}},
     ),
     "30b-a3b full T=4096": Cell("qwen3-30b-a3b", 4096, 2, 1, {**MIXED, **LEAN, "recompute": {}}),
-    "gpt-oss-20b qlora T=4096": Cell(
-        "gpt-oss-20b", 4096, 1, 1, {**SUNK, **EXPERTS, **LEAN, "nf4": {}, "recompute": {}}
-    ),
+    "gpt-oss-20b qlora T=4096": Cell("gpt-oss-20b", 4096, 1, 1, {**SUNK, **LEAST, "fused-loss": {"chunk": 1024}}),
     "qwen3.5-9b T=4096": Cell("qwen3.5-9b", 4096, 2, 1, HYBRID),
     "qwen3-8b T=4096": Cell("Qwen/Qwen3-8B", 4096, 2, 1, HYBRID),
 }

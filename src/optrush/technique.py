@@ -250,6 +250,18 @@ class Environment:
         return 1 - s.expert_parameters / s.block_parameters * (1 - 1 / self.axes.get("ep", 1))
 
     @property
+    def blocks_alone(self) -> float:
+        """Return the share of these that no other rank has, so that data sharding leaves them as they are.
+
+        Under autocast it does not: it casts what it gathers.
+        """
+        s, ep = self.shape, self.axes.get("ep", 1)
+        cast = Part.PRECISION in self.claimed and Part.WEIGHTS not in self.claimed
+        if s is None or cast or ep == 1 or ep != self.gradient_ranks:
+            return 0.0
+        return s.expert_parameters / ep / (s.block_parameters * self.blocks_held)
+
+    @property
     def slots(self) -> int:
         """Return the tokens of a micro-batch that one rank computes."""
         return self.micro_rows * self.seq // self.axes.get("cp", 1)

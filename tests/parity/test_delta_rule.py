@@ -196,7 +196,6 @@ REFUSED = [
     ("fused-kernels:mlp=quack", OTHER, 1),
     ("fused-kernels:norm=true", "norms multiply by 1 \\+ weight", 1),
     ("fused-kernels:rope=true", "the model norms each of them first", 1),
-    ("ia3", OTHER, 1),
 ]
 
 

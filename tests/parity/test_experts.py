@@ -20,6 +20,7 @@ from optrush.models.experts import TILE, balance_loss, grouped_matmul, load_figu
 from optrush.models.hf import load
 from optrush.models.shapes import ModelShape
 from optrush.peft import io
+from optrush.planner import baseline
 from optrush.resolve import resolve
 
 from golden import make_golden
@@ -325,9 +326,10 @@ def test_adapters_of_the_attention(moe: Path, tmp_path: Path) -> None:
     assert trainer.model.frozen_flops > 0.3 * full, "frozen experts have no gradient"
 
 
-NEXT = {
-    key: value for key, value in EXPERTS["qwen3_next"].items() if not key.endswith("token_id") and key != "vocab_size"
-}
+NEXT, DEEPSEEK = (
+    {key: value for key, value in EXPERTS[name].items() if not key.endswith("token_id") and key != "vocab_size"}
+    for name in ("qwen3_next", "deepseek_v3")
+)
 GPT_OSS = {
     "model_type": "gpt_oss", "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 16,
     "swiglu_limit": 1.0,
@@ -341,7 +343,9 @@ SOME = ["q_proj", "o_proj", "down_proj"]
     ("family", "targets"),
     [
         *((family, targets) for family in ("qwen3_moe", "gpt_oss") for targets in ("experts", SOME)),
-        ("qwen3_next", ["in_proj_qkvz", "gate_up_proj", "down_proj"]),
+        ("qwen3_next", ["in_proj_qkvz", "gate_up_proj", "down_proj", "dense"]),
+        ("deepseek_v3", ["attention", "experts", "dense"]),
+        ("deepseek_v3", "dense"),
     ],
     ids=str,
 )
@@ -350,13 +354,18 @@ def test_adapters_of_experts(family: str, targets: Any, moe: Path, tmp_path: Pat
     box = moe
     if family != "qwen3_moe":
         box = tmp_path
-        make_golden.write_model(box / "untied", False, **(GPT_OSS if family == "gpt_oss" else NEXT))
+        sizes = {"gpt_oss": GPT_OSS, "qwen3_next": NEXT, "deepseek_v3": DEEPSEEK}[family]
+        make_golden.write_model(box / "untied", False, **sizes)
         make_golden.write_documents(box / "text.jsonl", False)
     lora = {"rank": 3, "targets": targets, "rslora": targets == "experts"}
-    trainer = assembled(golden_run(box, packed=True, lora=lora))
+    config = golden_run(box, packed=True, lora=lora)
+    trainer, resolved = assembled(config), resolve(config)
+    learnt = baseline.book(resolved.techniques, resolved.env, ModelShape.read(resolved.hf), 0.0)
+    planned = sum(line.values for line in learnt.lines if line.name == "weights.adapters")
+    assert planned == sum(t.parameter.numel() for t in trainer.trained)
     list(steps(trainer, 2))
-    frozen = trainer.model.blocks["0"].experts
-    assert not frozen.gate_up.requires_grad and not frozen.down.requires_grad
+    frozen = [block.experts for block in trainer.model.blocks.values() if block.experts is not None]
+    assert not any(experts.gate_up.requires_grad or experts.down.requires_grad for experts in frozen)
     folder = tmp_path / "adapter"
     folder.mkdir()
     values = export.trained_parameters(trainer)
@@ -396,8 +405,10 @@ def test_adapters_of_experts(family: str, targets: Any, moe: Path, tmp_path: Pat
     ("with_", "found"),
     [
         ({"lora": {"targets": "mlp"}}, "gate_proj is a part of the experts' gate_up_proj"),
+        ({"lora": {"targets": ("experts", "dens")}}, "no linear is called dens"),
         ({"lora": {"targets": ("q_proj", "no_proj")}}, "no linear is called no_proj"),
         ({"lora": {"targets": "experts", "dora": True}}, "dora or dropout"),
+        ({"lora": {"targets": "dense"}}, "every layer has experts"),
         ({"lora": {}, "nf4": {}}, "rows of 64 and 32 values, where a block of 64"),
         ({"ia3": {}}, "`ia3`"),
         ({"fp8": {}}, "`fp8`"),
@@ -411,3 +422,13 @@ def test_adapters_of_experts(family: str, targets: Any, moe: Path, tmp_path: Pat
 def test_what_experts_do_not_have_is_refused(moe: Path, with_: dict[str, Any], found: str) -> None:
     with pytest.raises(NeedsError, match=found):
         resolve(golden_run(moe, packed=True, **with_))
+
+
+def test_what_parts_beside_experts_do_not_have_is_refused(tmp_path: Path) -> None:
+    make_golden.write_model(tmp_path / "untied", False, **DEEPSEEK)
+    make_golden.write_documents(tmp_path / "text.jsonl", False)
+    with pytest.raises(NeedsError, match="which PEFT does not have for parts beside experts"):
+        resolve(golden_run(tmp_path, packed=True, lora={"targets": "dense", "dropout": 0.1}))
+    with pytest.raises(NeedsError, match="gate_proj is a part of the experts' gate_up_proj") as caught:
+        resolve(golden_run(tmp_path, packed=True, lora={"targets": "mlp"}))
+    assert "dense for shared experts" in caught.value.do

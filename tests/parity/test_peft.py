@@ -81,6 +81,11 @@ IA3 = {
         "llama", "native", {"targets": ["q_proj", "up_proj", "o_proj"], "feedforward": ["o_proj"]},
         {"target_modules": ["q_proj", "up_proj", "o_proj"], "feedforward_modules": ["o_proj"]},
     ),
+    "ia3, delta": ("qwen3_5_text", "native", {}, {"target_modules": ["k_proj", "v_proj", "down_proj"]}),
+    "ia3, delta, names": (
+        "qwen3_5_text", "native", {"targets": ["in_proj_qkv", "in_proj_z", "out_proj"], "feedforward": ["out_proj"]},
+        {"target_modules": ["in_proj_qkv", "in_proj_z", "out_proj"], "feedforward_modules": ["out_proj"]},
+    ),
     "ia3, neox": (
         "gpt_neox", "transformers", {},
         {"target_modules": ["query_key_value", "dense_4h_to_h"], "feedforward_modules": ["dense_4h_to_h"]},
@@ -139,8 +144,8 @@ def run(folder: Path, output: Path, case: str, *sets: str, **with_):
 def job_of(folders, tmp_path, case, peft, **with_):
     """Our job of the case, begun with what PEFT's model has saved."""
     peft.save_pretrained(tmp_path / "theirs")
-    init = {"init": {"init": str(tmp_path / "theirs")}}
-    job = assembled(run(folders(CASES[case][0]), tmp_path / "run", case, **init, **with_))
+    init = {"init": str(tmp_path / "theirs"), **with_.pop("init", {})}
+    job = assembled(run(folders(CASES[case][0]), tmp_path / "run", case, init=init, **with_))
     assert job.adapters_disabled is None, "without the adapter it is not what it was before training"
     return job
 
@@ -267,13 +272,22 @@ def test_same_losses_and_gradients(folders, tmp_path, case):
         same(*learnt(job, peft, batch_of(case)), loss=1e-15 * rough, norm=1e-13 * rough, element=1e-13 * rough)
 
 
-@pytest.mark.parametrize("case", ["all", "dora", "ia3", "transformers"])
-def test_bfloat16(folders, tmp_path, case):
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [*((case, "float32") for case in ("all", "dora", "ia3", "transformers")), ("all", "bfloat16")],
+)
+def test_bfloat16(folders, tmp_path, case, dtype):
     """Both round, each at places of its own: from float32's gradients ours are about as far as PEFT's."""
     peft = theirs(folders(CASES[case][0]), case, torch.bfloat16)
     exact = theirs(folders(CASES[case][0]), case)
-    job = job_of(folders, tmp_path, case, peft, bf16={})
-    assert {t.local.dtype for t in job.trained} == {torch.float32}
+    if dtype == "bfloat16":
+        for p in peft.parameters():
+            p.data = p.data.bfloat16()  # PEFT's adapters are float32 unless they are cast
+        exact.load_state_dict(peft.state_dict())
+        job = job_of(folders, tmp_path, case, peft, init={"dtype": dtype}, bf16={})
+    else:
+        job = job_of(folders, tmp_path, case, peft, bf16={})
+    assert {t.local.dtype for t in job.trained} == {getattr(torch, dtype)}
     loss, want, right = job.loss(BATCH), loss_of(peft, BATCH), loss_of(exact, BATCH)
     assert loss.item() == pytest.approx(want.item(), rel=1e-2)
     for each in (loss, want, right):

@@ -9,9 +9,11 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import FSDPModule
 
 from meshes import MeshCase, bits, further, passed_on, prove, saved, train
 from optrush.errors import NeedsError
+from optrush.models import expert_parallel
 from optrush.models.activation_offload import of_parameter
 from optrush.models.shapes import LOAD_FIGURES, SHAPES, ModelShape
 from optrush.planner import search
@@ -181,6 +183,34 @@ def test_what_a_rank_holds(moe, pair):
     assert all(mine == (experts // 2, rest, True) for mine in pair(held, moe, DDP))
 
 
+def exchanged(moe, with_):
+    """(exchanges of the forward pass, of the backward pass, whether FSDP has a group of experts alone)."""
+    job = assembled(golden_run(moe, rows=1, packed=True, sets=(f"model.path={moe / 'shared'}",), **with_))
+    batch = job.stream.batches(0, job.stream.plan(None, 1), rank=0, ranks=1, micro_rows=1)[0]
+    with mock.patch.object(torch.distributed, "all_to_all_single", wraps=torch.distributed.all_to_all_single) as spy:
+        loss = job.loss(batch)
+        forward = spy.call_count
+        loss.backward()
+    grouped = any(isinstance(block.experts, FSDPModule) for block in job.model.blocks.values())
+    if "recompute" in with_:
+        loss = job.loss(batch)
+        for key, last in expert_parallel._LAST.items():
+            expert_parallel._LAST[key] = last._replace(ends=last.ends + 1)
+        with pytest.raises(RuntimeError, match="chose other experts"):
+            loss.backward()
+    return forward, spy.call_count - forward, grouped
+
+
+def test_a_pass_that_runs_again_sends_rows_and_their_weights_alone(moe, pair):
+    """Of each of two layers: counts, rows, weights and products; two gradients of what went, one of what came back.
+
+    Nobody else has the experts of a rank, so that FSDP gathers none.
+    """
+    assert pair(exchanged, moe, FSDP) == [(2 * 4, 2 * 3, False)] * 2
+    assert pair(exchanged, moe, FSDP | {"recompute": {}}) == [(2 * 4, 2 * (2 + 3), False)] * 2
+    assert pair(exchanged, moe, FSDP | {"amp": {}}) == [(2 * 4, 2 * 3, True)] * 2, "which casts what it gathers"
+
+
 def other_token(moe):
     """The same rows on both ranks: what another token of the first document changes."""
     job = assembled(golden_run(moe, rows=2, packed=True, **DDP))
@@ -265,13 +295,17 @@ def test_the_plan_has_a_ranks_experts_and_their_links(size):
     assert work["backward.rows.arriving"] == pytest.approx(4 * work["backward.rows.links"] * size / (size - 1))
     rows = 2 * 2048 * (2 * 8 * 2048) * 48 * (size - 1) / size  # of the 2 micro-batches of a rank
     assert work["backward.rows.links"] == pytest.approx(2 * rows)
-    assert work["forward.rows.links"] == pytest.approx(2 * 2 * rows), "recomputation sends them again"
+    assert work["forward.rows.links"] == pytest.approx(2 * rows), "recomputation sends them again"
+    assert work["returned.links"] == pytest.approx(rows), "but no products"
     (sharded, gathers), (plain, most) = planned("fsdp", f"experts:size={size}"), planned("fsdp")
     for kind in ("weights", "states"):
         assert sharded[f"{kind}.blocks"] == pytest.approx(plain[f"{kind}.blocks"])
     share = (s.block_parameters - experts + experts / size * (1 - size / 8) * 8 / 7) / s.block_parameters
     assert gathers["gather.blocks"] == pytest.approx(share * most["gather.blocks"])
     assert sharded["gradients.blocks"] == pytest.approx(2 * held), "whole while accumulating: of a rank's experts"
+    if size == 8:  # nobody else has them, and FSDP copies none
+        share = 1 - experts / s.block_parameters
+        assert gathers["gather.blocks.copied"] == pytest.approx(share * most["gather.blocks.copied"])
 
 
 # What it refuses.

@@ -37,6 +37,7 @@ from optrush.trainer.trainer import evaluate
 
 import memory
 from golden.make_golden import CASES
+from heldout import held_out
 from trials import apart, assembled, first_gradients, furthest, golden_run, micro, shaped, steps, weights
 
 CLOSE = 1e-5
@@ -259,6 +260,28 @@ def test_types_under_mixed_precision(box, case, stream):
     assert all(s.dtype == torch.float32 for held in job.optimizer.state().values() for s in held.values())
 
 
+def test_adapters_in_bfloat16(box):
+    """Adapters and moments in it, their checkpoint's base marked; they learn as well as float32's, at any rate."""
+    narrow = {"dtype": "bfloat16"}
+    job = learning(box, lora=SOME | narrow, bf16={})
+    list(steps(job, 1))
+    held = [s for by in job.optimizer.state().values() for s in by.values() if s.dim()]
+    assert {t.dtype for t in (*(t.local for t in job.trained), *held)} == {torch.bfloat16}
+    assert job.fingerprints["adapters"] != learning(box, bf16={}).fingerprints["adapters"]
+    learnt = (held_out(box, 1, n=15, lora={"rank": 4, **more}, bf16={}, fused_adamw={}) for more in ({}, narrow))
+    (first, want), (_, last) = learnt
+    assert want < 0.9 * first and last < want + 0.05
+    slow = ["optim.lr=1e-5", "optim.warmup=0", "optim.schedule=constant", "train.steps=15"]
+    ways = []
+    for options in (SOME, SOME | narrow):
+        job = learning(box, lora=options, bf16={}, fused_adamw={}, sets=slow)
+        before = weights(job)
+        list(steps(job, 15))
+        ways.append(torch.cat([(w.double() - before[n].double()).flatten() for n, w in sorted(weights(job).items())]))
+    along = torch.dot(*ways) / ways[0].square().sum()
+    assert along == pytest.approx(1, abs=0.2), "rounded to the nearest, the updates would vanish"
+
+
 def test_bf16_leaves_adapters_wide(box):
     job = learning(box, lora={**SOME, "save": ["lm_head"]}, bf16={})
     assert {t.name: t.local.dtype for t in job.trained if "adapter" not in t.name} == {"head.weight": torch.bfloat16}
@@ -364,6 +387,7 @@ def filled_by_nobody(folder, hf, implementation, dtype, seed, growth=None):
             ),
             ("qwen2.5-0.5b", ["amp", "fused-adamw", "attention", "ia3"], 2, 1024, 1),
             ("qwen2.5-0.5b", ["bf16", "fused-adamw", "attention", "fused-kernels", "lora"], 2, 1024, 2),
+            ("qwen2.5-0.5b", ["bf16", "fused-adamw", "attention", "lora:rank=256,dtype=bfloat16"], 1, 1024, 2),
         ],
         1,
     ),
@@ -377,8 +401,9 @@ def test_memory_is_what_was_said(shape, withs, rows, T, times):
         found = memory.track(job, 1, supposed=True)
     lines = {i.name: i.bytes for i in said.lines}
     assert states == 2 * learnt
-    assert lines["states.adapters"] == pytest.approx(4 * states, rel=0.001)
-    assert lines["weights.adapters"] == pytest.approx(4 * learnt, rel=0.001)
+    width = 2 if "bfloat16" in withs[-1] else 4
+    assert lines["states.adapters"] == pytest.approx(width * states, rel=0.001)
+    assert lines["weights.adapters"] == pytest.approx(width * learnt, rel=0.001)
     assert not {n for n in lines if n.startswith(("gradients.", "states."))} - {"gradients.adapters", "states.adapters"}
     assert said.peak_bytes - baseline.CUBLAS_BYTES == pytest.approx(found.peak, rel=0.05)
 
@@ -417,6 +442,10 @@ def test_speed_is_said():
         ({"save": ["embed_tokens"]}, {}, ["model.path={box}/tied", "model.implementation=transformers"], "name both"),
         ({"init": "{box}/nowhere"}, {}, [], "no adapter_config.json there"),
         ({"dropout": 0.1}, {"cuda_graphs": {}}, [], "a replay draws anew"),
+        ({"dtype": "bfloat16"}, {"amp": {}}, [], "updates that are rounded to the nearest"),
+        ({"dtype": "bfloat16"}, {"bf16": {"rounding": "kahan"}, "fused_adamw": {}}, [], "rounded with remainders"),
+        ({"dtype": "bfloat16", "dora": True}, {"bf16": {}}, [], "dora: true, whose lengths"),
+        ({"dtype": "bfloat16", "init": "olora"}, {"bf16": {}}, [], "init=olora"),
     ],
 )
 def test_what_it_refuses(box, options, with_, sets, text):

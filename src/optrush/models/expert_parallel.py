@@ -6,10 +6,15 @@ its own; each goes, once for each of its experts, to that expert's rank, with th
 comes back as the product. So the gradient of an expert is complete where the expert is, of the rows of all n ranks.
 
 The ranks first exchange how many rows each has for each expert. Those counts are read on the host, once a layer and
-forward pass: the collectives of rows, and their memory, need numbers. Nothing is dropped and nothing padded.
+micro-batch: the collectives of rows, and their memory, need numbers. Nothing is dropped and nothing padded.
 
 The collectives are operators of their own, so that a compiler takes them into its graphs; the number of rows that
 arrive is unknown to it.
+
+Recomputation. A forward pass that runs again inside a backward pass has the same routing: it takes the places that the
+first one found (`_LAST`) and exchanges and reads no counts. Nor does it send products back: only what follows would
+read them, and a block ends with a sum, of which nothing is saved. Rows are sent again, as keeping them would take k D
+values a token and layer.
 
 Source: Lepikhin et al., https://arxiv.org/abs/2006.16668; without dropping, Gale et al.,
 https://arxiv.org/abs/2211.15841.
@@ -19,7 +24,7 @@ Legend: n ranks of the axis, N experts, S rows that a rank sends, M rows that it
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,7 +44,8 @@ def split_experts(model: Decoder, mesh: DeviceMesh) -> int:
     """Cut a decoder on the meta device over a mesh of one axis; return the number of layers that changed."""
     dispatch = Exchange(mesh.get_group().group_name, mesh.size())
     changed = 0
-    for experts in (m for m in model.modules() if isinstance(m, Experts)):
+    for layer, experts in enumerate(m for m in model.modules() if isinstance(m, Experts)):
+        experts.number = torch.tensor(layer, device="cpu")
         for name in CUT:
             _split(experts, name, mesh)
         if experts.adapter is not None:
@@ -68,12 +74,17 @@ class Exchange:
     ranks: int
 
     def __call__(self, experts: Experts, rows: Tensor, weight: Tensor, ordered: Tensor, ends: Tensor) -> Tensor:
-        sizes, numbers, order, inverse, here = places(ends, self.ranks, self.group)
+        sizes, numbers, order, inverse, here = places(ends, self.ranks, self.group, experts.number)
         rows = send(rows, order, inverse, sizes, self.group)
         weight = send(weight, order, inverse, sizes, self.group)
         y = experts.multiply(rows, weight, numbers, here)
-        out: Tensor = send_back(y, order, inverse, sizes, len(ordered), self.group)
+        out: Tensor = send_back(y, order, inverse, sizes, len(ordered), self.group, True)
         return out
+
+
+def _runs_again() -> bool:
+    """Return whether a forward pass is run inside a backward pass: by a checkpoint."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _group(name: Any) -> dist.ProcessGroup:
@@ -82,31 +93,66 @@ def _group(name: Any) -> dist.ProcessGroup:
     return found
 
 
+class _Exchanged(NamedTuple):
+    """What ranks told each other of a layer: counts (n, N/n) of rows by rank and expert here; sizes as in `places`."""
+
+    ends: Tensor  # of the rows that were counted
+    counts: Tensor
+    sizes: Tensor
+
+
+_LAST: dict[tuple[str, int], _Exchanged] = {}  # in the last forward pass, by group and layer
+
+
 @torch.library.custom_op("optrush::expert_places", mutates_args=())
-def places(ends: Tensor, ranks: int, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Exchange how many rows each rank has for each expert.
+def places(ends: Tensor, ranks: int, group: str, layer: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Exchange how many rows each rank has for each expert, unless the pass runs again.
 
     Args:
         ends: (N,) int32, of this rank's rows in the order of all experts.
+        layer: its number () on the host; as an int it would be a constant of each layer's own graph.
 
     Returns:
         sizes (2, n) int64 on the host: rows to and from each rank; numbers (M,) of the experts here, 0 to N/n - 1, in
         their order; order (M,) of the rows that arrive, and its inverse; ends (N/n,) int32 of rows in that order.
     """
-    counts = torch.diff(ends.long(), prepend=ends.new_zeros(1).long())  # (N,)
-    others = torch.empty_like(counts)  # (n N/n,): of each rank, its rows for each of the experts here
-    dist.all_to_all_single(others, counts, group=_group(group))
-    sizes = torch.stack((counts, others)).view(2, ranks, -1).sum(-1).cpu()
-    each = others.view(ranks, -1)
-    experts = torch.arange(each.shape[1], device=ends.device).repeat(ranks)
-    arriving = torch.repeat_interleave(experts, others, output_size=int(sizes[1].sum()))
-    numbers, order = torch.sort(arriving, stable=True)
-    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return sizes, numbers, order, inverse, each.sum(0).cumsum(0).int()
+    key = (group, int(layer))
+    if _runs_again():
+        torch._assert_async((_LAST[key].ends == ends).all(), "experts: a recomputed layer chose other experts")
+    else:
+        counts = torch.diff(ends.long(), prepend=ends.new_zeros(1).long())  # (N,)
+        others = torch.empty_like(counts)  # (n N/n,): of each rank, its rows for each of the experts here
+        dist.all_to_all_single(others, counts, group=_group(group))
+        sizes = torch.stack((counts, others)).view(2, ranks, -1).sum(-1).cpu()
+        _LAST[key] = _Exchanged(ends.clone(), others.view(ranks, -1), sizes)
+    last = _LAST[key]
+    return last.sizes.clone(), *_order(last.counts, int(last.sizes[1].sum()))
+
+
+def _order(counts: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return numbers, order, inverse and ends as `places` does, from counts (n, N/n) of rows by rank and expert.
+
+    Rows arrive in runs, by rank and then by expert; runs are put in another order, so that nothing is sorted.
+    """
+    ranks, here = counts.shape
+    turned = counts.t().flatten()  # of the runs by expert and then by rank
+    run = torch.arange(ranks * here, device=counts.device)
+    each = torch.arange(rows, device=counts.device)
+
+    def moved(lengths: Tensor, starts: Tensor) -> Tensor:
+        """Return where the rows of runs of these lengths, one behind the other, are if each begins at its start."""
+        shift = starts - (lengths.cumsum(0) - lengths)
+        return each + torch.repeat_interleave(shift, lengths, output_size=rows)
+
+    arriving = (counts.flatten().cumsum(0) - counts.flatten()).view(ranks, here)
+    ordered = (turned.cumsum(0) - turned).view(here, ranks)
+    numbers = torch.repeat_interleave(run // ranks, turned, output_size=rows)
+    order, inverse = moved(turned, arriving.t().flatten()), moved(counts.flatten(), ordered.t().flatten())
+    return numbers, order, inverse, counts.sum(0).cumsum(0).int()
 
 
 @places.register_fake
-def _(ends: Tensor, ranks: int, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(ends: Tensor, ranks: int, group: str, layer: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     arriving = torch.library.get_ctx().new_dynamic_size()
     sizes = torch.empty(2, ranks, dtype=torch.int64, device="cpu")
     numbers, order, inverse = (ends.new_empty(arriving, dtype=torch.int64) for _ in range(3))
@@ -128,8 +174,16 @@ def _(x: Tensor, order: Tensor, inverse: Tensor, sizes: Tensor, group: str) -> T
 
 
 @torch.library.custom_op("optrush::expert_send_back", mutates_args=())
-def send_back(y: Tensor, order: Tensor, inverse: Tensor, sizes: Tensor, rows: int, group: str) -> Tensor:
-    """Invert `send`: y (M, C) -> (rows, C), in the order of all experts on the rank that sent them."""
+def send_back(
+    y: Tensor, order: Tensor, inverse: Tensor, sizes: Tensor, rows: int, group: str, ends: bool
+) -> Tensor:  # fmt: skip
+    """Invert `send`: y (M, C) -> (rows, C), in the order of all experts on the rank that sent them.
+
+    Args:
+        ends: the result is read by no saved value, so that a pass that runs again makes zeros of it.
+    """
+    if ends and _runs_again():
+        return y.new_zeros(rows, y.shape[1])
     there, here = sizes.tolist()
     out = y.new_empty(rows, y.shape[1])
     dist.all_to_all_single(out, y[inverse], there, here, group=_group(group))
@@ -137,7 +191,9 @@ def send_back(y: Tensor, order: Tensor, inverse: Tensor, sizes: Tensor, rows: in
 
 
 @send_back.register_fake
-def _(y: Tensor, order: Tensor, inverse: Tensor, sizes: Tensor, rows: int, group: str) -> Tensor:
+def _(
+    y: Tensor, order: Tensor, inverse: Tensor, sizes: Tensor, rows: int, group: str, ends: bool
+) -> Tensor:  # fmt: skip
     return y.new_empty(rows, y.shape[1])
 
 
@@ -148,16 +204,16 @@ def _keep_send(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _send_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return send_back(grad, *ctx.saved_tensors, ctx.rows, ctx.group), None, None, None, None
+    return send_back(grad, *ctx.saved_tensors, ctx.rows, ctx.group, False), None, None, None, None
 
 
 def _keep_send_back(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, order, inverse, sizes, _, ctx.group = inputs
+    _, order, inverse, sizes, _, ctx.group, _ = inputs
     ctx.save_for_backward(order, inverse, sizes)
 
 
 def _send_back_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return send(grad, *ctx.saved_tensors, ctx.group), None, None, None, None, None
+    return send(grad, *ctx.saved_tensors, ctx.group), None, None, None, None, None, None
 
 
 send.register_autograd(_send_gradient, setup_context=_keep_send)

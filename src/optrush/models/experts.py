@@ -236,6 +236,7 @@ class Experts(nn.Module):
     router_bias: nn.Parameter | None  # (N,)
     gate_up_bias: nn.Parameter | None  # (N, 2 F)
     down_bias: nn.Parameter | None  # (N, D)
+    number: Tensor  # () int64 of this layer, on the host: for a dispatch that remembers
 
     def __init__(self, shape: ModelShape, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Place adapters at the linears of a frozen model, freeze it, and switch adapters off. IA3, the simplest adapter.
 
 An adapter is a module under `linear.adapter`. It wraps the linear's `matmul` and never reads `linear.weight`, because a
-quantized base has none. Its parameters are float32 and have canonical names (`blocks.0.qkv.adapter.a`). A linear of
+quantized base has none. Its parameters have canonical names (`blocks.0.qkv.adapter.a`). A linear of
 several pieces (the decoder's qkv and gate/up) has one adapter for its chosen pieces, given by Hugging Face's names
 (`q_proj`).
 

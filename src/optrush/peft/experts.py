@@ -39,7 +39,7 @@ class ExpertsLora(nn.Module):
         self.module, self.switch, self.s, self.interleaved = module, switch, settings, interleaved
         self.kinds = [kind for kind in KINDS if f"{kind}_proj" in names]
         self.parameters_of = [f"mlp.experts.{kind}_proj" for kind in self.kinds]
-        at: dict[str, Any] = {"device": torch.device("meta"), "dtype": torch.float32}
+        at: dict[str, Any] = {"device": torch.device("meta"), "dtype": settings.dtype}
         for kind in self.kinds:
             N, rows, width = experts.sizes[kind]
             self.register_parameter(f"{kind}_a", nn.Parameter(torch.empty(N, settings.rank, width, **at)))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from optrush.errors import NeedsError
 from optrush.files import parse_json
 from optrush.models.text_part import PREFIX as PREFIX_OF_TEXT
-from optrush.peft.ledger import EMBEDDING, HEAD, last
+from optrush.peft.ledger import DENSE, EMBEDDING, HEAD, last
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,19 +81,33 @@ def save_adapter(folder: Path, model: Model, recipe: WeightMap, trained: Mapping
             found |= {key: trained[parameter][:rows].clone() for key in _whole(model, parameter, module)}
     if model.tied and EMBEDDING in saved:
         saved.add(HEAD)
+    beside = _beside_experts(model, theirs)
     config = {
         "base_model_name_or_path": base, "task_type": "SEQ_CLS" if model.head.scores else "CAUSAL_LM",
         "inference_mode": True, "revision": None,
         "auto_mapping": None, "modules_to_save": sorted(saved) or None,
-        "target_modules": _targets(m for a in theirs.values() for m in a.hf),
+        "target_modules": _targets(m for a in theirs.values() for m in a.hf if m not in beside),
         **next(iter(theirs.values())).settings(),
     }  # fmt: skip
-    if parameters := {p for a in theirs.values() for p in getattr(a, "parameters_of", ())}:
+    if parameters := {*beside.values(), *(p for a in theirs.values() for p in getattr(a, "parameters_of", ()))}:
         config["target_parameters"] = sorted(parameters)
     if config["peft_type"] == "IA3":
         config["feedforward_modules"] = _targets(m for a in theirs.values() for m in a.hf if a.feedforward)
     save_file({PREFIX + key: t for key, t in found.items()}, folder / TENSORS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _beside_experts(model: Model, theirs: Mapping[str, LinearAdapter | ExpertsLora]) -> dict[str, str]:
+    """Return modules of feed-forward parts beside experts, each with the name of its parameter.
+
+    As modules PEFT (version 0.21) would take their names for those of experts, as transformers once had them.
+    """
+    from optrush.models.experts import Experts
+
+    if not any(isinstance(module, Experts) for module in model.modules()):
+        return {}
+    modules = (m for a in theirs.values() for m in a.hf if f"dense.{last(m)}" in DENSE)
+    return {m: f"{re.sub(r'^.*?[.]layers[.][0-9]+[.]', '', m)}.weight" for m in modules}
 
 
 def _targets(modules: Iterable[str]) -> list[str] | str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from optrush.config import nearest
 from optrush.errors import NeedsError
 from optrush.hardware import Device
-from optrush.planner.ledger import OURS, Line, Rule, WorkItem, add, freeze_rule, like, live, retype
+from optrush.planner.ledger import OURS, Line, Role, Rule, WorkItem, add, freeze_rule, like, live, retype
 from optrush.technique import LINEARS as technique_linears
 from optrush.technique import Environment, Part, Requirement, compilers
 
@@ -30,7 +30,8 @@ LATENT = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "
 DELTA = ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")  # of its rule
 LATENT_LINEARS = technique_linears[4:]  # of our decoder, in the same order
 EVERY = ("auto", "all-linear")
-SETS = {"attention": LINEARS[:4], "mlp": LINEARS[4:], "experts": ("gate_up_proj", "down_proj")}
+DENSE = tuple(f"dense.{name}" for name in LINEARS[4:])  # of a model with experts, whose own matrices have other names
+SETS = {"attention": LINEARS[:4], "mlp": LINEARS[4:], "experts": ("gate_up_proj", "down_proj"), "dense": DENSE}
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 SPLITS = r"pissa|olora|pissa_niter_[1-9]\d?"  # values of `init` that split the weights themselves
 TILE = 64  # an adapter's rows fill whole tiles of a product behind a weight; else a compiler would pad, and copy
@@ -48,9 +49,10 @@ def last(module: str) -> str:
 
 
 def chosen(asked: str | Sequence[str], known: Collection[str]) -> tuple[str, ...]:
-    """Return the names that `targets` selects in a model with linears of these names."""
+    """Return the names that `targets` selects in a model with linears of these names; a list may name sets, too."""
     if not isinstance(asked, str):
-        return tuple(asked)
+        parts = (chosen(one, known) if one in SETS else (one,) for one in asked)
+        return tuple(dict.fromkeys(name for part in parts for name in part))
     if asked == "attention":
         return attention_of(known)
     return tuple(known) if asked in EVERY else SETS.get(asked, (asked,))
@@ -72,7 +74,7 @@ def names_of(shape: ModelShape | None) -> tuple[str, ...]:
 
 def targeted(targets: str | Sequence[str]) -> Iterator[tuple[str, int]]:
     """Yield each linear of our decoder that `targets` names, whatever the attention, and the number of its pieces."""
-    names = {*chosen(targets, LINEARS), *chosen(targets, LATENT)}
+    names = {name.removeprefix("dense.") for known in (LINEARS, LATENT) for name in chosen(targets, known)}
     linears = PIECES | {linear: (name,) for linear, name in zip(LATENT_LINEARS, LATENT, strict=False)}
     yield from ((linear, count) for linear, pieces in linears.items() if (count := len(names & {*pieces})))
 
@@ -101,15 +103,20 @@ def whole(technique: str, save: Sequence[str], known: Collection[str], tied: boo
 
 
 def require_targets(technique: str, env: Environment, targets: str | Sequence[str]) -> Requirement:
-    """Require that our decoder has what `targets` names: linears, and of experts both stacked matrices."""
+    """Require that our decoder has what `targets` names: linears, of experts their stacked matrices, dense parts."""
     known = names_of(env.shape)
     if env.shape is None or env.shape.experts is None:
         return require_names(technique, "targets", targets, known)
     attention = attention_of(known)
     wrong = next((name for name in chosen(targets, attention) if name in ("gate_proj", "up_proj")), None)
+    dense = [name for _, pieces in dense_sizes(env.shape).values() for name in pieces]
+    if wrong is None and not dense and {*chosen(targets, attention)} & {*DENSE}:
+        found, do = "every layer has experts, and none that all tokens share", "leave dense out"
+        return Requirement(False, f"`{technique}:targets={targets}`", found, do)
     if wrong is None:
-        return require_names(technique, "targets", targets, (*attention, *SETS["experts"]))
-    found, do = f"{wrong} is a part of the experts' gate_up_proj", "take targets=attention, or targets=experts"
+        return require_names(technique, "targets", targets, (*attention, *SETS["experts"], *DENSE))
+    found = f"{wrong} is a part of the experts' gate_up_proj"
+    do = "take targets=attention, targets=experts" + (", or dense for shared experts and dense layers" if dense else "")
     return Requirement(False, f"`{technique}:targets={targets}`", found, do)
 
 
@@ -122,15 +129,31 @@ def expert_sizes(shape: ModelShape, targets: str | Sequence[str]) -> Iterator[tu
     yield from ((name, *size) for name, size in sizes.items() if name in names)
 
 
+def dense_sizes(shape: ModelShape) -> dict[str, tuple[int, dict[str, int]]]:
+    """Return as `linear_sizes` the feed-forward parts of a model with experts that are none: shared ones, dense layers.
+
+    Their names begin as `shared` or `dense`, those of their pieces all as `dense`.
+    """
+    e, found = shape.experts, dict[str, tuple[int, dict[str, int]]]()
+    if e is None:
+        return found
+    widths = {"shared": e.shared_width, "dense": shape.ff_width if len(e.layers) < shape.layers else 0}
+    for name, F in widths.items():
+        if F:
+            found[f"{name}_gate_up"] = (shape.width, dict.fromkeys(DENSE[:2], F))
+            found[f"{name}_down"] = (F, {DENSE[2]: shape.width})
+    return found
+
+
 def linear_sizes(shape: ModelShape) -> dict[str, tuple[int, dict[str, int]]]:
-    """Return (width, rows of each piece) of a block's linears; a model with experts has those of its attention.
+    """Return (width, rows of each piece) of a block's linears; of a model with experts those of `dense_sizes`, too.
 
     Layers of a delta rule have others in place of attention's: see `layers_of`.
     """
     s = shape
     attention = s.attention_linears | {name: (width, {name: rows}) for name, (width, rows) in s.delta_linears.items()}
     if s.experts is not None:
-        return attention
+        return attention | dense_sizes(s)
     return attention | {
         "gate_up": (s.width, {"gate_proj": s.ff_width, "up_proj": s.ff_width}),
         "down": (s.ff_width, {"down_proj": s.width}),
@@ -141,12 +164,15 @@ def layers_of(shape: ModelShape, linear: str) -> int:
     """Return the number of layers that have a linear of `linear_sizes`."""
     if shape.delta is not None and linear in shape.delta_linears:
         return len(shape.delta.layers)
+    if shape.experts is not None and linear in dense_sizes(shape):
+        sparse = len(shape.experts.layers)
+        return sparse if linear.startswith("shared") else shape.layers - sparse
     return shape.attention_layers if linear in shape.attention_linears else shape.layers
 
 
 def predict_frozen(
     env: Environment, save: Sequence[str], learnt: Sequence[tuple[int, int]], keep: Collection[str],
-    added: Collection[str] = (),
+    added: Collection[str] = (), narrow: bool = False,
 ) -> Iterator[Rule]:  # fmt: skip
     """Yield the rules for a frozen model with adapters.
 
@@ -155,6 +181,7 @@ def predict_frozen(
         learnt: values of each parameter of an adapter, and the layers with one; unused for a model of unknown shape.
         keep: linears of a block whose adapters save the input.
         added: linears of a block to whose output adapters add.
+        narrow: adapters in the type of bf16's weights.
     """
     trained = {"embedding": EMBEDDING in save, "head": HEAD in save}
     why, stays = "frozen: no gradient, no state", "frozen: held in the products' type, and so never cast"
@@ -177,7 +204,7 @@ def predict_frozen(
     yield live("saved.normalised*", "only the norms' own gradients read it", gone=True)
     if env.shape is not None:
         yield from _inputs(env, env.shape, keep)
-        yield from _learnt(env, env.shape, list(trained.values()), learnt)
+        yield from _learnt(env, env.shape, list(trained.values()), learnt, narrow)
         yield from _added(env, env.shape, added)
 
 
@@ -198,7 +225,8 @@ def _inputs(env: Environment, shape: ModelShape, keep: Collection[str]) -> Itera
             yield live("saved.rule.leaves", "no frozen product keeps what enters it", gone=True)
     L, widths = env.blocks, {name: width for name, (width, _) in linear_sizes(shape).items()}
     first = next((name for name in DELTA[:-1] if name in keep), "")  # they have one input
-    for name in sorted(set(keep) - {"o", "down", "routed", *(set(DELTA) - {first})}):
+    counted = {name for name in keep if name.endswith("_down")} if "down" in keep else set()  # as `saved.product`
+    for name in sorted(set(keep) - {"o", "down", "routed", *counted, *(set(DELTA) - {first})}):
         why, many = f"what enters {name}, kept for its adapter", layers_of(shape, name)
         yield add(Line(f"saved.enters.{name}", why, many * widths[name], "product", "saved", True, L))
 
@@ -211,17 +239,23 @@ def _added(env: Environment, shape: ModelShape, added: Collection[str]) -> Itera
         yield add(WorkItem(f"forward.added.{name}", why, "token", values=values, role="product"))
 
 
+# Roles of the weights, gradients and states of adapters.
+_WIDE: tuple[Role, Role, Role] = ("wide", "wide", "wide")
+_NARROW: tuple[Role, Role, Role] = ("weight", "gradient", "state")
+
+
 def _learnt(
-    env: Environment, s: ModelShape, outer: Sequence[bool], learnt: Sequence[tuple[int, int]]
+    env: Environment, s: ModelShape, outer: Sequence[bool], learnt: Sequence[tuple[int, int]], narrow: bool
 ) -> Iterator[Rule]:
     """Yield the lines of what is trained, and the update's share."""
     L, values = env.blocks, sum(size * layers for size, layers in learnt)
     beside = s.vocab * s.width * (any(outer) if s.tied else sum(outer))
-    why = f"{values:,} parameters of adapters, in float32"
+    why = f"{values:,} parameters of adapters, in {'bfloat16' if narrow else 'float32'}"
+    weight, gradient, state = _NARROW if narrow else _WIDE
     yield add(
-        Line("weights.adapters", why, values, "wide", "always", blocks=L),
-        Line("gradients.adapters", why, values, "wide", "gradient", blocks=L),
-        Line("states.adapters", f"{why}: a mean and a mean square each", 2 * values, "wide", "always", blocks=L),
+        Line("weights.adapters", why, values, weight, "always", blocks=L),
+        Line("gradients.adapters", why, values, gradient, "gradient", blocks=L),
+        Line("states.adapters", f"{why}: a mean and a mean square each", 2 * values, state, "always", blocks=L),
     )
     share = (values + beside) / s.parameters
     update = "update*" if Part.OPTIMIZER in env.claimed else "update"  # or update.adapters, below
@@ -232,10 +266,11 @@ def _learnt(
         tensors = float(sum(layers for _, layers in learnt) + sum(outer))
         yield live("update.loop", "of what is trained, see update.adapters", gone=True)
         why = "two temporaries of the largest parameter that is trained"
+        launches, moved = (3.0, 7.0) if narrow else (14.0, 11.0)  # one kernel a parameter makes no temporaries
         yield add(
-            Line("update.adapters", why, 2 * largest, "wide", "update"),
-            WorkItem("update.adapters", "one operator at a time", "step", values=11 * (values + beside), role="wide",
-                 launches=14 * tensors),
+            Line("update.adapters", why, 0 if narrow else 2 * largest, weight, "update"),
+            WorkItem("update.adapters", "one operator at a time", "step", values=moved * (values + beside), role=weight,
+                 launches=launches * tensors),
         )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 The matrices A (rank x width) of a fused linear's chosen pieces are stacked, so one product computes all of A x. B is in
 the linear's order of rows and is padded with zeros to one column for each row of A, so one product adds all of B A x.
-Products are in the type of the linear's output; the parameters are float32.
+Products are in the type of the linear's output; the parameters are float32, or bfloat16 where `Settings` has it so.
 
 DoRA scales each row of the sum to a learned length: m (W + s B A) x / |W + s B A|. The lengths are constants for the
 gradient (section 4.3 of the paper), computed without the sum: |w + s b A|^2 = |w|^2 + 2 s b.(A w) + s^2 b A A^T b.
@@ -107,6 +107,11 @@ class Settings:
     dropout: float
     rslora: bool
     dora: bool
+    narrow: bool = False  # parameters in bfloat16
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.narrow else torch.float32
 
     @property
     def scaling(self) -> float:
@@ -139,7 +144,7 @@ class Lora(LinearAdapter):
         self.s, n = settings, len(self.hf)
         self.first = split
         self.by: MatmulBackend = "quack" if quack and self.width % ALIGNED == self.rows % ALIGNED == 0 else "cublas"
-        at: dict[str, Any] = {"device": torch.device("meta"), "dtype": torch.float32}
+        at: dict[str, Any] = {"device": torch.device("meta"), "dtype": settings.dtype}
         self.a = nn.Parameter(torch.empty(n * settings.rank, self.width, **at))  # (n r, D)
         self.b = nn.Parameter(torch.empty(self.chosen_rows, settings.rank, **at))  # (chosen rows, r)
         self.magnitude = nn.Parameter(torch.empty(self.chosen_rows, **at)) if settings.dora else None

@@ -77,7 +77,7 @@ class Line:
     blocks_on_device: float = math.inf  # number of blocks whose part is on the device; the others are on the host
     cut: Mapping[str, float] = field(default_factory=dict)  # axis -> ranks; "pp" -> blocks over those of a rank
     in_flight: float = 1.0  # micro-batches of which blocks keep what they save
-    gathered: int = 0  # parts that are whole along "dp" at a time, of a line that is cut
+    gathered: float = 0  # parts that are whole along "dp" at a time, of a line that is cut
     gathered_in: tuple[str, ...] = ()  # beginnings of the phases in which they are; none: all but the update
 
     @property
@@ -165,7 +165,7 @@ def freeze_rule(match: str, reason: str) -> Rule:
 
 
 def cut(
-    match: str, axis: str, ranks: float, reason: str, gathered: int = 0, during: tuple[str, ...] = (), *,
+    match: str, axis: str, ranks: float, reason: str, gathered: float = 0, during: tuple[str, ...] = (), *,
     by_token: bool = False, in_blocks: bool = False,
 ) -> Rule:  # fmt: skip
     """Divide what matches over the ranks of an axis; of its `blocks` parts, `gathered` are whole along dp at once.

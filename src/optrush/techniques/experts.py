@@ -26,8 +26,8 @@ class ExpertParallel(Technique):
         https://arxiv.org/abs/2211.15841
     Memory: weights, gradients and states of experts / size; rows under way, k D a token each way; what experts save is
         of the rows that arrive: as many as without it if routing is even, up to size times as many if not.
-    Work: 2 k D (n-1)/n values a token and layer over the link in each pass, for which the products wait; the counts of
-        rows are read on the host once a layer and forward pass.
+    Work: 2 k D (n-1)/n values a token and layer over the link in each pass, for which the products wait, and half of
+        them where a forward pass runs again; the counts of rows are read on the host once a layer and micro-batch.
     Differs from the source: no limit of rows an expert; the loss of balance is that of a rank's own micro-batch.
     """
 
@@ -89,23 +89,28 @@ class ExpertParallel(Technique):
             Line("feed.arriving", "and their gradients", share * k * D, "product", "backward", True, side="feed"),
             Line("saved.arriving", places, sparse * 5 * k, "wide", "saved", True, L, side="feed"),
         )  # fmt: skip
-        if "dp" in env.sharded:
+        if "dp" in env.sharded and not env.blocks_alone:
             why = "experts are a group of their own in each layer"
             yield live("gather.launches", why, times=1 + sparse / (L + 2))
             yield live("gather.reduce.launches", why, times=1 + sparse / (L + 2))
-        why = "the numbers of rows, which the host reads in each layer before it sends them"
-        yield add(WorkItem("forward.rows.reads", why, "micro", reads=float(sparse)))
+        why = "the numbers of rows, which the host reads in each layer before it sends them, once a micro-batch"
+        yield add(WorkItem("counts.reads", why, "micro", reads=float(sparse)))
         hosts, entering = env.over_hosts("ep")
-        each, why = 2.0 * k * D * sparse, "rows to the ranks of their experts, and back"
         for way in ("forward", "backward"):
             # As in the baseline twice what is moved, for rows that are read by number.
-            order = "rows that arrive put in the order of the experts here, and back"
+            order, moved = "rows that arrive put in the order of the experts here, and back", 8.0 * k * D * sparse
+            yield add(WorkItem(f"{way}.rows.arriving", order, "token", values=moved, role="product"))
+        for name, times, why in (
+            ("forward.rows.links", 1, "rows to the ranks of their experts"),
+            ("returned.links", 1, "products of the forward pass back, which no second one sends"),
+            ("backward.rows.links", 2, "gradients of products to the ranks of their experts, of rows back"),
+        ):
+            each = 1.0 * times * k * D * sparse
             yield add(
-                WorkItem(f"{way}.rows.arriving", order, "token", values=8.0 * k * D * sparse, role="product"),
                 WorkItem(
-                    f"{way}.rows.links", why, "token", unit="link", values=each * (n - 1) / n, role="product",
-                    awaited=True, entering=each * n / hosts * entering, steps=4.0 * sparse * (hosts - 1),
-                ),
+                    name, why, "token", unit="link", values=each * (n - 1) / n, role="product",
+                    awaited=True, entering=each * n / hosts * entering, steps=2.0 * times * sparse * (hosts - 1),
+                )
             )  # fmt: skip
 
     def split(self, trainer: Trainer) -> int:
@@ -123,7 +128,7 @@ def _fewer(env: Environment, s: ModelShape, n: int) -> Iterator[Rule]:
 
     def less(all_: float, ranks: int, part: float) -> float:
         """Return what is sent as a part of what it would be; `part` is what one rank's copy costs beside the others."""
-        own, same = 1 + part / ranks, 1 + part / (ranks / n)
+        own, same = 1 + part / ranks, 0 if env.blocks_alone else 1 + part / (ranks / n)
         return ((all_ - s.expert_parameters) * own + s.expert_parameters / n * same) / (all_ * own)
 
     if "dp" in env.sharded:

@@ -89,7 +89,8 @@ class Fsdp(Technique):
         whole = "a block's weights are whole while it runs, and the next block's ahead of it"
         freed = self.stage == 3  # after the forward pass, and again after the backward pass
         during: tuple[str, ...] = ("forward", "backward") if freed else ()
-        yield cut("weights.blocks", "dp", n * env.blocks_held, whole, gathered=blocks, during=during)
+        shared = 1 - env.blocks_alone
+        yield cut("weights.blocks", "dp", n * env.blocks_held, whole, gathered=blocks * shared, during=during)
         ends = "embedding and head are whole while they are used"
         yield cut("weights.[!be]*", "dp", n, ends, gathered=1)
         tied = env.shape is None or env.shape.tied
@@ -104,7 +105,8 @@ class Fsdp(Technique):
         for part, ranks in (("blocks", n * env.blocks_held), ("[!b]*", n)):  # experts may be cut over some of n already
             yield cut(f"states.{part}", "dp", ranks, "a rank updates its share")
             if reduced:
-                yield cut(f"gradients.{part}", "dp", ranks, "reduced as soon as a block has made them", gathered=1)
+                why = "reduced as soon as a block has made them"
+                yield cut(f"gradients.{part}", "dp", ranks, why, gathered=shared if part == "blocks" else 1)
         yield live("casts.*", "the gathered weights are cast, no copies beside them", gone=True)
         yield cut("update.loop", "dp", n, "of a rank's share")
         yield live("update*", "a rank updates its share", times=1 / n)
@@ -158,8 +160,8 @@ class Fsdp(Technique):
         cut: dict[str, Any] = {"mesh": trainer.world.shards(), "mp_policy": policy}
         model = trainer.model
         for block in model.blocks.values():
-            self._shard_cut(trainer, block, cut)
-            fully_shard(block, reshard_after_forward=self.stage == 3, ignored_params={*uncast(block)}, **cut)
+            whole = {*uncast(block), *self._shard_cut(trainer, block, cut)}
+            fully_shard(block, reshard_after_forward=self.stage == 3, ignored_params=whole, **cut)
         if model.ties:  # one parameter must be in one group
             fully_shard([model.embedding, model.head], reshard_after_forward=False, **cut)
         else:
@@ -181,10 +183,15 @@ class Fsdp(Technique):
         self._slots(trainer, groups)
         return len(groups)
 
-    def _shard_cut(self, trainer: Trainer, block: nn.Module, cut: dict[str, Any]) -> None:
+    def _shard_cut(self, trainer: Trainer, block: nn.Module, cut: dict[str, Any]) -> set[nn.Parameter]:
         """Shard the modules with parameters that are cut over data axes already, over the others.
 
         What else they have stays whole on every rank, for FSDP shards a module over one mesh: routers of experts.
+        Where no other rank has the same parameters nothing is left to shard, and FSDP would only copy them, each time
+        that it gathers; unless it casts them.
+
+        Returns:
+            The parameters that it leaves as they are.
         """
         from torch.distributed.fsdp import fully_shard
 
@@ -195,10 +202,17 @@ class Fsdp(Technique):
             axes = {axis for p in module.parameters(recurse=False) for axis in cut_axes(p)} & set(SUMMED)
             if axes and not any(module in outer.modules() for outer in found):
                 found[module] = axes
+        alone = set()
         for module, axes in found.items():
+            mesh = trainer.world.shards(*axes)
+            assert mesh is not None
+            if mesh.size() == 1 and cut["mp_policy"].param_dtype is None:
+                alone |= {p for p in module.parameters() if cut_axes(p) & axes}
+                continue
             rest = {p for p in module.parameters() if not cut_axes(p) & axes}
-            own = cut | {"mesh": trainer.world.shards(*axes), "ignored_params": rest}
+            own = cut | {"mesh": mesh, "ignored_params": rest}
             fully_shard(module, reshard_after_forward=self.stage == 3, **own)
+        return alone
 
     def _copy_by_engines(self, trainer: Trainer) -> None:
         """Gather blocks by copies; embedding and head by NCCL: they are few, and their buffers would be large."""

@@ -51,11 +51,13 @@ class Ia3(Technique):
         return replace(spec.with_linears(linears, adapter="other"), adapters_removable=self.init is None)
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        yield env.needs_dense("`ia3`")
+        if env.shape is None or env.shape.delta is None or env.shape.experts is not None:
+            yield env.needs_dense("`ia3`")
         if env.native:
-            yield ledger.require_names(self.name, "targets", self._targets(ledger.LINEARS), ledger.LINEARS)
-            yield from self._apart(ledger.PIECES.values(), self._targets(ledger.LINEARS))
-            yield self._within(ledger.chosen(self._targets(ledger.LINEARS), ledger.LINEARS))
+            known = ledger.names_of(env.shape)
+            yield ledger.require_names(self.name, "targets", self._targets(known), known)
+            yield from self._apart(ledger.PIECES.values(), self._targets(known))
+            yield self._within(ledger.chosen(self._targets(known), known))
         if self.init is not None:
             io.read_config(self.name, self.init, {"peft_type": "IA3"})
 
@@ -85,19 +87,21 @@ class Ia3(Technique):
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         learnt: list[tuple[int, int]] = []
-        keep, left, names = set(), 0, {*ledger.chosen(self._targets(ledger.LINEARS), ledger.LINEARS)}
+        known = ledger.names_of(env.shape)
+        keep, left, names = set(), 0, {*ledger.chosen(self._targets(known), known)}
         for linear, (width, pieces) in {} if env.shape is None else ledger.linear_sizes(env.shape).items():
             mine = {name: n for name, n in pieces.items() if name in names}
             if not mine:
                 continue
-            inputs = bool({*mine} & {*self.feedforward})
-            learnt.append((width if inputs else sum(mine.values()), env.blocks))
+            assert env.shape is not None
+            inputs, layers = bool({*mine} & {*self.feedforward}), ledger.layers_of(env.shape, linear)
+            learnt.append((width if inputs else sum(mine.values()), layers))
             keep |= {linear} if inputs else set()
-            left += 0 if inputs else sum(pieces.values())
+            left += 0 if inputs else layers * sum(pieces.values())
         yield from ledger.predict_frozen(env, (), learnt, keep)
         if left:
             why = "what a linear gave, before it is scaled"
-            yield add(Line("saved.left", why, env.blocks * left, "product", "saved", True, env.blocks))
+            yield add(Line("saved.left", why, left, "product", "saved", True, env.blocks))
 
     def peft(self, trainer: Trainer) -> int:
         from optrush.errors import NeedsError

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
@@ -26,16 +26,18 @@ class Lora(Technique):
 
     rslora: the factor is alpha / sqrt(rank). dora: each row of the sum is scaled to a learnt length.
     targets: `auto` and `all-linear` every linear of the blocks, `attention`, `mlp`, or names: [q_proj, v_proj]. Of a
-        model with experts `auto` is its attention; `experts` names their stacked matrices, [gate_up_proj, down_proj].
+        model with experts `auto` is its attention; `experts` names their stacked matrices, [gate_up_proj, down_proj],
+        `dense` its other feed-forward parts: shared experts, layers without experts. Lists may name sets, too.
     save: modules that are trained whole as well: embed_tokens, lm_head, names of norms.
     init: a folder of PEFT's to begin with, of the same rank, targets and save; or `pissa`, `pissa_niter_N`, `olora`:
         the adapter begins as the largest part of the weight, and the rest is frozen.
     lr_ratio: B's learning rate as a multiple of A's (LoRA+).
+    dtype: of A and B, their gradients and states. bfloat16: rounded as `bf16` rounds weights, stochastically.
 
     Source: Hu et al., https://arxiv.org/abs/2106.09685; rsLoRA https://arxiv.org/abs/2312.03732, DoRA
         https://arxiv.org/abs/2402.09353, PiSSA https://arxiv.org/abs/2404.02948, OLoRA
         https://arxiv.org/abs/2406.01775, LoRA+ https://arxiv.org/abs/2402.12354
-    Memory: 16 bytes a parameter of the adapters, and of the model its weights alone, in the type of the products.
+    Memory: 16 bytes a parameter of the adapters, 8 in bfloat16; of the model its weights alone, in the products' type.
     Work: 4 FLOPs a frozen weight and token instead of 6, and 6 an adapter's; dora 2 r n a weight and micro-batch, for
         W A^T of n pieces in one linear, and each weight read twice more, or made dense once more. pissa: a
         decomposition of every weight when it is loaded.
@@ -52,6 +54,7 @@ class Lora(Technique):
     save: tuple[str, ...] = ()
     init: str | None = None
     lr_ratio: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    dtype: Literal["float32", "bfloat16"] = "float32"
 
     name = "lora"
     summary = "frozen model, low-rank adapters beside linears; rsLoRA, DoRA, LoRA+, PiSSA; PEFT's files"
@@ -81,6 +84,11 @@ class Lora(Technique):
             yield ledger.require_targets(self.name, env, self.targets)
             tied = env.shape is not None and env.shape.tied
             yield from ledger.whole(self.name, self.save, ledger.WHOLE, tied)
+        beside = {*ledger.chosen(self.targets, ledger.names_of(env.shape))} & {*ledger.DENSE}
+        found = "dora or dropout, which PEFT does not have for parts beside experts"
+        do = "leave dense out, or dora and dropout"
+        met = not (beside and (self.dora or self.dropout))
+        yield Requirement(met, f"`lora:targets={self.targets}`", found, do)
         if env.shape is not None and [*ledger.expert_sizes(env.shape, self.targets)]:
             asked, do = f"`lora:targets={self.targets}`", "take targets=attention for it"
             found = "dora or dropout, which have no meaning for a product by rows of several experts"
@@ -91,7 +99,9 @@ class Lora(Technique):
         found = "a technique that records the step: nobody has proved that a replay draws anew"
         met = not self.dropout or Part.CAPTURE not in env.claimed
         yield Requirement(met, f"`lora:dropout={self.dropout:g}`", found, "leave dropout out")
-        narrow = Part.WEIGHTS in env.claimed or env.dtype == "bfloat16"
+        if self.dtype == "bfloat16":
+            yield from self._narrow(env)
+        narrow = (Part.WEIGHTS in env.claimed or env.dtype == "bfloat16") and self.dtype == "float32"
         delta = env.shape is not None and env.shape.delta is not None  # whose layers have a module `norm`
         inside = sorted({*self.save} - {ledger.EMBEDDING, ledger.HEAD, *(() if delta else ("norm",))})
         asked = f"`lora:save=[{', '.join(self.save)}]` over several ranks"
@@ -113,8 +123,17 @@ class Lora(Technique):
             }  # fmt: skip
             io.read_config(self.name, self.init, trained_with)
 
+    def _narrow(self, env: Environment) -> Iterator[Requirement]:
+        """Yield what adapters in bfloat16 need: updates too small for their last bit count, and exact first values."""
+        asked, rounding = "`lora:dtype=bfloat16`", env.spec.rounding
+        found = f"updates that are rounded {'to the nearest' if rounding == 'nearest' else 'with remainders'}"
+        yield Requirement(rounding == "stochastic", asked, found, "take --with bf16, whose rounding is stochastic")
+        found = "dora: true, whose lengths are those of the weights" if self.dora else f"init={self.init}"
+        exact = not (self.dora or self.splits_base)
+        yield Requirement(exact, f"{asked} rounds first values", found, "leave dtype out")
+
     def quality(self, env: Environment) -> str:
-        return "adapters only"
+        return "adapters only" if self.dtype == "float32" else "adapters only, in bf16"
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         """The frozen model, h = A x of r values a piece and token, and B laid out over all rows."""
@@ -140,7 +159,7 @@ class Lora(Technique):
         sharing = 1 if "dp" in env.sharded else env.axes.get("ep", 1)  # that sharding cuts over all ranks anyway
         for name, width, many in () if env.shape is None else ledger.expert_sizes(env.shape, self.targets):
             assert env.shape is not None and env.shape.experts is not None
-            here, L = env.shape.experts.count // sharing, env.blocks
+            here, L = env.shape.experts.count // sharing, len(env.shape.experts.layers)
             learnt += [(here * r * width, L), (here * r * many, L)]
             keep["routed" if name == "gate_up_proj" else "down"] = L
             low += L * active * r
@@ -148,7 +167,7 @@ class Lora(Technique):
             laid += L * active * r * (many + width)
             there += L * active * (width + 4 * many)  # x read; B A x written, and added to the product
             back += L * active * (5 * width + 2 * many)  # likewise to the input's gradient; inputs and gradients again
-        yield from ledger.predict_frozen(env, self.save, learnt, keep, added=keep)
+        yield from ledger.predict_frozen(env, self.save, learnt, keep, added=keep, narrow=self.dtype == "bfloat16")
         if not learnt:
             return
         L = env.blocks
@@ -188,20 +207,23 @@ class Lora(Technique):
 
         model, recipe = trainer.model, trainer.weight_map
         known, shape = adapted.known(model, recipe), trainer.env.shape
-        inside: list[str] = []  # of the experts
+        inside, dense = list[str](), list[str]()  # of the experts; of other feed-forward parts beside them
         if shape is not None and shape.experts is not None:
             known = [name for name in known if name in ledger.attention_of(known)]
+            dense = [name.removeprefix("dense.") for name in ledger.chosen(self.targets, known) if name in ledger.DENSE]
             inside = [name for name, *_ in ledger.expert_sizes(shape, self.targets)]
             what = "the routers of the experts stay" if inside else "the experts and their routers stay"
             trainer.notes.append(f"lora: {what} frozen, without adapters")
-        names = tuple(name for name in ledger.chosen(self.targets, known) if name not in inside)
+        chosen_names = (name for name in ledger.chosen(self.targets, known) if name not in (*inside, *ledger.DENSE))
+        names = (*chosen_names, *dense)
         if names or not inside:
-            adapted.check_targets(self.name, model, recipe, names if inside else self.targets, self.save)
+            asked = names if inside or dense else self.targets
+            adapted.check_targets(self.name, model, recipe, asked, self.save)
         if self.splits_base and inside:
             do = "leave init out, or take targets: attention"
             raise NeedsError(f"`lora:init={self.init}`", "targets among the experts, which are not decomposed", do)
         trained = adapted.freeze_base(model, recipe, self.save, trainer.precision)
-        settings = Settings(self.rank, self.alpha, self.dropout, self.rslora, self.dora)
+        settings = Settings(self.rank, self.alpha, self.dropout, self.rslora, self.dora, self.dtype == "bfloat16")
         switch = adapted.AdapterToggle()
         places = adapted.places(model, recipe, names)
         split = self._split(trainer, places, names, settings.scaling) if self.splits_base else None
@@ -222,6 +244,7 @@ class Lora(Technique):
                 recipe.fillers[name] = fills or partial(adapted.fill_from, whole)
         trainer.adapters_disabled = switch.off if self._removable else None
         chosen = f"lora, scaling {settings.scaling:g}, dora {self.dora}, of {', '.join((*names, *inside))}"
+        chosen += ", in bfloat16" if settings.narrow else ""
         trainer.fingerprints["adapters"] = chosen + (f", init {self.init}" if self.splits_base else "")
         return len(places) + layers
 
