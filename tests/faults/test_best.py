@@ -88,7 +88,7 @@ def config_of(config: Path) -> dict[str, Any]:
 def measured(config: Path, model: Path) -> float:
     """The held-out loss of a model's folder, measured anew."""
     log = config.with_suffix(".json")
-    two = "fsdp" in config_of(config)["with"]
+    two = {"ddp", "fsdp"} & set(config_of(config)["with"])
     work = partial(command, "eval", str(config), "--model", str(model), "--json")
     pids = [fork(work, env, log) for env in (launch_env(2) if two else [{}])]
     assert {ended(pid) for pid in pids} == {0}, log.read_text()
@@ -173,6 +173,28 @@ def test_stopped_early(home: Path, logged: int | None) -> None:
         notes = [m for m in lines(output) if "stopped_early" in m or "off_plan" in m]
         text = f"2 evaluations without a held-out loss below {least:.4f}"
         assert notes == [{"step": last, "stopped_early": text}, {"step": last, "off_plan": "slower than planned"}]
+
+
+@pytest.mark.parametrize("kind", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_stopped_early_on_two_ranks(home: Path, kind: str) -> None:
+    """Both ranks end with the same step, as the losses say, and export the least; going on changes nothing."""
+    many = {"packing": {}, kind: {}}
+    output, config = configured(
+        home, f"early-two-{kind}", **{"with": many}, train={**EARLY, "steps": 24}, optim__lr=1e-2
+    )
+    for flags in ((), ("--resume", "auto")):
+        assert trained_on(2, config, *flags) == [0, 0], said(config)
+        known, patience = losses(output), Patience(StopAfter(evals=2))
+        ends = [(patience.add(loss), patience.exhausted)[1] for loss in known.values()]
+        assert ends == [False] * (len(ends) - 1) + [True], known
+        last = max(known)
+        assert 4 < last < 24, f"no test of anything: {known}"
+        assert [f["step"] for f in figures(output)] == list(range(1, last + 1))
+        assert find_checkpoints(output)[0].name == f"step-{last:06d}" and pointed(output) == best_of(output)
+        (note,) = [m for m in lines(output) if "stopped_early" in m]
+        text = f"2 evaluations without a held-out loss below {patience.least:.4f}"
+        assert note == {"step": last, "stopped_early": text}
+    assert measured(config, output / "model") == pytest.approx(best_of(output)[1], abs=1e-6)
 
 
 @pytest.mark.parametrize(
