@@ -119,6 +119,7 @@ def test_killed_at_random_moments(home: Path) -> None:
     told("R1", len(moments), f"{len(reached)} kills, after steps 0 to {max(reached)}: every loss and weight equal")
 
 
+@pytest.mark.slow
 def test_killed_on_two_ranks(home: Path) -> None:
     """R1 on two ranks: the whole group killed, restarted with the same command."""
     config = configuration(home, home / "fsdp", **{"with": FSDP})

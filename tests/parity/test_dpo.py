@@ -280,6 +280,7 @@ def test_one_technique_at_a_time(folder, with_):
         agrees(folder, lines)
 
 
+@pytest.mark.slow
 def test_ipo(folder):
     sets = ["dpo.loss=ipo", "dpo.label_smoothing=0"]
     agrees(folder, play(folder, sets, True, 2, {}), "ipo")

@@ -152,7 +152,7 @@ def test_the_plan_knows_what_is_kept(shape, implementation, withs, options, rows
             ({"ops": "products"}, "transformers", "blocks"),
             ({"budget": 0.4}, "transformers", "blocks"),
         ],
-        1,
+        0,
     ),
     ids=str,
 )
