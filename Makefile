@@ -4,7 +4,10 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 READERS ?= $(VENV)-readers
 BIN = $(VENV)/bin
-PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS)
+# What is imported is compiled then, and kept; pip would compile all of it.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: demo test test-all deepspeed lint site faults readers clean
 
@@ -17,10 +20,10 @@ demo: $(VENV)/.base
 	@$(BIN)/python examples/demo.py demo --closing $(VENV)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow'
+	$(PYTEST) -m 'not slow'
 
 test-all: $(VENV)/.dev  # further combinations of what `make test` proves, too
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(PYTEST)
 
 deepspeed: $(VENV)/.dev  # the tests that need DeepSpeed, which is installed for them
 	$(PIP) -e '.[deepspeed]'
@@ -48,14 +51,16 @@ $(READERS)/.installed: benchmarks/readers/requirements.txt $(VENV)/.base
 		$$($(READERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth
 	touch $@
 
-$(VENV)/.base: pyproject.toml $(CONSTRAINTS)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.base: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	$(PIP) -e .
 	touch $@
 
-$(VENV)/.dev: $(VENV)/.base
+$(VENV)/.dev: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	$(PIP) -e '.[dev]'
-	touch $@
+	touch $(VENV)/.base $@
 
 $(VENV)/.docs: $(VENV)/.base
 	$(PIP) -e '.[docs]'

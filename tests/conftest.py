@@ -13,6 +13,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # one of those processes compil
 
 import pytest
 import torch
+import typer.main
 from hypothesis import HealthCheck, settings
 
 from optrush.models import tiny
@@ -22,6 +23,7 @@ from pair import Pair
 from trials import undrawn
 
 torch.set_num_threads(1)
+typer.main.get_command = cache(typer.main.get_command)  # made anew by each call, it takes longer than most of them
 DRAWN = {"pins", "report", "test_dpo_cli.py", "test_hostile.py"}  # tests that look at a run's report
 # How long an example takes says what else the machine does.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])

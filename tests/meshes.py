@@ -37,7 +37,7 @@ CLOSE = 1e-5  # relative, of losses and norms; of a gradient's largest value
 
 def further(cases: Sequence[Any], quick: int) -> list[Any]:
     """Mark the cases after the first few as slow: `make test` leaves them to `make test-all`."""
-    rest = (case if isinstance(case, tuple) else (case,) for case in cases[quick:])
+    rest = (case if type(case) is tuple else (case,) for case in cases[quick:])
     return [*cases[:quick], *(pytest.param(*case, marks=pytest.mark.slow) for case in rest)]
 
 

@@ -50,7 +50,7 @@ def changed(base: Path, folder: Path) -> set[str]:
 # --- what training did not change
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", further(list(KINDS), 5))
 def test_files_and_names_are_the_bases_own(kind: str, base: Base, tmp_path: Path) -> None:
     """After a run, and in a folder exported again; merged adapters too."""
     run = trained(tmp_path / "run", base(kind))
@@ -158,7 +158,7 @@ def test_config_changes_in_what_training_changed(base: Base, tmp_path: Path) -> 
     assert (new["torch_dtype"], new["vocab_size"], list(new)) == ("float32", 384, list(old))
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "phi3", "llama"])
+@pytest.mark.parametrize("kind", further(["phi3", "gemma2", "llama"], 1))
 def test_no_architectures_in_config(kind: str, base: Base, tmp_path: Path) -> None:
     folder = edited(base(kind), tmp_path / "base", architectures=None, torch_dtype=None)
     run = trained(tmp_path / "run", folder)

@@ -834,8 +834,15 @@ def test_threads_render_in_turn() -> None:
 # --- weights that are no numbers
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("greedy", [(), ("--greedy",)])
+@pytest.mark.parametrize(
+    ("value", "greedy"),
+    further(
+        [
+            (float("nan"), ()), (float("inf"), ("--greedy",)), (float("inf"), ()), (float("nan"), ("--greedy",)),
+        ],
+        2,
+    ),
+)  # fmt: skip
 def test_an_answer_of_broken_weights_is_refused(
     value: float, greedy: tuple[str, ...], call: Any, tiny_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,15 +134,32 @@ def nudge(t: torch.Tensor) -> torch.Tensor:
     return t
 
 
+def rolled(t: torch.Tensor) -> torch.Tensor:  # heads in another order
+    return t.roll(32, 0)
+
+
+def flipped(t: torch.Tensor) -> torch.Tensor:
+    return t.flip(0)
+
+
+def last_bits(t: torch.Tensor) -> torch.Tensor:
+    return t.view(torch.uint8).bitwise_xor(1).view(t.dtype)
+
+
 @pytest.mark.parametrize(
-    ("tensor", "how"),
-    [
-        ("model.layers.2.self_attn.q_proj.weight", lambda t: t.roll(32, 0)),  # heads in another order
-        ("model.layers.0.mlp.gate_proj.weight", lambda t: t.flip(0)),
-        ("model.norm.weight", lambda t: t.view(torch.uint8).bitwise_xor(1).view(t.dtype)),  # the last bits
-    ],
+    ("tensor", "how", "dtype"),
+    further(
+        [
+            ("model.layers.2.self_attn.q_proj.weight", rolled, "bfloat16"),
+            ("model.norm.weight", last_bits, "float32"),
+            ("model.layers.0.mlp.gate_proj.weight", flipped, "bfloat16"),
+            ("model.layers.0.mlp.gate_proj.weight", flipped, "float32"),
+            ("model.layers.2.self_attn.q_proj.weight", rolled, "float32"),
+            ("model.norm.weight", last_bits, "bfloat16"),
+        ],
+        2,
+    ),
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_tensor_that_is_not_what_was_written_is_red(
     tensor: str, how: Any, dtype: str, call: Call, trained: Path, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,13 +175,16 @@ def test_a_tensor_that_is_not_what_was_written_is_red(
 
 @pytest.mark.parametrize(
     ("dtype", "tensor", "how"),
-    [
-        ("float32", "model.norm.weight", lambda t: t * 1.01),
-        ("float32", "model.layers.1.mlp.down_proj.weight", lambda t: t.flip(0)),
-        ("float32", "model.embed_tokens.weight", nudge),
-        ("bfloat16", "model.norm.weight", lambda t: t * 1.2),
-        ("bfloat16", "model.embed_tokens.weight", nudge),
-    ],
+    further(
+        [
+            ("float32", "model.norm.weight", lambda t: t * 1.01),
+            ("bfloat16", "model.embed_tokens.weight", nudge),
+            ("float32", "model.layers.1.mlp.down_proj.weight", flipped),
+            ("float32", "model.embed_tokens.weight", nudge),
+            ("bfloat16", "model.norm.weight", lambda t: t * 1.2),
+        ],
+        2,
+    ),
 )
 def test_other_logits_are_red(
     dtype: str, tensor: str, how: Any, call: Call, trained: Path, monkeypatch: pytest.MonkeyPatch

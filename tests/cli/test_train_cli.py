@@ -127,7 +127,7 @@ def test_pretraining_on_random_tokens_of_a_shape(call: Call, write: Write, here:
 
 def test_two_ranks(start: Call, call: Call, write: Write, here: Path) -> None:
     """The same steps on two processes: one line a step, the losses of one process, one folder."""
-    config = write()
+    config = write(train={"epochs": None, "steps": 3})
     found = start("train", config, "--ranks", "2", "--with", "ddp", "--set", "output=both")
     assert found.code == 0, found.err
     assert found.out == "both\n"

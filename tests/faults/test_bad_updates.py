@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from meshes import further
 from optrush.trainer import build, run
 from optrush.trainer.checkpoint import find_checkpoints, verify
 
@@ -73,12 +74,11 @@ def tensors(output: Path, n: int) -> dict[str, torch.Tensor]:
 
 
 CASES = [
-    (1, {}, "loss"), (1, {"fused-adamw": {}}, "loss"), (2, {"ddp": {}}, "loss"),
-    (2, {"fsdp": {}}, "gradient"),
+    (1, {"fused-adamw": {}}, "loss"), (2, {"fsdp": {}}, "gradient"), (1, {}, "loss"), (2, {"ddp": {}}, "loss"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("ranks", "techniques", "where"), CASES)
+@pytest.mark.parametrize(("ranks", "techniques", "where"), further(CASES, 2))
 def test_one_bad_micro_batch(home: Path, ranks: int, techniques: dict[str, Any], where: str) -> None:
     """The update is skipped everywhere and counted; weights, moments and counts are as before it, to the bit."""
     output = home / f"one-{ranks}-{'-'.join(techniques)}-{where}"

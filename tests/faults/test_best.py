@@ -18,6 +18,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from test_refusals import flip
 from torch.utils.tensorboard import SummaryWriter  # noqa: F401 - forked runs find it loaded
 
+from meshes import further
 from optrush import files
 from optrush.config import Dpo, StopAfter, parse_config
 from optrush.trainer import run, trackers
@@ -125,7 +126,7 @@ def same(output: Path, reference: Path) -> None:
     assert [p.name for p in find_checkpoints(output)] == [p.name for p in find_checkpoints(reference)]
 
 
-@pytest.mark.parametrize("logged", [3, 11])
+@pytest.mark.parametrize("logged", further([11, 3], 1))
 def test_killed_and_resumed(home: Path, logged: int) -> None:
     """Nothing that is lost in a kill is missed, the pointer included."""
     output, config = configured(home, f"killed-{logged}")
@@ -145,7 +146,7 @@ def off_plan() -> None:
     run.off_plan = lambda log, ranks: "slower than planned"
 
 
-@pytest.mark.parametrize("logged", [None, 3])
+@pytest.mark.parametrize("logged", further([3, None], 1))
 def test_stopped_early(home: Path, logged: int | None) -> None:
     """Two evaluations after the least held-out loss, by the reference's losses; killed in between or not.
 

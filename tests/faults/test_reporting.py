@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from meshes import further
 from optrush.config import TrackerConfig, parse_config
 from optrush.errors import ConfigError
 from optrush.launch import TRACKER_THREAD
@@ -138,7 +139,7 @@ def test_mlflow_is_told_everything(home: Path, server: Server) -> None:
     assert "lines and" in said(config) and "MLflow" in said(config)
 
 
-@pytest.mark.parametrize("tracker", ["mlflow", "wandb"])
+@pytest.mark.parametrize("tracker", further(["mlflow", "wandb"], 1))
 def test_a_server_that_is_not_there(home: Path, tracker: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit 2 before step 0, in three lines, and nothing is written."""
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)

@@ -82,7 +82,7 @@ def saver_of(job: Any) -> Saver:
 
 def test_killed_at_every_call(tmp_path: Path) -> None:
     """Committed means loadable, whatever the loop does to the tensors; every third call, in the long form all."""
-    steps, calls, every = (2, 4), 0, 1 if LONG else 3
+    steps, calls, every = (2, 4), 0, 1 if LONG else 5
     for how in ("before", "half", "after"):
         at = 1
         while True:
@@ -190,7 +190,7 @@ def test_the_loop_goes_on_one_save_is_under_way_and_the_end_waits(home: Path) ->
 
 def test_killed_at_random_moments(home: Path) -> None:
     """On a slow disk: at most the save under way is lost, and the same command repeats its steps to the bit."""
-    for seed in range(20 if LONG else 2):
+    for seed in range(20 if LONG else 1):
         rng = random.Random(seed)
         config, output = behind(home, f"killed-{seed}")
         pid = begun(config, "--resume", "auto", before=slow_disk(0.02))
@@ -204,7 +204,7 @@ def test_killed_at_random_moments(home: Path) -> None:
         assert figures(output, torn=True)[-1]["step"] - newest <= 2 * 3
         assert trained(config, "--resume", "auto") == 0, said(config)
         assert figures(output) == figures(home / "reference") and weights(output) == weights(home / "reference")
-    told("R11", 20 if LONG else 2, "kills on a slow disk: every loss and weight equal")
+    told("R11", 20 if LONG else 1, "kills on a slow disk: every loss and weight equal")
 
 
 @pytest.mark.parametrize("technique", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])

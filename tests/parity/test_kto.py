@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from test_dpo import filled, filled_box, order
 from transformers import AutoTokenizer
 
+from meshes import further
 from optrush.config import Config, parse_config
 from optrush.errors import ConfigError, DataError
 from optrush.objectives import JUDGEMENTS
@@ -123,11 +124,14 @@ def agrees(box: Path, found: Any, groups: Sequence[Sequence[int]]) -> None:
 
 @pytest.mark.parametrize(
     "how",
-    [
-        {"rows": 8}, {"rows": 2}, {"packed": True, "rows": 4},
-        {"packed": True, "rows": 2, "fused_loss": {"chunk": 5}, "attention": {}},
-    ],
-    ids=["padded", "micro", "packed", "chunked"],
+    further(
+        [
+            {"rows": 2}, {"packed": True, "rows": 2, "fused_loss": {"chunk": 5}, "attention": {}},
+            {"rows": 8}, {"packed": True, "rows": 4},
+        ],
+        2,
+    ),
+    ids=["micro", "chunked", "padded", "packed"],
 )  # fmt: skip
 def test_losses_metrics_and_gradients_are_the_formula(folder, how):
     found = ours(folder, how)

@@ -17,7 +17,7 @@ LATER = (  # what others have in them too, by `make test-all`
     "budget", "recompute-every-other", "fastest-calibrated", "transformers-float32", "micro-auto-two-ranks", "planned",
     "unknown-family", "amp-half-stream-untied", "wrap-qwen3", "varlen-of-older-torch", "stochastic-rounding",
     "fp8-feed-forward", "keep-maths", "dora", "plain-float32", "what-only-adapters-fit",
-    "rows-that-three-cannot-share", "cpu-tiny-dpo",
+    "rows-that-three-cannot-share", "cpu-tiny-dpo", "kahan", "packing-with-mask", "fp16-of-older-card",
 )  # fmt: skip
 AGAIN = "if this was meant, make the pins again (tests/pins/make_pins.py) in a commit that says why"
 

@@ -72,6 +72,7 @@ def test_the_page(roofed: Ladder, bench: Callable[..., Path]) -> None:
     assert "remainder, computed" not in said and "Faster than its" not in said
 
 
+@pytest.mark.slow
 def test_old_records_have_no_such_section(ladder: Ladder, bench: Callable[..., Path]) -> None:
     assert 'id="ceiling"' not in _page(bench(ladder))
 

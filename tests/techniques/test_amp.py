@@ -51,9 +51,10 @@ def between_blocks(trainer) -> torch.dtype:
     return seen[0]
 
 
-@pytest.mark.parametrize("stream", ["float32", "half"])
+@pytest.mark.parametrize(
+    ("stream", "dtype"), further([("float32", "bf16"), ("half", "fp16"), ("half", "bf16"), ("float32", "fp16")], 2)
+)
 @pytest.mark.parametrize("others", further([{"attention": {}, "fused_loss": {"chunk": 32}, "recompute": {}}, {}], 1))
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_close_to_float32(box, dtype, others, stream):
     want_loss, want = first_gradients(assembled(golden_run(box, CASES["chat"], packed=True)))
     job = assembled(golden_run(box, CASES["chat"], packed=True, amp={"dtype": dtype, "stream": stream}, **others))

@@ -112,6 +112,7 @@ def test_the_whole_loss_compiles_too(box):
     assert all(apart(a, b) < CLOSE for a, b in zip(found, want))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
 def test_an_attention_may_be_compiled_for_many_lengths(box, monkeypatch):
     """Nine values of the longest document, each a constant of its graph; torch's own limit is eight. The limit is on

@@ -106,6 +106,7 @@ def test_a_wrong_cut_would_be_seen(box, pair):
     assert all(abs(loss - right) / right > 1e-3 for loss in pair(miscut, box))
 
 
+@pytest.mark.slow
 def test_checkpoints_go_on_without_it_and_back(box, pair, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     follows(pair(train, box, two, GATHER | {"fsdp": {}})[0])

@@ -271,6 +271,7 @@ def fused(norm, block):
     return {"fused_kernels": {"mlp": "triton" if block else "none", "norm": bool(norm)}} if norm or block else {}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     ("targets", "norm", "block", "precision"),

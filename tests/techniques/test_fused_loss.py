@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import interpreter
+from meshes import further
 from optrush import technique
 from optrush.errors import NeedsError
 from optrush.hardware import parse_hardware
@@ -31,9 +32,16 @@ V = SIZES["vocab_size"]
 
 
 @pytest.mark.parametrize(
-    ("implementation", "chunk"), [("native", 1), ("native", 5), ("native", 96), ("native", 4096), ("transformers", 5)]
-)
-@pytest.mark.parametrize("name", ["chat", "tied"])
+    ("name", "implementation", "chunk"),
+    further(
+        [
+            ("chat", "native", 5), ("tied", "native", 1), ("tied", "transformers", 5), ("chat", "native", 4096),
+            ("tied", "native", 96), ("chat", "native", 1), ("chat", "native", 96), ("chat", "transformers", 5),
+            ("tied", "native", 5), ("tied", "native", 4096),
+        ],
+        4,
+    ),
+)  # fmt: skip
 def test_same_loss_and_gradients(box, name, chunk, implementation):
     def made(**with_):
         sets = [f"model.implementation={implementation}"]

@@ -51,8 +51,8 @@ def test_the_same_documents_the_same_loss_and_gradients(box, name, with_, implem
         assert max(lengths) - min(lengths) <= 4 < max(len(d[0]) for d in documents) - min(len(d[0]) for d in documents)
 
 
-@pytest.mark.parametrize("implementation", ["native", "transformers"])
-@pytest.mark.parametrize("overlap", [0, 1, 5])
+@pytest.mark.parametrize("implementation", further(["native", "transformers"], 1))
+@pytest.mark.parametrize("overlap", further([0, 5, 1], 2))
 def test_a_wrapped_row_is_one_line_of_tokens(box, overlap, implementation):
     sets = [f"model.implementation={implementation}"]
     job = assembled(golden_run(box, rows=4, sets=sets, wrap={"overlap": overlap}))
@@ -99,6 +99,7 @@ def test_wrapping_long_documents_learns_no_worse(box):
     assert wrapping_is_worse(box, 2 * T, 6 * T) < MARGIN
 
 
+@pytest.mark.slow
 def test_wrapping_short_documents_does(box):
     """Why chats are packed: a document that always had others before it in training is a stranger alone."""
     assert wrapping_is_worse(box, 10, 22) > 0.3

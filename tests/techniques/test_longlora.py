@@ -111,6 +111,7 @@ def test_training_is_by_the_definition(box, with_, packed):
     assert furthest(found[1], dense[1]) > 100 * CLOSE, "and it is another attention"
 
 
+@pytest.mark.slow
 def test_compiled_blocks_have_the_same_gradients(box):
     """By a compiler that makes the graphs and writes no code for them."""
     real = torch.compile
@@ -155,7 +156,7 @@ def test_held_out_loss_over_seeds(box):
     assert sum(off) / len(off) < MARGIN
 
 
-@pytest.mark.parametrize("more", [("attention",), ()], ids=str)
+@pytest.mark.parametrize("more", [("attention",), pytest.param((), marks=pytest.mark.slow)], ids=str)
 def test_the_plan_counts_the_bytes(more):
     check_prediction(
         shaped("llama-3.2-1b", "bf16", "fused-adamw", "fused-loss", "longlora", *more, rows=1, seq=2048), rel=0.05

@@ -98,6 +98,7 @@ def test_compiled(box, traced):
     assert furthest(first_gradients(job)[1], want) > CLOSE, "the next step"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
 @pytest.mark.parametrize("base", further([{"nf4": {"double": False}}, {"int8": {}}], 1), ids=str)
 def test_compiled_where_nothing_has_a_gradient(box, traced, base):

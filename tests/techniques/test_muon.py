@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from meshes import further
 from optrush.errors import ConfigError, NeedsError
 from optrush.kernels.adamw import key_words, random_bits, round_stochastic, step_key, write_stochastic
 from optrush.models.shapes import SHAPES, ModelShape
@@ -269,7 +270,7 @@ def test_products_are_as_predicted():
     assert rule.flop == shape.layers * counted.get_total_flops()
 
 
-@pytest.mark.parametrize(("device", "products"), [("cuda", torch.bfloat16), ("cpu", torch.float32)])
+@pytest.mark.parametrize(("device", "products"), further([("cuda", torch.bfloat16), ("cpu", torch.float32)], 1))
 def test_temporaries_are_as_predicted(device, products):
     shape = ModelShape.read(SHAPES["llama-3.2-1b"])
     kinds = {"qkv": Pieces(8, (256, 64, 64)), "o": Pieces(1, (2048,)), "gate_up": Pieces(8192, (1, 1)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from meshes import further
 from optrush.planner import search
 from optrush.trainer.trainer import evaluate
 
@@ -23,8 +24,9 @@ def counting(trainer):
     return calls
 
 
-@pytest.mark.parametrize("implementation", ["native", "transformers"])
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(
+    ("every", "implementation"), further([(1, "native"), (2, "transformers"), (1, "transformers"), (2, "native")], 2)
+)
 def test_equal_bits_over_eight_steps(box, every, implementation):
     def trained(**with_):
         job = assembled(golden_run(box, packed=True, sets=[f"model.implementation={implementation}"], **with_))
@@ -37,7 +39,7 @@ def test_equal_bits_over_eight_steps(box, every, implementation):
 
 
 @pytest.mark.parametrize(
-    ("implementation", "whole"), [("native", True), ("transformers", True), ("transformers", False)]
+    ("implementation", "whole"), further([("native", True), ("transformers", True), ("transformers", False)], 1)
 )
 def test_a_compiler_sees_what_is_recomputed(box, implementation, whole):
     """What it traces holds a checkpoint for the chosen block, and nothing outside; native blocks are inside one."""

@@ -100,6 +100,7 @@ def test_a_run_exports_what_it_trained(box, tmp_path):
         resolve(golden_run(box, sets=(f"model={tmp_path / 'run/model'}",), rope=options))
 
 
+@pytest.mark.slow
 def test_two_ranks_and_recomputation(box, pair, reference):
     with_ = {"rope": {"factor": 4.0}}
     more = {"fsdp": {}, "recompute": {}, "attention": {}, "fused-kernels": {"mlp": "none", "rope": True}}

@@ -90,13 +90,18 @@ def installed(folder: Path, entry: str) -> Path:
     return folder
 
 
-def test_a_technique_of_another_package(tmp_path: Path) -> None:
-    """Listed, planned, trained with an effect, and a rung of the ladder of its configuration."""
+def plugin(folder: Path) -> Path:
+    """The example as it is installed, and a run with it."""
     entry = (ROOT / "examples" / "plugin" / "pyproject.toml").read_text("utf-8")
     found = re.search(r'techniques"\]\n(\S+) = "(\S+)"', entry)
     assert found is not None
-    path = installed(tmp_path / "path", f"{found[1]} = {found[2]}")
-    (tmp_path / "run.yaml").write_text(json.dumps({**CONFIG, "with": {"clip-values": {"limit": 1e-9}}}))
+    (folder / "run.yaml").write_text(json.dumps({**CONFIG, "with": {"clip-values": {"limit": 1e-9}}}))
+    return installed(folder / "path", f"{found[1]} = {found[2]}")
+
+
+def test_a_technique_of_another_package(tmp_path: Path) -> None:
+    """Listed, planned, trained with an effect."""
+    path = plugin(tmp_path)
     listed = json.loads(run("techniques", "--json", folder=tmp_path, path=path).stdout)
     assert "clip-values" in json.dumps(listed)
     planned = run("plan", "run.yaml", "--hardware", "h200", folder=tmp_path, path=path)
@@ -105,6 +110,12 @@ def test_a_technique_of_another_package(tmp_path: Path) -> None:
     assert trained.returncode == 0 and "clip-values (limit=1e-09): 1 change" in trained.stderr, trained.stderr
     norms = [json.loads(x)["grad_norm"] for x in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert all(0 < norm < 1e-5 for norm in norms), "every value is clipped before the norm is taken"
+
+
+@pytest.mark.slow
+def test_a_technique_of_another_package_is_a_rung(tmp_path: Path) -> None:
+    """Of the ladder of its configuration."""
+    path = plugin(tmp_path)
     climbed = run("bench", "run.yaml", "--out", "ladder", "--repeats", "1", "--cumulative-only",
                   folder=tmp_path, path=path)  # fmt: skip
     records = [json.loads(x) for x in (tmp_path / "ladder" / "records.jsonl").read_text().splitlines()]

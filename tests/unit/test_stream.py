@@ -260,8 +260,16 @@ def trained(made, plan, done, ranks=1, workers=0):
     return [[sorted(b.samples) for rank in each for b in rank[k]] for k in range(len(each[0]))], flat(each[0])
 
 
-@pytest.mark.parametrize("live", [False, True])
-@pytest.mark.parametrize("layout", further([Packed(11), Wrapped(1, 10), Sorted(13), Padded()], 2))
+@pytest.mark.parametrize(
+    ("layout", "live"),
+    further(
+        [
+            (Packed(11), False), (Wrapped(1, 10), True), (Packed(11), True), (Wrapped(1, 10), False),
+            *((layout, live) for layout in (Sorted(13), Padded()) for live in (False, True)),
+        ],
+        2,
+    ),
+)  # fmt: skip
 def test_any_index_any_ranks_any_workers(layout, live):
     lengths = [1 + i * 7 % T for i in range(60)]
 
