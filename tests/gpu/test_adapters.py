@@ -54,9 +54,10 @@ PATHS = {
     "varlen": {"attention": {"impl": "varlen"}, **FUSED},
     "fa4": {"attention": {"impl": "fa4"}, **FUSED},
     "quack": {"attention": {"impl": "fa4"}, **QUACK},
+    "loss": {"attention": {"impl": "fa4"}, "fused-loss": {"impl": "quack"}},
 }
 PATHS |= {f"{name} compiled": {**path, "compile": {}} for name, path in PATHS.items()}
-DEMANDS = {"fa4": "flash-attn-4", "quack": "quack-kernels"}
+DEMANDS = {"fa4": "flash-attn-4", "quack": "quack-kernels", "loss": "quack-kernels"}
 
 Asked = tuple[float, dict[str, torch.Tensor]]  # a loss, and gradients under the names of PEFT's files
 
@@ -175,6 +176,8 @@ def test_float32_by_the_fast_path(model, peft, tmp_path, case, path):
         ("dora", "bf16", "fa4"),
         ("attention", "bf16", "quack"),
         ("rslora", "amp", "quack"),
+        ("all", "amp", "quack compiled"),
+        ("all", "amp", "loss compiled"),
         ("all", "bf16", "quack compiled"),
     ],
 )
