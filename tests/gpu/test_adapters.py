@@ -57,7 +57,7 @@ PATHS = {
     "loss": {"attention": {"impl": "fa4"}, "fused-loss": {"impl": "quack"}},
 }
 PATHS |= {f"{name} compiled": {**path, "compile": {}} for name, path in PATHS.items()}
-DEMANDS = {"fa4": "flash-attn-4", "quack": "quack-kernels", "loss": "quack-kernels"}
+DEMANDS = {"fa4": "flash-attn-4", "quack": "quack-kernels"}
 
 Asked = tuple[float, dict[str, torch.Tensor]]  # a loss, and gradients under the names of PEFT's files
 
