@@ -172,7 +172,8 @@ def _of_hosts(text: str) -> tuple[Device, int]:
     """Return a device of several hosts, and the number of devices of all of them."""
     parts = _HOSTS.fullmatch(text.lower())
     if parts is None or parts[3] not in NETWORKS or int(parts[1]) < 2:
-        example = f"take 2x8xh100:{NETWORKS[0]}: two hosts of eight; other links: {', '.join(NETWORKS[1:])}"
+        one = ", ".join(f"2xh100:{link}" for link in SLOWER)
+        example = f"take 2x8xh100:{NETWORKS[0]}: two hosts of eight; or {', '.join(NETWORKS[1:])}; within a host {one}"
         raise ConfigError(
             f"the hardware {text}", "hosts are named with their devices and the link between them", example
         )
