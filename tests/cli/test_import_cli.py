@@ -216,6 +216,10 @@ def test_arguments_of_a_script(here: Path) -> None:
         ({"adapter": None}, "load_in_4bit"), ({"gradient_accumulation_steps": 2, "batch_size": "x"}, "batch_size"),
         ({"deepspeed": "zero3_offload.json"}, "deepspeed"), ({"plugins": ["their.own.Plugin"]}, "plugins"),
         ({"learning_rate": [1]}, "learning_rate"),
+        *(
+            ({"datasets": [{"path": "a", "type": "chat_template", key: value}]}, f"datasets[0].{key}")
+            for key, value in (("roles_to_train", 5), ("roles_to_train", [["a"]]), ("message_field_training", ["a"]))
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
@@ -237,6 +241,21 @@ def test_what_has_no_effect_is_listed(call: Call, here: Path) -> None:
     assert "wandb_project: the name of a log" in found.err and "tf32" in found.err
     assert yaml.safe_load(Path("ours.yaml").read_text())["with"]["ddp"] == {}
     assert call("import", "a.yml", "--out", "ours.yaml").code == 2, "an existing file stays"
+
+
+def test_what_axolotl_does_not_read_is_listed(here: Path) -> None:
+    rows = {"path": "rows.jsonl", "type": "alpaca", "roles_to_train": ["user"]}
+    Path("a.yml").write_text(yaml.safe_dump({**AXOLOTL, "datasets": [rows]}))
+    notes = translate(Path("a.yml"), tool="axolotl").notes
+    assert "datasets[0].roles_to_train: axolotl does not read it of rows of this type" in notes
+
+
+@pytest.mark.parametrize("entry", ["a", {"file_name": 5}, {"tags": ["a"]}, {"columns": {"messages": ["a"]}}], ids=str)
+def test_a_list_of_other_things_is_refused(here: Path, entry: Any) -> None:
+    (here / "dataset_info.json").write_text(json.dumps({"dishes": entry}))
+    Path("f.yaml").write_text(yaml.safe_dump(FACTORY | {"dataset": "dishes", "dataset_dir": str(here)}))
+    with pytest.raises(ConfigError, match="dishes is "):
+        translate(Path("f.yaml"), tool="llama-factory")
 
 
 def test_data_of_a_list_that_is_elsewhere(call: Call, here: Path) -> None:

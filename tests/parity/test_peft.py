@@ -60,6 +60,10 @@ LORA = {
         "gpt_neox", "transformers", {},
         {"target_modules": ["dense", "dense_4h_to_h", "dense_h_to_4h", "query_key_value"]},
     ),
+    "neox, a linear named as a set": (
+        "gpt_neox", "transformers", {"targets": ["query_key_value", "dense"]},
+        {"target_modules": ["query_key_value", "dense"]},
+    ),
     "head too": (
         "llama", "native", {"save": ["lm_head", "input_layernorm", "norm"]},
         {"target_modules": EVERY, "modules_to_save": ["input_layernorm", "lm_head", "model.norm"]},

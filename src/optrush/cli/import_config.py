@@ -56,6 +56,7 @@ from optrush.errors import ConfigError, UserError
 
 Notes = list[str]
 LEARNING = ("roles_to_train", "train_on_eos", "train_on_eot", "drop_system_message", "message_field_training")
+ANSWERS = ("assistant", "gpt")  # their roles
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
 _DATA_FILE = re.compile(r"\.(jsonl?|parquet|csv|txt|arrow|zst|gz)\Z")
 
@@ -450,6 +451,8 @@ class _Composer:
             self._columns_of(entry, n)
             if objective == "sft":
                 self._learning(entry, n, kind in CHATS)
+            else:
+                self._unread(entry, n)
             found.append(self._origin(entry))
         if len(objectives) > 1:
             raise self.refuse("datasets", "texts beside conversations", "train on one kind a run")
@@ -484,6 +487,7 @@ class _Composer:
         from optrush.data.schema import LEARNT
 
         if not chats:
+            self._unread(entry, n)
             self.notes.append(f"datasets[{n}].type: headings of a prompt are those of the model's chat template")
             return
         if self.get("data.train_on") == "all":
@@ -491,7 +495,7 @@ class _Composer:
             do = "train_on_inputs: false; data.train_on: all learns all tokens of a conversation"
             raise self.refuse("train_on_inputs", found, do)
         learnt = entry.get("roles_to_train")
-        if learnt is not None and not {*learnt} & {"assistant", "gpt"} == {*learnt} != set():
+        if learnt is not None and not (learnt and isinstance(learnt, list) and all(r in ANSWERS for r in learnt)):
             raise self.refuse(f"datasets[{n}].roles_to_train", f"{learnt}", "the assistant's turns are learnt")
         for key in ("train_on_eos", "train_on_eot"):
             if entry.get(key) not in (None, "turn"):
@@ -505,12 +509,21 @@ class _Composer:
                 f"datasets[{n}]: a turn that is marked by {', '.join(LEARNT)} is learnt by its mark, which axolotl "
                 "reads by message_field_training alone"
             )
+        elif not isinstance(mark, str) or not mark:
+            found = f"{mark!r}, which names no key of a turn"
+            raise self.refuse(f"datasets[{n}].message_field_training", found, "name the key, or leave it out")
         elif mark not in LEARNT:
             self.columns[f"messages[].{mark}"] = "train"
         given = (
             "" if self.get("@eot") else " not given: axolotl learns that end only where it is the end of a text, too;"
         )
         self.notes.append(f"eot_tokens:{given} an answer ends where the chat template ends it, and its end is learnt")
+
+    def _unread(self, entry: Mapping[str, Any], n: int) -> None:
+        """Note the keys of what is learnt that axolotl reads of conversations with answers alone."""
+        for key in LEARNING:
+            if entry.get(key) not in (None, "", [], False):
+                self.notes.append(f"datasets[{n}].{key}: axolotl does not read it of rows of this type")
 
     def _factory(self, tree: dict[str, Any]) -> list[Any]:
         """Return the sources that LLaMA-Factory's list of data sets has under these names."""
@@ -528,6 +541,7 @@ class _Composer:
             if name not in table:
                 raise self.refuse("dataset", f"{name}, which {listed} has not", "name the rows: --data FILE")
             entry = table[name]
+            self._named(listed, name, entry)
             for key, do in FACTORY_REFUSED.items():
                 if entry.get(key) is not None:
                     raise self.refuse("dataset", f"{name} has {key}: {entry[key]!r}", do)
@@ -552,6 +566,16 @@ class _Composer:
             tree["data"]["max_samples"] *= len(names)
             self.notes.append("max_samples: of each data set there, of all together here")
         return found_rows
+
+    def _named(self, listed: Path, name: str, entry: Any) -> None:
+        """Check that a data set of LLaMA-Factory's list is a mapping, and its parts are names."""
+        given = entry if isinstance(entry, dict) else {}
+        tables = [given.get(key) or {} for key in ("columns", "tags")]
+        names = [given[key] for key in ("file_name", "hf_hub_url") if given.get(key) is not None]
+        names += [value for table in tables if isinstance(table, dict) for value in table.values()]
+        if given and all(isinstance(table, dict) for table in tables) and all(isinstance(n, str) for n in names):
+            return
+        raise self.refuse("dataset", f"{name} is {entry!r} in {listed}", "give names: columns: {prompt: instruction}")
 
     def _tags(self, tags: Mapping[str, str]) -> None:
         """Note what LLaMA-Factory's names for the keys and the roles of a turn are."""

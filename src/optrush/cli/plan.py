@@ -444,9 +444,10 @@ def _calibrate_links(ranks: int, seconds: float, out: Path | None, as_json: bool
 
     device = first_device()
     kept = calibration.for_device(device)
-    if kept is None:
+    if kept is None or (changed := calibration.stale(kept)):
+        found_too = "no rates of this device" if kept is None else f"rates of this device are old ({changed})"
         do = "run optrush calibrate without --ranks first"
-        raise ConfigError(f"--ranks {ranks}", "no rates of this device, to which those of links belong", do)
+        raise ConfigError(f"--ranks {ranks}", f"{found_too}, to which those of links belong", do)
     if out is not None and launched()[0] == 0 and out.exists():
         raise ConfigError(f"--out {out}", "this file exists", "take another name")
     if launches(ranks):

@@ -49,10 +49,15 @@ def last(module: str) -> str:
 
 
 def chosen(asked: str | Sequence[str], known: Collection[str]) -> tuple[str, ...]:
-    """Return the names that `targets` selects in a model with linears of these names; a list may name sets, too."""
+    """Return the names that `targets` selects in a model with linears of these names; a list may name sets, too.
+
+    A linear with the name of a set is meant by it: `dense` in models of gpt_neox, falcon and phi.
+    """
     if not isinstance(asked, str):
         parts = (chosen(one, known) if one in SETS else (one,) for one in asked)
         return tuple(dict.fromkeys(name for part in parts for name in part))
+    if asked in known:
+        return (asked,)
     if asked == "attention":
         return attention_of(known)
     return tuple(known) if asked in EVERY else SETS.get(asked, (asked,))

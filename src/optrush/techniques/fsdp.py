@@ -188,7 +188,7 @@ class Fsdp(Technique):
 
         What else they have stays whole on every rank, for FSDP shards a module over one mesh: routers of experts.
         Where no other rank has the same parameters nothing is left to shard, and FSDP would only copy them, each time
-        that it gathers; unless it casts them.
+        that it gathers; unless it casts them. Their routers are then sharded with the block.
 
         Returns:
             The parameters that it leaves as they are.

@@ -84,7 +84,7 @@ class Lora(Technique):
             yield ledger.require_targets(self.name, env, self.targets)
             tied = env.shape is not None and env.shape.tied
             yield from ledger.whole(self.name, self.save, ledger.WHOLE, tied)
-        beside = {*ledger.chosen(self.targets, ledger.names_of(env.shape))} & {*ledger.DENSE}
+        beside = env.native and {*ledger.chosen(self.targets, ledger.names_of(env.shape))} & {*ledger.DENSE}
         found = "dora or dropout, which PEFT does not have for parts beside experts"
         do = "leave dense out, or dora and dropout"
         met = not (beside and (self.dora or self.dropout))
