@@ -207,7 +207,7 @@ def compare_step(ours: Any, recipe: WeightMap, theirs: PreTrainedModel, *, paddi
     else:
         logits, loss = reference_loss(theirs, batch)
         wanted = logits[compared]
-    close = 5e-5 if hasattr(theirs.config, "linear_num_key_heads") else 1e-5  # 1e-13 in float64
+    close = 2e-4 if hasattr(theirs.config, "linear_num_key_heads") else 1e-5  # 1e-13 in float64
     torch.testing.assert_close(ours.head.logits(hidden)[compared], wanted, rtol=1e-5, atol=close)
     mine = ours.head(hidden, batch.labels)
     torch.testing.assert_close(mine, loss, rtol=1e-6, atol=0)

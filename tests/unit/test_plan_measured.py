@@ -15,6 +15,11 @@ from optrush.planner import search
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MOST_BYTES, MOST_SPEED = 0.05, 0.12
+# Measured before a pipeline's blocks were split by work, and before experts exchanged and copied less.
+EARLIER = {
+    "8b pipeline, 2, T=4096", "8b pipeline 4, interleaved, as many blocks each",
+    "30b-a3b lora, experts 2", "30b-a3b full, experts 4",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("machine", ["2xh200", "4xh200"])
@@ -22,6 +27,8 @@ def test_the_plan_is_near_what_was_measured(machine):
     wrong = []
     for line in (RESULTS / f"{machine}-cells.jsonl").read_text("utf-8").splitlines():
         r = json.loads(line)
+        if r["cell"] in EARLIER:
+            continue
         hardware = f"{r['ranks']}xh200" + ":pcie" * ("NCCL_P2P_DISABLE" in r["env"])
         said = search.predict(parse_config(json.dumps(r["config"]), r["cell"]), hardware, r["ranks"])
         memory, speed = said.peak_bytes / r["peak_bytes"] - 1, said.tokens_per_s / r["tokens_per_s"] - 1

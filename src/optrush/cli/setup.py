@@ -422,7 +422,8 @@ def lacking(technique: Technique, device: Device, ranks: int) -> list[Requiremen
         blocks=16, axes=technique.axes(),
     )  # fmt: skip
     owners = [frozenset[Part](), *(frozenset({p}) for p in Part), frozenset(Part)]
-    runs = (plain, dataclasses.replace(plain, micro_rows=8, clip=None))
+    stochastic = dataclasses.replace(plain.spec, rounding="stochastic")  # as by bf16
+    runs = (plain, dataclasses.replace(plain, micro_rows=8, clip=None), dataclasses.replace(plain, spec=stochastic))
     setups = [dataclasses.replace(run, claimed=owned | technique.claims) for run in runs for owned in owners]
     unmet = min(([n for n in technique.needs(s) if not n.met] for s in setups), key=len)
     unmet += missing(technique)

@@ -86,6 +86,7 @@ class Ia3(Technique):
         return "adapters only"
 
     def predict(self, env: Environment) -> Iterator[Rule]:
+        """Yield what is frozen, the vectors that are learnt, and what each keeps of its linear."""
         learnt: list[tuple[int, int]] = []
         known = ledger.names_of(env.shape)
         keep, left, names = set(), 0, {*ledger.chosen(self._targets(known), known)}
