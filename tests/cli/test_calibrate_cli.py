@@ -94,6 +94,7 @@ def test_refusals_before_a_minute_is_spent(
     assert "no CONFIG to change" in refused(call, "calibrate", "--set", "batch.seq=64")
     assert "no such file" in refused(call, "calibrate", "none.yaml")
     assert "no rates of this device" in refused(call, "calibrate", "--ranks", "2")
+    assert "one process exchanges nothing" in refused(call, "calibrate", "--ranks", "1")
     assert "links have no shapes" in refused(call, "calibrate", "--ranks", "2", write())
     assert "--ranks with --from" in refused(call, "calibrate", "--ranks", "2", "--from", "there")
     assert "found with these rates" in refused(call, "calibrate", write(), "--set", "batch.micro_tokens=auto")

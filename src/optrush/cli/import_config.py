@@ -600,7 +600,7 @@ class _Composer:
             if not read and ours in row:
                 self.columns[ours] = "ignore"
             elif not read and not Path(source).is_file():
-                self.notes.append(f"dataset: a column {ours!r} would be read, which {source} there is not asked for")
+                self.notes.append(f"dataset: here a column {ours!r} of {source} is read, there it is not")
         if entry.get("formatting", "alpaca") == "alpaca":
             self.notes.append("dataset: an empty line is between instruction and input, where theirs is a line break")
 

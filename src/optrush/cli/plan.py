@@ -90,8 +90,10 @@ def plan(
         print(json.dumps(_document(prediction, refused, found, hardware, price)))
     else:
         print("\n".join(_text(config, hardware, prediction, refused, found, price, details)))
-    if refused is not None and _lacking_all(config, found):
-        raise typer.Exit(2)  # what fits is another run than what was configured
+    if refused is not None and _lacking_all(config, found):  # what fits is another run than what was configured
+        if out is not None:
+            raise refused  # nothing is written
+        raise typer.Exit(2)
     if out is not None:
         _write(config, hardware, found, out)
 
@@ -402,6 +404,8 @@ def calibrate(
     config = None if path is None else read_run(path, set_, with_, without)
     if path is None and (set_ or with_ or without):
         raise ConfigError("--set, --with or --without", "no CONFIG to change", "name a CONFIG")
+    if ranks == 1 and given(context, ["ranks"]):
+        raise ConfigError("--ranks 1", "one process exchanges nothing", "take two or more, or leave it out")
     if ranks > 1:
         if path is not None or records is not None:
             found_too = "a CONFIG" if path is not None else "--from"

@@ -53,8 +53,8 @@ MODELS: dict[str, tuple[tuple[Any, int, int], ...]] = {
 }
 
 # torch 2.13 renamed both.
-gather_whole: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-scatter_sum: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+gather_whole: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+scatter_sum: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Report = Callable[[int, int, str], None]  # steps done, all steps, what is measured now
 Call = Callable[[], object]
