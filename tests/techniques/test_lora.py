@@ -434,6 +434,8 @@ def test_speed_is_said():
     ("options", "with_", "sets", "text"),
     [
         ({"targets": ["q_prj"]}, {}, [], "did you mean `q_proj`"),
+        ({"targets": "dense"}, {}, [], "a model without linears of the set dense"),
+        ({"targets": ["q_proj", "experts"]}, {}, [], "a model without linears of the set experts"),
         ({"targets": "mpl"}, {}, [], "no linear is called mpl"),
         ({"targets": []}, {}, [], "no linears to choose from"),
         ({"save": ["lm_haed"]}, {}, [], "did you mean `lm_head`"),

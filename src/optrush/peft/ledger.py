@@ -89,7 +89,10 @@ def require_names(technique: str, option: str, asked: str | Sequence[str], known
     names = chosen(asked, known)
     wrong = next((n for n in names if n not in known), None)
     found, do = f"no {'linear' if option == 'targets' else 'such module'} is called {wrong}", ""
-    if wrong is not None:
+    of = [one for one in ((asked,) if isinstance(asked, str) else asked) if wrong in SETS.get(one, ())]
+    if wrong is not None and of and wrong not in asked:
+        found, do = f"a model without linears of the set {of[0]}", f"name some: {', '.join(known)}"
+    elif wrong is not None:
         do = nearest(wrong, known)
     elif not names:
         found, do = "no linears to choose from", f"name some: {', '.join(known)}" if known else "take another model"
