@@ -326,9 +326,9 @@ def test_adapters_of_the_attention(moe: Path, tmp_path: Path) -> None:
     assert trainer.model.frozen_flops > 0.3 * full, "frozen experts have no gradient"
 
 
-NEXT, DEEPSEEK = (
+NEXT, DEEPSEEK, LLAMA4 = (
     {key: value for key, value in EXPERTS[name].items() if not key.endswith("token_id") and key != "vocab_size"}
-    for name in ("qwen3_next", "deepseek_v3")
+    for name in ("qwen3_next", "deepseek_v3", "llama4_text")
 )
 GPT_OSS = {
     "model_type": "gpt_oss", "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 16,
@@ -346,6 +346,8 @@ SOME = ["q_proj", "o_proj", "down_proj"]
         ("qwen3_next", ["in_proj_qkvz", "gate_up_proj", "down_proj", "dense"]),
         ("deepseek_v3", ["attention", "experts", "dense"]),
         ("deepseek_v3", "dense"),
+        ("llama4_text", ["attention", "experts", "dense"]),
+        ("llama4_text", SOME),
     ],
     ids=str,
 )
@@ -354,7 +356,7 @@ def test_adapters_of_experts(family: str, targets: Any, moe: Path, tmp_path: Pat
     box = moe
     if family != "qwen3_moe":
         box = tmp_path
-        sizes = {"gpt_oss": GPT_OSS, "qwen3_next": NEXT, "deepseek_v3": DEEPSEEK}[family]
+        sizes = {"gpt_oss": GPT_OSS, "qwen3_next": NEXT, "deepseek_v3": DEEPSEEK, "llama4_text": LLAMA4}[family]
         make_golden.write_model(box / "untied", False, **sizes)
         make_golden.write_documents(box / "text.jsonl", False)
     lora = {"rank": 3, "targets": targets, "rslora": targets == "experts"}
