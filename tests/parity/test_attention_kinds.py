@@ -151,8 +151,8 @@ def test_what_context_cannot_cut(given: dict[str, Any], found: str, monkeypatch:
 # --- chunks, and layers without rotary embedding
 
 CHUNKED = {
-    "model_type": "llama4_text", "hidden_size": 1024, "intermediate_size": 1024, "intermediate_size_mlp": 2048,
-    "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 8000,
+    "model_type": "llama4_text", "hidden_size": 1024, "intermediate_size": 256, "intermediate_size_mlp": 1024,
+    "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 2000,
     "num_local_experts": 8, "interleave_moe_layer_step": 2, "no_rope_layer_interval": 2, "attention_chunk_size": 512,
 }  # fmt: skip
 
