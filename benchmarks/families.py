@@ -58,6 +58,8 @@ TOWER = {  # of images, whatever a family calls the sizes
     "projector_input_dim": WIDTH, "projector_output_dim": WIDTH, "vision_output_dim": WIDTH, "num_heads": HEADS,
     "embed_dim": WIDTH,
 }  # fmt: skip
+# Of as many layers as a family has.
+BY_LAYER = ("layer_types", "mlp_layer_types", "per_layer_config", "moe_layers", "no_rope_layers")
 TEXT = """\
 # Models
 
@@ -101,7 +103,7 @@ def _small_parts(known: Any, whole: dict[str, Any]) -> dict[str, Any]:
         if "qk_rope_head_dim" in part:
             sizes = sizes | LATENT
         whole[name] = {key: sizes.get(key, value) if value is not None else None for key, value in part.items()}
-        for key in ("layer_types", "mlp_layer_types", "per_layer_config"):  # of as many layers as there were
+        for key in BY_LAYER:
             if isinstance(whole[name].get(key), (list, dict)):
                 del whole[name][key]
         if "mrope_section" in (rope := whole[name].get("rope_parameters") or {}):

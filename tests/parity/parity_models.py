@@ -92,6 +92,12 @@ EXPERTS = {
         "model_type": "qwen3_5_moe_text", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
         "shared_expert_intermediate_size": 12, "layer_types": MIXING,
     },
+    "llama4_text": {
+        **SIZES, "model_type": "llama4_text", "num_hidden_layers": 3, "intermediate_size_mlp": 20,
+        "num_local_experts": 5, "num_experts_per_tok": 2, "moe_layers": [0, 2], "attention_chunk_size": 6,
+        "no_rope_layers": [1, 1, 0], "floor_scale": 4, "attn_scale": 0.5, "attention_bias": True,
+        "pad_token_id": None, "rope_parameters": LLAMA3,
+    },
     "gpt_oss": {
         **SIZES, "model_type": "gpt_oss", "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 4,
         "swiglu_limit": 0.4, "rope_parameters": {
@@ -107,6 +113,7 @@ UNPACKED = (
     "qwen3_next",
     "qwen3_5_text",
     "qwen3_5_moe_text",
+    "llama4_text",
 )  # whose masks in transformers take no notice of positions that restart
 
 
@@ -156,7 +163,8 @@ def compare_gradients(ours: torch.nn.Module, recipe: WeightMap, theirs: torch.nn
             continue
         for hf_name, part in recipe.split(name, parameter.grad):
             want = grads[hf_name]
-            torch.testing.assert_close(part, want, rtol=1e-4, atol=1e-4 * want.abs().max().item(), msg=hf_name)
+            size = max(want.abs().max().item(), 0.03)  # of a bias that changes no softmax there is but noise
+            torch.testing.assert_close(part, want, rtol=1e-4, atol=1e-4 * size, msg=hf_name)
             assert want.abs().max() > 0 or hf_name.endswith("k_proj.bias") or not every, hf_name
             seen.add(hf_name)
     assert seen == set(grads)

@@ -7,16 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Llama4TextConfig
 
 from optrush import hardware
-from optrush.errors import NeedsError
+from optrush.errors import ConfigError, NeedsError
 from optrush.kernels.attention import masked, sdpa
 from optrush.models.decoder import Decoder
 from optrush.models.hf import load
-from optrush.models.shapes import SHAPES
+from optrush.models.rope_angles import query_scales
+from optrush.models.shapes import SHAPES, ModelShape
 from optrush.resolve import resolve
 
-from parity_models import SIZES, compare_gradients, materialise, packed, reference, reference_alone, save
+from memory import check_prediction
+from parity_models import EXPERTS, SIZES, compare_gradients, materialise, packed, reference, reference_alone, save
 from trials import shaped
 
 ROWS = [[5, 7, 3], [19, 1]]
@@ -36,6 +39,11 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "qwen2 windows above": {**QWEN2, "max_window_layers": 1},
     "qwen3 layers": {**QWEN2, "model_type": "qwen3", "layer_types": ["sliding_attention", "full_attention"]},
+    "llama4 chunks of layers without a rotation": {
+        **SIZES, "model_type": "llama4_text", "moe_layers": [], "intermediate_size_mlp": 28, "use_qk_norm": False,
+        "no_rope_layers": [1, 0], "layer_types": ["full_attention", "chunked_attention"], "attention_chunk_size": 5,
+        "floor_scale": 3, "attn_scale": 0.7, "pad_token_id": None,
+    },
     "yarn": roped("yarn", factor=4.0),
     "yarn by ratio": roped("yarn", factor=None, beta_fast=8.0, beta_slow=0.5, truncate=False),
     "yarn scaled": roped("yarn", "qwen3", factor=8.0, mscale=0.7, mscale_all_dim=1.2),
@@ -138,3 +146,85 @@ def test_what_context_cannot_cut(given: dict[str, Any], found: str, monkeypatch:
     config = shaped("odd", "context:size=2,kind=gather", seq=1024, rows=1)
     with pytest.raises(NeedsError, match=found):
         resolve(config, device=device, ranks=2)
+
+
+# --- chunks, and layers without rotary embedding
+
+CHUNKED = {
+    "model_type": "llama4_text", "hidden_size": 1024, "intermediate_size": 256, "intermediate_size_mlp": 1024,
+    "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 2000,
+    "num_local_experts": 8, "interleave_moe_layer_step": 2, "no_rope_layer_interval": 2, "attention_chunk_size": 512,
+}  # fmt: skip
+
+
+@pytest.fixture
+def chunked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "chunked", CHUNKED)
+    monkeypatch.setitem(SHAPES, "chunked-dense", {**CHUNKED, "moe_layers": []})
+
+
+def test_chunks_begin_with_their_document() -> None:
+    """Boundaries of rows with padding; documents that fit into a chunk are left as they are."""
+    batch = packed([[5, 7, 3], [19, 1]], 20, 61)
+    cut = batch.documents.in_chunks(6, batch.positions)
+    assert cut.ids.tolist()[0] == [1] * 5 + [2] * 6 + [3] + [4] * 3 + [5] * 5
+    assert cut.ids.tolist()[1] == [1] * 6 + [2] * 6 + [3] * 6 + [4, 5]
+    assert cut.starts.tolist()[:11] == [0, 5, 11, 12, 15, 20, 26, 32, 38, 39, 40] and set(cut.starts[11:].tolist()) == {
+        40
+    }
+    assert (cut.longest, cut.single) == (6, False) and cut.filled is batch.documents.filled
+    assert batch.documents.in_chunks(20, batch.positions) is batch.documents
+
+
+def test_queries_grow_with_their_position() -> None:
+    """At positions that no small model reaches, by the formula in float64."""
+    positions = torch.tensor([[0, 8190, 8191, 16383, 1_000_000]], dtype=torch.int32)
+    found = query_scales((8192, 0.1), positions)[0, :, 0, 0]
+    want = ((positions[0].double() + 1) / 8192).floor().log1p() * 0.1 + 1
+    torch.testing.assert_close(found.double(), want, rtol=1e-6, atol=0)
+    assert torch.equal(query_scales(None, positions), torch.ones(1, 5, 1, 1))
+
+
+def test_published_sizes_are_counted() -> None:
+    """Of Scout, whose sizes are transformers' defaults: 109B in all with its tower, 17B of them active."""
+    shape = ModelShape.read(Llama4TextConfig().to_dict())
+    assert 107e9 < shape.parameters < 108.5e9
+    assert 16.5e9 < shape.matrix_parameters + shape.vocab * shape.width < 17.5e9
+
+
+@pytest.mark.usefixtures("chunked")
+def test_a_plan_of_chunks_is_what_torch_holds() -> None:
+    check_prediction(shaped("chunked", "bf16", "fused-adamw", "attention", "fused-loss", seq=1024, rows=4), rel=0.03)
+
+
+@pytest.mark.usefixtures("chunked")
+@pytest.mark.parametrize(
+    ("technique", "found", "ranks"),
+    [
+        ("attention:impl=cudnn", "attention in chunks of 512 tokens", 1),
+        ("longlora", "windows or chunks in the model", 1),
+        ("fused-kernels:rope=true", "rotates neighbouring pairs", 1),
+        ("context:size=2", "layers without rotary embedding", 2),
+        ("tensor:size=2", "layers without rotary embedding", 2),
+    ],
+)
+def test_what_chunks_do_not_have(technique: str, found: str, ranks: int) -> None:
+    device, _ = hardware.parse_hardware("h100")
+    config = shaped("chunked-dense", "bf16", technique, seq=1024, rows=2)
+    with pytest.raises(NeedsError, match=found):
+        resolve(config, device=device, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"no_rope_layers": [1, 0]}, "2 values in no_rope_layers, and 3 layers"),
+        ({"layer_types": ["full_attention"]}, "1 values in layer_types, and 3 layers"),
+        ({"layer_types": ["sliding_attention"] * 3}, "layer types 'sliding_attention'"),
+        ({"attention_chunk_size": None}, "attention_chunk_size is None"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "RoPE type 'yarn', which scales"),
+    ],
+)
+def test_chunks_that_are_not_those_of_transformers(given: dict[str, Any], found: str) -> None:
+    with pytest.raises((NeedsError, ConfigError), match=found):
+        ModelShape.read(EXPERTS["llama4_text"] | given)

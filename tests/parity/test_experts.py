@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from meshes import further
 from optrush import export
 from optrush.errors import ConfigError, NeedsError
-from optrush.models.experts import TILE, balance_loss, grouped_matmul, load_figures
+from optrush.models.experts import TILE, balance_loss, grouped_matmul, load_figures, route_by_logits
 from optrush.models.hf import load
 from optrush.models.shapes import ModelShape
 from optrush.peft import io
@@ -106,6 +106,13 @@ def test_routing_at_its_edges(name: str, case: str, tmp_path: Path) -> None:
     if case == "one":
         assert (counts[:, [2, 4, 6]].sum(-1) == 35 * min(k, 3)).all()
     compare_step(ours, recipe, theirs, padding=True, every=False)
+
+
+def test_a_choice_by_logits_whose_sigmoids_are_equal() -> None:
+    e = ModelShape.read({**EXPERTS["llama4_text"], "num_experts_per_tok": 1}).experts
+    assert e is not None
+    weights, chosen, _ = route_by_logits(torch.tensor([[20.0, 25.0, 30.0, 22.0, -1.0]]), e)
+    assert (weights.item(), chosen.item()) == (1.0, 2)
 
 
 def test_experts_that_a_token_cannot_have() -> None:
@@ -326,9 +333,9 @@ def test_adapters_of_the_attention(moe: Path, tmp_path: Path) -> None:
     assert trainer.model.frozen_flops > 0.3 * full, "frozen experts have no gradient"
 
 
-NEXT, DEEPSEEK = (
+NEXT, DEEPSEEK, LLAMA4, GLM4 = (
     {key: value for key, value in EXPERTS[name].items() if not key.endswith("token_id") and key != "vocab_size"}
-    for name in ("qwen3_next", "deepseek_v3")
+    for name in ("qwen3_next", "deepseek_v3", "llama4_text", "glm4_moe")
 )
 GPT_OSS = {
     "model_type": "gpt_oss", "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 16,
@@ -346,6 +353,9 @@ SOME = ["q_proj", "o_proj", "down_proj"]
         ("qwen3_next", ["in_proj_qkvz", "gate_up_proj", "down_proj", "dense"]),
         ("deepseek_v3", ["attention", "experts", "dense"]),
         ("deepseek_v3", "dense"),
+        ("llama4_text", ["attention", "experts", "dense"]),
+        ("llama4_text", SOME),
+        ("glm4_moe", ["attention", "experts", "dense"]),
     ],
     ids=str,
 )
@@ -354,7 +364,14 @@ def test_adapters_of_experts(family: str, targets: Any, moe: Path, tmp_path: Pat
     box = moe
     if family != "qwen3_moe":
         box = tmp_path
-        sizes = {"gpt_oss": GPT_OSS, "qwen3_next": NEXT, "deepseek_v3": DEEPSEEK}[family]
+        known = {
+            "gpt_oss": GPT_OSS,
+            "qwen3_next": NEXT,
+            "deepseek_v3": DEEPSEEK,
+            "llama4_text": LLAMA4,
+            "glm4_moe": GLM4,
+        }
+        sizes = known[family]
         make_golden.write_model(box / "untied", False, **sizes)
         make_golden.write_documents(box / "text.jsonl", False)
     lora = {"rank": 3, "targets": targets, "rslora": targets == "experts"}

@@ -54,6 +54,11 @@ FAMILIES = {
         "num_experts_per_tok": 3, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 12,
         "layer_types": ["linear_attention", "full_attention"],
     },
+    "scaled": {  # chunks within documents, a layer without a rotation, one of two layers with experts
+        "model_type": "llama4_text", "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size_mlp": 40,
+        "interleave_moe_layer_step": 2, "no_rope_layer_interval": 2, "attention_chunk_size": 7, "floor_scale": 5,
+        "pad_token_id": None,
+    },
     "biases": BIASES,
     "two": BIASES,  # all tokens are at the first two experts, which are one rank's: the other rank gets none
     "one": BIASES | {"num_experts_per_tok": 1},  # all at the last one
@@ -93,6 +98,7 @@ TWO = [
     MeshCase(2, FSDP | TOGETHER, packed=False, model="balanced", **ROW),
     MeshCase(2, DDP | LORA, base=LORA, model="balanced", **ROW),
     MeshCase(2, FSDP, model="latent", **ROW),
+    MeshCase(2, FSDP | TOGETHER, model="scaled", **ROW),
 ]
 FOUR = [
     MeshCase(4, DDP, model="balanced", **ROW),

@@ -32,6 +32,19 @@ class Documents(NamedTuple):
     single: bool  # on the host: every row begins one document and nothing but padding follows it
     filled: Tensor | None = None  # (B, T) bool: the slots that hold a token; None: all of them
 
+    def in_chunks(self, size: int, positions: Tensor) -> Documents:
+        """Return the boundaries of chunks of `size` tokens of each document, as those of documents of their own.
+
+        positions: (B, T), which restart with each document.
+        """
+        if self.longest <= size:
+            return self
+        begins = positions % size == 0
+        room = len(self.starts) - 1 + positions.numel() // size  # a document has at most one chunk that is not full
+        numbers = torch.arange(1, room + 2, device=positions.device)
+        starts = torch.searchsorted(begins.flatten().cumsum(0), numbers, out_int32=True)
+        return self._replace(starts=starts, ids=begins.cumsum(1, dtype=self.ids.dtype), longest=size, single=False)
+
 
 class RowCounts(NamedTuple):
     """Counts of one row, on the host, that the batch's tensors do not have."""

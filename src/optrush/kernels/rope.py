@@ -2,6 +2,8 @@
 
     split_and_rotate        torch, one operator at a time: the reference, which a compiler fuses in part
     fused_split_and_rotate  one kernel forward and one backward, which read and write every value once
+    split_and_rotate_pairs  the reference where neighbouring values of a head are rotated, as Llama 4 has it
+    split_and_scale         no rotation: queries are multiplied by a number a position
 
 The backward pass rotates the gradients back and joins them again: it saves cosines and sines, and nothing else.
 float32 inside, one rounding at the end.
@@ -27,12 +29,42 @@ SplitAndRotate = Callable[[Tensor, Tensor, Tensor, HeadNorm | None, HeadNorm | N
 
 def split_and_rotate(qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: HeadNorm | None, k_norm: HeadNorm | None) -> Heads:
     """Implement `SplitAndRotate` by torch's operators."""
-    q = qkv[:, :, :, :-2].flatten(2, 3)  # (B, T, H, E)
-    # v is copied: as a view it would keep all of qkv alive until the backward pass.
-    k, v = qkv[:, :, :, -2], qkv[:, :, :, -1].contiguous()  # (B, T, K, E)
+    q, k, v = _split(qkv)
     if q_norm is not None and k_norm is not None:
         q, k = q_norm(q), k_norm(k)
     return rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype), v
+
+
+def _split(qkv: Tensor) -> Heads:
+    # v is copied: as a view it would keep all of qkv alive until the backward pass.
+    return qkv[:, :, :, :-2].flatten(2, 3), qkv[:, :, :, -2], qkv[:, :, :, -1].contiguous()
+
+
+def split_and_rotate_pairs(
+    qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: HeadNorm | None, k_norm: HeadNorm | None
+) -> Heads:
+    """Implement `SplitAndRotate` for neighbouring pairs, in the wider type of heads and cosines."""
+    q, k, v = _split(qkv)
+    if q_norm is not None and k_norm is not None:
+        q, k = q_norm(q), k_norm(k)
+    return _rotate_pairs(q, cos, sin).to(v.dtype), _rotate_pairs(k, cos, sin).to(v.dtype), v
+
+
+def split_and_scale(qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: HeadNorm | None, k_norm: HeadNorm | None) -> Heads:
+    """Implement the signature of `SplitAndRotate` without a rotation.
+
+    Args:
+        cos: (B, T, 1, 1), what queries are multiplied by.
+    """
+    q, k, v = _split(qkv)
+    return (q * cos).to(v.dtype), k.contiguous(), v
+
+
+def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate neighbouring values of x (B, T, n, E); of cos and sin (B, T, 1, E) the first halves are read."""
+    cos, sin = (t[..., : x.shape[-1] // 2] for t in (cos, sin))
+    first, second = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
+    return torch.stack((first * cos - second * sin, first * sin + second * cos), -1).flatten(-2)
 
 
 def fused_split_and_rotate(

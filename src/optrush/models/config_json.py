@@ -37,7 +37,8 @@ _TYPES: dict[tuple[str, Check], tuple[str, ...]] = {
         "n_positions", "n_ctx", "n_inner", "max_position_embeddings", "original_max_position_embeddings",
         "sliding_window", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
         "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
-        "linear_num_value_heads", "full_attention_interval",
+        "linear_num_value_heads", "full_attention_interval", "attention_chunk_size", "intermediate_size_mlp",
+        "interleave_moe_layer_step", "no_rope_layer_interval", "floor_scale",
     ),
     ("a positive whole number below 2**31", lambda v: _whole(v, 1) or _list_of(lambda i: _whole(i, 1))(v)): (
         "intermediate_size", "num_attention_heads", "num_key_value_heads", "ffn_dim",  # one a layer in some families
@@ -48,14 +49,14 @@ _TYPES: dict[tuple[str, Check], tuple[str, ...]] = {
         "shared_expert_intermediate_size",
     ),
     ("a whole number or a list of them", lambda v: _whole(v, -1) or _list_of(lambda i: _whole(i, -1))(v)): (
-        "eos_token_id", "mlp_only_layers",
+        "eos_token_id", "mlp_only_layers", "moe_layers", "no_rope_layers",
     ),
     _NUMBER: (
         "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_eps", "initializer_range",
         "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop",
         "attn_pdrop", "logit_scale", "logits_scaling", "final_logit_softcapping", "attn_logit_softcapping",
         "router_aux_loss_coef", "router_jitter_noise", "clip_qkv", "swiglu_alpha", "swiglu_limit",
-        "routed_scaling_factor",
+        "routed_scaling_factor", "attn_scale",
     ),
     ("a positive number", lambda value: _number(value) and value > 0): ("rope_theta", "partial_rotary_factor"),
     ("true or false", lambda value: isinstance(value, bool)): (

@@ -1,6 +1,7 @@
 """One decoder for the Llama-shaped families: llama, mistral, qwen2, qwen3; with experts mixtral, olmoe, qwen3_moe,
 gpt_oss, glm4_moe; with latent attention deepseek_v2, deepseek_v3, glm4_moe_lite, youtu; with layers of a
-delta rule qwen3_next, qwen3_5_text, qwen3_5_moe_text.
+delta rule qwen3_next, qwen3_5_text, qwen3_5_moe_text; with layers that attend within chunks, and layers without rotary
+embedding, llama4_text.
 
 Legend, used everywhere: B rows, T tokens a row, D width, F feed-forward width, H heads, K key/value heads, E head
 width, V vocabulary, L layers.
@@ -35,10 +36,10 @@ from optrush.kernels.cross_entropy import LossKernel, Reduce, Whole
 from optrush.models.delta_rule import RULES, DeltaRule
 from optrush.models.experts import Experts
 from optrush.models.latent_attention import LatentAttention
-from optrush.models.layers import CentredNorm, Pieces, RMSNorm, WholeNorm
+from optrush.models.layers import CentredNorm, Pieces, RMSNorm, UnitNorm, WholeNorm
 from optrush.models.layers import Linear as Linear
 from optrush.models.layers import Product as Product
-from optrush.models.rope_angles import angles, frequencies
+from optrush.models.rope_angles import angles, frequencies, query_scales
 from optrush.models.shapes import HF, ModelShape
 
 
@@ -59,6 +60,9 @@ class Block(nn.Module):
     A layer with low-rank attention has `latent` in place of `qkv`, and values of another width than E.
     A layer with experts has `experts` in place of `gate_up` and `down`, or beside them: those are its shared experts.
     """
+
+    q_norm: nn.Module | None
+    k_norm: nn.Module | None
 
     def __init__(self, shape: ModelShape, layer: int, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -98,11 +102,20 @@ class Block(nn.Module):
         self.head_width = E
         self.group = s.heads // s.kv_heads  # query heads of one key/value head
         self.split_and_rope: rope.SplitAndRotate = rope.split_and_rotate
+        self.rotated, self.chunk = True, None  # tokens of a chunk, within which it attends
+        if (chunks := s.chunks) is not None:
+            self.rotated, self.chunk = layer not in chunks.unrotated, chunks.size if layer in chunks.layers else None
+            self.split_and_rope = rope.split_and_rotate_pairs if self.rotated else rope.split_and_scale
+            if chunks.normed and self.rotated:  # before the rotation, which changes no length
+                self.q_norm, self.k_norm = UnitNorm(s.norm_eps), UnitNorm(s.norm_eps)
         self.attention: attention.Attend = attention.masked
         self.mlp: swiglu.Mlp = swiglu.gated_mlp
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents) -> Tensor | tuple[Tensor, Tensor]:
-        """x (B, T, D), cos and sin (B, T, 1, E) -> (B, T, D), and with experts their load (`Experts.forward`)."""
+        """x (B, T, D), cos and sin (B, T, 1, E) -> (B, T, D), and with experts their load (`Experts.forward`).
+
+        Without a rotation cos and sin are (B, T, 1, 1), what queries are multiplied by.
+        """
         x, h = self.norm1.add_and_norm(x)
         x, h = self.norm2.add_and_norm(x, self._mix(h, cos, sin, documents))
         if self.experts is not None:
@@ -212,10 +225,15 @@ class Decoder(nn.Module):
 
     def through(self, x: Tensor, positions: Tensor, documents: Documents, blocks: Iterable[nn.Module]) -> Tensor:
         """Run hidden states x (B, T, D) through some of the blocks."""
-        cos, sin = self.angles(positions, x.dtype)
-        loads = []
+        loads, chunks = [], self.shape.chunks
+        # Pairs are rotated in float32, as published.
+        rotation = self.angles(positions, x.dtype if chunks is None else torch.promote_types(x.dtype, torch.float32))
+        scale, within = None, documents
+        if chunks is not None:
+            scale, within = query_scales(chunks.temperature, positions), documents.in_chunks(chunks.size, positions)
         for block in blocks:
-            x = self.block_call(block, x, cos, sin, documents)
+            cos, sin = rotation if block.rotated else (scale, scale)
+            x = self.block_call(block, x, cos, sin, documents if block.chunk is None else within)
             if block.experts is not None:
                 x, load = x
                 loads.append(load)

@@ -6,7 +6,8 @@
 
 Rows are sorted by expert, so that each product is one matrix by one run of rows. Sorting and its inverse are
 permutations with exact gradients: no sum depends on the order in which a device adds. The weight of an expert
-multiplies what enters its down product, F values instead of D, and a bias that follows.
+multiplies what enters its down product, F values instead of D, and a bias that follows; in Llama 4 what enters the
+expert.
 
 Isolation. A token's result depends on that token alone: on the CPU every product has a multiple of `TILE` rows, so that
 the number of other tokens at an expert changes no bit of it.
@@ -154,6 +155,16 @@ def route_by_sigmoid(logits: Tensor, correction: Tensor, e: ExpertsShape) -> tup
     return weights * e.scale, chosen, scores / scores.sum(-1, keepdim=True)
 
 
+def route_by_logits(logits: Tensor, e: ExpertsShape) -> tuple[Tensor, Tensor, Tensor]:
+    """Return as `route`, where the weights are the sigmoids of the highest logits, as Llama 4 has it.
+
+    The choice is by logits, for sigmoids of large ones are equal.
+    """
+    highest, chosen = torch.topk(logits, e.active, dim=-1)
+    scores = logits.sigmoid()
+    return highest.sigmoid(), chosen, scores / scores.sum(-1, keepdim=True)
+
+
 class _Scatter(torch.autograd.Function):
     """Rows of the tokens in the order of their experts: x (S, D) -> (S k, D)."""
 
@@ -269,7 +280,7 @@ class Experts(nn.Module):
             if self.correction is not None:
                 weights, chosen, probabilities = route_by_sigmoid(logits, self.correction, e)
             else:
-                weights, chosen, probabilities = route(logits, e)
+                weights, chosen, probabilities = (route_by_logits if e.scaled_input else route)(logits, e)
             flat = chosen.flatten()
             ordered, order = torch.sort(flat, stable=True)
             inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -291,6 +302,9 @@ class Experts(nn.Module):
 
     def multiply(self, rows: Tensor, weight: Tensor, ordered: Tensor, ends: Tensor) -> Tensor:
         """Run rows (S, D) through the experts that are here, as `Dispatch`."""
+        if self.shape.scaled_input:  # and no expert has a bias
+            product = self.activation(self._product("gate_up", (rows * weight).to(rows.dtype), ends))
+            return self._product("down", product.to(rows.dtype), ends)
         pairs = self._product("gate_up", rows, ends)
         pairs = pairs if self.gate_up_bias is None else pairs + self._rows(self.gate_up_bias, ordered, rows.dtype)
         product = (self.activation(pairs) * weight).to(rows.dtype)

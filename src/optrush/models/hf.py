@@ -39,8 +39,8 @@ from optrush.models.shapes import (
     refuse_foreign,
     sdpa_obstacle,
 )
-from optrush.models.text_part import PREFIX, is_multimodal, with_vocabulary
-from optrush.models.weights import Folder, Memory, WeightEntry, WeightMap, WeightSource
+from optrush.models.text_part import is_multimodal, prefixes, with_vocabulary
+from optrush.models.weights import Folder, Memory, WeightEntry, WeightMap, WeightSource, open_weights
 
 if TYPE_CHECKING:
     from optrush.models.source import Growth
@@ -622,15 +622,16 @@ def _native(
 ) -> tuple[Decoder, WeightMap]:
     """Build our own decoder, and the map of its weights."""
     multimodal = is_multimodal(hf)
-    stored = None if folder is None else TextFolder(folder) if multimodal else weights.open_weights(folder)
+    prefix, head = names = prefixes(hf)
+    stored = None if folder is None else TextFolder(folder, names) if multimodal else open_weights(folder)
     if stored is not None:
         weights.refuse_more_layers(stored, hf)
-    shape, prefix = ModelShape.read(hf), PREFIX if multimodal else "model."
+    shape = ModelShape.read(hf)
     files = () if stored is None else (stored if isinstance(stored, Folder) else stored.everything).files
     if multimodal and stored is not None and "tie_word_embeddings" not in hf:  # the default is each class's own
-        shape = replace(shape, tied="lm_head.weight" not in files)
+        shape = replace(shape, tied=f"{head}weight" not in files)
     model = Decoder(shape, device=torch.device("meta"), dtype=dtype)
-    entries = weights.native_entries(model, files, prefix)
+    entries = weights.native_entries(model, files, names)
     if stored is None:
         drawn = weights.random_init(hf, seed, weights.native_constants(entries, model.shape.centred))
         return model, WeightMap(entries, weights.widened(drawn, model, entries, growth), growth=growth)
@@ -638,7 +639,7 @@ def _native(
     if growth is not None:
         needed |= {name: (growth.rows, *needed[name][1:]) for name in weights.vocabulary_names(model, entries)}
     others = stored.others if isinstance(stored, TextFolder) else weights.leave_later_layers(stored, model.shape)
-    tied = {"lm_head.weight": f"{prefix}embed_tokens.weight"} if model.shape.tied else {}
+    tied = {f"{head}weight": f"{prefix}embed_tokens.weight"} if model.shape.tied else {}
     stored.check(needed, tied)
     source = weights.widened(stored, model, entries, growth)
     named = stored.stored_names if isinstance(stored, TextFolder) else {}

@@ -97,6 +97,19 @@ class CentredNorm(RMSNorm):
         return x, (wide * (1 + widen(self.weight))).to(x.dtype)
 
 
+class UnitNorm(nn.Module):
+    """A norm without weights: x / rms(x), float32 inside."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., E) -> (..., E)."""
+        wide = widen(x)
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
 class WholeNorm(RMSNorm):
     """A norm over all heads of a token at once."""
 

@@ -9,14 +9,15 @@ from typing import Any
 from torch import Tensor
 
 from optrush.errors import NeedsError
-from optrush.models.text_part import HEAD, PREFIX, is_text, layout
+from optrush.models.text_part import LAYOUTS, is_text, layout
 from optrush.models.weights import Folder
 
 
 class TextFolder(Folder):
     """A folder whose tensors of the language model have transformers' names; the others are in `others`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, names: tuple[str, str] = LAYOUTS[0]) -> None:
+        """names: prefixes in transformers of the language model and of its head."""
         super().__init__(folder)
         found = layout(self.files)
         if found is None:
@@ -25,7 +26,9 @@ class TextFolder(Folder):
         prefix, head = found
         mine = [name for name in self.files if is_text(name, found)]
         named = {
-            (HEAD + name.removeprefix(head) if name.startswith(head) else PREFIX + name.removeprefix(prefix)): name
+            (
+                names[1] + name.removeprefix(head) if name.startswith(head) else names[0] + name.removeprefix(prefix)
+            ): name
             for name in mine
         }
         self.others = {name: file for name, file in self.files.items() if name not in set(mine)}

@@ -76,6 +76,18 @@ def angles(rope: RopeShape, inverse: Tensor, positions: Tensor) -> Tensor:
     return positions[..., None].float() * inverse
 
 
+def query_scales(temperature: tuple[int, float] | None, positions: Tensor) -> Tensor:
+    """Return float32 (B, T, 1, 1): what layers without a rotation multiply queries by, at positions (B, T).
+
+    Source: Nakanishi 2025 (arXiv:2501.19399), in steps as Llama 4 has it.
+    """
+    if temperature is None:
+        return positions.new_ones((), dtype=torch.float32).expand(*positions.shape, 1, 1)
+    tokens, factor = temperature
+    steps = torch.floor((positions[..., None, None].float() + 1) / tokens)
+    return torch.log1p(steps) * factor + 1
+
+
 def document_lengths(positions: Tensor) -> Tensor:
     """Return the length of each token's document, by positions that restart with each document: both (B, T)."""
     document = (positions == 0).long().cumsum(1)

@@ -36,6 +36,7 @@ ARCHITECTURES = {
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
 }
 LOAD_FIGURES = ("expert_busiest", "expert_entropy")  # of a model with experts, in metrics.jsonl
 # Defaults of keys that config.json leaves out (transformers' configuration classes, versions 5.17 to 5.23).
@@ -124,13 +125,22 @@ _DEFAULTS["qwen3_next"] = {
     "router_aux_loss_coef": 0.001,
 }
 _DEFAULTS["qwen3_5_moe_text"] = {**_DEFAULTS["qwen3_next"], "num_experts": 256, "num_experts_per_tok": 8}
+_DEFAULTS["llama4_text"] = {
+    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0, "intermediate_size": 8192, "intermediate_size_mlp": 16384, "num_local_experts": 16,
+    "num_experts_per_tok": 1, "interleave_moe_layer_step": 1, "router_aux_loss_coef": 0.0, "no_rope_layer_interval": 4,
+    "attention_chunk_size": 8192, "attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1,
+    "use_qk_norm": True, "n_shared_experts": 1,
+}  # fmt: skip
 _DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # with layers of a delta rule
 LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is: as published
 _LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")  # whose keys and values come from a latent
 _SIGMOID = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")  # whose routers score by sigmoids
-_MIXED = ("qwen3_moe", "qwen3_next", "glm4_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # dense layers differ
+# Whose dense layers have another width than experts.
+_MIXED = ("qwen3_moe", "qwen3_next", "glm4_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "llama4_text")
 _PARTIAL = ("glm4_moe", *_DELTA)  # that rotate a part of each head
-_BIASED = ("llama", "qwen3", "olmoe", "qwen3_moe", "gpt_oss", "glm4_moe", *_LATENT, *_DELTA)  # that read attention_bias
+# That read attention_bias.
+_BIASED = ("llama", "qwen3", "olmoe", "qwen3_moe", "gpt_oss", "glm4_moe", "llama4_text", *_LATENT, *_DELTA)
 # Keys that published code reads and transformers does not, or the other way round: the values on which both agree.
 _AGREED: dict[str, dict[str, tuple[Any, ...]]] = {
     "deepseek_v2": {
@@ -145,7 +155,6 @@ _AGREED: dict[str, dict[str, tuple[Any, ...]]] = {
     "qwen3_5_moe_text": {"decoder_sparse_step": (1,), "mlp_only_layers": ([],), "norm_topk_prob": (True,)},
 }  # fmt: skip
 _MISSING = {  # by family of experts: what of it our decoder has not
-    "llama4_text": "a router that scales what enters its experts, attention in chunks, layers without RoPE",
     "kimi_linear": "a delta rule with a decay for each channel, latent attention without RoPE",
 }
 MIXTURES = tuple(family for family, full in _DEFAULTS.items() if "num_experts_per_tok" in full)
@@ -194,6 +203,7 @@ class ExpertsShape:
     active_groups: int = 1
     shared_gate: bool = False  # what every token passes is gated by a sigmoid
     shared_width: int = 0  # feed-forward width of what every token passes besides; 0: none
+    scaled_input: bool = False  # the weights, sigmoids of a token's highest logits, scale what enters its experts
     clamp: tuple[float, float] | None = None  # gain and limit of a clamped activation; None: silu(gate) * up
 
 
@@ -229,6 +239,20 @@ class DeltaShape:
 
 
 @dataclass(frozen=True)
+class ChunkShape:
+    """Layers that attend within chunks of a document, and layers without rotary embedding, as Llama 4 has them.
+
+    Rotated values are neighbouring pairs.
+    """
+
+    size: int  # tokens of a chunk
+    layers: tuple[int, ...]  # that attend within chunks
+    unrotated: tuple[int, ...]  # layers without rotary embedding
+    temperature: tuple[int, float] | None  # of unrotated layers' queries: tokens a step, and its factor
+    normed: bool  # queries and keys of rotated layers, by a norm without weights
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """The sizes of one decoder of a family that our own decoder represents."""
 
@@ -255,6 +279,7 @@ class ModelShape:
     experts: ExpertsShape | None = None
     latent: LatentShape | None = None
     delta: DeltaShape | None = None
+    chunks: ChunkShape | None = None
     gated: bool = False  # attention's output is gated by sigmoids that the product of queries gives
     centred: bool = False  # norms multiply by 1 + weight
 
@@ -290,7 +315,8 @@ class ModelShape:
         rotated = None if part == 1 else int(head_width * part)
         experts = _experts(hf, full)
         window, window_layers = _window(full)
-        ff_width = experts.ff_width if experts and family not in _MIXED else _size(hf, "intermediate_size")
+        dense = "intermediate_size_mlp" if family == "llama4_text" else "intermediate_size"
+        ff_width = experts.ff_width if experts and family not in _MIXED else _size(full, dense)
         return cls(
             family=family, layers=_size(hf, "num_hidden_layers"), width=width, heads=heads, kv_heads=int(kv_heads),
             head_width=int(head_width), ff_width=ff_width, vocab=_size(hf, "vocab_size"),
@@ -298,7 +324,9 @@ class ModelShape:
             o_bias=bias and family != "glm4_moe", rotated=rotated,
             mlp_bias=bool(hf.get("mlp_bias", False)) and family == "llama",
             delta=_delta(full) if family in _DELTA else None, gated=family in _DELTA, centred=family in _DELTA,
-            qk_norm=family in ("qwen3", "qwen3_moe", "olmoe", *_DELTA) or bool(full.get("use_qk_norm", False)),
+            qk_norm=family in ("qwen3", "qwen3_moe", "olmoe", *_DELTA)
+            or (bool(full.get("use_qk_norm", False)) and family != "llama4_text"),
+            chunks=_chunks(full) if family == "llama4_text" else None,
             norm_eps=float(full.get("rms_norm_eps", 1e-6)), window=window,
             rope=_rope(full, latent.rotated if latent else rotated or int(head_width)), latent=latent,
             window_layers=window_layers, sinks=family == "gpt_oss", whole_qk_norm=family == "olmoe", experts=experts,
@@ -317,6 +345,8 @@ class ModelShape:
         if self.experts is not None:
             return "experts"
         latent, delta = "latent attention", "layers of a delta rule"
+        if self.chunks is not None:
+            return "layers without rotary embedding"
         return latent if self.latent is not None else delta if self.delta is not None else None
 
     @property
@@ -556,6 +586,23 @@ def _latent(full: HF) -> LatentShape:
     )  # fmt: skip
 
 
+def _chunks(full: HF) -> ChunkShape:
+    """Read which layers attend within chunks, and which have no rotary embedding: each fourth one unless listed."""
+    L, every = _size(full, "num_hidden_layers"), _size(full, "no_rope_layer_interval")
+    rotated = full.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(L)]
+    kinds = full.get("layer_types") or ["chunked_attention" if yes else "full_attention" for yes in rotated]
+    for key, given in (("no_rope_layers", rotated), ("layer_types", kinds)):
+        if len(given) < L:
+            found = f"{len(given)} values in {key}, and {L} layers"
+            raise ConfigError("layers of attention from config.json", found, f"give {key} a value for each layer")
+    grows = (_size(full, "floor_scale"), float(full["attn_scale"])) if full["attn_temperature_tuning"] else None
+    return ChunkShape(
+        size=_size(full, "attention_chunk_size"),
+        layers=tuple(i for i in range(L) if kinds[i] == "chunked_attention"),
+        unrotated=tuple(i for i in range(L) if not rotated[i]), temperature=grows, normed=bool(full["use_qk_norm"]),
+    )  # fmt: skip
+
+
 def _experts(hf: HF, full: HF) -> ExpertsShape | None:
     """Read the experts of a family that has them, in layers `decoder_sparse_step` apart but for `mlp_only_layers`."""
     key = next((key for given in (hf, full) for key in EXPERTS if given.get(key) is not None), "")
@@ -565,28 +612,35 @@ def _experts(hf: HF, full: HF) -> ExpertsShape | None:
     if active > count:
         found = f"{key} {count}, num_experts_per_tok {active}"
         raise ConfigError("experts from config.json", found, "give num_experts_per_tok at most the number of experts")
+    scaled, listed = full["model_type"] == "llama4_text", full.get("moe_layers")
     step, dense = full.get("decoder_sparse_step") or 1, set(full.get("mlp_only_layers") or ())
+    step = _size(full, "interleave_moe_layer_step") if scaled else step
     layers = range(_size(full, "num_hidden_layers"))
     first = int(full.get("first_k_dense_replace") or 0)
     sigmoid = full["model_type"] in _SIGMOID
+    balanced = not (sigmoid or scaled)  # by a loss, in transformers
     groups = 1 if full.get("topk_method") == "greedy" else int(full.get("n_group") or 1)
     kinds = full.get("mlp_layer_types")
     dense |= {i for i, kind in enumerate(kinds or ()) if kind == "dense"}
+    if scaled and listed is not None:
+        dense, step = {*layers} - {*listed}, 1
     first = first if kinds is None else 0
+    sparse = tuple(i for i in layers if i not in dense and (i + 1) % step == 0 and i >= first)
+    if scaled and not sparse:
+        return None
     if count % groups or (sigmoid and count // groups < 2):
         do = "give n_group a divisor with two experts or more in a group"
         raise ConfigError("experts from config.json", f"{key} {count}, n_group {groups}", do)
     width = "moe_intermediate_size" if "moe_intermediate_size" in full else "intermediate_size"
     return ExpertsShape(
-        layers=tuple(i for i in layers if i not in dense and (i + 1) % step == 0 and i >= first), count=count,
-        active=active,
+        layers=sparse, count=count, active=active,
         ff_width=_size(full, width), normalised=bool(full.get("norm_topk_prob", False)),
-        balance=float(full["router_aux_loss_coef"]) if full.get("output_router_logits") and not sigmoid else 0.0,
+        balance=float(full["router_aux_loss_coef"]) if full.get("output_router_logits") and balanced else 0.0,
         biases=full["model_type"] == "gpt_oss", sigmoid=sigmoid, scale=float(full.get("routed_scaling_factor") or 1.0),
         groups=groups, active_groups=int(full.get("topk_group") or 1),
         shared_width=int(full.get("shared_expert_intermediate_size") or 0)
         or int(full.get("n_shared_experts") or 0) * _size(full, width),
-        shared_gate=full["model_type"] in _DELTA,
+        shared_gate=full["model_type"] in _DELTA, scaled_input=scaled,
         clamp=(float(full["swiglu_alpha"]), float(full["swiglu_limit"])) if "swiglu_limit" in full else None,
     )  # fmt: skip
 
@@ -600,7 +654,7 @@ def _rotary_part(full: HF) -> float:
 def _window(full: HF) -> tuple[int | None, tuple[int, ...]]:
     """Return the sliding window, and the layers that have it."""
     family, window, layers = full["model_type"], full.get("sliding_window"), range(full["num_hidden_layers"])
-    if family in ("llama", "olmoe", "glm4_moe", *_LATENT, *_DELTA) or window is None:
+    if family in ("llama", "olmoe", "glm4_moe", "llama4_text", *_LATENT, *_DELTA) or window is None:
         return None, ()
     if family in ("mistral", "mixtral"):
         return int(window), tuple(layers)
@@ -653,7 +707,10 @@ def native_obstacle(hf: HF) -> str | None:
             return f"{key} {hf[key]!r}, where our decoder has {' or '.join(map(repr, agreed))} in a {family} model"
     if family in _LATENT and hf.get("num_key_value_heads") not in (None, hf.get("num_attention_heads")):
         return f"num_key_value_heads {hf['num_key_value_heads']}, fewer or more than heads, beside a latent"
-    known = {"full_attention", "linear_attention" if family in _DELTA else "sliding_attention"}
+    if family == "llama4_text" and kind in ("yarn", "longrope"):
+        return f"RoPE type {kind!r}, which scales what the norms of queries and keys get in a {family} model"
+    other = "linear_attention" if family in _DELTA else "sliding_attention"
+    known = {"full_attention", "chunked_attention" if family == "llama4_text" else other}
     odd = sorted(set(hf.get("layer_types") or ()) - known)
     return f"layer types {', '.join(map(repr, odd))}" if odd else None
 

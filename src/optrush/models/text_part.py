@@ -2,8 +2,8 @@
 
 Such a model is a language model, towers that turn images (video, audio) into embeddings, and projections between. On
 rows of text the towers compute nothing: what is trained is the language model alone, and everything else remains as
-published. In transformers all of them have the language model at `model.language_model` and its head at `lm_head`; in
-files there are three layouts (`LAYOUTS`).
+published. In transformers they have the language model at `model.language_model` and its head at `lm_head`, but for
+those of `INSIDE`; in files there are three layouts (`LAYOUTS`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ MULTIMODAL = {
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     "kimi_k25": "Kimi_K25ForConditionalGeneration",
+    "llama4": "Llama4ForConditionalGeneration",
 }
 # Language models that compute, on text, what a family of text computes: the three positions of a token (time, height,
 # width), by which parts of its head are rotated, are one and the same there.
@@ -35,7 +36,7 @@ SAME = {
 FLAT = ("qwen2_vl", "qwen2_5_vl")  # may have the language model's keys at the top of config.json
 # Keys without which the defaults of a nested configuration, one for each class, would decide. The classes of OWN have
 # the configuration of their family of text.
-OWN = ("qwen3_5_text", "qwen3_5_moe_text", "deepseek_v3")
+OWN = ("qwen3_5_text", "qwen3_5_moe_text", "deepseek_v3", "llama4_text")
 NEEDED = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
     "rms_norm_eps",
@@ -43,6 +44,7 @@ NEEDED = (
 NEEDED_OF = {"mistral": ("head_dim", "sliding_window"), "qwen3": ("head_dim",)}
 PREFIX, HEAD = "model.language_model.", "lm_head."
 LAYOUTS = ((PREFIX, HEAD), ("language_model.model.", "language_model.lm_head."), ("model.", HEAD))
+INSIDE = ("llama4",)  # whose language model has its head inside, in transformers too: the second layout
 BLOCKS = ("layers.", "embed_tokens.", "norm.")  # of the last layout, whose prefix the towers can have too
 OTHER_MEDIA = ("vision_config", "audio_config", "speech_config", "image_token_id", "text_config")
 
@@ -51,6 +53,11 @@ def is_multimodal(hf: HF) -> bool:
     """Return whether a config.json is one of images and text, whose language model it describes."""
     nested = isinstance(hf.get("text_config"), dict) and bool(hf["text_config"])
     return bool(hf.get("vision_config")) and (nested or hf.get("model_type") in FLAT)
+
+
+def prefixes(hf: HF) -> tuple[str, str]:
+    """Return the prefixes of a language model's tensors and of its head's in transformers' model of a config.json."""
+    return LAYOUTS[-1 if not is_multimodal(hf) else 1 if hf["model_type"] in INSIDE else 0]
 
 
 def text_config(hf: Any) -> Any:

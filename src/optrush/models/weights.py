@@ -31,7 +31,7 @@ from optrush.kernels import mxfp4, nf4
 from optrush.models.decoder import Decoder, Linear
 from optrush.models.experts import Experts
 from optrush.models.shapes import ARCHITECTURES, HF, ModelShape, native_obstacle
-from optrush.models.text_part import MULTIMODAL, text_config
+from optrush.models.text_part import LAYOUTS, MULTIMODAL, text_config
 
 if TYPE_CHECKING:
     from optrush.models.source import Growth
@@ -352,10 +352,7 @@ _BLOCK_NAMES = {
     "down": ("mlp.down_proj",),
     "shared_gate": ("mlp.shared_expert_gate",),
 }
-_OUTER_NAMES = {"embedding": "{}embed_tokens", "norm": "{}norm", "head": "lm_head"}
-
-
-# Of experts: the module, the names of gate, up and down in it, and the same where one tensor has all experts.
+# Of experts: the module, and the names of gate, up and down in it.
 _EXPERTS = ("mlp", "experts.{}.gate_proj.weight", "experts.{}.up_proj.weight", "experts.{}.down_proj.weight")
 _EXPERTS_OF = {
     "mixtral": ("block_sparse_moe", "experts.{}.w1.weight", "experts.{}.w3.weight", "experts.{}.w2.weight"),
@@ -366,29 +363,36 @@ _LAYER_NAMES = {
         "router": "mlp.router.weight", "router_bias": "mlp.router.bias", "gate_up": "mlp.experts.gate_up_proj",
         "gate_up_bias": "mlp.experts.gate_up_proj_bias", "down": "mlp.experts.down_proj",
         "down_bias": "mlp.experts.down_proj_bias",
-    }
+    },
+    "llama4_text": {
+        "router": "feed_forward.router.weight", "gate_up": "feed_forward.experts.gate_up_proj",
+        "down": "feed_forward.experts.down_proj",
+    },
 }  # fmt: skip
-_STACKED = ("mlp", "experts.gate_up_proj", "experts.down_proj")
 
 
-def native_entries(model: Decoder, stored: Collection[str] = (), prefix: str = "model.") -> dict[str, WeightEntry]:
+def native_entries(
+    model: Decoder, stored: Collection[str] = (), prefixes: tuple[str, str] = LAYOUTS[-1]
+) -> dict[str, WeightEntry]:
     """Return the entry of every parameter of a decoder, in the order of its named_parameters.
 
     Args:
         stored: names of the base's tensors, which show the layout of experts; without a base one tensor has all.
-        prefix: of the names of tensors, except the head's.
+        prefixes: of the names of tensors, and of the head's.
     """
     entries: dict[str, WeightEntry] = {}
+    (prefix, head), family = prefixes, model.shape.family
+    outer = {"embedding": f"{prefix}embed_tokens.", "norm": f"{prefix}norm.", "head": head}
+    feed = ".feed_forward." if family == "llama4_text" else ".mlp."
+    beside = "shared_expert." if model.shape.delta is not None or family == "llama4_text" else "shared_experts."
     for name, parameter in model.named_parameters():
         owner, _, kind = name.rpartition(".")
         shape, module = tuple(parameter.shape), model.get_submodule(owner)
         if isinstance(module, Experts):
-            entries[name] = _experts_entry(
-                f"{prefix}layers.{owner.split('.')[1]}", kind, shape, model.shape.family, stored
-            )
+            entries[name] = _experts_entry(f"{prefix}layers.{owner.split('.')[1]}", kind, shape, family, stored)
             continue
-        if owner in _OUTER_NAMES:
-            names = [f"{_OUTER_NAMES[owner].format(prefix)}.{kind}"]
+        if owner in outer:
+            names = [outer[owner] + kind]
         else:
             _, number, *inside = owner.split(".")
             layer, part = f"{prefix}layers.{number}", inside[-1] if inside else "sinks"
@@ -396,9 +400,9 @@ def native_entries(model: Decoder, stored: Collection[str] = (), prefix: str = "
                 names = [".".join((layer, "linear_attn", *inside[1:], kind))]
             else:
                 names = [f"{layer}.{hf}.{kind}" for hf in _BLOCK_NAMES[part]]
-            if model.get_submodule(f"blocks.{number}").shared and part in ("gate_up", "down"):
-                shared = ".mlp.shared_expert." if model.shape.delta is not None else ".mlp.shared_experts."
-                names = [name.replace(".mlp.", shared) for name in names]
+            if part in ("gate_up", "down"):
+                shared = model.get_submodule(f"blocks.{number}").shared
+                names = [name.replace(".mlp.", feed + beside * bool(shared)) for name in names]
         rows, groups = [shape[0]], 1
         if isinstance(module, Linear):
             rows, groups = [n for _, n in module.output_splits], module.groups
@@ -410,21 +414,19 @@ def _experts_entry(layer: str, kind: str, shape: Shape, family: str, stored: Col
     """Return the entry of one of the parameters of a layer's experts."""
     if family in _LAYER_NAMES:
         name = f"{layer}.{_LAYER_NAMES[family][kind]}"
-        if kind in ("gate_up", "down"):  # rows of gate and up in turn, as here
-            return ExpertsEntry(shape, ((name, shape[1]),), 1, True, True)
+        if kind in ("gate_up", "down"):  # of gpt_oss rows of gate and up in turn, as here
+            groups = shape[1] // 2 if kind == "gate_up" and family != "gpt_oss" else 1
+            return ExpertsEntry(shape, ((name, shape[1] // groups),), groups, True, True)
         return WeightEntry(shape, ((name, shape[0]),))
-    module, gate_up, down = _STACKED
-    stacked = not stored or f"{layer}.{module}.{gate_up}" in stored
+    module = "mlp"
+    stacked = not stored or f"{layer}.mlp.experts.gate_up_proj" in stored
     if not stacked:
         module, *each = _EXPERTS_OF.get(family, _EXPERTS)
-    if kind == "correction":
-        return WeightEntry(shape, ((f"{layer}.{module}.gate.e_score_correction_bias", shape[0]),))
-    if kind == "router":
-        return WeightEntry(shape, ((f"{layer}.{module}.gate.weight", shape[0]),))
+    if own := {"correction": "e_score_correction_bias", "router": "weight"}.get(kind):
+        return WeightEntry(shape, ((f"{layer}.{module}.gate.{own}", shape[0]),))
     groups = shape[1] // 2 if kind == "gate_up" else 1
     if stacked:
-        names = {"gate_up": gate_up, "down": down}[kind]
-        return ExpertsEntry(shape, ((f"{layer}.{module}.{names}", shape[1] // groups),), groups, True)
+        return ExpertsEntry(shape, ((f"{layer}.mlp.experts.{kind}_proj", shape[1] // groups),), groups, True)
     pieces = [(f"{layer}.{module}.{name}", 1) for name in each[:2]]
     if kind == "down":
         pieces = [(f"{layer}.{module}.{each[2]}", shape[1])]

@@ -2,7 +2,8 @@
 
 Each expert has an A and a B of its own for `gate_up_proj` and for `down_proj`; its sum is made of the rows routed to
 the expert, as its frozen product is: no matrix W + B A is made. PEFT's tensors have the experts in turn:
-A (N r, width) and B (rows, r N) with the expert last.
+A (N r, width) and B (rows, r N) with the expert last. Of Llama 4, whose class in transformers does not say that its
+matrices are (N, width, rows), PEFT takes rows for the width: there its A is our B transposed, and its B our A.
 
 Source: https://arxiv.org/abs/2106.09685; the format is PEFT's (version 0.21, `ParamWrapper`).
 """
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from optrush.models.experts import Experts, grouped_matmul
-from optrush.models.weights import Initializer, Shape, seeded_generator
+from optrush.models.weights import Initializer, Shape, WeightMap, seeded_generator
 from optrush.peft.adapter import AdapterToggle, fill_constant
 from optrush.peft.lora import Settings
 
@@ -32,13 +33,15 @@ class ExpertsLora(nn.Module):
 
     def __init__(
         self, experts: Experts, module: str, names: Collection[str], switch: AdapterToggle, settings: Settings,
-        interleaved: bool,
+        family: str,
     ) -> None:  # fmt: skip
-        """module: transformers' name of the experts; interleaved: rows of gate and up alternate there, as here."""
+        """module: transformers' name of the experts."""
         super().__init__()
-        self.module, self.switch, self.s, self.interleaved = module, switch, settings, interleaved
+        self.module, self.switch, self.s = module, switch, settings
+        self.interleaved = family == "gpt_oss"  # rows of gate and up alternate there, as here
+        self.swapped = family == "llama4_text"
         self.kinds = [kind for kind in KINDS if f"{kind}_proj" in names]
-        self.parameters_of = [f"mlp.experts.{kind}_proj" for kind in self.kinds]
+        self.parameters_of = [f"{'.'.join(module.split('.')[-2:])}.{kind}_proj" for kind in self.kinds]
         at: dict[str, Any] = {"device": torch.device("meta"), "dtype": settings.dtype}
         for kind in self.kinds:
             N, rows, width = experts.sizes[kind]
@@ -81,6 +84,8 @@ class ExpertsLora(nn.Module):
             a, b = whole[f"{kind}_a"], whole[f"{kind}_b"]
             if kind == "gate_up" and not self.interleaved:
                 b = b.view(len(b), -1, 2, b.shape[2]).transpose(1, 2).flatten(1, 2)
+            if self.swapped:
+                a, b = b.transpose(1, 2), a.transpose(1, 2)
             yield f"{self._key(kind)}.lora_A.weight", a.flatten(0, 1)
             yield f"{self._key(kind)}.lora_B.weight", b.permute(1, 2, 0).flatten(1)
 
@@ -92,10 +97,12 @@ class ExpertsLora(nn.Module):
         for kind in self.kinds:
             r = self.s.rank
             a, b = (tensors[f"{self._key(kind)}.lora_{part}.weight"] for part in "AB")
-            b = b.reshape(len(b), r, -1).permute(2, 0, 1)
+            a, b = a.reshape(-1, r, a.shape[1]), b.reshape(len(b), r, -1).permute(2, 0, 1)
+            if self.swapped:
+                a, b = b.transpose(1, 2).contiguous(), a.transpose(1, 2)
             if kind == "gate_up" and not self.interleaved:
                 b = b.reshape(len(b), 2, -1, r).transpose(1, 2).flatten(1, 2)
-            found[f"{kind}_a"] = a.reshape(-1, r, a.shape[1])
+            found[f"{kind}_a"] = a
             found[f"{kind}_b"] = b.contiguous()
         return found
 
@@ -119,16 +126,17 @@ class ExpertsLora(nn.Module):
 
 
 def place(
-    model: nn.Module, recipe_fillers: dict[str, Initializer], names: Collection[str], switch: AdapterToggle,
-    settings: Settings, seed: int, interleaved: bool,
+    model: nn.Module, recipe: WeightMap, names: Collection[str], switch: AdapterToggle, settings: Settings, seed: int,
+    family: str,
 ) -> int:  # fmt: skip
     """Attach adapters to the experts of each layer; return how many layers have some."""
     changed = 0
     for name, experts in model.named_modules():
         if isinstance(experts, Experts):
-            module = f"model.layers.{name.split('.')[1]}.mlp.experts"
-            adapter = ExpertsLora(experts, module, names, switch, settings, interleaved)
+            layer = ".".join(recipe.entries[f"{name}.router"].pieces[0][0].split(".")[:-3])
+            module = f"{layer}.{'feed_forward' if family == 'llama4_text' else 'mlp'}.experts"
+            adapter = ExpertsLora(experts, module, names, switch, settings, family)
             experts.adapter = adapter
-            recipe_fillers.update({f"{name}.adapter.{own}": fill for own, fill in adapter.fillers(seed)})
+            recipe.fillers.update({f"{name}.adapter.{own}": fill for own, fill in adapter.fillers(seed)})
             changed += 1
     return changed

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from optrush.errors import NeedsError
 from optrush.files import parse_json
-from optrush.models.text_part import PREFIX as PREFIX_OF_TEXT
+from optrush.models.text_part import LAYOUTS
 from optrush.peft.ledger import DENSE, EMBEDDING, HEAD, last
 
 if TYPE_CHECKING:
@@ -114,12 +114,12 @@ def _targets(modules: Iterable[str]) -> list[str] | str:
     """Return what selects these modules in PEFT: their last names, or a pattern where towers have the same names."""
     named = sorted(modules)
     ends = sorted({last(m) for m in named})
-    inside = bool(named) and all(map(_beside_towers, named))
-    return rf"{re.escape(PREFIX_OF_TEXT)}.*\.({'|'.join(map(re.escape, ends))})" if inside else ends
+    prefix = next((prefix for prefix, _ in LAYOUTS[:2] if bool(named) and all(m.startswith(prefix) for m in named)), "")
+    return rf"{re.escape(prefix)}.*\.({'|'.join(map(re.escape, ends))})" if prefix else ends
 
 
 def _beside_towers(module: str) -> bool:
-    return module.startswith(PREFIX_OF_TEXT)
+    return module.startswith(tuple(prefix for prefix, _ in LAYOUTS[:2]))
 
 
 def _stored_rows(recipe: WeightMap, parameter: str) -> int:

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import cache
 
-from optrush.models.shapes import DeltaShape, ModelShape
+from optrush.models.shapes import DeltaShape, ExpertsShape, ModelShape
 from optrush.planner import ledger
 from optrush.planner.ledger import ComputedIn, Entry, Ledger, Line, Live, Role, Rule, Side, WorkItem
 from optrush.technique import Environment, Part, Teacher, Technique
@@ -122,6 +122,11 @@ def _block(s: ModelShape, T: int, native: bool, cuda: bool) -> Iterator[Line]:
     def attention(name: str, reason: str, values: float, role: Role, fusable: bool = False) -> Line:
         return saved(name, reason, full * values, role, fusable)
 
+    if s.chunks is not None and s.chunks.normed:
+        share = (s.layers - len(s.chunks.unrotated)) / s.layers
+        why = "what enters the norms of queries and keys, (H + K) E"
+        yield attention("entering heads", why, share * (q + kv), "residual", True)
+        yield attention("widened heads", "float32 copies inside these norms", share * (q + kv), "widening", True)
     if s.qk_norm:
         why = "what enters the norms of queries and keys, (H + K) E"
         yield attention("entering heads", why, q + kv, "residual", True)
@@ -150,16 +155,7 @@ def _block(s: ModelShape, T: int, native: bool, cuda: bool) -> Iterator[Line]:
     yield saved("product", "what enters the down product, F", F, "product", side="feed")
 
     if s.experts is not None:
-        share, k = len(s.experts.layers) / s.layers, s.experts.active
-        yield saved("routed", "rows of a token's experts, k D", share * k * D, "product", side="feed")
-        yield saved("weighed", "the activation before its expert's weight, k F", F, "product", side="feed")
-        why = "a float32 copy of what enters the router, D"
-        yield saved("entering router", why, share * 2 * D, "widening", side="feed")
-        why = "logits, probabilities and places of a token's experts, 2 N + 6 k"
-        yield saved("router", why, share * (2 * s.experts.count + 6 * k), "wide", side="feed")
-        why = "rows of a token's experts in flight, 2 k D"
-        yield Line("working.rows", why, 2 * share * k * D, "product", "forward", True)
-        yield Line("feed.rows", why, 2 * share * k * D, "product", "backward", True, side="feed")
+        yield from _routed(s, s.experts)
 
     def working(name: str, reason: str, values: float, role: Role, live: Live, side: Side = "") -> Line:
         return Line(f"working.{name}", reason, values, role, live, True, fusable=True, side=side)
@@ -174,6 +170,26 @@ def _block(s: ModelShape, T: int, native: bool, cuda: bool) -> Iterator[Line]:
     yield working("scores.backward.held", why, copies * scores, "wide", "backward", "scores")
     yield working("forward", "gate, up and their product in flight, 2 F", 2 * F, "product", "forward")
     yield Line("feed.gradients", "gradients of gate and up, 2 F", 2 * F, "product", "backward", True, side="feed")
+
+
+def _routed(s: ModelShape, e: ExpertsShape) -> Iterator[Line]:
+    """Yield what layers with experts save besides what dense layers save, and what is in flight there."""
+    D, share, k = s.width, len(e.layers) / s.layers, e.active
+
+    def saved(name: str, reason: str, values: float, role: Role) -> Line:
+        return Line(f"saved.{name}", reason, values * s.layers, role, "saved", True, s.layers, side="feed")
+
+    yield saved("routed", "rows of a token's experts, k D", share * k * D, "product")
+    if e.scaled_input:
+        yield saved("weighed", "these rows before their experts' weights, k D", share * k * D, "product")
+    else:
+        yield saved("weighed", "the activation before its expert's weight, k F", s.active_width, "product")
+    yield saved("entering router", "a float32 copy of what enters the router, D", share * 2 * D, "widening")
+    why = "logits, probabilities and places of a token's experts, 2 N + 6 k"
+    yield saved("router", why, share * (2 * e.count + 6 * k), "wide")
+    why = "rows of a token's experts in flight, 2 k D"
+    yield Line("working.rows", why, 2 * share * k * D, "product", "forward", True)
+    yield Line("feed.rows", why, 2 * share * k * D, "product", "backward", True, side="feed")
 
 
 def _delta_rule(d: DeltaShape, layers: int) -> Iterator[Line]:

@@ -79,14 +79,15 @@ class Attention(Technique):
             return
         s = env.shape
         sinks, window = s is not None and s.sinks, s is not None and s.window is not None and s.window < env.seq
-        masked = self.impl == "sdpa" and (Part.PACKED_ROWS in env.claimed or sinks or window)
+        chunks = s is not None and s.chunks is not None and s.chunks.size < env.seq
+        masked = self.impl == "sdpa" and (Part.PACKED_ROWS in env.claimed or sinks or window or chunks)
         spread = not masked and {"sdpa": _ungrouped(env), "varlen": _older_torch() or sinks}.get(self.impl, False)
         whole = spread and not env.native  # transformers leaves it to torch, which then takes plain products
         if not whole:
             yield live("*.scores*.held", "the kernel keeps no scores", gone=True)
         yield live("*.scores*.moved", "scores stay on the chip", gone=True)
         if masked:
-            why, values = "the mask of rows with documents, a window or sinks, T a slot", env.blocks * env.seq
+            why, values = "the mask of rows with documents, a window, chunks or sinks, T a slot", env.blocks * env.seq
             if s is not None and sinks:
                 why, values = "the mask of each head, with its sink, H T a slot", values * s.heads
             yield add(Line("saved.mask", why, values, "product", "saved", True, env.blocks))
@@ -153,6 +154,9 @@ def _pairs(env: Environment) -> float:
     """Return the pairs of tokens that a kernel computes without a mask, as a part of a row's whole scores."""
     plain = 0.5 * env.span / env.seq
     s = env.shape
+    if s is not None and s.chunks is not None and s.chunks.size < env.span:
+        share = len(s.chunks.layers) / env.blocks
+        return share * 0.5 * s.chunks.size / env.seq + (1 - share) * plain
     if s is None or s.window is None or s.window >= env.span:
         return plain
     windowed = s.window * (1 - 0.5 * s.window / env.span) / env.seq
@@ -166,6 +170,9 @@ def _kinds(env: Environment, impl: str) -> Iterator[Requirement]:
     if s is not None and s.window is not None and s.window < env.seq:
         found = f"a sliding window of {s.window} tokens in some layers, and rows of {env.seq}"
         yield Requirement(impl in ("masked", "sdpa", "varlen"), asked, found, "take impl=varlen or sdpa")
+    if s is not None and s.chunks is not None and s.chunks.size < env.seq:
+        found = f"attention in chunks of {s.chunks.size} tokens in some layers, and rows of {env.seq}"
+        yield Requirement(impl != "cudnn", asked, found, "take impl=varlen or sdpa")
     if s is not None and s.latent is not None:
         found = f"queries and keys of {s.head_width} values, and values of {s.latent.value}"
         yield Requirement(impl in ("masked", "sdpa", "varlen"), asked, found, "take impl=varlen or sdpa")

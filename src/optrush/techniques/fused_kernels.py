@@ -88,6 +88,9 @@ class FusedKernels(Technique):
             latent = env.shape is not None and env.shape.latent is not None
             found = "the model makes them in several products, through latents"
             yield Requirement(not latent, asked, found, "take rope=false")
+            pairs = env.shape is not None and env.shape.chunks is not None
+            found = "the model rotates neighbouring pairs, and some layers nothing"
+            yield Requirement(not pairs, asked, found, "take rope=false")
         if self.mlp == "quack":
             yield env.needs_dense("`fused-kernels:mlp=quack` (mlp=triton takes experts)")
             asked, do = "fused-kernels:mlp=quack", "take mlp=triton"

@@ -232,11 +232,10 @@ class Lora(Technique):
             adapter = Adapter(linear, modules, names, switch, settings, trainer.env.spec.mlp == "quack", split)
             adapted.place(name, linear, adapter, recipe, adapter.fillers(name, linear, recipe, trainer.config.seed))
         layers = 0
-        if inside:
+        if inside and shape is not None:
             from optrush.peft import experts
 
-            alike = trainer.hf["model_type"] == "gpt_oss"  # in the order of its rows
-            layers = experts.place(model, recipe.fillers, inside, switch, settings, trainer.config.seed, alike)
+            layers = experts.place(model, recipe, inside, switch, settings, trainer.config.seed, shape.family)
         if self.init is not None and not self.splits_base:
             begun = io.load_adapter(self.name, self.init, model, recipe, trained)
             for name, whole in begun.items():
