@@ -270,6 +270,33 @@ def test_a_technique_that_wants_the_whole_step_stays_in_the_search():
     assert not any("micro-batches a step" in why for _, why in found.lost)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "hardware", "possible"),
+    [
+        ("quantised-activations", {}, "h100", True),
+        ("deepspeed", {}, "2xh100", True),
+        ("longlora", {"group": 3000}, "h100", False),
+        ("fp8", {}, "a100-80", False),
+    ],
+)
+def test_what_no_search_chooses_stays_where_it_can(name, options, hardware, possible):
+    """Sets without it are searched as any others are: for what it costs, or as the answer where it is not possible."""
+    run = llama(bf16={}, attention={})
+    given = run.model_copy(update={"with_": {**run.with_, name: options}})
+    found, alone = search.search(given, hardware), search.search(run, hardware)
+    lost = dict(found.lost)
+    if not possible:
+        assert found.settings == alone.settings and f"without {name}" not in lost
+        return
+    assert all(name in s.with_ for s in found.settings)
+    assert lost[f"without {name}"] == search._difference(alone.settings[0], found.settings[0])
+    what, why = {
+        "deepspeed": ("with fsdp", "it takes the place of deepspeed, which is configured"),
+        "quantised-activations": ("with compile", "compile"),
+    }[name]
+    assert why in lost[what] and "nothing that fits" not in lost[what]
+
+
 def test_a_file_that_is_not_there(tmp_path):
     config = parse_config(f"model: tiny\nobjective: sft\ndata: {{path: {tmp_path}/none.jsonl}}\noutput: o\n", "x")
     with pytest.raises(DataError, match="no such file"):
