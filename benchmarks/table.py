@@ -60,6 +60,7 @@ CHOICES = tuple(Path(f"benchmarks/results/h200-{name}") for name in ("choices", 
 CURVES = Path("benchmarks/results/h200-float8-curve.jsonl")
 CALIBRATION = Path("benchmarks/results/h200-calibration.json")  # `optrush calibrate --out`, where a record has no own
 FAULTS = Path("benchmarks/results/faults.jsonl")  # `make faults`
+RATES = Path("benchmarks/results/cpu-rates.jsonl")  # `rates.py rates.yaml`
 BEGIN, END = "<!-- figures: benchmarks/table.py -->", "<!-- end of figures -->"
 GIB = 2**30
 # The rung of the plain loop (transformers and torch alone) that does the same.
@@ -497,6 +498,22 @@ def survived() -> str:
     return "\n".join([*rows, "", f"Record: [{FAULTS.stem}](../{FAULTS})."])
 
 
+def raced() -> str:
+    """Return the table of the race of learning rates beside a grid, a row a seed."""
+    *runs, said = map(json.loads, (ROOT / RATES).read_text().splitlines())
+    rows = [
+        f"Eight rates, {said['steps']} steps, the built-in model on the text of these pages (`rates.yaml`), on a CPU:",
+        "", "| seed | the grid's best rate | held-out loss | the race's rate | trained to the end | worse by | steps |",
+        "|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for r in runs:
+        losses = {rate: loss for rate, loss in r["grid"] if loss is not None}
+        best = min(losses, key=lambda rate: losses[rate])
+        figures = f"{best:g} | {losses[best]:.3f} | {r['picked']:g} | {losses[r['picked']]:.3f} | {r['within']:.1%}"
+        rows.append(f"| {r['seed']} | {figures} | {r['cost']:.0%} |")
+    return "\n".join([*rows, "", f"Record: [{RATES.stem}](../{RATES})."])
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "README.md": first_page,
     "docs/benchmarks.md": table,
@@ -505,6 +522,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/plan.md": accuracy,
     "docs/calibrate.md": parted,
     "docs/reliability.md": survived,
+    "docs/tune.md": raced,
     **{f"docs/techniques/{c.name}.md": partial(lambda name: gained()[name], c.name) for c in ALL},
     "docs/techniques/fp8.md": lambda: f"{gained()['fp8']}\n\n{learnt()}",
     **guide.PAGES,

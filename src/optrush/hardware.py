@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import dataclasses
+import difflib
 import os
 import platform
 import re
@@ -120,7 +121,7 @@ PCIE, PCIE_LATER = {7: 1.6e10, 8: 3.2e10}, 6.4e10
 SLOWER = {"pcie": "NCCL_P2P_DISABLE", "socket": "NCCL_SHM_DISABLE"}
 PCIE_SHARE, SOCKET_S = 0.62, 6.3e9
 
-_FREE = re.compile(r"(\d{1,4}(?:\.\d{1,3})?)gib")  # 24gib: a GPU of so much memory, of unknown rates
+_FREE = re.compile(r"([0-9]{1,4}(?:\.[0-9]{1,3})?)\s*gi?b")  # 24gib: a GPU of so much memory, of unknown rates
 _LINKED = re.compile(rf"([^:]+):({'|'.join(SLOWER)})")  # 4xh200:pcie
 _HOSTS = re.compile(r"([0-9]{1,5})x([0-9]{1,5}x[^:]+):(.+)")  # 2x8xh100:infiniband
 
@@ -146,26 +147,47 @@ def parse_hardware(text: str) -> tuple[Device, int]:
         return over(device, linked[2]), count
     if "x" in text and (":" in text or re.fullmatch(r"[0-9]+x[0-9]+x.+", text)):
         return _of_hosts(text)
-    several = re.fullmatch(r"([0-9]{1,5})x(.+)", text)
-    count, name = (int(several[1]), several[2].lower()) if several else (1, text.lower())
-    if text == "auto":
+    several = re.fullmatch(r"\s*([0-9]{1,5})\s*x\s*(.+)", text.lower())
+    count, name = (int(several[1]), several[2].strip()) if several else (1, text.lower().strip())
+    if count < 1:
+        raise ConfigError(f"the hardware {text}", f"{count} devices", f"take {name}, or 2x{name}")
+    if name == "auto" and not several:
         device = first_device()
         return over(device, turned_to()) if device.kind == "cuda" else device, 1
-    if count >= 1 and (size := _FREE.fullmatch(name)):
+    if size := _FREE.fullmatch(name):
         return _unnamed(float(size[1])), count
+    name = _card(name)
     if name in AMBIGUOUS:
         raise ConfigError(
             f"the hardware {text}", "several cards have this name", f"take {' or '.join(AMBIGUOUS[name])}"
         )
-    if count >= 1 and name == "cpu":
+    if name == "cpu":
         here = cpu()
         share = None if here.memory_bytes is None else here.memory_bytes // count
         return dataclasses.replace(here, memory_bytes=share), count
-    name = name if name in NAMED else name.removeprefix("rtx")
-    if count < 1 or name not in NAMED:
+    if name not in NAMED:
         known = ", ".join(["auto", "cpu", *NAMED])
-        raise ConfigError(f"the hardware {text}", "no such name", f"known: {known}; several as 2xh200, others as 24GiB")
+        close = difflib.get_close_matches(name, NAMED, 1)
+        nearest = f"did you mean `{close[0]}`? " if close else ""
+        do = f"{nearest}known: {known}; several as 2xh200, others as 24GiB"
+        raise ConfigError(f"the hardware {text}", "no such name", do)
     return NAMED[name], count
+
+
+def _card(text: str) -> str:
+    """Return the name of a card that is written in another way: "rtx 4090", "A100 80GB", "NVIDIA H100-SXM5 80GB"."""
+
+    def letters(name: str) -> str:
+        plain = re.sub(r"^(nvidia|geforce|tesla)+", "", re.sub(r"[^a-z0-9.]", "", name))
+        return re.sub(r"^rtx|(?<=[0-9])gi?b$|sxm[0-9]?", "", plain)
+
+    found = {letters(name): name for name in (*NAMED, *AMBIGUOUS)}
+    if (name := found.get(letters(text))) is not None:
+        return name
+    sized = re.fullmatch(r"(.+?)[\s-]+([0-9]{1,4})\s*gi?b", text)  # with the memory that such a card has
+    name = found.get(letters(sized[1])) if sized else None
+    memory = NAMED[name].memory_bytes if name in NAMED else None
+    return name if sized and name and memory and abs(memory / GIB / int(sized[2]) - 1) < 0.08 else text
 
 
 def _of_hosts(text: str) -> tuple[Device, int]:

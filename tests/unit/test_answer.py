@@ -192,6 +192,8 @@ def test_the_largest_batch_is_the_last_that_fits() -> None:
         sized = {"seq": 2048, "tokens": rows * 2048, "micro_tokens": rows * 2048}
         whole = config.model_copy(update={"batch": config.batch.model_copy(update=sized)})
         assert search.predict(whole, "4090").fits is fits
+    text, planned = answer.solve(run("llama-3.1-8b", method="lora"), "h100", "batch")
+    assert planned["micro_tokens"] > 4 * 2048 and "rows of" in text, "with the techniques of a run that names none"
     with pytest.raises(ConfigError, match="no such question"):
         answer.solve(config, "4090", "fastest")
 

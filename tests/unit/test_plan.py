@@ -108,6 +108,32 @@ def test_every_named_device_is_known():
 
 
 @pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("rtx 4090", "4090"), ("RTX-4090", "4090"), (" 2 x 4090 ", "2x4090"), ("4090 24GB", "4090"),
+        ("24GB", "24gib"), ("2x24 GiB", "2x24gib"), ("A100 80GB", "a100-80"), ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("4xh100-sxm", "4xh100"), ("NVIDIA H100 80GB", "h100"), ("Tesla T4", "t4"), ("NVIDIA GeForce RTX 3090", "3090"),
+        ("RTX Pro 6000", "rtxpro6000"), ("4060 Ti 16GB", "4060ti-16"), ("RTX A6000", "a6000"),
+    ],
+)  # fmt: skip
+def test_cards_as_people_write_them(text, name):
+    assert hardware.parse_hardware(text) == hardware.parse_hardware(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("0xh100", "0 devices"), ("0 x 4090", "0 devices"), ("h10", "did you mean `h100`"), ("A100", "several cards"),
+        ("4090 48GB", "no such name"), ("1.5xh100", "did you mean `h100`"), ("-1xh100", "did you mean `h100`"),
+    ],
+)  # fmt: skip
+def test_hardware_that_is_no_such(text, said):
+    with pytest.raises(ConfigError, match="the hardware") as refused:
+        hardware.parse_hardware(text)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
     "name", ["2x8xh100", "2x8xh100:carrier", "1x8xh100:ethernet", "2xh100:infiniband", "h100:ethernet"]
 )
 def test_hosts_need_a_link(name):
@@ -268,6 +294,33 @@ def test_a_technique_that_wants_the_whole_step_stays_in_the_search():
     for setting in found.settings:
         assert "update-in-backward" in setting.with_ and setting.micro_rows * run.batch.seq == run.batch.tokens
     assert not any("micro-batches a step" in why for _, why in found.lost)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "hardware", "possible"),
+    [
+        ("quantised-activations", {}, "h100", True),
+        ("deepspeed", {}, "2xh100", True),
+        ("longlora", {"group": 3000}, "h100", False),
+        ("fp8", {}, "a100-80", False),
+    ],
+)
+def test_what_no_search_chooses_stays_where_it_can(name, options, hardware, possible):
+    """Sets without it are searched as any others are: for what it costs, or as the answer where it is not possible."""
+    run = llama(bf16={}, attention={})
+    given = run.model_copy(update={"with_": {**run.with_, name: options}})
+    found, alone = search.search(given, hardware), search.search(run, hardware)
+    lost = dict(found.lost)
+    if not possible:
+        assert found.settings == alone.settings and f"without {name}" not in lost
+        return
+    assert all(name in s.with_ for s in found.settings)
+    assert lost[f"without {name}"] == search._difference(alone.settings[0], found.settings[0])
+    what, why = {
+        "deepspeed": ("with fsdp", "it takes the place of deepspeed, which is configured"),
+        "quantised-activations": ("with compile", "compile"),
+    }[name]
+    assert why in lost[what] and "nothing that fits" not in lost[what]
 
 
 def test_a_file_that_is_not_there(tmp_path):

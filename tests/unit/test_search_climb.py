@@ -11,7 +11,8 @@ from test_plan import LLAMA
 
 from optrush.config import parse_config
 from optrush.planner import cost, search
-from optrush.planner.search import Evaluations, _ascend, _options, _problem, climb
+from optrush.planner.climb import ascend, climb
+from optrush.planner.search import Evaluations, _options, _problem
 from optrush.techniques import ALL
 
 GROUPS = [[None, "a1", "a2"], [None, "b"], [None, "c1", "c2"], [None, "d"], ["e", "f"]]
@@ -66,7 +67,7 @@ def test_what_stands_on_another_goes_with_it() -> None:
     def value(chosen: tuple[str | None, ...]) -> tuple[float, ...] | None:
         return (1.0, worths[chosen]) if chosen in worths else None
 
-    assert _ascend(("x", "y"), [[None, "x"], [None, "y"]], lambda *_: False, value) == (None, None)
+    assert ascend(("x", "y"), [[None, "x"], [None, "y"]], lambda *_: False, value) == (None, None)
 
 
 def test_from_what_is_not_possible() -> None:

@@ -172,9 +172,9 @@ def run_rungs(state: BenchState, board: ProgressBoard, *, resume: bool) -> list[
         (out / RUNGS).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(state.asked, f"{error.strerror}: {error.filename}", "take another folder") from None
-    with _lock(state):
+    with lock_folder(out, state.asked):
         try:
-            with _stop_on_signals():
+            with stop_on_signals():
                 _measure(state, board)
         except SystemExit:
             board.log(f"stopped; {state.again}")
@@ -194,19 +194,19 @@ def run_rungs(state: BenchState, board: ProgressBoard, *, resume: bool) -> list[
 
 
 @contextmanager
-def _lock(state: BenchState) -> Iterator[None]:
+def lock_folder(out: Path, asked: str) -> Iterator[None]:
     """Allow one bench at a time in a folder. The kernel drops the lock when the process ends, however it ends."""
-    with (state.out / LOCK).open("w") as file:
+    with (out / LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             do = "wait, or take another folder"
-            raise ConfigError(state.asked, "another bench is running there", do) from None
+            raise ConfigError(asked, "another bench is running there", do) from None
         yield
 
 
 @contextmanager
-def _stop_on_signals() -> Iterator[None]:
+def stop_on_signals() -> Iterator[None]:
     """Make SIGTERM and Ctrl-C stop the bench and its process: results stay, and --resume continues."""
 
     def stop(*_: object) -> None:

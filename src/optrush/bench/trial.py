@@ -9,20 +9,27 @@ https://arxiv.org/abs/1812.06162, appendix A.1.
 steps the half with the larger held-out loss leaves, so that the race of eight takes a quarter of the steps of a grid.
 Source: successive halving, Jamieson and Talwalkar, 2016, https://arxiv.org/abs/1502.07943. Differs from the source: the
 stops. The last two go on for long, because a large rate is ahead before the schedule falls, and a little behind after.
+
+What was measured is on the disk after each step of `batch` and each leg of `lr`, with the states that what is missing
+begins from (`Progress`). A process that was killed is followed by another one with the same result.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
-from optrush.bench.record import Keep, answer_request
+from optrush import files
+from optrush.bench.record import MEASURED, Keep, answer_request
 from optrush.bench.worker import MetricLines
 from optrush.config import Config, parse_config
 from optrush.data.batch import Batch
@@ -31,25 +38,31 @@ from optrush.errors import ConfigError
 from optrush.resolve import resolve
 from optrush.trainer import distributed, dpo_reference
 from optrush.trainer.build import build
+from optrush.trainer.checkpoint import write_tensors
 from optrush.trainer.run import batches, preflight
 from optrush.trainer.trainer import RunPlan, Trainer, evaluate, set_step, train
 
 FEWEST_DRAWS = 4
 STOPS = (1 / 16, 1 / 8, 3 / 4)  # of the steps of a race; each halves the rates
 SHORTEST = 3  # steps to the first stop of a race
+SAVING = 0.1  # of the time of `batch`, at most, for states on the disk
 
 
 def answer_trial_request() -> None:
-    """Answer one request: {"kind": "batch" or "lr", "run": YAML, "budget_s", "rates"}."""
+    """Answer one request: {"kind": "batch" or "lr", "run": YAML, "budget_s", "rates", "folder", "measured"}."""
 
     def answer(request: dict[str, Any], keep: Keep) -> dict[str, Any]:
         until = time.monotonic() + request["budget_s"]
         config = parse_config(request["run"], "run", own=True)
         with distributed.leaving():
             trainer, plan = assemble(config)
+            progress = Progress(trainer, Path(request["folder"]), request["measured"])
             if request["kind"] == "batch":
-                return noise_result(noise_draws(trainer, plan, until))
-            return rate_race(trainer, plan, request["rates"], until)
+                result = noise_result(noise_draws(trainer, plan, until, progress))
+            else:
+                result = rate_race(trainer, plan, request["rates"], until, progress)
+            progress.keep(result=result)
+            return result
 
     answer_request(answer)
 
@@ -66,6 +79,58 @@ def assemble(config: Config) -> tuple[Trainer, RunPlan]:
     return trainer, plan
 
 
+# --- what is on the disk
+
+STATES = "state-*.safetensors*"  # those that were half written, too
+
+
+def state_tensors(trainer: Trainer) -> list[tuple[str, Tensor]]:
+    """Return the trained weights and the optimizer's states by name, not copied."""
+    states = trainer.optimizer.state()
+    found = [(f"param/{t.name}", t.local) for t in trainer.trained]
+    return found + [(f"state/{kind}/{n}", s) for n, by_kind in states.items() for kind, s in by_kind.items()]
+
+
+class Progress:
+    """What a trial has measured, in a folder's measured.json, and the states of training it goes on from, next to it.
+
+    A state is written before the record that names it, and removed after the record that does not: whenever the
+    process is killed, all states that the record names are there.
+    """
+
+    def __init__(self, trainer: Trainer, folder: Path, measured: Mapping[str, Any]) -> None:
+        self.trainer, self.folder, self.start = trainer, folder, time.monotonic()
+        self.values: dict[str, Any] = {"spent_s": 0.0, "states": {}, **measured}
+        self.before_s = self.values["spent_s"]
+
+    def keep(self, save: str | None = None, forget: Iterable[str] = (), **values: Any) -> None:
+        """Store values with the seconds spent, a state under the name `save`, and none under the names to forget."""
+        self.values |= {**values, "spent_s": self.before_s + time.monotonic() - self.start}
+        states = {name: saved for name, saved in self.values["states"].items() if name not in {*forget}}
+        if save is not None:
+            half = self._file(save).with_suffix(".safetensors.tmp")
+            half.unlink(missing_ok=True)
+            write_tensors(half, state_tensors(self.trainer))
+            files.rename_file(half, self._file(save))
+            states[save] = {name: copy.deepcopy(state.save()) for name, state in self.trainer.state.items()}
+        self.values["states"] = states
+        files.write_whole(self.folder / MEASURED, json.dumps(self.values, allow_nan=False))
+        for path in self.folder.glob(STATES):
+            if path not in map(self._file, states):
+                files.remove_file(path)
+
+    def restore(self, name: str) -> None:
+        """Put a stored state back."""
+        with torch.no_grad(), safe_open(self._file(name), framework="pt") as saved:
+            for key, tensor in state_tensors(self.trainer):
+                tensor.copy_(saved.get_tensor(key))
+        for technique, state in self.values["states"][name].items():
+            self.trainer.state[technique].load(copy.deepcopy(state))
+
+    def _file(self, name: str) -> Path:
+        return self.folder / f"state-{name}.safetensors"
+
+
 # --- the gradient noise scale
 
 
@@ -80,28 +145,51 @@ class Draw(NamedTuple):
     slots: int
 
 
-def noise_draws(trainer: Trainer, plan: RunPlan, until: float) -> list[Draw]:
+def noise_draws(trainer: Trainer, plan: RunPlan, until: float, progress: Progress) -> list[Draw]:
     """Train, and return the norms of each step, until the run or the time is over."""
-    draws: list[Draw] = []
-    trainer.batches = batches(trainer, plan)
+    values = progress.values
+    done, draws = values.get("step", 0), [Draw(*draw) for draw in values.get("draws", ())]
+    if done:
+        progress.restore(f"{done}")
+    part = RunPlan(trainer, plan.length, done)
+    trainer.batches = batches(trainer, part)
+    saved_at, save_s = time.monotonic(), 0.0
+
+    def keep(step: int) -> None:
+        nonlocal saved_at, save_s, done
+        begun = time.monotonic()
+        progress.keep(f"{step}", [f"{done}"], step=step, draws=draws, whole=step == plan.total, result=None)
+        saved_at, done = time.monotonic(), step
+        save_s = saved_at - begun
+
     with reading(trainer.batches):
-        for step in plan.steps:
-            window = [b for b in next(trainer.batches) if b.n_terms]
-            trainer.set_step = lambda n: set_step(trainer, n, plan.total)
-            trainer.set_step(step)
-            small = [_squared_norm(trainer, [b]) for b in window]
-            big = _squared_norm(trainer, window)
-            trainer.optimizer_step()
-            values = (sum(small) / max(1, len(small)), big, sum(1 / b.n_terms for b in window) / max(1, len(window)))
-            if len(window) > 1 and all(map(math.isfinite, values)):
-                counts = sum(b.n_terms for b in window), sum(b.tokens.numel() for b in window)
-                draws.append(Draw(step, *values, *counts))
-            if time.monotonic() > until:
+        step = done
+        for step in part.steps:
+            if draws and time.monotonic() > until:
+                step -= 1
                 break
+            _draw(trainer, plan, step, draws)
+            if save_s <= SAVING * (time.monotonic() - saved_at):
+                keep(step)
+        if step > done:
+            keep(step)
     if len(draws) < FEWEST_DRAWS:
         found = f"{len(draws)} steps with finite gradients of two micro-batches or more"
         raise ConfigError("the gradient noise scale", found, "give more data, or a larger --budget")
     return draws
+
+
+def _draw(trainer: Trainer, plan: RunPlan, step: int, draws: list[Draw]) -> None:
+    """Take a step, and add its norms if they are finite."""
+    window = [b for b in next(trainer.batches) if b.n_terms]
+    set_step(trainer, step, plan.total)
+    small = [_squared_norm(trainer, [b]) for b in window]
+    big = _squared_norm(trainer, window)
+    trainer.optimizer_step()
+    values = (sum(small) / max(1, len(small)), big, sum(1 / b.n_terms for b in window) / max(1, len(window)))
+    if len(window) > 1 and all(map(math.isfinite, values)):
+        counts = sum(b.n_terms for b in window), sum(b.tokens.numel() for b in window)
+        draws.append(Draw(step, *values, *counts))
 
 
 def _squared_norm(trainer: Trainer, window: list[Batch]) -> float:
@@ -140,12 +228,8 @@ class Snapshot:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.saved = [(t, t.to("cpu", copy=True)) for t in self._tensors()]
+        self.saved = [(t, t.to("cpu", copy=True)) for _, t in state_tensors(trainer)]
         self.techniques = {name: copy.deepcopy(state.save()) for name, state in trainer.state.items()}
-
-    def _tensors(self) -> list[Tensor]:
-        states = [s for by_name in self.trainer.optimizer.state().values() for s in by_name.values()]
-        return [*(t.local for t in self.trainer.trained), *states]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -181,15 +265,64 @@ def race(
     return [*(one for one in legs if one is not best), best]
 
 
-def rate_race(trainer: Trainer, plan: RunPlan, rates: Sequence[float], until: float) -> dict[str, Any]:
-    """Race rates over the whole run, or over as many steps as the time is enough for."""
+def rate_race(
+    trainer: Trainer, plan: RunPlan, rates: Sequence[float], until: float, progress: Progress
+) -> dict[str, Any]:
+    """Race rates over the whole run, or over as many steps as the time is enough for; legs that were run are read."""
     begin = Snapshot(trainer)
+    if "steps" not in progress.values:
+        progress.keep(steps=_race_steps(trainer, plan, rates, until, progress), legs=[])
+    steps, known = progress.values["steps"], list(progress.values["legs"])
+    stops = [round(share * steps) for share in STOPS]
+    ended: tuple[float, int] | None = None  # the leg that is not stored yet
+    out: set[float] = set()
+
+    def store() -> None:
+        """Store the leg that ended: its state too, where its rate may still win."""
+        nonlocal ended
+        if ended is not None:
+            rate, stop = ended
+            saves = None if rate in out or stop == stops[-1] else f"{rates.index(rate)}-{stop}"
+            over = {f"{rates.index(r)}" for r in (*out, rate)}
+            gone = [name for name in progress.values["states"] if name.partition("-")[0] in over]
+            progress.keep(saves, gone, legs=known)
+            ended = None
+
+    def leg(rate: float, done: int, stop: int) -> float:
+        nonlocal ended
+        if found := next((one for one in known if (one["rate"], one["step"]) == (rate, stop)), None):
+            return math.inf if found["loss"] is None else float(found["loss"])
+        store()
+        if done:
+            progress.restore(f"{rates.index(rate)}-{done}")
+        else:
+            begin.restore()
+        loss = train_leg(trainer, plan, rate, done, stop, steps)
+        known.append({"rate": rate, "step": stop, "loss": loss if math.isfinite(loss) else None})
+        ended = rate, stop
+        return loss
+
+    legs = race(rates, stops, leg, out.add)
+    store()
+    return {"legs": legs, "steps": steps}
+
+
+def _race_steps(trainer: Trainer, plan: RunPlan, rates: Sequence[float], until: float, progress: Progress) -> int:
+    """Return the steps of a race: the whole run, or as many as the time is enough for, by two steps and a state.
+
+    Raises:
+        ConfigError: they are too few.
+    """
     start = time.monotonic()
     evaluate(trainer)
     eval_s = time.monotonic() - start
-    _leg(trainer, plan, trainer.config.optim.lr, 0, 2, plan.total)  # and an evaluation
+    train_leg(trainer, plan, trainer.config.optim.lr, 0, 2, plan.total)  # and an evaluation
     step_s = max(1e-6, (time.monotonic() - start - 2 * eval_s) / 2)
-    left_s = until - time.monotonic() - (2 * len(rates) - 2) * eval_s
+    start = time.monotonic()
+    progress.keep("0")
+    progress.keep(forget=["0"])
+    leg_s = eval_s + time.monotonic() - start
+    left_s = until - time.monotonic() - (2 * len(rates) - 2) * leg_s
     most = len(rates) * STOPS[0]  # steps of a race over those of its schedule
     for n in range(1, len(STOPS)):
         most += len(rates) / 2**n * (STOPS[n] - STOPS[n - 1])
@@ -198,19 +331,10 @@ def rate_race(trainer: Trainer, plan: RunPlan, rates: Sequence[float], until: fl
     if steps < SHORTEST * grain:
         asked, found = f"a race of {len(rates)} rates", f"time or data for {max(0, steps)} steps of each at most"
         raise ConfigError(asked, found, f"at least {SHORTEST * grain} are needed: a larger --budget, or more data")
-    saved: dict[float, Snapshot] = {}
-
-    def leg(rate: float, done: int, stop: int) -> float:
-        (saved.get(rate) or begin).restore()
-        loss = _leg(trainer, plan, rate, done, stop, steps)
-        saved[rate] = Snapshot(trainer)
-        return loss
-
-    stops = [round(share * steps) for share in STOPS]
-    return {"legs": race(rates, stops, leg, lambda rate: saved.pop(rate, None)), "steps": steps}
+    return steps
 
 
-def _leg(trainer: Trainer, plan: RunPlan, rate: float, done: int, stop: int, steps: int) -> float:
+def train_leg(trainer: Trainer, plan: RunPlan, rate: float, done: int, stop: int, steps: int) -> float:
     """Train from step `done` to `stop` of a schedule of `steps`, and return the held-out loss; infinite if it fails."""
     part = RunPlan(trainer, plan.length._replace(steps=stop), done)
     factor = rate / trainer.config.optim.lr

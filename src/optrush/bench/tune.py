@@ -11,6 +11,7 @@ runs out of memory or is slow is not measured again, and the time that is left g
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +19,13 @@ from typing import Any, Literal
 
 from optrush.bench import ladder, record, runner
 from optrush.bench.ladder import Ladder, LadderEntry, Rung
-from optrush.bench.record import RUNGS, Record
+from optrush.bench.record import MEASURED, RUNGS, Record
 from optrush.bench.results import BenchState, faster
 from optrush.bench.runner import ProgressBoard
 from optrush.config import Config, dump_config, parse_config, spelled_out
 from optrush.console import duration, say
 from optrush.errors import ConfigError, RunError, UserError, one_line
-from optrush.files import parse_json, write_whole
+from optrush.files import parse_json, refuse_links, write_whole
 from optrush.planner import search
 from optrush.planner.answer import choose_techniques
 from optrush.report.page import Series, curves, png
@@ -180,8 +181,7 @@ def tune_config(
         return _result(state, given, out, notes)
     if not resume:
         _refuse_folder(folder)
-        folder.mkdir(exist_ok=True)
-        (folder / RUNGS).mkdir()
+        (folder / RUNGS).mkdir(parents=True, exist_ok=True)
         stored = [{"name": r.name, "since": r.since, "ranks": r.ranks, "config": dump_config(r.config)} for r in rungs]
         text = {"config": dump_config(given), "ranks": ranks, "rungs": stored}
         write_whole(folder / PLAN, json.dumps(text, indent=1))
@@ -218,7 +218,9 @@ def _as_it_is(config: Config, ranks: int) -> tuple[Config, tuple[str, ...]]:
 
 
 def _refuse_folder(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    """Raise ConfigError for a folder with more in it than a tuning that was killed at once leaves."""
+    begun = (folder / RUNGS, folder / f"{PLAN}.tmp")
+    if folder.exists() and (not folder.is_dir() or any(path not in begun for path in folder.iterdir())):
         found = f"{folder} is there, and holds no tuning"
         raise ConfigError("a folder for the records", found, "delete it, or take another --out")
 
@@ -229,19 +231,21 @@ def _stored(folder: Path, config: Config, ranks: int) -> list[Rung] | None:
     Raises:
         ConfigError: the earlier one was of another configuration, or its file is damaged.
     """
-    file = folder / PLAN
-    if not file.is_file():
+    if not (folder / PLAN).is_file():
         return None
-    asked, do = f"the records in {folder}", "delete that folder, or take another --out"
     try:
-        saved = parse_json(file.read_bytes())
+        saved = parse_json((folder / PLAN).read_bytes())
         same = (saved["config"], saved["ranks"]) == (dump_config(config), ranks)
         rungs = [(r["name"], r["since"], r["ranks"], parse_config(r["config"], PLAN, own=True)) for r in saved["rungs"]]
     except (ValueError, KeyError, TypeError, UserError):
-        raise ConfigError(asked, f"{PLAN} is damaged", do) from None
+        raise _unfit(folder, f"{PLAN} is damaged") from None
     if not same:
-        raise ConfigError(asked, "they are of another configuration", do)
+        raise _unfit(folder, "they are of another configuration")
     return _rungs(rungs)
+
+
+def _unfit(folder: Path, found: str) -> ConfigError:
+    return ConfigError(f"the records in {folder}", found, "delete that folder, or take another --out")
 
 
 # --- what is measured
@@ -387,6 +391,11 @@ ALONE = (Part.UPDATE, Part.CAPTURE, Part.DATA)  # owners leave no gradients of s
 def tune_number(config: Config, out: Path, kind: Literal["batch", "lr"], budget_s: float) -> tuple[str, dict[str, Any]]:
     """Measure the batch or the learning rate of a configuration, and write it to `out` with that changed.
 
+    What an earlier process measured of the same configuration is read.
+
+    Args:
+        budget_s: seconds, those of earlier processes included.
+
     Returns:
         The result as a sentence, and as values. Its curves are in the folder of the name of `out`.
 
@@ -399,6 +408,29 @@ def tune_number(config: Config, out: Path, kind: Literal["batch", "lr"], budget_
         raise ConfigError("--lr", "no `data.eval`: rates race for the least held-out loss", "add data.eval: 0.1")
     given, _ = _as_it_is(config, 1)
     given = resolve(given).config  # with the rate of its method
+    request = trial_request(given, kind) | {"folder": str(folder.absolute())}
+    what = "the gradient noise scale"
+    if kind == "lr":
+        what = f"{len(RATES)} learning rates, {request['rates'][0]:.3g} to {request['rates'][-1]:.3g}"
+    asked = f"the records in {folder}"
+    refuse_links(folder, asked, (PLAN, MEASURED, f"{kind}.json", f"{kind}.png", runner.LOCK))
+    _begin_trial(folder, kind, given)
+    with runner.lock_folder(folder, asked):
+        measured = _measured(folder)
+        result = measured.get("result")
+        left_s = budget_s - measured.get("spent_s", 0.0)
+        if result is None or (kind == "batch" and not measured["whole"] and left_s > 0):
+            say(f"measuring {what}: at most {duration(max(left_s, 0.0))}, and the time to load")
+            result = _run_trial(request | {"budget_s": left_s, "measured": measured}, folder, kind, budget_s)
+        sentence, changes, series, unit = (_batch if kind == "batch" else _rate)(given, result)
+        write_whole(folder / f"{kind}.json", json.dumps(result, indent=1))
+        write_whole(folder / f"{kind}.png", png(curves(series, title=out.stem, axis="step", unit=unit, height=300)))
+        write_whole(out, f"{MARK}{sentence}\n# optrush train {out}\n{dump_config(given.model_copy(update=changes))}")
+    return sentence, {**result, "sentence": sentence, "out": str(out)}
+
+
+def trial_request(given: Config, kind: Literal["batch", "lr"]) -> dict[str, Any]:
+    """Return what a process measures: a run on one rank without evaluations and checkpoints, and the rates."""
     alone = {t.name for t in instantiate(ALL, given.with_) if t.claims & set(ALONE)}
     train = given.train.model_copy(update={"eval_every": 1e9, "save_every": None, "stop_after": None, "log_every": 100})
     run = given.model_copy(update={"with_": {n: o for n, o in given.with_.items() if n not in alone}, "train": train})
@@ -406,25 +438,60 @@ def tune_number(config: Config, out: Path, kind: Literal["batch", "lr"], budget_
         rows = max(1, given.batch.tokens // given.batch.seq // DRAWN)
         sizes = {"micro_tokens": rows * given.batch.seq, "tokens": DRAWN * rows * given.batch.seq}
         run = run.model_copy(update={"batch": run.batch.model_copy(update=sizes)})
-    rates = [given.optim.lr * factor for factor in RATES]
-    request = {"kind": kind, "run": dump_config(run), "budget_s": budget_s, "rates": rates}
-    what = (
-        "the gradient noise scale"
-        if kind == "batch"
-        else f"{len(rates)} learning rates, {rates[0]:.3g} to {rates[-1]:.3g}"
-    )
-    say(f"measuring {what}: at most {duration(budget_s)}, and the time to load")
-    result = runner.run_worker(request, 2 * budget_s + 120, module="optrush.bench.trial")
+    return {"kind": kind, "run": dump_config(run), "rates": [given.optim.lr * factor for factor in RATES]}
+
+
+def _begin_trial(folder: Path, kind: str, given: Config) -> None:
+    """Store what a trial is of, or hold what is stored to it.
+
+    Raises:
+        ConfigError: the folder holds something else, or was measured by another version of the package.
+    """
+    wanted = {"config": dump_config(given), "kind": kind}
+    digest = record.source()["digest"]
+    if not (folder / PLAN).is_file():
+        _refuse_folder(folder)
+        folder.mkdir(exist_ok=True)
+        write_whole(folder / PLAN, json.dumps({**wanted, "digest": digest}, indent=1))
+    try:
+        saved = parse_json((folder / PLAN).read_bytes())
+        same, code = {name: saved[name] for name in wanted} == wanted, saved["digest"]
+    except (ValueError, KeyError, TypeError):
+        raise _unfit(folder, f"{PLAN} is damaged") from None
+    if not same:
+        raise _unfit(folder, "they are of another configuration")
+    if code != digest:
+        raise _unfit(folder, "the package has changed since")
+
+
+def _measured(folder: Path) -> dict[str, Any]:
+    """Return what earlier processes measured; empty: nothing yet."""
+    if not (folder / MEASURED).is_file():
+        return {}
+    try:
+        found = parse_json((folder / MEASURED).read_bytes())
+        if not all((folder / f"state-{name}.safetensors").is_file() for name in found["states"]):
+            raise KeyError
+        return {**found, "spent_s": float(found["spent_s"])}
+    except (ValueError, KeyError, TypeError):
+        raise _unfit(folder, f"{MEASURED} is damaged") from None
+
+
+def _run_trial(request: dict[str, Any], folder: Path, kind: str, budget_s: float) -> dict[str, Any]:
+    """Return the result of a process; what it measures is stored by itself."""
+    try:
+        with runner.stop_on_signals():
+            result = runner.run_worker(request, 2 * budget_s + 120, module="optrush.bench.trial")
+    except SystemExit:
+        say("stopped; the same command goes on")
+        raise
     if "refused" in result:
+        if not {"legs", "draws"} & _measured(folder).keys():
+            shutil.rmtree(folder)  # another configuration may begin there
         raise ConfigError(*result["refused"])
     if "error" in result:
         raise RunError(f"optrush tune --{kind}", one_line(result["error"]), "optrush train CONFIG --dry-run")
-    sentence, changes, series, unit = (_batch if kind == "batch" else _rate)(given, result)
-    folder.mkdir(exist_ok=True)
-    write_whole(folder / f"{kind}.json", json.dumps(result, indent=1))
-    write_whole(folder / f"{kind}.png", png(curves(series, title=out.stem, axis="step", unit=unit, height=300)))
-    write_whole(out, f"{MARK}{sentence}\n# optrush train {out}\n{dump_config(given.model_copy(update=changes))}")
-    return sentence, {**result, "sentence": sentence, "out": str(out)}
+    return result
 
 
 Chosen = tuple[str, dict[str, Any], list[Series], str]  # a sentence, changes of the configuration, curves, their unit

@@ -217,6 +217,9 @@ def _text(
     for place, setting in enumerate(found.settings, 1):
         lines.append(f"  {place}. {setting.title}{_without(config, setting)}")
         lines.append(f"     {_short(setting)}")
+    named = {f"without {name}": f"  without {name}, which the configuration names" for name in _named(config)}
+    faster = {what: why for what, why in found.lost if what in named and why[0] == "+" and not why.startswith("+0%")}
+    lines += [f"{named[what]}: {why}" for what, why in faster.items()]
     return lines + (_other_lines(config, hardware, answer) if details else [])
 
 
@@ -255,10 +258,15 @@ def _answer_lines(config: Config, hardware: str, answer: Answer, price: float | 
 
 def _lacking(config: Config, setting: Candidate) -> list[str]:
     """Return the configured techniques that a set lacks, of those that no search chooses."""
+    return [name for name in _named(config) if name not in setting.with_]
+
+
+def _named(config: Config) -> list[str]:
+    """Return the configured techniques that no search chooses."""
     from optrush.techniques import ALL
 
     searched = {technique.name for technique in ALL if technique.searched}
-    return [name for name in config.with_ if name not in searched and name not in setting.with_]
+    return [name for name in config.with_ if name not in searched]
 
 
 def _lacking_all(config: Config, answer: Answer) -> bool:

@@ -369,8 +369,9 @@ def _cheapest(config: Config, name: str, classes: Sequence[type[Technique]]) -> 
 
 
 def _batch(config: Config, name: str, classes: Sequence[type[Technique]]) -> tuple[str, dict[str, Any]]:
-    """Search the largest micro-batch of the configuration as it is."""
+    """Search the largest micro-batch of the configuration as it is, or as a run without `with` is planned."""
     _, ranks = hardware.parse_hardware(name)
+    config, _ = choose_techniques(config, name, ranks, classes)
     T, best = config.batch.seq, 0
     for rows in (2**k for k in range(20)):
         batch = config.batch.model_copy(update={"tokens": rows * T * ranks, "micro_tokens": rows * T})
@@ -385,7 +386,9 @@ def _batch(config: Config, name: str, classes: Sequence[type[Technique]]) -> tup
         best = rows
     if not best:
         raise _nothing("batch", name)
-    return f"{best} rows of {T} tokens a micro-batch: batch.micro_tokens: {best * T}", {"micro_tokens": best * T}
+    return f"{best} row{'s' * (best > 1)} of {T} tokens a micro-batch: batch.micro_tokens: {best * T}", {
+        "micro_tokens": best * T
+    }
 
 
 def _values(way: Way) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec
 
 from optrush import technique
 from optrush.config import Config, with_method
@@ -29,6 +29,7 @@ from optrush.models.shapes import HF, ModelShape, native_obstacle
 from optrush.models.source import shapes_of
 from optrush.planner import baseline, calibration, cost, ledger
 from optrush.planner.calibration import Calibration
+from optrush.planner.climb import Score, climb
 from optrush.planner.cost import CLOSE, Rates, room
 from optrush.planner.ledger import Item, Ledger, Line
 from optrush.resolve import resolve
@@ -212,6 +213,7 @@ def search(
     """Search sets of techniques and micro-batches for the fastest settings; the tokens of a step stay the same.
 
     The climb starts from the run's own set and from the empty set, and changes one technique at a time (`climb`).
+    Configured techniques that a search does not choose are in every set, but the fewest that leave none possible.
 
     Args:
         keep_maths: leave out techniques that change what is computed (`Numerics.DIFFERENT_MATHS`).
@@ -238,26 +240,96 @@ def search(
         options = [[t for t in group if t is None or _runs_here(t, env)] or [None] for group in options]
     begin = {**(start or {}), **config.with_}
     options = [_pinned(group, begin, keep) for group in options]
-    evaluations = Evaluations(problem, [_required(group, keep) for group in options])
     configured = [instantiate([c], {c.name: begin[c.name]})[0] for c in classes if c.name in begin]
     own = tuple(next((t for t in group if t in configured), None) for group in options)
-    none = tuple(None if None in group else group[0] for group in options)
-    own = tuple(t if t in group else group[0] for t, group in zip(own, options))
-    begins = (own, none) if start is None else (own,)
-    for meshes in _by_axes(options):
-        for tried in meshes:
-            starts = [tuple(t if t in group else group[0] for t, group in zip(b, tried)) for b in begins]
-            starts += [_on_a_mesh(start, tried) for start in starts]
-            climb(dict.fromkeys(starts), tried, lambda a, b: bool(a.claims & b.claims), evaluations.score, whole)
-        if evaluations.settings:
-            break
+    part = _largest_part(problem, options, own, keep, whole=whole, both=start is None)
+    evaluations = part.evaluations
     if not evaluations.tried:
         _refuse_required(problem.env, [group[0] for group in options if _required(group, keep)])
     settings = sorted(evaluations.settings, key=lambda s: s.speed, reverse=True)
     leading = tuple(_leading(settings, best))
-    lost = _lost(leading[0], settings, options, env) if leading and whole else ()
+    lost: Iterable[tuple[str, str]] = ()
+    if leading and whole:
+        others = _without_each(problem, options, part.named, own, keep, leading[0])
+        lost = (*others, *_lost(leading[0], settings, part, env))
     least = min((n for n in evaluations.results.values() if isinstance(n, int)), default=None)
     return SearchResult(leading, evaluations.tried, (*lost, *unmet), least)
+
+
+@dataclass(frozen=True)
+class _Searched:
+    """Evaluated sets that have the same of the techniques which a search does not choose.
+
+    `named` are the places of these; `always` is what every set has, them included.
+    """
+
+    evaluations: Evaluations
+    options: list[Options]
+    named: tuple[int, ...]
+    always: tuple[Technique, ...]
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Return what is larger of two: whether a set is possible, then the speed of the fastest that fits."""
+        return self.evaluations.tried > 0, max((s.speed for s in self.evaluations.settings), default=0.0)
+
+
+def _largest_part(
+    problem: _Problem, options: list[Options], own: tuple[Technique | None, ...], keep: Container[str], *,
+    whole: bool, both: bool,
+) -> _Searched:  # fmt: skip
+    """Search with all configured techniques that a search does not choose; if no set is possible, without the fewest.
+
+    Args:
+        own: the run's own set, to climb from.
+        both: also climb from the empty set.
+    """
+    named = [i for i, group in enumerate(options) if None not in group and not _required(group, keep)]
+    for count in range(len(named) + 1):
+        found = [
+            _searched(problem, options, [i for i in named if i not in left], own, keep, whole=whole, both=both)
+            for left in itertools.combinations(named, count)
+        ]
+        best = max(found, key=lambda part: part.rank)
+        if best.evaluations.tried:
+            break
+    return best
+
+
+def _searched(
+    problem: _Problem, options: Sequence[Options], named: Sequence[int], own: tuple[Technique | None, ...],
+    keep: Container[str], *, whole: bool, both: bool,
+) -> _Searched:  # fmt: skip
+    """Climb over the options that go with what every set has; of groups without a choice these are the `named` ones."""
+    free = [None in group or _required(group, keep) for group in options]
+    part = [group if free[i] or i in named else [None] for i, group in enumerate(options)]
+    fixed = [i in named or _required(group, keep) for i, group in enumerate(part)]
+    always = tuple(t for i, group in enumerate(part) if fixed[i] and len(group) == 1 and (t := group[0]))
+    taken = frozenset(claim for t in always for claim in t.claims)
+    part = [g if fixed[i] else [t for t in g if t is None or not t.claims & taken] for i, g in enumerate(part)]
+    evaluations = Evaluations(problem, fixed)
+    none = tuple(None if None in group else group[0] for group in part)
+    for meshes in _by_axes(part):
+        for tried in meshes:
+            starts = [tuple(t if t in g else g[0] for t, g in zip(b, tried)) for b in (own, none)[: 1 + both]]
+            starts += [_on_a_mesh(start, tried) for start in starts]
+            climb(dict.fromkeys(starts), tried, lambda a, b: bool(a.claims & b.claims), evaluations.score, whole)
+        if evaluations.settings:
+            break
+    return _Searched(evaluations, [*options], tuple(named), always)
+
+
+def _without_each(
+    problem: _Problem, options: Sequence[Options], named: Sequence[int], own: tuple[Technique | None, ...],
+    keep: Container[str], best: Candidate,
+) -> Iterator[tuple[str, str]]:  # fmt: skip
+    """Yield what the fastest set without one of the configured techniques would change, a search each."""
+    for left in named:
+        rest = [i for i in named if i != left]
+        found = _searched(problem, options, rest, own, keep, whole=False, both=True).evaluations
+        other = next(_leading(sorted(found.settings, key=lambda s: s.speed, reverse=True), 1), None)
+        if other is not None and (t := options[left][0]) is not None:
+            yield f"without {t.name}", _difference(other, best)
 
 
 def _by_axes(options: list[Options]) -> Iterator[list[list[Options]]]:
@@ -614,31 +686,41 @@ def _leading(settings: Sequence[Candidate], best: int) -> Iterator[Candidate]:
 
 
 def _lost(
-    best: Candidate, settings: Sequence[Candidate], options: Sequence[Options], env: Environment
+    best: Candidate, settings: Sequence[Candidate], part: _Searched, env: Environment
 ) -> Iterator[tuple[str, str]]:
     """Yield, for each technique that could be added, left out or changed, what it would cost or why it cannot be."""
-    free = [group for group in options if None in group or len(group) > 1]  # the others are in every setting
+    free = [group for group in part.options if None in group or len(group) > 1]  # the others are in every setting
     for t in (t for group in free for t in group if t is not None):
         name, changed = t.name, _changed(t)
-        if best.with_.get(name) == changed:
+        if chosen := best.with_.get(name) == changed:
             others = [s for s in settings if name not in s.with_]
             what = f"without {name}"
         else:
             others = [s for s in settings if s.with_.get(name) == changed]
             what = f"with {_title(name, changed)}"
         other = next(_leading(others, 1), None)
-        yield what, _unusable(t, env) if other is None else _difference(other, best)
+        yield what, _unusable(t, env, part.always, chosen) if other is None else _difference(other, best)
 
 
-def _unusable(t: Technique, env: Environment) -> str:
-    """Return why no setting has a technique: what it lacks by itself, else memory."""
-    need = _lacking(t, env)
+def _unusable(t: Technique, env: Environment, always: Sequence[Technique], without: bool) -> str:
+    """Return why no setting has a technique, or why each has: what one of those that all have lacks, else memory."""
+    members = always if without else (t, *always)
+    if not without and (other := next((a for a in always if a.claims & t.claims), None)):
+        return f"it takes the place of {other.name}, which is configured"
+    least = frozenset(part for one in members for part in one.claims)
+    most = frozenset(Part) - t.claims if without else frozenset(Part)
+    need = next(filter(None, (_lacking(one, env, (least, most)) for one in members)), None)
     return "nothing that fits" if need is None else f"{need.asked}; found {need.found}"
 
 
-def _lacking(t: Technique, env: Environment) -> Requirement | None:
-    """Return the first requirement of a technique that is unmet whatever the others are; None: none is."""
-    claims = (frozenset[Part](), frozenset(Part))  # without any other technique, and with an owner of every part
+def _lacking(
+    t: Technique, env: Environment, claims: Iterable[frozenset[Part]] = (frozenset(), frozenset(Part))
+) -> Requirement | None:
+    """Return the first requirement of a technique that is unmet whatever the others are; None: none is.
+
+    Args:
+        claims: the fewest parts that the set may own, and the most.
+    """
     unmet = [[n for n in t.needs(dataclasses.replace(env, claimed=owned)) if not n.met] for owned in claims]
     fewest: list[Requirement] = min(unmet, key=len)
     return fewest[0] if fewest else None
@@ -659,85 +741,3 @@ def _difference(other: Candidate, best: Candidate) -> str:
 
 def _title(name: str, options: Mapping[str, Any]) -> str:
     return name + (":" + ",".join(f"{k}={v}" for k, v in options.items()) if options else "")
-
-
-# --- hill climbing over combinations
-#
-# The number of combinations grows exponentially with the options. Most options are good or bad whatever the others are;
-# for those, changing one at a time finds the optimum (compared in tests/unit/test_search_climb.py). Where two
-# changes gain only together, it may stop at a local optimum.
-
-T = TypeVar("T")
-Chosen = tuple[T | None, ...]  # one option of each group
-Groups = Sequence[Sequence[T | None]]
-Clash = Callable[[Any, Any], bool]  # whether an option must be dropped when another one is added
-Score = tuple[float, ...]  # whether it is usable, then values of which larger is better; compared in order
-Value = Callable[[Chosen[T]], Score | None]  # of a combination; None: it is not possible
-IMPOSSIBLE: Score = (-1.0,)  # less than any score
-
-
-def climb(
-    begins: Iterable[Chosen[T]], groups: Groups[T], clash: Clash, value: Value[T], whole: bool = True
-) -> Chosen[T]:
-    """Return the best combination reached by climbing from each beginning.
-
-    Every single change of it has then been evaluated; and, for each option with which none of these is usable, the best
-    combination that a climb with this option reaches. A report on an option therefore rests on more than one change.
-
-    Args:
-        value: caches its results.
-        whole: False: without the climbs of the other options.
-    """
-    best = max((_ascend(b, groups, clash, value) for b in begins), key=lambda c: value(c) or IMPOSSIBLE)
-    if not whole:
-        return best
-    for place, group in enumerate(groups):
-        for option in group:
-            around = [best, *_changes(best, place, [option], clash, value)]
-            if not any((w := value(c)) and w[0] for c in around if c[place] == option):
-                fixed = [[option] if i == place else g for i, g in enumerate(groups)]
-                other = _ascend(_put(best, place, option, clash), fixed, clash, value)
-                if (value(other) or IMPOSSIBLE) > (value(best) or IMPOSSIBLE):
-                    return climb([other], groups, clash, value)
-    return best
-
-
-def _ascend(begin: Chosen[T], groups: Groups[T], clash: Clash, value: Value[T]) -> Chosen[T]:
-    """Return a combination that no single change improves; `begin` need not be possible."""
-    here, best = begin, value(begin)
-    place, unchanged = 0, 0
-    while unchanged < len(groups):  # groups in a row without an improvement
-        scored = [
-            (score, there)
-            for there in _changes(here, place, groups[place], clash, value)
-            if (score := value(there)) and all(o in group for o, group in zip(there, groups))
-        ]
-        top = max(scored, key=lambda s: s[0], default=None)
-        unchanged += 1
-        if top is not None and (best is None or top[0] > best):
-            (best, here), unchanged = top, 0
-        place = (place + 1) % len(groups)
-    return here
-
-
-def _put(here: Chosen[T], place: int, option: T | None, clash: Clash) -> Chosen[T]:
-    return tuple(
-        option if i == place else None if option is not None and o is not None and clash(option, o) else o
-        for i, o in enumerate(here)
-    )
-
-
-def _changes(
-    here: Chosen[T], place: int, group: Sequence[T | None], clash: Clash, value: Value[T]
-) -> Iterator[Chosen[T]]:
-    """Yield combinations with another option of the group; if one is not possible, also without one of the others."""
-    for option in group:
-        if option == here[place]:
-            continue
-        there = _put(here, place, option, clash)
-        if value(there) is not None:
-            yield there
-            continue
-        for i, o in enumerate(there):
-            if i != place and o is not None:
-                yield (*there[:i], None, *there[i + 1 :])

@@ -382,12 +382,14 @@ def _write_own(snapshot: Snapshot, half: Path, cancelled: Callable[[], bool]) ->
     if not snapshot.mine:
         return {}
     name = f"rank-{snapshot.rank}.safetensors"
-    sha, size = _write_tensors(half / name, [(s.name, s.local) for s in snapshot.mine], cancelled)
+    sha, size = write_tensors(half / name, [(s.name, s.local) for s in snapshot.mine], cancelled)
     pieces = [[s.name, DTYPES[s.local.dtype], s.whole, s.offset, s.shape] for s in snapshot.mine]
     return {"file": name, "sha256": sha, "bytes": size, "pieces": pieces}
 
 
-def _write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor]], cancelled: Callable[[], bool]) -> tuple[str, int]:
+def write_tensors(
+    path: Path, tensors: Sequence[tuple[str, Tensor]], cancelled: Callable[[], bool] = lambda: False
+) -> tuple[str, int]:
     """Write a safetensors file, one tensor in host memory at a time; return (sha256, size).
 
     The library's own writer needs all bytes at once and does not sync. The format is 8 bytes with the header's
