@@ -397,22 +397,23 @@ import fcntl, sys, time
 file = open(sys.argv[1], "a")
 fcntl.flock(file, fcntl.LOCK_EX)
 print("held", flush=True)
-time.sleep(float(sys.argv[2]))
+sys.stdin.read()
 """
 
 
 def test_others_wait_and_say_so(here, tokens, monkeypatch):
-    monkeypatch.setattr(tokenize, "QUIET_S", 0.3)
-    said = []
-    given = work(tokens, written(here / "a.jsonl"), say=said.append)
+    monkeypatch.setattr(tokenize, "QUIET_S", 0.0)
+    said, given = [], work(tokens, written(here / "a.jsonl"))
     given.folder.mkdir(parents=True)
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(given.folder / "lock"), "1"], stdout=subprocess.PIPE
-    ) as process:
+    command = [sys.executable, "-c", HOLD, str(given.folder / "lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+
+        def say(text):
+            said.append(text)
+            process.stdin.close()  # the other's work is over
+
         assert process.stdout.readline() == b"held\n"
-        begun = time.monotonic()
-        assert ids(tokenized(given)) == alone(tokens, given.files[0])
-        assert time.monotonic() - begun > 0.8 and process.poll() == 0
+        assert ids(tokenized(replace(given, say=say))) == alone(tokens, given.files[0])
     assert said.count("waiting for another process that tokenises the same data") == 1
 
 
@@ -425,9 +426,9 @@ def test_who_waited_uses_what_the_other_made(here, tokens, monkeypatch):
     monkeypatch.setattr(tokenize, "QUIET_S", 0.0)
     other = threading.Thread(target=lambda: found.extend(tokenized(replace(given, say=lambda _: seen.set()))))
     other.start()  # the lock is of the open file, so a thread waits for it as another process would
-    assert seen.wait(20)
+    assert seen.wait(240)
     mine = [first, *made]
-    other.join(20)
+    other.join(240)
     assert found == mine
 
 
