@@ -41,7 +41,7 @@ def test_the_example_learns_which_answer_is_better(call: Call, here: Path) -> No
     run = yaml.safe_load(EXAMPLE.read_text())
     run |= {"output": "out", "train": {"steps": 4, "log_every": 2}}
     run["data"] |= {"max_samples": 40, "eval": 0.25}
-    run["batch"]["tokens"] = 2048
+    run["batch"]["tokens"] = 1024
     (here / "dpo.yaml").write_text(yaml.safe_dump(run))
     found = call("train", "dpo.yaml")
     assert found.code == 0, found.err

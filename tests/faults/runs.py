@@ -116,7 +116,7 @@ def held(step: int, until: Path) -> Callable[[], None]:
     return at_step(step, lambda: wait_until(until.exists, f"{until.name} is there"))
 
 
-def together(*works: Callable[[], None]) -> Callable[[], None]:
+def together(*works: Callable[[], object]) -> Callable[[], None]:
     """All of them as one `before`: at a step, in this order."""
 
     def before() -> None:

@@ -226,6 +226,7 @@ def test_patience() -> None:
             assert patience.exhausted == ends, (losses_, loss)
 
 
+@pytest.mark.slow
 def test_on_two_ranks(home: Path) -> None:
     changes = {"with": {"packing": {}, "fsdp": {}}}
     output, config = configured(home, "two", **changes)

@@ -29,6 +29,7 @@ def test_equal_bits_over_eight_steps(box, workers):
         assert torch.equal(ahead[1][name], want), name
 
 
+@pytest.mark.slow
 def test_a_run_with_workers_ends(box):
     """Workers ignore the signal by which the interpreter ends its children."""
     config = box / "loader.yaml"
@@ -65,7 +66,7 @@ def test_the_batches_come_from_other_processes(box):
     assert len(pids) == 2 and os.getpid() not in pids
 
 
-@pytest.mark.parametrize("with_", [{}, {"loader": {"workers": 2}}], ids=["here", "workers"])
+@pytest.mark.parametrize("with_", further([{"loader": {"workers": 2}}, {}], 1), ids=["workers", "here"])
 def test_streamed_data_trains_alike(box, with_):
     """`data.stream`: the same rows in the same steps, tokenized while training."""
     base = trained(box)[0]
