@@ -212,8 +212,8 @@ def test_held_out_loss_over_seeds(box, small):
 )
 def test_the_plan_counts_the_bytes(with_, chunk):
     both = (*with_, "attention", "fused-adamw", f"fused-loss:chunk={chunk}")
-    found = check_prediction(shaped("llama-3.2-1b", *both, "quantised-activations", rows=2, seq=1024), rel=0.03)
-    exact = search.predict(shaped("llama-3.2-1b", *both, rows=2, seq=1024), "h200").peak_bytes
+    found = check_prediction(shaped("llama-3.2-1b", *both, "quantised-activations", rows=4, seq=1024), rel=0.03)
+    exact = search.predict(shaped("llama-3.2-1b", *both, rows=4, seq=1024), "h200").peak_bytes
     assert found.peak < 0.93 * exact
 
 

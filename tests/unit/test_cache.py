@@ -47,7 +47,7 @@ def written(path, texts=TEXTS):
 
 
 def work(tokens, *paths, say=lambda line: None, kept=None, cleaning="", **data):
-    config = parse_config("model: tiny\nobjective: sft\ndata: {path: x, workers: 2}\noutput: o\n", "x")
+    config = parse_config("model: tiny\nobjective: sft\ndata: {path: x, workers: 1}\noutput: o\n", "x")
     config = config.model_copy(update={"data": config.data.model_copy(update=data)})
     return TokenizeWork(config, tokens, tuple(paths), kept, cleaning, say)
 
@@ -172,7 +172,7 @@ def test_packed_data_counts_as_what_it_holds(here, tokens):
 
 def test_worker_processes_make_what_one_process_makes_and_only_once(here, tokens, monkeypatch):
     paths = [written(here / "a.jsonl"), written(here / "b.jsonl", TEXTS[::-1])]
-    made = list(tokenized(work(tokens, *paths)))
+    made = list(tokenized(work(tokens, *paths, workers=2)))
     assert len(made) > 6 and all(isinstance(m, Path) for m in made)
     assert ids(made) == alone(tokens, paths[0]) + alone(tokens, paths[1])
     folder = made[0].parent
@@ -278,7 +278,7 @@ def test_temporary_files_of_the_dead_are_removed(here, tokens):
 def test_the_key(here, tiny_folder, tokens, monkeypatch):
     path = written(here / "a.jsonl")
     base = work(tokens, path).folder
-    assert work(tokens, path, workers=1, too_long="split", max_samples=3, eval=0.5).folder == base
+    assert work(tokens, path, workers=2, too_long="split", max_samples=3, eval=0.5).folder == base
     written(here / "b.jsonl", TEXTS[:-1])
     template = tokens.template()
     others = {
@@ -375,7 +375,7 @@ def test_a_damaged_file_is_named_whichever_worker_meets_it(here, tokens):
 
 
 def test_a_worker_that_dies(here, tokens, monkeypatch, capfd):
-    given = work(tokens, written(here / "a.jsonl"), workers=1)
+    given = work(tokens, written(here / "a.jsonl"))
     with monkeypatch.context() as patch:
         patch.setattr(tokenize, "WORKER", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
         with pytest.raises(DataError, match=r"was killed by signal 9 \(out of memory\?\)") as caught:
