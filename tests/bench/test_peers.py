@@ -181,6 +181,7 @@ def test_texts_with_the_lengths_of_chats(tmp_path: Path) -> None:
     assert sorted(held) == sorted(program["lengths"](12).tolist())  # a word is a token, and the end is one
 
 
+@pytest.mark.slow
 def test_they_begin_from_our_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Written once, in a process of its own, and read back by transformers to what our own run begins with."""
     from transformers import AutoModelForCausalLM

@@ -27,7 +27,6 @@ from optrush.trainer.checkpoint import encode_manifest, find_checkpoints, manife
 
 from hostile import CANARY, Box, Ended, called
 
-LIMIT_S = 30.0  # a whole run of one step takes a second
 DEEP = "[" * 100_000
 MARK = "<script>alert(1)</script>"
 
@@ -101,11 +100,11 @@ YAMLS = {
 
 
 def _yaml(text: str) -> Callable[[Box], Ended]:
-    return lambda box: called("train", box.write(text.replace("{here}", str(box.folder))), limit_s=LIMIT_S)
+    return lambda box: called("train", box.write(text.replace("{here}", str(box.folder))))
 
 
 def _tagged(form: str, tag: str) -> Callable[[Box], Ended]:
-    return lambda box: called("train", box.write(form.format(tag=tag, command=touch(box))), limit_s=LIMIT_S)
+    return lambda box: called("train", box.write(form.format(tag=tag, command=touch(box))))
 
 
 def configurations() -> Iterator[Payload]:
@@ -131,11 +130,11 @@ WRONG: tuple[Any, ...] = ("x", [], {}, -7, 10**400, float("nan"), True, ["x", 1]
 
 
 def _config(changes: dict[str, Any], verb: str = "train") -> Callable[[Box], Ended]:
-    return lambda box: called(verb, box.write(model=str(box.edited(**changes))), limit_s=LIMIT_S)
+    return lambda box: called(verb, box.write(model=str(box.edited(**changes))))
 
 
 def _config_text(text: str) -> Callable[[Box], Ended]:
-    return lambda box: called("train", box.write(model=str(box.edited(text))), limit_s=LIMIT_S)
+    return lambda box: called("train", box.write(model=str(box.edited(text))))
 
 
 JSONS = {
@@ -158,7 +157,7 @@ def model_configs() -> Iterator[Payload]:
 
         def attempt(box: Box, key: str = key, value: int = value, how: str = how) -> Ended:
             model = {"path": str(box.edited(**{key: value})), "implementation": how}
-            return called("train", box.write(model=model), limit_s=LIMIT_S)
+            return called("train", box.write(model=model))
 
         yield Payload("config.json", f"{key}: {value} in {how}", attempt, refused=True)
 
@@ -180,9 +179,7 @@ def _replaced(name: str, content: bytes | str, gone: tuple[str, ...] = (), **cha
         )
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(raw)
-        return called(
-            "train", box.write(model=str(folder), objective="sft", data={"path": "chat.jsonl"}), limit_s=LIMIT_S
-        )
+        return called("train", box.write(model=str(folder), objective="sft", data={"path": "chat.jsonl"}))
 
     return attempt
 
@@ -296,7 +293,7 @@ def pickles() -> Iterator[Payload]:
             folder.mkdir()
             (folder / name).write_bytes(pickled(True))
             (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-            return called("train", box.write(**{"with": {"lora": {"init": str(folder)}}}), limit_s=LIMIT_S)
+            return called("train", box.write(**{"with": {"lora": {"init": str(folder)}}}))
 
         yield Payload("pickle", f"an adapter's {name}", attempt, refused=True)
 
@@ -370,9 +367,7 @@ def templates() -> Iterator[Payload]:
         def attempt(box: Box, text: str = text) -> Ended:
             (box.folder / "t.jinja").write_text(text.replace("{touch}", touch(box)), errors="surrogatepass")
             model = {"path": str(box.model), "chat_template": "t.jinja"}
-            return called(
-                "train", box.write(model=model, objective="sft", data={"path": "chat.jsonl"}), limit_s=LIMIT_S
-            )
+            return called("train", box.write(model=model, objective="sft", data={"path": "chat.jsonl"}))
 
         yield Payload("template", text[:60], attempt)
     for value in (
@@ -425,7 +420,7 @@ def _data(name: str, content: bytes, **changes: Any) -> Callable[[Box], Ended]:
         place.mkdir()
         (place / name).write_bytes(content)
         run = {"objective": "sft", "data": {"path": str(place / name)}, **changes}
-        return called("train", box.write(**run), limit_s=LIMIT_S)
+        return called("train", box.write(**run))
 
     return attempt
 
@@ -481,7 +476,7 @@ def names() -> Iterator[Payload]:
             shutil.rmtree(place, ignore_errors=True)
             place.mkdir()
             os.chdir(place)
-            ended = called("train", box.write(output=name), limit_s=LIMIT_S)
+            ended = called("train", box.write(output=name))
             pages = [p for p in (*place.rglob("report.html"), *place.rglob("run.yaml")) if p.is_file()]
             if any(MARK.replace("/", "|") in page.read_text() for page in pages if page.suffix == ".html"):
                 return ended._replace(failure="a script of the name is in the page")
@@ -517,7 +512,7 @@ def names() -> Iterator[Payload]:
                 victim.write_text("mine")
             (box.folder / "out").mkdir()
             (box.folder / "out" / link).symlink_to(victim)
-            ended = called("train", box.write(), limit_s=LIMIT_S)
+            ended = called("train", box.write())
             touched = victim.exists() and (target == "missing" or victim.read_text() != "mine")
             return ended._replace(failure="written through the link") if touched else ended
 
@@ -538,7 +533,7 @@ def _resumed(change: Callable[[Path], None], *verb: str) -> Callable[[Box], Ende
             (box.folder / "out").rename(kept)
         shutil.copytree(kept, box.folder / "out")
         change(box.folder / "out")
-        return called(*(verb or ("train", box.write(**changes), "--resume", "auto")), limit_s=LIMIT_S)
+        return called(*(verb or ("train", box.write(**changes), "--resume", "auto")))
 
     return attempt
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from meshes import further
 from optrush.models.config_json import read_config_json
 
-from hostile import Box, called
+from hostile import LIMIT_S, Box, called, within
 from payloads import Payload, corpus, verdict
 
 
@@ -100,9 +99,8 @@ def test_a_large_or_deep_config_json(box: Box) -> None:
 def test_more_layers_than_the_files_have(implementation: str, box: Box) -> None:
     """Refused at once, with the size that it would be; nothing is built."""
     folder = box.edited(num_hidden_layers=1_000_000)
-    ended = called("train", box.write(model={"path": str(folder), "implementation": implementation}), limit_s=20)
+    ended = called("train", box.write(model={"path": str(folder), "implementation": implementation}))
     refused(ended, "1,000,000 layers", "393,600,393,408 parameters", "38 tensors", "config.json fits the weights")
-    assert ended.seconds < 10
 
 
 def test_a_model_to_talk_to(box: Box) -> None:
@@ -156,7 +154,7 @@ def test_yaml(name: str, box: Box) -> None:
     text, says = TEXTS[name]
     ended = called("train", box.write(text))
     refused(ended, *says)
-    assert ended.seconds < 10 and max(map(len, ended.err.splitlines())) < 1100
+    assert max(map(len, ended.err.splitlines())) < 1100
 
 
 def test_many_names_of_files(tmp_path: Path) -> None:
@@ -189,16 +187,13 @@ def test_the_longest_yaml_is_read_soon(line: str) -> None:
     text = ("" if line.startswith("k") else "a:\n") + "".join(
         line.format(i=i) for i in range(LONGEST_YAML // len(line))
     )
-    begun = time.process_time()
-    with suppress(ConfigError):
+    with within(LIMIT_S), suppress(ConfigError):  # it takes about 1 s
         parse_yaml(text[:LONGEST_YAML], "run.yaml")
-    assert time.process_time() - begun < 4  # about 1 s
 
 
 def test_more_values_than_are_read(box: Box) -> None:
     ended = called("train", box.write("a:\n" + "- 1\n" * 50_000))
     refused(ended, "run.yaml:49999", "more than 50,000 values and keys", "data.path")
-    assert ended.seconds < 20  # about 1 s on a quiet machine
 
 
 def test_flags_take_the_same_values(box: Box) -> None:

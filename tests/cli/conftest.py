@@ -101,7 +101,7 @@ def start() -> Callable[..., Found]:
     def started(*arguments: str, **environment: str) -> Found:
         done = subprocess.run(
             [sys.executable, "-m", "optrush", *arguments],
-            env={**os.environ, **environment}, capture_output=True, text=True, timeout=120, check=False,
+            env={**os.environ, **environment}, capture_output=True, text=True, timeout=600, check=False,
         )  # fmt: skip
         return Found(done.returncode, done.stdout, done.stderr)
 

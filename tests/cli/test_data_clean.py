@@ -219,6 +219,22 @@ def test_the_page(call: Call, recipes: Path, here: Path) -> None:
 # --- a kill
 
 
+HELD = """
+import time
+from concurrent.futures import ProcessPoolExecutor
+from optrush.cli.app import main
+from optrush.data import cleaning
+
+class Held(ProcessPoolExecutor):
+    def map(self, *args, **more):
+        super().map(*args, **more)
+        time.sleep(600)  # the workers measure, and what they return is not taken
+
+cleaning.ProcessPoolExecutor = Held
+main()
+"""
+
+
 @pytest.mark.parametrize("moment", further(["workers measure", "workers begin"], 1))
 def test_killed_in_the_middle(call: Call, here: Path, moment: str) -> None:
     """No folder of that name is there, no process is left, and the next run begins anew."""
@@ -227,7 +243,7 @@ def test_killed_in_the_middle(call: Call, here: Path, moment: str) -> None:
         for i in range(34_000):
             file.write(json.dumps({"text": f"w{i} {words[i % 997]}", "of": ["a", "b"]}) + "\n")
     assert os.path.getsize("many.jsonl") > 17 << 20, "two parts, and so two workers"
-    command = [sys.executable, "-m", "optrush", "data", "clean", "many.jsonl", "--out", "out", *flags()]
+    command = [sys.executable, "-c", HELD, "data", "clean", "many.jsonl", "--out", "out", *flags()]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     workers: list[int] = []
     while len(workers) < 3:  # and what multiprocessing itself needs beside two

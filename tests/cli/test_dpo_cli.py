@@ -36,6 +36,7 @@ def rows(n: int = 12) -> list[dict[str, Any]]:
     return [{"prompt": f"Soup {i}? ", "chosen": "Yes, with two onions.", "rejected": "No."} for i in range(n)]
 
 
+@pytest.mark.slow
 def test_the_example_learns_which_answer_is_better(call: Call, here: Path) -> None:
     """Four short steps of it: pairs that were held out are the right way round, from a coin's flip; and `eval`."""
     run = yaml.safe_load(EXAMPLE.read_text())

@@ -100,7 +100,7 @@ def test_learning_rates(call: Call, write: Write, lr: str, cause: str, says: str
 
 
 def test_weights_that_rounding_holds(call: Call, write: Write) -> None:
-    sets = ["--set", "optim.lr=1e-7", "--overfit-steps", "12", "--with", "bf16:rounding=nearest", "--json"]
+    sets = ["--set", "optim.lr=1e-7", "--overfit-steps", "4", "--with", "bf16:rounding=nearest", "--json"]
     answer = document(call("train", write(**SMALL), "--overfit", "1", *sets), 1)
     assert answer["cause"] == "lr too small"
     assert "rounding=stochastic (bfloat16 rounds small updates away)" in answer["do"]

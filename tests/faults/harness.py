@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import sys
 import tempfile
+import time
 import traceback
 import zlib
 from collections.abc import Callable
@@ -33,6 +35,7 @@ from optrush.trainer.trainer import TrainedParam, Trainer
 
 torch.set_num_threads(1)
 LONG = os.environ.get("OPTRUSH_FAULTS") == "long"  # as `make faults` asks: as often as the documentation says
+GUARD_S = 240.0  # longer than any child takes, on a machine that is busy: one that has not ended by then hangs
 RAISED = 99  # what a child exits with that did not get to an end of its own
 DISK = ("make_folder", "write_piece", "sync_file", "rename_file", "remove_file", "remove_folder")
 
@@ -46,6 +49,8 @@ def fork(work: Callable[[], Any], env: dict[str, str] | None = None, log: Path |
     """Starts `work` in a forked child and returns its pid; an exception prints itself and exits with RAISED."""
     sys.stdout.flush()
     sys.stderr.flush()
+    if log is not None:
+        log.touch()  # who looks before the child has begun finds nothing said
     if pid := os.fork():
         return pid
     code = RAISED
@@ -75,8 +80,21 @@ def fork(work: Callable[[], Any], env: dict[str, str] | None = None, log: Path |
             os._exit(code)
 
 
+def wait_until(check: Callable[[], object], what: str) -> None:
+    end = time.monotonic() + GUARD_S
+    while not check():
+        assert time.monotonic() < end, f"not within {GUARD_S:.0f} s: {what}"
+        time.sleep(0.005)
+
+
 def ended(pid: int) -> int:
     """Exit code of a child; minus the signal that killed it."""
+    descriptor = os.pidfd_open(pid)
+    over = select.select([descriptor], [], [], GUARD_S)[0]
+    os.close(descriptor)
+    if not over:
+        os.kill(pid, signal.SIGKILL)
+    assert over, f"process {pid} has not ended within {GUARD_S:.0f} s"
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 

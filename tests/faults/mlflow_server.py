@@ -1,6 +1,6 @@
 """A stand-in for MLflow's server: answers what a client asks of it, and notes every request as a line of JSON.
 
-A program of its own, so that a test can kill it: mlflow_server.py PORT LOG.
+A program of its own, so that a test can kill it: mlflow_server.py PORT LOG. It prints its port once it listens.
 """
 
 from __future__ import annotations
@@ -63,4 +63,6 @@ class Handler(BaseHTTPRequestHandler):
 
 if __name__ == "__main__":
     Handler.log = Path(sys.argv[2])
-    ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+    server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
+    print(server.server_port, flush=True)
+    server.serve_forever()

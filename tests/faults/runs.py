@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from optrush.cli import app
 from optrush.trainer import build, metrics, run
 from optrush.trainer.checkpoint import find_checkpoints, verify
 
-from harness import RAISED, ended, fork, launch_env
+from harness import RAISED, ended, fork, launch_env, wait_until
 
 WORDS = 250
 # What the command line imports late, a child finds in place.
@@ -101,6 +101,31 @@ def each_step(work: Callable[[int], None]) -> Callable[[], None]:
     return before
 
 
+def at_step(step: int, work: Callable[[], object], rank: int | None = None) -> Callable[[], None]:
+    """A `before` with which one rank, or each, calls work() ahead of one step: there, however fast the machine is."""
+    return each_step(lambda n: work() if n == step and rank in (None, int(os.environ.get("RANK", "0"))) else None)
+
+
+def signalled(step: int, number: int, rank: int | None = None) -> Callable[[], None]:
+    """A `before` with which one rank, or each, sends itself a signal ahead of a step."""
+    return at_step(step, lambda: os.kill(os.getpid(), number), rank)
+
+
+def held(step: int, until: Path) -> Callable[[], None]:
+    """A `before` with which the run waits ahead of a step until there is such a file."""
+    return at_step(step, lambda: wait_until(until.exists, f"{until.name} is there"))
+
+
+def together(*works: Callable[[], object]) -> Callable[[], None]:
+    """All of them as one `before`: at a step, in this order."""
+
+    def before() -> None:
+        for work in reversed(works):  # each comes ahead of those that were there
+            work()
+
+    return before
+
+
 def begun(config: Path, *flags: str, before: Before = None, env: dict[str, str] | None = None) -> int:
     """Starts a run in a child and returns its pid; what it prints goes to <config>.log."""
 
@@ -134,14 +159,11 @@ def said(config: Path) -> str:
     return config.with_suffix(".log").read_text()
 
 
-def wait_for(output: Path, step: int, limit_s: float = 60) -> None:
+def wait_for(output: Path, step: int) -> None:
     """Until the run has logged a step."""
-    end = time.monotonic() + limit_s
-    while time.monotonic() < end:
-        if (output / "metrics.jsonl").exists() and any(f["step"] >= step for f in figures(output, torn=True)):
-            return
-        time.sleep(0.005)
-    raise AssertionError(f"step {step} was not logged within {limit_s} s")
+    file = output / "metrics.jsonl"
+    logged = lambda: file.exists() and any(f["step"] >= step for f in figures(output, torn=True))
+    wait_until(logged, f"step {step} is logged")
 
 
 EXACT = ("step", "loss", "lr", "grad_norm", "tokens", "target_tokens", "skipped")

@@ -188,7 +188,7 @@ def test_a_host_that_is_lost(hosts: Hosts, home: Path, lost: str) -> None:
     kind, left = "fsdp", "b" if lost == "a" else "a"
     config, limit = small(home, f"lost-{lost}", kind), ("--set", f"train.timeout={TIMEOUT_S}")
     launchers = hosts.both(config, *limit)
-    wait_for(config.with_suffix(""), 7, 120)
+    wait_for(config.with_suffix(""), 7)
     pids = ranks(launchers[left])
     hosts.lose(lost)
     seconds = until(lambda: not any(map(running, pids)), TIMEOUT_S + 5)
@@ -212,7 +212,7 @@ def test_a_cable_that_is_cut(hosts: Hosts, home: Path) -> None:
     """Nothing is reset, nothing arrives: both ranks end by themselves, and each host's log says why."""
     config = small(home, "cut", "ddp", 10_000)
     launchers = hosts.both(config, "--set", f"train.timeout={TIMEOUT_S}", restarts=0)
-    wait_for(config.with_suffix(""), 7, 120)
+    wait_for(config.with_suffix(""), 7)
     time.sleep(4 * BEAT_S)  # until both have read of a step of the other: fast ones are many between two beats
     pids = [pid for launcher in launchers.values() for pid in ranks(launcher)]
     assert len(pids) == 2

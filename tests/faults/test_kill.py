@@ -11,7 +11,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,17 @@ from optrush.trainer.checkpoint import find_checkpoints, verify
 
 from harness import LONG, ended, told
 from runs import (
-    Before,
+    at_step,
     begun,
     begun_on,
     configuration,
     each_step,
     figures,
+    held,
     lines,
     said,
+    signalled,
+    together,
     trained,
     trained_on,
     wait_for,
@@ -55,8 +58,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def recording(path: Path, pause_s: float = 0.0) -> Before:
-    """Notes which samples each step took, and makes each step last a while."""
+def recording(path: Path) -> Callable[[], None]:
+    """Notes which samples each step took."""
 
     def before() -> None:
         begin, gradients = run.set_step, build.forward_backward
@@ -64,7 +67,6 @@ def recording(path: Path, pause_s: float = 0.0) -> Before:
 
         def noted(job: Any, n: int, steps: int) -> None:
             at["step"] = n
-            time.sleep(pause_s)
             begin(job, n, steps)
 
         def taking(job: Any, batches: Any, terms: int) -> Any:
@@ -94,19 +96,20 @@ def exported(output: Path) -> bytes:
 def test_killed_at_random_moments(home: Path) -> None:
     """R1: kill -9, in some runs twice, and the same command again; what it leaves is what the untouched run left."""
     reached = []
-    moments = random.Random(0).choices(range(STEPS), k=30) if LONG else (0, 2, 6)
+    moments = random.Random(0).choices(range(STEPS), k=30) if LONG else (0, 6)
     for seed, first in enumerate(moments):
         rng = random.Random(seed)
         output = home / f"killed-{seed}"
         workers = {"loader": {"workers": 2}} if LONG and seed % 2 else {}
         config = configuration(home, output, **{"with": ALONE | workers})
         for logged in [first, rng.randrange(STEPS)][: 1 + (seed % 3 == 0)]:
-            pid = begun(config, "--resume", "auto")
+            pid = begun(config, "--resume", "auto", before=held(logged + 2, home / "never"))
             if logged:  # else: while it is being assembled
                 wait_for(output, logged)
             time.sleep(rng.random() * 0.1)
             os.kill(pid, signal.SIGKILL)
-            assert ended(pid) in (-9, 0)
+            code = ended(pid)
+            assert code == -9 or (code == 0 and logged + 2 > STEPS), said(config)
             done = figures(output, torn=True)[-1]["step"] if (output / "metrics.jsonl").exists() else 0
             saved = verify(find_checkpoints(output)[0]).step if find_checkpoints(output) else 0
             assert done - saved <= SAVE_EVERY
@@ -129,12 +132,12 @@ def test_killed_on_two_ranks(home: Path) -> None:
         rng = random.Random(seed)
         output = home / f"killed-fsdp-{seed}"
         config = configuration(home, output, **{"with": FSDP})
-        pids = begun_on(2, config, "--resume", "auto")
+        pids = begun_on(2, config, "--resume", "auto", before=held(STEPS, home / "never"))
         wait_for(output, rng.randrange(2, STEPS))
         time.sleep(rng.random() * 0.1)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
-        assert all(ended(pid) in (-9, 0) for pid in pids)
+        assert [ended(pid) for pid in pids] == [-9, -9]
         assert trained_on(2, config, "--resume", "auto") == [0, 0], said(config)
         assert figures(output) == figures(home / "fsdp")
         assert weights(output) == weights(home / "fsdp")
@@ -146,10 +149,7 @@ def test_told_to_stop(home: Path, number: signal.Signals) -> None:
     """R5: saves after the step under way, or the next; exit 143; says how to go on, and goes on to the same end."""
     output = home / f"stopped-{number.name}"
     config = configuration(home, output)
-    pid = begun(config, before=recording(home / f"{number.name}.samples", pause_s=0.1))
-    wait_for(output, 4)
-    os.kill(pid, number)
-    assert ended(pid) == 143, said(config)
+    assert trained(config, before=signalled(5, number)) == 143, said(config)
     saved = verify(find_checkpoints(output)[0]).step
     assert saved in (5, 6) and figures(output)[-1]["step"] == saved
     assert "--resume auto" in said(config)
@@ -162,10 +162,8 @@ def test_one_rank_told_to_stop(home: Path) -> None:
     """R5: one rank hears it, all save the same step."""
     output = home / "stopped-one"
     config = configuration(home, output, **{"with": DDP})
-    pids = begun_on(2, config, before=recording(home / "one.samples", pause_s=0.1))
-    wait_for(output, 4)
-    os.kill(pids[1], signal.SIGTERM)
-    assert [ended(pid) for pid in pids] == [143, 143], said(config)
+    before = together(recording(home / "one.samples"), signalled(5, signal.SIGTERM, rank=1))
+    assert trained_on(2, config, before=before) == [143, 143], said(config)
     assert verify(find_checkpoints(output)[0]).step in (5, 6) and set(samples(home / "one.samples")) <= set(range(1, 7))
     assert trained_on(2, config, "--resume", "auto") == [0, 0]
     told("R5", 1, "SIGTERM to one rank of two")
@@ -175,15 +173,10 @@ def test_told_twice(home: Path) -> None:
     """R5: the second Ctrl-C does not wait for the step; nothing that was saved suffers."""
     output = home / "twice"
     config = configuration(home, output)
-    pid = begun(config, before=recording(home / "twice.samples", pause_s=2.5))
-    wait_for(output, 3)
-    time.sleep(0.3)
-    os.kill(pid, signal.SIGINT)
-    time.sleep(0.1)
-    begin = time.monotonic()
-    os.kill(pid, signal.SIGINT)
-    assert ended(pid) == 130, said(config)
-    assert time.monotonic() - begin < 2.0  # the step takes longer, from here on
+    on = home / "twice.on"
+    before = together(signalled(4, signal.SIGINT), signalled(4, signal.SIGINT), at_step(4, on.touch))
+    assert trained(config, before=before) == 130, said(config)
+    assert not on.exists() and figures(output)[-1]["step"] == 3
     assert verify(find_checkpoints(output)[0]).step == 3
     assert trained(config, "--resume", "auto") == 0
     assert figures(output) == figures(home / "reference")
@@ -255,14 +248,12 @@ def test_on_other_ranks(home: Path) -> None:
     at = []
     for n, techniques, until in stops:
         config = configuration(home, output, **{"with": techniques})
-        before = recording(record, pause_s=0.05)
-        flags = ("--resume", "auto")
-        pids = begun_on(n, config, *flags, before=before) if n > 1 else [begun(config, *flags, before=before)]
+        before = recording(record)
         if until < STEPS:
-            wait_for(output, until)
-            for pid in pids:
-                os.kill(pid, signal.SIGTERM)
-        assert {ended(pid) for pid in pids} == {143 if until < STEPS else 0}, said(config)
+            before = together(before, signalled(until, signal.SIGTERM))
+        flags = ("--resume", "auto")
+        codes = trained_on(n, config, *flags, before=before) if n > 1 else [trained(config, *flags, before=before)]
+        assert set(codes) == {143 if until < STEPS else 0}, said(config)
         at.append(verify(find_checkpoints(output)[0]).step)
     reference = figures(home / "reference")
     worst = max(abs(a["loss"] - b["loss"]) for a, b in zip(figures(output), reference, strict=True))

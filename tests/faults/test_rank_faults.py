@@ -21,19 +21,22 @@ from meshes import further
 from optrush.data import sampler
 from optrush.errors import RunError
 from optrush.launch import process_stat
-from optrush.trainer import build, peers
+from optrush.trainer import build, distributed, peers
 from optrush.trainer.checkpoint import find_checkpoints, verify
 
-from harness import ended, launch_env, told
+from harness import ended, launch_env, told, wait_until
 from runs import (
+    at_step,
     begun,
     begun_on,
     command,
     configuration,
-    each_step,
     figures,
     fork,
+    held,
     said,
+    signalled,
+    together,
     trained,
     trained_on,
     wait_for,
@@ -42,7 +45,7 @@ from runs import (
     write_model,
 )
 
-STEPS = 12
+TIMEOUT_S = 5  # train.timeout
 DDP: dict[str, Any] = {"packing": {}, "ddp": {}}
 FSDP: dict[str, Any] = {"packing": {}, "fsdp": {}}
 
@@ -57,9 +60,14 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def slow(pause_s: float = 0.1) -> Callable[[], None]:
-    """A `before` that makes each step last a while."""
-    return each_step(lambda n: time.sleep(pause_s))
+def met() -> Callable[[], None]:
+    """A `before` with which each rank has read a beat of the others when step 4 begins: fast steps lie between two."""
+
+    def known() -> bool:
+        watch = distributed._watch
+        return watch is not None and all(text for text, _ in watch.beats.values())
+
+    return at_step(4, lambda: wait_until(known, "the others' beats are read"))
 
 
 def refusal(config: Path) -> list[str]:
@@ -73,53 +81,40 @@ def refusal(config: Path) -> list[str]:
 @pytest.mark.parametrize("victim", further([1, 0], 1))
 def test_a_rank_that_dies_is_named(home: Path, victim: int) -> None:
     config = configuration(home, home / f"dies-{victim}", **{"with": DDP})
-    pids = begun_on(2, config, before=slow())
-    wait_for(config.with_suffix(""), 4)
-    begin = time.monotonic()
-    os.kill(pids[victim], signal.SIGKILL)
-    assert ended(pids[1 - victim]) == 1 and ended(pids[victim]) == -9
-    assert time.monotonic() - begin < 10
+    codes = trained_on(2, config, before=together(met(), signalled(5, signal.SIGKILL, rank=victim)))
+    assert codes[1 - victim] == 1 and codes[victim] == -9
     asked, found, do = refusal(config)
-    assert re.fullmatch(r"asked: step [5-7], .*, on 2 ranks", asked)
+    assert re.fullmatch(r"asked: step [45], .*, on 2 ranks", asked)
     assert found.startswith(f"found: rank {victim} ended, and rank {1 - victim} waited for it; rank {victim}, process ")
-    assert re.fullmatch(r"do:    go on from step-00000[36] with: --resume auto", do)
+    assert re.fullmatch(r"do:    go on from step-000003 with: --resume auto", do)
 
 
 @pytest.mark.parametrize("victim", further([0, 1], 1))
 def test_a_stopped_rank_is_named_within_the_timeout(home: Path, victim: int) -> None:
     """All ranks end, the stopped one too, whichever holds the store."""
     config = configuration(home, home / f"stops-{victim}", **{"with": FSDP})
-    pids = begun_on(2, config, "--set", "train.timeout=2", before=slow())
-    wait_for(config.with_suffix(""), 4)
-    begin = time.monotonic()
-    os.kill(pids[victim], signal.SIGSTOP)
-    assert ended(pids[1 - victim]) == 1 and ended(pids[victim]) == -9
-    assert time.monotonic() - begin < 2 + 5
+    before = together(met(), signalled(5, signal.SIGSTOP, rank=victim))
+    codes = trained_on(2, config, "--set", f"train.timeout={TIMEOUT_S}", before=before)
+    assert codes[1 - victim] == 1 and codes[victim] == -9
     asked, found, do = refusal(config)
-    assert re.fullmatch(r"asked: step [5-7], .*, on 2 ranks", asked)
-    assert f"rank {victim} did not answer rank {1 - victim} for 2 s (train.timeout)" in found and "is stopped" in found
+    assert re.fullmatch(r"asked: step [45], .*, on 2 ranks", asked)
+    said_ = f"rank {victim} did not answer rank {1 - victim} for {TIMEOUT_S} s (train.timeout)"
+    assert said_ in found and "is stopped" in found
     assert "--resume auto" in do
 
 
 def test_a_rank_that_hangs_is_named_with_what_it_does(home: Path) -> None:
     """Its process is alive, and its beat comes."""
-
-    def hang(n: int) -> None:
-        if n == 5 and os.environ["RANK"] == "1":
-            threading.Event().wait()
-
     config = configuration(home, home / "hangs", **{"with": DDP})
-    first, second = begun_on(2, config, "--set", "train.timeout=2", before=each_step(hang))
-    begin = time.monotonic()
+    before = together(met(), at_step(5, threading.Event().wait, rank=1))
+    first, second = begun_on(2, config, "--set", f"train.timeout={TIMEOUT_S}", before=before)
     assert ended(first) == 1
-    assert time.monotonic() - begin < 25
     os.kill(second, signal.SIGKILL)  # as its launcher would
     ended(second)
     asked, found, _ = refusal(config)
     assert asked == "asked: step 5, the forward and backward passes, on 2 ranks"
-    assert (
-        "rank 1 did not answer rank 0 for 2 s" in found and "was last seen in step 5, the sum of the targets" in found
-    )
+    assert f"rank 1 did not answer rank 0 for {TIMEOUT_S} s" in found
+    assert "was last seen in step 5, the sum of the targets" in found
 
 
 def test_a_collective_that_failed_is_explained_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,12 +152,10 @@ def test_restarted_over_the_store_of_those_before(home: Path) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     config = configuration(home, home / "restarted", **{"with": DDP})
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
-    for kill in (3, 7, None):
+    for kill in (4, 9, None):
         envs = [{**env, **agent} for env in launch_env(2)]
-        pids = [begun(config, "--resume", "auto", before=slow(0.05), env=env) for env in envs]
-        if kill is not None:
-            wait_for(config.with_suffix(""), kill)
-            os.kill(pids[kill % 2], signal.SIGKILL)
+        before = None if kill is None else signalled(kill, signal.SIGKILL, rank=kill % 2)
+        pids = [begun(config, "--resume", "auto", before=before, env=env) for env in envs]
         assert sorted(ended(pid) for pid in pids) == ([0, 0] if kill is None else [-9, 1]), said(config)
     assert figures(config.with_suffix("")) == figures(home / "ddp")
     assert weights(config.with_suffix("")) == weights(home / "ddp")
@@ -220,9 +213,7 @@ def test_out_of_memory_on_one_rank(home: Path, victim: int) -> None:
         build.forward_backward = greedy
 
     config = configuration(home, home / f"memory-{victim}", **{"with": DDP})
-    begin = time.monotonic()
     assert trained_on(2, config, before=before) == [1, 1]
-    assert time.monotonic() - begin < 25
     asked, found, do = refusal(config)
     assert asked == f"asked: 2 rows of 64 tokens a micro-batch, on rank {victim} of 2"
     assert found == "found: out of memory in step 5: no memory for 9 GiB"
@@ -234,23 +225,24 @@ def test_a_terminal_that_closes(home: Path) -> None:
     techniques = {"packing": {}, "loader": {"workers": 1}}
     config = configuration(home, home / "hangup", **{"with": techniques})
     ours, theirs = pty.openpty()
+    closed = home / "hangup.closed"
 
     def on_terminal() -> None:
         for fd in (1, 2):
             os.dup2(theirs, fd)
         os.close(ours)
         sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1)
-        slow()()
+        hangup = at_step(7, lambda: os.killpg(0, signal.SIGHUP))  # a step or two are logged before it comes
+        together(held(5, closed), hangup)()
 
     pid = begun(config, before=on_terminal)
     os.close(theirs)
     wait_for(config.with_suffix(""), 4)
     os.close(ours)
-    time.sleep(0.3)  # a step or two are logged before the signal comes
-    os.killpg(pid, signal.SIGHUP)
+    closed.touch()
     assert ended(pid) == 143, said(config)
     saved = verify(find_checkpoints(config.with_suffix(""))[0]).step
-    assert 5 <= saved <= 10 and figures(config.with_suffix(""))[-1]["step"] == saved
+    assert saved in (7, 8) and figures(config.with_suffix(""))[-1]["step"] == saved
 
 
 def test_a_hangup_that_is_ignored(home: Path) -> None:
@@ -259,12 +251,9 @@ def test_a_hangup_that_is_ignored(home: Path) -> None:
 
     def ignore() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        slow(0.05)()
+        signalled(5, signal.SIGHUP)()
 
-    pid = begun(config, before=ignore)
-    wait_for(config.with_suffix(""), 4)
-    os.kill(pid, signal.SIGHUP)
-    assert ended(pid) == 0
+    assert trained(config, before=ignore) == 0
 
 
 @pytest.mark.parametrize("streams", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -273,51 +262,53 @@ def test_a_stopped_data_worker(home: Path, streams: bool) -> None:
     output = home / f"worker-{streams}"
     techniques = {"packing": {"window": 64}, "loader": {"workers": 1, "prefetch": 1}}
     data = {"path": str(home / "data.jsonl"), "stream": streams}
-    config = configuration(home, output, data=data, train__steps=80, **{"with": techniques})
+    config = configuration(home, output, data=data, train__steps=16, **{"with": techniques})
+    pid = begun(config, before=together(stopping(4), stopping(10)))
+    worker = stopped(config, 4)
+    os.kill(worker, signal.SIGCONT)
+    assert stopped(config, 10) == worker
+    os.kill(pid, signal.SIGTERM)
+    assert ended(pid) == 143, said(config)
+    assert verify(find_checkpoints(output)[0]).step == figures(output)[-1]["step"] >= 10
+    with pytest.raises(FileNotFoundError):
+        process_stat(worker)
+    assert trained(config, "--resume", "auto") == 0
+
+
+def stopping(step: int, rank: int | None = None) -> Callable[[], None]:
+    """A `before` with which a run's one data worker is stopped ahead of a step, and reported when its batch is late."""
+
+    def stop() -> None:
+        (worker,) = sampler._workers
+        print(f"stopped ahead of step {step}: {worker.pid}", flush=True)
+        os.kill(worker.pid or 0, signal.SIGSTOP)
 
     def before() -> None:
         sampler.LATE_S, sampler.REPEAT_S, sampler.GIVING_UP_S = 0.5, 0.5, 0.5
-        slow(0.05)()
+        at_step(step, stop, rank)()
 
-    def workers_of(trainer: int) -> list[int]:
-        return [int(p) for p in Path(f"/proc/{trainer}/task/{trainer}/children").read_text().split()]
+    return before
 
-    pid = begun(config, before=before)
-    wait_for(output, 4)
-    (worker,) = workers_of(pid)
-    os.kill(worker, signal.SIGSTOP)
-    end = time.monotonic() + 30
-    while f"(process {worker}) is stopped" not in said(config) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert f"(process {worker}) is stopped" in said(config)
-    waiting = figures(output)[-1]["step"]
-    os.kill(worker, signal.SIGCONT)
-    wait_for(output, waiting + 2)
-    os.kill(worker, signal.SIGSTOP)
-    os.kill(pid, signal.SIGTERM)
-    assert ended(pid) == 143, said(config)
-    assert verify(find_checkpoints(output)[0]).step == figures(output)[-1]["step"] >= waiting + 2
-    with pytest.raises(FileNotFoundError):
-        process_stat(worker)
-    end_config = configuration(home, output, data=data, train__steps=80, **{"with": techniques})
-    assert trained(end_config, "--resume", "auto") == 0
+
+def stopped(config: Path, step: int) -> int:
+    """The data worker that was stopped ahead of a step, once the run has reported it."""
+
+    def reported() -> re.Match[str] | None:
+        return re.search(rf"stopped ahead of step {step}: (\d+)\n(?s:.*)\(process \1\) is stopped", said(config))
+
+    wait_until(reported, "the stopped worker is reported")
+    found = reported()
+    assert found is not None
+    return int(found[1])
 
 
 def test_one_rank_without_a_batch(home: Path) -> None:
     """The others stop before the same step."""
     output = home / "starved"
     techniques = {**DDP, "loader": {"workers": 1, "prefetch": 1}}
-    config = configuration(home, output, train__steps=200, **{"with": techniques})
-
-    def before() -> None:
-        sampler.GIVING_UP_S = 0.5
-        slow(0.05)()
-
-    pids = begun_on(2, config, before=before)
-    wait_for(output, 4)
-    (worker,) = map(int, Path(f"/proc/{pids[1]}/task/{pids[1]}/children").read_text().split())
-    os.kill(worker, signal.SIGSTOP)
-    time.sleep(1.0)
+    config = configuration(home, output, **{"with": techniques})
+    pids = begun_on(2, config, before=stopping(4, rank=1))
+    stopped(config, 4)
     os.kill(pids[1], signal.SIGTERM)
     assert [ended(pid) for pid in pids] == [143, 143], said(config)
     assert verify(find_checkpoints(output)[0]).step == figures(output)[-1]["step"]

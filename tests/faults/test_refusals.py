@@ -15,6 +15,7 @@ from runs import (
     begun,
     configuration,
     figures,
+    held,
     lines,
     said,
     trained,
@@ -24,7 +25,7 @@ from runs import (
     write_data,
     write_model,
 )
-from test_kill import DDP, recording
+from test_kill import DDP
 
 
 @pytest.fixture(scope="module")
@@ -150,13 +151,14 @@ def test_two_runs_in_one_folder(home: Path) -> None:
     """R16: the second is refused, whether it begins, resumes or cleans; the first ends as if alone."""
     output = home / "shared"
     config = configuration(home, output)
-    pid = begun(config, before=recording(home / "shared.samples", pause_s=0.3))
+    pid = begun(config, before=held(4, home / "refused"))
     wait_for(output, 1)
     second = home / "second.yaml"
     second.write_text(config.read_text())
     for flags in ([], ["--resume", "auto"], ["--set", "train.clean=true"]):
         assert trained(second, *flags) == 2, said(second)
     assert "another run is at work there" in said(second) and "a run lies there" in said(second)
+    (home / "refused").touch()
     assert ended(pid) == 0, said(config)
     assert figures(output) == figures(home / "reference") and weights(output) == weights(home / "reference")
 

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from optrush import files
 from optrush.errors import ConfigError, UserError
 from optrush.trainer.run_dir import KNOWN, check_free, claim, cut_back, lock
 
-from harness import ended, fork, ranks, run, small_job, told
+from harness import ended, fork, ranks, run, small_job, told, wait_until
 
 
 def a_run(folder: Path) -> Path:
@@ -36,11 +35,10 @@ def test_a_second_run_in_one_folder(tmp_path: Path) -> None:
     def hold() -> None:
         with lock(tmp_path):
             ready.write_text("")
-            time.sleep(60)
+            signal.pause()
 
     pid = fork(hold)
-    while not ready.exists():
-        time.sleep(0.01)
+    wait_until(ready.exists, "the folder is locked")
     with pytest.raises(ConfigError, match="another run is at work"), lock(tmp_path):
         pass
     os.kill(pid, signal.SIGKILL)

@@ -21,7 +21,7 @@ from optrush.trainer import checkpoint, run
 from optrush.trainer.checkpoint import Saver, choose, find_checkpoints, restore, verify
 from optrush.trainer.run_dir import Best, BestCheckpoint
 
-from harness import DISK, LONG, advance, ended, holds, killing, leftovers, meta, small_job, told
+from harness import DISK, GUARD_S, LONG, advance, ended, holds, killing, leftovers, meta, small_job, told
 from harness import run as forked
 from runs import (
     Before,
@@ -30,8 +30,11 @@ from runs import (
     configuration,
     each_step,
     figures,
+    held,
     lines,
     said,
+    signalled,
+    together,
     trained,
     trained_on,
     wait_for,
@@ -162,7 +165,7 @@ def test_the_loop_goes_on_one_save_is_under_way_and_the_end_waits(home: Path) ->
             begin(job, n, steps)
 
         def stuck(descriptor: int) -> None:
-            until = time.monotonic() + 30
+            until = time.monotonic() + GUARD_S / 2
             while at["saving"] and at["step"] < min(12, at["saving"] + 2):
                 assert time.monotonic() < until, "the loop waits for the disk"
                 time.sleep(0.005)
@@ -214,7 +217,7 @@ def test_two_ranks(home: Path, technique: str) -> None:
     reference = configuration(home, home / f"{technique}-loop", **techniques)
     assert trained_on(2, reference) == [0, 0], said(reference)
     config, output = behind(home, technique, **techniques)
-    pids = begun_on(2, config, before=slow_disk(0.1, rank="1"))
+    pids = begun_on(2, config, before=together(slow_disk(0.1, rank="1"), held(10, home / "never")))
     wait_for(output, 8)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
@@ -273,10 +276,7 @@ def test_the_loop_is_hardly_held_up(home: Path, technique: str) -> None:
 def test_told_to_stop_on_a_slow_disk(home: Path) -> None:
     """The save under way and the one of the stop are both complete when the run has ended."""
     config, output = behind(home, "stopped", train={**BEHIND, "steps": 400, "keep": 3})
-    pid = begun(config, before=slow_disk(0.1))
-    wait_for(output, 3)
-    os.kill(pid, signal.SIGTERM)
-    assert ended(pid) == 143, said(config)
+    assert trained(config, before=together(slow_disk(0.1), signalled(5, signal.SIGTERM))) == 143, said(config)
     saved = [verify(path).step for path in find_checkpoints(output)]
     assert saved[0] == figures(output)[-1]["step"] and 3 in saved and leftovers(output) == []
 
@@ -353,7 +353,7 @@ def test_no_host_memory_for_the_copy(home: Path) -> None:
 
 def test_a_save_that_lasts_longer_than_the_timeout(home: Path) -> None:
     """Writing has a limit of its own: no rank waits for another's disk in a collective."""
-    train = {**BEHIND, "steps": 2, "save": "sync", "timeout": 3}
+    train = {**BEHIND, "steps": 2, "save": "sync", "timeout": 4}
     config, output = behind(home, "long", train=train, **{"with": {"packing": {}, "ddp": {}}})
 
     def before() -> None:
@@ -361,7 +361,7 @@ def test_a_save_that_lasts_longer_than_the_timeout(home: Path) -> None:
 
         def slow(file: Any, data: Any) -> None:
             if "step-000002" in str(getattr(file, "name", "")) and not slept:
-                slept.append(time.sleep(4.5))
+                slept.append(time.sleep(5.0))
             real(file, data)
 
         files.write_piece = slow

@@ -133,7 +133,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("with_", [(), ("bf16", "lora", "nf4")], ids=["all", "adapters"])
+@pytest.mark.parametrize(
+    "with_", [("bf16", "lora", "nf4"), pytest.param((), marks=pytest.mark.slow)], ids=["adapters", "all"]
+)
 def test_a_plan_counts_what_the_rule_saves(with_: tuple[str, ...]) -> None:
     """Without the products of a chunk, the smallest large line, it would be 3 % off."""
     asked = shaped("delta", "fused-adamw", "attention:delta=plain", "fused-loss:chunk=128", *with_, rows=16, seq=512)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from meshes import further
 from optrush import export
 from optrush.config import parse_config
 from optrush.errors import ConfigError, NeedsError
@@ -64,7 +65,10 @@ def alike(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
     return one[0] == other[0] and all(torch.equal(one[1][name], t) for name, t in other[1].items())
 
 
-@pytest.mark.parametrize("with_", [{}, {"bf16": {}, **LORA}, {"nf4": {}, **LORA}, {"int8": {}, **LORA}], ids=str)
+DENSE = [{}, {"nf4": {}, **LORA}, {"bf16": {}, **LORA}, {"int8": {}, **LORA}]
+
+
+@pytest.mark.parametrize("with_", further(DENSE, 2), ids=str)
 def test_a_run_is_that_of_the_dense_values(boxes: tuple[Path, Path], with_: dict[str, Any]) -> None:
     """Of all weights, of adapters, and over codes that are made of these values."""
     packed, dense = (played(assembled(golden_run(box, packed=True, **with_))) for box in boxes)

@@ -69,7 +69,7 @@ class Command:
         there = {k: v for k, v in os.environ.items() if k not in AWAY} | environment_of(self.folder, {})
         done = subprocess.run(
             [sys.executable, "-m", "optrush", *arguments],
-            env=there, cwd=self.folder, capture_output=True, text=True, timeout=120, check=False,
+            env=there, cwd=self.folder, capture_output=True, text=True, timeout=600, check=False,
         )  # fmt: skip
         return Ended(done.returncode, done.stdout, done.stderr)
 

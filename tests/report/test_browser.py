@@ -105,7 +105,7 @@ class Browser:
     def close(self) -> None:
         os.close(self.writes)
         self.process.terminate()
-        self.process.wait(20)
+        self.process.wait(240)
         os.close(self.reads)
 
 

@@ -69,8 +69,7 @@ def test_same_figures_from_one_compilation(box, uneven, far, monkeypatch, implem
     code: it is written and compiled, which takes most of the time; or the same graphs run without.
     """
     if not code:
-        real = torch.compile
-        monkeypatch.setattr(torch, "compile", lambda f, options=None, **more: real(f, backend="aot_eager", **more))
+        _unwritten(monkeypatch)
     with_ = {"attention": {}, "fused_loss": {"chunk": 64}, "recompute": {"every": 2}}
     sets = [uneven, f"batch.seq={LONG}", f"batch.tokens={LONG * 4}", f"batch.micro_tokens={LONG * 2}"]
     sets += [far, f"model.implementation={implementation}"]
@@ -93,6 +92,12 @@ def test_same_figures_from_one_compilation(box, uneven, far, monkeypatch, implem
     assert figures == [pytest.approx(line, rel=CLOSE) for line in base]
 
 
+def _unwritten(monkeypatch):
+    """The same graphs, run without code that is written for them."""
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, options=None, **more: real(f, backend="aot_eager", **more))
+
+
 def test_one_graph_is_for_one_rank(box):
     run = golden_run(box, packed=True, ddp={}, compile={"scope": "model"})
     with pytest.raises(NeedsError, match="take scope=blocks"):
@@ -100,7 +105,10 @@ def test_one_graph_is_for_one_rank(box):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_the_whole_loss_compiles_too(box):
+@pytest.mark.parametrize("code", further([False, True], 1))
+def test_the_whole_loss_compiles_too(box, monkeypatch, code):
+    if not code:
+        _unwritten(monkeypatch)
     hidden, labels = torch.randn(2, T, SIZES["hidden_size"], requires_grad=True), torch.randint(0, 80, (2, T))
 
     def made(**with_):

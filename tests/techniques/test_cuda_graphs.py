@@ -81,7 +81,7 @@ SETS = [
 ]
 
 
-@pytest.mark.parametrize("with_", further(SETS[1:] + SETS[:1], 2), ids=str)
+@pytest.mark.parametrize("with_", further(SETS[1:] + SETS[:1], 1), ids=str)
 @pytest.mark.parametrize("packed", further([False, True], 1))
 def test_equal_bits_over_eight_steps(box, packed, with_):
     """Two micro-batches a step, other documents and another number of targets each time."""

@@ -107,7 +107,7 @@ def short(box, with_):
     return [b.n_terms for b in batches], loss.item(), norm.item(), bool(skipped), weights(job)
 
 
-@pytest.mark.parametrize("kind", further(["ddp", "fsdp3", "fsdp3-each", "fsdp2"], 2))
+@pytest.mark.parametrize("kind", further(["ddp", "fsdp3", "fsdp3-each", "fsdp2"], 1))
 def test_rows_without_targets(box, pair, kind):
     _, want_loss, want_norm, _, want = short(box, {})
     found = pair(short, box, KINDS[kind])
@@ -134,7 +134,7 @@ def poisoned(box, with_):
     return bad, same, worse, torch.stack([w.sum() for w in weights(job).values()]).isfinite().all().item()
 
 
-@pytest.mark.parametrize("kind", further(["ddp", "fsdp3", "fsdp3-each", "fsdp2"], 2))
+@pytest.mark.parametrize("kind", further(["ddp", "fsdp3", "fsdp3-each", "fsdp2"], 1))
 def test_a_bad_rank_skips_the_update_on_all(box, pair, kind):
     assert pair(poisoned, box, KINDS[kind]) == [(True, True, False, True)] * 2
 

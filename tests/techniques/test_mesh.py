@@ -35,7 +35,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", further(CASES, 3), ids=str)
+@pytest.mark.parametrize("case", further(CASES, 2), ids=str)
 def test_four_ranks_are_one_process(box, quad, reference, case):
     prove(box, quad, case, reference)
 

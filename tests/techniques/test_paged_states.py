@@ -125,7 +125,7 @@ OPTIMIZERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("with_", further(OPTIMIZERS[::-2] + OPTIMIZERS[-2::-2], 2), ids=str)
+@pytest.mark.parametrize("with_", further(OPTIMIZERS[::-2] + OPTIMIZERS[-2::-2], 1), ids=str)
 def test_equal_bits_over_some_steps(box, with_):
     base = trained(box, **with_)
     for kinds in BUSES if with_ == {"fused_adamw": {}} else BUSES[:1]:

@@ -77,7 +77,7 @@ def test_four_ranks_are_one_process(box, quad, reference, case):
     prove(box, quad, case, reference)
 
 
-@pytest.mark.parametrize("case", further(DEEP_TWO, 2), ids=str)
+@pytest.mark.parametrize("case", further(DEEP_TWO, 1), ids=str)
 def test_two_stages_a_rank_are_one_process(deep, pair, reference, case):
     prove(deep, pair, case, reference)
 

@@ -39,7 +39,7 @@ def once(partitioned):
             ({"ops": "products"}, {"attention": {}}, "transformers"),
             ({"ops": "attention"}, {}, "native"),
         ],
-        2,
+        1,
     ),
     ids=str,
 )

@@ -34,7 +34,7 @@ FOUR = [
 ]
 
 
-@pytest.mark.parametrize("case", further(TWO, 3), ids=str)
+@pytest.mark.parametrize("case", further(TWO, 2), ids=str)
 def test_two_ranks_are_one_process(box, pair, reference, case):
     prove(box, pair, case, reference)
 

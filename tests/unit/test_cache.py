@@ -47,7 +47,7 @@ def written(path, texts=TEXTS):
 
 
 def work(tokens, *paths, say=lambda line: None, kept=None, cleaning="", **data):
-    config = parse_config("model: tiny\nobjective: sft\ndata: {path: x, workers: 2}\noutput: o\n", "x")
+    config = parse_config("model: tiny\nobjective: sft\ndata: {path: x, workers: 1}\noutput: o\n", "x")
     config = config.model_copy(update={"data": config.data.model_copy(update=data)})
     return TokenizeWork(config, tokens, tuple(paths), kept, cleaning, say)
 
@@ -172,7 +172,7 @@ def test_packed_data_counts_as_what_it_holds(here, tokens):
 
 def test_worker_processes_make_what_one_process_makes_and_only_once(here, tokens, monkeypatch):
     paths = [written(here / "a.jsonl"), written(here / "b.jsonl", TEXTS[::-1])]
-    made = list(tokenized(work(tokens, *paths)))
+    made = list(tokenized(work(tokens, *paths, workers=2)))
     assert len(made) > 6 and all(isinstance(m, Path) for m in made)
     assert ids(made) == alone(tokens, paths[0]) + alone(tokens, paths[1])
     folder = made[0].parent
@@ -278,7 +278,7 @@ def test_temporary_files_of_the_dead_are_removed(here, tokens):
 def test_the_key(here, tiny_folder, tokens, monkeypatch):
     path = written(here / "a.jsonl")
     base = work(tokens, path).folder
-    assert work(tokens, path, workers=1, too_long="split", max_samples=3, eval=0.5).folder == base
+    assert work(tokens, path, workers=2, too_long="split", max_samples=3, eval=0.5).folder == base
     written(here / "b.jsonl", TEXTS[:-1])
     template = tokens.template()
     others = {
@@ -375,7 +375,7 @@ def test_a_damaged_file_is_named_whichever_worker_meets_it(here, tokens):
 
 
 def test_a_worker_that_dies(here, tokens, monkeypatch, capfd):
-    given = work(tokens, written(here / "a.jsonl"), workers=1)
+    given = work(tokens, written(here / "a.jsonl"))
     with monkeypatch.context() as patch:
         patch.setattr(tokenize, "WORKER", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
         with pytest.raises(DataError, match=r"was killed by signal 9 \(out of memory\?\)") as caught:
@@ -397,22 +397,23 @@ import fcntl, sys, time
 file = open(sys.argv[1], "a")
 fcntl.flock(file, fcntl.LOCK_EX)
 print("held", flush=True)
-time.sleep(float(sys.argv[2]))
+sys.stdin.read()
 """
 
 
 def test_others_wait_and_say_so(here, tokens, monkeypatch):
-    monkeypatch.setattr(tokenize, "QUIET_S", 0.3)
-    said = []
-    given = work(tokens, written(here / "a.jsonl"), say=said.append)
+    monkeypatch.setattr(tokenize, "QUIET_S", 0.0)
+    said, given = [], work(tokens, written(here / "a.jsonl"))
     given.folder.mkdir(parents=True)
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(given.folder / "lock"), "1"], stdout=subprocess.PIPE
-    ) as process:
+    command = [sys.executable, "-c", HOLD, str(given.folder / "lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+
+        def say(text):
+            said.append(text)
+            process.stdin.close()  # the other's work is over
+
         assert process.stdout.readline() == b"held\n"
-        begun = time.monotonic()
-        assert ids(tokenized(given)) == alone(tokens, given.files[0])
-        assert time.monotonic() - begun > 0.8 and process.poll() == 0
+        assert ids(tokenized(replace(given, say=say))) == alone(tokens, given.files[0])
     assert said.count("waiting for another process that tokenises the same data") == 1
 
 
@@ -425,9 +426,9 @@ def test_who_waited_uses_what_the_other_made(here, tokens, monkeypatch):
     monkeypatch.setattr(tokenize, "QUIET_S", 0.0)
     other = threading.Thread(target=lambda: found.extend(tokenized(replace(given, say=lambda _: seen.set()))))
     other.start()  # the lock is of the open file, so a thread waits for it as another process would
-    assert seen.wait(20)
+    assert seen.wait(240)
     mine = [first, *made]
-    other.join(20)
+    other.join(240)
     assert found == mine
 
 

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -448,10 +447,8 @@ def test_a_worker_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(cleaning, "ProcessPoolExecutor", Killed)
     files = [write(tmp_path / f"{i}.jsonl", ["a"]) for i in range(6)]
-    begun = time.monotonic()
     with pytest.raises(RunError, match="a process that measured rows for cleaning was killed"):
         clean_files(files, Cleaning(chars=(1, 2)), tokens=None, workers=2)
-    assert time.monotonic() - begun < 60
 
 
 def test_batches_of_which_nothing_is_left(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

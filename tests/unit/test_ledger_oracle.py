@@ -81,7 +81,7 @@ QUICK = [(case, near) for case, near in EVERY if case not in WHOLE_ONLY]
 @pytest.mark.parametrize(
     ("case", "near", "blocks"),
     [
-        *further([(case, near, 3) for case, near in QUICK[::2] + QUICK[1::2]], 9),
+        *further([(case, near, 3) for case, near in QUICK[::4] + QUICK[1::4] + QUICK[2::4] + QUICK[3::4]], 6),
         *(pytest.param(case, near, None, marks=pytest.mark.slow) for case, near in EVERY),
     ],
     ids=str,

@@ -109,7 +109,7 @@ def test_every_part_of_a_step_is_seen(mode: Any) -> None:
             ("transformers", ("amp", "attention", "fused-adamw")),
             ("transformers", ("amp", "fused-loss:chunk=48")),
         ],
-        3,
+        1,
     ),
     ids=str,
 )
@@ -130,7 +130,7 @@ def test_the_tracker_agrees_with_the_allocator(tmp_path: Path, implementation: s
             ("native", ("bf16", "attention", "fused-adamw", "recompute")), ("transformers", ()), ("native", ()),
             ("transformers", ("bf16", "attention", "fused-adamw", "recompute")),
         ],
-        2,
+        1,
     ),
     ids=str,
 )  # fmt: skip

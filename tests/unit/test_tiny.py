@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from meshes import further
 from optrush.data.readers import read_rows
 from optrush.data.sample import conversations, write_sample
 from optrush.data.schema import parse_row
@@ -29,7 +30,7 @@ def test_two_writings_are_the_same_bytes_and_another_seed_changes_the_weights_al
     assert "<|im_start|>" in json.loads(a["tokenizer_config.json"])["chat_template"]
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", further(list(tiny.FAMILIES), 2))
 def test_it_loads_as_any_checkpoint_does(tmp_path, family):
     before = torch.random.get_rng_state()
     tiny.write_tiny(tmp_path, family=family)
