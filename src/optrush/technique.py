@@ -210,9 +210,11 @@ class Environment:
         asked, found = f"`{technique}` keeps states of whole rows", "a technique that cuts matrices by columns, too"
         return Requirement(met, asked, found, "take --with fused-adamw instead, or leave tensor out")
 
-    def needs_dense(self, asked: str) -> Requirement:
+    def needs_dense(self, asked: str, *, or_experts: bool = False) -> Requirement:
         """Return the requirement of a model whose blocks are plain: dense, and with the usual attention."""
-        other = None if self.shape is None else self.shape.other_blocks
+        other = None
+        if self.shape is not None:
+            other = self.shape.other_attention if or_experts else self.shape.other_blocks
         found, do = f"a model with {other}, whose matrices it does not reach", "leave it out, or take a dense model"
         return Requirement(other is None, asked, found, do if other == "experts" else "leave it out")
 

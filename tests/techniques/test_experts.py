@@ -93,8 +93,12 @@ TWO = [
     MeshCase(2, FSDP | TOGETHER, packed=False, model="balanced", **ROW),
     MeshCase(2, DDP | LORA, base=LORA, model="balanced", **ROW),
     MeshCase(2, FSDP, model="latent", **ROW),
+    MeshCase(2, {"context": {}, "fsdp": {}, "recompute": {}}, model="balanced", **ROW),
+    MeshCase(2, {"context": {"kind": "ring"}, "ddp": {}}, packed=False, model="balanced", **ROW),
 ]
 FOUR = [
+    MeshCase(4, EP | {"context": {}, "fsdp": {}}, model="balanced", **ROW),
+    MeshCase(4, EP | {"context": {"kind": "gather"}, "ddp": {}} | LORA, base=LORA, model="shared", **ROW),
     MeshCase(4, DDP, model="balanced", **ROW),
     MeshCase(4, EP | {"fsdp": {"stage": 2, "sync": "each"}} | LORA, base=LORA, model="shared", **ROW),
     MeshCase(4, FSDP, model="biases", **ROW),
@@ -238,10 +242,12 @@ def test_a_checkpoint_goes_on_in_another_mesh(moe, pair, tmp_path):
         found = bits(path)
         assert found.keys() == want.keys() and all(torch.equal(found[name], want[name]) for name in want)
     more = train(moe, tmp_path / "one", {}, first, export=True, sets=rows)
-    assert [line["step"] for line in more] == [5, 6, 7, 8]
-    for a, b in zip(more, lines[4:], strict=True):
-        for figure in ("loss", "grad_norm", "tokens", "target_tokens", *LOAD_FIGURES):
-            assert a[figure] == pytest.approx(b[figure], rel=1e-5), figure
+    shared = pair(train, moe, tmp_path / "shared", {"context": {}, "fsdp": {}}, first, "untied", ALL, False, rows)[0]
+    for seen in (more, shared):
+        assert [line["step"] for line in seen] == [5, 6, 7, 8]
+        for a, b in zip(seen, lines[4:], strict=True):
+            for figure in ("loss", "grad_norm", "tokens", "target_tokens", *LOAD_FIGURES):
+                assert a[figure] == pytest.approx(b[figure], rel=1e-5), figure
     exported = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("two", "one")]
     assert furthest(*exported) < 1e-4
 
@@ -306,6 +312,17 @@ def test_the_plan_has_a_ranks_experts_and_their_links(size):
     if size == 8:  # nobody else has them, and FSDP copies none
         share = 1 - experts / s.block_parameters
         assert gathers["gather.blocks.copied"] == pytest.approx(share * most["gather.blocks.copied"])
+
+
+def test_ranks_that_share_rows_send_their_own_tokens():
+    """With context a rank has as many tokens of more micro-batches: links carry as much, a fourth is held at once."""
+    (alone, apart_), (lines, work) = planned("ddp", "experts"), planned("ddp", "experts", "context:size=4")
+    for name in ("forward.rows.links", "returned.links", "backward.rows.links", "reduce"):
+        assert work[name] == pytest.approx(apart_[name]), name
+    for name in ("saved.arriving", "working.arriving", "feed.arriving"):
+        assert lines.get(name, 0) == pytest.approx(alone.get(name, 0) / 4), name
+    for name in ("weights.blocks", "gradients.blocks", "states.blocks"):
+        assert lines[name] == pytest.approx(alone[name]), name
 
 
 # What it refuses.

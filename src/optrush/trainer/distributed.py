@@ -82,6 +82,14 @@ class World:
         """Return whether this rank is the first of its stage of a pipeline, of all ranks where there is none."""
         return self.rank % (self.ranks // self.along("pp")) == 0
 
+    def sum_along(self, axis: str, t: Tensor) -> Tensor:
+        """Return the sum of the tensors of an axis' ranks, with the gradient of this rank's own part of it."""
+        if self.mesh is None or self.along(axis) == 1:
+            return t
+        whole = t.detach().clone()
+        dist.all_reduce(whole, group=self.mesh.get_group(axis))
+        return t + (whole - t.detach())
+
     def summed(self, t: Tensor) -> DeviceMesh | None:
         """Return the ranks with gradients of the same piece of a tensor by other tokens, as one axis."""
         cut = cut_axes(t)
