@@ -27,6 +27,7 @@ from isolation import disturbed
 from trials import apart, assembled, first_gradients, furthest, golden_run, published, shaped
 
 EP = {"experts": {}}
+ROWS = {"experts": {"over": "context"}, "context": {}}  # experts shared by the ranks of a row
 DDP = EP | {"ddp": {}}
 FSDP = EP | {"fsdp": {}}
 BIASES = {
@@ -93,11 +94,16 @@ TWO = [
     MeshCase(2, FSDP | TOGETHER, packed=False, model="balanced", **ROW),
     MeshCase(2, DDP | LORA, base=LORA, model="balanced", **ROW),
     MeshCase(2, FSDP, model="latent", **ROW),
+    MeshCase(2, ROWS | {"ddp": {}, "recompute": {}}, model="balanced", **ROW),
+    MeshCase(2, ROWS | {"fsdp": {}}, model="shared", **ROW),
     MeshCase(2, {"context": {}, "fsdp": {}, "recompute": {}}, model="balanced", **ROW),
     MeshCase(2, {"context": {"kind": "ring"}, "ddp": {}}, packed=False, model="balanced", **ROW),
 ]
 FOUR = [
     MeshCase(4, EP | {"context": {}, "fsdp": {}}, model="balanced", **ROW),
+    MeshCase(4, ROWS | {"fsdp": {}}, model="shared", **ROW),
+    MeshCase(4, ROWS | {"fsdp": {"replicate": 2}}, model="shared", **ROW),
+    MeshCase(4, ROWS | {"ddp": {}} | LORA, base=LORA, model="balanced", **ROW),
     MeshCase(4, EP | {"context": {"kind": "gather"}, "ddp": {}} | LORA, base=LORA, model="shared", **ROW),
     MeshCase(4, DDP, model="balanced", **ROW),
     MeshCase(4, EP | {"fsdp": {"stage": 2, "sync": "each"}} | LORA, base=LORA, model="shared", **ROW),
@@ -314,13 +320,15 @@ def test_the_plan_has_a_ranks_experts_and_their_links(size):
         assert gathers["gather.blocks.copied"] == pytest.approx(share * most["gather.blocks.copied"])
 
 
-def test_ranks_that_share_rows_send_their_own_tokens():
-    """With context a rank has as many tokens of more micro-batches: links carry as much, a fourth is held at once."""
-    (alone, apart_), (lines, work) = planned("ddp", "experts"), planned("ddp", "experts", "context:size=4")
+@pytest.mark.parametrize(("options", "n"), [("size=2", 4), ("size=8,over=context", 8)])
+def test_ranks_that_share_rows_send_their_own_tokens(options, n):
+    """With context a rank has as many tokens of more micro-batches: links carry as much, 1 / n is held at once."""
+    alone, sent = planned("ddp", f"experts:{options.partition(',')[0]}")
+    lines, work = planned("ddp", f"experts:{options}", f"context:size={n}")
     for name in ("forward.rows.links", "returned.links", "backward.rows.links", "reduce"):
-        assert work[name] == pytest.approx(apart_[name]), name
+        assert work[name] == pytest.approx(sent[name]), name
     for name in ("saved.arriving", "working.arriving", "feed.arriving"):
-        assert lines.get(name, 0) == pytest.approx(alone.get(name, 0) / 4), name
+        assert lines.get(name, 0) == pytest.approx(alone.get(name, 0) / n), name
     for name in ("weights.blocks", "gradients.blocks", "states.blocks"):
         assert lines[name] == pytest.approx(alone[name]), name
 
@@ -330,6 +338,8 @@ def test_ranks_that_share_rows_send_their_own_tokens():
 REFUSED = [
     ({"size": 3}, {"ddp": {}}, "balanced", (), 3, "8 experts"),
     ({}, {"ddp": {}}, "balanced", (), 3, "3 ranks"),
+    ({"over": "context"}, {"ddp": {}}, "balanced", (), 2, "no context"),
+    ({"size": 4, "over": "context"}, {"ddp": {}, "context": {}}, "balanced", (), 4, "`context: size: 2`"),
     ({}, {}, "balanced", (), 1, "one rank"),
     ({}, {}, "balanced", (), 2, "no technique shares the work"),
     ({}, {"fsdp": {}}, "biases", (), 8, "4 experts for 8 ranks"),

@@ -197,7 +197,14 @@ def build_mesh(axes: Mapping[str, int], device: torch.device) -> World:
     sizes = {**axes, "dp": ranks // math.prod(axes.values())}
     names = tuple(a for a in MESH_ORDER if a in sizes)
     mesh = init_device_mesh(device.type, tuple(sizes[a] for a in names), mesh_dim_names=names)
-    for left_out in ((), ("rep",), ("ep",), ("rep", "ep")):  # here, where all ranks are: it makes process groups
+    for left_out in (
+        (),
+        ("rep",),
+        ("ep",),
+        ("rep", "ep"),
+        ("cp",),
+        ("rep", "cp"),
+    ):  # here, where all ranks are: it makes process groups
         several = tuple(a for a in names if a in SUMMED and a not in left_out)
         if len(several) > 1 and "_".join(several) not in made:
             made.add("_".join(several))
