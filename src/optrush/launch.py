@@ -23,6 +23,7 @@ from optrush.errors import ConfigError, RunError
 _LIBC = ctypes.CDLL(None)
 TRACKER_THREAD = "optrush-tracker"  # the name of a daemon thread that may be blocked in a client library
 LAUNCHER = "OPTRUSH_LAUNCHER"  # set in the environment of ranks whose launcher prints which signal ended one
+NOT_SHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"  # torchrun's environment, so that lost hosts can come back
 GRACE_S = 30.0  # how long the others may take to leave after one has stopped
 FAILED_GRACE_S = 8.0  # after one has failed: they cannot go on, and name the rank that is missing within this time
 
@@ -39,6 +40,22 @@ def launched() -> tuple[int, int]:
             "RANK and WORLD_SIZE in the environment", f"{found} alone", "start with --ranks or torchrun, or unset it"
         )
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def unjoinable() -> str:
+    """Return what is to be said of a torchrun over several hosts that cannot go on with one that comes back; else "".
+
+    torchrun's rank 0 writes the address of the store that it shares with the ranks once. A host that is started again
+    looks for it among the keys of the next meeting, and both fail after 60 s
+    (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/elastic/rendezvous/dynamic_rendezvous.py#L1209).
+    Where nothing is shared, each meeting has an address of its own.
+    """
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    several = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
+    if not (shared and several and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))):
+        return ""
+    do = f"start it with --rdzv-backend c10d and {NOT_SHARED} in its environment"
+    return f"torchrun cannot go on with a host that is lost and comes back: {do}"
 
 
 def spawn(arguments: Sequence[str], ranks: int, resume: Callable[[], str] | None = None) -> int:

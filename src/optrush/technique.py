@@ -210,9 +210,11 @@ class Environment:
         asked, found = f"`{technique}` keeps states of whole rows", "a technique that cuts matrices by columns, too"
         return Requirement(met, asked, found, "take --with fused-adamw instead, or leave tensor out")
 
-    def needs_dense(self, asked: str) -> Requirement:
+    def needs_dense(self, asked: str, *, or_experts: bool = False) -> Requirement:
         """Return the requirement of a model whose blocks are plain: dense, and with the usual attention."""
-        other = None if self.shape is None else self.shape.other_blocks
+        other = None
+        if self.shape is not None:
+            other = self.shape.other_attention if or_experts else self.shape.other_blocks
         found, do = f"a model with {other}, whose matrices it does not reach", "leave it out, or take a dense model"
         return Requirement(other is None, asked, found, do if other == "experts" else "leave it out")
 
@@ -242,12 +244,22 @@ class Environment:
         return self.data_ranks * self.axes.get("cp", 1)
 
     @property
+    def expert_axis(self) -> str:
+        """Return the axis whose ranks share experts; empty: none."""
+        return "" if Part.EP not in self.claimed else "ep" if "ep" in self.axes else "cp"
+
+    @property
+    def expert_ranks(self) -> int:
+        """Return the number of ranks that share the experts of a layer."""
+        return self.axes.get(self.expert_axis, 1)
+
+    @property
     def blocks_held(self) -> float:
         """Return the share of the blocks' parameters that a rank has before data sharding: along ep, of experts."""
         s = self.shape
         if s is None:
             return 1.0
-        return 1 - s.expert_parameters / s.block_parameters * (1 - 1 / self.axes.get("ep", 1))
+        return 1 - s.expert_parameters / s.block_parameters * (1 - 1 / self.expert_ranks)
 
     @property
     def blocks_alone(self) -> float:
@@ -255,7 +267,7 @@ class Environment:
 
         Under autocast it does not: it casts what it gathers.
         """
-        s, ep = self.shape, self.axes.get("ep", 1)
+        s, ep = self.shape, self.expert_ranks
         cast = Part.PRECISION in self.claimed and Part.WEIGHTS not in self.claimed
         if s is None or cast or ep == 1 or ep != self.gradient_ranks:
             return 0.0

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from optrush.launch import NOT_SHARED
+
 from clirun import Found, metrics
 
 CONFIG = """\
@@ -87,7 +89,8 @@ def test_a_kubernetes_job_carries_the_configuration(launch: Call) -> None:
     assert job["spec"]["completions"] == job["spec"]["parallelism"] == 2
     spec = job["spec"]["template"]["spec"]
     script = spec["containers"][0]["args"][0]
-    assert script.startswith("ulimit -l unlimited\nexec torchrun --nnodes 2 --nproc-per-node 8 ")
+    assert script.startswith("ulimit -l unlimited\n") and "\nexec torchrun --nnodes 2 --nproc-per-node 8 " in script
+    assert f"\nexport {NOT_SHARED}\n" in script  # it runs on two hosts in tests/faults/test_hosts.py
     assert "-m optrush train /config/run.yaml --set batch.tokens=1024 --resume auto" in script
     assert subprocess.run(["bash", "-n", "-c", script], check=False).returncode == 0
 
@@ -96,7 +99,7 @@ def test_a_kubernetes_job_carries_the_configuration(launch: Call) -> None:
     ("hardware", "hosts", "run"),
     [("1xh100", "1", "exec python3 -m optrush train run.yaml --without ddp --resume auto\n"),
      ("8xa100-80", "1", "exec python3 -m optrush train run.yaml --set batch.tokens=1024 --resume auto --ranks 8\n"),
-     ("2x8xh100:ethernet", "2", '--node-rank "$SKYPILOT_NODE_RANK"')],
+     ("2x8xh100:ethernet", "2", f"export {NOT_SHARED}")],
 )  # fmt: skip
 def test_a_skypilot_task(launch: Call, hardware: str, hosts: str, run: str) -> None:
     change = ("--without", "ddp") if hardware == "1xh100" else ("--set", "batch.tokens=1024")

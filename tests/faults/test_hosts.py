@@ -1,34 +1,44 @@
 """R18: two hosts as network namespaces of this machine, a cable between them, torchrun with c10d in each.
 
-The hosts share the disk and nothing else: each has its own loopback, and reaches the other by its end of the cable.
+The hosts share the disk and nothing else: each has its own loopback, and reaches the other by its end of the cable. As
+pods they have process ids of their own too, and run what the job file of Kubernetes has them run.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from optrush.trainer.peers import BEAT_S
 
-from harness import told
-from runs import configuration, figures, trained_on, wait_for, weights, write_data, write_model
+from harness import ended, fork, told
+from runs import command, configuration, figures, trained_on, wait_for, weights, write_data, write_model
 
 STEPS, TIMEOUT_S = 30, 5
 RESTARTS_S = 120
 MISSING = [name for name in ("ip", "tc", "unshare", "hostname") if shutil.which(name) is None]
 ADDRESSES = {"a": "10.77.0.1", "b": "10.77.0.2"}
-PORT = 29400
+NAMES = (
+    "".join(f"{ADDRESSES[h]} host-{h} pods-{n} pods-{n}.pods\n" for n, h in enumerate(ADDRESSES))
+    + "127.0.0.1 localhost\n"
+)
+# The names of the other hosts and one's own, as hosts and pods have: what is mounted is seen in there alone.
+NAMED = 'mount --bind "$1" /etc/hosts && hostname "$2" && exec bash -c "$3"'
+DOCS = Path(__file__).parents[2] / "docs/clusters.md"
 
 
 def namespaces() -> str:
@@ -42,6 +52,12 @@ def namespaces() -> str:
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why := namespaces()), reason=why)]
+
+
+def documented(begin: str) -> str:
+    """The block of the documentation that begins so."""
+    found = next(block for block in re.findall(r"```bash\n(.*?)```", DOCS.read_text(), re.DOTALL) if begin in block)
+    return str(found)
 
 
 class Hosts:
@@ -63,23 +79,46 @@ class Hosts:
             for device in ("lo", "cable"):
                 self.ip(host, "link", "set", device, "up")
 
-    def start(self, host: str, config: Path, *flags: str, restarts: int = 3) -> subprocess.Popen[bytes]:
-        """torchrun on a host, with one rank, as docs/clusters.md has it; what it prints goes to <config>.<host>.log."""
-        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES['a']}:{PORT}", "--rdzv-id", "run"]
-        rendezvous += ["--rdzv-conf", f"is_host={int(host == 'a')}", "--local-addr", ADDRESSES[host]]
-        launch = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *rendezvous]
-        own = ["-m", "optrush", "train", str(config), "--resume", "auto", *flags]
-        command = [sys.executable, *launch, "--max-restarts", str(restarts), *own]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable"}
+    def start(
+        self, host: str, config: Path, *flags: str, restarts: int = 3, meet: str = "a"
+    ) -> subprocess.Popen[bytes]:
+        """The command of docs/clusters.md on a host, for one rank, over the store of another."""
+        changes = {"HOST": f"host-{meet}", "torchrun": "exec torchrun", "node 8": "node 1"}
+        changes |= {"restarts 3": f"restarts {restarts}", "run.yaml": shlex.join([str(config), *flags])}
+        return self.inside(host, config, f"host-{host}", documented("export"), changes)
+
+    def pod(self, host: str, config: Path, job: Path) -> subprocess.Popen[bytes]:
+        """The container of a Job, whose process ids begin at 1."""
+        *_, found = yaml.safe_load_all(job.read_text())
+        script = found["spec"]["template"]["spec"]["containers"][0]["args"][0]
+        own = ("--pid", "--fork", "--kill-child", "--mount-proc")
+        return self.inside(host, config, f"pods-{'ab'.index(host)}", script, {"/config/run.yaml": str(config)}, *own)
+
+    def inside(
+        self, host: str, config: Path, name: str, script: str, changes: dict[str, str], *own: str
+    ) -> subprocess.Popen[bytes]:
+        """A shell on a host of this name; what it prints goes to <config>.<host>.log."""
+        for old, new in changes.items():
+            assert script.count(old) == 1, f"{old} in {script}"
+            script = script.replace(old, new)
+        names = config.with_suffix(".hosts")
+        names.write_text(NAMES)
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PATH": path,
+            "JOB_COMPLETION_INDEX": str("ab".index(host)),
+        }
+        entered = ["ip", "netns", "exec", self.names[host], "unshare", "--uts", *own, "sh", "-c", NAMED, "sh"]
+        command = [*entered, str(names), name, script]
         with config.with_suffix(f".{host}.log").open("ab") as log:
-            named = ["unshare", "--uts", "sh", "-c", f'hostname host-{host} && exec "$@"', "sh"]  # as other hosts have
-            inside = ["ip", "netns", "exec", self.names[host], *named, *command]
-            launcher = subprocess.Popen(inside, stdout=log, stderr=log, env=environment, start_new_session=True)
+            launcher = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         self.launchers.append(launcher)
         return launcher
 
-    def both(self, config: Path, *flags: str, restarts: int = 3) -> dict[str, subprocess.Popen[bytes]]:
-        return {host: self.start(host, config, *flags, restarts=restarts) for host in ADDRESSES}
+    def both(self, config: Path, *flags: str, **settings: Any) -> dict[str, subprocess.Popen[bytes]]:
+        return {host: self.start(host, config, *flags, **settings) for host in ADDRESSES}
 
     def lose(self, host: str) -> None:
         """All processes of a host are gone at once."""
@@ -149,6 +188,11 @@ def printed(config: Path, host: str) -> str:
     return config.with_suffix(f".{host}.log").read_text()
 
 
+def reached(config: Path, step: int) -> bool:
+    log = config.with_suffix("") / "metrics.jsonl"
+    return log.exists() and any(f["step"] >= step for f in figures(log.parent, torn=True))
+
+
 def same(config: Path, home: Path, kind: str) -> bool:
     one, output = home / f"one-{kind}", config.with_suffix("")
     return figures(output) == figures(one) and weights(output) == weights(one)
@@ -183,11 +227,12 @@ def refusal(config: Path, host: str) -> list[str]:
 
 
 @pytest.mark.parametrize("lost", ["b", "a"])
-def test_a_host_that_is_lost(hosts: Hosts, home: Path, lost: str) -> None:
-    """The other rank names it; the same command on both hosts, as a scheduler gives it again, goes on."""
+def test_a_host_that_comes_back(hosts: Hosts, home: Path, lost: str) -> None:
+    """The other rank names it; it is started again, and both go on, whichever is first. The store is on neither."""
     kind, left = "fsdp", "b" if lost == "a" else "a"
     config, limit = small(home, f"lost-{lost}", kind), ("--set", f"train.timeout={TIMEOUT_S}")
-    launchers = hosts.both(config, *limit)
+    hosts.inside(left, config, f"store-{left}", documented("TCPStore"), {"HOST": f"host-{left}"})
+    launchers = hosts.both(config, *limit, meet=left)
     wait_for(config.with_suffix(""), 7)
     pids = ranks(launchers[left])
     hosts.lose(lost)
@@ -196,16 +241,42 @@ def test_a_host_that_is_lost(hosts: Hosts, home: Path, lost: str) -> None:
     number = int(lost == "b")
     assert re.fullmatch(r"asked: step \d+, .*, on 2 ranks", asked) and f"rank {number}" in found
     assert f"on host-{lost}, was last seen in " in found  # of fast steps, what it did before the first
-    assert re.fullmatch(r"do:    go on from step-0000\d\d with: --resume auto", do)
-    hosts.lose(left)
-    for host, launcher in hosts.both(config, *limit).items():
-        assert launcher.wait(RESTARTS_S) == 0, printed(config, host)
+    again = f"do:    start torchrun again on host-{lost}, and here if it ends: "
+    assert re.fullmatch(again + r"go on from step-0000\d\d with: --resume auto", do)
+    back = hosts.start(lost, config, *limit, meet=left)
+    for launcher in (back, launchers[left]):
+        assert launcher.wait(RESTARTS_S) == 0, printed(config, left)
     assert same(config, home, kind)
-    told(
-        "R18",
-        1,
-        f"host {lost} lost: the other rank ended after {seconds:.1f} s, started again, both went on to the same end",
-    )
+    told("R18", 1, f"host {lost} lost: the other rank ended after {seconds:.1f} s, {lost} started again, both went on")
+
+
+def test_pods_that_are_lost(hosts: Hosts, home: Path) -> None:
+    """What ends is started again, as a kubelet does it: pod 1, for which pod 0 waits; pod 0, which ends pod 1 too."""
+    kind, config, job = "fsdp", small(home, "pods", "fsdp"), home / "job.yaml"
+    flags = ("--kubernetes", "--hardware", "2x1xh100:infiniband", "--image", "i", "--volume", "v", "--out", str(job))
+    assert ended(fork(lambda: command("launch", str(config), *flags))) == 0
+    pods = {host: hosts.pod(host, config, job) for host in ADDRESSES}
+    started = Counter[str]()
+
+    def keep(done: Callable[[], bool]) -> None:
+        """Until something is so: start what has ended."""
+        end = time.monotonic() + RESTARTS_S
+        while not done():
+            assert time.monotonic() < end, printed(config, "a")
+            for host, pod in pods.items():
+                if pod.poll() not in (None, 0):
+                    pods[host] = hosts.pod(host, config, job)
+                    started[host] += 1
+            time.sleep(0.05)
+
+    for host, step in (("b", 7), ("a", 20)):
+        keep(lambda step=step: reached(config, step))
+        hosts.lose(host)
+        pods[host].wait()
+        assert started == {"b": 1} if host == "a" else not started
+    keep(lambda: all(pod.poll() == 0 for pod in pods.values()))
+    assert started == {"a": 1, "b": 2} and same(config, home, kind)
+    told("R18", 1, "pods lost, 1 and then 0: what ended was started again, the run went on to the same end")
 
 
 def test_a_cable_that_is_cut(hosts: Hosts, home: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from meshes import further
 from optrush.data import sampler
 from optrush.errors import RunError
-from optrush.launch import process_stat
+from optrush.launch import NOT_SHARED, process_stat, unjoinable
 from optrush.trainer import build, distributed, peers
 from optrush.trainer.checkpoint import find_checkpoints, verify
 
@@ -143,6 +144,29 @@ def test_a_collective_that_cannot_work_says_why(monkeypatch: pytest.MonkeyPatch)
     try:
         reason = watch.explain(RuntimeError("NCCL error: invalid usage.\n Duplicate GPU detected"))
         assert "found: rank 1: NCCL error: invalid usage. Duplicate GPU detected" in str(reason)
+    finally:
+        watch.close()
+
+
+@pytest.mark.parametrize(
+    ("shared", "again", "noted"),
+    [({}, "host-b, and here if it ends: ", False), ({"TORCHELASTIC_USE_AGENT_STORE": "True"}, "every host: ", True)],
+)
+def test_a_rank_of_another_host_is_missing(
+    monkeypatch: pytest.MonkeyPatch, shared: dict[str, str], again: str, noted: bool
+) -> None:
+    """The error says where torchrun is to be started; a run that no host can join again has said so before."""
+    monkeypatch.setattr(peers, "LATE_S", 0.2)
+    agent = {"TORCHELASTIC_RUN_ID": "r", "TORCHELASTIC_MAX_RESTARTS": "3", "GROUP_WORLD_SIZE": "2", **shared}
+    for name, value in agent.items():
+        monkeypatch.setenv(name, value)
+    assert unjoinable().endswith(f"and {NOT_SHARED} in its environment") == noted
+    store = dist.HashStore()
+    store.set("beat/1", json.dumps([1, "host-b pid:[1]", 7, 8, 5, "the update"]))
+    watch = peers.Watch(store, store, 0, 2, 60.0)
+    try:
+        reason = str(watch.explain(RuntimeError("gloo: Connection reset by peer")))
+        assert f"do:    start torchrun again on {again}start it again with: --resume auto" in reason
     finally:
         watch.close()
 

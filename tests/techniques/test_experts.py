@@ -27,6 +27,7 @@ from isolation import disturbed
 from trials import apart, assembled, first_gradients, furthest, golden_run, published, shaped
 
 EP = {"experts": {}}
+ROWS = {"experts": {"over": "context"}, "context": {}}  # experts shared by the ranks of a row
 DDP = EP | {"ddp": {}}
 FSDP = EP | {"fsdp": {}}
 BIASES = {
@@ -99,8 +100,17 @@ TWO = [
     MeshCase(2, DDP | LORA, base=LORA, model="balanced", **ROW),
     MeshCase(2, FSDP, model="latent", **ROW),
     MeshCase(2, FSDP | TOGETHER, model="scaled", **ROW),
+    MeshCase(2, ROWS | {"ddp": {}, "recompute": {}}, model="balanced", **ROW),
+    MeshCase(2, ROWS | {"fsdp": {}}, model="shared", **ROW),
+    MeshCase(2, {"context": {}, "fsdp": {}, "recompute": {}}, model="balanced", **ROW),
+    MeshCase(2, {"context": {"kind": "ring"}, "ddp": {}}, packed=False, model="balanced", **ROW),
 ]
 FOUR = [
+    MeshCase(4, EP | {"context": {}, "fsdp": {}}, model="balanced", **ROW),
+    MeshCase(4, ROWS | {"fsdp": {}}, model="shared", **ROW),
+    MeshCase(4, ROWS | {"fsdp": {"replicate": 2}}, model="shared", **ROW),
+    MeshCase(4, ROWS | {"ddp": {}} | LORA, base=LORA, model="balanced", **ROW),
+    MeshCase(4, EP | {"context": {"kind": "gather"}, "ddp": {}} | LORA, base=LORA, model="shared", **ROW),
     MeshCase(4, DDP, model="balanced", **ROW),
     MeshCase(4, EP | {"fsdp": {"stage": 2, "sync": "each"}} | LORA, base=LORA, model="shared", **ROW),
     MeshCase(4, FSDP, model="biases", **ROW),
@@ -244,10 +254,12 @@ def test_a_checkpoint_goes_on_in_another_mesh(moe, pair, tmp_path):
         found = bits(path)
         assert found.keys() == want.keys() and all(torch.equal(found[name], want[name]) for name in want)
     more = train(moe, tmp_path / "one", {}, first, export=True, sets=rows)
-    assert [line["step"] for line in more] == [5, 6, 7, 8]
-    for a, b in zip(more, lines[4:], strict=True):
-        for figure in ("loss", "grad_norm", "tokens", "target_tokens", *LOAD_FIGURES):
-            assert a[figure] == pytest.approx(b[figure], rel=1e-5), figure
+    shared = pair(train, moe, tmp_path / "shared", {"context": {}, "fsdp": {}}, first, "untied", ALL, False, rows)[0]
+    for seen in (more, shared):
+        assert [line["step"] for line in seen] == [5, 6, 7, 8]
+        for a, b in zip(seen, lines[4:], strict=True):
+            for figure in ("loss", "grad_norm", "tokens", "target_tokens", *LOAD_FIGURES):
+                assert a[figure] == pytest.approx(b[figure], rel=1e-5), figure
     exported = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("two", "one")]
     assert furthest(*exported) < 1e-4
 
@@ -314,11 +326,26 @@ def test_the_plan_has_a_ranks_experts_and_their_links(size):
         assert gathers["gather.blocks.copied"] == pytest.approx(share * most["gather.blocks.copied"])
 
 
+@pytest.mark.parametrize(("options", "n"), [("size=2", 4), ("size=8,over=context", 8)])
+def test_ranks_that_share_rows_send_their_own_tokens(options, n):
+    """With context a rank has as many tokens of more micro-batches: links carry as much, 1 / n is held at once."""
+    alone, sent = planned("ddp", f"experts:{options.partition(',')[0]}")
+    lines, work = planned("ddp", f"experts:{options}", f"context:size={n}")
+    for name in ("forward.rows.links", "returned.links", "backward.rows.links", "reduce"):
+        assert work[name] == pytest.approx(sent[name]), name
+    for name in ("saved.arriving", "working.arriving", "feed.arriving"):
+        assert lines.get(name, 0) == pytest.approx(alone.get(name, 0) / n), name
+    for name in ("weights.blocks", "gradients.blocks", "states.blocks"):
+        assert lines[name] == pytest.approx(alone[name]), name
+
+
 # What it refuses.
 
 REFUSED = [
     ({"size": 3}, {"ddp": {}}, "balanced", (), 3, "8 experts"),
     ({}, {"ddp": {}}, "balanced", (), 3, "3 ranks"),
+    ({"over": "context"}, {"ddp": {}}, "balanced", (), 2, "no context"),
+    ({"size": 4, "over": "context"}, {"ddp": {}, "context": {}}, "balanced", (), 4, "`context: size: 2`"),
     ({}, {}, "balanced", (), 1, "one rank"),
     ({}, {}, "balanced", (), 2, "no technique shares the work"),
     ({}, {"fsdp": {}}, "biases", (), 8, "4 experts for 8 ranks"),

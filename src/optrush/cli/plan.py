@@ -17,7 +17,7 @@ import typer
 from optrush.cli.options import ConfigFile, Json, Set, With, Without, given, launches, read_run
 from optrush.errors import ConfigError, ConflictError, NeedsError, UserError
 from optrush.hardware import GIB
-from optrush.launch import launched
+from optrush.launch import NOT_SHARED, launched
 
 if TYPE_CHECKING:
     from optrush.config import Config
@@ -116,8 +116,8 @@ def _write(config: Config, name: str, found: Answer, out: Path) -> None:
     hosts = device.hosts
     launch = f"optrush train {out}" + (f" --ranks {ranks}" if ranks > 1 else "")
     if hosts > 1:
-        launch = f"torchrun --nnodes {hosts} --nproc-per-node {ranks // hosts} --rdzv-backend c10d "
-        launch += f"--rdzv-endpoint HOST:29500 -m optrush train {out}, on each host"
+        launch = f"{NOT_SHARED} torchrun --nnodes {hosts} --nproc-per-node {ranks // hosts} --max-restarts 3 "
+        launch += f"--rdzv-backend c10d --rdzv-endpoint HOST:29400 -m optrush train {out} --resume auto, on each host"
     try:
         out.write_text(f"# {launch}\n{dump_config(_over(config, best))}")
     except OSError as error:

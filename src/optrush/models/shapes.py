@@ -342,8 +342,11 @@ class ModelShape:
     @property
     def other_blocks(self) -> str | None:
         """What the blocks have in place of matrices that every technique for our decoder knows; None: nothing."""
-        if self.experts is not None:
-            return "experts"
+        return "experts" if self.experts is not None else self.other_attention
+
+    @property
+    def other_attention(self) -> str | None:
+        """What the blocks have in place of the usual attention; None: nothing."""
         latent, delta = "latent attention", "layers of a delta rule"
         if self.chunks is not None:
             return "layers without rotary embedding"

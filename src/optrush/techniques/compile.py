@@ -92,7 +92,7 @@ class Compile(Technique):
             trainer.notes.append("compile: the first steps compile and time every candidate: minutes, on a GPU many")
         # Experts that gather their own weights under data sharding do so between two graphs of their block.
         env = trainer.env
-        one = env.native and not ("ep" in env.axes and "dp" in env.sharded)
+        one = env.native and not (Part.EP in env.claimed and "dp" in env.sharded)
         if not one:  # as one graph does by itself: how many rows arrive at experts would be compiled anew each time
             torch._dynamo.config.capture_dynamic_output_shape_ops = True
         for module in modules:

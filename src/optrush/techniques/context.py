@@ -61,7 +61,7 @@ class Context(Technique):
             "take another model",
         )
         yield Requirement(env.native, "`context` exchanges heads or keys in our own decoder", found, do)
-        yield env.needs_dense("`context` shares the tokens of a block")
+        yield env.needs_dense("`context` shares the tokens of a block", or_experts=True)
         s = env.shape
         if s is not None:
             found = (
@@ -193,7 +193,10 @@ class Context(Technique):
 
         def place(batch: Batch) -> Batch:
             tokens, labels, positions = (part(t) for t in (batch.tokens, batch.labels, batch.positions))
-            return inner(replace(batch, tokens=tokens, labels=labels, positions=positions))
+            documents = batch.documents
+            if documents.filled is not None:  # of a rank's own tokens, as experts count them; all else is of whole rows
+                documents = documents._replace(filled=part(documents.filled))
+            return inner(replace(batch, tokens=tokens, labels=labels, positions=positions, documents=documents))
 
         trainer.place = place
         return len(trainer.model.blocks)

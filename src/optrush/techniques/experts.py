@@ -1,10 +1,10 @@
-"""Expert parallelism: data ranks share the experts of each layer, and send rows to the ranks of their experts."""
+"""Expert parallelism: ranks share the experts of each layer, and send rows to the ranks of their experts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -17,10 +17,11 @@ ELSE = "leave experts out"
 
 @dataclass(frozen=True)
 class ExpertParallel(Technique):
-    """Gives each of `size` data ranks 1 / size of the experts of each layer; each keeps rows of its own.
+    """Gives each of `size` ranks 1 / size of the experts of each layer; each keeps rows of its own.
 
+    Those are data ranks, or with `over: context` the ranks that share a row, which then need no others beside them.
     Rows go to the ranks of their experts and back, as many as there are: none is dropped and none padded. Gradients of
-    experts are summed over the data ranks that have the same experts, all others over all data ranks.
+    experts are summed over the ranks that have the same experts and other tokens, all others over all ranks that do.
 
     Source: Lepikhin et al., https://arxiv.org/abs/2006.16668; without dropping: Gale et al.,
         https://arxiv.org/abs/2211.15841
@@ -32,6 +33,7 @@ class ExpertParallel(Technique):
     """
 
     size: Annotated[int, Field(ge=2)] = 2
+    over: Literal["data", "context"] = "data"
 
     name = "experts"
     summary = "expert parallelism: data ranks share each layer's experts, rows go to them and back"
@@ -42,11 +44,15 @@ class ExpertParallel(Technique):
     searched = False  # the user decides: what it costs depends on how even routing is, which no plan knows
 
     def axes(self) -> dict[str, int]:
-        return {"ep": self.size}
+        return {"ep": self.size} if self.over == "data" else {}
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         n, asked = self.size, "`experts` shares the experts of our own decoder's layers"
         yield env.needs_mesh(self.name, f"`experts: size: {n}` shares experts between {n} ranks")
+        if self.over == "context":
+            found = f"`context: size: {env.axes['cp']}`" if "cp" in env.axes else "no context"
+            do = f"take --with context:size={n}, or over: data"
+            yield Requirement(env.axes.get("cp") == n, f"`experts: over: context` with `size: {n}`", found, do)
         yield Requirement(env.native, asked, "the model runs through transformers", ELSE)
         if env.shape is None:
             return
@@ -68,16 +74,16 @@ class ExpertParallel(Technique):
         s, n = env.shape, self.size
         if s is None or s.experts is None:
             return
-        e, L, sparse = s.experts, env.blocks, len(s.experts.layers)
+        e, L, sparse, axis = s.experts, env.blocks, len(s.experts.layers), env.expert_axis
         why = f"a rank has {e.count // n} of {e.count} experts of a layer"
         for kind in ("weights", "gradients", "states"):
-            yield cut(f"{kind}.blocks", "ep", 1 / env.blocks_held, why)
+            yield cut(f"{kind}.blocks", axis, 1 / env.blocks_held, why)
         mine = s.expert_parameters * (1 - 1 / n)  # less than all
-        yield cut("casts.blocks", "ep", s.block_matrices / (s.block_matrices - mine), why)
+        yield cut("casts.blocks", axis, s.block_matrices / (s.block_matrices - mine), why)
         yield live("casts", why, times=1 - mine / (s.block_matrices + s.width * s.vocab))
         if "dp" not in env.sharded:  # else these are of a rank's share already
             largest, outer = 2 * e.count * s.width * e.ff_width, s.vocab * s.width
-            yield cut("update.loop", "ep", max(outer, largest) / max(outer, largest / n), why)
+            yield cut("update.loop", axis, max(outer, largest) / max(outer, largest / n), why)
             for name in ("update*", "norm"):
                 yield live(name, why, times=1 - mine / s.parameters)
         yield from _fewer(env, s, n)
@@ -95,7 +101,7 @@ class ExpertParallel(Technique):
             yield live("gather.reduce.launches", why, times=1 + sparse / (L + 2))
         why = "the numbers of rows, which the host reads in each layer before it sends them, once a micro-batch"
         yield add(WorkItem("counts.reads", why, "micro", reads=float(sparse)))
-        hosts, entering = env.over_hosts("ep")
+        hosts, entering = env.over_hosts(axis)
         for way in ("forward", "backward"):
             # As in the baseline twice what is moved, for rows that are read by number.
             order, moved = "rows that arrive put in the order of the experts here, and back", 8.0 * k * D * sparse
@@ -119,7 +125,7 @@ class ExpertParallel(Technique):
 
         assert isinstance(trainer.model, Decoder), "needs admits no other"
         assert trainer.world.mesh is not None, "needs admits no run of one process"
-        return split_experts(trainer.model, trainer.world.mesh["ep"])
+        return split_experts(trainer.model, trainer.world.mesh[trainer.env.expert_axis])
 
 
 def _fewer(env: Environment, s: ModelShape, n: int) -> Iterator[Rule]:

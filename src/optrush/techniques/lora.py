@@ -156,7 +156,7 @@ class Lora(Technique):
             weights += layers * all_rows * width
             crossed += layers * mine_rank * (all_rows * width + mine_rank * (all_rows + width))
         active = 0 if env.shape is None or env.shape.experts is None else env.shape.experts.active
-        sharing = 1 if "dp" in env.sharded else env.axes.get("ep", 1)  # that sharding cuts over all ranks anyway
+        sharing = 1 if "dp" in env.sharded else env.expert_ranks  # that sharding cuts over all ranks anyway
         for name, width, many in () if env.shape is None else ledger.expert_sizes(env.shape, self.targets):
             assert env.shape is not None and env.shape.experts is not None
             here, L = env.shape.experts.count // sharing, len(env.shape.experts.layers)

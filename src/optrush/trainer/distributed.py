@@ -82,6 +82,14 @@ class World:
         """Return whether this rank is the first of its stage of a pipeline, of all ranks where there is none."""
         return self.rank % (self.ranks // self.along("pp")) == 0
 
+    def sum_along(self, axis: str, t: Tensor) -> Tensor:
+        """Return the sum of the tensors of an axis' ranks, with the gradient of this rank's own part of it."""
+        if self.mesh is None or self.along(axis) == 1:
+            return t
+        whole = t.detach().clone()
+        dist.all_reduce(whole, group=self.mesh.get_group(axis))
+        return t + (whole - t.detach())
+
     def summed(self, t: Tensor) -> DeviceMesh | None:
         """Return the ranks with gradients of the same piece of a tensor by other tokens, as one axis."""
         cut = cut_axes(t)
@@ -189,7 +197,14 @@ def build_mesh(axes: Mapping[str, int], device: torch.device) -> World:
     sizes = {**axes, "dp": ranks // math.prod(axes.values())}
     names = tuple(a for a in MESH_ORDER if a in sizes)
     mesh = init_device_mesh(device.type, tuple(sizes[a] for a in names), mesh_dim_names=names)
-    for left_out in ((), ("rep",), ("ep",), ("rep", "ep")):  # here, where all ranks are: it makes process groups
+    for left_out in (
+        (),
+        ("rep",),
+        ("ep",),
+        ("rep", "ep"),
+        ("cp",),
+        ("rep", "cp"),
+    ):  # here, where all ranks are: it makes process groups
         several = tuple(a for a in names if a in SUMMED and a not in left_out)
         if len(several) > 1 and "_".join(several) not in made:
             made.add("_".join(several))

@@ -257,7 +257,16 @@ class Watch:
             if beat := self._beat_of(r):
                 with suppress(OSError):
                     os.kill(beat.pid, signal.SIGKILL)  # its training is over, and torchrun would wait for 30 s
-        return RunError(f"{_at(step)}{operation}, on {self.ranks} ranks", found, self.resume())
+        return RunError(f"{_at(step)}{operation}, on {self.ranks} ranks", found, self._remedy(names))
+
+    def _remedy(self, missing: list[int]) -> str:
+        """Return how to go on: where ranks of other hosts are missing, on which hosts torchrun is to be started."""
+        beats = [beat for r in missing if (beat := self._beat_of(r)) is not None and beat.host != HOST]
+        if not beats or "TORCHELASTIC_RUN_ID" not in os.environ:
+            return self.resume()
+        lost = " and ".join(dict.fromkeys(beat.host.partition(" ")[0] for beat in beats))
+        where = f"{lost}, and here if it ends" if self._own_store else "every host"  # see `unjoinable` in launch.py
+        return f"start torchrun again on {where}: {self.resume()}"
 
     def _cut_off(self) -> list[int]:
         """Return the ranks of other hosts, if nothing is heard of them and this rank is the first of its own host."""

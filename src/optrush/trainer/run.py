@@ -36,7 +36,7 @@ from optrush.data.schema import Document
 from optrush.errors import CheckpointError, ConfigError, NeedsError, RunError, UserError, first_line
 from optrush.export import write_model
 from optrush.hardware import GIB
-from optrush.launch import stop_numbers
+from optrush.launch import stop_numbers, unjoinable
 from optrush.objectives import unit
 from optrush.report import data
 from optrush.report.bench import write_run
@@ -140,6 +140,7 @@ def run(request: RunRequest) -> Outcome:
             locked.set()
             on_rank0(main, output, lambda: claim_output(request, trainer, plan, manifest))
         if main:
+            trainer.notes += filter(None, [unjoinable()])
             console.err.print(trainer.describe(), markup=False)
         stack.enter_context(stop_signals(trainer))
         bar = stack.enter_context(console.Bar(plan.total, plan.done)) if main else None

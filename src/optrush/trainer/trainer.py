@@ -247,18 +247,23 @@ def set_step(trainer: Trainer, step: int, steps: int) -> None:
 
 
 def loss(trainer: Trainer, batch: Batch) -> Tensor:
+    """Return the sum of a micro-batch's losses: of its terms, and of the balance of experts."""
     hidden = trainer.model(batch.tokens, batch.positions, batch.documents)
     total = trainer.loss_from_hidden(hidden, batch)
     shape = trainer.env.shape
     if shape is None or shape.experts is None:
         return total
-    load = trainer.model.load
+    load, sharing = trainer.model.load, trainer.world.along("cp")  # the ranks of these rows, each with some tokens
     assert isinstance(load, Tensor)
+    load = trainer.world.sum_along("cp", load)
     for name, value in load_figures(load.detach()).items():
-        trainer.metrics[name] += value * batch.n_terms
+        trainer.metrics[name] += value * batch.n_terms / sharing
     if not (shape.experts.balance and torch.is_grad_enabled()):
         return total
-    return total + shape.experts.balance * batch.n_terms * balance_loss(load, shape.experts.active)
+    penalty = shape.experts.balance * batch.n_terms * balance_loss(load, shape.experts.active)
+    if sharing > 1:  # each of them has all of its value, and a part of its gradient
+        penalty = penalty + penalty.detach() * (1 / sharing - 1)
+    return total + penalty
 
 
 def forward_backward(trainer: Trainer, batches: list[Batch], terms: int | Tensor) -> Tensor:
