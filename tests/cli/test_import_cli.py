@@ -127,6 +127,21 @@ def test_keys_of_axolotl(here: Path, changes: dict[str, Any], place: tuple[str, 
     assert found == value
 
 
+@pytest.mark.parametrize(
+    ("modules", "targets"),
+    [(["q_proj", "up_proj", "gate_proj", "down_proj"], ["q_proj", "dense", "experts"]), (None, "experts")],
+)
+def test_experts_of_axolotl(here: Path, modules: list[str] | None, targets: Any) -> None:
+    """Adapters of experts are a set of their own here; linears beside experts are the set `dense`."""
+    experts = {"lora_target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    kernels = {"use_scattermoe": True, "quantize_moe_experts": True}
+    given = {**AXOLOTL, **experts, **kernels, "lora_target_linear": None, "lora_target_modules": modules}
+    Path("a.yml").write_text(yaml.safe_dump({k: v for k, v in given.items() if v is not None}))
+    found = translate(Path("a.yml"))
+    assert found.config.with_["lora"]["targets"] == targets
+    assert any(note.startswith("quantize_moe_experts: ") for note in found.notes)
+
+
 def test_llama_factory(here: Path) -> None:
     """Names of data sets are looked up in the list that they are from."""
     Path("lists").mkdir()
@@ -210,6 +225,10 @@ def test_arguments_of_a_script(here: Path) -> None:
         ({"unheard_of": 1}, "unheard_of"), ({"rl": "grpo"}, "rl"),
         ({"lr_scheduler": "rex"}, "lr_scheduler"), ({"optimizer": "lion_8bit"}, "optimizer"),
         ({"unfrozen_parameters": ["a"]}, "unfrozen_parameters"),
+        ({"lora_target_linear": None, "lora_target_parameters": ["experts.down_proj"]}, "lora_target_parameters"),
+        ({"lora_target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}, "lora_target_parameters"),
+        ({"lora_target_linear": None, "lora_target_modules": ["q_proj", "down_proj"],
+          "lora_target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}, "lora_target_modules"),
         ({"processor_type": "AutoProcessor"}, "processor_type"),
         ({"datasets": [{"path": "a", "type": "jeopardy"}]}, "datasets[0].type"), ({"val_set_size": 200}, "data.eval"),
         ({"datasets": [{"path": "a", "type": "alpaca", "odd": 1}]}, "datasets[0].odd"),

@@ -790,6 +790,7 @@ class _Composer:
             )
             if any(not re.fullmatch(r"\w+", t) for t in found):
                 raise self.refuse("lora_target_modules", f"{targets!r}", "name the linears: [q_proj, v_proj]")
+        found = self._with_experts(found)
         rank = int(lora("@lora.rank"))
         options: dict[str, Any] = {
             "rank": rank, "alpha": float(lora("@lora.alpha", 2 * rank)), "dropout": float(lora("@lora.dropout", 0)),
@@ -811,6 +812,27 @@ class _Composer:
         elif eight:
             self.with_["int8"] = {}
         return True
+
+    def _with_experts(self, found: Any) -> Any:
+        """Add experts to an adapter's targets: parameters there, whose names are those of linears beside them."""
+        given = self.get("@parameters")
+        if not given:
+            return found
+        names = {str(name).rpartition(".")[2] for name in ([given] if isinstance(given, str) else given)}
+        experts = all(re.search(r"(^|\.)experts\.\w+$", str(name)) for name in given)
+        if not experts or names != {"gate_up_proj", "down_proj"}:
+            do = "name mlp.experts.gate_up_proj and mlp.experts.down_proj, or neither"
+            raise self.refuse("lora_target_parameters", f"{given!r}", do)
+        if not isinstance(found, list):
+            if self.get("@linear") or self.get("@targets") is not None:
+                do = "name the linears: lora_target_modules: [q_proj, v_proj]"
+                raise self.refuse("lora_target_parameters", "all linears beside it", do)
+            return "experts"
+        beside = {"gate_proj", "up_proj", "down_proj"}
+        if beside & {*found} and not beside <= {*found}:
+            raise self.refuse("lora_target_modules", f"{found}", f"name all of {', '.join(sorted(beside))}, or none")
+        dense = ["dense"] if beside <= {*found} else []
+        return [*(name for name in found if name not in beside), *dense, "experts"]
 
     def _sharding(self) -> None:
         given = self.get("@sharding")
