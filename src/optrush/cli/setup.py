@@ -415,15 +415,17 @@ def choices(cls: type[Technique]) -> Iterator[tuple[str, Any]]:
 
 def lacking(technique: Technique, device: Device, ranks: int) -> list[Requirement]:
     """Return what a technique lacks on a device in any run: the fewest unmet needs over the owners of parts."""
-    # An ordinary run, and one of whole steps without clipping, meet needs of the model (blocks, dtype, positions) and
-    # of the step, so that those of the machine remain.
+    # An ordinary run, one of whole steps without clipping, and one whose ranks share rows meet needs of the model
+    # (blocks, dtype, positions), of the step and of other techniques, so that those of the machine remain.
     plain = Environment(
         device=device, ranks=ranks, seq=2048, rows=8 * ranks, micro_rows=1, clip=1.0, dtype="float32", native=True,
         blocks=16, axes=technique.axes(),
     )  # fmt: skip
     owners = [frozenset[Part](), *(frozenset({p}) for p in Part), frozenset(Part)]
     stochastic = dataclasses.replace(plain.spec, rounding="stochastic")  # as by bf16
-    runs = (plain, dataclasses.replace(plain, micro_rows=8, clip=None), dataclasses.replace(plain, spec=stochastic))
+    changes: tuple[dict[str, Any], ...]
+    changes = {}, {"micro_rows": 8, "clip": None}, {"spec": stochastic}, {"axes": {"cp": ranks, **plain.axes}}
+    runs = [dataclasses.replace(plain, **change) for change in changes]
     setups = [dataclasses.replace(run, claimed=owned | technique.claims) for run in runs for owned in owners]
     unmet = min(([n for n in technique.needs(s) if not n.met] for s in setups), key=len)
     unmet += missing(technique)
