@@ -307,6 +307,18 @@ def test_a_number_that_was_cut_off_goes_on(call: Call, monkeypatch: pytest.Monke
     stored = {"spent_s": 1.0, "states": {}}
     assert call("tune", "run.yaml", "--lr").code == 2 and not Path("run.lr").exists(), "nothing was measured"
 
+    def beside(request: dict[str, Any], limit_s: float, module: str) -> Any:
+        for name in ("notes.txt", "state-0.safetensors", MEASURED):
+            Path(request["folder"], name).write_text(json.dumps(stored))
+        return ends
+
+    monkeypatch.setattr(runner, "run_worker", beside)
+    assert call("tune", "run.yaml", "--lr").code == 2
+    assert [path.name for path in Path("run.lr").iterdir()] == ["notes.txt"], "a file of others stays"
+    Path("run.lr/tune.json").write_text('{"config": "", "ranks": 1, "rungs": []}')
+    other = call("tune", "run.yaml", "--lr")
+    assert other.code == 2 and "they are of another configuration" in other.err
+
 
 @pytest.mark.parametrize(
     ("flags", "expected"),

@@ -29,7 +29,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from optrush import files
-from optrush.bench.record import MEASURED, Keep, answer_request
+from optrush.bench.record import MEASURED, STATES, Keep, answer_request
 from optrush.bench.worker import MetricLines
 from optrush.config import Config, parse_config
 from optrush.data.batch import Batch
@@ -80,8 +80,6 @@ def assemble(config: Config) -> tuple[Trainer, RunPlan]:
 
 
 # --- what is on the disk
-
-STATES = "state-*.safetensors*"  # those that were half written, too
 
 
 def state_tensors(trainer: Trainer) -> list[tuple[str, Tensor]]:
