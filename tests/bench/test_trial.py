@@ -223,6 +223,10 @@ def test_draws_that_were_cut_off_go_on(here: Path, monkeypatch: pytest.MonkeyPat
     assert drawn("cut", -math.inf) == whole and took == [1, 2, 0, 3, 4]
     with pytest.raises(ConfigError, match="1 steps with finite gradients"):
         drawn("late", -math.inf)
+    trainer, _ = trial.assemble(config)
+    trainer.fingerprints["data"] = "other"
+    with pytest.raises(ConfigError, match="changed since: data"):
+        progress(trainer, here / "cut")
 
 
 # --- what is written
