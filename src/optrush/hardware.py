@@ -140,21 +140,24 @@ def parse_hardware(text: str) -> tuple[Device, int]:
     Raises:
         ConfigError: an unknown name; `auto` on a machine whose devices differ.
     """
-    if (linked := _LINKED.fullmatch(text.lower())) and not re.fullmatch(r"[0-9]+x[0-9]+x.+", linked[1]):
+    plain = re.sub(r"\s*([x:])\s*", r"\1", text.lower().strip())
+    if (linked := _LINKED.fullmatch(plain)) and not re.fullmatch(r"[0-9]+x[0-9]+x.+", linked[1]):
         device, count = parse_hardware(linked[1])
         if count < 2 or device.kind != "cuda":
             raise ConfigError(f"the hardware {text}", "a link of one device", f"take 2xh200:{linked[2]}, for instance")
         return over(device, linked[2]), count
-    if "x" in text and (":" in text or re.fullmatch(r"[0-9]+x[0-9]+x.+", text)):
-        return _of_hosts(text)
-    several = re.fullmatch(r"\s*([0-9]{1,5})\s*x\s*(.+)", text.lower())
-    count, name = (int(several[1]), several[2].strip()) if several else (1, text.lower().strip())
+    if "x" in plain and (":" in plain or re.fullmatch(r"[0-9]+x[0-9]+x.+", plain)):
+        return _of_hosts(plain)
+    several = re.fullmatch(r"([0-9]{1,5})x(.+)", plain)
+    count, name = (int(several[1]), several[2]) if several else (1, plain)
     if count < 1:
         raise ConfigError(f"the hardware {text}", f"{count} devices", f"take {name}, or 2x{name}")
     if name == "auto" and not several:
         device = first_device()
         return over(device, turned_to()) if device.kind == "cuda" else device, 1
     if size := _FREE.fullmatch(name):
+        if not float(size[1]):
+            raise ConfigError(f"the hardware {text}", "a GPU without memory", "take 24GiB, for instance")
         return _unnamed(float(size[1])), count
     name = _card(name)
     if name in AMBIGUOUS:
@@ -178,21 +181,24 @@ def _card(text: str) -> str:
     """Return the name of a card that is written in another way: "rtx 4090", "A100 80GB", "NVIDIA H100-SXM5 80GB"."""
 
     def letters(name: str) -> str:
-        plain = re.sub(r"^(nvidia|geforce|tesla)+", "", re.sub(r"[^a-z0-9.]", "", name))
-        return re.sub(r"^rtx|(?<=[0-9])gi?b$|sxm[0-9]?", "", plain)
+        plain = re.sub(r"(?<=[a-z0-9])[\s_-]+(?=[a-z0-9])", "", name)
+        return re.sub(r"^rtx|(?<=[0-9])gi?b$|sxm[0-9]?", "", re.sub(r"^(nvidia|geforce|tesla)+", "", plain))
 
-    found = {letters(name): name for name in (*NAMED, *AMBIGUOUS)}
+    found = {letters(device.name.lower()): name for name, device in NAMED.items()}  # as the driver has it
+    found |= {letters(name): name for name in (*NAMED, *AMBIGUOUS)}
     if (name := found.get(letters(text))) is not None:
         return name
     sized = re.fullmatch(r"(.+?)[\s-]+([0-9]{1,4})\s*gi?b", text)  # with the memory that such a card has
     name = found.get(letters(sized[1])) if sized else None
     memory = NAMED[name].memory_bytes if name in NAMED else None
-    return name if sized and name and memory and abs(memory / GIB / int(sized[2]) - 1) < 0.08 else text
+    if sized and name and memory and int(sized[2]) and abs(memory / GIB / int(sized[2]) - 1) < 0.1:
+        return name
+    return text
 
 
 def _of_hosts(text: str) -> tuple[Device, int]:
     """Return a device of several hosts, and the number of devices of all of them."""
-    parts = _HOSTS.fullmatch(text.lower())
+    parts = _HOSTS.fullmatch(text)
     if parts is None or parts[3] not in NETWORKS or int(parts[1]) < 2:
         one = ", ".join(f"2xh100:{link}" for link in SLOWER)
         example = f"take 2x8xh100:{NETWORKS[0]}: two hosts of eight; or {', '.join(NETWORKS[1:])}; within a host {one}"

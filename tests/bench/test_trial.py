@@ -223,6 +223,10 @@ def test_draws_that_were_cut_off_go_on(here: Path, monkeypatch: pytest.MonkeyPat
     assert drawn("cut", -math.inf) == whole and took == [1, 2, 0, 3, 4]
     with pytest.raises(ConfigError, match="1 steps with finite gradients"):
         drawn("late", -math.inf)
+    trainer, _ = trial.assemble(config)
+    trainer.fingerprints["data"] = "other"
+    with pytest.raises(ConfigError, match="changed since: data"):
+        progress(trainer, here / "cut")
 
 
 # --- what is written
@@ -306,6 +310,18 @@ def test_a_number_that_was_cut_off_goes_on(call: Call, monkeypatch: pytest.Monke
     assert len(requests) == 4
     stored = {"spent_s": 1.0, "states": {}}
     assert call("tune", "run.yaml", "--lr").code == 2 and not Path("run.lr").exists(), "nothing was measured"
+
+    def beside(request: dict[str, Any], limit_s: float, module: str) -> Any:
+        for name in ("notes.txt", "state-0.safetensors", MEASURED):
+            Path(request["folder"], name).write_text(json.dumps(stored))
+        return ends
+
+    monkeypatch.setattr(runner, "run_worker", beside)
+    assert call("tune", "run.yaml", "--lr").code == 2
+    assert [path.name for path in Path("run.lr").iterdir()] == ["notes.txt"], "a file of others stays"
+    Path("run.lr/tune.json").write_text('{"config": "", "ranks": 1, "rungs": []}')
+    other = call("tune", "run.yaml", "--lr")
+    assert other.code == 2 and "they are of another configuration" in other.err
 
 
 @pytest.mark.parametrize(

@@ -222,6 +222,7 @@ def test_what_chunks_do_not_have(technique: str, found: str, ranks: int) -> None
         ({"layer_types": ["full_attention"]}, "1 values in layer_types, and 3 layers"),
         ({"layer_types": ["sliding_attention"] * 3}, "layer types 'sliding_attention'"),
         ({"attention_chunk_size": None}, "attention_chunk_size is None"),
+        ({"attn_scale": None}, "attn_scale is None"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "RoPE type 'yarn', which scales"),
     ],
 )

@@ -94,6 +94,7 @@ TOGETHER = {"fused-kernels": {"mlp": "triton", "norm": True}, "recompute": {}, "
 ROW = {"rows": 1}  # a micro-batch: the loss of balance is of one, and so does not depend on the ranks
 TWO = [
     MeshCase(2, DDP, model="shared", **ROW),
+    MeshCase(2, ROWS | {"fsdp": {}}, model="shared", **ROW),
     MeshCase(2, DDP, model="one", **ROW),
     MeshCase(2, FSDP, model="two", **ROW),
     MeshCase(2, FSDP | TOGETHER, packed=False, model="balanced", **ROW),
@@ -101,7 +102,6 @@ TWO = [
     MeshCase(2, FSDP, model="latent", **ROW),
     MeshCase(2, FSDP | TOGETHER, model="scaled", **ROW),
     MeshCase(2, ROWS | {"ddp": {}, "recompute": {}}, model="balanced", **ROW),
-    MeshCase(2, ROWS | {"fsdp": {}}, model="shared", **ROW),
     MeshCase(2, {"context": {}, "fsdp": {}, "recompute": {}}, model="balanced", **ROW),
     MeshCase(2, {"context": {"kind": "ring"}, "ddp": {}}, packed=False, model="balanced", **ROW),
 ]

@@ -114,6 +114,8 @@ def test_every_named_device_is_known():
         ("24GB", "24gib"), ("2x24 GiB", "2x24gib"), ("A100 80GB", "a100-80"), ("NVIDIA A100-SXM4-40GB", "a100-40"),
         ("4xh100-sxm", "4xh100"), ("NVIDIA H100 80GB", "h100"), ("Tesla T4", "t4"), ("NVIDIA GeForce RTX 3090", "3090"),
         ("RTX Pro 6000", "rtxpro6000"), ("4060 Ti 16GB", "4060ti-16"), ("RTX A6000", "a6000"),
+        ("T4 16GB", "t4"), ("L4 24GB", "l4"), ("NVIDIA H100 80GB HBM3", "h100"), ("2xH200: pcie", "2xh200:pcie"),
+        ("2 X 8 x H100 : InfiniBand", "2x8xh100:infiniband"),
     ],
 )  # fmt: skip
 def test_cards_as_people_write_them(text, name):
@@ -125,6 +127,7 @@ def test_cards_as_people_write_them(text, name):
     [
         ("0xh100", "0 devices"), ("0 x 4090", "0 devices"), ("h10", "did you mean `h100`"), ("A100", "several cards"),
         ("4090 48GB", "no such name"), ("1.5xh100", "did you mean `h100`"), ("-1xh100", "did you mean `h100`"),
+        ("0GB", "without memory"), ("4090 0GB", "no such name"), ("-4090", "no such name"), ("4090é", "no such name"),
     ],
 )  # fmt: skip
 def test_hardware_that_is_no_such(text, said):

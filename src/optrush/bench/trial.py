@@ -29,7 +29,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from optrush import files
-from optrush.bench.record import MEASURED, Keep, answer_request
+from optrush.bench.record import MEASURED, STATES, Keep, answer_request
 from optrush.bench.worker import MetricLines
 from optrush.config import Config, parse_config
 from optrush.data.batch import Batch
@@ -81,8 +81,6 @@ def assemble(config: Config) -> tuple[Trainer, RunPlan]:
 
 # --- what is on the disk
 
-STATES = "state-*.safetensors*"  # those that were half written, too
-
 
 def state_tensors(trainer: Trainer) -> list[tuple[str, Tensor]]:
     """Return the trained weights and the optimizer's states by name, not copied."""
@@ -99,8 +97,18 @@ class Progress:
     """
 
     def __init__(self, trainer: Trainer, folder: Path, measured: Mapping[str, Any]) -> None:
+        """Begin with what earlier processes measured.
+
+        Raises:
+            ConfigError: that was of other data or weights.
+        """
         self.trainer, self.folder, self.start = trainer, folder, time.monotonic()
-        self.values: dict[str, Any] = {"spent_s": 0.0, "states": {}, **measured}
+        made_of = dict(trainer.fingerprints)
+        before = measured.get("made_of", made_of)
+        if changed := sorted(name for name in {*made_of, *before} if made_of.get(name) != before.get(name)):
+            found = f"changed since: {', '.join(changed)}"
+            raise ConfigError(f"the records in {folder}", found, "delete that folder, or take another --out")
+        self.values: dict[str, Any] = {"spent_s": 0.0, "states": {}, **measured, "made_of": made_of}
         self.before_s = self.values["spent_s"]
 
     def keep(self, save: str | None = None, forget: Iterable[str] = (), **values: Any) -> None:

@@ -11,15 +11,15 @@ runs out of memory or is slow is not measured again, and the time that is left g
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from optrush.bench import ladder, record, runner
 from optrush.bench.ladder import Ladder, LadderEntry, Rung
-from optrush.bench.record import MEASURED, RUNGS, Record
+from optrush.bench.record import MEASURED, RUNGS, STATES, Record
 from optrush.bench.results import BenchState, faster
 from optrush.bench.runner import ProgressBoard
 from optrush.config import Config, dump_config, parse_config, spelled_out
@@ -455,8 +455,8 @@ def _begin_trial(folder: Path, kind: str, given: Config) -> None:
         write_whole(folder / PLAN, json.dumps({**wanted, "digest": digest}, indent=1))
     try:
         saved = parse_json((folder / PLAN).read_bytes())
-        same, code = {name: saved[name] for name in wanted} == wanted, saved["digest"]
-    except (ValueError, KeyError, TypeError):
+        same, code = {name: saved.get(name) for name in wanted} == wanted, saved.get("digest")
+    except (ValueError, AttributeError):
         raise _unfit(folder, f"{PLAN} is damaged") from None
     if not same:
         raise _unfit(folder, "they are of another configuration")
@@ -486,8 +486,12 @@ def _run_trial(request: dict[str, Any], folder: Path, kind: str, budget_s: float
         say("stopped; the same command goes on")
         raise
     if "refused" in result:
-        if not {"legs", "draws"} & _measured(folder).keys():
-            shutil.rmtree(folder)  # another configuration may begin there
+        if not {"legs", "draws"} & _measured(folder).keys():  # another configuration may begin there
+            own = (PLAN, MEASURED, f"{MEASURED}.tmp", runner.LOCK)
+            for path in (*(folder / name for name in own), *folder.glob(STATES)):
+                path.unlink(missing_ok=True)
+            with suppress(OSError):  # files of others stay
+                folder.rmdir()
         raise ConfigError(*result["refused"])
     if "error" in result:
         raise RunError(f"optrush tune --{kind}", one_line(result["error"]), "optrush train CONFIG --dry-run")

@@ -49,7 +49,10 @@ _TYPES: dict[tuple[str, Check], tuple[str, ...]] = {
         "shared_expert_intermediate_size",
     ),
     ("a whole number or a list of them", lambda v: _whole(v, -1) or _list_of(lambda i: _whole(i, -1))(v)): (
-        "eos_token_id", "mlp_only_layers", "moe_layers", "no_rope_layers",
+        "eos_token_id",
+    ),
+    ("a list of whole numbers", _list_of(lambda i: _whole(i, -1))): (
+        "mlp_only_layers", "moe_layers", "no_rope_layers",
     ),
     _NUMBER: (
         "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_eps", "initializer_range",
@@ -61,7 +64,10 @@ _TYPES: dict[tuple[str, Check], tuple[str, ...]] = {
     ("a positive number", lambda value: _number(value) and value > 0): ("rope_theta", "partial_rotary_factor"),
     ("true or false", lambda value: isinstance(value, bool)): (
         "tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "is_encoder_decoder", "use_cache",
-        "norm_topk_prob", "output_router_logits", "rope_interleave",
+        "norm_topk_prob", "output_router_logits", "rope_interleave", "use_qk_norm",
+    ),
+    ("true, false or a whole number", lambda value: isinstance(value, bool) or _whole(value, 0)): (
+        "attn_temperature_tuning",  # 4 in the first files of Llama 4
     ),
     _TEXT: ("model_type", "hidden_act", "hidden_activation", "activation_function", "scoring_func", "topk_method"),
     ("a type of torch such as bfloat16", lambda value: isinstance(value, str) and value in DTYPES): (

@@ -598,7 +598,11 @@ def _chunks(full: HF) -> ChunkShape:
         if len(given) < L:
             found = f"{len(given)} values in {key}, and {L} layers"
             raise ConfigError("layers of attention from config.json", found, f"give {key} a value for each layer")
-    grows = (_size(full, "floor_scale"), float(full["attn_scale"])) if full["attn_temperature_tuning"] else None
+    grows = None
+    if full["attn_temperature_tuning"]:
+        if full["attn_scale"] is None:
+            raise ConfigError("a model from config.json", "attn_scale is None", "give attn_scale a finite number")
+        grows = (_size(full, "floor_scale"), float(full["attn_scale"]))
     return ChunkShape(
         size=_size(full, "attention_chunk_size"),
         layers=tuple(i for i in range(L) if kinds[i] == "chunked_attention"),
