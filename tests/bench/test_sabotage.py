@@ -41,7 +41,6 @@ def test_a_technique_is_one_file_and_one_line(copied: Copy) -> None:
     assert done.returncode == 0 and "wrap_step  sound: 1 change" in done.stderr, done.stderr
 
 
-@pytest.mark.slow
 def test_wrong_maths_are_shown_red(copied: Copy) -> None:
     """The quickest of what follows."""
     copied.add("scaled", technique("scaled"))

@@ -286,14 +286,23 @@ def _largest_part(
     """
     named = [i for i, group in enumerate(options) if None not in group and not _required(group, keep)]
     for count in range(len(named) + 1):
+        parts = ([i for i in named if i not in left] for left in itertools.combinations(named, count))
         found = [
-            _searched(problem, options, [i for i in named if i not in left], own, keep, whole=whole, both=both)
-            for left in itertools.combinations(named, count)
+            _searched(problem, options, part, own, keep, whole=whole, both=both)
+            for part in parts
+            if not (part and _clash(options[i] for i in part))  # no set of it is possible
         ]
-        best = max(found, key=lambda part: part.rank)
-        if best.evaluations.tried:
+        best = max(found, key=lambda part: part.rank, default=None)
+        if best is not None and best.evaluations.tried:
             break
+    assert best is not None, "the last part has no technique that could clash"
     return best
+
+
+def _clash(groups: Iterable[Options]) -> bool:
+    """Return whether two techniques claim the same part of a run, whatever their options."""
+    claims = [frozenset.intersection(*(t.claims for t in group if t is not None)) for group in groups]
+    return sum(map(len, claims)) > len(frozenset().union(*claims))
 
 
 def _searched(

@@ -79,7 +79,7 @@ class Attention(Technique):
             return
         s = env.shape
         sinks, window = s is not None and s.sinks, s is not None and s.window is not None and s.window < env.seq
-        chunks = s is not None and s.chunks is not None and s.chunks.size < env.seq
+        chunks = s is not None and s.chunks is not None and s.chunks.layers and s.chunks.size < env.seq
         masked = self.impl == "sdpa" and (Part.PACKED_ROWS in env.claimed or sinks or window or chunks)
         spread = not masked and {"sdpa": _ungrouped(env), "varlen": _older_torch() or sinks}.get(self.impl, False)
         whole = spread and not env.native  # transformers leaves it to torch, which then takes plain products
@@ -170,7 +170,7 @@ def _kinds(env: Environment, impl: str) -> Iterator[Requirement]:
     if s is not None and s.window is not None and s.window < env.seq:
         found = f"a sliding window of {s.window} tokens in some layers, and rows of {env.seq}"
         yield Requirement(impl in ("masked", "sdpa", "varlen"), asked, found, "take impl=varlen or sdpa")
-    if s is not None and s.chunks is not None and s.chunks.size < env.seq:
+    if s is not None and s.chunks is not None and s.chunks.layers and s.chunks.size < env.seq:
         found = f"attention in chunks of {s.chunks.size} tokens in some layers, and rows of {env.seq}"
         yield Requirement(impl != "cudnn", asked, found, "take impl=varlen or sdpa")
     if s is not None and s.latent is not None:
