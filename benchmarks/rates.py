@@ -3,9 +3,10 @@
 usage: rates.py CONFIG [--seeds N] [--jobs N] [--set KEY=VALUE]... [--with NAME]... [--without NAME]...
 
 Of each seed of weights and data's order: the race over the whole of `train.steps`, then each of its rates trained to
-the end, in one process on one device, up to `--jobs` seeds at a time. On one H200, in about five minutes:
+the end, in one process on one device, up to `--jobs` seeds at a time. On a GPU, with
+a folder that has a tokenizer (not tried yet):
 
-    rates.py rates.yaml --set model.path=null --set model.shape=qwen2.5-0.5b --set model.tokenizer=tiny
+    rates.py rates.yaml --set model.path=null --set model.shape=qwen2.5-0.5b --set model.tokenizer=FOLDER
         --set batch.seq=1024 --set batch.tokens=4096 --set batch.micro_tokens=4096 --set optim.lr=3e-4 --with bf16
 
 A JSON line a seed on standard output (`legs`: rate, step and held-out loss of each leg of the race, the winner's last;
