@@ -226,6 +226,8 @@ def test_arguments_of_a_script(here: Path) -> None:
         ({"lr_scheduler": "rex"}, "lr_scheduler"), ({"optimizer": "lion_8bit"}, "optimizer"),
         ({"unfrozen_parameters": ["a"]}, "unfrozen_parameters"),
         ({"lora_target_linear": None, "lora_target_parameters": ["experts.down_proj"]}, "lora_target_parameters"),
+        ({"lora_target_linear": None, "lora_target_parameters": 5}, "lora_target_parameters"),
+        ({"lora_target_parameters": ["other.gate_up_proj", "other.down_proj"]}, "lora_target_parameters"),
         ({"lora_target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}, "lora_target_parameters"),
         ({"lora_target_linear": None, "lora_target_modules": ["q_proj", "down_proj"],
           "lora_target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}, "lora_target_modules"),

@@ -818,9 +818,9 @@ class _Composer:
         given = self.get("@parameters")
         if not given:
             return found
-        names = {str(name).rpartition(".")[2] for name in ([given] if isinstance(given, str) else given)}
-        experts = all(re.search(r"(^|\.)experts\.\w+$", str(name)) for name in given)
-        if not experts or names != {"gate_up_proj", "down_proj"}:
+        parts = [str(name).rpartition(".") for name in (given if isinstance(given, list) else [given])]
+        experts = all(parent.rpartition(".")[2] == "experts" for parent, _, _ in parts)
+        if not experts or {name for _, _, name in parts} != {"gate_up_proj", "down_proj"}:
             do = "name mlp.experts.gate_up_proj and mlp.experts.down_proj, or neither"
             raise self.refuse("lora_target_parameters", f"{given!r}", do)
         if not isinstance(found, list):
@@ -831,7 +831,7 @@ class _Composer:
         beside = {"gate_proj", "up_proj", "down_proj"}
         if beside & {*found} and not beside <= {*found}:
             raise self.refuse("lora_target_modules", f"{found}", f"name all of {', '.join(sorted(beside))}, or none")
-        dense = ["dense"] if beside <= {*found} else []
+        dense = ["dense"] if beside & {*found} else []
         return [*(name for name in found if name not in beside), *dense, "experts"]
 
     def _sharding(self) -> None:
