@@ -148,6 +148,43 @@ def test_a_rung_measures_one_technique(program, before, after, found):
     assert gains.alone(record(before, longest=64), record(after, seq=128, longest=128)) == found
 
 
+@pytest.mark.parametrize(("case", "hardware"), [
+    ("cpu", "cpu"), ("1b", "h100"), ("1b", "h200"), ("8b-lora", "h100"), ("8b-lora", "h200"), ("1b-two", "2xh200"),
+    ("8b-two", "2xh100"), ("8b-two", "2xh200"),
+])  # fmt: skip
+def test_every_set_made_by_hand_starts_and_keeps_what_the_answer_trains(program, case, hardware):
+    (_, answer, plan), *sets = program("answers").entries(program("answers").CASES[case], hardware)
+    assert plan["planned_fits"] and len(sets) == 10
+    for name, config, planned in sets:
+        assert "refused" not in planned, f"{name}: {planned}"
+        assert all((part in config.with_) == (part in answer.with_) for part in ("amp", "bf16", "lora", "nf4")), name
+        assert config.with_ != answer.with_ or config.batch.micro_tokens != answer.batch.micro_tokens, name
+
+
+@pytest.mark.parametrize(("speed", "error", "holds"), [(98.0, None, True), (96.0, None, False), (98.0, "lost", False)])
+def test_the_answer_holds_where_it_is_near_the_best_set_and_never_fails(
+    program, monkeypatch, tmp_path, speed, error, holds
+):
+    """Every second set has less than the best, one no memory; the last answer fails or does not."""
+    answers, ran = program("answers"), []
+
+    def measure(config, ranks, limit_s):
+        ran.append(config)
+        found = {"tokens_per_s": 100.0 - len(ran) % 2, "peak_bytes": 1, "seconds": 1.0, "error": None}
+        if config.with_ == ran[0].with_:
+            return {**found, "tokens_per_s": speed, "error": error if len(ran) > 1 else None}
+        return {**found, "tokens_per_s": None, "error": "out of memory: of a set"} if len(ran) == 3 else found
+
+    monkeypatch.setattr(answers, "measure", measure)
+    result = answers.compare("cpu", tmp_path / "out.jsonl", 1, 1e6)
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [r["name"] for r in lines[:-1]][:: len(ran) - 1] == ["answer", "answer"] and len(ran) == 12
+    assert lines[-1] == result and result["holds"] is holds and result["ratio"] == speed / 100
+    assert result["out_of_memory"] == [lines[2]["name"]] and result["measured"] == 9
+    result = answers.compare("cpu", tmp_path / "late.jsonl", 1, 1.0)
+    assert len(ran) == 12 and result["ratio"] is None, "no time, nothing measured"
+
+
 CURVE = """
 model: tiny
 objective: sft
