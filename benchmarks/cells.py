@@ -47,7 +47,7 @@ MIXED: dict[str, Any] = {  # models with experts: kernels for what is not an exp
     "bf16": {}, "attention": {"impl": "fa4"}, "compile": {}, "fused-loss": {"impl": "quack", "chunk": 8192},
     "fused-adamw": {}, "fused-kernels": {"norm": True},
 }  # fmt: skip
-SUNK: dict[str, Any] = {**NATIVE, "bf16": {}, "attention": {"impl": "varlen"}}  # windows and sinks
+SUNK: dict[str, Any] = {**NATIVE, "bf16": {}, "attention": {"impl": "fa4"}}  # windows and sinks
 HYBRID: dict[str, Any] = {  # what an equal dense model takes, too
     "bf16": {}, "attention": {}, "compile": {}, "fused-loss": {}, "adam8bit": {}, "update-in-backward": {},
     "recompute": {},
@@ -138,7 +138,7 @@ KINDS = {
         {"bf16": {}, **NATIVE, "lora": {"rank": 16, "alpha": 16, "targets": "attention"}, "nf4": {}, "recompute": {}},
     ),
     "30b-a3b full T=4096": Cell("qwen3-30b-a3b", 4096, 2, 1, {**MIXED, **LEAN, "recompute": {}}),
-    "gpt-oss-20b qlora T=4096": Cell("gpt-oss-20b", 4096, 1, 1, {**SUNK, **LEAST, "fused-loss": {"chunk": 1024}}),
+    "gpt-oss-20b qlora T=4096": Cell("gpt-oss-20b", 4096, 2, 1, {**SUNK, **LEAST, "fused-loss": {"chunk": 1024}}),
     "qwen3.5-9b T=4096": Cell("qwen3.5-9b", 4096, 2, 1, HYBRID),
     "qwen3-8b T=4096": Cell("Qwen/Qwen3-8B", 4096, 2, 1, HYBRID),
 }

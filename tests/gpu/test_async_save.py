@@ -30,8 +30,9 @@ def test_the_copy_is_of_the_step_that_was_saved(tmp_path: Path) -> None:
     trained = [TrainedParam(name, nn.Parameter(t), True) for name, t in tensors.items()]
     optimizer = AdamW(trained, config.optim, fused=False)
     job: Any = SimpleNamespace(
-        config=config, world=World(0, 1, DEVICE), trained=trained, optimizer=optimizer, state={}, counts=lambda t: True
-    )
+        config=config, world=World(0, 1, DEVICE), trained=trained, optimizer=optimizer, state={},
+        counts=lambda t: True, read_slices=lambda mine: mine,
+    )  # fmt: skip
     saver, results = Saver(job), []
     saver.settled = lambda step, failure: results.append((step, failure))
     assert saver.host is not None and saver.host.page.is_pinned() == (DEVICE.type == "cuda")

@@ -61,19 +61,24 @@ def test_gated_activation(dtype):
         assert off(got.cpu(), want) < close
 
 
+@pytest.mark.parametrize("single", [False, True], ids=["packed", "single"])
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_sinks_of_packed_documents(window, compiled):
+@pytest.mark.parametrize("kernel", [attention.varlen, attention.flash4])
+def test_sinks_and_windows(kernel, window, compiled, single):
     """Values and gradients, against whole scores in float32."""
+    if kernel is attention.flash4 and library("flash-attn-4") is None:
+        pytest.skip("flash-attn-4 is not installed")
     torch._dynamo.reset()
     g = torch.Generator("cuda").manual_seed(0)
-    T, starts = 320, [0, 70, 300, 320, 480, 640, 640]
+    T, starts = 320, [0, 320, 640] if single else [0, 70, 300, 320, 480, 640, 640]
     q, k, v = (torch.randn(2, T, n, 64, device="cuda", generator=g) for n in (8, 2, 2))
     sinks, d_out = torch.randn(8, device="cuda", generator=g), torch.randn(2, T, 8, 64, device="cuda", generator=g)
-    ids = torch.tensor([[0] * 70 + [1] * 230 + [2] * 20, [0] * 160 + [1] * 160], device="cuda")
-    documents = Documents(torch.tensor(starts, device="cuda", dtype=torch.int32), ids, 256, False)
+    ids = torch.tensor([[0] * 70 + [1] * 230 + [2] * 20, [0] * 160 + [1] * 160], device="cuda") * (not single)
+    longest = T if single else 256
+    documents = Documents(torch.tensor(starts, device="cuda", dtype=torch.int32), ids, longest, single)
     found = []
-    for attend, dtype in ((attention.masked, torch.float32), (attention.varlen, torch.bfloat16)):
+    for attend, dtype in ((attention.masked, torch.float32), (kernel, torch.bfloat16)):
         given = [x.to(dtype).requires_grad_() for x in (q, k, v, sinks)]
         run = torch.compile(attend, fullgraph=True) if compiled and dtype == torch.bfloat16 else attend
         out = run(*given[:3], documents, window=window, sinks=given[3])

@@ -88,7 +88,7 @@ def test_float32(withs: str, alone: list[dict[str, float]], tmp_path: Path) -> N
 def test_float32_otherwise(case: str, withs: str, experts: Path, tmp_path: Path) -> None:
     """What needs another model; or rows of one document, and products in 16 bits."""
     (tmp_path / "one").mkdir()
-    rows = ["--without", "packing", "--with", "bf16", "--with", "attention:impl=varlen"]
+    rows = ["--without", "packing", "--with", "bf16"]
     flags = {"experts": ["--set", f"model={experts}"], "rows": rows}[case]
     named = [text for name in withs.split() for text in ("--with", name)]
     alone, found = train(tmp_path / "one", *flags), train(tmp_path, "--ranks", "2", *flags, *named)

@@ -118,19 +118,25 @@ def test_kernels_are_the_plain_softmax(single: bool, window: int | None, sunk: b
             assert spoiled[0, 2:5].isnan().all() and not spoiled[0, :2].isnan().any()
 
 
-@pytest.mark.parametrize("impl", ["cudnn", "fa4"])
-def test_kernels_without_windows_are_refused(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_without_windows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where rows are longer than the window; up to it there is nothing to cut."""
     given = {"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 2}
     monkeypatch.setitem(SHAPES, "windowed", {**SHAPES["qwen2.5-0.5b"], **given})
     device, _ = hardware.parse_hardware("h100")
-    for seq in (512, 1024):
-        config = shaped("windowed", "bf16", f"attention:impl={impl}", seq=seq, rows=1)
-        if seq == 512:
-            resolve(config, device=device, ranks=1)
-            continue
-        with pytest.raises(NeedsError, match="a sliding window of 512 tokens"):
-            resolve(config, device=device, ranks=1)
+    for impl, seq in (("cudnn", 512), ("fa4", 1024)):
+        resolve(shaped("windowed", "bf16", f"attention:impl={impl}", seq=seq, rows=1), device=device, ranks=1)
+    with pytest.raises(NeedsError, match="a sliding window of 512 tokens"):
+        resolve(shaped("windowed", "bf16", "attention:impl=cudnn", seq=1024, rows=1), device=device, ranks=1)
+
+
+@pytest.mark.parametrize(("impl", "card"), [("cudnn", "h100"), ("fa4", "5090")])
+def test_kernels_without_sinks_are_refused(impl: str, card: str) -> None:
+    """flash-attn-4 has no gradients with sinks on the newest cards for desktops."""
+    device, _ = hardware.parse_hardware(card)
+    with pytest.raises(NeedsError, match="attention sinks in the model"):
+        resolve(shaped("gpt-oss-20b", "bf16", f"attention:impl={impl}", seq=128, rows=1), device=device, ranks=1)
+    device, _ = hardware.parse_hardware("h100")
+    resolve(shaped("gpt-oss-20b", "bf16", "attention:impl=fa4", seq=128, rows=1), device=device, ranks=1)
 
 
 @pytest.mark.parametrize(

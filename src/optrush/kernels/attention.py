@@ -12,7 +12,7 @@ of its softmax, and to which no value belongs (arXiv:2309.17453, as gpt-oss lear
              mask, sinks by one more key
     varlen   torch's variable-length flash attention over documents.starts; CUDA, bfloat16 or float16; windows, sinks
     cudnn    torch's fused attention by cuDNN's kernel only; CUDA, one document a row
-    fa4      flash-attn-4; Hopper and later, bfloat16 or float16
+    fa4      flash-attn-4; Hopper and later, bfloat16 or float16; windows, sinks
 
 Isolation. No value of one document reaches another's outputs: a masked token has probability exactly 0, so changed
 values of document A leave every bit of B. But 0 * NaN is NaN: in p @ v, and in the backward in ds @ k and ds^T @ q. So
@@ -50,7 +50,10 @@ from optrush.kernels.lora_matmul import empty_padded
 WIDE = 128  # values a head
 
 
-def flash4(q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, padding: int = 0) -> Tensor:
+def flash4(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, window: int | None = None, sinks: Tensor | None = None,
+    padding: int = 0,
+) -> Tensor:  # fmt: skip
     """Compute causal attention within each document; padding: columns (lora_matmul.py) behind a token's heads.
 
     Raises:
@@ -59,11 +62,11 @@ def flash4(q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, padding: in
     _demand_cuda("flash-attn-4", q)
     B, T, H, E = q.shape
     if documents.single:
-        out: Tensor = _forward(q, k, v, None, T, padding)[0]
+        out: Tensor = _forward(q, k, v, sinks, None, T, window, padding)[0]
         return out
     # The longest document only bounds the launch: T for all batches, so that no other length is compiled again.
     q, k, v = (x.reshape(B * T, -1, E) for x in (q, k, v))
-    out = _forward(q, k, v, documents.starts, T, padding)[0]
+    out = _forward(q, k, v, sinks, documents.starts, T, window, padding)[0]
     return out.view(B, T, H, E)
 
 
@@ -82,22 +85,35 @@ def _package() -> ModuleType:
 
 @torch.library.custom_op("optrush::flash4", mutates_args=(), device_types="cuda")
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, longest: int, padding: int
-) -> tuple[Tensor, Tensor]:
-    """Return the output like q, padded, and each row's log-sum-exp, float32: (B, H, T) dense, (H, B*T) with starts."""
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, starts: Tensor | None, longest: int, window: int | None,
+    padding: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the output like q, padded, and each row's log-sum-exp with its sink, float32.
+
+    The latter is (B, H, T) of dense rows, (H, B*T) with starts.
+    """
     most = None if starts is None else longest
     # The query heads of one key/value head in one tile, or each in its own. On an H200, with four of them, the latter
     # is 5 % faster for dense rows at E = 128; at 64, and with packed rows, it is 7 to 16 % slower (docs/log).
     apart = starts is None and q.shape[-1] >= WIDE
     out, lse, *_ = _package()._flash_attn_fwd(
         q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=most, max_seqlen_k=most, causal=True,
-        return_lse=True, out=_empty(q, padding), pack_gqa=False if apart else None,
+        return_lse=True, out=_empty(q, padding), pack_gqa=False if apart else None, learnable_sink=sinks,
+        window_size_left=_left(window),
     )  # fmt: skip
     return out, lse
 
 
+def _left(window: int | None) -> int | None:
+    """Return how many tokens before its own a token reads; None: all."""
+    return None if window is None else window - 1
+
+
 @_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, longest: int, padding: int) -> tuple[Tensor, Tensor]:
+def _(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, starts: Tensor | None, longest: int, window: int | None,
+    padding: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     shape = (q.shape[0], q.shape[2], q.shape[1]) if starts is None else (q.shape[1], q.shape[0])
     return _empty(q, padding), q.new_empty(shape, dtype=torch.float32)
 
@@ -110,47 +126,49 @@ def _empty(q: Tensor, padding: int) -> Tensor:
 
 @torch.library.custom_op("optrush::flash4_backward", mutates_args=(), device_types="cuda")
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: Tensor | None, longest: int,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor,
+    starts: Tensor | None, longest: int, window: int | None, deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q, k, v and sinks; without sinks the last has no values."""
     most = None if starts is None else longest
-    dq, dk, dv = _package()._flash_attn_bwd(
+    dq, dk, dv, *rest = _package()._flash_attn_bwd(
         q, k, v, out, grad.contiguous(), lse, causal=True, cu_seqlens_q=starts, cu_seqlens_k=starts,
-        max_seqlen_q=most, max_seqlen_k=most, deterministic=deterministic,
+        max_seqlen_q=most, max_seqlen_k=most, deterministic=deterministic, learnable_sink=sinks,
+        window_size_left=_left(window),
     )  # fmt: skip
-    return dq, dk, dv
+    return dq, dk, dv, rest[0] if sinks is not None else q.new_empty(0)
 
 
 @_backward.register_fake
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: Tensor | None, longest: int,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor,
+    starts: Tensor | None, longest: int, window: int | None, deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return dq, dk, dv
+    return dq, dk, dv, q.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
 
 def _setup_context(
     ctx: torch.autograd.function.FunctionCtx, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]
 ) -> None:
-    q, k, v, starts, longest, _ = inputs
-    ctx.save_for_backward(q, k, v, *output, starts)  # type: ignore[arg-type]
-    ctx.longest = longest  # type: ignore[attr-defined]
+    q, k, v, sinks, starts, longest, window, _ = inputs
+    ctx.save_for_backward(q, k, v, sinks, *output, starts)  # type: ignore[arg-type]
+    ctx.longest, ctx.window = longest, window  # type: ignore[attr-defined]
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: torch.autograd.function.FunctionCtx, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, starts = ctx.saved_tensors  # type: ignore[attr-defined]
+    q, k, v, sinks, out, lse, starts = ctx.saved_tensors  # type: ignore[attr-defined]
     ordered = torch.are_deterministic_algorithms_enabled()
-    longest: int = ctx.longest  # type: ignore[attr-defined]
-    return (*_backward(grad, q, k, v, out, lse, starts, longest, ordered), None, None, None)
+    longest, window = ctx.longest, ctx.window  # type: ignore[attr-defined]
+    *heads, sunk = _backward(grad, q, k, v, sinks, out, lse, starts, longest, window, ordered)
+    return (*heads, None if sinks is None else sunk, None, None, None, None)
 
 
 _forward.register_autograd(_gradients, setup_context=_setup_context)
 
 
 Attend = Callable[..., Tensor]
-WINDOWED, WITH_SINKS = frozenset({"masked", "sdpa", "varlen"}), frozenset({"masked", "sdpa"})  # that take them
 
 
 def visible_tokens(documents: Documents, window: int | None = None) -> Tensor:
