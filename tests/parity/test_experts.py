@@ -59,6 +59,11 @@ def test_grouped_products() -> None:
     want = torch.einsum("sc,scr->sr", x, weight[group])
     torch.testing.assert_close(grouped_matmul(x, weight, ends), want)
     assert torch.autograd.gradcheck(lambda x, w: grouped_matmul(x, w, ends), (x, weight), fast_mode=True)
+    turned = weight.detach().mT.contiguous().requires_grad_()  # as a model keeps it
+    out = grouped_matmul(x, turned.mT, ends)
+    (ours,), (plain,) = torch.autograd.grad(out.sum(), turned), torch.autograd.grad(want.sum(), weight)
+    torch.testing.assert_close(ours, plain.mT)
+    assert ours.is_contiguous(), "autograd copies a gradient in another order than its weight's"
 
 
 def test_a_row_of_a_group_is_what_it_is_alone() -> None:

@@ -23,7 +23,7 @@ from optrush.models.shapes import native_obstacle
 from optrush.models.source import locate, shapes_of
 from optrush.models.text_part import text_config
 from optrush.planner import search
-from optrush.planner.search import Candidate, SearchResult
+from optrush.planner.search import TIGHT, Candidate, SearchResult
 from optrush.resolve import resolve
 from optrush.technique import (
     RANK_PARTS,
@@ -38,7 +38,6 @@ from optrush.technique import (
 from optrush.techniques import ALL
 
 SLOWER = 2.0
-TIGHT = 0.96  # of what is usable: predictions of peaks were off by as much
 SHORTEST = 256  # tokens of a row, below which shorter rows are no advice
 LONGEST = 1 << 20  # that are tried
 

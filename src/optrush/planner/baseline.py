@@ -264,12 +264,15 @@ def _work(s: ModelShape, T: int, native: bool, padding: float) -> Iterator[WorkI
     yield WorkItem("forward.scores", "every score, masked or not: 4 T H E a block", "token", flop)
     why = "scores written, scaled, masked, made probabilities, cast, read"
     yield moved("forward.scores.moved", why, 10 * scores, "wide")
-    yield moved("forward.elementwise", "norms, rotation, gating", L * (6 * D + 2 * (q + kv) + 3 * F))
+    stream = "the stream between blocks, read by norms and sums and written by sums"
+    yield moved("forward.elementwise.stream", stream, L * 5 * D, "residual")
+    yield moved("forward.elementwise", "norms, rotation, gating", L * (D + 2 * (q + kv) + 3 * F))
     yield moved("forward.eager", "the same one operator at a time", L * 75 * D, "plain", True)
     yield WorkItem("forward.launches", "about 45 operators a block", "micro", launches=45 * L, fusable=True)
     yield WorkItem("backward.scores", "8 T H E a block", "token", 2 * flop)
     yield moved("backward.scores.moved", "gradients of the scores, likewise", 11 * scores, "wide")
-    yield moved("backward.elementwise", "norms, rotation, gating", L * (10 * D + 2 * (q + kv) + 6 * F))
+    yield moved("backward.elementwise.stream", f"{stream}, and its gradient", L * 9 * D, "residual")
+    yield moved("backward.elementwise", "norms, rotation, gating", L * (D + 2 * (q + kv) + 6 * F))
     yield moved("backward.eager", "the same one operator at a time", L * 150 * D, "plain", True)
     yield WorkItem("backward.launches", "about 90 operators a block", "micro", launches=90 * L, fusable=True)
     if delta is not None:
@@ -293,10 +296,11 @@ def _work(s: ModelShape, T: int, native: bool, padding: float) -> Iterator[WorkI
         why, routed = "products of groups of rows, slower than one product", 6 * k * e.ff_width * D * sparse
         yield WorkItem("forward.grouped", why, "token", 0.2 * routed)
         yield WorkItem("backward.grouped", why, "token", 0.4 * routed)
-        # Twice what is moved: rows read by number reach half of the memory's rate (30B-A3B with adapters, H100).
+        # Three times what is moved: sorting, and rows read by number, which reach half of the memory's rate
+        # (benchmarks/results/h100-experts.jsonl: a layer less its products).
         why = "rows put in the order of experts, and their sums"
-        yield moved("forward.rows", why, sparse * 8 * k * D)
-        yield moved("backward.rows", why, sparse * 8 * k * D)
+        yield moved("forward.rows", why, sparse * 11 * k * D)
+        yield moved("backward.rows", why, sparse * 12 * k * D)
     yield WorkItem("head.products", "6 a weight of the head", "token", 6 * D * V)
     yield moved("head.moved", "logits, their softmax and their gradients", 4 * V, "wide")
     yield moved("head.eager", "the same one operator at a time", 6 * V, "wide", True)

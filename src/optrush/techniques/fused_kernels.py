@@ -140,10 +140,12 @@ class FusedKernels(Technique):
 
     @classmethod
     def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
-        """Of norm and rope none: they gain less than a percent, which a search cannot resolve."""
+        """Of norm and rope none, which gain less than a percent, but where they leave room for adapters."""
         yield {}
         if env.device.capability == (9, 0):
             yield {"mlp": "quack"}
+            if Part.TRAINED in env.claimed:
+                yield {"mlp": "quack", "norm": True, "rope": True}
 
     def recompute(self, trainer: Trainer) -> int:  # the linears are settled here, and nothing is compiled yet
         from optrush.kernels import rms_norm, rope, swiglu
@@ -218,8 +220,8 @@ def _hidden(s: ModelShape) -> Iterator[Rule]:
     """Yield what epilogues read and write and products do not hide: F and 3 F, of 3 F and 6 F (docs/log)."""
     D, F, heads = s.width, s.ff_width, 2 * (s.heads + s.kv_heads) * s.head_width
     why = "of the activation's values, those that the products do not hide"
-    yield live("forward.elementwise", why, times=(6 * D + heads + F) / (6 * D + heads + 3 * F))
-    yield live("backward.elementwise", why, times=(10 * D + heads + 3 * F) / (10 * D + heads + 6 * F))
+    yield live("forward.elementwise", why, times=(D + heads + F) / (D + heads + 3 * F))
+    yield live("backward.elementwise", why, times=(D + heads + 3 * F) / (D + heads + 6 * F))
 
 
 # Of each linear, what writes its input and its gradient, and so may pad it. The input of `down` comes from the product
