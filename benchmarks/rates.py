@@ -2,15 +2,16 @@
 
 usage: rates.py CONFIG [--seeds N] [--jobs N] [--set KEY=VALUE]... [--with NAME]... [--without NAME]...
 
-Of each seed of weights and data's order: the race over the whole of `train.steps`, then each of its rates trained to
-the end, in one process on one device, up to `--jobs` seeds at a time. On a GPU, with
-a folder that has a tokenizer (not tried yet):
+Of each seed of weights and data's order: each rate is trained to the end once, with its held-out loss where a race
+stops too, in one process on one device, up to `--jobs` seeds at a time. The race is played from those losses: its legs
+go on from stored states, bit for bit (tests/bench/test_trial.py). On a GPU, with a folder that has a tokenizer:
 
-    rates.py rates.yaml --set model.path=null --set model.shape=qwen2.5-0.5b --set model.tokenizer=FOLDER
-        --set batch.seq=1024 --set batch.tokens=4096 --set batch.micro_tokens=4096 --set optim.lr=3e-4 --with bf16
+    rates.py rates.yaml --jobs 3 --set model.path=null --set model.shape=qwen2.5-0.5b --set model.tokenizer=FOLDER
+        --set batch.seq=1024 --set batch.tokens=1024 --set batch.micro_tokens=1024 --set optim.lr=3e-4
+        --set train.steps=256 --with bf16
 
 A JSON line a seed on standard output (`legs`: rate, step and held-out loss of each leg of the race, the winner's last;
-`grid`: rate and held-out loss, null where the run diverged; seconds of both), and last a summary:
+`grid`: rate and held-out loss, null where the run diverged; its seconds), and last a summary:
 
     within  held-out loss of the rate that the race picked, trained to the end, over the least of the grid, less one
     cost    steps of the race over those of the grid
@@ -19,12 +20,13 @@ A JSON line a seed on standard output (`legs`: rate, step and held-out loss of e
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,23 +37,28 @@ from optrush.resolve import resolve
 
 
 def compare(config: Config) -> dict[str, Any]:
-    """Race the rates of a configuration, then train each to the end."""
+    """Train each rate of a configuration to the end, and play the race from that."""
     request = tune.trial_request(resolve(config).config, "lr")
     rates: list[float] = request["rates"]
     trainer, plan = trial.assemble(parse_config(request["run"], "run", own=True))
-    begin = trial.Snapshot(trainer)
-    start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        progress = trial.Progress(trainer, Path(folder), {})
-        found = trial.rate_race(trainer, plan, rates, start + 1e6, progress)
-    raced = time.monotonic()
-    grid: list[list[float | None]] = []
+    begin, steps, start = trial.Snapshot(trainer), plan.total, time.monotonic()
+    stops = [round(share * steps) for share in trial.STOPS]
+    losses: dict[tuple[float, int], float] = {}
     for rate in rates:
         begin.restore()
-        loss = trial.train_leg(trainer, plan, rate, 0, found["steps"], found["steps"])
-        grid.append([rate, loss if math.isfinite(loss) else None])
-    seconds = {"race_s": raced - start, "grid_s": time.monotonic() - raced}
-    return {"seed": config.seed, **found, "grid": grid, **seconds, **judged(found["legs"], grid, found["steps"])}
+        for done, stop in itertools.pairwise((0, *stops, steps)):
+            losses[rate, stop] = trial.train_leg(trainer, plan, rate, done, stop, steps)
+    return {"seed": config.seed, **played(rates, stops, steps, losses), "grid_s": time.monotonic() - start}
+
+
+def played(
+    rates: Sequence[float], stops: Sequence[int], steps: int, losses: dict[tuple[float, int], float]
+) -> dict[str, Any]:
+    """Play the race from the held-out losses by rate and step; return its legs beside the grid."""
+    legs = trial.race(rates, stops, lambda rate, done, stop: losses[rate, stop])
+    ends = ((rate, losses[rate, steps]) for rate in rates)
+    grid: list[list[float | None]] = [[rate, loss if math.isfinite(loss) else None] for rate, loss in ends]
+    return {"legs": legs, "steps": steps, "grid": grid, **judged(legs, grid, steps)}
 
 
 def judged(legs: list[dict[str, Any]], grid: list[list[float | None]], steps: int) -> dict[str, float | None]:

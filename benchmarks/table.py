@@ -60,7 +60,13 @@ CHOICES = tuple(Path(f"benchmarks/results/h200-{name}") for name in ("choices", 
 CURVES = Path("benchmarks/results/h200-float8-curve.jsonl")
 CALIBRATION = Path("benchmarks/results/h200-calibration.json")  # `optrush calibrate --out`, where a record has no own
 FAULTS = Path("benchmarks/results/faults.jsonl")  # `make faults`
-RATES = Path("benchmarks/results/cpu-rates.jsonl")  # `rates.py rates.yaml`
+ANSWERS = Path("benchmarks/results/h100-answers.jsonl")  # `answers.py`
+EXPERTS = Path("benchmarks/results/h100-experts.jsonl")  # `experts.py`
+RATES = {  # `rates.py rates.yaml`
+    "cpu-rates": "The built-in model, on a CPU; the race itself, and then the grid",
+    "h100-rates": "A model of 0.5B (qwen2.5-0.5b) from random weights, on an H100",
+    "h200-rates-short": "The same in fewer and larger steps, on an H200; the race itself, and then the grid",
+}
 BEGIN, END = "<!-- figures: benchmarks/table.py -->", "<!-- end of figures -->"
 GIB = 2**30
 # The rung of the plain loop (transformers and torch alone) that does the same.
@@ -166,10 +172,59 @@ def table() -> str:
         "",
         cells.errors([ROOT / path for path in (CELLS, *FURTHER)]),
         "",
-        "Two figures of the plan were mended or fitted by this table since: the loss of one chunk, and the rates of",
-        "experts (now 2 to 22 % too fast here). *earlier*: before windows and sinks without a mask, FlashAttention 4,",
+        "Figures of the plan were mended or fitted by this table since: the loss of one chunk, and the rates of",
+        "experts and of the order of their rows. *earlier*: before windows and sinks without a mask, FlashAttention 4,",
         "two rows a micro-batch with 4 bits, and moments of narrow rows.",
+        "",
+        answered(),
+        "",
+        multiplied(),
     ]
+    return "\n".join(rows)
+
+
+def answered() -> str:
+    """Return the tables of the plan's answer beside sets of techniques made by hand."""
+    rows = [
+        "The plan's answer, a configuration without `with`, beside ten sets of techniques made by hand, in turn, by",
+        f"answers.py on H100 ([{ANSWERS.stem}](../{ANSWERS})); all predicted before they were measured. The answer to",
+        "*8b-lora* is of an earlier plan, which took the smallest micro-batch and a float32 stream; mended since.", "",
+        "| case | set, rows of a micro-batch | predicted GiB | measured | predicted tokens/s | measured | error |",
+        "|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    said, apart = [], list[list[float]]()
+    for r in map(json.loads, (ROOT / ANSWERS).read_text().splitlines()):
+        if "ratio" in r:
+            best = f"{r['case']}: {r['ratio']:.3f} of *{r['best']}*, the best of {r['measured']}"
+            said.append(f"{best} that ran, {len(r['out_of_memory']) or 'none'} out of memory")
+        elif r["tokens_per_s"] is not None:
+            title = f"answer, {r['micro_tokens'] // r['seq']}" if r["name"] == "answer" else r["name"]
+            peak, speed = r["planned_peak_bytes"], r["planned_tokens_per_s"]
+            apart.append([peak / r["peak_bytes"] - 1, speed / r["tokens_per_s"] - 1])
+            rows.append(
+                f"| {r['case']} | {title} | {peak / GIB:.1f} | {r['peak_bytes'] / GIB:.1f} "
+                f"| {speed:,.0f} | {r['tokens_per_s']:,.0f} | {apart[-1][1]:+.1%} |"
+            )
+    peaks, speeds = ([abs(x) for x in column] for column in zip(*apart, strict=True))
+    errors = [f"median error {statistics.median(e):.1%}, largest {max(e):.1%}" for e in (peaks, speeds)]
+    rows += ["", f"The answer has, {'; '.join(said)}. Peaks: {errors[0]}. Speeds: {errors[1]}."]
+    return "\n".join(rows)
+
+
+def multiplied() -> str:
+    """Return the table of a layer of experts by every kernel."""
+    kernels = ("experts fused", "quack", "sonic", "torch bare", "quack bare")
+    rows = [
+        f"A layer of experts of 30B-A3B by itself, ms, by experts.py on an H100 ([{EXPERTS.stem}](../{EXPERTS})):",
+        "*experts fused* is what `fused-kernels` runs, *bare* are products alone, *layer* has the order of rows and the",
+        "sums in it.", "",
+        f"| tokens | routing | part | {' | '.join(kernels)} |", f"|---|---|---|{'---|' * len(kernels)}",
+    ]  # fmt: skip
+    found: dict[tuple[str, ...], dict[str, str]] = {}
+    for r in map(json.loads, (ROOT / EXPERTS).read_text().splitlines()):
+        key = (f"{r['shape']['tokens']:,}", r["routing"], r["what"])
+        found.setdefault(key, {})[r["kernel"]] = f"{r['ms']:.2f}" if "ms" in r else ""
+    rows += [f"| {' | '.join((*key, *(ms.get(kernel, '') for kernel in kernels)))} |" for key, ms in found.items()]
     return "\n".join(rows)
 
 
@@ -499,19 +554,23 @@ def survived() -> str:
 
 
 def raced() -> str:
-    """Return the table of the race of learning rates beside a grid, a row a seed."""
-    *runs, said = map(json.loads, (ROOT / RATES).read_text().splitlines())
-    rows = [
-        f"Eight rates, {said['steps']} steps, the built-in model on the text of these pages (`rates.yaml`), on a CPU:",
-        "", "| seed | the grid's best rate | held-out loss | the race's rate | trained to the end | worse by | steps |",
-        "|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
-    for r in runs:
-        losses = {rate: loss for rate, loss in r["grid"] if loss is not None}
-        best = min(losses, key=lambda rate: losses[rate])
-        figures = f"{best:g} | {losses[best]:.3f} | {r['picked']:g} | {losses[r['picked']]:.3f} | {r['within']:.1%}"
-        rows.append(f"| {r['seed']} | {figures} | {r['cost']:.0%} |")
-    return "\n".join([*rows, "", f"Record: [{RATES.stem}](../{RATES})."])
+    """Return the tables of the race of learning rates beside a grid, a row a seed."""
+    parts = []
+    for name, what in RATES.items():
+        path = Path(f"benchmarks/results/{name}.jsonl")
+        *runs, said = map(json.loads, (ROOT / path).read_text().splitlines())
+        rows = [
+            f"{what}; eight rates, {said['steps']} steps ([{name}](../{path})):", "",
+            "| seed | the grid's best rate | held-out loss | the race's rate | trained to the end | worse by | steps |",
+            "|---|---|---|---|---|---|---|",
+        ]  # fmt: skip
+        for r in runs:
+            losses = {rate: loss for rate, loss in r["grid"] if loss is not None}
+            best = min(losses, key=lambda rate: losses[rate])
+            figures = f"{best:g} | {losses[best]:.3f} | {r['picked']:g} | {losses[r['picked']]:.3f} | {r['within']:.1%}"
+            rows.append(f"| {r['seed']} | {figures} | {r['cost']:.0%} |")
+        parts.append("\n".join(rows))
+    return "\n\n".join(parts)
 
 
 PAGES: dict[str, Callable[[], str]] = {

@@ -517,6 +517,9 @@ def _batch(config: Config, result: Mapping[str, Any]) -> Chosen:
     return sentence, {"batch": batch}, [Series("noise scale", result["running"])], "tokens"
 
 
+SURE = 8  # steps to the first stop of a race; one with 4 picked a rate with 4 % more loss than the best (docs/tune.md)
+
+
 def _rate(config: Config, result: Mapping[str, Any]) -> Chosen:
     legs, steps = result["legs"], result["steps"]
     best, rates = legs[-1], sorted({leg["rate"] for leg in legs})
@@ -528,6 +531,8 @@ def _rate(config: Config, result: Mapping[str, Any]) -> Chosen:
     )
     if best["rate"] in (rates[0], rates[-1]):
         sentence += "; at the end of the rates that raced: race again from there"
+    if (first := min(leg["step"] for leg in legs)) < SURE:
+        sentence += f"; the first rates left after {first} steps: a longer race is surer"
     points = {rate: [(leg["step"], leg["loss"]) for leg in legs if leg["rate"] == rate] for rate in rates}
     series = [Series(f"{rate:.3g}", sorted(points[rate])) for rate in rates]
     return sentence, {"optim": config.optim.model_copy(update={"lr": best["rate"]})}, series, "held-out loss"
