@@ -216,8 +216,8 @@ def multiplied() -> str:
     kernels = ("experts fused", "quack", "sonic", "torch bare", "quack bare")
     rows = [
         f"A layer of experts of 30B-A3B by itself, ms, by experts.py on an H100 ([{EXPERTS.stem}](../{EXPERTS})):",
-        "*experts fused* is what `fused-kernels` runs, *bare* are products alone, *layer* has the order of rows and the",
-        "sums in it.", "",
+        "*experts fused* is what `fused-kernels` runs, *bare* are products alone, *layer* has the order of rows and",
+        "the sums in it.", "",
         f"| tokens | routing | part | {' | '.join(kernels)} |", f"|---|---|---|{'---|' * len(kernels)}",
     ]  # fmt: skip
     found: dict[tuple[str, ...], dict[str, str]] = {}
