@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -532,3 +532,38 @@ def test_operators_from_the_command_line(operators, monkeypatch, capsys):
     assert line["gb_s"] == pytest.approx(2 * 65536 / 1e6 / line["ms"]) and line["joules_gb"] is None
     assert line["rest"] == 0.001
     assert said(operators, monkeypatch, capsys, "memory", "--try", "copy torch") == []
+
+
+# --- experts.py
+
+
+def test_products_of_experts_from_the_command_line(program, monkeypatch, capsys):
+    """Kernels that are right, one that writes nothing for experts without a row, one that fails, those not here."""
+    experts = program("experts")
+    product, of_weight = experts.PLAIN
+    empty = lambda c: torch.tensor(c.counts)[:, None, None] == 0
+    wrong = lambda d_y, x, c: of_weight(d_y, x, c).masked_fill(empty(c), torch.nan)
+    made = partial(experts.grouped, product, wrong, experts.experts.gate_pairs)
+    monkeypatch.setattr(experts, "MS", 0.1)
+    monkeypatch.setitem(experts.KERNELS, "wrong", (None, ("weights",), made))
+    monkeypatch.setitem(experts.KERNELS, "failing", (None, ("forward",), lambda c: 1 / 0))
+    lines = {}
+    for late in ([], ["--limit", "-1"]):
+        arguments = ["--device", "cpu", "--repeats", "1", "--only", "weights|forward|layer", *late]
+        monkeypatch.setattr(sys, "argv", ["experts.py", *arguments])
+        experts.main()
+        for line in map(json.loads, capsys.readouterr().out.splitlines()):
+            assert line["shape"]["empty"] == (2 if line["routing"] == "skewed" else 0) and "torch" in line["packages"]
+            lines[line["routing"], line["what"], line["kernel"], bool(late)] = line
+    for (routing, what, kernel, late), line in lines.items():
+        if kernel in ("quack", "quack bare", "sonic", "experts compiled"):
+            assert line["missing"] == "needs a GPU" and "ms" not in line
+        elif late:
+            assert line["late"] == "not begun within -1 s" and "ms" not in line
+        elif kernel == "failing":
+            assert line["error"] == "ZeroDivisionError: division by zero" and "ms" not in line
+        else:
+            assert (line["difference"] > 1e3) is (kernel == "wrong" and routing == "skewed"), (kernel, what)
+            assert line["ms"] > 0 and (kernel == "wrong" or line["difference"] < 0.01)
+            assert 0 < line["share"] <= 1 or kernel == "torch bare"
+    assert len(lines) == 2 * 2 * (7 + 7 + 3 + 4)  # of two runs and routings
