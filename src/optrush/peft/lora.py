@@ -436,7 +436,7 @@ def make_room(block: Block, *, whole: bool = True) -> int:
     rooms = Padding(True, before, turns), Padding(True, attends, after), Padding(True, after), Padding(True, True)
     for linear, many, room in zip(linears, columns, rooms, strict=False):
         if many:
-            changed += pad_weight(linear, many, room, below=linear is not block.gate_up)
+            changed += pad_weight(linear, many, room, below=linear is not getattr(block, "gate_up", None))
     return changed
 
 

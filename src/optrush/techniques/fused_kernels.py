@@ -119,8 +119,6 @@ class FusedKernels(Technique):
         if self.mlp == "quack" and env.shape is not None:
             if env.shape.experts is None or _in_products(env, env.shape):
                 yield from _hidden(env.shape)
-            if env.shape.experts is not None and _in_products(env, env.shape):
-                yield from _uncopied()
             if Part.TRAINED in env.claimed:
                 yield from _adapters(env, env.shape)
 
@@ -131,7 +129,7 @@ class FusedKernels(Technique):
         quack = self.mlp == "quack"
         if quack and routed and env.shape is not None and _in_products(env, env.shape):
             routed = False  # their weights multiply what leaves `down`
-            yield live("saved.weighed", "weights multiply what leaves the down product", gone=True)
+            yield from _uncopied()
         kernel = not quack or routed
         recomputed = quack and not routed if frozen or routed else not (Part.LINEARS in env.claimed or _rerun(env))
         adapted = {name for name, linear in env.spec.linears.items() if linear.adapter_rows}
@@ -266,6 +264,7 @@ def _uncopied() -> Iterator[Rule]:
     """
     why = "products read tokens by number, and copy no rows"
     yield live("saved.routed", why, gone=True)
+    yield live("saved.weighed", "weights multiply what leaves the down product", gone=True)
     for name in ("working.rows", "feed.rows"):
         yield live(name, f"{why}: of 2 k D one", times=0.5)
     for way in ("forward", "backward"):

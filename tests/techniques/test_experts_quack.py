@@ -1,4 +1,4 @@
-"""A layer of experts by QuACK's products, of which this machine has references, against the plain layer."""
+"""Experts by QuACK's products, of which this machine has references, against plain ones: a layer, and whole models."""
 
 from __future__ import annotations
 
@@ -11,10 +11,18 @@ import pytest
 import torch
 
 import interpreter
+from optrush.hardware import parse_hardware
 from optrush.kernels import swiglu
 from optrush.models.experts import Experts
 from optrush.models.shapes import SHAPES, ModelShape
+from optrush.planner import search
+from optrush.resolve import resolve
 from optrush.technique import library
+from optrush.techniques.fused_kernels import FusedKernels
+from techniques.test_adapted_feed import CLASSES
+
+from golden import make_golden
+from trials import assembled, first_gradients, furthest, golden_run, shaped
 
 D, F, N, K, TOKENS = 16, 24, 6, 2, 11
 DTYPE = torch.float64
@@ -145,6 +153,84 @@ def test_what_is_saved(quack):
     experts.feed = experts_quack.feed_quack
     # silu(gate), what that multiplies and its product, the activation by its weight: 4 F; rows of tokens: D.
     assert plain - kept(experts) > TOKENS * K * (3 * F + D) * 8
+
+
+# --- whole models, and the plan
+
+SIZES = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+FAMILIES = {
+    "dense and sparse layers": {"model_type": "qwen3_moe", **SIZES, "mlp_only_layers": [1]},
+    "shared experts": {
+        "model_type": "glm4_moe", "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16,
+        "n_group": 2, "topk_group": 2, "n_shared_experts": 1, "first_k_dense_replace": 0,
+    },
+    "weights before experts": {
+        "model_type": "llama4_text", "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size_mlp": 40,
+        "interleave_moe_layer_step": 2, "no_rope_layer_interval": 2, "attention_chunk_size": 7, "floor_scale": 5,
+        "attn_scale": 0.5, "use_qk_norm": True, "attn_temperature_tuning": True,
+    },
+}  # fmt: skip
+ADAPTED = {"lora": {"targets": ["experts", "q_proj"], "rank": 8}}
+
+
+@pytest.mark.parametrize(
+    ("family", "with_", "whole"),
+    [
+        ("dense and sparse layers", {}, True),
+        ("dense and sparse layers", {"recompute": {}}, True),
+        ("dense and sparse layers", ADAPTED, False),
+        ("dense and sparse layers", {"int8": {}, **ADAPTED}, False),
+        ("shared experts", {}, True),
+        ("weights before experts", {}, False),
+    ],
+    ids=str,
+)
+def test_gradients_of_whole_models(quack, tmp_path, family, with_, whole):
+    from optrush.kernels import experts_quack
+
+    make_golden.write_model(tmp_path / "untied", False, **FAMILIES[family])
+    make_golden.write_documents(tmp_path / "text.jsonl", False)
+
+    def job(**more):
+        made = assembled(golden_run(tmp_path, packed=True, **with_, **more), CLASSES)
+        for t in made.trained:
+            if t.name.endswith("_b"):  # of adapters of experts, which are zeros
+                t.local.copy_(torch.randn(t.local.shape, generator=torch.Generator().manual_seed(2)) * 0.1)
+        return made
+
+    ours = job(fused_kernels={"mlp": "quack"})
+    layers = [block.experts for block in ours.model.blocks.values() if block.experts is not None]
+    assert all(e.grouped is experts_quack.grouped_quack for e in layers)
+    assert all((e.feed is experts_quack.feed_quack) == whole for e in layers)
+    assert ("QuACK makes their products only" in ours.describe()) == (not whole)
+    (loss, grads), (want_loss, want) = first_gradients(ours), first_gradients(job())
+    assert loss == pytest.approx(want_loss, rel=1e-6) and furthest(grads, want) < 1e-5
+
+
+USUAL = ("bf16", "attention", "compile", "fused-loss", "fused-adamw")
+
+
+@pytest.mark.parametrize("more", [(), ("recompute",), ("lora:targets=experts",), ("lora", "nf4"), ("lora", "int8")])
+def test_the_plan(more):
+    """No rate is assumed of what is not measured: less is moved, and where whole layers are, less is kept."""
+
+    def said(mlp):
+        return search.predict(shaped("qwen3-30b-a3b", *USUAL, *more, f"fused-kernels:mlp={mlp}", rows=64), "h200")
+
+    quack, triton = said("quack"), said("triton")
+    whole = not any(name.startswith("lora") for name in more)
+    assert (quack.peak_bytes < triton.peak_bytes) == whole and quack.peak_bytes <= triton.peak_bytes
+    assert quack.tokens_per_s > triton.tokens_per_s or not whole  # adapters of attention have rules of their own
+    work = [{w.name: w.seconds for w in one.work} for one in (quack, triton)]
+    assert work[0]["forward.grouped"] == work[1]["forward.grouped"]
+    assert (work[0]["forward.rows"] < work[1]["forward.rows"]) == whole
+
+
+def test_no_search_tries_it():
+    """Until a step with it is measured."""
+    for shape, found in (("qwen3-30b-a3b", [{}]), ("llama-3.2-1b", [{}, {"mlp": "quack"}])):
+        env = resolve(shaped(shape, *USUAL), device=parse_hardware("h200")[0]).env
+        assert list(FusedKernels.variants(env)) == found
 
 
 def interpreted():
