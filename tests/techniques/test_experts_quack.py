@@ -67,7 +67,8 @@ def dgated(a, b, pairs, activation, config, colvec_scale, colvec_reduce, cu_seql
     grad = a.new_empty(len(A_idx), b.shape[-1])
     product(a, b, grad, config, cu_seqlens_m, A_idx=A_idx)
     d_pairs, activation = swiglu.swiglu_backward(pairs, grad * colvec_scale[:, None])
-    return d_pairs, activation * colvec_scale[:, None], (grad * activation).sum(1)
+    scale = colvec_scale.dtype
+    return d_pairs, (activation * colvec_scale[:, None]).to(a.dtype), (grad.to(scale) * activation.to(scale)).sum(1)
 
 
 @pytest.fixture
