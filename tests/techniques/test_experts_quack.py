@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import interpreter
+from optrush.errors import NeedsError
 from optrush.hardware import parse_hardware
 from optrush.kernels import swiglu
 from optrush.models.experts import Experts
@@ -225,6 +226,12 @@ def test_the_plan(more):
     work = [{w.name: w.seconds for w in one.work} for one in (quack, triton)]
     assert work[0]["forward.grouped"] == work[1]["forward.grouped"]
     assert (work[0]["forward.rows"] < work[1]["forward.rows"]) == whole
+
+
+def test_a_clamped_activation_is_refused():
+    with pytest.raises(NeedsError, match="a clamped activation") as caught:
+        resolve(shaped("gpt-oss-20b", *USUAL, "fused-kernels:mlp=quack"), device=parse_hardware("h200")[0])
+    assert caught.value.do == "take mlp=none"
 
 
 def test_no_search_tries_it():

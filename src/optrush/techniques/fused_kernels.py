@@ -37,11 +37,12 @@ class FusedKernels(Technique):
         queries and keys between the two (qwen3) are refused.
 
     Source: Hsu et al., https://arxiv.org/abs/2410.10989
-    Memory: mlp: B*T*F values a block less, of 2 (bf16) or 4 bytes; as many more in the backward pass of one block, and
-        again as many with triton, which reads the gradient of the activation. With adapters on dense weights that are
-        not sharded, r rows of A next to each up to a multiple of 64, 2 F r values of gate_up's a block more and
-        (rows + r) (width + r) - rows * width of each other linear's. norm: not compiled, 2 D float32 values a token and
-        block less; compiled, D in the residual stream's type instead of the products'. rope: unchanged.
+    Memory: mlp: B*T*F values a block less, of 2 (bf16) or 4 bytes (quack, of plain experts: B*T*k (D + 2 F)); as many
+        more in the backward pass of one block, and again as many with triton, which reads the gradient of the
+        activation. With adapters on dense weights that are not sharded, r rows of A next to each up to a multiple of
+        64, 2 F r values of gate_up's a block more and (rows + r) (width + r) - rows * width of each other linear's.
+        norm: not compiled, 2 D float32 values a token and block less; compiled, D in the residual stream's type instead
+        of the products'. rope: unchanged.
     Work: unchanged FLOPs. mlp: triton reads and writes 3 F values a token and block forward, 6 F backward, quack F and
         5 F. With adapters quack saves 2 values a token and row of a linear; inputs and gradients that no kernel pads
         (`norm`, `rope` and `attention:impl=fa4` do) are copied, 2 D a token at least; sharded dense weights of gate_up
