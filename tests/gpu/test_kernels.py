@@ -182,7 +182,8 @@ def test_products_of_groups(compiled, width, rows):
 def test_a_layer_of_experts(compiled, autocast, slot, crowded, D, F, k):
     """No further from float32 than the plain layer in the same precision, or hardly; the kernels' tiles differ with D.
 
-    Crowded: all tokens are at the same k experts. The router is float32 and its input the same everywhere, so that tokens take the same experts.
+    Crowded: all tokens are at the same k experts. The router is float32 and its input the same everywhere, so that
+    tokens take the same experts.
     """
     from optrush.kernels import experts_quack
 
