@@ -138,6 +138,13 @@ KINDS = {
         {"bf16": {}, **NATIVE, "lora": {"rank": 16, "alpha": 16, "targets": "attention"}, "nf4": {}, "recompute": {}},
     ),
     "30b-a3b full T=4096": Cell("qwen3-30b-a3b", 4096, 2, 1, {**MIXED, **LEAN, "recompute": {}}),
+    "30b-a3b full T=4096, quack": Cell(
+        "qwen3-30b-a3b",
+        4096,
+        2,
+        1,
+        {**MIXED, **LEAN, "recompute": {}, "fused-kernels": {"mlp": "quack", "norm": True}},
+    ),
     "gpt-oss-20b qlora T=4096": Cell("gpt-oss-20b", 4096, 2, 1, {**SUNK, **LEAST, "fused-loss": {"chunk": 1024}}),
     "qwen3.5-9b T=4096": Cell("qwen3.5-9b", 4096, 2, 1, HYBRID),
     "qwen3-8b T=4096": Cell("Qwen/Qwen3-8B", 4096, 2, 1, HYBRID),

@@ -8,14 +8,14 @@ usage: experts.py [--tokens N]... [--only PATTERN]... [--repeats R] [--limit S] 
     layer    from tokens to tokens where each one's experts are given (order, gather, products, weighted sum), and the
              gradients of tokens, matrices and weights; `layer forward`: the first alone
 
-Kernels: `experts`, as models/experts.py has it; `experts fused`, with fused-kernels; `experts compiled`; `group by
-group`, the reference of the tests; `quack`, whose epilogues activate; `sonic`, the package sonic-moe. `torch bare` and
-`quack bare` are torch._grouped_mm and QuACK without the activation: a bound, which `share`, of the best kernel's rate,
-leaves out. QuACK, in SonicMoE too, takes the fastest of TILES for balanced routing; skewed routing is by Zipf's law,
-with experts that have no row. `difference` from float32 is the largest as a part of the largest value. One JSON line
-for each `routing what kernel` in which all of --only are found; what is missing, fails or would begin after --limit
-seconds says so there. Repeats are in turn, `ms` is their median. --device cpu rehearses, at small shapes
-(benchmarks/README.md).
+Kernels: `experts`, as models/experts.py has it; `experts fused`, with fused-kernels; `experts quack`, its mlp=quack,
+whose tiles are fixed; `experts compiled`; `group by group`, the reference of the tests; `quack`, whose epilogues
+activate; `sonic`, the package sonic-moe. `torch bare` and `quack bare` are torch._grouped_mm and QuACK without the
+activation: a bound, which `share`, of the best kernel's rate, leaves out. `quack`, `quack bare` and SonicMoE take the
+fastest of TILES for balanced routing; skewed routing is by Zipf's law, some experts have no row. `difference` from
+float32 is the largest as a part of the largest value. One JSON line for each `routing what kernel` in which all of
+--only are found; what is missing, fails or would begin after --limit seconds says so there. Repeats are in turn, `ms`
+is their median. --device cpu rehearses, at small shapes (benchmarks/README.md).
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from optrush.kernels.experts_quack import feed_quack
 from optrush.kernels.swiglu import fused_activation
 from optrush.models import experts
 from optrush.models.shapes import SHAPES, ModelShape
@@ -152,19 +153,19 @@ def layer(tokens: Callable[[], Tensor], c: Any) -> dict[str, Run]:
     return {"layer forward": torch.no_grad()(lambda: (tokens(),)), "layer": lambda: gradients(tokens())}
 
 
-def own(activation: Callable[[Tensor], Tensor], c: Any) -> Callable[[], Tensor]:
+def own(
+    activation: Callable[[Tensor], Tensor], c: Any, feed: experts.Feed = experts.feed_sorted
+) -> Callable[[], Tensor]:
     """What `Experts.forward` does with a router's choice."""
     module = experts.Experts(c.shape, device=torch.device("meta"), dtype=torch.bfloat16)
     x, module.gate_up, module.down, scores = c.leaves
-    module.activation = activation
+    module.activation, module.feed = activation, feed
 
     def tokens() -> Tensor:
         ordered, order = torch.sort(c.chosen.flatten(), stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
         ends = torch.searchsorted(ordered, torch.arange(len(c.counts), device=x.device), right=True).int()
-        rows = experts._Scatter.apply(x, order, inverse, c.chosen.shape[1])
-        y = module.multiply(rows, scores.flatten()[order][:, None], ordered, ends)
-        return experts._Gather.apply(y, order, inverse, c.chosen.shape[1])
+        return module.feed(module, x, scores, experts.Places(order, inverse, ordered, ends))
 
     return tokens
 
@@ -214,6 +215,7 @@ KERNELS: dict[str, tuple[str | None, tuple[str, ...], Callable[[Any], dict[str, 
     "torch bare": (None, WHAT[:3], partial(grouped, *TORCH, None)),
     "quack bare": ("quack.gemm_interface", WHAT[:3], partial(grouped, *QUACK, None)),
     "quack": ("quack.gemm_interface", WHAT[:3], quack),
+    "experts quack": ("quack.gemm_interface", WHAT[3:], lambda c: layer(own(experts.gate_pairs, c, feed_quack), c)),
     "experts compiled": ("triton", WHAT[4:], compiled),
     "sonic": ("sonicmoe", WHAT[3:], lambda c: layer(sonic(c), c)),
 }

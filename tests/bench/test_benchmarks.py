@@ -556,7 +556,7 @@ def test_products_of_experts_from_the_command_line(program, monkeypatch, capsys)
             assert line["shape"]["empty"] == (2 if line["routing"] == "skewed" else 0) and "torch" in line["packages"]
             lines[line["routing"], line["what"], line["kernel"], bool(late)] = line
     for (routing, what, kernel, late), line in lines.items():
-        if kernel in ("quack", "quack bare", "sonic", "experts compiled"):
+        if kernel in ("quack", "quack bare", "sonic", "experts compiled", "experts quack"):
             assert line["missing"] == "needs a GPU" and "ms" not in line
         elif late:
             assert line["late"] == "not begun within -1 s" and "ms" not in line
@@ -566,4 +566,4 @@ def test_products_of_experts_from_the_command_line(program, monkeypatch, capsys)
             assert (line["difference"] > 1e3) is (kernel == "wrong" and routing == "skewed"), (kernel, what)
             assert line["ms"] > 0 and (kernel == "wrong" or line["difference"] < 0.01)
             assert 0 < line["share"] <= 1 or kernel == "torch bare"
-    assert len(lines) == 2 * 2 * (7 + 7 + 3 + 4)  # of two runs and routings
+    assert len(lines) == 2 * 2 * (7 + 7 + 3 + 6)  # of two runs and routings

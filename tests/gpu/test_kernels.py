@@ -30,6 +30,8 @@ from optrush.kernels.linear_cross_entropy import scale_to_dtype
 from optrush.kernels.lora_matmul import Padding, with_padding
 from optrush.models import delta_rule
 from optrush.models.decoder import Linear
+from optrush.models.experts import Experts, grouped_matmul
+from optrush.models.shapes import SHAPES, ModelShape
 from optrush.peft.adapter import AdapterToggle, place
 from optrush.peft.lora import Lora, Settings, pad_weight
 from optrush.peft.quantized import Form, QuantizedLinear
@@ -146,6 +148,96 @@ def test_feed_forward_in_the_products(compiled, autocast, half, D):
         assert one.dtype == given.dtype and off(one, other) < 2e-2
     for one in grads[1:] if autocast else ():
         assert not torch.equal(one, one.bfloat16().float()), "weights' gradients were rounded on their way"
+
+
+@pytest.mark.skipif(library("quack-kernels") is None, reason="quack-kernels is not installed")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("width", "rows"), [(2048, 1536), (768, 2048), (256, 16), (16, 192)])
+def test_products_of_groups(compiled, width, rows):
+    """Of experts, and of their adapters; groups of no row, few, and many."""
+    from optrush.kernels.experts_quack import grouped_quack
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    ends = torch.tensor([0, 1, 1, 130, 130 + 512, 700, 700], dtype=torch.int32, device="cuda")
+    x, weight = torch.randn(700, width, device="cuda").bfloat16(), torch.randn(7, rows, width, device="cuda").bfloat16()
+    g = torch.randn(700, rows, device="cuda").bfloat16()
+
+    def results(multiply, dtype):
+        given = [t.to(dtype).requires_grad_() for t in (x, weight)]
+        out = multiply(given[0], given[1].mT, ends)
+        return [out, *torch.autograd.grad(out, given, g.to(dtype))]
+
+    multiply = torch.compile(grouped_quack, fullgraph=True, dynamic=False) if compiled else grouped_quack
+    for got, want in zip(results(multiply, torch.bfloat16), results(grouped_matmul, torch.float32), strict=True):
+        assert got.dtype == torch.bfloat16 and (compiled or got.is_contiguous()) and off(got, want) < 5e-3
+    assert not results(multiply, torch.bfloat16)[2][[0, 2, 6]].any(), "experts without a row"
+
+
+@pytest.mark.skipif(library("quack-kernels") is None, reason="quack-kernels is not installed")
+@pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "amp"])
+@pytest.mark.parametrize("slot", ["feed", "grouped"])
+@pytest.mark.parametrize(
+    ("compiled", "crowded", "D", "F", "k"),
+    [
+        (False, False, 256, 96, 2), (False, True, 256, 96, 2), (False, True, 2048, 768, 8),
+        (False, False, 4096, 384, 8), (True, False, 256, 96, 2),
+    ],
+)  # fmt: skip
+def test_a_layer_of_experts(compiled, autocast, slot, crowded, D, F, k):
+    """No further from float32 than the plain layer in the same precision, or hardly; the kernels' tiles differ with D.
+
+    Crowded: all tokens are at the same k experts. The router is float32 and its input the same everywhere, so that
+    tokens take the same experts.
+    """
+    from optrush.kernels import experts_quack
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": D, "moe_intermediate_size": F, "num_experts": 16, "num_experts_per_tok": k}
+    shape = ModelShape.read({**SHAPES["qwen3-30b-a3b"], **sizes})
+    made = {
+        "router": torch.randn(16, D, device="cuda") * 0.05,
+        "gate_up": torch.randn(16, 2 * F, D, device="cuda") * D**-0.5,
+        "down": torch.randn(16, D, F, device="cuda") * F**-0.5,
+    }
+    h = torch.randn(2, 500, D, device="cuda")
+    h[..., 0], made["router"][:, 0] = 4.0, 0.0
+    if crowded:
+        made["router"][:k, 0] = 10.0  # the others have no row
+    g = torch.randn(2, 500, D, device="cuda").bfloat16()
+
+    def results(dtype, at=None, autocast=False):
+        experts = Experts(shape, device=torch.device("cuda"), dtype=dtype)
+        for name, t in made.items():
+            experts.get_parameter(name).data.copy_(t.bfloat16())
+        if at is not None:
+            setattr(experts, at, getattr(experts_quack, f"{at}_quack"))
+        x = h.bfloat16().to(dtype).requires_grad_()
+        inputs = [x, *(experts.get_parameter(name) for name in made)]
+        run = torch.compile(experts, fullgraph=True, dynamic=False) if at is not None and compiled else experts
+
+        def once():
+            with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+                out, _ = run(x, None)
+            return [out, *torch.autograd.grad(out, inputs, g.to(out.dtype))]
+
+        found = once()
+        if at is not None:
+            torch.cuda.set_sync_debug_mode("default" if compiled else "error")  # no number of rows is read on the host
+            try:
+                again = once()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), "not in a fixed order"
+        return found
+
+    held = torch.float32 if autocast else torch.bfloat16
+    wants, plain, ours = results(torch.float32), results(held, None, autocast), results(held, slot, autocast)
+    for want, other, got in zip(wants, plain, ours, strict=True):
+        assert got.dtype == other.dtype and off(got, want) < max(1e-2, 1.25 * off(other, want))
+    if crowded:
+        assert not ours[3][k:].any() and not ours[4][k:].any(), "experts without a row"
 
 
 @pytest.mark.skipif(library("quack-kernels") is None, reason="quack-kernels is not installed")

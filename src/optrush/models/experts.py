@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -108,6 +108,9 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 grouped_matmul.register_autograd(_gradients, setup_context=_keep)
+
+Grouped = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""As `grouped_matmul`."""
 
 
 # --- which experts a token takes
@@ -237,8 +240,9 @@ class _Rows(torch.autograd.Function):
 class Experts(nn.Module):
     """Routed experts: the sum of `down(weight * silu(gate) * up)` over a token's experts, in some families with biases.
 
-    Rows of gate and up alternate, as in the dense part. Slots: `activation`, pairs (rows, 2 F) -> (rows, F);
-    `dispatch`, who multiplies rows by their experts; `piece`, of a parameter what this rank has.
+    Rows of gate and up alternate, as in the dense part. Slots: `feed`, from tokens and their experts to sums; that
+    calls `dispatch`, who multiplies rows by their experts; that `grouped`, the product of groups of rows, adapters and
+    quantized weights too, and `activation`, pairs (rows, 2 F) -> (rows, F); `piece`, of a parameter what this rank has.
     Quantized weights replace `gate_up` and `down`, which are None then.
     """
 
@@ -270,7 +274,9 @@ class Experts(nn.Module):
         self.adapter = self.quantized = None
         clamped = None if e.clamp is None else partial(gate_clamped_pairs, *e.clamp)
         self.activation: Callable[[Tensor], Tensor] = clamped or gate_pairs
+        self.feed: Feed = feed_sorted
         self.dispatch: Dispatch = multiply_here
+        self.grouped: Grouped = grouped_matmul
         self.piece: Callable[[Tensor], Tensor] = whole
 
     def forward(self, h: Tensor, filled: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -289,10 +295,7 @@ class Experts(nn.Module):
             inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
             numbers = torch.arange(e.count, device=order.device)
             ends = torch.searchsorted(ordered, numbers, right=True).int()
-            rows: Tensor = _Scatter.apply(x.to(dtype), order, inverse, e.active)  # type: ignore[no-untyped-call]
-            weight = weights.flatten()[order][:, None]
-            y = self.dispatch(self, rows, weight, ordered, ends)
-            out: Tensor = _Gather.apply(y, order, inverse, e.active)  # type: ignore[no-untyped-call]
+            out = self.feed(self, x.to(dtype), weights, Places(order, inverse, ordered, ends))
             # A part of the graph that no backward pass goes through would keep what recomputation made for it.
             probabilities = probabilities if e.balance else probabilities.detach()
             return out.view(h.shape), _load(chosen, probabilities, filled)
@@ -319,14 +322,37 @@ class Experts(nn.Module):
     def _product(self, kind: str, x: Tensor, ends: Tensor) -> Tensor:
         """Multiply groups of rows x (rows, width) by the matrices of that name, with their adapters."""
         if self.quantized is not None:
-            y: Tensor = self.quantized[kind].grouped_product(x, ends)
+            y: Tensor = self.quantized[kind].grouped_product(x, ends, self.grouped)
         else:
-            y = grouped_matmul(x, self.piece(self.get_parameter(kind)).to(x.dtype).mT, ends)
-        return y if self.adapter is None else self.adapter.added(kind, y, x, ends, self.piece)
+            y = self.grouped(x, self.piece(self.get_parameter(kind)).to(x.dtype).mT, ends)
+        return y if self.adapter is None else self.adapter.added(kind, y, x, ends, self.piece, self.grouped)
 
     def _rows(self, bias: Tensor, numbers: Tensor, dtype: torch.dtype) -> Tensor:
         found: Tensor = _Rows.apply(self.piece(bias).to(dtype), numbers)  # type: ignore[no-untyped-call]
         return found
+
+
+class Places(NamedTuple):
+    """Where S tokens lie in the order of their experts, k rows each."""
+
+    order: Tensor  # (S k,) of each row, its place among all tokens' choices: token * k + choice
+    inverse: Tensor  # (S k,) of each choice, its row
+    ordered: Tensor  # (S k,) numbers of the rows' experts
+    ends: Tensor  # (N,) int32 of the experts' rows
+
+
+Feed = Callable[[Experts, Tensor, Tensor, Places], Tensor]
+"""(experts, tokens (S, D), float32 weights (S, k) of their experts, places of their rows) -> weighted sums (S, D)"""
+
+
+def feed_sorted(experts: Experts, x: Tensor, weights: Tensor, places: Places) -> Tensor:
+    """The default of the `feed` slot: rows are copied to the order of their experts, multiplied, and summed."""
+    order, inverse, ordered, ends = places
+    k = weights.shape[1]
+    rows: Tensor = _Scatter.apply(x, order, inverse, k)  # type: ignore[no-untyped-call]
+    y = experts.dispatch(experts, rows, weights.flatten()[order][:, None], ordered, ends)
+    out: Tensor = _Gather.apply(y, order, inverse, k)  # type: ignore[no-untyped-call]
+    return out
 
 
 Dispatch = Callable[[Experts, Tensor, Tensor, Tensor, Tensor], Tensor]

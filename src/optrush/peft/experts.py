@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from optrush.models.experts import Experts, grouped_matmul
+from optrush.models.experts import Experts, Grouped
 from optrush.models.weights import Initializer, Shape, WeightMap, seeded_generator
 from optrush.peft.adapter import AdapterToggle, fill_constant
 from optrush.peft.lora import Settings
@@ -48,18 +48,21 @@ class ExpertsLora(nn.Module):
             self.register_parameter(f"{kind}_a", nn.Parameter(torch.empty(N, settings.rank, width, **at)))
             self.register_parameter(f"{kind}_b", nn.Parameter(torch.empty(N, rows, settings.rank, **at)))
 
-    def added(self, kind: str, y: Tensor, x: Tensor, ends: Tensor, piece: Callable[[Tensor], Tensor]) -> Tensor:
+    def added(
+        self, kind: str, y: Tensor, x: Tensor, ends: Tensor, piece: Callable[[Tensor], Tensor], grouped: Grouped
+    ) -> Tensor:
         """Add the adapter of a matrix to y (rows, out), what that made of x (rows, width) in groups of experts.
 
         Args:
             piece: of a parameter what this rank has.
+            grouped: the product of groups of rows.
         """
         if kind not in self.kinds or not self.switch.on:
             return y
         a, b = (piece(self.get_parameter(f"{kind}_{part}")) for part in "ab")
         a = a.to(x.dtype)
-        low = grouped_matmul(x, a.mT, ends)
-        more: Tensor = grouped_matmul(low, (b * self.s.scaling).to(x.dtype).mT, ends)
+        low = grouped(x, a.mT, ends)
+        more: Tensor = grouped(low, (b * self.s.scaling).to(x.dtype).mT, ends)
         return y + more
 
     @torch.no_grad()

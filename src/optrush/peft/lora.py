@@ -415,8 +415,8 @@ def make_room(block: Block, *, whole: bool = True) -> int:
 
     Weights must have memory; whole: not sharded.
     """
-    linears = block.qkv, block.o, block.gate_up, block.down
-    qkv, o, gate_up, _ = columns = [_columns(linear, whole) for linear in linears]
+    linears = block.qkv, block.o, *((block.gate_up, block.down) if hasattr(block, "gate_up") else ())
+    qkv, o, gate_up, _ = columns = [*(_columns(linear, whole) for linear in linears), 0, 0][:4]  # or experts alone
     changed = 0
     before, after = block.norm1.impl is rms_norm.fused_add_rms_norm, block.norm2.impl is rms_norm.fused_add_rms_norm
     attends, turns = block.attention is flash4, block.split_and_rope is rope.fused_split_and_rotate
@@ -434,9 +434,9 @@ def make_room(block: Block, *, whole: bool = True) -> int:
         changed += 1
     # The gradient of gate and up needs none, because its product computes d_z, too (kernels/lora_matmul.py).
     rooms = Padding(True, before, turns), Padding(True, attends, after), Padding(True, after), Padding(True, True)
-    for linear, many, room in zip(linears, columns, rooms, strict=True):
+    for linear, many, room in zip(linears, columns, rooms, strict=False):
         if many:
-            changed += pad_weight(linear, many, room, below=linear is not block.gate_up)
+            changed += pad_weight(linear, many, room, below=linear is not getattr(block, "gate_up", None))
     return changed
 
 

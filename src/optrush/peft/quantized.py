@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from optrush.errors import NeedsError
 from optrush.kernels import compute_dtype, int8, mxfp4, nf4
 from optrush.models.decoder import Decoder, Linear
-from optrush.models.experts import Experts, grouped_matmul
+from optrush.models.experts import Experts, Grouped, grouped_matmul
 from optrush.models.hf import HFModel
 from optrush.models.layers import Pieces
 from optrush.models.weights import Mxfp4Folder, PackedFolder, Shape, WeightEntry, WeightMap, WeightSource, WithNewTokens
@@ -109,29 +109,29 @@ class QuantizedLinear(nn.Module):
         """Implement the linear's `matmul`; under autocast in its type."""
         dtype = compute_dtype(x)
         bias = None if bias is None else bias.to(dtype)
-        y: Tensor = _Product.apply(x.to(dtype), bias, None, self.layout, *self.parts())  # type: ignore[no-untyped-call]
+        y: Tensor = _Product.apply(x.to(dtype), bias, None, None, self.layout, *self.parts())  # type: ignore[no-untyped-call]
         return y
 
-    def grouped_product(self, x: Tensor, ends: Tensor) -> Tensor:
+    def grouped_product(self, x: Tensor, ends: Tensor, grouped: Grouped = grouped_matmul) -> Tensor:
         """Multiply groups of rows x (rows, width), which end at `ends` (N,), each by its expert's matrix."""
-        y: Tensor = _Product.apply(x, None, ends, self.layout, *self.parts())  # type: ignore[no-untyped-call]
+        y: Tensor = _Product.apply(x, None, ends, grouped, self.layout, *self.parts())  # type: ignore[no-untyped-call]
         return y
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
-        """Take x, bias or None, ends of groups of rows or None, the layout, the parts.
+        """Take x, bias or None, ends of groups of rows and their product, or None, the layout, the parts.
 
         Not by name: without gradients torch.compile omits `ctx` from a call of as many arguments as there are names.
         """
-        x, bias, ends, layout, *parts = given
-        ctx.layout = layout
+        x, bias, ends, grouped, layout, *parts = given
+        ctx.layout, ctx.grouped = layout, grouped
         ctx.save_for_backward(ends, *parts)
         weight = unpacked(parts, layout, x.dtype, "forward")
         if ends is None:
             return F.linear(x, weight, bias)
-        y: Tensor = grouped_matmul(x, weight.view(len(ends), -1, layout.width).mT, ends)
+        y: Tensor = grouped(x, weight.view(len(ends), -1, layout.width).mT, ends)
         return y
 
     @staticmethod
@@ -143,10 +143,10 @@ class _Product(torch.autograd.Function):
             if ends is None:
                 dx = grad @ weight
             else:
-                dx = grouped_matmul(grad.contiguous(), weight.view(len(ends), -1, ctx.layout.width), ends)
+                dx = ctx.grouped(grad.contiguous(), weight.view(len(ends), -1, ctx.layout.width), ends)
         if ctx.needs_input_grad[1]:
             db = grad.flatten(0, -2).sum(0)
-        return dx, db, None, None, *[None] * len(parts)
+        return dx, db, None, None, None, *[None] * len(parts)
 
 
 def unpacked(

@@ -13,6 +13,7 @@ from optrush.technique import Environment, ModelSpec, Numerics, Part, Requiremen
 
 if TYPE_CHECKING:
     from optrush.kernels.swiglu import Mlp
+    from optrush.models.experts import Experts
     from optrush.models.shapes import ModelShape
 
 # Of what a block's elementwise operators move beyond what one kernel would (75 D, planner/baseline.py): two norms in
@@ -28,17 +29,20 @@ class FusedKernels(Technique):
         gradients of both and the activation, which the weight gradient of the down product needs: so it is not saved.
         `quack`, the same in the epilogues of the products before and after, by the package quack-kernels; bf16 on
         Hopper. Low-rank adapters of frozen linears are further columns of these products, and the sum is rounded once;
-        only the gradient of the input of gate and up is rounded, then added to. `none` leaves the activation as it is.
+        only the gradient of the input of gate and up is rounded, then added to. Of experts QuACK makes all products of
+        groups of rows; where they are plain matrices, whole on each rank, and no adapters are in the model, activations
+        are in epilogues, and no rows of tokens are copied. `none` leaves the activation as it is.
     norm: both norms of a block, the second with the addition before it.
     rope: queries, keys and values are taken out of one product, queries and keys rotated. Models that normalize their
         queries and keys between the two (qwen3) are refused.
 
     Source: Hsu et al., https://arxiv.org/abs/2410.10989
-    Memory: mlp: B*T*F values a block less, of 2 (bf16) or 4 bytes; as many more in the backward pass of one block, and
-        again as many with triton, which reads the gradient of the activation. With adapters on dense weights that are
-        not sharded, r rows of A next to each up to a multiple of 64, 2 F r values of gate_up's a block more and
-        (rows + r) (width + r) - rows * width of each other linear's. norm: not compiled, 2 D float32 values a token and
-        block less; compiled, D in the residual stream's type instead of the products'. rope: unchanged.
+    Memory: mlp: B*T*F values a block less, of 2 (bf16) or 4 bytes (quack, of plain experts: B*T*k (D + 2 F)); as many
+        more in the backward pass of one block, and again as many with triton, which reads the gradient of the
+        activation. With adapters on dense weights that are not sharded, r rows of A next to each up to a multiple of
+        64, 2 F r values of gate_up's a block more and (rows + r) (width + r) - rows * width of each other linear's.
+        norm: not compiled, 2 D float32 values a token and block less; compiled, D in the residual stream's type instead
+        of the products'. rope: unchanged.
     Work: unchanged FLOPs. mlp: triton reads and writes 3 F values a token and block forward, 6 F backward, quack F and
         5 F. With adapters quack saves 2 values a token and row of a linear; inputs and gradients that no kernel pads
         (`norm`, `rope` and `attention:impl=fa4` do) are copied, 2 D a token at least; sharded dense weights of gate_up
@@ -92,8 +96,8 @@ class FusedKernels(Technique):
             found = "the model rotates neighbouring pairs, and some layers nothing"
             yield Requirement(not pairs, asked, found, "take rope=false")
         if self.mlp == "quack":
-            yield env.needs_dense("`fused-kernels:mlp=quack` (mlp=triton takes experts)")
             asked, do = "fused-kernels:mlp=quack", "take mlp=triton"
+            yield env.needs_dense(f"`{asked}`", or_experts=True)
             yield env.needs_gpu(asked, (9, 0))
             yield Requirement(env.device.capability == (9, 0), f"`{asked}` needs Hopper", env.device.name, do)
             yield env.needs_half(f"`{asked}` needs products in bf16 or fp16", do)
@@ -114,7 +118,8 @@ class FusedKernels(Technique):
         if self.mlp != "none":
             yield from self._activation(env)
         if self.mlp == "quack" and env.shape is not None:
-            yield from _hidden(env.shape)
+            if env.shape.experts is None or _in_products(env, env.shape):
+                yield from _hidden(env.shape)
             if Part.TRAINED in env.claimed:
                 yield from _adapters(env, env.shape)
 
@@ -122,7 +127,12 @@ class FusedKernels(Technique):
         why = "recomputed from gate and up where the backward pass needs it"
         frozen = Part.TRAINED in env.claimed  # and an adapter of `down` may need its input
         routed = env.shape is not None and env.shape.experts is not None  # their weights multiply the activation
-        recomputed = self.mlp == "quack" if frozen or routed else not (Part.LINEARS in env.claimed or _rerun(env))
+        quack = self.mlp == "quack"
+        if quack and routed and env.shape is not None and _in_products(env, env.shape):
+            routed = False  # their weights multiply what leaves `down`
+            yield from _uncopied()
+        kernel = not quack or routed
+        recomputed = quack and not routed if frozen or routed else not (Part.LINEARS in env.claimed or _rerun(env))
         adapted = {name for name, linear in env.spec.linears.items() if linear.adapter_rows}
         if recomputed:
             yield live("saved.product", why, gone=True)
@@ -130,7 +140,7 @@ class FusedKernels(Technique):
             product = Line("feed.product", why, 1.0 / env.blocks, "product", "backward", True, side="feed")
             yield like("saved.product", product)
         yield live("saved.gated", why, gone=True)
-        if self.mlp == "triton":
+        if kernel:
             why = "the gradient of the activation, which the kernel reads, F"
             activation = Line("feed.activation", why, 1.0 / env.blocks, "product", "backward", True, side="feed")
             yield like("saved.product", activation)
@@ -140,9 +150,13 @@ class FusedKernels(Technique):
 
     @classmethod
     def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
-        """Of norm and rope none, which gain less than a percent, but where they leave room for adapters."""
+        """Of norm and rope none, which gain less than a percent, but where they leave room for adapters.
+
+        Nor `quack` for experts: a step with it is not measured yet, and the plan takes torch's rate for its products.
+        """
         yield {}
-        if env.device.capability == (9, 0):
+        routed = env.shape is not None and env.shape.experts is not None
+        if env.device.capability == (9, 0) and not routed:
             yield {"mlp": "quack"}
             if Part.TRAINED in env.claimed:
                 yield {"mlp": "quack", "norm": True, "rope": True}
@@ -159,7 +173,12 @@ class FusedKernels(Technique):
             if self.rope:
                 block.split_and_rope = rope.fused_split_and_rotate
         if self.mlp == "quack":
-            _set_quack(blocks)
+            _set_quack([block for block in blocks if hasattr(block, "gate_up")])
+            if experts := [block.experts for block in blocks if block.experts is not None]:
+                demand_compilers(self.name, trainer.env.device)
+                if sum(not _set_experts(each) for each in experts):
+                    found = "experts have adapters or quantized weights, share ranks, or weigh what enters them"
+                    trainer.notes.append(f"fused-kernels: {found}, so QuACK makes their products only")
         elif self.mlp == "triton":
             demand_compilers(self.name, trainer.env.device)
             dense = [block for block in blocks if block.experts is None]
@@ -216,9 +235,48 @@ def _set_quack(blocks: Sequence[Any]) -> None:
         block.mlp = feed
 
 
+def _set_experts(experts: Experts) -> bool:
+    """Put QuACK's products into a layer of experts; return whether they also take activations and rows by number."""
+    from optrush.kernels import experts_quack, swiglu
+    from optrush.models.experts import gate_pairs, multiply_here
+
+    experts.grouped = experts_quack.grouped_quack
+    plain = experts.adapter is None and experts.quantized is None and experts.gate_up_bias is None
+    here = experts.dispatch is multiply_here and not experts.shape.scaled_input
+    if plain and here and experts.activation is gate_pairs:
+        experts.feed = experts_quack.feed_quack
+        return True
+    experts.activation = swiglu.fused_activation
+    return False
+
+
+def _in_products(env: Environment, shape: ModelShape) -> bool:
+    """Return whether experts are plain matrices, whole on each rank: as `_set_experts`, without adapters anywhere.
+
+    Adapters may be of experts, which the description of the blocks does not say.
+    """
+    e = shape.experts
+    plain = e is not None and not (e.biases or e.clamp or e.scaled_input)
+    return plain and not env.claimed & {Part.TRAINED, Part.LINEARS, Part.EP}
+
+
+def _uncopied() -> Iterator[Rule]:
+    """Yield that products read the tokens of experts' rows, and the gradients of their sums, by number.
+
+    The rate of products stays as torch's, until QuACK's is measured within a step.
+    """
+    why = "products read tokens by number, and copy no rows"
+    yield live("saved.routed", why, gone=True)
+    yield live("saved.weighed", "weights multiply what leaves the down product", gone=True)
+    for name in ("working.rows", "feed.rows"):
+        yield live(name, f"{why}: of 2 k D one", times=0.5)
+    for way in ("forward", "backward"):
+        yield live(f"{way}.rows", f"{why}: sums alone", times=0.5)
+
+
 def _hidden(s: ModelShape) -> Iterator[Rule]:
     """Yield what epilogues read and write and products do not hide: F and 3 F, of 3 F and 6 F (docs/log)."""
-    D, F, heads = s.width, s.ff_width, 2 * (s.heads + s.kv_heads) * s.head_width
+    D, F, heads = s.width, s.active_width, 2 * (s.heads + s.kv_heads) * s.head_width
     why = "of the activation's values, those that the products do not hide"
     yield live("forward.elementwise", why, times=(D + heads + F) / (D + heads + 3 * F))
     yield live("backward.elementwise", why, times=(D + heads + 3 * F) / (D + heads + 6 * F))
