@@ -23,7 +23,8 @@ from optrush.models.shapes import native_obstacle
 from optrush.models.source import locate, shapes_of
 from optrush.models.text_part import text_config
 from optrush.planner import search
-from optrush.planner.search import TIGHT, Candidate, SearchResult
+from optrush.planner.cost import TIGHT
+from optrush.planner.search import Candidate, SearchResult
 from optrush.resolve import resolve
 from optrush.technique import (
     RANK_PARTS,

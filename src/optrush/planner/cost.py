@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -58,6 +58,7 @@ LINKS = ("link", "copy")  # units of what crosses to other devices
 # (two and four H200 without NVLink: 2xh200-cells.jsonl, 4xh200-cells.jsonl).
 CONTENTION, DISTURBING = 0.5, 3.15e11
 SLACK = 0.03  # of a peak: the allocator's gaps
+TIGHT = 0.96  # of what is usable: predictions of peaks were off by as much
 CLOSE = 0.01  # speeds this near are equal; of those, the one that needs less memory is better
 PARTS = ("products", "attention", "head", "elementwise", "optimizer")
 
@@ -406,8 +407,8 @@ def room(device: Device) -> float | None:
 # --- the micro-batch of `batch.micro_tokens: auto`
 #
 # The candidates are the powers of two that divide a rank's rows of a step, and all of its rows. Of those whose
-# predicted peak fits on the device the fastest is chosen, and of equally fast ones the smallest; a trial step then
-# tests it.
+# predicted peak fits on the device the fastest is chosen, and of equally fast ones the largest with room to spare; a
+# trial step then tests it.
 
 
 def choose_micro_batch(techniques: Sequence[Technique], env: Environment, hf: Mapping[str, Any]) -> int:
@@ -437,17 +438,33 @@ def choose_micro_batch(techniques: Sequence[Technique], env: Environment, hf: Ma
         return possible[-1].micro_rows  # the rehearsal halves it until it fits
     shape, device, T = ModelShape.read(hf), _device(possible[0]), env.seq
     rates, most = device_rates(device, calibration.for_device(device), shape, T), room(device)
-    speeds: list[tuple[float, int]] = []
+    fitting: list[tuple[float, int]] = []
+    peaks: dict[int, float] = {}
     for one in possible:
         books, rows = baseline.books(techniques, one, shape, 0.0), one.micro_rows
-        if most is None or all(peak_memory(book, rows * T).bytes <= most for book in books):
+        peaks[rows] = max(peak_memory(book, rows * T).bytes for book in books)
+        if most is None or peaks[rows] <= most:
             # Without rates the largest is chosen: fewer and larger products are not slower.
             seconds = slowest(books, device, rows * T, rates)
-            speeds.append((rows if seconds is None else 1 / seconds, rows))
-    if not speeds:
-        return possible[0].micro_rows  # it may fit all the same: the trial step decides
-    fastest, _ = max(speeds)
-    return min(rows for speed, rows in speeds if speed >= fastest * (1 - CLOSE))
+            fitting.append((rows if seconds is None else 1 / seconds, rows))
+    # Where none fits one row may all the same: the trial step decides.
+    return fastest_rows(fitting, peaks.__getitem__, device) if fitting else possible[0].micro_rows
+
+
+def fastest_rows(fitting: Sequence[tuple[float, int]], peak: Callable[[int], float], device: Device) -> int:
+    """Choose from (speed, rows): the fastest, and of equally fast ones the largest with room to spare.
+
+    Each micro-batch costs time that the plan does not see (docs/log/open.md). On a CPU, whose memory other programs
+    need and where a peak is less certain, the smallest of equally fast ones.
+
+    Args:
+        peak: bytes by rows.
+    """
+    fastest, most = max(speed for speed, _ in fitting), room(device)
+    near = sorted(rows for speed, rows in fitting if speed >= fastest * (1 - CLOSE))
+    if device.kind == "cpu" or most is None:
+        return near[0]
+    return next((rows for rows in reversed(near) if peak(rows) <= TIGHT * most), near[0])
 
 
 def micro_batch_rows(share: int) -> list[int]:

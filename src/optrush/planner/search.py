@@ -30,7 +30,7 @@ from optrush.models.source import shapes_of
 from optrush.planner import baseline, calibration, cost, ledger
 from optrush.planner.calibration import Calibration
 from optrush.planner.climb import Score, climb
-from optrush.planner.cost import CLOSE, Rates, room
+from optrush.planner.cost import CLOSE, Rates, fastest_rows, room
 from optrush.planner.ledger import Item, Ledger, Line
 from optrush.resolve import resolve
 from optrush.technique import (
@@ -49,7 +49,6 @@ from optrush.technique import (
 from optrush.techniques import ALL
 
 P = ParamSpec("P")
-TIGHT = 0.96  # of what is usable: predictions of peaks were off by as much
 ALMOST = 1e-6  # what sums of bytes may be rounded by
 Options = Sequence[Technique | None]  # of one technique: leaving it out, or one of its variants
 
@@ -619,8 +618,6 @@ class Evaluations:
 def _fastest(members: Sequence[Technique], env: Environment, problem: _Problem) -> tuple[Candidate | int, float]:
     """Choose the micro-batch: of those that fit the fastest, and of equally fast ones the largest with room to spare.
 
-    Each micro-batch costs time that the plan does not see (docs/log/open.md), so fewer are better.
-
     Returns:
         it; or, where none fits, bytes of the peak with the smallest micro-batch, and a memory in which none fits.
     """
@@ -668,19 +665,17 @@ def _fastest(members: Sequence[Technique], env: Environment, problem: _Problem) 
     if not fitting:
         least = env.seq * (fixed or (1 if rows % 2 == 0 else rows))
         return max(ledger.peak_memory(book, least).bytes for book in books), floor
-    fastest = max(speed for speed, *_ in fitting)
-    near = [(sized, of) for speed, sized, of in fitting if speed >= fastest * (1 - CLOSE)]
-    env, books = max(near, key=lambda s: s[0].micro_rows if _spares(s[1], s[0], most) else -s[0].micro_rows)
-    peaks = [ledger.peak_memory(book, env.micro_rows * env.seq) for book in books]
+    by_rows = {sized.micro_rows: (sized, of) for _, sized, of in fitting}
+
+    def peak(rows: int) -> float:
+        return max(ledger.peak_memory(book, rows * env.seq).bytes for book in by_rows[rows][1])
+
+    chosen = fastest_rows([(speed, sized.micro_rows) for speed, sized, _ in fitting], peak, env.device)
+    sized, books = by_rows[chosen]
+    peaks = [ledger.peak_memory(book, chosen * env.seq) for book in books]
     worst = max(range(len(books)), key=lambda rank: peaks[rank].bytes)
-    prediction = _prediction(books[worst], books, env, peaks[worst], rates)
-    return Candidate({t.name: _changed(t) for t in members}, env.micro_rows, prediction), 0.0
-
-
-def _spares(books: Sequence[Ledger], env: Environment, most: float | None) -> bool:
-    """Return whether a setting leaves room for an error of the prediction; nothing does where memory is not known."""
-    tokens = env.micro_rows * env.seq
-    return most is not None and all(ledger.peak_memory(book, tokens).bytes <= TIGHT * most for book in books)
+    prediction = _prediction(books[worst], books, sized, peaks[worst], rates)
+    return Candidate({t.name: _changed(t) for t in members}, chosen, prediction), 0.0
 
 
 def _changed(t: Technique) -> dict[str, Any]:
