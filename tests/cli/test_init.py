@@ -191,7 +191,7 @@ def test_odd_names_come_back(text: str) -> None:
 @pytest.mark.parametrize(
     ("machine", "chosen"),
     [
-        ("cpu", {"fused-adamw": {}, "attention": {"impl": "sdpa"}, "packing": {}, "fused-loss": {"chunk": 256}}),
+        ("cpu", {"fused-adamw": {}, "attention": {"impl": "sdpa"}, "packing": {}}),
         ("t4", {"amp": {"dtype": "fp16"}, "fused-adamw": {}, "attention": {"impl": "sdpa"}, "compile": {},
                 "packing": {}, "fused-loss": {}}),
         ("h100", {"amp": {}, "fused-adamw": {}, "attention": {"impl": "varlen"}, "compile": {}, "packing": {},

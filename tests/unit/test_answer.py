@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -173,9 +174,47 @@ def test_a_method_is_chosen_where_it_is_asked_for() -> None:
 def test_a_cpu_has_its_list() -> None:
     sample = Config.model_validate({"model": "tiny", "objective": "sft", "data": {"sample": "recipes"}, "output": "o"})
     chosen, line = answer.choose_techniques(sample, "cpu")
-    assert chosen.with_ == {n: o[0] for n, o in answer.ON_CPU} | {} and line.startswith("planned for cpu: fused-adamw")
+    listed = {n: o[0] for n, o in answer.ON_CPU if n != "fused-loss"}
+    assert chosen.with_ == listed and line.startswith("planned for cpu: fused-adamw")
     several, _ = answer.choose_techniques(sample, "2xcpu", 2)
     assert "ddp" in several.with_
+
+
+LOSS = {"fused-loss": {"chunk": 64}}
+
+
+@pytest.mark.parametrize(
+    ("gib", "seq", "more", "rows", "loss"),
+    [
+        (16, 128, {}, 8, None),  # all rows of the step
+        (0.95, 128, {}, 2, None),  # as many as half the memory holds
+        (0.4, 128, {}, None, {"chunk": 256}),  # nothing fits into half of it: as listed
+        (1.28, 2048, {}, 1, {"chunk": 256}),  # one row, but not all of its logits
+        (16, 128, {"batch": {"seq": 128, "tokens": 1024, "micro_tokens": 256}}, 2, None),
+        (16, 128, {"method": "auto", "with": LOSS}, 8, LOSS["fused-loss"]),
+    ],
+)
+def test_a_cpu_takes_the_rows_that_fit(
+    monkeypatch: pytest.MonkeyPatch, gib: float, seq: int, more: dict[str, Any], rows: int | None, loss: object
+) -> None:
+    here = dataclasses.replace(hardware.cpu(), memory_bytes=int(gib * hardware.GIB))
+    monkeypatch.setattr(hardware, "cpu", lambda: here)
+    config = run("tiny", **{"batch": {"seq": seq, "tokens": 8 * seq}, **more})
+    chosen, line = answer.choose_techniques(config, "cpu")
+    assert chosen.batch.micro_tokens == (rows and rows * seq) and chosen.with_.get("fused-loss") == loss
+    assert (" tokens a micro-batch" in line) == (chosen.batch != config.batch)
+    p = search.predict(chosen, "cpu")
+    assert (p.peak_bytes <= answer.SPARE * here.memory_bytes) == (rows is not None)
+
+
+def test_a_cpu_starts_the_operators_of_each_micro_batch_itself() -> None:
+    """Nothing else runs meanwhile: their time comes on top, as often as there are micro-batches."""
+    sizes = [run("tiny", batch={"seq": 128, "tokens": 1024, "micro_tokens": n}, **{"with": {}}) for n in (1024, 128)]
+    plans = [search.predict(config, "cpu") for config in sizes]
+    one, eight = ({w.name: w.seconds for w in p.work if w.where == "host"} for p in plans)
+    assert eight["backward.launches"] == pytest.approx(8 * one["backward.launches"]) and one["backward.launches"] > 0
+    assert plans[1].step_s - plans[0].step_s == pytest.approx(sum(eight.values()) - sum(one.values()))
+    assert plans[0].step_s == pytest.approx(sum(w.seconds for w in plans[0].work))
 
 
 def test_how_long_it_takes() -> None:

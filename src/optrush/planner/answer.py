@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from optrush.models.shapes import native_obstacle
 from optrush.models.source import locate, shapes_of
 from optrush.models.text_part import text_config
 from optrush.planner import search
-from optrush.planner.cost import TIGHT
+from optrush.planner.cost import CLOSE, TIGHT, micro_batch_rows
 from optrush.planner.search import Candidate, SearchResult
 from optrush.resolve import resolve
 from optrush.technique import (
@@ -41,6 +41,7 @@ from optrush.techniques import ALL
 SLOWER = 2.0
 SHORTEST = 256  # tokens of a row, below which shorter rows are no advice
 LONGEST = 1 << 20  # that are tried
+SPARE = 0.5  # of a CPU's memory, for other programs, and because the plan was up to 17 % low there (docs/log/open.md)
 
 
 @dataclass(frozen=True)
@@ -423,7 +424,8 @@ def choose_techniques(
 ) -> tuple[Config, str]:
     """Choose the method, techniques and micro-batch that a configuration leaves to the planner.
 
-    The fastest set that fits and keeps the maths; on a CPU, and for a model without a plan, the listed ones.
+    The fastest set that fits and keeps the maths; on a CPU, and for a model without a plan, the listed ones, on a CPU
+    in the micro-batch of `size_on_cpu`.
 
     Returns:
         the configuration, and a line that says what was chosen; empty: nothing was left to choose.
@@ -440,7 +442,12 @@ def choose_techniques(
         config = with_method(config.model_copy(update={"method": "full"}) if config.method == "auto" else config)
         techniques = _listed(config, ranks, device, classes, here)
         chosen = config.model_copy(update={"with_": techniques})
-        return chosen, f"planned for {device.name}: {_line(config, techniques)}"
+        if device.kind == "cpu":
+            chosen = size_on_cpu(chosen, name, ranks, config.with_.keys(), classes)
+        line = f"planned for {device.name}: {_line(config, chosen.with_)}"
+        if chosen.batch != config.batch:
+            line += f"; {chosen.batch.micro_tokens} tokens a micro-batch"
+        return chosen, line
     tried = ("full", "lora", "qlora") if config.method == "auto" else (config.method or "full",)
     least = 0
     for method in tried:
@@ -470,6 +477,40 @@ def choose_techniques(
         do += f", which takes {_fact(best)} ({best.costs})"
     asked = f"a run of {config.method or 'all weights'} on {device.name}, with the maths of its precision"
     raise NeedsError(asked, f"no set of techniques fits; the smallest needs {least / GIB:.1f} GiB", do)
+
+
+def size_on_cpu(
+    config: Config, name: str, ranks: int, own: Container[str], classes: Sequence[type[Technique]] = ALL
+) -> Config:
+    """Choose the micro-batch of listed techniques on a CPU, and whether it holds all of its logits.
+
+    Whole logits are faster there than chunks of them. Of the micro-batches that need at most `SPARE` of the memory the
+    smallest that is as fast as the fastest. Where none does, or the model has no plan, the configuration stays.
+
+    Args:
+        config: with the listed techniques; a micro-batch that it gives stays.
+        own: techniques that the file names, which stay.
+    """
+    T, given = config.batch.seq, config.batch.micro_tokens
+    _, sharing = hardware.parse_hardware(name)  # ranks that its memory is already divided by
+    sizes = [rows * T for rows in micro_batch_rows(max(1, config.batch.tokens // T // ranks))]
+    heads = {c.name for c in classes if Part.HEAD in c.claims and c.name not in own}
+    whole = {n: o for n, o in config.with_.items() if n not in heads}
+    for techniques in (whole, config.with_):
+        fitting: list[tuple[float, Config]] = []
+        for tokens in sizes if given is None else [given]:
+            batch = config.batch.model_copy(update={"micro_tokens": tokens})
+            sized = config.model_copy(update={"with_": techniques, "batch": batch})
+            try:
+                p = search.predict(sized, name, ranks, classes)
+            except UserError:  # the run itself raises it, unless it is of this size alone
+                continue
+            if p.room_bytes is not None and p.peak_bytes * ranks <= SPARE * p.room_bytes * sharing:
+                fitting.append((p.tokens_per_s or float(batch.tokens), sized))
+        if fitting:
+            fastest = max(speed for speed, _ in fitting)
+            return next(sized for speed, sized in fitting if speed >= fastest * (1 - CLOSE))
+    return config
 
 
 def _line(config: Config, techniques: Mapping[str, Mapping[str, Any]]) -> str:

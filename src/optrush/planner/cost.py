@@ -1,9 +1,10 @@
 """Predict the seconds of a step from the ledger's work and a device's rates, and choose the micro-batch by them. Pure.
 
 A device computes products and attention and moves bytes one after the other; in parallel the host starts operators, and
-links carry gradients, weights and offloaded values: the slowest of them decides. Rates are those that `optrush
-calibrate` measured on the device, else those of a datasheet, times the share that such work reached on one H200. On
-another device that share is an assumption, so that the seconds rank settings better than they predict speeds.
+links carry gradients, weights and offloaded values: the slowest of them decides. A CPU starts its own operators, not in
+parallel. Rates are those that `optrush calibrate` measured on the device, else those of a datasheet, times the share
+that such work reached on one H200. On another device that share is an assumption, so that the seconds rank settings
+better than they predict speeds.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ FLASH2, FLASH4 = 0.61, 1.12
 PIECE = 512
 EIGHT = 2.0  # 8-bit products in the time of one of bf16, by the datasheets of Ada, Hopper and Blackwell
 HOSTED = 0.86  # of PCI Express, to pinned memory of the host: assumed, not measured
-LAUNCH_S = 1.5e-5  # the host's time to start one operator
+LAUNCH_S = 1.5e-5  # the host's time to start one operator; a CPU computes nothing meanwhile
 # The device waits for the host where a micro-batch begins or a value in it is read there, and where a step ends and its
 # loss is read.
 MICRO_S, STEP_S = 2e-3, 5e-3
@@ -207,8 +208,8 @@ def _exchanged(device: Device) -> str:
 
 
 def _host(device: Device, launch_s: float) -> tuple[float, float, float]:
-    """Return the seconds (of a launch, a micro-batch, a step) of the host; 0 on a CPU, which runs operators itself."""
-    return (launch_s, MICRO_S, STEP_S) if device.kind == "cuda" else (0.0, 0.0, 0.0)
+    """Return the seconds (of a launch, a micro-batch, a step) of the host; a CPU waits for no other device."""
+    return (launch_s, MICRO_S, STEP_S) if device.kind == "cuda" else (launch_s, 0.0, 0.0)
 
 
 def _network(device: Device, share: float) -> tuple[float, float]:
@@ -315,6 +316,8 @@ def step_seconds(ledger: Ledger, device: Device, tokens: float, rates: Rates | N
     last = max(linked["micro"] / ledger.accumulation + linked["step"], computed["micro"] / ledger.accumulation)
     others = (1 - 1 / ledger.accumulation) * max(computed["micro"], linked["micro"])
     busy = others + last + computed["step"]
+    if device.kind == "cpu":
+        busy, on_host = busy + on_host, 0.0
     return max(busy, on_host, offload.seconds) + rates.micro_s * (ledger.accumulation + read) + rates.step_s
 
 

@@ -149,6 +149,10 @@ def compose(request: InitRequest, file: str, classes: Sequence[type[Technique]] 
     techniques, left = answer.pick_listed(own, env, classes, here, text=not request.data.startswith(RANDOM))
     config = Config.model_validate(tree | {"with": techniques})
     resolve(config, classes, ranks, device)
+    if device.kind == "cpu":
+        free = config.model_copy(update={"batch": config.batch.model_copy(update={"micro_tokens": None})})
+        config = answer.size_on_cpu(free, request.hardware, ranks, own, classes)
+        techniques = config.with_
     micro, memory, fits = _fitting(config, request.hardware, ranks, classes)
     if not fits:  # the listed techniques are fast, not small
         techniques, left = _searched(Config.model_validate(tree | {"with": own}), request, classes), []
@@ -185,14 +189,17 @@ def _fitting(
 ) -> tuple[int, str, bool]:
     """Return the micro-batch, its predicted memory as part of a sentence, and whether it fits or is not known.
 
-    It grows while it fits and is faster; it is one row on a CPU, and where the planner does not support the model.
+    It grows while it fits and is faster; on a CPU it is the configuration's. It is one row where the planner does not
+    support the model.
     """
     T, most = config.batch.seq, config.batch.tokens // ranks
     cpu = hardware.parse_hardware(hardware_name)[0].kind == "cpu"
+    given = config.batch.micro_tokens
+    sizes = [given // T if isinstance(given, int) else 1] if cpu else [2**k for k in range(20)]
     best: Prediction | None = None
     micro = T
-    for rows in (2**k for k in range(20)):
-        if most % (rows * T) or (cpu and rows > 1):
+    for rows in sizes:
+        if most % (rows * T):
             break
         batch = config.batch.model_copy(update={"micro_tokens": rows * T})
         try:
