@@ -305,7 +305,7 @@ def test_two_climbs_in_one_folder(call: Call, fakes: Fakes) -> None:
     with Path("out/.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         found = climb(call, "--cumulative-only", "--resume", "--repeats", "2")
-    assert found.code == 2 and "another bench is running there" in found.err
+    assert found.code == 2 and "another bench or tune is running there" in found.err
 
 
 def test_a_baseline_that_is_refused_ends_the_climb(call: Call, fakes: Fakes) -> None:

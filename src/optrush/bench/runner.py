@@ -201,7 +201,7 @@ def lock_folder(out: Path, asked: str) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             do = "wait, or take another folder"
-            raise ConfigError(asked, "another bench is running there", do) from None
+            raise ConfigError(asked, "another bench or tune is running there", do) from None
         yield
 
 
