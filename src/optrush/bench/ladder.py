@@ -106,7 +106,7 @@ class LadderEntry(StrictModel):
     name: Annotated[str, Field(min_length=1, max_length=60), AfterValidator(_printable)]
     from_: str | None = Field(default=None, alias="from")
     with_: dict[str, Options | None] = Field(default_factory=dict, alias="with")
-    without: list[str] = Field(default_factory=list)
+    without: list[str] = Field(default_factory=list)  # of those so far; where `keep` kept some, they may be absent
     set_: dict[str, Any] = Field(default_factory=dict, alias="set")
     ranks: Annotated[int, Field(ge=1)] | None = None
     env: dict[Annotated[str, AfterValidator(_nccl)], str] = Field(default_factory=dict)
@@ -358,6 +358,8 @@ def _apply(
     techniques = dict(config.with_)
     for n, name in enumerate(part.without if isinstance(part, LadderEntry) else []):
         if name not in techniques:
+            if ladder.base.keep and any(c.name == name for c in classes):  # what is there depends on CONFIG
+                continue
             place = f"{ladder.at(*keys, 'without', n)}: `without: {name}`"
             raise ConfigError(place, f"so far there is {', '.join(techniques) or 'nothing'}", "leave it out")
         del techniques[name]
