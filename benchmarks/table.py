@@ -187,8 +187,9 @@ def answered() -> str:
     """Return the tables of the plan's answer beside sets of techniques made by hand."""
     rows = [
         "The plan's answer, a configuration without `with`, beside ten sets of techniques made by hand, in turn, by",
-        f"answers.py on H100 ([{ANSWERS.stem}](../{ANSWERS})); all predicted before they were measured. The answer to",
-        "*8b-lora* is of an earlier plan, which took the smallest micro-batch and a float32 stream; mended since.", "",
+        f"answers.py on H100 ([{ANSWERS.stem}](../{ANSWERS})); all predicted before they were measured. *8b-lora* was",
+        "ended by the limit of time, and its answer is of an earlier plan, which took the smallest micro-batch and a",
+        "float32 stream; mended since.", "",
         "| case | set, rows of a micro-batch | predicted GiB | measured | predicted tokens/s | measured | error |",
         "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
@@ -216,7 +217,7 @@ def multiplied() -> str:
     kernels = ("experts fused", "quack", "sonic", "torch bare", "quack bare")
     rows = [
         f"A layer of experts of 30B-A3B by itself, ms, by experts.py on an H100 ([{EXPERTS.stem}](../{EXPERTS})):",
-        "*experts fused* is what `fused-kernels` runs, *bare* are products alone, *layer* has the order of rows and",
+        "*experts fused* is `fused-kernels:mlp=triton`, *bare* are products alone, *layer* has the order of rows and",
         "the sums in it.", "",
         f"| tokens | routing | part | {' | '.join(kernels)} |", f"|---|---|---|{'---|' * len(kernels)}",
     ]  # fmt: skip

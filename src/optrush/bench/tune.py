@@ -517,7 +517,7 @@ def _batch(config: Config, result: Mapping[str, Any]) -> Chosen:
     return sentence, {"batch": batch}, [Series("noise scale", result["running"])], "tokens"
 
 
-SURE = 8  # steps to the first stop of a race; one with 4 picked a rate with 4 % more loss than the best (docs/tune.md)
+SURE = 8  # steps to the first stop of a race; of four with 4 one picked a rate with 4 % more loss (docs/tune.md)
 
 
 def _rate(config: Config, result: Mapping[str, Any]) -> Chosen:

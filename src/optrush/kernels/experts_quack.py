@@ -71,7 +71,7 @@ def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[2])
 
 
-@torch.library.custom_op("optrush::grouped_quack_weight", mutates_args=())
+@torch.library.custom_op("optrush::sum_of_groups", mutates_args=())
 def sum_of_groups(a: Tensor, b: Tensor, ends: Tensor, numbers: Tensor | None, transposed: bool) -> Tensor:
     """Sum a^T b over each group: a (rows, P), b (rows, Q), ends (N,) int32 -> (N, P, Q), or (N, Q, P) if transposed.
 
@@ -214,5 +214,5 @@ class _Layer(torch.autograd.Function):
         d_down = sum_of_groups(grad, product, ends, numbers, False) if ctx.needs_input_grad[3] else None
         d_gate_up = sum_of_groups(x, d_pairs, ends, numbers, True) if ctx.needs_input_grad[2] else None
         places = inverse.view(-1, ctx.k)
-        d_x = sum_of_rows(grouped_quack(d_pairs, gate_up, ends), places, None)
+        d_x = sum_of_rows(grouped_quack(d_pairs, gate_up, ends), places, None) if ctx.needs_input_grad[0] else None
         return d_x, d_weight[places], d_gate_up, d_down, None, None, None, None

@@ -203,6 +203,8 @@ def predict_frozen(
     if not any(trained.values()):
         yield live("tied.*", why, gone=True)
     yield live("casts.blocks", stays, gone=True)
+    if env.shape is not None and env.shape.experts is not None:
+        yield live("saved.entering router", "a frozen router's product does not save it", gone=True)
     if not trained["head"]:
         yield live("casts*", stays, gone=True)
         yield live("head.products", "the head's own gradient is not made", times=4 / 6)

@@ -60,7 +60,8 @@ LINKS = ("link", "copy")  # units of what crosses to other devices
 CONTENTION, DISTURBING = 0.5, 3.15e11
 SLACK = 0.03  # of a peak: the allocator's gaps
 TIGHT = 0.96  # of what is usable: predictions of peaks were off by as much
-CLOSE = 0.01  # speeds this near are equal; of those, the one that needs less memory is better
+CLOSE = 0.01  # speeds this near are equal
+WORTH = 0.03  # what a micro-batch that fills more than TIGHT must be faster by
 PARTS = ("products", "attention", "head", "elementwise", "optimizer")
 
 
@@ -455,10 +456,11 @@ def choose_micro_batch(techniques: Sequence[Technique], env: Environment, hf: Ma
 
 
 def fastest_rows(fitting: Sequence[tuple[float, int]], peak: Callable[[int], float], device: Device) -> int:
-    """Choose from (speed, rows): the fastest, and of equally fast ones the largest with room to spare.
+    """Choose from (speed, rows): the fastest that leaves room to spare, and of equally fast ones the largest.
 
-    Each micro-batch costs time that the plan does not see (docs/log/open.md). On a CPU, whose memory other programs
-    need and where a peak is less certain, the smallest of equally fast ones.
+    Each micro-batch costs time that the plan does not see (8B with LoRA: benchmarks/results/h100-answers.jsonl). One
+    without room to spare is taken where it is `WORTH` it, or no other fits. On a CPU, whose memory other programs need
+    and where a peak is less certain, the smallest of the fastest.
 
     Args:
         peak: bytes by rows.
@@ -467,7 +469,11 @@ def fastest_rows(fitting: Sequence[tuple[float, int]], peak: Callable[[int], flo
     near = sorted(rows for speed, rows in fitting if speed >= fastest * (1 - CLOSE))
     if device.kind == "cpu" or most is None:
         return near[0]
-    return next((rows for rows in reversed(near) if peak(rows) <= TIGHT * most), near[0])
+    spare = [(speed, rows) for speed, rows in fitting if speed >= fastest * (1 - WORTH) and peak(rows) <= TIGHT * most]
+    if not spare:
+        return near[0]
+    fastest = max(speed for speed, _ in spare)
+    return max(rows for speed, rows in spare if speed >= fastest * (1 - CLOSE))
 
 
 def micro_batch_rows(share: int) -> list[int]:

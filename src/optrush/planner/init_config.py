@@ -25,6 +25,7 @@ from optrush.models.shapes import refuse_foreign
 from optrush.models.source import locate
 from optrush.models.text_part import text_config
 from optrush.planner import answer, search
+from optrush.planner.cost import fastest_rows
 from optrush.planner.search import Prediction
 from optrush.resolve import resolve
 from optrush.technique import RANK_PARTS, Part, Requirement, Technique, instantiate
@@ -49,6 +50,7 @@ def yaml_text(
     machine = "this CPU" if device.kind == "cpu" else _line(device.name)
     if device.memory_bytes is not None:
         machine += f", {device.memory_bytes / hardware.GIB:.1f} GiB"
+    several = tree["batch"]["micro_tokens"] > tree["batch"]["seq"]
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(
         loader=loader, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
@@ -58,7 +60,7 @@ def yaml_text(
     return environment.get_template("init.yaml.j2").render(
         **tree, settings=tree.get(tree["objective"]), techniques=techniques, left=left, memory=memory, machine=machine,
         command=command + (f" --ranks {ranks}" if ranks > 1 else ""), summaries={c.name: c.summary for c in classes},
-        larger="double it while memory lasts" if device.kind == "cpu" else "halve it when memory runs out",
+        larger="halve it when memory runs out" if several else "double it while memory lasts",
     )  # fmt: skip
 
 
@@ -94,7 +96,6 @@ FEW = 10  # rows of which nothing is held out
 GPU_SEQ, GPU_TOKENS = 2048, 32768
 CPU_SEQ, CPU_TOKENS = 512, 2048
 LR = 2e-5  # of a model that has learnt before
-FASTER = 1.01  # the least gain for which the micro-batch is enlarged
 CPU_CONVERSATIONS = 300  # of the sample: minutes on two cores
 
 
@@ -189,15 +190,14 @@ def _fitting(
 ) -> tuple[int, str, bool]:
     """Return the micro-batch, its predicted memory as part of a sentence, and whether it fits or is not known.
 
-    It grows while it fits and is faster; on a CPU it is the configuration's. It is one row where the planner does not
+    It is the fastest (`cost.fastest_rows`); on a CPU the configuration's. It is one row where the planner does not
     support the model.
     """
     T, most = config.batch.seq, config.batch.tokens // ranks
-    cpu = hardware.parse_hardware(hardware_name)[0].kind == "cpu"
+    device, _ = hardware.parse_hardware(hardware_name)
     given = config.batch.micro_tokens
-    sizes = [given // T if isinstance(given, int) else 1] if cpu else [2**k for k in range(20)]
-    best: Prediction | None = None
-    micro = T
+    sizes = [given // T if isinstance(given, int) else 1] if device.kind == "cpu" else [2**k for k in range(20)]
+    predicted: dict[int, Prediction] = {}
     for rows in sizes:
         if most % (rows * T):
             break
@@ -206,11 +206,13 @@ def _fitting(
             p = search.predict(config.model_copy(update={"batch": batch}), hardware_name, ranks, classes)
         except UserError as error:
             return T, f"no prediction of memory: {error.found}", True
-        if best is not None and not (p.fits and (p.tokens_per_s or 0.0) > (best.tokens_per_s or 0.0) * FASTER):
+        if predicted and not p.fits:
             break
-        best, micro = p, rows * T
-    assert best is not None
-    return micro, f"predicted to need {best.peak_bytes / hardware.GIB:.1f} GiB of memory at most", best.fits
+        predicted[rows] = p
+    fitting = [(p.tokens_per_s or float(n), n) for n, p in predicted.items() if p.fits]
+    rows = fastest_rows(fitting, lambda n: predicted[n].peak_bytes, device) if fitting else min(predicted)
+    best = predicted[rows]
+    return rows * T, f"predicted to need {best.peak_bytes / hardware.GIB:.1f} GiB of memory at most", best.fits
 
 
 def choose_values(request: InitRequest, device: Device, ranks: int = 1) -> dict[str, Any]:

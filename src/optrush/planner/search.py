@@ -30,7 +30,7 @@ from optrush.models.source import shapes_of
 from optrush.planner import baseline, calibration, cost, ledger
 from optrush.planner.calibration import Calibration
 from optrush.planner.climb import Score, climb
-from optrush.planner.cost import CLOSE, Rates, fastest_rows, room
+from optrush.planner.cost import CLOSE, TIGHT, Rates, fastest_rows, room
 from optrush.planner.ledger import Item, Ledger, Line
 from optrush.resolve import resolve
 from optrush.technique import (
@@ -688,14 +688,24 @@ def _changed(t: Technique) -> dict[str, Any]:
 
 
 def _leading(settings: Sequence[Candidate], best: int) -> Iterator[Candidate]:
-    """Yield `best` of the settings, fastest first: of equally fast ones only the one that needs least memory."""
+    """Yield `best` of the settings, fastest first: of equally fast ones only one.
+
+    On a GPU the one with the fewest micro-batches that leaves room to spare (`cost.fastest_rows`), else the one that
+    needs least memory.
+    """
     left = list(settings)
     for _ in range(best):
         if not left:
             return
         close = [s for s in left if s.speed >= left[0].speed * (1 - CLOSE)]
-        yield min(close, key=lambda s: (s.prediction.peak_bytes, len(s.with_)))
+        yield min(close, key=_preference)
         left = [s for s in left if s not in close]
+
+
+def _preference(s: Candidate) -> tuple[float, ...]:
+    p = s.prediction
+    spare = p.memory_kind != "rss" and p.room_bytes is not None and p.peak_bytes <= TIGHT * p.room_bytes
+    return -s.micro_rows if spare else 0, p.peak_bytes, -s.speed, len(s.with_)
 
 
 def _lost(

@@ -169,7 +169,7 @@ def _kinds(env: Environment, impl: str) -> Iterator[Requirement]:
     asked, s = f"`attention:impl={impl}`", env.shape
     if s is not None and s.window is not None and s.window < env.seq:
         found = f"a sliding window of {s.window} tokens in some layers, and rows of {env.seq}"
-        yield Requirement(impl != "cudnn", asked, found, "take impl=varlen or sdpa")
+        yield Requirement(impl != "cudnn", asked, found, "take impl=fa4, varlen or sdpa")
     if s is not None and s.chunks is not None and s.chunks.layers and s.chunks.size < env.seq:
         found = f"attention in chunks of {s.chunks.size} tokens in some layers, and rows of {env.seq}"
         yield Requirement(impl != "cudnn", asked, found, "take impl=varlen or sdpa")
@@ -177,8 +177,10 @@ def _kinds(env: Environment, impl: str) -> Iterator[Requirement]:
         found = f"queries and keys of {s.head_width} values, and values of {s.latent.value}"
         yield Requirement(impl in ("masked", "sdpa", "varlen"), asked, found, "take impl=varlen or sdpa")
     if s is not None and s.sinks:
-        met = impl != "cudnn" and not (impl == "fa4" and env.device.capability >= (12, 0))  # its gradients
-        yield Requirement(met, asked, "attention sinks in the model", "take impl=varlen or sdpa")
+        # The package's own limit of gradients with sinks (flash_attn/cute/interface.py of 4.0.0b36).
+        met = impl != "cudnn" and not (impl == "fa4" and env.device.capability >= (12, 0))
+        found = "attention sinks in the model" + (f", on {env.device.name}" if impl == "fa4" else "")
+        yield Requirement(met, asked, found, "take impl=varlen or sdpa")
 
 
 def _ungrouped(env: Environment) -> bool:

@@ -158,8 +158,9 @@ class FusedKernels(Technique):
         routed = env.shape is not None and env.shape.experts is not None
         if env.device.capability == (9, 0) and not routed:
             yield {"mlp": "quack"}
-            if Part.TRAINED in env.claimed:
-                yield {"mlp": "quack", "norm": True, "rope": True}
+            if Part.TRAINED in env.claimed and (s := env.shape) is not None and not s.centred:
+                turned = not (s.qk_norm or s.rotated or s.latent or s.chunks)
+                yield {"mlp": "quack", "norm": True, **({"rope": True} if turned else {})}
 
     def recompute(self, trainer: Trainer) -> int:  # the linears are settled here, and nothing is compiled yet
         from optrush.kernels import rms_norm, rope, swiglu
