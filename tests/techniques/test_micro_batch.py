@@ -17,6 +17,7 @@ from optrush import hardware
 from optrush.config import parse_config
 from optrush.errors import ConfigError, NeedsError, RunError
 from optrush.planner import cost
+from optrush.planner.cost import fastest_rows
 from optrush.planner.search import predict
 from optrush.resolve import resized, resolve
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique
@@ -346,3 +347,23 @@ def test_auto_runs(box):
     assert fit(RunRequest(resolve(run))).code == 0
     written = parse_config((Path(run.output) / "run.yaml").read_text(), "run.yaml")
     assert isinstance(written.batch.micro_tokens, int) and "micro-batch" in written.with_
+
+
+@pytest.mark.parametrize(
+    ("speeds", "peaks", "want"),
+    [
+        ({1: 100, 2: 100.5, 4: 100.4}, {1: 10, 2: 20, 4: 30}, 4),  # equally fast: the largest
+        ({1: 100, 2: 100.5, 4: 100.4}, {1: 10, 2: 20, 4: 79}, 2),  # with room to spare
+        ({1: 100, 2: 102.5}, {1: 10, 2: 79}, 1),  # little is gained where none is left
+        ({1: 100, 2: 104}, {1: 10, 2: 79}, 2),  # much is
+        ({1: 100, 2: 104, 4: 104}, {1: 10, 2: 78.5, 4: 79}, 2),
+    ],
+)
+def test_rows_with_room_to_spare(speeds, peaks, want):
+    """Of 80 GB, some 76 GiB of which a peak may have."""
+    fitting = [(speed, rows) for rows, speed in speeds.items()]
+    rows = fastest_rows(fitting, lambda n: peaks[n] * 0.95 * 2**30, hardware.NAMED["h100"])
+    assert rows == want
+    assert fastest_rows(fitting, lambda n: peaks[n] * 2**30, hardware.parse_hardware("cpu")[0]) == min(
+        n for n, speed in speeds.items() if speed >= 0.99 * max(speeds.values())
+    )
