@@ -187,9 +187,9 @@ def answered() -> str:
     """Return the tables of the plan's answer beside sets of techniques made by hand."""
     rows = [
         "The plan's answer, a configuration without `with`, beside ten sets of techniques made by hand, in turn, by",
-        "answers.py on H100 and on two cores, all predicted before they were measured. *8b-lora* was ended by the limit",
-        "of time, and its answer is of an earlier plan, which took the smallest micro-batch and a float32 stream; mended",
-        "since. On the CPU the answer is the set *float32 8*, which ran at 5,729 and 6,586 tokens/s. Records:",
+        "answers.py on H100 and on two cores, all predicted before they were measured. *8b-lora* was ended by the",
+        "limit of time; its answer is of an earlier plan, which took the smallest micro-batch and a float32 stream,",
+        "mended since. On the CPU the answer is the set *float32 8*, which ran at 5,729 and 6,586 tokens/s. Records:",
         ", ".join(f"[{path.stem}](../{path})" for path in ANSWERS) + ".", "",
         "| case | set, rows of a micro-batch | predicted GiB | measured | predicted tokens/s | measured | error |",
         "|---|---|---|---|---|---|---|",
