@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -159,7 +157,8 @@ def compare(name: str, out: Path, repeats: int, limit_s: float) -> dict[str, Any
     case, start, reserve = CASES[name], time.monotonic(), 0.0  # seconds for the answer at the end
     answer, *sets = entries(case, "auto")
     common = {"case": name, "ranks": case.ranks, "method": case.method, "steps": STEPS, "warmup": WARMUP}
-    common |= {"seq": case.seq, "tokens": case.rows * case.seq, "command": shlex.join(sys.argv)}
+    command = f"answers.py {out.name} --case {name} --repeats {repeats} --limit {limit_s:g}"
+    common |= {"seq": case.seq, "tokens": case.rows * case.seq, "command": command}
     common["source"] = record.source()
     queue = [(1, answer), *((n, e) for n in range(1, repeats + 1) for e in (*sets, answer))]
     runs: list[dict[str, Any]] = []
