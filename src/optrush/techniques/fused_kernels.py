@@ -159,8 +159,8 @@ class FusedKernels(Technique):
         if env.device.capability == (9, 0) and not routed:
             yield {"mlp": "quack"}
             if Part.TRAINED in env.claimed and (s := env.shape) is not None and not s.centred:
-                turned = not (s.qk_norm or s.rotated or s.latent or s.chunks)
-                yield {"mlp": "quack", "norm": True, **({"rope": True} if turned else {})}
+                rope = not (s.qk_norm or s.rotated or s.latent or s.chunks)  # which `needs` would refuse
+                yield {"mlp": "quack", "norm": True, **({"rope": True} if rope else {})}
 
     def recompute(self, trainer: Trainer) -> int:  # the linears are settled here, and nothing is compiled yet
         from optrush.kernels import rms_norm, rope, swiglu
