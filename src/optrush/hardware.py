@@ -13,6 +13,7 @@ import difflib
 import os
 import platform
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -222,9 +223,9 @@ def over(device: Device, link: str) -> Device:
     return dataclasses.replace(device, link_bytes_s=slower if known else None, linked=link)
 
 
-def turned_to() -> str:
+def turned_to(environment: Mapping[str, str] = os.environ) -> str:
     """Return the link of `SLOWER` to which variables of the environment turn NCCL; "": they do not."""
-    off = [os.environ.get(name, "") == "1" for name in SLOWER.values()]
+    off = [environment.get(name, "") == "1" for name in SLOWER.values()]
     return "" if not off[0] else "socket" if off[1] else "pcie"
 
 

@@ -96,3 +96,41 @@ def test_the_share_of_ideal_scaling() -> None:
     ]
     one, two = read_rungs(rows)[0]
     assert (one.scaling, two.scaling, two.predicted_scaling) == (None, 0.95, 1.0)
+
+
+def test_rungs_of_more_ranks_than_gpus_are_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from optrush import hardware
+
+    rungs = [
+        {"name": "one"},
+        {"name": "four", "ranks": 4, "with": {"ddp": {}}},
+        {"name": "one again", "from": "four", "ranks": 1, "without": ["ddp"], "with": {"fused-adamw": {}}},
+    ]
+    text = put(tmp_path / "ladder.yaml", ladder(rungs, all_but_one=False))
+    written = parse_ladder(Path(text).read_text(), text, "x")
+    resolved = resolve_rungs(written, parsed(), cumulative_only=True)
+    state = runner.BenchState(written, resolved, tmp_path / "out", 1, 60.0, "", {}, {})
+    monkeypatch.setattr(hardware, "probe", lambda: [hardware.NAMED["h100"]])
+    monkeypatch.setattr(runner, "resolve", lambda *_, **__: None)
+    lines: list[str] = []
+    board = runner.ProgressBoard()
+    monkeypatch.setattr(board, "log", lines.append)
+    runner._refuse(state, board)
+    assert [(r.name, r.since, r.changes) for r in state.rungs] == [
+        ("one", None, "the baseline"), ("one again", "one", "+ fused-adamw"),
+    ]  # fmt: skip
+    assert lines == ["left out: `four`, for `four` on 4 ranks: this machine has 1 GPU"]
+
+
+def test_a_rung_is_predicted_over_its_own_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    from optrush import hardware
+
+    off = {"NCCL_P2P_DISABLE": "1"}
+    rungs = [{"name": "one"}, {"name": "two", "ranks": 2, "with": {"ddp": {}}}, {"name": "far", "env": off}]
+    text = put(Path("ladder.yaml"), ladder(rungs, all_but_one=False))
+    written = parse_ladder(Path(text).read_text(), text, "x")
+    config = parsed(batch=BATCH, model={"shape": "llama-3.2-1b"}, data={"random": 64})
+    found = resolve_rungs(written, config, cumulative_only=True)
+    monkeypatch.setattr(hardware, "probe", lambda: [hardware.NAMED["h100"]] * 2)
+    near, far = (runner.predict_rung(r, r.config)["predicted_tokens_per_s"] for r in found[1:])
+    assert far < near

@@ -8,6 +8,7 @@ The state of a bench is in rungs/ alone: with `resume` it is read back, and what
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import fcntl
 import json
@@ -236,33 +237,52 @@ def _check_folder(state: BenchState, resume: bool) -> None:
 def _refuse(state: BenchState, board: ProgressBoard) -> None:
     """Check every rung before anything is built; a baseline that is refused ends the bench.
 
-    A rung whose requirements are not met gets a record with the reason; where a technique cannot be taken away alone,
-    the rung without it is left out and the reason is logged.
+    A rung whose requirements are not met gets a record with the reason. A rung of more ranks than there are GPUs, or
+    without a technique that cannot be taken away alone, is left out and the reason is logged.
     """
-    rungs = []
+    rungs: list[Rung] = []
+    left_out: dict[str, Rung] = {}
     for rung in state.rungs:
+        if (gone := left_out.get(rung.since or "")) is not None:  # compared with what that one came from
+            rung = dataclasses.replace(rung, since=gone.since, changes=_changes(state, gone.since, rung))
         try:
-            resolved = resolve(rung.config, ranks=rung.ranks)
             _refuse_ranks(rung)
+            resolved = resolve(rung.config, ranks=rung.ranks)
             if rung.peer is not None:
                 rung.peer.check(rung.config, resolved.env.device)
         except UserError as error:
             if state.required(rung):
                 raise
-            if rung.mode == "without":
+            if rung.mode == "without" or isinstance(error, _TooFew):
                 board.log(f"left out: `{rung.name}`, for {error.asked}: {error.found}")
+                left_out[rung.name] = rung
                 continue
             state.refused[rung.name] = str(error)
         rungs.append(rung)
     state.rungs = rungs
 
 
+def _changes(state: BenchState, since: str | None, rung: Rung) -> str:
+    before = next((r for r in state.rungs if r.name == since), None)
+    return "the baseline" if before is None else ladder.differences(before.config, rung.config)
+
+
+class _TooFew(NeedsError):
+    """The machine has fewer GPUs than a rung has ranks."""
+
+
 def _refuse_ranks(rung: Rung) -> None:
-    """Raise NeedsError where the machine has fewer GPUs than the rung has ranks; processors are shared."""
+    """Raise _TooFew where the machine has fewer GPUs than the rung has ranks; processors are shared."""
     devices = hardware.probe()
     if rung.ranks > len(devices) and devices and devices[0].kind == "cuda":
         found = f"this machine has {len(devices)} GPU{'s' * (len(devices) > 1)}"
-        raise NeedsError(f"`{rung.name}` on {rung.ranks} ranks", found, "run it where there are as many")
+        raise _TooFew(f"`{rung.name}` on {rung.ranks} ranks", found, "run it where there are as many")
+
+
+def _device_of(rung: Rung) -> hardware.Device:
+    """Return this machine's device, with the link to which the rung's variables turn NCCL."""
+    device, _ = hardware.parse_hardware("auto")
+    return hardware.over(device, hardware.turned_to({**os.environ, **rung.env})) if device.kind == "cuda" else device
 
 
 def predict_rung(rung: Rung, config: Config) -> dict[str, Any]:
@@ -271,7 +291,7 @@ def predict_rung(rung: Rung, config: Config) -> dict[str, Any]:
 
     with suppress(UserError):
         if rung.peer is None:
-            plan = predict(config, ranks=rung.ranks)
+            plan = predict(config, _device_of(rung), rung.ranks)
             return {
                 "predicted_peak_bytes": plan.peak_bytes,
                 "predicted_tokens_per_s": plan.tokens_per_s,
@@ -359,7 +379,7 @@ def _result(state: BenchState, rung: Rung, request: dict[str, Any], board: Progr
     def fits(seq: int) -> bool | None:
         from optrush.planner.search import predict
 
-        plan = predict(ladder.at_length(rung.config, seq), ranks=rung.ranks)
+        plan = predict(ladder.at_length(rung.config, seq), _device_of(rung), rung.ranks)
         return None if plan.capacity_bytes is None else plan.fits
 
     first = _attempt(state, rung, request, span.from_)

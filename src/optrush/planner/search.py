@@ -161,18 +161,19 @@ class SearchResult:
 
 
 def predict(
-    config: Config, hardware: str = "auto", ranks: int | None = None, classes: Sequence[type[Technique]] = ALL
-) -> Prediction:
+    config: Config, hardware: str | Device = "auto", ranks: int | None = None,
+    classes: Sequence[type[Technique]] = ALL,
+) -> Prediction:  # fmt: skip
     """Predict peak memory and speed of a run as configured.
 
     Args:
-        hardware: as in `hardware.parse_hardware`.
+        hardware: as in `hardware.parse_hardware`, or a device.
         ranks: processes; None: the number in the hardware's name.
 
     Raises:
         UserError: the configuration cannot be resolved on this hardware, or the planner does not support its model.
     """
-    device, count = parse_hardware(hardware)
+    device, count = (hardware, 1) if isinstance(hardware, Device) else parse_hardware(hardware)
     books, env, hf = books_of(config, device, ranks or count, classes)
     tokens = env.micro_rows * env.seq
     book = max(books, key=lambda book: ledger.peak_memory(book, tokens).bytes)
