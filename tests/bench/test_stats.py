@@ -69,6 +69,10 @@ def test_tolerances() -> None:
     assert results.tolerances(base, amp, ALL) is results.LOWER
     assert results.tolerances(amp, amp, ALL) is results.LOWER
     assert results.tolerances(base, bf16, ALL) is results.DIFFERENT
+    lora = run(**{"with": {"amp": {}, "lora": {}}})
+    assert results.tolerances(lora, lora, ALL) is results.ADAPTED
+    assert results.tolerances(amp, lora, ALL) is results.DIFFERENT
+    assert results.tolerances(*[run(**{"with": {"lora": {}}})] * 2, ALL) is results.FLOAT32
     native = run(model={"path": "toy", "implementation": "transformers"})
     assert results.weakest(base, native, ALL) is Numerics.SAME_MATHS
     assert results.weakest(base, run(**{"with": {"recompute": {}}}), ALL) is Numerics.EXACT
@@ -121,6 +125,19 @@ def test_different_maths_may_lag_but_not_stand_still_or_go_elsewhere() -> None:
         "ok"
     ]  # before any update
     assert not results.compare_series(series([4.0, 4.0], [1.0, 1.0]), base, results.LOWER)["ok"]
+
+
+def test_adapters_may_lose_a_share_of_the_fall_to_rounding() -> None:
+    base = series([12.6056, 12.5146, 12.2665, 11.9282, 11.5619], [0.981, 0.982, 1.013, 1.048, 1.085])  # as on an H200
+    kept = series([12.6036, 12.3392, 12.0584, 11.7574, 11.4334], [0.982, 0.982, 1.012, 1.046, 1.082])
+    for one, other in ((base, kept), (kept, base)):
+        assert results.compare_series(one, other, results.ADAPTED, 0.99)["ok"]
+        assert not results.compare_series(one, other, results.LOWER, 0.99)["ok"]
+    assert not results.compare_series(kept, base, results.ADAPTED, 0.96)["ok"]
+    still = series([12.6056] * 5, base["gradient norms"])
+    assert not results.compare_series(still, base, results.ADAPTED)["ok"], "it does not learn"
+    off = series([12.5, *base["losses"][1:]], base["gradient norms"])
+    assert not results.compare_series(off, base, results.ADAPTED)["ok"], "another loss before any update"
 
 
 def test_wrong() -> None:
