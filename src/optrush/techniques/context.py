@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from optrush.planner.ledger import Line, Role, Rule, WorkItem, add, cut, live
+from optrush.planner.ledger import COLLECTIVE, Line, Role, Rule, WorkItem, add, cut, live
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ class Context(Technique):
     summary = "context parallelism: ranks share the tokens of a row (ulysses, gathered keys, ring)"
     source = "https://arxiv.org/abs/2309.14509"
     numerics = Numerics.SAME_MATHS
-    verified_on = ("cpu",)
     claims = frozenset({Part.CP})
     searched = False  # where nothing else fits, or a step has fewer rows than ranks
 
@@ -140,9 +139,11 @@ class Context(Technique):
                 yield add(Line("saved.repeated", why, values, "product", "saved", True, env.blocks))
             why, hosts = "heads to other ranks, and back", env.over_hosts("cp")[0]
             yield from _exchange(env, why, each * (n - 1) / n, each * n / hosts, awaited=True)
+            yield from _started(env, 2)
         elif self.kind == "gather":
             yield from self._whole_rows(env, q, kv)
             yield from _exchange(env, "keys and values of the other ranks", 2 * kv * (n - 1), 2 * kv * n, awaited=True)
+            yield from _started(env, 1)
         else:
             older = env.device.capability >= (9, 0)
             yield live("*.scores*.held", "the kernel keeps no scores", gone=True)
@@ -206,6 +207,14 @@ def _exchange(env: Environment, why: str, values: float, whole: float, awaited: 
     """Yield what every block sends for each token, forward and backward."""
     values, whole = values * env.blocks, whole * env.blocks
     yield add(*(_link(env, f"{way}.exchange", why, values, whole, awaited=awaited) for way in ("forward", "backward")))
+
+
+def _started(env: Environment, calls: int) -> Iterator[Rule]:
+    """Yield what the host takes to start so many collectives of a compiled block, each way."""
+    if Part.COMPILED in env.claimed:
+        launches, why = COLLECTIVE * calls * env.blocks, "collectives within a compiled block"
+        for way in ("forward", "backward"):
+            yield add(WorkItem(f"{way}.exchange.launches", why, "micro", launches=launches))
 
 
 def _link(

@@ -61,7 +61,6 @@ class DeepSpeed(Technique):
     summary = "states, gradients and weights cut over the ranks by DeepSpeed (ZeRO stage 1, 2 or 3)"
     source = "https://arxiv.org/abs/1910.02054"
     numerics = Numerics.SAME_MATHS
-    verified_on = ("cpu",)
     claims = frozenset({Part.DATA, Part.OPTIMIZER, Part.UPDATE, Part.STATES})
     shards = frozenset({"dp"})
     searched = False  # fsdp does the same with one copy less

@@ -39,7 +39,6 @@ class ExpertParallel(Technique):
     summary = "expert parallelism: ranks share each layer's experts, rows go to them and back"
     source = "https://arxiv.org/abs/2006.16668"
     numerics = Numerics.SAME_MATHS
-    verified_on = ("cpu",)
     claims = frozenset({Part.EP})
     searched = False  # the user decides: what it costs depends on how even routing is, which no plan knows
 

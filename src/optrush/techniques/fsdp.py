@@ -88,7 +88,10 @@ class Fsdp(Technique):
         blocks = min(L, 2) if self.stage == 3 and Part.PP not in env.claimed else L
         whole = "a block's weights are whole while it runs, and the next block's ahead of it"
         freed = self.stage == 3  # after the forward pass, and again after the backward pass
-        during: tuple[str, ...] = ("forward", "backward") if freed else ()
+        # Kept after the forward pass, a block is cut again when its backward pass is over.
+        during: tuple[str, ...] = ("forward", "backward") if freed else ("forward", "head", "backward, last")
+        if Part.PP in env.claimed and not freed:  # another micro-batch may still need it
+            during = ()
         shared = 1 - env.blocks_alone
         yield cut("weights.blocks", "dp", n * env.blocks_held, whole, gathered=blocks * shared, during=during)
         ends = "embedding and head are whole while they are used"
@@ -131,7 +134,8 @@ class Fsdp(Technique):
             yield like(match, WorkItem(f"{name}.copied", moved, "micro", values=again, role=role))
         why = "hooks around a gather: shards sent, copied, made parameters, and cut again"
         groups = L + 2.0
-        yield add(WorkItem("gather.launches", why, "micro", launches=HOOKS * times * groups))
+        # Twice: before a backward pass they run, too, where nothing is left to gather.
+        yield add(WorkItem("gather.launches", why, "micro", launches=HOOKS * 2 * groups))
         per: Literal["micro", "step"] = "micro" if self.sync == "each" else "step"
         yield add(WorkItem("gather.reduce.launches", "hooks around a reduction", per, launches=REDUCTION * groups))
         if copies:

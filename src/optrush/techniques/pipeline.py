@@ -48,7 +48,6 @@ class Pipeline(Technique):
     summary = "pipeline parallelism: blocks cut over ranks, micro-batches one after the other"
     source = "https://arxiv.org/abs/2104.04473"
     numerics = Numerics.SAME_MATHS
-    verified_on = ("cpu",)
     claims = frozenset({Part.PP})
     searched = False
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from optrush.planner.ledger import Line, Rule, WorkItem, add, cut, like, live
+from optrush.planner.ledger import COLLECTIVE, Line, Rule, WorkItem, add, cut, like, live
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ class TensorParallel(Technique):
     summary = "tensor parallelism: matrices cut over ranks that share rows, the stream along T"
     source = "https://arxiv.org/abs/1909.08053"
     numerics = Numerics.SAME_MATHS
-    verified_on = ("cpu",)
     claims = frozenset({Part.TP})
     shards = frozenset({"tp"})
     searched = False  # where nothing else fits, or a step has fewer rows than ranks
@@ -117,8 +116,10 @@ class TensorParallel(Technique):
                 "stream gradient",
             ):
                 yield share(line, why)
-        yield live("forward.[!l]*", "of a rank's rows or columns", times=1 / n)
-        yield live("backward.[!l]*", "of a rank's rows or columns", times=1 / n)
+        for way in ("forward", "backward"):
+            yield live(f"{way}.[!l]*", "of a rank's rows or columns", times=1 / n)
+            if Part.COMPILED in env.claimed:
+                yield live(f"{way}.compiled.launches", "the host starts as many kernels", times=n)
         yield live("head.[!l]*", "of a rank's share of the vocabulary", times=1 / n)
         yield live("update*", "a rank updates its share", times=1 / n)
         yield live("norm", "of a rank's share", times=1 / n)
@@ -129,6 +130,9 @@ class TensorParallel(Technique):
             work = WorkItem(f"{way}.links", why, "token", unit="link", role="product", awaited=True)
             values = calls * D * (n - 1) / n
             yield add(replace(work, values=values, entering=calls * D * entering, steps=calls * (hosts - 1.0)))
+            if Part.COMPILED in env.claimed:
+                why = "collectives within a compiled block"
+                yield add(WorkItem(f"{way}.links.launches", why, "micro", launches=COLLECTIVE * calls))
 
     def split(self, trainer: Trainer) -> int:
         from optrush.models.decoder import Decoder
