@@ -60,8 +60,10 @@ CHOICES = tuple(Path(f"benchmarks/results/h200-{name}") for name in ("choices", 
 CURVES = Path("benchmarks/results/h200-float8-curve.jsonl")
 CALIBRATION = Path("benchmarks/results/h200-calibration.json")  # `optrush calibrate --out`, where a record has no own
 FAULTS = Path("benchmarks/results/faults.jsonl")  # `make faults`
-ANSWERS = tuple(Path(f"benchmarks/results/{name}-answers.jsonl") for name in ("h100", "cpu"))  # `answers.py`
-EXPERTS = Path("benchmarks/results/h100-experts.jsonl")  # `experts.py`
+ANSWERS = tuple(Path(f"benchmarks/results/{name}-answers.jsonl") for name in ("h100", "h200", "cpu"))
+EXPERTS = Path("benchmarks/results/h200-experts.jsonl")  # `experts.py`; h100-experts: before QuACK's layer
+SHARED = Path("benchmarks/results/2xh200-gpus.jsonl")  # `bench --ladder gpus`
+LONG_ROW = Path("benchmarks/results/2xh200-long-row.jsonl")
 RATES = {  # `rates.py rates.yaml`
     "cpu-rates": "The built-in model, on a CPU; the race itself, and then the grid",
     "h100-rates": "A model of 0.5B (qwen2.5-0.5b) from random weights, on an H100",
@@ -176,6 +178,8 @@ def table() -> str:
         "experts and of the order of their rows. *earlier*: before windows and sinks without a mask, FlashAttention 4,",
         "two rows a micro-batch with 4 bits, and moments of narrow rows.",
         "",
+        shared(),
+        "",
         answered(),
         "",
         multiplied(),
@@ -187,40 +191,76 @@ def answered() -> str:
     """Return the tables of the plan's answer beside sets of techniques made by hand."""
     rows = [
         "The plan's answer, a configuration without `with`, beside ten sets of techniques made by hand, in turn, by",
-        "answers.py on H100 and on two cores, all predicted before they were measured. *8b-lora* was ended by the",
-        "limit of time; its answer is of an earlier plan, which took the smallest micro-batch and a float32 stream,",
-        "mended since. On the CPU the answer is the set *float32 8*, which ran at 5,729 and 6,586 tokens/s. Records:",
+        "answers.py on H100, on H200 and on two cores, all predicted before they were measured. *8b-lora* on an H100",
+        "and the cases on H200 were ended by the limit of time. The former's answer is of an earlier plan, which took",
+        "the smallest micro-batch and a float32 stream. On the CPU the answer is the set *float32 8*, which ran at",
+        "5,729 and 6,586 tokens/s. Records:",
         ", ".join(f"[{path.stem}](../{path})" for path in ANSWERS) + ".", "",
         "| case | set, rows of a micro-batch | predicted GiB | measured | predicted tokens/s | measured | error |",
         "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     said, apart = [], list[list[float]]()
-    for r in (json.loads(line) for path in ANSWERS for line in (ROOT / path).read_text().splitlines()):
-        if "ratio" in r:
-            best = f"{r['case']}: {r['ratio']:.3f} of *{r['best']}*, the best of {r['measured']}"
-            said.append(f"{best} that ran, {len(r['out_of_memory']) or 'none'} out of memory")
-        elif r["tokens_per_s"] is not None:
-            title = f"answer, {r['micro_tokens'] // r['seq']}" if r["name"] == "answer" else r["name"]
-            peak, speed = r["planned_peak_bytes"], r["planned_tokens_per_s"]
-            off = [peak / r["peak_bytes"] - 1, speed / r["tokens_per_s"] - 1]
-            apart += [off] if r["memory_kind"] != "rss" else []
-            rows.append(
-                f"| {r['case']} | {title} | {peak / GIB:.1f} | {r['peak_bytes'] / GIB:.1f} "
-                f"| {speed:,.0f} | {r['tokens_per_s']:,.0f} | {off[1]:+.1%} |"
-            )
+    for path in ANSWERS:
+        where = path.stem.partition("-")[0]
+        for r in map(json.loads, (ROOT / path).read_text().splitlines()):
+            case = r["case"] + f", {where.upper()}" * (where != "cpu")
+            if "ratio" in r:
+                best = f"{case}: {r['ratio']:.3f} of *{r['best']}*, the best of {r['measured']}"
+                said.append(f"{best} that ran, {len(r['out_of_memory']) or 'none'} out of memory")
+            elif r["tokens_per_s"] is not None:
+                title = f"answer, {r['micro_tokens'] // r['seq']}" if r["name"] == "answer" else r["name"]
+                peak, speed = r["planned_peak_bytes"], r["planned_tokens_per_s"]
+                off = [peak / r["peak_bytes"] - 1, speed / r["tokens_per_s"] - 1]
+                apart += [off] if r["memory_kind"] != "rss" else []
+                rows.append(
+                    f"| {case} | {title} | {peak / GIB:.1f} | {r['peak_bytes'] / GIB:.1f} "
+                    f"| {speed:,.0f} | {r['tokens_per_s']:,.0f} | {off[1]:+.1%} |"
+                )
     peaks, speeds = ([abs(x) for x in column] for column in zip(*apart, strict=True))  # of GPUs
     errors = [f"median error {statistics.median(e):.1%}, largest {max(e):.1%}" for e in (peaks, speeds)]
-    rows += ["", f"The answer has, {'; '.join(said)}. On H100: peaks {errors[0]}, speeds {errors[1]}."]
+    rows += ["", f"The answer has, {'; '.join(said)}. On GPUs: peaks {errors[0]}, speeds {errors[1]}."]
+    return "\n".join(rows)
+
+
+def shared() -> str:
+    """Return the table of the ladder of two GPUs, with what the plan said, and the longest row."""
+    rows = [
+        "The ladder `gpus` on two H200, `bench --ladder gpus benchmarks/llama1b.yaml --set batch.micro_tokens=4096`:",
+        "micro-batches so small that the host, which starts kernels and collectives, bounds most rungs. One repeat, in",
+        "two calls (the second begins with `one GPU` again). *planned*: before, without the rung's link and without",
+        f"the host's time of collectives, mended since by these figures. Record: [{SHARED.stem}](../{SHARED}).", "",
+        "| rung | tokens/s | x one GPU | planned | error | peak GiB | planned |", "|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    one = 0.0
+    for r in map(json.loads, (ROOT / SHARED).read_text().splitlines()):
+        speed, said = r["tokens_per_s"], r["predicted_tokens_per_s"]
+        one = speed if r["ranks"] == 1 else one
+        rows.append(
+            f"| {r['rung']} | {speed:,.0f} | {speed / one:.2f} | {said:,.0f} | {said / speed - 1:+.0%} "
+            f"| {r['peak_bytes'] / GIB:.1f} | {r['predicted_peak_bytes'] / GIB:.1f} |"
+        )
+    r = json.loads((ROOT / LONG_ROW).read_text())
+    whole = r["whole_model"]
+    rows += [
+        "",
+        f"A row of {r['seq']:,} tokens over two H200 (`context`, `fsdp`, `recompute`, `offload-activations`), "
+        f"{r['blocks']} of the 32 blocks of llama-3.1-8b: {r['step_s']:.0f} s a step, the first, in which kernels are "
+        f"compiled (planned {r['predicted_step_s']:.0f}); {r['peak_gib']:.1f} GiB (planned "
+        f"{r['predicted_peak_gib']:.1f}); {r['host_peak_gib']:.1f} GiB of host memory a rank (planned, less the "
+        f"process itself, {r['predicted_host_gib']:.1f}). The plan of all: {whole['predicted_peak_gib']:.0f} GiB, "
+        f"{whole['predicted_host_gib']:.0f} GiB of host memory a rank and {whole['predicted_step_s']:.0f} s. Record: "
+        f"[{LONG_ROW.stem}](../{LONG_ROW}).",
+    ]
     return "\n".join(rows)
 
 
 def multiplied() -> str:
     """Return the table of a layer of experts by every kernel."""
-    kernels = ("experts fused", "quack", "sonic", "torch bare", "quack bare")
+    kernels = ("experts fused", "experts quack", "quack", "sonic", "torch bare", "quack bare")
     rows = [
-        f"A layer of experts of 30B-A3B by itself, ms, by experts.py on an H100 ([{EXPERTS.stem}](../{EXPERTS})):",
-        "*experts fused* is `fused-kernels:mlp=triton`, *bare* are products alone, *layer* has the order of rows and",
-        "the sums in it.", "",
+        f"A layer of experts of 30B-A3B by itself, ms, by experts.py on an H200 ([{EXPERTS.stem}](../{EXPERTS})):",
+        "*experts fused* is `fused-kernels:mlp=triton`, *experts quack* `mlp=quack`, *bare* are products alone,",
+        "*layer* has the order of rows and the sums in it.", "",
         f"| tokens | routing | part | {' | '.join(kernels)} |", f"|---|---|---|{'---|' * len(kernels)}",
     ]  # fmt: skip
     found: dict[tuple[str, ...], dict[str, str]] = {}
