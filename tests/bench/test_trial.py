@@ -322,6 +322,27 @@ def test_a_number_that_was_cut_off_goes_on(call: Call, monkeypatch: pytest.Monke
     Path("run.lr/tune.json").write_text('{"config": "", "ranks": 1, "rungs": []}')
     other = call("tune", "run.yaml", "--lr")
     assert other.code == 2 and "they are of another configuration" in other.err
+    other = call("tune", "run.yaml", "--out", "run.batch.yaml")
+    assert other.code == 2 and "tune.json is damaged" in other.err, "as it was left above"
+
+
+def test_what_was_measured_on_other_data_is_refused(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "run_worker", lambda request, limit_s, module: _stored_by(request))
+    rows = [json.dumps({"prompt": f"{n} plus 1 is", "completion": str(n + 1)}) for n in range(8)]
+    Path("rows.jsonl").write_text("\n".join(rows) + "\n")
+    put(Path("run.yaml"), document(objective="sft", data={"path": "rows.jsonl"}))
+    assert call("tune", "run.yaml", "--batch").code == 0
+    Path("rows.jsonl").write_text("\n".join([*rows, rows[0]]) + "\n")
+    again = call("tune", "run.yaml", "--batch")
+    assert again.code == 2 and "the data has changed" in again.err and "rows.jsonl" in again.err, again
+    speeds = call("tune", "run.yaml", "--out", "run.batch.yaml")
+    assert speeds.code == 2 and "they are of `tune --batch`" in speeds.err, speeds
+
+
+def _stored_by(request: dict[str, Any]) -> dict[str, Any]:
+    stored = {"spent_s": 700.0, "states": {}, "step": 3, "draws": [], "whole": True, "result": NOISE}
+    Path(request["folder"], MEASURED).write_text(json.dumps(stored))
+    return NOISE
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ from optrush.bench.results import BenchState, faster
 from optrush.bench.runner import ProgressBoard
 from optrush.config import Config, dump_config, parse_config, spelled_out
 from optrush.console import duration, say
+from optrush.data import readers
+from optrush.data.tokenize import cache_root
 from optrush.errors import ConfigError, RunError, UserError, one_line
 from optrush.files import parse_json, refuse_links, write_whole
 from optrush.planner import search
@@ -235,6 +237,12 @@ def _stored(folder: Path, config: Config, ranks: int) -> list[Rung] | None:
         return None
     try:
         saved = parse_json((folder / PLAN).read_bytes())
+        trial = saved.get("kind")
+    except (ValueError, AttributeError):
+        raise _unfit(folder, f"{PLAN} is damaged") from None
+    if trial in ("batch", "lr"):
+        raise _unfit(folder, f"they are of `tune --{trial}`")
+    try:
         same = (saved["config"], saved["ranks"]) == (dump_config(config), ranks)
         rungs = [(r["name"], r["since"], r["ranks"], parse_config(r["config"], PLAN, own=True)) for r in saved["rungs"]]
     except (ValueError, KeyError, TypeError, UserError):
@@ -445,21 +453,27 @@ def _begin_trial(folder: Path, kind: str, given: Config) -> None:
     """Store what a trial is of, or hold what is stored to it.
 
     Raises:
-        ConfigError: the folder holds something else, or was measured by another version of the package.
+        ConfigError: the folder holds something else, or was measured on other data or by another version of the package.
     """
     wanted = {"config": dump_config(given), "kind": kind}
+    held_out = [given.data.eval] if isinstance(given.data.eval, str) else []
+    paths = [*(origin.path for origin in given.data.origins), *held_out]
+    data = readers.record_files(paths, cache_root(given.data.cache))
     digest = record.source()["digest"]
     if not (folder / PLAN).is_file():
         _refuse_folder(folder)
         folder.mkdir(exist_ok=True)
-        write_whole(folder / PLAN, json.dumps({**wanted, "digest": digest}, indent=1))
+        write_whole(folder / PLAN, json.dumps({**wanted, "digest": digest, "data": data}, indent=1))
     try:
         saved = parse_json((folder / PLAN).read_bytes())
         same, code = {name: saved.get(name) for name in wanted} == wanted, saved.get("digest")
-    except (ValueError, AttributeError):
+        changes = readers.record_changes(saved["data"], data) if same else []
+    except (ValueError, AttributeError, KeyError, TypeError):
         raise _unfit(folder, f"{PLAN} is damaged") from None
     if not same:
         raise _unfit(folder, "they are of another configuration")
+    if changes:
+        raise _unfit(folder, f"the data has changed: {'; '.join(changes)}")
     if code != digest:
         raise _unfit(folder, "the package has changed since")
 
