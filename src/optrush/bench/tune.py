@@ -453,7 +453,7 @@ def _begin_trial(folder: Path, kind: str, given: Config) -> None:
     """Store what a trial is of, or hold what is stored to it.
 
     Raises:
-        ConfigError: the folder holds something else, or was measured on other data or by another version of the package.
+        ConfigError: the folder holds something else, or what was measured on other data or by another version.
     """
     wanted = {"config": dump_config(given), "kind": kind}
     held_out = [given.data.eval] if isinstance(given.data.eval, str) else []
