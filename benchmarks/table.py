@@ -193,8 +193,8 @@ def answered() -> str:
         "The plan's answer, a configuration without `with`, beside ten sets of techniques made by hand, in turn, by",
         "answers.py on H100, on H200 and on two cores, all predicted before they were measured. *8b-lora* on an H100",
         "and the cases on H200 were ended by the limit of time. The former's answer is of an earlier plan, which took",
-        "the smallest micro-batch and a float32 stream. On the CPU the answer is the set *float32 8*, which ran at",
-        "5,729 and 6,586 tokens/s. Records:",
+        "the smallest micro-batch and a float32 stream; the largest error of a peak is mended since, too. On the CPU",
+        "the answer is the set *float32 8*, which ran at 5,729 and 6,586 tokens/s. Records:",
         ", ".join(f"[{path.stem}](../{path})" for path in ANSWERS) + ".", "",
         "| case | set, rows of a micro-batch | predicted GiB | measured | predicted tokens/s | measured | error |",
         "|---|---|---|---|---|---|---|",
@@ -228,7 +228,8 @@ def shared() -> str:
         "The ladder `gpus` on two H200, `bench --ladder gpus benchmarks/llama1b.yaml --set batch.micro_tokens=4096`:",
         "micro-batches so small that the host, which starts kernels and collectives, bounds most rungs. One repeat, in",
         "two calls (the second begins with `one GPU` again). *planned*: before, without the rung's link and without",
-        f"the host's time of collectives, mended since by these figures. Record: [{SHARED.stem}](../{SHARED}).", "",
+        "the host's time of collectives, mended since (tests/unit/test_plan_measured.py). Record:",
+        f"[{SHARED.stem}](../{SHARED}).", "",
         "| rung | tokens/s | x one GPU | planned | error | peak GiB | planned |", "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     one = 0.0

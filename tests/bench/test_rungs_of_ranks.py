@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from optrush.bench import runner, worker
+from optrush.bench import ladder as ladders
+from optrush.bench import runner, tune, worker
 from optrush.bench.ladder import parse_ladder, resolve_rungs
 from optrush.config import dump_config
 from optrush.errors import ConfigError
@@ -110,16 +111,36 @@ def test_rungs_of_more_ranks_than_gpus_are_left_out(monkeypatch: pytest.MonkeyPa
     written = parse_ladder(Path(text).read_text(), text, "x")
     resolved = resolve_rungs(written, parsed(), cumulative_only=True)
     state = runner.BenchState(written, resolved, tmp_path / "out", 1, 60.0, "", {}, {})
+    state.predict = lambda *_: {"predicted_peak_bytes": None, "predicted_tokens_per_s": None}
     monkeypatch.setattr(hardware, "probe", lambda: [hardware.NAMED["h100"]])
     monkeypatch.setattr(runner, "resolve", lambda *_, **__: None)
     lines: list[str] = []
     board = runner.ProgressBoard()
     monkeypatch.setattr(board, "log", lines.append)
     runner._refuse(state, board)
-    assert [(r.name, r.since, r.changes) for r in state.rungs] == [
-        ("one", None, "the baseline"), ("one again", "one", "+ fused-adamw"),
-    ]  # fmt: skip
-    assert lines == ["left out: `four`, for `four` on 4 ranks: this machine has 1 GPU"]
+    assert lines == ["left out, for this machine has 1 GPU: `four`"]
+    assert [r.name for _, r in state.missing()] == ["one", "one again"] and not state.records()
+    assert state.since(state.rungs[2]) is None, "until the first has figures"
+    ran = {"tokens_per_s": [1.0], "step_s": [1.0], "peak_bytes": 1, "memory_kind": "rss"}
+    state.results["one"] = [{**ran, "proof": {"losses": []}}]
+    assert state.since(state.rungs[2]) is state.rungs[0]
+    assert ladders.changes_since(state.rungs[0], state.rungs[2].config, 1, {}) == "+ fused-adamw"
+    assert ladders.changes_since(state.rungs[1], state.rungs[0].config, 1, {"NCCL_A": "1"}).startswith(
+        "4 -> 1 ranks, NC"
+    )
+
+
+def test_a_tuning_says_that_there_are_too_few_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from optrush import hardware
+
+    text = put(tmp_path / "ladder.yaml", ladder([{"name": "one"}, {"name": "two", "ranks": 2, "with": {"ddp": {}}}]))
+    written = parse_ladder(Path(text).read_text(), text, "x")
+    resolved = resolve_rungs(written, parsed(), cumulative_only=True)
+    state = tune.TuneState(written, resolved, tmp_path / "out", 1, 60.0, "", {}, {})
+    monkeypatch.setattr(hardware, "probe", lambda: [hardware.NAMED["h100"]])
+    monkeypatch.setattr(runner, "resolve", lambda *_, **__: None)
+    runner._refuse(state, runner.ProgressBoard())
+    assert "this machine has 1 GPU" in state.refused["two"] and not state.absent
 
 
 def test_a_rung_is_predicted_over_its_own_link(monkeypatch: pytest.MonkeyPatch) -> None:

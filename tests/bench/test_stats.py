@@ -70,7 +70,9 @@ def test_tolerances() -> None:
     assert results.tolerances(amp, amp, ALL) is results.LOWER
     assert results.tolerances(base, bf16, ALL) is results.DIFFERENT
     lora = run(**{"with": {"amp": {}, "lora": {}}})
-    assert results.tolerances(lora, lora, ALL) is results.ADAPTED
+    quack = run(**{"with": {"amp": {}, "lora": {}, "fused-kernels": {"mlp": "quack"}}})
+    assert results.tolerances(lora, quack, ALL) is results.ADAPTED
+    assert results.tolerances(lora, lora, ALL) is results.tolerances(quack, quack, ALL) is results.LOWER
     assert results.tolerances(amp, lora, ALL) is results.DIFFERENT
     assert results.tolerances(*[run(**{"with": {"lora": {}}})] * 2, ALL) is results.FLOAT32
     native = run(model={"path": "toy", "implementation": "transformers"})

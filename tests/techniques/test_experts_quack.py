@@ -234,10 +234,13 @@ def test_a_clamped_activation_is_refused():
     assert caught.value.do == "take mlp=none"
 
 
-def test_no_search_tries_it():
-    """Until a step with it is measured."""
-    for shape, found in (("qwen3-30b-a3b", [{}]), ("llama-3.2-1b", [{}, {"mlp": "quack"}])):
-        env = resolve(shaped(shape, *USUAL), device=parse_hardware("h200")[0]).env
+def test_a_search_tries_it_where_a_step_was_measured():
+    both = [{}, {"mlp": "quack"}]
+    for shape, more, device, found in (
+        ("qwen3-30b-a3b", (), "h200", both), ("qwen3-30b-a3b", (), "a100-40", [{}]), ("llama-3.2-1b", (), "h200", both),
+        ("qwen3-30b-a3b", ("lora:targets=experts",), "h200", [{}]), ("qwen3-30b-a3b", ("lora",), "h200", [{}]),
+    ):  # fmt: skip
+        env = resolve(shaped(shape, *USUAL, *more), device=parse_hardware(device)[0]).env
         assert list(FusedKernels.variants(env)) == found
 
 

@@ -319,12 +319,9 @@ def resolve_rungs(
         own = _apply(ladder, before, entry, ("rungs", i), classes)
         peer = _peer(ladder, entry, i)
         ranks = entry.ranks or (resolved[since].ranks if since else 1)
-        more = _launch_changes(resolved[since].ranks if since else 1, ranks, entry.env)
-        changes = ", ".join([*more, differences(before, own)]) if since else "the baseline"
-        changes = changes.removesuffix(", nothing")
+        changes = changes_since(resolved[since], own, ranks, entry.env, peer) if since else "the baseline"
         if peer is not None:
             own = own.model_copy(update={"with_": {}})
-            changes = peer.title + ("" if changes == "nothing" else f", {changes}")
         name = entry.case or ladder.case
         case = case_of(own) if name is None else name.format(size=model_size(own), seq=own.batch.seq)
         resolved[entry.name] = Rung(entry.name, "cumulative", since, own, changes, case, ranks, entry.env, peer)
@@ -341,9 +338,13 @@ def resolve_rungs(
     return list(resolved.values())
 
 
-def _launch_changes(before: int, ranks: int, env: Mapping[str, str]) -> list[str]:
-    counted = [] if ranks == before else [f"{before} -> {ranks} ranks"]
-    return counted + [f"{name}={value}" for name, value in env.items()]
+def changes_since(before: Rung, config: Config, ranks: int, env: Mapping[str, str], peer: Peer | None = None) -> str:
+    """Describe what a rung changes of another one: ranks, variables, techniques and sizes, or another system."""
+    texts = [] if ranks == before.ranks else [f"{before.ranks} -> {ranks} ranks"]
+    texts += [f"{name}={value}" for name, value in env.items()]
+    if (changed := differences(before.config, config)) != "nothing":
+        texts.append(changed)
+    return ", ".join(texts if peer is None else [peer.title, *texts]) or "nothing"
 
 
 def _apply(

@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from optrush.bench.ladder import Ladder, Rung
 from optrush.bench.peer import UNCOMPARED
 from optrush.bench.record import Record, Verdict
 from optrush.config import Config, dump_config, parse_yaml
-from optrush.technique import Numerics, Part, Technique, instantiate
+from optrush.technique import ModelSpec, Numerics, Part, Technique, instantiate
 from optrush.techniques import ALL
 
 # Largest relative difference to the baseline of losses and gradient norms over the proof's steps; of the first
@@ -36,11 +36,11 @@ from optrush.techniques import ALL
 # is depends on the learning rate, so the losses may be between the baseline's and no change at all; but the loss must
 # fall by a fair share of the baseline's fall.
 # Adapters beside products in bf16 or fp16: what they have learnt in their first steps is smaller than the last place of
-# what it is added to. Kernels that add before they round keep it, others lose it (docs/log/2026-11.md), so losses may
-# differ by a share of their fall: measured 0.2 at a learning rate of 2e-4 (8B, an H200). The gradients may not.
+# what it is added to. Products that add before they round keep it, others lose it (docs/log/open.md), so where two runs
+# differ in them losses may differ by a share of their fall: measured 0.2 at a learning rate of 2e-4 (8B, an H200).
 FLOAT32 = {"losses": 1e-4, "gradient norms": 1e-3, "gradients": 1e-6}
 LOWER = {"losses": 2e-3, "gradient norms": 3e-2, "gradients": 3e-2}
-ADAPTED, LOST = {**LOWER}, 0.3
+ADAPTED, SHARE = {**LOWER}, 0.3
 DIFFERENT = {"losses": 2e-2, "gradient norms": 1e-1}
 LEARNT, PROGRESS = 0.5, "progress"
 
@@ -140,7 +140,18 @@ def tolerances(before: Config, after: Config, classes: Sequence[type[Technique]]
     lower = any(config.model.dtype != "float32" for config in (before, after))
     lower = lower or any(Part.PRECISION in own for each in claims for own in each)
     adapted = all(any(Part.TRAINED in own for own in each) for each in claims)
-    return FLOAT32 if not lower else ADAPTED if adapted else LOWER
+    one, other = (
+        _described(config, classes).mlp == "quack" for config in (before, after)
+    )  # its adapters' products, too
+    return FLOAT32 if not lower else ADAPTED if adapted and one != other else LOWER
+
+
+def _described(config: Config, classes: Sequence[type[Technique]]) -> ModelSpec:
+    """Return which kernels the configuration's techniques choose."""
+    spec = ModelSpec()
+    for technique in instantiate(classes, config.with_):
+        spec = technique.describe(spec)
+    return spec
 
 
 def compare_series(
@@ -157,14 +168,14 @@ def compare_series(
     """
     rows = []
     for series in measured:
-        tolerance = later = allowed[series]
+        tolerance = updated = allowed[series]
         if allowed is ADAPTED and series == "losses":  # of steps after an update
-            later = max(tolerance, LOST * max(_fall(measured[series]), _fall(baseline[series])))
+            updated = max(tolerance, SHARE * max(_fall(measured[series]), _fall(baseline[series])))
         start = baseline[series][0] if allowed is DIFFERENT else None
         pairs = zip(measured[series], baseline[series], strict=True)
         first, *others = [_difference(value, expected, start) for value, expected in pairs]
         rows.append((first / tolerance, series, tolerance, first))
-        rows += [(worst / later, series, later, worst) for worst in others]
+        rows += [(worst / updated, series, updated, worst) for worst in others]
     if cosine is not None and "gradients" in allowed:
         rows.append(((1 - cosine) / allowed["gradients"], "gradients", allowed["gradients"], 1 - cosine))
     if allowed is DIFFERENT:
@@ -386,9 +397,12 @@ class BenchState:
     exact_limit: bool = False  # the limit holds on a slow machine too
     rehearses: bool = False  # a process executes the largest step first, as a run does
     refused: dict[str, str] = field(default_factory=dict)  # by rung: why it cannot start
+    absent: dict[str, str] = field(default_factory=dict)  # by rung: why it is left out without a record
     predict: Callable[[Rung, Config], dict[str, Any]] = lambda rung, run: {}
     predicted: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)  # by rung and T, what it returned
     results: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by rung, a result a repeat
+
+    leaves_out: ClassVar[bool] = True  # rungs of more ranks than there are GPUs
 
     @property
     def asked(self) -> str:
@@ -415,7 +429,7 @@ class BenchState:
     def error(self, rung: Rung) -> str | None:
         """Return why the rung has no figures: refused, or one of its processes failed."""
         failed = (r["error"] for r in self.results.get(rung.name, []) if "error" in r)
-        return self.refused.get(rung.name) or next(failed, None)
+        return self.refused.get(rung.name) or self.absent.get(rung.name) or next(failed, None)
 
     def counted(self, rung: Rung) -> list[dict[str, Any]]:
         """Return the repeats that count: all, or of a search for the longest row those with the shortest result."""
@@ -483,7 +497,7 @@ def _record(state: BenchState, rung: Rung) -> Record:
     verdict, red = _verdict(state, rung, since, proof)
     changes = rung.changes
     if since is not None and since.name != rung.since:
-        changes = ladder.differences(since.config, rung.config)
+        changes = ladder.changes_since(since, rung.config, rung.ranks, rung.env)
     if note := first.get("proof", {}).get("note"):
         changes += f"; {note}"
     plan = state.plan(rung)

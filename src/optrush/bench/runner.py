@@ -8,7 +8,6 @@ The state of a bench is in rungs/ alone: with `resume` it is read back, and what
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import fcntl
 import json
@@ -237,14 +236,11 @@ def _check_folder(state: BenchState, resume: bool) -> None:
 def _refuse(state: BenchState, board: ProgressBoard) -> None:
     """Check every rung before anything is built; a baseline that is refused ends the bench.
 
-    A rung whose requirements are not met gets a record with the reason. A rung of more ranks than there are GPUs, or
-    without a technique that cannot be taken away alone, is left out and the reason is logged.
+    A rung whose requirements are not met gets a record with the reason. In a ladder, a rung of more ranks than there
+    are GPUs, or without a technique that cannot be taken away alone, is left out and the reason is logged.
     """
-    rungs: list[Rung] = []
-    left_out: dict[str, Rung] = {}
+    rungs = []
     for rung in state.rungs:
-        if (gone := left_out.get(rung.since or "")) is not None:  # compared with what that one came from
-            rung = dataclasses.replace(rung, since=gone.since, changes=_changes(state, gone.since, rung))
         try:
             _refuse_ranks(rung)
             resolved = resolve(rung.config, ranks=rung.ranks)
@@ -253,18 +249,18 @@ def _refuse(state: BenchState, board: ProgressBoard) -> None:
         except UserError as error:
             if state.required(rung):
                 raise
-            if rung.mode == "without" or isinstance(error, _TooFew):
+            if rung.mode == "without" and not isinstance(error, _TooFew):
                 board.log(f"left out: `{rung.name}`, for {error.asked}: {error.found}")
-                left_out[rung.name] = rung
                 continue
-            state.refused[rung.name] = str(error)
+            if isinstance(error, _TooFew) and state.leaves_out:
+                state.absent[rung.name] = error.found
+            else:
+                state.refused[rung.name] = str(error)
         rungs.append(rung)
     state.rungs = rungs
-
-
-def _changes(state: BenchState, since: str | None, rung: Rung) -> str:
-    before = next((r for r in state.rungs if r.name == since), None)
-    return "the baseline" if before is None else ladder.differences(before.config, rung.config)
+    for found in dict.fromkeys(state.absent.values()):
+        names = ", ".join(f"`{name}`" for name, why in state.absent.items() if why == found)
+        board.log(f"left out, for {found}: {names}")
 
 
 class _TooFew(NeedsError):
@@ -334,7 +330,8 @@ def _measure(state: BenchState, board: ProgressBoard) -> None:
     start, ran = time.monotonic(), 0
     while queue := state.missing():
         repeat, rung = queue[0]
-        board.begin(state.rungs.index(rung) + 1, len(state.rungs), rung.name, repeat + 1, state.repeats)
+        here = [r for r in state.rungs if r.name not in state.absent]
+        board.begin(here.index(rung) + 1, len(here), rung.name, repeat + 1, state.repeats)
         request = _request(state, rung)
         result = _result(state, rung, request, board)
         result["date"] = datetime.datetime.now().astimezone().isoformat("T", "seconds")

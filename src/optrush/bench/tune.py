@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from optrush.bench import ladder, record, runner
 from optrush.bench.ladder import Ladder, LadderEntry, Rung
@@ -54,6 +54,7 @@ class TuneState(BenchState):
     """The rungs of a tuning, which share a budget of seconds; an earlier tuning's results count."""
 
     budget_s: float = 600.0
+    leaves_out: ClassVar[bool] = False
 
     @property
     def asked(self) -> str:

@@ -43,9 +43,9 @@ BFLOAT16: Mapping[Role, float] = {
 
 # Plain operators as long to start as a kernel of a compiled graph, and as one of our operators (docs/log: one H200's).
 COMPILED, OURS = 2.5, 7.0
-# And a collective within a compiled graph, with what the ranks' hosts wait for each other (fitted to `tensor` and
-# `context`: benchmarks/results/2xh200-gpus.jsonl).
-COLLECTIVE = 25.0
+# Plain operators as long to start as a collective within a block, with what ranks' hosts wait for each other (fitted to
+# `tensor` and `context` with compiled blocks: benchmarks/results/2xh200-gpus.jsonl; assumed as many without).
+COLLECTIVE_LAUNCHES = 25.0
 
 Live = Literal["always", "gradient", "saved", "forward", "backward", "end", "head", "update"]
 """When a line is in memory: always; from its backward pass to the update; from its forward to its backward pass; in

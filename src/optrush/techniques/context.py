@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from optrush.planner.ledger import COLLECTIVE, Line, Role, Rule, WorkItem, add, cut, live
+from optrush.planner.ledger import COLLECTIVE_LAUNCHES, Line, Role, Rule, WorkItem, add, cut, live
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique
 
 if TYPE_CHECKING:
@@ -154,6 +154,7 @@ class Context(Technique):
             why = "keys and values here and under way, and their gradients, 8 K E"
             yield add(Line("ring", why, 8 * kv, "wide", "backward", True))
             yield from _exchange(env, "keys and values to the next rank", 2 * kv * (n - 1), 2 * kv * n)
+            yield from _started(env, n - 1)
             why, values = "and their gradients, home again", 2 * kv * n * env.blocks
             yield add(_link(env, "backward.exchange.gradients", why, values, values, "wide"))
 
@@ -210,11 +211,10 @@ def _exchange(env: Environment, why: str, values: float, whole: float, awaited: 
 
 
 def _started(env: Environment, calls: int) -> Iterator[Rule]:
-    """Yield what the host takes to start so many collectives of a compiled block, each way."""
-    if Part.COMPILED in env.claimed:
-        launches, why = COLLECTIVE * calls * env.blocks, "collectives within a compiled block"
-        for way in ("forward", "backward"):
-            yield add(WorkItem(f"{way}.exchange.launches", why, "micro", launches=launches))
+    """Yield what the host takes to start so many collectives of a block, each way."""
+    launches = COLLECTIVE_LAUNCHES * calls * env.blocks
+    for way in ("forward", "backward"):
+        yield add(WorkItem(f"{way}.exchange.launches", "the host starts collectives", "micro", launches=launches))
 
 
 def _link(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from optrush.planner.ledger import COLLECTIVE, Line, Rule, WorkItem, add, cut, like, live
+from optrush.planner.ledger import COLLECTIVE_LAUNCHES, Line, Rule, WorkItem, add, cut, like, live
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 if TYPE_CHECKING:
@@ -130,9 +130,10 @@ class TensorParallel(Technique):
             work = WorkItem(f"{way}.links", why, "token", unit="link", role="product", awaited=True)
             values = calls * D * (n - 1) / n
             yield add(replace(work, values=values, entering=calls * D * entering, steps=calls * (hosts - 1.0)))
-            if Part.COMPILED in env.claimed:
-                why = "collectives within a compiled block"
-                yield add(WorkItem(f"{way}.links.launches", why, "micro", launches=COLLECTIVE * calls))
+            started = (
+                COLLECTIVE_LAUNCHES * calls / (1 if self.sequence else 2)
+            )  # else one sum, not a gather and a scatter
+            yield add(WorkItem(f"{way}.links.launches", "the host starts collectives", "micro", launches=started))
 
     def split(self, trainer: Trainer) -> int:
         from optrush.models.decoder import Decoder
