@@ -42,10 +42,6 @@ def prepare(folder: Path) -> None:
 
 def train(folder: Path, rows: str, seq: str, dtype: str) -> None:
     """Run torchtitan's trainer in this process, one of torchrun's."""
-    import torchtitan.hf_datasets.text_datasets as texts
-    from datasets import load_dataset
-
-    texts.DATASETS["c4_test"].loader = lambda path: load_dataset("json", data_files=path, split="train")
     flags = {
         "model.name": "llama3", "model.flavor": "8B", "model.hf_assets_path": str(folder),
         "training.dataset": "c4_test", "training.dataset_path": str(folder / "text.json"),
@@ -54,6 +50,11 @@ def train(folder: Path, rows: str, seq: str, dtype: str) -> None:
         "job.dump_folder": tempfile.mkdtemp(),
     }  # fmt: skip
     sys.argv = ["train", "--compile.enable", *(part for key, value in flags.items() for part in (f"--{key}", value))]
+    # Not before: torchtitan's parser keeps the arguments that are there when it is imported.
+    import torchtitan.hf_datasets.text_datasets as texts
+    from datasets import load_dataset
+
+    texts.DATASETS["c4_test"].loader = lambda path: load_dataset("json", data_files=path, split="train")
     runpy.run_module("torchtitan.train", run_name="__main__")
 
 

@@ -48,6 +48,7 @@ CLIMBED = {
     "longest-qlora": ("llama8b",),
     "peers": ("llama1b-peers",),
     "peers-best": ("llama1b-peers",),
+    "gpus-peers": ("llama8b",),
     "peers-bf16": ("llama1b-peers",),
     "precisions": ("llama1b-peers",),
     "proof-amp": ("llama1b-peers",),
@@ -68,11 +69,11 @@ def test_every_rung_is_one_that_an_h200_takes(name, load, monkeypatch):
     config = parse_config((FOLDER / f"{load}.yaml").read_text(), load)
     climbed = ladder.find_ladder(str(FOLDER / f"{name}.yaml"), config)
     for rung in ladder.resolve_rungs(climbed, config, True):
-        prepared = resolve(rung.config, device=h200)
+        prepared = resolve(rung.config, ranks=1 if rung.peer else rung.ranks, device=h200)
         if rung.peer is not None:
-            rung.peer.check(rung.config, prepared.env.device)
+            rung.peer.check(rung.config, prepared.env.device, rung.ranks)
             continue
-        said = search.predict(rung.config, "h200")
+        said = search.predict(rung.config, h200, rung.ranks)
         assert said.fits, f"{name}: {rung.name} takes {said.peak_bytes / 2**30:.1f} GiB"
 
 

@@ -424,6 +424,36 @@ def test_the_trainer_trains_as_we_do(adapter: str | None, by_the_trainer: dict[s
     assert found["seen"]["trained parameters"] == ours["seen"]["trained parameters"]
 
 
+@pytest.mark.parametrize(
+    ("name", "micro", "said"),
+    [
+        ("unsloth", 128, "the system `unsloth` trains on one GPU"), ("trainer", 256, "set batch.micro_tokens: 128"),
+        ("trainer", 128, None), ("torchtitan", 128, None),
+    ],
+)  # fmt: skip
+def test_ranks_share_the_rows_of_a_step(name: str, micro: int, said: str | None) -> None:
+    asked = build(name, {}).needs_ranks(run(batch={"seq": 64, "tokens": 256, "micro_tokens": micro}), 2)
+    unmet = [need for need in asked if not need.met]
+    assert not unmet if said is None else any(said in (need.asked, need.do) for need in unmet)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", [None, "fsdp"])
+def test_the_trainer_on_two_ranks_trains_as_on_one(shard: str | None) -> None:
+    pytest.importorskip("accelerate")
+
+    def losses(ranks: int, shard: str | None) -> list[float]:
+        options = {"liger": False, "shard": shard}
+        batch = {"seq": 64, "tokens": 256, "micro_tokens": 256 // ranks}
+        request = {"run": config.dump_config(run(batch=batch)), "warmup": 1, "peer": {"trainer": options}}
+        found = runner.run_worker({**request, "ranks": ranks}, 240, build("trainer", options))
+        assert "error" not in found, found
+        assert found["seen"]["trained parameters"] == "254,528" and found["seen"]["weights"] == "float32"
+        return list(found["losses"])
+
+    assert losses(2, shard) == pytest.approx(losses(1, None), rel=5e-4)
+
+
 # --- the longest row
 
 

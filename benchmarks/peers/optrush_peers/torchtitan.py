@@ -1,18 +1,18 @@
-"""torchtitan's own Trainer on its own Llama, one rank: float32 weights, autocast of bf16, compiled."""
+"""torchtitan's own Trainer on its own Llama, one rank or FSDP2 over all: float32 weights, autocast, compiled."""
 
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 from optrush.config import Config
 from optrush.hardware import Device
+from optrush.launch import rank_environments
 from optrush.models.shapes import ModelShape
 from optrush.technique import Requirement
 
-from optrush_peers.work import Rows, System, Work
+from optrush_peers.work import System, Work
 
 
 class Torchtitan(System):
@@ -27,6 +27,7 @@ class Torchtitan(System):
 
     name: ClassVar[str] = "torchtitan"
     libraries: ClassVar[tuple[str, ...]] = ("torchtitan",)
+    shares: ClassVar[bool] = True
     begins_alike: ClassVar[bool] = False  # it draws its weights itself
 
     @property
@@ -54,11 +55,8 @@ class Torchtitan(System):
         """Run its own loop in this process, with a subclass of its Trainer as the clock."""
         from torchtitan.train import Trainer
 
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        os.environ.update({k: str(v) for k, v in alone.items()})
+        if work.ranks == 1:
+            os.environ.update(rank_environments(1)[0])
         losses: list[Any] = []
 
         class Clock(Trainer):  # type: ignore[misc, unused-ignore]
@@ -91,7 +89,7 @@ class Torchtitan(System):
         config.job.dump_folder = str(work.scratch)
         config.model.name, config.model.flavor = "optrush", "run"
         config.model.hf_assets_path = str(work.folder)
-        config.training.local_batch_size = len(work.batches[0].ids)
+        config.training.local_batch_size = work.own_rows
         config.training.seq_len = run.batch.seq
         config.training.steps = len(work.batches)
         config.training.dtype = self.weights
@@ -132,7 +130,7 @@ def _register(work: Work) -> None:
     spec = dataclasses.replace(
         llama3.get_train_spec(),
         model_args={"run": sizes},
-        build_dataloader_fn=lambda **_: Loader(work.batches),
+        build_dataloader_fn=lambda **_: Loader(work),
         build_tokenizer_fn=None,
         build_validator_fn=None,
     )
@@ -140,17 +138,19 @@ def _register(work: Work) -> None:
 
 
 class Loader:
-    """The rows as it takes them: labels shifted to the token that predicts them."""
+    """A rank's rows as it takes them: labels shifted to the token that predicts them."""
 
-    def __init__(self, batches: list[Rows]) -> None:
-        self.batches = batches
+    def __init__(self, work: Work) -> None:
+        self.batches, first = work.batches, work.rank * work.own_rows
+        self.own = slice(first, first + work.own_rows)
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], Any]]:
         import torch
 
         for batch in self.batches:
-            ends = torch.full_like(batch.labels[:, :1], -100)
-            yield {"input": batch.ids.clone()}, torch.cat((batch.labels[:, 1:], ends), dim=1)
+            labels = batch.labels[self.own]
+            ends = torch.full_like(labels[:, :1], -100)
+            yield {"input": batch.ids[self.own].clone()}, torch.cat((labels[:, 1:], ends), dim=1)
 
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from optrush_peers.work import LINEARS, Adapting, Work
 
@@ -13,15 +13,18 @@ class Trainer(Adapting):
     liger: Liger's kernels, as `use_liger_kernel` puts them in.
     checkpointing: gradient checkpointing, which TRL's trainers turn on by default and Trainer does not.
     compile: `torch_compile`.
+    shard: on several ranks `fsdp`, accelerate's FSDP2 of whole decoder layers; without it DDP, Trainer's own choice.
     adapter: PEFT's LoRA on every linear of the blocks; `qlora` on a base that bitsandbytes holds in 4 bits.
     """
 
     liger: bool = True
     checkpointing: bool = False
     compile: bool = False
+    shard: Literal["fsdp"] | None = None
 
     name: ClassVar[str] = "trainer"
     libraries: ClassVar[tuple[str, ...]] = ("transformers", "accelerate")
+    shares: ClassVar[bool] = True
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -31,7 +34,8 @@ class Trainer(Adapting):
     @property
     def title(self) -> str:
         parts = ["Hugging Face Trainer", "Liger" * self.liger, "checkpointing" * self.checkpointing]
-        parts += ["torch_compile" * self.compile, f"{self.adapter} rank {self.rank}" if self.adapter else ""]
+        parts += ["torch_compile" * self.compile, "FSDP2" if self.shard else ""]
+        parts += [f"{self.adapter} rank {self.rank}" if self.adapter else ""]
         return " + ".join(filter(None, parts)) + f", {self.weights} weights"
 
     def train(self, work: Work) -> None:
@@ -79,7 +83,7 @@ class Trainer(Adapting):
         arguments = transformers.TrainingArguments(
             output_dir=str(work.scratch),
             max_steps=len(work.batches),
-            per_device_train_batch_size=len(work.batches[0].ids),
+            per_device_train_batch_size=work.own_rows,
             learning_rate=optim.lr,
             lr_scheduler_type="constant",
             weight_decay=optim.weight_decay,
@@ -91,19 +95,31 @@ class Trainer(Adapting):
             bf16=True,
             use_cpu=work.device == "cpu",
             use_liger_kernel=self.liger,
-            gradient_checkpointing=self.checkpointing,
+            gradient_checkpointing=self.checkpointing and self.shard is None,
             torch_compile=self.compile,
             logging_strategy="no",
             save_strategy="no",
             report_to="none",
             seed=work.config.seed,
             disable_tqdm=True,
+            **self._sharded(model),
         )
         trainer: Any = Ordered(model, arguments, train_dataset=rows, callbacks=[Clock()])
         trainer.train()
         assert trainer.optimizer is not None
         states = (s for by_name in trainer.optimizer.state.values() for s in by_name.values())
-        work.record([p for p in model.parameters() if p.requires_grad], states)
+        work.record([p for p in trainer.model.parameters() if p.requires_grad], states)
+
+    def _sharded(self, model: Any) -> dict[str, Any]:
+        """Return Trainer's arguments of accelerate's FSDP2, a decoder layer a group."""
+        if self.shard is None:
+            return {}
+        settings = {
+            "version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": True,
+            "transformer_layer_cls_to_wrap": [type(model.get_submodule("model.layers.0")).__name__],
+            "activation_checkpointing": self.checkpointing,
+        }  # fmt: skip
+        return {"fsdp": True, "fsdp_config": settings}
 
     def _model(self, work: Work) -> Any:
         """Return the published model, or its adapters around it."""

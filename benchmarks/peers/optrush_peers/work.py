@@ -33,6 +33,7 @@ class System(Peer):
 
     worker: ClassVar[str] = "optrush_peers.worker"
     libraries: ClassVar[tuple[str, ...]]  # distributions, in addition to torch
+    shares: ClassVar[bool] = False  # the rows of a step among ranks
     first: ClassVar[str | None] = None  # a module that must be imported before torch and transformers
 
     weights: Weights = "float32"  # of parameters, gradients and optimizer states
@@ -43,12 +44,20 @@ class System(Peer):
         for name in self.required:
             installed = library(name) is not None
             yield Requirement(installed, asked, f"{name} is not installed", f"python -m pip install {name}")
-        b = config.batch
-        found = f"`batch.tokens: {b.tokens}`, `batch.micro_tokens: {b.micro_tokens}`"
-        do = "set both to the same number"
-        yield Requirement((b.micro_tokens or b.seq) == b.tokens, f"{asked}, one micro-batch a step", found, do)
         streamed = "its number of rows is unknown"
         yield Requirement(not config.data.stream, f"{asked} on `data.stream`", streamed, "set data.stream: false")
+
+    def needs_ranks(self, config: Config, ranks: int) -> Iterator[Requirement]:
+        """Yield that each rank has one micro-batch a step, and that the system can share a step."""
+        if not self.shares:
+            yield from super().needs_ranks(config, ranks)
+        b, asked = config.batch, f"the system `{self.name}`"
+        found = f"`batch.tokens: {b.tokens}`, `batch.micro_tokens: {b.micro_tokens}`"
+        micro, do = b.micro_tokens or b.seq, "set both to the same number"
+        if ranks > 1:
+            found, do = f"{found}, {ranks} ranks", f"set batch.micro_tokens: {b.tokens // ranks // b.seq * b.seq}"
+        met = isinstance(micro, int) and micro * ranks == b.tokens
+        yield Requirement(met, f"{asked}, one micro-batch a step", found, do)
 
     def needs_cuda(self, device: Device) -> Requirement:
         """The requirement of a CUDA device."""
@@ -102,8 +111,10 @@ class Work:
     hf: dict[str, Any]  # config.json
     folder: Path  # config.json, safetensors and a tokenizer
     scratch: Path  # an empty folder, deleted afterwards
-    batches: list[Rows]
+    batches: list[Rows]  # of all ranks
     device: str  # "cuda" or "cpu"
+    rank: int = 0
+    ranks: int = 1
     marks: list[Any] = field(default_factory=list)  # before the first step and after each: seconds, or CUDA events
     losses: list[Tensor] = field(default_factory=list)  # () each, on the device
     seen: dict[str, str] = field(default_factory=dict)
@@ -115,6 +126,11 @@ class Work:
             return [b - a for a, b in itertools.pairwise(self.marks)]
         self.marks[-1].synchronize()
         return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(self.marks)]
+
+    @property
+    def own_rows(self) -> int:
+        """Return a rank's rows of a step."""
+        return len(self.batches[0].ids) // self.ranks
 
     def begin(self) -> None:
         """Start the clock and the count of peak memory, before the first step."""
@@ -129,7 +145,7 @@ class Work:
         """Record the end of an update, without a wait for the device.
 
         Args:
-            loss: mean over the step's targets, ().
+            loss: mean over the targets of this rank's rows, ().
         """
         self.losses.append(loss.detach().clone())
         self._mark()

@@ -14,19 +14,23 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from optrush import hardware
 from optrush.bench.peer import build_peer
 from optrush.bench.record import answer_request
 from optrush.config import Config, parse_config
 from optrush.errors import RunError
+from optrush.launch import launched
 from optrush.models.shapes import ModelShape
 from optrush.technique import library
 
 from optrush_peers import PEERS
 from optrush_peers.weights import ensure
 from optrush_peers.work import Rows, System, Work
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # No telemetry during a measurement.
 QUIET = {
@@ -37,11 +41,11 @@ QUIET = {
 
 def measure(system: System, config: Config, warmup: int) -> dict[str, Any]:
     """Train the run with the system and return its result."""
-    device = next(iter(hardware.probe()), hardware.CPU)
-    system.check(config, device)
+    device, (rank, ranks) = next(iter(hardware.probe()), hardware.CPU), launched()
+    system.check(config, device, ranks)
     os.environ.update(QUIET)
-    # One device, as ours: some systems spread a step over all visible devices.
-    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    if ranks == 1:  # one device, as ours: some systems spread a step over all visible devices
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     folder, hf = ensure(config, system.weights, device.kind)
     if system.first is not None:
         importlib.import_module(system.first)
@@ -49,9 +53,23 @@ def measure(system: System, config: Config, warmup: int) -> dict[str, Any]:
     assert steps is not None, "a ladder sets it"
     with tempfile.TemporaryDirectory(prefix="optrush-peer-") as scratch:
         batches = list(rows(config, hf, folder, steps))
-        work = Work(config, hf, folder, Path(scratch), batches, device.kind)
+        work = Work(config, hf, folder, Path(scratch), batches, device.kind, rank, ranks)
         system.train(work)
+        if ranks > 1:
+            work.losses = mean_over_ranks(work.losses)
     return result(system, work, device, warmup)
+
+
+def mean_over_ranks(losses: list[Tensor]) -> list[Tensor]:
+    """Return each step's loss of all ranks, which have equally many rows; a system may have left its group."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    stacked = torch.stack(losses).float()
+    dist.all_reduce(stacked)
+    return list(stacked / dist.get_world_size())
 
 
 def rows(config: Config, hf: dict[str, Any], folder: Path, steps: int) -> Iterator[Rows]:

@@ -48,9 +48,14 @@ class Peer(BaseModel):
         """Yield what must hold for the run; must not import the system."""
         raise AssertionError("each system defines it")
 
-    def check(self, config: Config, device: Device) -> None:
+    def needs_ranks(self, config: Config, ranks: int) -> Iterator[Requirement]:
+        """Yield what must hold for so many processes, which find each other as those of torchrun do."""
+        asked, found = f"the system `{self.name}`", f"a rung of {ranks} ranks"
+        yield Requirement(ranks == 1, f"{asked} trains on one GPU", found, "give the rung `ranks: 1`")
+
+    def check(self, config: Config, device: Device, ranks: int = 1) -> None:
         """Raise NeedsError where the system cannot train the run on this machine."""
-        for need in self.needs(config, device):
+        for need in (*self.needs(config, device), *self.needs_ranks(config, ranks)):
             if not need.met:
                 raise NeedsError(need.asked, need.found, need.do)
 

@@ -136,8 +136,12 @@ def answer_request(measure: Callable[[dict[str, Any], Keep], dict[str, Any]]) ->
         result = {"error": str(error)}
     except Exception as error:  # a rung may fail in any way; the ladder continues
         result = {"error": describe_error(error), "traceback": traceback.format_exc()}
-    if launched()[0] == 0 or "error" in result:  # of several ranks the first one tells the figures
+    rank, ranks = launched()
+    if rank == 0 or "error" in result:  # of several ranks the first one tells the figures
         keep(result)
+    if ranks > 1:  # threads of the group's library may still run, and end a process that ends under them by a signal
+        sys.stderr.flush()
+        os._exit("error" in result)
     sys.exit("error" in result)
 
 

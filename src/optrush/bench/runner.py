@@ -243,9 +243,9 @@ def _refuse(state: BenchState, board: ProgressBoard) -> None:
     for rung in state.rungs:
         try:
             _refuse_ranks(rung)
-            resolved = resolve(rung.config, ranks=rung.ranks)
+            resolved = resolve(rung.config, ranks=1 if rung.peer else rung.ranks)  # another system shares by itself
             if rung.peer is not None:
-                rung.peer.check(rung.config, resolved.env.device)
+                rung.peer.check(rung.config, resolved.env.device, rung.ranks)
         except UserError as error:
             if state.required(rung):
                 raise
