@@ -203,6 +203,12 @@ class Data(StrictModel):
         paths = (self.path,) if isinstance(self.path, str) else self.path or ()
         return tuple(Origin(path=p) if isinstance(p, str) else p for p in paths)
 
+    @property
+    def read_paths(self) -> list[str]:
+        """What a run trains and evaluates on."""
+        held_out = [self.eval] if isinstance(self.eval, str) else []
+        return [*(origin.path for origin in self.origins), *held_out]
+
 
 class BatchSize(StrictModel):
     """Slots (rows x T), padding included: of a row, of a step over all ranks, of one rank's micro-batch."""

@@ -360,6 +360,9 @@ def test_what_a_system_tells(tmp_path: Path) -> None:
     assert found["step_s"] == [0.5, 0.25] and found["fill"] == 1
     assert found["targets_per_s"] == (126 / 0.5 + 126 / 0.25) / 2
     assert results.dead(found["losses"], found["grad_norms"])  # so that the rung is red
+    alone = worker.result(fake, work, hardware.NAMED["h100"], 1)["mfu"]
+    work.ranks = 2  # the same tokens by two GPUs
+    assert worker.result(fake, work, hardware.NAMED["h100"], 1)["mfu"] == pytest.approx(alone / 2)
 
 
 # --- the real Trainer, where what it needs is here
@@ -435,6 +438,15 @@ def test_ranks_share_the_rows_of_a_step(name: str, micro: int, said: str | None)
     asked = build(name, {}).needs_ranks(run(batch={"seq": 64, "tokens": 256, "micro_tokens": micro}), 2)
     unmet = [need for need in asked if not need.met]
     assert not unmet if said is None else any(said in (need.asked, need.do) for need in unmet)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "adapter", "found"), [(1, None, "one rank"), (2, "lora", "`adapter: lora`"), (2, None, None)]
+)
+def test_what_the_trainer_shards(ranks: int, adapter: str | None, found: str | None) -> None:
+    sharded = build("trainer", {"shard": "fsdp", "adapter": adapter})
+    asked = sharded.needs_ranks(run(batch={"seq": 64, "tokens": 256, "micro_tokens": 256 // ranks}), ranks)
+    assert [need.found for need in asked if not need.met] == ([] if found is None else [found])
 
 
 @pytest.mark.slow

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
+
+from optrush.config import Config
+from optrush.technique import Requirement
 
 from optrush_peers.work import LINEARS, Adapting, Work
 
@@ -37,6 +41,12 @@ class Trainer(Adapting):
         parts += ["torch_compile" * self.compile, "FSDP2" if self.shard else ""]
         parts += [f"{self.adapter} rank {self.rank}" if self.adapter else ""]
         return " + ".join(filter(None, parts)) + f", {self.weights} weights"
+
+    def needs_ranks(self, config: Config, ranks: int) -> Iterator[Requirement]:
+        yield from super().needs_ranks(config, ranks)
+        asked, found = "`trainer: shard: fsdp`", "one rank" if ranks == 1 else f"`adapter: {self.adapter}`"
+        met = self.shard is None or (ranks > 1 and self.adapter is None)
+        yield Requirement(met, f"{asked} cuts all weights over several ranks", found, "leave shard out")
 
     def train(self, work: Work) -> None:
         """Run its own loop on our rows; a callback reports each step."""

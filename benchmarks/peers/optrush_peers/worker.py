@@ -119,7 +119,7 @@ def result(system: System, work: Work, device: hardware.Device, warmup: int) -> 
     timed = list(zip(work.batches, work.seconds))[warmup:]
     losses = [float(loss) for loss in work.losses]
     shape, trained = ModelShape.read(work.hf), int(work.seen["trained parameters"].replace(",", ""))
-    peak = device.peak_flop_s
+    peak = None if device.peak_flop_s is None else device.peak_flop_s * work.ranks
     mfu = [] if peak is None else [system.flops(shape, batch, trained) / s / peak for batch, s in timed]
     return {
         "proof": {"losses": [], "grad_norms": [], "note": None},

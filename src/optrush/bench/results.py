@@ -40,7 +40,7 @@ from optrush.techniques import ALL
 # differ in them losses may differ by a share of their fall: measured 0.2 at a learning rate of 2e-4 (8B, an H200).
 FLOAT32 = {"losses": 1e-4, "gradient norms": 1e-3, "gradients": 1e-6}
 LOWER = {"losses": 2e-3, "gradient norms": 3e-2, "gradients": 3e-2}
-ADAPTED, SHARE = {**LOWER}, 0.3
+ADAPTED, FALL_SHARE = {**LOWER}, 0.3
 DIFFERENT = {"losses": 2e-2, "gradient norms": 1e-1}
 LEARNT, PROGRESS = 0.5, "progress"
 
@@ -140,9 +140,7 @@ def tolerances(before: Config, after: Config, classes: Sequence[type[Technique]]
     lower = any(config.model.dtype != "float32" for config in (before, after))
     lower = lower or any(Part.PRECISION in own for each in claims for own in each)
     adapted = all(any(Part.TRAINED in own for own in each) for each in claims)
-    one, other = (
-        _described(config, classes).mlp == "quack" for config in (before, after)
-    )  # its adapters' products, too
+    one, other = (_described(config, classes).mlp == "quack" for config in (before, after))
     return FLOAT32 if not lower else ADAPTED if adapted and one != other else LOWER
 
 
@@ -170,7 +168,7 @@ def compare_series(
     for series in measured:
         tolerance = updated = allowed[series]
         if allowed is ADAPTED and series == "losses":  # of steps after an update
-            updated = max(tolerance, SHARE * max(_fall(measured[series]), _fall(baseline[series])))
+            updated = max(tolerance, FALL_SHARE * max(_fall(measured[series]), _fall(baseline[series])))
         start = baseline[series][0] if allowed is DIFFERENT else None
         pairs = zip(measured[series], baseline[series], strict=True)
         first, *others = [_difference(value, expected, start) for value, expected in pairs]

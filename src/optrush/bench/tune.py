@@ -457,9 +457,7 @@ def _begin_trial(folder: Path, kind: str, given: Config) -> None:
         ConfigError: the folder holds something else, or what was measured on other data or by another version.
     """
     wanted = {"config": dump_config(given), "kind": kind}
-    held_out = [given.data.eval] if isinstance(given.data.eval, str) else []
-    paths = [*(origin.path for origin in given.data.origins), *held_out]
-    data = readers.record_files(paths, cache_root(given.data.cache))
+    data = readers.record_files(given.data.read_paths, cache_root(given.data.cache))
     digest = record.source()["digest"]
     if not (folder / PLAN).is_file():
         _refuse_folder(folder)

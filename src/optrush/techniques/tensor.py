@@ -130,9 +130,8 @@ class TensorParallel(Technique):
             work = WorkItem(f"{way}.links", why, "token", unit="link", role="product", awaited=True)
             values = calls * D * (n - 1) / n
             yield add(replace(work, values=values, entering=calls * D * entering, steps=calls * (hosts - 1.0)))
-            started = (
-                COLLECTIVE_LAUNCHES * calls / (1 if self.sequence else 2)
-            )  # else one sum, not a gather and a scatter
+            # Without sequence one sum instead of a gather and a scatter.
+            started = COLLECTIVE_LAUNCHES * calls / (1 if self.sequence else 2)
             yield add(WorkItem(f"{way}.links.launches", "the host starts collectives", "micro", launches=started))
 
     def split(self, trainer: Trainer) -> int:

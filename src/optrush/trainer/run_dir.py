@@ -228,9 +228,7 @@ def write_data_record(output: Path, config: Config, fingerprint: str) -> None:
 
 
 def _data_record(config: Config) -> list[dict[str, Any]]:
-    held_out = [config.data.eval] if isinstance(config.data.eval, str) else []
-    paths = [*(origin.path for origin in config.data.origins), *held_out]
-    return readers.record_files(paths, cache_root(config.data.cache))
+    return readers.record_files(config.data.read_paths, cache_root(config.data.cache))
 
 
 def data_changes(output: Path, config: Config, before: Mapping[str, Any]) -> str:
