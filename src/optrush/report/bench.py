@@ -295,6 +295,7 @@ def ladder_summary(shown: Sequence[RungResult]) -> str:
         "failed": sum(r.failed for r in own),
         "within the noise": sum(r.kind == "noise" for r in own),
         "measured without one technique": sum(r.mode != "cumulative" for r in own),
+        "of other systems failed": sum(r.failed for r in shown if r.peer),
     }
     red = f"{sum(_is_red(r) and not r.failed for r in own)} red"
     tally = ", ".join([rungs, red, *(f"{n} {what}" for what, n in others.items() if n)])
@@ -523,14 +524,14 @@ def _gains_chart(shown: Sequence[RungResult]) -> Markup:
 
 
 def _scaling_chart(shown: Sequence[RungResult]) -> Markup | None:
-    """Return the chart of the shares of ideal scaling; None where no rung has several ranks."""
+    """Return the chart of the shares of ideal scaling; None where no rung has one."""
     rows = []
     for r in shown:
         text = f"{amount(r.ranks, 'rank')}, {percent(None if r.scaling is None else 100 * r.scaling)}"
         pieces = () if r.scaling is None else ((0.0, 100 * r.scaling, "base"),)
         tick = None if r.predicted_scaling is None else 100 * r.predicted_scaling
         rows.append(_failure(r) if r.failed else BarRow(r.key, text, pieces, predicted=tick))
-    return bars_svg("Share of ideal scaling of each rung", rows, unit=" %") if rows else None
+    return bars_svg("Share of ideal scaling of each rung", rows, unit=" %") if any(r.scaling for r in shown) else None
 
 
 def _predicted_charts(shown: Sequence[RungResult]) -> list[tuple[str, Markup]]:
