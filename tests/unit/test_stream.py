@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data._utils import signal_handling
 
 from meshes import further
 from optrush.data import sampler
@@ -408,6 +409,15 @@ def test_a_worker_obeys_its_trainer():
         worker.terminate()
         worker.join(240)
         assert worker.exitcode == 0
+    items.close()
+
+
+def test_a_worker_that_has_not_begun_ends_without_a_failure(monkeypatch):
+    monkeypatch.setattr(signal_handling, "_set_worker_signal_handlers", lambda: time.sleep(0.5))  # what it does first
+    items = ahead(lambda n: n, range(50), Loading(2))
+    workers = list(sampler._workers)
+    sampler._end_workers()
+    assert [worker.exitcode for worker in workers] == [0, 0]
     items.close()
 
 

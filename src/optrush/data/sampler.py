@@ -121,7 +121,8 @@ def ahead(make: Callable[[Number], Item], numbers: Iterable[Number], loading: Lo
             multiprocessing_context="fork",  # a worker reads what is in memory, and uses no GPU and no process group
         )
         before = set(multiprocessing.active_children())
-        items = iter(loader)
+        with _blocked(signal.SIGTERM):  # in the workers for good: before their first line it would kill them
+            items = iter(loader)
         _workers[:] = set(multiprocessing.active_children()) - before
         return _received(_awaited(items, loading.stopping), loading.pinned)
 
@@ -207,13 +208,12 @@ def _start_worker(trainer: int, _: int) -> None:
     """Set up a worker: it ends with its trainer, and by no signal but the trainer's own SIGTERM.
 
     Schedulers and terminals signal every process of a job, and the trainer alone decides when a signal ends the run.
-    The interpreter sends SIGTERM to the children that are left when it ends.
+    The interpreter sends SIGTERM to the children that are left when it ends. A worker is born with SIGTERM blocked.
     """
     gc.freeze()  # objects that the trainer left to collect may belong to a device that does not work here
     die_with_parent(trainer)
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def wait() -> None:
         while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer:
@@ -221,6 +221,16 @@ def _start_worker(trainer: int, _: int) -> None:
         os._exit(0)
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+@contextmanager
+def _blocked(number: signal.Signals) -> Iterator[None]:
+    """Block a signal of this thread, and of the processes that it starts meanwhile."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
