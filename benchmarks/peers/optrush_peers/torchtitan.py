@@ -70,7 +70,7 @@ class Torchtitan(System):
                 if not work.losses:
                     work.begin()
                 super().train_step(data_iterator)
-                work.step(losses[-1])
+                work.step(losses[-1] * work.ranks)  # a rank's sum was divided by the targets of all
 
         _register(work)
         trainer = Clock(self._settings(work))
