@@ -53,6 +53,19 @@ def test_for_programs(call: Call) -> None:
         assert other["fits"] and {"ddp", "fsdp"} & other["with"].keys()
 
 
+def test_how_long_a_run_takes_as_it_is_written(call: Call, tmp_path: Path) -> None:
+    """Steps that the file gives, and steps by an estimate of the data's tokens."""
+    path = tmp_path / "run.yaml"
+    path.write_text("{model: tiny, objective: sft, data: {sample: recipes}, output: o, with: {fused-adamw: {}}}")
+    for given, said in (([], "; this data: about "), (["--set", "train.steps=30"], "; this data: 30 steps, ")):
+        first, *lines = call("plan", str(path), "--hardware", "h200", *given).out.splitlines()
+        (configured,) = (line for line in lines if line.startswith("as configured: "))
+        assert all(said in line and " steps, " in line and "USD" in line for line in (first, configured))
+    document = json.loads(call("plan", str(path), "--hardware", "h200", *given, "--json").out)
+    assert document["steps"] == 30 and document["hours"] * 3600 == pytest.approx(30 * document["step_s"])
+    assert document["usd"] > 0
+
+
 def test_sets_without_what_only_the_user_chooses_are_no_answer(call: Call, tmp_path: Path) -> None:
     """Groups of 3000 tokens divide no row; a group that does is in every set."""
     given = [str(LLAMA), "--hardware", "h200", "--with", "lora"]

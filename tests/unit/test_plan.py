@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from optrush import hardware
-from optrush.config import dump_config, parse_config
+from optrush.config import Config, dump_config, parse_config
 from optrush.data.length_estimate import estimate, estimate_fill
 from optrush.errors import ConfigError, DataError, NeedsError
 from optrush.models.published import SHAPES
@@ -330,6 +330,17 @@ def test_a_file_that_is_not_there(tmp_path):
     config = parse_config(f"model: tiny\nobjective: sft\ndata: {{path: {tmp_path}/none.jsonl}}\noutput: o\n", "x")
     with pytest.raises(DataError, match="no such file"):
         search.predict(config, "h200")
+
+
+def test_what_fusing_gives_on_a_cpu():
+    """Little: what an operator reads of the one before lies in its cache; kernels of our own do not run there."""
+    run = {"model": "tiny", "objective": "pretrain", "data": {"random": True}, "output": "o"}
+    speed = {
+        name: search.predict(Config.model_validate({**run, "with": {**more, "attention": {}}}), "cpu").tokens_per_s
+        for name, more in {"plain": {}, "compile": {"compile": {}}, "kernels": {"fused-kernels": {}}}.items()
+    }
+    assert speed["kernels"] == pytest.approx(speed["plain"], rel=0.01)
+    assert 1.02 < speed["compile"] / speed["plain"] < 1.15
 
 
 # --- the search

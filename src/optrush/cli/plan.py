@@ -87,7 +87,7 @@ def plan(
             refused = error  # if none can, the search raises it too
         found = asked.answer(config, hardware, keep_maths=keep_maths)
     if as_json:
-        print(json.dumps(_document(prediction, refused, found, hardware, price)))
+        print(json.dumps(_document(config, prediction, refused, found, hardware, price)))
     else:
         print("\n".join(_text(config, hardware, prediction, refused, found, price, details)))
     if refused is not None and _lacking_all(config, found):  # what fits is another run than what was configured
@@ -135,18 +135,24 @@ def _over(config: Config, way: Way) -> Config:
 
 
 def _document(
-    prediction: Prediction | None, refused: UserError | None, answer: Answer, hardware: str, price: float | None
-) -> dict[str, Any]:
+    config: Config, prediction: Prediction | None, refused: UserError | None, answer: Answer, hardware: str,
+    price: float | None,
+) -> dict[str, Any]:  # fmt: skip
     """Build the document of --json: the prediction's fields, null where it was refused, and the answer."""
+    from optrush.planner.answer import duration
     from optrush.planner.search import Prediction
 
     names = [f.name for f in dataclasses.fields(Prediction)]
     own = dict.fromkeys(names) if prediction is None else dataclasses.asdict(prediction)
+    steps, seconds = (None, None) if prediction is None else duration(config, prediction, answer.tokens)
     best = answer.best
     settings = answer.found.settings or ((best.setting,) if best is not None and best.setting is not None else ())
     return {
         **own,
         "fits": prediction is not None and prediction.fits,
+        "steps": steps,
+        "hours": None if seconds is None else seconds / 3600,
+        "usd": _usd(seconds, hardware, price),
         "refused": None if refused is None else {"asked": refused.asked, "found": refused.found, "do": refused.do},
         "alternatives": [
             {"with": {k: dict(v) for k, v in s.with_.items()}, "micro_rows": s.micro_rows}
@@ -178,18 +184,18 @@ def _way_document(way: Way, hardware: str, price: float | None) -> dict[str, Any
         "quality": list(way.quality),
         "steps": way.steps,
         "hours": None if way.seconds is None else way.seconds / 3600,
-        "usd": _usd(way, hardware, price),
+        "usd": _usd(way.seconds, hardware, price),
     }
 
 
-def _usd(way: Way, name: str, price: float | None) -> float | None:
-    """Return the price of the whole run; None: its length or the price of an hour is not known."""
+def _usd(seconds: float | None, name: str, price: float | None) -> float | None:
+    """Return the price of a run; None: its length or the price of an hour is not known."""
     from optrush import hardware
 
     device, ranks = hardware.parse_hardware(name)
     listed = None if name == "auto" else hardware.price_usd_h(device)
     an_hour = listed if price is None else price
-    return None if an_hour is None or way.seconds is None else way.seconds / 3600 * an_hour * ranks
+    return None if an_hour is None or seconds is None else seconds / 3600 * an_hour * ranks
 
 
 def _text(
@@ -197,6 +203,8 @@ def _text(
     price: float | None, details: bool,
 ) -> list[str]:  # fmt: skip
     """Format the answer, its methods and better settings; with `details` memory as bars, work and other models."""
+    from optrush.planner.answer import duration
+
     lines = [*_answer_lines(config, hardware, answer, price), ""]
     if refused is not None and _lacking_all(config, answer):
         lines.insert(0, f"refused as configured: {refused.asked}: {refused.found}; others are:")
@@ -206,7 +214,8 @@ def _text(
             lines += [*memory_lines(prediction), "", *work_lines(prediction)]
     elif prediction is not None:
         fits = "fits" if prediction.fits else "does NOT fit"
-        lines.append(f"as configured: {prediction.peak_bytes / GIB:.2f} GiB, {fits}; {_speed(prediction)}")
+        time = _time(config, *duration(config, prediction, answer.tokens), hardware, price)
+        lines.append(f"as configured: {prediction.peak_bytes / GIB:.2f} GiB, {fits}; {_speed(prediction)}{time}")
     else:
         lines.append("as configured")
     if refused is not None:
@@ -238,7 +247,7 @@ def _answer_lines(config: Config, hardware: str, answer: Answer, price: float | 
     p = best.setting.prediction
     most = "" if p.room_bytes is None else f" of {p.room_bytes / GIB:.1f}"
     mesh = f"{best.mesh}, " if best.mesh else ""
-    time = "" if best.seconds is None else f"; this data: {_time(best, hardware, price)}"
+    time = _time(config, best.steps, best.seconds, hardware, price)
     lacking = _without(config, best.setting)
     lines = [f"fits on {on}: {best.method}, {mesh}{p.peak_bytes / GIB:.1f}{most} GiB, {_speed(p)}{time}{lacking}"]
     width = max(len(w.method) for w in answer.ways)
@@ -280,13 +289,15 @@ def _without(config: Config, setting: Candidate) -> str:
     return f"; without {', '.join(lacking)}, which the configuration names" if lacking else ""
 
 
-def _time(way: Way, hardware: str, price: float | None) -> str:
-    assert way.seconds is not None
-    hours = way.seconds / 3600
-    time = f"{hours:,.1f} h" if hours >= 1 else f"{way.seconds / 60:,.1f} min"
-    usd = _usd(way, hardware, price)
-    steps = "" if way.steps is None else f"{way.steps:,.0f} steps, "
-    return f"{steps}{time}" + ("" if usd is None else f", {usd:,.2f} USD")
+def _time(config: Config, steps: float | None, seconds: float | None, hardware: str, price: float | None) -> str:
+    """Format how long a run takes and what it costs; steps by an estimate of its tokens are "about" so many."""
+    if steps is None or seconds is None:
+        return ""
+    about = "" if config.train.steps is not None else "about "
+    hours = seconds / 3600
+    time = f"{hours:,.1f} h" if hours >= 1 else f"{seconds / 60:,.1f} min"
+    usd = _usd(seconds, hardware, price)
+    return f"; this data: {about}{steps:,.0f} steps, {time}" + ("" if usd is None else f", {usd:,.2f} USD")
 
 
 def _other_lines(config: Config, hardware: str, answer: Answer) -> list[str]:

@@ -24,7 +24,7 @@ from optrush.models.source import locate, shapes_of
 from optrush.models.text_part import text_config
 from optrush.planner import search
 from optrush.planner.cost import CLOSE, TIGHT, micro_batch_rows
-from optrush.planner.search import Candidate, SearchResult
+from optrush.planner.search import Candidate, Prediction, SearchResult
 from optrush.resolve import resolve
 from optrush.technique import (
     RANK_PARTS,
@@ -75,6 +75,7 @@ class Answer:
     ways: tuple[Way, ...]
     found: SearchResult
     nearest: tuple[str, ...] = ()
+    tokens: float | None = None  # of one epoch, by estimate; None: not known
 
     @property
     def best(self) -> Way | None:
@@ -120,7 +121,7 @@ def _answer(config: Config, name: str, classes: Sequence[type[Technique]], keep_
         raise refusals[0]
     ranked = _ranked(ways)
     advice = () if ranked[0].setting is not None or not nearest else tuple(_nearest(config, name, classes))
-    return Answer(tuple(ranked), found, advice)
+    return Answer(tuple(ranked), found, advice, tokens)
 
 
 def methods(config: Config, classes: Sequence[type[Technique]] = ALL) -> list[tuple[str, dict[str, dict[str, Any]]]]:
@@ -161,7 +162,7 @@ def _way(
     dividing = {t.name: setting.with_[t.name] for t in chosen if t.claims & RANK_PARTS}
     owners = dataclasses.replace(setting, with_=dividing).title
     mesh = f"mesh {mesh_text(setting.prediction.mesh)} ({owners})" if dividing else ""
-    return Way(method, quality, setting, None, *duration(config, setting, tokens), mesh)
+    return Way(method, quality, setting, None, *duration(config, setting.prediction, tokens), mesh)
 
 
 def _ranked(ways: Sequence[Way]) -> list[Way]:
@@ -172,9 +173,8 @@ def _ranked(ways: Sequence[Way]) -> list[Way]:
     return [*quick, *(w for w in fitting if w not in quick), *(w for w in ways if w.setting is None)]
 
 
-def duration(config: Config, setting: Candidate, tokens: float | None) -> tuple[float | None, float | None]:
+def duration(config: Config, p: Prediction, tokens: float | None) -> tuple[float | None, float | None]:
     """Return steps and seconds of a run over data of so many tokens; None: not known."""
-    p = setting.prediction
     if p.step_s is None or not p.tokens_per_s:
         return (None if config.train.steps is None else float(config.train.steps)), None
     steps: float | None = config.train.steps
