@@ -114,7 +114,7 @@ def _data(config: Config) -> str:
 def _called(path: str) -> str:
     """An id of the hub as it is; of a path its last name."""
     data = path.removeprefix(readers.HUB)
-    return path if (data != path and readers.HUB_ID.fullmatch(data)) or _of_hub(path) else Path(path).resolve().name
+    return path if (data != path and readers.HUB_SET.fullmatch(data)) or _of_hub(path) else Path(path).resolve().name
 
 
 def _of_hub(path: str) -> bool:

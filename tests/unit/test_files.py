@@ -132,8 +132,8 @@ class Hub:
         self.module.__version__ = version
         self.module.load_dataset = self.load
 
-    def load(self, name, split):
-        self.asked.append((name, split))
+    def load(self, name, configuration, split):
+        self.asked.append((name, configuration, split))
         if name != "org/name":
             raise ConnectionError("no route\nto the hub")
         return self
@@ -142,7 +142,7 @@ class Hub:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        pq.write_table(pa.table({"text": [f"{self.asked[-1][1]} of the hub"]}), path)
+        pq.write_table(pa.table({"text": [f"{self.asked[-1][2]} of the hub"]}), path)
 
 
 @pytest.fixture
@@ -154,14 +154,20 @@ def hub(monkeypatch):
 
 def test_a_data_set_of_the_hub_is_fetched_once(folder, hub):
     cache = folder / "cache"
-    for path, split in (("org/name", "train"), ("hub:org/name:test", "test"), ("hub:org/name", "train")):
+    for path, split in (
+        ("org/name", "train"), ("hub:org/name:test", "test"), ("hub:org/name", "train"), ("hub:org/name/en", "train"),
+        ("hub:org/name/20231101.en:train[:20%]", "train[:20%]"), ("hub:org/name:train[10:-10]", "train[10:-10]"),
+        ("hub:org/name/20231101.en:train[:20%]", "train[:20%]"),
+    ):  # fmt: skip
         (file,) = find_files(path, cache)
         assert [row for _, row in read_rows(file)] == [{"text": f"{split} of the hub"}]
-    assert hub.asked == [("org/name", "train"), ("org/name", "test")]
+    assert [(configuration, split) for _, configuration, split in hub.asked] == [
+        (None, "train"), (None, "test"), ("en", "train"), ("20231101.en", "train[:20%]"), (None, "train[10:-10]"),
+    ]  # fmt: skip
     assert sorted(path.name for path in (cache / "hub").iterdir()) == [
-        "org--name--test.parquet",
-        "org--name--train.parquet",
-    ]
+        "org--name--20231101.en--train%5B%3A20%25%5D.parquet", "org--name--en--train.parquet",
+        "org--name--test.parquet", "org--name--train%5B10%3A-10%5D.parquet", "org--name--train.parquet",
+    ]  # fmt: skip
 
 
 def test_what_lies_here_is_not_asked_of_the_hub(folder, hub):
@@ -170,6 +176,7 @@ def test_what_lies_here_is_not_asked_of_the_hub(folder, hub):
     assert "a folder org/name on this machine" in refused("hub:org/name", folder / "cache").found
     assert refused("org/nama", folder / "cache").found == "no such file"
     assert refused("data/train.jsonl", folder / "cache").found == "no such file"
+    assert refused("data/raw/train", folder / "cache").found == "no such file"
     assert hub.asked == []
 
 
@@ -178,7 +185,7 @@ def test_a_data_set_that_cannot_be_fetched(folder, hub, monkeypatch):
     error = refused("no/such", cache)
     assert error.found == "ConnectionError: no route" and "the network" in error.do
     assert list((cache / "hub").iterdir()) == []
-    for name in ("hub:name", "hub:../name", "hub:a/b/c", "hub:org/name:a b", "hub:"):
+    for name in ("hub:name", "hub:../name", "hub:a/b/c/d", "hub:org/name:a b", "hub:a/b:train[", "hub:"):
         assert refused(name, cache).found == "no name of a data set"
     assert "data.cache" in refused("org/name").do
     (folder / "file").touch()

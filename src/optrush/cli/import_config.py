@@ -45,7 +45,6 @@ from optrush.config import (
     SECTIONS,
     Config,
     Model,
-    Origin,
     nearest,
     parse_config,
     parse_scalar,
@@ -407,6 +406,8 @@ class _Composer:
 
     def _origin(self, entry: Mapping[str, Any]) -> Any:
         """Return one source as our data.path has it."""
+        from optrush.data.readers import HUB, HUB_SET
+
         path, split, config = entry["path"], entry.get("split"), entry.get("name")
         if files := entry.get("data_files"):
             listed = [files] if isinstance(files, str) else list(files)
@@ -415,22 +416,11 @@ class _Composer:
             return listed[0]
         if not (_HUB.match(path) and not _DATA_FILE.search(path) and not Path(path).exists()):
             return path
-        own = Origin.model_fields.keys()
-        if config is not None and "config" not in own:
-            raise self.refuse(
-                "name", f"the configuration {config!r} of {path}", "download it, and name its file: --data"
-            )
-        if split in (None, "train") and config is None:
-            return f"hub:{path}"
-        if "split" in own:
-            return {
-                "path": f"hub:{path}",
-                **({"split": split} if split else {}),
-                **({"config": config} if config else {}),
-            }
-        if not re.fullmatch(r"\w[\w.]*", str(split)):
-            raise self.refuse("split", f"{split!r}, a slice", "name the whole split, and give `data.max_samples`")
-        return f"hub:{path}:{split}"
+        named = f"{path}{f'/{config}' if config else ''}{f':{split}' if split not in (None, 'train') else ''}"
+        if HUB_SET.fullmatch(named) is None:
+            found = " ".join(f"{key} {value!r}" for key, value in (("name", config), ("split", split)) if value)
+            raise self.refuse("split", found, "name one split or one slice of it, as train or train[:20%]")
+        return f"{HUB}{named}"
 
     def _axolotl(self, tree: dict[str, Any]) -> Any:
         """Return data.path of `datasets` or `pretraining_dataset`; sets the objective and the columns."""

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 
@@ -553,7 +554,11 @@ def _line_chunks(file: Path, size_bytes: int) -> Iterator[Chunk]:
 # A choice that would read rows twice, or documents and rows as one, is refused.
 
 HUB = "hub:"
-HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(\w[\w.]*))?")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?::\w[\w.]*)?")
+# What may follow the prefix: also a configuration of the data set, and a slice of a split.
+HUB_SET = re.compile(
+    r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/([A-Za-z0-9][\w.-]*))?(?::(\w[\w.]*(?:\[[-\d]*%?:?[-\d]*%?\])?))?"
+)
 NAMED = 5  # files that an error message names
 # Files in the folder of a cloned or saved data set that are not data.
 ABOUT = frozenset({
@@ -573,8 +578,8 @@ def find_files(path: str, cache: Path | None = None) -> list[Path]:
     """Return the data files that a path names, sorted.
 
     A path is a file; a folder (all data files in it and its folders, but hidden ones and those of ABOUT); a glob; or a
-    data set of the hub, `org/name` if no such path exists, or `hub:org/name[:split]` (else its split `train`), which is
-    fetched once into the cache.
+    data set of the hub, which is fetched once into the cache: `org/name` if no such path exists, or
+    `hub:org/name[/configuration][:split]`, else its split `train`; a split may be a slice, `train[:20%]`.
 
     Raises:
         DataError: nothing is there, nothing known, or files that do not go together; no such data set or no network.
@@ -687,13 +692,15 @@ def _named(files: list[Path]) -> str:
 def _from_hub(name: str, cache: Path | None) -> Path:
     """Return a data set of the hub as a Parquet file, fetched unless it is cached; no code of its repository runs."""
     asked = f"the data set {name} from the hub"
-    match = HUB_ID.fullmatch(name)
+    match = HUB_SET.fullmatch(name)
     if match is None:
-        raise DataError(asked, "no name of a data set", "write hub:organisation/name or hub:organisation/name:split")
-    repository, split = match[1], match[2] or "train"
+        do = "write hub:organisation/name, or hub:organisation/name/configuration:split"
+        raise DataError(asked, "no name of a data set", do)
+    repository, configuration, split = match[1], match[2], match[3] or "train"
     if cache is None:
         raise DataError(asked, "no folder to keep it in", "name one (data.cache)")
-    file = cache / "hub" / f"{repository.replace('/', '--')}--{split}.parquet"
+    parts = (*repository.split("/"), *filter(None, [configuration]), quote(split, safe=""))
+    file = cache / "hub" / f"{'--'.join(parts)}.parquet"
     if file.exists():
         return file
     install = "python -m pip install 'optrush[datasets]'"
@@ -708,7 +715,8 @@ def _from_hub(name: str, cache: Path | None) -> Path:
         raise DataError(asked, f"a folder {repository} on this machine", "give its path without hub:, or rename it")
     with tempfile.TemporaryDirectory(dir=_cache_folder(file.parent)) as fresh:
         try:
-            datasets.load_dataset(repository, split=split).to_parquet(part := os.path.join(fresh, file.name))
+            rows = datasets.load_dataset(repository, configuration, split=split)
+            rows.to_parquet(part := os.path.join(fresh, file.name))
         except Exception as error:  # of the library, and of those below it
             found = f"{type(error).__name__}: {first_line(error)}"
             raise DataError(asked, found, "check the name, the split and the network") from error
