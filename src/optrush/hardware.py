@@ -166,9 +166,7 @@ def parse_hardware(text: str) -> tuple[Device, int]:
             f"the hardware {text}", "several cards have this name", f"take {' or '.join(AMBIGUOUS[name])}"
         )
     if name == "cpu":
-        here = cpu()
-        share = None if here.memory_bytes is None else here.memory_bytes // count
-        return dataclasses.replace(here, memory_bytes=share), count
+        return share_of_cpu(count), count
     if name not in NAMED:
         known = ", ".join(["auto", "cpu", *NAMED])
         close = difflib.get_close_matches(name, NAMED, 1)
@@ -248,6 +246,17 @@ def cpu() -> Device:
     return dataclasses.replace(
         CPU, half_flop_s=half, float32_flop_s=float32, bandwidth_bytes_s=2e10, link_bytes_s=5e9, memory_bytes=_memory()
     )
+
+
+def share_of_cpu(ranks: int) -> Device:
+    """Return what each of several ranks has of this machine's memory, of its cores and of what they move."""
+    here = cpu()
+    memory, half, float32, moved = here.memory_bytes, here.half_flop_s, here.float32_flop_s, here.bandwidth_bytes_s
+    assert half is not None and float32 is not None and moved is not None
+    return dataclasses.replace(
+        here, half_flop_s=half / ranks, float32_flop_s=float32 / ranks, bandwidth_bytes_s=moved / ranks,
+        memory_bytes=None if memory is None else memory // ranks,
+    )  # fmt: skip
 
 
 def _cpu_rates() -> tuple[float, float]:

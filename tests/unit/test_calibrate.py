@@ -367,6 +367,15 @@ def test_a_mask_on_a_cpu_by_its_datasheet_is_a_product() -> None:
             assert masked == product >= rate(sheet, "forward.scores", narrow, unit="attention")
 
 
+@pytest.mark.parametrize("measured", [None, fake()], ids=["datasheet", "calibrated"])
+def test_ranks_share_the_rates_of_a_cpu(measured: Calibration | None) -> None:
+    whole, half = (cost.device_rates(hardware.share_of_cpu(n), measured, SHAPE, 2048) for n in (1, 2))
+    assert whole is not None and half is not None and half.bytes_s == pytest.approx(whole.bytes_s / 2)
+    for name, by in (("products", whole.products), ("attention", whole.attention)):
+        for narrow, rates in by.items():
+            assert getattr(half, name)[narrow] == pytest.approx({key: rate / 2 for key, rate in rates.items()})
+
+
 def test_a_datasheet_is_what_it_was() -> None:
     of = known(None)
     assert of.basis == "datasheet" and "not measured" in of.source and "optrush calibrate" in of.source

@@ -104,7 +104,8 @@ def test_every_named_device_is_known():
         hardware.parse_hardware("2xa100")
     assert hardware.parse_hardware("8xa100-80") == (hardware.NAMED["a100-80"], 8)
     assert hardware.parse_hardware("cpu")[0].memory_bytes > 2**30
-    assert hardware.parse_hardware("2xcpu")[0].memory_bytes == hardware.parse_hardware("cpu")[0].memory_bytes // 2
+    (half, _), (whole, _) = hardware.parse_hardware("2xcpu"), hardware.parse_hardware("cpu")
+    assert half.memory_bytes == whole.memory_bytes // 2 and half.float32_flop_s == whole.float32_flop_s / 2
 
 
 @pytest.mark.parametrize(

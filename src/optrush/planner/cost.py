@@ -149,7 +149,7 @@ def device_rates(
     """
     if found is not None:
         assert shape is not None
-        alone = _calibrated(device, found, shape, T, seq or T)
+        alone = _shared(_calibrated(device, found, shape, T, seq or T), device)
         return alone if ceiling else replace(alone, bytes_s=alone.bytes_s * MOVING[device.kind])
     if ceiling:
         return _datasheet(device, (1.0, 1.0, 1.0, 1.0, 1.0, 1.0))
@@ -198,6 +198,18 @@ def _calibrated(device: Device, found: Calibration, shape: ModelShape, T: float,
         "calibrated", source, products, attention, found.copy_bytes_s, link, *_host(device, found.launch_s), pcie,
         *_network(device, LINK),
     )  # fmt: skip
+
+
+def _shared(rates: Rates, device: Device) -> Rates:
+    """Return a CPU's rates, measured with all of its cores, for a rank that shares them."""
+    if device.kind != "cpu" or device.float32_flop_s is None:
+        return rates
+    share = device.float32_flop_s / (hardware.cpu().float32_flop_s or device.float32_flop_s)
+    products, attention = (
+        {narrow: {name: rate * share for name, rate in by.items()} for narrow, by in kind.items()}
+        for kind in (rates.products, rates.attention)
+    )
+    return replace(rates, products=products, attention=attention, bytes_s=rates.bytes_s * share)
 
 
 def _exchanged(device: Device) -> str:
@@ -482,11 +494,7 @@ def micro_batch_rows(share: int) -> list[int]:
 
 
 def _device(env: Environment) -> Device:
-    """Return the device with rates and memory; on a CPU, this machine's memory divided by the ranks that share it."""
+    """Return the device with rates and memory; on a CPU, the share of one of the ranks of this machine."""
     if env.device.kind != "cpu" or env.device.memory_bytes is not None:
         return env.device
-    here = hardware.cpu()
-    if here.memory_bytes is None:
-        return here
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", env.ranks))
-    return replace(here, memory_bytes=here.memory_bytes // ranks)
+    return hardware.share_of_cpu(int(os.environ.get("LOCAL_WORLD_SIZE", env.ranks)))
