@@ -66,6 +66,20 @@ def test_how_long_a_run_takes_as_it_is_written(call: Call, tmp_path: Path) -> No
     assert document["usd"] > 0
 
 
+def test_a_card_whose_rates_are_not_known(call: Call) -> None:
+    """No speed, time or price; what is slower on other cards and saves nothing that is needed comes later."""
+    given = [str(LLAMA), "--hardware", "mi300x"]
+    text = call("plan", *given, "--details").out
+    first, second, *_ = text.splitlines()
+    assert first.endswith("GiB, speed not known") and second.endswith("optrush calibrate measures them")
+    assert "tokens/s" not in text and "USD" not in text and "h a billion" not in text
+    assert "in the order of their speeds on an H100" in text and "  with recompute " in text
+    document = json.loads(call("plan", *given, "--json").out)
+    assert document["tokens_per_s"] is None and document["hours"] is None
+    assert {"compile", "attention"} <= document["alternatives"][0]["with"].keys()
+    assert not {"recompute", "selective-recompute"} & document["alternatives"][0]["with"].keys()
+
+
 def test_sets_without_what_only_the_user_chooses_are_no_answer(call: Call, tmp_path: Path) -> None:
     """Groups of 3000 tokens divide no row; a group that does is in every set."""
     given = [str(LLAMA), "--hardware", "h200", "--with", "lora"]

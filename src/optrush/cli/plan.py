@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import statistics
 import sys
 import time
@@ -222,12 +223,14 @@ def _text(
         lines += [f"  {text}" for text in str(refused).splitlines()]
     found = answer.found
     if found.settings:
-        lines += ["", f"the best of {found.tried} sets of techniques that go together, each with its micro-batch"]
+        first = f"the best of {found.tried} sets of techniques that go together, each with its micro-batch"
+        unknown = found.settings[0].prediction.tokens_per_s is None
+        lines += ["", first + ", in the order of their speeds on an H100" * unknown]
     for place, setting in enumerate(found.settings, 1):
         lines.append(f"  {place}. {setting.title}{_without(config, setting)}")
         lines.append(f"     {_short(setting)}")
     named = {f"without {name}": f"  without {name}, which the configuration names" for name in _named(config)}
-    faster = {what: why for what, why in found.lost if what in named and why[0] == "+" and not why.startswith("+0%")}
+    faster = {what: why for what, why in found.lost if what in named and re.match(r"\+(?!0%)\d+% tokens/s", why)}
     lines += [f"{named[what]}: {why}" for what, why in faster.items()]
     return lines + (_other_lines(config, hardware, answer) if details else [])
 
@@ -250,6 +253,8 @@ def _answer_lines(config: Config, hardware: str, answer: Answer, price: float | 
     time = _time(config, best.steps, best.seconds, hardware, price)
     lacking = _without(config, best.setting)
     lines = [f"fits on {on}: {best.method}, {mesh}{p.peak_bytes / GIB:.1f}{most} GiB, {_speed(p)}{time}{lacking}"]
+    if p.tokens_per_s is None:
+        lines.append("  rates of this device are not known: there, optrush calibrate measures them")
     width = max(len(w.method) for w in answer.ways)
     for way in answer.ways:
         if way.refused:
@@ -315,7 +320,8 @@ def _other_lines(config: Config, hardware: str, answer: Answer) -> list[str]:
     width = max((len(name) for name, _, _ in rows), default=0)
     for name, parameters, other in rows:
         cost = "does not fit" if other is None else _short(other)
-        cost += f", {1e9 / other.speed / 3600:,.1f} h a billion tokens" if other is not None and other.speed else ""
+        speed = None if other is None else other.prediction.tokens_per_s
+        cost += f", {1e9 / speed / 3600:,.1f} h a billion tokens" if speed else ""
         lines.append(f"  {name:<{width}} {parameters / 1e9:6.2f} G parameters  {cost}")
     return lines
 
@@ -347,7 +353,8 @@ def memory_lines(p: Prediction) -> list[str]:
 
 def work_lines(p: Prediction) -> list[str]:
     """Format the time of a step by work, longest first; host and link run in parallel with the device."""
-    lines = [f"  speed: {_speed(p)}", *([f"  rates: {p.rates_from}"] if p.rates_from else [])]
+    speed = _speed(p) if p.tokens_per_s is None else f"speed: {_speed(p)}"
+    lines = [f"  {speed}", *([f"  rates: {p.rates_from}"] if p.rates_from else [])]
     total = sum(e.seconds for e in p.work if e.where == "device")
     shown = sorted((e for e in p.work if e.seconds >= 2 * SMALL * total), key=lambda e: -e.seconds)
     for e in shown:
@@ -364,7 +371,7 @@ def work_lines(p: Prediction) -> list[str]:
 
 def _speed(p: Prediction) -> str:
     if p.tokens_per_s is None:
-        return "not known for this device: optrush calibrate measures its rates"
+        return "speed not known"
     return f"about {p.tokens_per_s:,.0f} tokens/s (basis: {p.basis})"
 
 

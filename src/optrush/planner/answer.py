@@ -358,8 +358,9 @@ def _cheapest(config: Config, name: str, classes: Sequence[type[Technique]]) -> 
     costs: list[tuple[float, str, Way]] = []
     for card, price in hardware.PRICES_USD_H.items():
         way = fits(config.model_copy(update={"batch": config.batch.model_copy(update={"micro_tokens": None})}), card)
-        if way is not None and way.setting is not None and way.setting.speed:
-            costs.append((price / way.setting.speed / 3600 * 1e9, card, way))
+        speed = None if way is None or way.setting is None else way.setting.prediction.tokens_per_s
+        if way is not None and speed:
+            costs.append((price / speed / 3600 * 1e9, card, way))
     if not costs:
         raise _nothing("cheapest", "any one card of the table")
     cost, card, way = min(costs, key=lambda c: c[0])

@@ -158,6 +158,20 @@ def device_rates(
     return _datasheet(device, (HALF_PRODUCTS, FLOAT32_PRODUCTS, attention, FLOAT32_PRODUCTS / 2, MEMORY, LINK))
 
 
+def assumed_rates(device: Device, shape: ModelShape, T: float, seq: float) -> Rates | None:
+    """Return rates by which sets are put in order on a GPU whose own are not known: an H100's, with what is known.
+
+    They are no prediction of its speed, but most of what is slower on one is on the other.
+    """
+    h100 = hardware.NAMED["h100"]
+    assumed = replace(
+        device, half_flop_s=h100.half_flop_s, float32_flop_s=h100.float32_flop_s,
+        bandwidth_bytes_s=device.bandwidth_bytes_s or h100.bandwidth_bytes_s,
+        link_bytes_s=device.link_bytes_s or h100.link_bytes_s,
+    )  # fmt: skip
+    return device_rates(assumed, None, shape, T, seq)
+
+
 def _datasheet(device: Device, shares: tuple[float, float, float, float, float, float]) -> Rates | None:
     half, float32 = device.half_flop_s, device.float32_flop_s
     memory, link = device.bandwidth_bytes_s, device.link_bytes_s

@@ -135,6 +135,7 @@ class Candidate:
     with_: Mapping[str, Mapping[str, Any]]
     micro_rows: int
     prediction: Prediction
+    pace: float = 0.0  # what puts sets in order where speeds are not known: steps a second by assumed rates
 
     def over(self, config: Config) -> Config:
         """Return the configuration with this setting."""
@@ -147,7 +148,8 @@ class Candidate:
 
     @property
     def speed(self) -> float:
-        return self.prediction.tokens_per_s or 0.0
+        """Return tokens a second, or what stands for them in comparisons."""
+        return self.prediction.tokens_per_s or self.pace
 
 
 @dataclass(frozen=True)
@@ -630,6 +632,7 @@ def _fastest(members: Sequence[Technique], env: Environment, problem: _Problem) 
     shape = _shape(hf)
     most, rows = room(env.device), env.rows // env.data_ranks
     rates: Rates | None = None
+    order: Rates | None = None
     fitting: list[tuple[float, Environment, list[Ledger]]] = []
     books: list[Ledger] = []
     rules: list[ledger.Rule] = []
@@ -648,6 +651,7 @@ def _fastest(members: Sequence[Technique], env: Environment, problem: _Problem) 
             else:
                 books = [baseline.book(members, first, shape, problem.padding, predicted)]
             rates, _ = cost.expected_and_ceiling(env.device, problem.calibration, hf, env.span, env.seq)
+            order = rates or cost.assumed_rates(env.device, shape, env.span, env.seq)
         here = 0.0 if piped else ledger.most_bytes(books[0], sizes[0] * env.seq) * (1 - ALMOST)
         floor, largest = min(floor, here), rows
         if most is not None and not piped:
@@ -661,7 +665,7 @@ def _fastest(members: Sequence[Technique], env: Environment, problem: _Problem) 
                 if most is not None and size > min(ledger.largest(book, most, env.seq) for book in books) // env.seq:
                     continue
             books = [ledger.with_accumulation(book, sized.accumulation) for book in books]
-            seconds = None if rates is None else cost.slowest(books, env.device, size * env.seq, rates)
+            seconds = cost.slowest(books, env.device, size * env.seq, order)
             fitting.append((1 / (seconds or 1.0), sized, books))
     if not fitting:
         least = env.seq * (fixed or (1 if rows % 2 == 0 else rows))
@@ -676,7 +680,8 @@ def _fastest(members: Sequence[Technique], env: Environment, problem: _Problem) 
     peaks = [ledger.peak_memory(book, chosen * env.seq) for book in books]
     worst = max(range(len(books)), key=lambda rank: peaks[rank].bytes)
     prediction = _prediction(books[worst], books, sized, peaks[worst], rates)
-    return Candidate({t.name: _changed(t) for t in members}, chosen, prediction), 0.0
+    pace = max(speed for speed, sized, _ in fitting if sized.micro_rows == chosen)
+    return Candidate({t.name: _changed(t) for t in members}, chosen, prediction, pace), 0.0
 
 
 def _changed(t: Technique) -> dict[str, Any]:
@@ -758,9 +763,9 @@ def _refuse_required(env: Environment, required: Iterable[Technique | None]) -> 
 
 
 def _difference(other: Candidate, best: Candidate) -> str:
-    gain = other.speed / (best.speed or 1.0) - 1
     more = (other.prediction.peak_bytes - best.prediction.peak_bytes) / 2**30
-    return f"{gain:+.0%} tokens/s, {more:+.1f} GiB at {other.micro_rows} rows"
+    gain = "" if best.prediction.tokens_per_s is None else f"{other.speed / (best.speed or 1.0) - 1:+.0%} tokens/s, "
+    return f"{gain}{more:+.1f} GiB at {other.micro_rows} rows"
 
 
 def _title(name: str, options: Mapping[str, Any]) -> str:
