@@ -222,6 +222,31 @@ def test_a_wrong_rung_is_red(call: Call, fakes: Fakes) -> None:
     assert told["red"] == ["wrong: losses lie 0.00067 (relative) from those of `base`, allowed 1e-04"]
 
 
+# --- what is there before anything is measured
+
+
+def test_a_dry_run_lists_the_rungs(call: Call, fakes: Fakes) -> None:
+    def dry(*flags: str) -> Found:
+        return call("bench", "run.yaml", "--ladder", "ladder.yaml", "--dry-run", *flags)
+
+    lacking = {"name": "varlen", "with": {"attention": {"impl": "varlen"}}}
+    put(Path("ladder.yaml"), ladder([*RUNGS[:2], lacking]))
+    found = dry("--cumulative-only")
+    lines = found.out.splitlines()
+    assert found.code == 1 and [line.split()[0] for line in lines[1:-1:2]] == ["base", "adamw", "varlen"]
+    assert "needs a CUDA device" in lines[-2] and lines[-2].startswith("  refused: asked: ")
+    assert lines[-1] == "2 rungs, 1 process each"
+    put(Path("ladder.yaml"), ladder(RUNGS))
+    found = dry("--repeats", "2")
+    assert found.code == 0 and "  - fused-adamw" in found.out and found.out.endswith("2 processes each\n")
+    listed = json.loads(dry("--json").out)
+    assert [rung["rung"] for rung in listed] == ["base", "adamw", "both", "without fused-adamw", "without fused-loss"]
+    assert all(rung["predicted_tokens_per_s"] > 0 and rung["predicted_peak_bytes"] > 0 for rung in listed)
+    assert fakes.started == [] and not Path("out").exists()
+    found = call("bench", "run.yaml", "--ladder", "ladder.yaml")
+    assert found.code == 2 and "--dry-run" in found.err
+
+
 # --- what is refused before anything is written
 
 

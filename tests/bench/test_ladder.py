@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import yaml
 
 from optrush import config
 from optrush.bench import ladder
+from optrush.cli.bench import bench
 from optrush.config import Config
 from optrush.errors import ConfigError
 
@@ -50,6 +52,11 @@ def test_cpu_demo_has_six_rungs_and_no_compiler() -> None:
     found = ladder.resolve_rungs(ladder.find_ladder("cpu-demo", run()), run(), True)
     assert len(found) >= 6
     assert not any("compile" in r.config.with_ for r in found)
+
+
+def test_the_help_names_what_is_shipped() -> None:
+    (option,) = (o for o in get_type_hints(bench, include_extras=True)["ladder"].__metadata__)
+    assert set(ladder.shipped()) <= {name.strip() for name in option.help.split(",")}
 
 
 @pytest.mark.parametrize("name", [n for n in ladder.shipped() if n != ladder.OWN])

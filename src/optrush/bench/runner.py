@@ -24,7 +24,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
@@ -95,6 +95,15 @@ class ProgressBoard:
         self.log(f"{self.place}: {outcome}{self.left}")
 
 
+class PlannedRung(NamedTuple):
+    """A rung before it is measured, as the plan has it; None: it has no prediction, or is not refused."""
+
+    rung: Rung
+    tokens_per_s: float | None
+    peak_bytes: int | None
+    refused: str | None
+
+
 def print_table(records: Sequence[Record]) -> None:
     """Print each rung's figures, the ratio to the rung it is compared with, and the reasons where it is red."""
     table = Table(box=None, pad_edge=False)
@@ -157,6 +166,27 @@ def run_ladder(
         record.machine(), predict=predict_rung, exact_limit=limit_s is not None,
     )  # fmt: skip
     return run_rungs(state, board, resume=resume)
+
+
+def plan_rungs(
+    written: Ladder, config: Config, board: ProgressBoard, *, repeats: int | None = None, cumulative_only: bool = False
+) -> tuple[list[PlannedRung], int]:
+    """Return what `run_ladder` would measure and each rung's repeats; measures and writes nothing.
+
+    Raises:
+        UserError: the ladder or the baseline must be changed.
+    """
+    rungs = ladder.resolve_rungs(written, config, cumulative_only)
+    times = repeats or written.repeats
+    state = BenchState(written, rungs, Path(), times, written.limit_s, "", {}, {}, predict=predict_rung)
+    _refuse(state, board)
+    planned = []
+    for rung in state.rungs:
+        if rung.name not in state.absent:
+            plan = predict_rung(rung, rung.config)
+            known = plan["predicted_tokens_per_s"], plan["predicted_peak_bytes"]
+            planned.append(PlannedRung(rung, *known, state.refused.get(rung.name)))
+    return planned, times
 
 
 def run_rungs(state: BenchState, board: ProgressBoard, *, resume: bool) -> list[Record]:

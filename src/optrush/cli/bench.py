@@ -5,25 +5,32 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from optrush.cli.options import ConfigFile, Json, Set, With, Without, read_run
 from optrush.errors import ConfigError
+from optrush.hardware import GIB
 from optrush.launch import launched
+
+if TYPE_CHECKING:
+    from optrush.bench.runner import PlannedRung
 
 
 def bench(
     config: ConfigFile,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="where records and report go", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="where records and report go; needed but by --dry-run")
+    ] = None,
     ladder: Annotated[
         str,
         typer.Option(
             "--ladder",
             metavar="NAME|FILE",
-            help="config, single-gpu, memory, long-context, peers, data, cpu-demo, or a YAML file",
+            help="config, single-gpu, gpus, memory, long-context, peers, data, cpu-demo, or a YAML file",
         ),
     ] = "config",
     cumulative_only: Annotated[
@@ -36,6 +43,9 @@ def bench(
         float | None, typer.Option("--limit", min=1, metavar="SECONDS", help="what one process may take at most")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue a bench that was stopped")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="only list the rungs, and what the plan says of each; writes nothing")
+    ] = False,
     set_: Set = [],  # noqa: B006 - typer copies it
     with_: With = [],  # noqa: B006
     without: Without = [],  # noqa: B006
@@ -48,7 +58,8 @@ def bench(
     techniques. A rung that fails is recorded, the others run, and the exit code is 1.
 
     The ladder `config` takes the techniques of CONFIG one by one; the other ladders bring their own techniques and
-    take model and data from CONFIG. Nothing is written to CONFIG's `output`.
+    take model and data from CONFIG. Nothing is written to CONFIG's `output`. --dry-run shows the rungs before, with
+    the plan's speeds, and what a rung lacks; the exit code is 1 if one lacks something.
     """
     from optrush.config import spelled_out
 
@@ -56,9 +67,18 @@ def bench(
     if launched()[1] > 1:
         raise ConfigError("optrush bench", f"a launcher has started {launched()[1]} ranks", "start it alone")
     from optrush.bench.ladder import find_ladder
-    from optrush.bench.runner import ProgressBoard, print_table, run_ladder
+    from optrush.bench.runner import ProgressBoard, plan_rungs, print_table, run_ladder
 
     written = find_ladder(ladder, run)
+    if dry_run:
+        planned, times = plan_rungs(written, run, ProgressBoard(), repeats=repeats, cumulative_only=cumulative_only)
+        if as_json:
+            print(json.dumps([_planned_document(p) for p in planned]))
+        else:
+            print("\n".join(_planned_lines(planned, times)))
+        raise typer.Exit(int(any(p.refused for p in planned)))
+    if out is None:
+        raise ConfigError("optrush bench", "no folder for its records", "add --out DIR, or --dry-run")
     with ProgressBoard() as board:
         records = run_ladder(
             written, run, out, board,
@@ -68,6 +88,31 @@ def bench(
     print_table(records)
     print(json.dumps([json.loads(r.to_json()) for r in records]) if as_json else out / "report.html")
     raise typer.Exit(int(any(r.error for r in records)))
+
+
+def _planned_lines(planned: Sequence[PlannedRung], times: int) -> list[str]:
+    """Format the rungs with what the plan says of them, and below each what it changes or why it is refused."""
+    speeds = {p.rung.name: p.tokens_per_s for p in planned}
+    width = max(len(p.rung.name) for p in planned)
+    lines = [f"{'rung':<{width}}  ranks  planned tok/s  x since  planned GiB"]
+    for rung, speed, peak, refused in planned:
+        before = speeds.get(rung.since or "")
+        ratio = f"{speed / before:.2f}" if speed and before else ""
+        cells = (f"{speed:,.0f}" if speed else "-", ratio, f"{peak / GIB:.2f}" if peak else "-")
+        lines.append(f"{rung.name:<{width}}  {rung.ranks:>5}  {cells[0]:>13}  {cells[1]:>7}  {cells[2]:>11}")
+        why = "; ".join(" ".join(part.split()) for part in (refused or "").splitlines())
+        lines.append(f"  refused: {why}" if refused else f"  {rung.changes}")
+    ready = sum(p.refused is None for p in planned)
+    return [*lines, f"{ready} rung{'s' * (ready != 1)}, {times} process{'es' * (times != 1)} each"]
+
+
+def _planned_document(planned: PlannedRung) -> dict[str, Any]:
+    rung = planned.rung
+    return {
+        "rung": rung.name, "since": rung.since, "ranks": rung.ranks, "changes": rung.changes, "with": rung.config.with_,
+        "predicted_tokens_per_s": planned.tokens_per_s, "predicted_peak_bytes": planned.peak_bytes,
+        "refused": planned.refused,
+    }  # fmt: skip
 
 
 # --- report
