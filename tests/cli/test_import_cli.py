@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from optrush.cli.import_config import translate
+from optrush.cli.import_config import _facts, _Place, translate
 from optrush.cli.import_keys import TOOLS
 from optrush.config import Config
 from optrush.errors import ConfigError
@@ -163,6 +163,33 @@ def test_llama_factory(here: Path) -> None:
     assert found["optim"] == {"lr": 1e-4, "schedule": "constant", "warmup": 0.0, "betas": [0.9, 0.999]}
     assert found["train"] == {"epochs": 3.0, "best": False, "clean": True, "save_every": 50}
     assert found["batch"] == {"seq": 128, "tokens": 2 * 4 * 128, "micro_tokens": 256}
+
+
+def test_full_training_of_llama_factory(here: Path) -> None:
+    """A value that means none is not replaced by the tool's default."""
+    given = {**FACTORY, "finetuning_type": "full", "quantization_bit": None}
+    assert translated("f.yaml", given, data="rows.jsonl")["with"] == {
+        "recompute": {}, "amp": {}, "pad": {}, "attention": {"impl": "sdpa"}
+    }  # fmt: skip
+    assert "lora" in translated("f.yaml", {**given, "finetuning_type": None}, data="rows.jsonl")["with"], "its default"
+    found = translated("f.yaml", {**given, "gradient_checkpointing": False}, data="rows.jsonl")
+    assert "recompute" not in found["with"]
+    for bits in (4, 8):
+        with pytest.raises(ConfigError, match="`quantization_bit`"):
+            translated("f.yaml", {**given, "quantization_bit": bits}, data="rows.jsonl")
+
+
+def test_no_default_replaces_a_given_value() -> None:
+    """A value that means none leaves none, in the place of every default of every tool."""
+    place = _Place(Path("x"), {})
+    found = [
+        (tool.name, key, value)
+        for tool in TOOLS.values()
+        for key, rule in tool.keys.items()
+        for value, ours in (rule.values or {}).items()
+        if ours is None and _facts({key: value}, tool, place, []).get(rule.to) is not None
+    ]
+    assert not found
 
 
 def test_trl_from_a_command_line(here: Path) -> None:

@@ -261,12 +261,14 @@ def _facts(given: Mapping[str, Any], tool: Tool, place: _Place, notes: Notes) ->
         found = _valued(key, value, rule, place)
         if rule.to == "@with":
             facts["@with"] = {**facts.get("@with", {}), **found}
-        elif rule.to in by and facts[rule.to] != found and not (key.endswith("packing") or found is None):
+        elif found is None:
+            facts.setdefault(rule.to, None)  # given as none: no default of the tool takes its place
+        elif rule.to in by and facts[rule.to] != found and not key.endswith("packing"):
             do = f"keep one of `{by[rule.to]}` and `{key}`"
             raise ConfigError(place.of(key), f"{value!r}, where `{by[rule.to]}` gives another value", do)
-        elif found is not None and not (rule.to in by and found is False):
+        elif not (rule.to in by and found is False):
             facts[rule.to], by[rule.to] = found, key
-    merged = {**tool.defaults, **facts}
+    merged = {**tool.defaults, **facts, "@by": by}
     if "@with" in facts and "@with" in tool.defaults and "gradient_checkpointing" not in given:
         merged["@with"] = {**tool.defaults["@with"], **facts["@with"]}
     return merged
@@ -757,13 +759,13 @@ class _Composer:
     def _adapter(self) -> bool:
         """Add the adapter and its base's codes; return whether there is one."""
         adapter, lora = self.get("@adapter"), self.get
-        if self.tool == "llama-factory" and "@adapter" not in self.facts:
-            adapter = "lora"
         four = self.get("@four") or self.get("@bits") == 4 or adapter == "qlora"
         eight = self.get("@eight") or self.get("@bits") == 8
         if adapter is None:
             if four or eight:
-                raise self.refuse("load_in_4bit", "no adapter", "codes are not trained: add an adapter")
+                by = self.get("@by", {})
+                key = next(by[place] for place in ("@bits", "@four", "@eight") if self.get(place))
+                raise self.refuse(key, "no adapter", "codes are not trained: add an adapter")
             if "@linear" in self.facts or self.get("@lora.init"):
                 self.notes.append("arguments of lora: no effect without an adapter")
             return False

@@ -218,6 +218,7 @@ LLAMA_FACTORY: Table = {
     "mask_history": to("data.train_on", {True: "last", False: None}),
     "flash_attn": to("@with", ATTENTION), "enable_liger_kernel": to("@with", {True: {"fused-loss": {}}, False: {}}),
     "disable_gradient_checkpointing": to("@recompute", {True: False, False: True}),
+    "gradient_checkpointing": to("@recompute", BOOL),
     "pref_beta": to("dpo.beta"), "pref_loss": to("@loss", do="dpo.loss: sigmoid or ipo"),
     "kto_chosen_weight": to("@kto.desirable_weight"), "kto_rejected_weight": to("@kto.undesirable_weight"),
     "simpo_gamma": to("@gamma"), "pref_ftx": only(0, 0.0, do=LEAVE),
