@@ -285,6 +285,77 @@ def test_what_has_no_counterpart_is_refused_by_its_key(
     assert [line[:7] for line in found.err.splitlines()[-3:]] == ["asked: ", "found: ", "do:    "]
 
 
+OFFLOADED: list[tuple[dict[str, Any], str]] = [
+    ({"fsdp": ["full_shard"], "fsdp_config": {"fsdp_offload_params": True}}, "fsdp_config.fsdp_offload_params"),
+    ({"fsdp_config": {"offload_params": "true"}}, "fsdp_config.offload_params"),
+    ({"fsdp": "full_shard offload"}, "fsdp"), ({"deepspeed": "zero3_offload.json"}, "deepspeed"),
+    ({"deepspeed": {"zero_optimization": {"stage": 2, "cpu_offload": True}}},
+     "deepspeed.zero_optimization.cpu_offload"),
+    ({"deepspeed": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}},
+     "deepspeed.zero_optimization.offload_param"),
+    ({"deepspeed": "named.json"}, "deepspeed.zero_optimization.offload_optimizer"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "key"), OFFLOADED, ids=[key for _, key in OFFLOADED])
+@pytest.mark.parametrize("file", [AXOLOTL, DPO], ids=["axolotl", "trl"])
+def test_what_is_kept_in_host_memory_is_refused(
+    here: Path, file: dict[str, Any], given: dict[str, Any], key: str
+) -> None:
+    Path("named.json").write_text('{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}')
+    with pytest.raises(ConfigError, match=f"`{key}`\nfound: it keeps weights or states in host memory"):
+        translated("a.yml", {**file, **given}, ranks=4)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "key"),
+    [
+        ("--config_file acc.yaml", "config_file.fsdp_config.fsdp_offload_params"),
+        ("--use_fsdp --fsdp_offload_params true", "accelerate launch.fsdp_offload_params"),
+        ("--zero_stage 3 --offload_optimizer_device cpu", "accelerate launch.offload_optimizer_device"),
+        ("--deepspeed_config_file a.json", "accelerate launch.deepspeed_config_file.zero_optimization.offload_param"),
+        ("--config_file deepspeed_zero3_offload.yaml", "config_file"),
+    ],
+)
+def test_what_a_launcher_keeps_in_host_memory_is_refused(here: Path, launcher: str, key: str) -> None:
+    Path("acc.yaml").write_text("distributed_type: FSDP\nfsdp_config: {fsdp_offload_params: true}\n")
+    Path("a.json").write_text('{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}')
+    with pytest.raises(ConfigError, match=f"`{key}`"):
+        translated("sft.sh", SFT.replace("--config_file fsdp2.yaml", launcher))
+
+
+@pytest.mark.parametrize(
+    ("given", "technique"),
+    [
+        ({"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_offload_params": False}}, {"stage": 3}),
+        ({"fsdp": "shard_grad_op"}, {"stage": 2}), ({"fsdp": ["no_shard"]}, None),
+        ({"fsdp": "full_shard", "fsdp_config": {"reshard_after_forward": False}}, {"stage": 2}),
+        ({"fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}, "fsdp_version": 2}, {"stage": 2}),
+        ({"deepspeed": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}}}, {"stage": 2}),
+        ({"deepspeed": {"zero_optimization": {"stage": 1}}}, None), ({"deepspeed": {"bf16": {}}}, None),
+        ({"deepspeed": "deepspeed_configs/zero1.json"}, None), ({"deepspeed": "ds_z3_config.json"}, {"stage": 3}),
+        ({"deepspeed": "here.json"}, {"stage": 2}), ({"fsdp": False}, None), ({}, None),
+    ],
+    ids=lambda value: str(next(iter(value.values()))) if value else "",
+)  # fmt: skip
+def test_how_a_model_is_cut(here: Path, given: dict[str, Any], technique: dict[str, Any] | None) -> None:
+    """Of names, inline settings and files; with whole weights on each rank it is `ddp`."""
+    Path("here.json").write_text('{"zero_optimization": {"stage": 2}}')
+    found = translated("a.yml", {**AXOLOTL, "adapter": None, "load_in_4bit": None, **given}, ranks=4)["with"]
+    assert found.get("fsdp") == technique and ("ddp" in found) == (technique is None)
+
+
+def test_fsdp_may_recompute(here: Path) -> None:
+    given = {**DPO, "fsdp": "full_shard", "fsdp_config": {"activation_checkpointing": True}}
+    assert "recompute" in translated("a.yml", given, ranks=2)["with"]
+
+
+def test_a_configuration_of_sharding_that_is_none(here: Path) -> None:
+    Path("broken.json").write_text('{"zero_optimization": ')
+    with pytest.raises(ConfigError, match="found: no mapping of JSON"):
+        translated("a.yml", {**AXOLOTL, "deepspeed": "broken.json"}, ranks=2)
+
+
 def test_what_has_no_effect_is_listed(call: Call, here: Path) -> None:
     Path("a.yml").write_text(yaml.safe_dump(AXOLOTL))
     found = call("import", "a.yml", "--out", "ours.yaml", "--ranks", "2")

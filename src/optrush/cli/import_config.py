@@ -10,7 +10,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -33,12 +33,14 @@ from optrush.cli.import_keys import (
     LOGGER,
     ROW_IDLE,
     ROW_KINDS,
+    SHARDED,
     SPEED,
     TOOLS,
     Rule,
     Tool,
     ToolName,
 )
+from optrush.cli.import_sharding import Sharding, read_sharding
 from optrush.config import (
     COMPARED,
     JUDGED,
@@ -178,11 +180,14 @@ def _arguments(text: str, file: Path) -> tuple[dict[str, Any], Mapping[Any, int]
     )
     given: dict[str, Any] = {"@script": Path(words[at]).name if at >= 0 else ""}
     launcher = dict(_pairs(words[: max(at, 0)]))
-    for name in ("num_processes", "nproc_per_node"):
+    for name in ("num_processes", "nproc_per_node", "num_gpus"):
         if name in launcher:
             given["@ranks"] = launcher[name]
+    own = {key: value for key, value in launcher.items() if SHARDED.match(key)}
     if "config_file" in launcher:
-        given["deepspeed"] = launcher["config_file"]
+        given["config_file"] = launcher["config_file"]
+    if own:
+        given["accelerate launch"] = own
     return given | dict(_pairs(words[at + 1 :])), {}
 
 
@@ -827,22 +832,41 @@ class _Composer:
         return [*(name for name in found if name not in beside), *dense, "experts"]
 
     def _sharding(self) -> None:
-        given = self.get("@sharding")
-        if given is None:
-            if self.ranks > 1:
-                self.with_["ddp"] = {}
-            return
-        text = json.dumps(given) if isinstance(given, (dict, list)) else str(given)
-        if "offload" in text:
-            raise self.refuse(
-                "deepspeed", f"{text}, which keeps states in host memory", "with: {paged-states: {}} does"
-            )
-        if self.ranks == 1:
-            self.notes.append(f"{text}: give --ranks N, and the rows of a step and `with: {{fsdp: ...}}` follow")
-        elif re.search(r"z(ero)?_?-?[01]|multi_gpu|single_gpu", text):
+        found: Sharding | None = None
+        for place in ("@accelerate", "@launcher", "@sharding", "@fsdp_config"):  # a later one overrides
+            one = self._cut(place)
+            if one is None:
+                continue
+            if place == "@fsdp_config" and found is not None:  # the strategy is in one of the two
+                one = replace(found, stage=min(found.stage, one.stage), recompute=one.recompute)
+            elif place == "@fsdp_config" and self.tool != "axolotl":
+                self.notes.append("fsdp_config: no effect without `fsdp`")
+                continue
+            found = one
+        if found is not None and found.recompute and "offload-activations" not in self.with_:
+            self.with_["recompute"] = {}
+        if found is not None and self.ranks == 1:
+            self.notes.append("sharding: give --ranks N, and the rows of a step and `with: {fsdp: ...}` follow")
+        elif found is not None and found.stage >= 2:
+            self.with_["fsdp"] = {"stage": found.stage}
+        elif self.ranks > 1:
             self.with_["ddp"] = {}
-        else:
-            self.with_["fsdp"] = {"stage": 2 if re.search(r"z(ero)?_?-?2", text) else 3}
+
+    def _cut(self, place: str) -> Sharding | None:
+        """Return what one key has of the model's sharding, and note what is not read of it."""
+        given, key = self.get(place), self.get("@by", {}).get(place, "")
+        found = read_sharding(given, self.file)
+        if found is None:
+            return None
+        if found.in_host is not None:
+            do = "leave it out: `with: {paged-states: {}}` keeps the optimizer's states there"
+            name = f"{key}.{found.in_host}" if found.in_host else key
+            raise self.refuse(name, "it keeps weights or states in host memory", do)
+        if found.source == "missing file":
+            self.notes.append(f"{key}: {given} is not here: stage {found.stage} is taken from its name")
+        elif found.source == "settings":
+            self.notes.append(f"{key}: how the model is cut is read of it, its other settings are not")
+        return found
 
 
 def _completes(path: Any) -> bool:

@@ -95,7 +95,8 @@ TRAINER: Table = {
     "torch_compile": to("@with", {True: {"compile": {}}, False: {}}),
     "use_liger_kernel": to("@with", {True: {"fused-loss": {}}, False: {}}), "use_liger": to("@with", {
         True: {"fused-loss": {}}, False: {}}),
-    "deepspeed": to("@sharding"), "fsdp": to("@sharding"), "fsdp_config": idle("`fsdp: {}` shards block by block"),
+    "deepspeed": to("@sharding"), "fsdp": to("@sharding"), "fsdp_config": to("@fsdp_config"),
+    "config_file": to("@accelerate"), "accelerate launch": to("@launcher"),
     "group_by_length": to("@sorted", BOOL), "train_sampling_strategy": to("@sorted", {
         "random": False, "group_by_length": True}),
     "dataloader_num_workers": to("@workers"), "max_samples": to("data.max_samples"),
@@ -148,7 +149,7 @@ TRL: Table = {
     "chat_template_path": to("model.chat_template"), "eos_token": idle("the tokenizer's own ends a text"),
     "pad_token": idle("no token is padding here"), "pad_to_multiple_of": idle("padding has its own width here"),
     "shuffle_dataset": idle("every epoch is shuffled, by the seed"), "ignore_bias_buffers": SPEED,
-    "num_processes": to("@ranks"), "accelerate_config": to("@sharding"),
+    "num_processes": to("@ranks"), "accelerate_config": to("@accelerate"),
     "env": idle("set variables where the command is run"),
     "liger_kernel_config": SPEED, "learning_rate_scheduler_kwargs": only(do=LEAVE),
     "lr_scheduler_kwargs": only(do=LEAVE),
@@ -307,7 +308,8 @@ FOREIGN = re.compile(
     r"dft|eaft|asft)"
 )
 
-
+# Options of `accelerate launch` that shard a model.
+SHARDED = re.compile(r"use_fsdp|use_deepspeed|fsdp_|zero_stage|offload_|deepspeed_config_file")
 LOGGER = re.compile(r"(wandb|mlflow|comet|swanlab|use_swanlab|trackio|use_otel|otel|use_mlflow|use_comet|ray_|use_ray)")
 
 
