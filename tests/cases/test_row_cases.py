@@ -357,6 +357,28 @@ def test_the_objective_tells_which_kind_is_meant() -> None:
     for row in ({**ultra, "messages": [*TURNS, ASK]}, {"messages": TURNS, "instruction": "a", "output": "b"}):
         assert "which one is meant cannot be known" in refused(row).found
     assert "ignore" in refused({"messages": TURNS, "instruction": "a", "output": "b"}).do
+    other = {"messages": [ASK, {**ANSWER, "content": "Bergen."}], "chosen": TURNS, "rejected": worse}
+    assert "{messages: ignore}" in refused(other, "dpo").do, "a pair loses no answer"
+
+
+@pytest.mark.parametrize("objective", ["", "dpo", "orpo"])
+@pytest.mark.parametrize("key", ["conversations", "messages"])
+def test_a_conversation_without_an_answer_is_the_prompt_of_a_pair(key: str, objective: str) -> None:
+    ask, yes, no = (
+        {"from": "human", "value": ASK["content"]},
+        {**ANSWER, "content": "yes"},
+        {"from": "gpt", "value": "no"},
+    )
+    pair = Pair(*(Chat((U, Message("assistant", text)), prompt=1) for text in ("yes", "no")))
+    assert parsed({key: [ask], "chosen": yes, "rejected": no}, objective) == (pair, set())
+    assert parsed({key: [ask], "chosen": [yes], "rejected": no}, objective) == (pair, set())
+    assert parsed({key: json.dumps([ask]), "chosen": yes, "rejected": no}, objective) == (pair, set())
+    both = refused({key: [ask], "prompt": "b", "chosen": yes, "rejected": no}, objective).found
+    assert "which one is meant cannot be known" in both
+    named = {f"{key}[].by": "role", "chosen[].by": "role", "rejected[].by": "role"}
+    turns: list[dict[str, Any]] = [{"by": by, "content": text} for by, text in (("me", U.content), ("it", "yes"))]
+    row = {key: turns[:1], "chosen": turns[1], "rejected": {**turns[1], "content": "no"}}
+    assert parsed(row, objective, named, {"me": "user", "it": "assistant"})[0] == pair
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ import yaml
 
 from optrush.cli.import_config import _facts, _Place, translate
 from optrush.cli.import_keys import TOOLS
-from optrush.config import Config
+from optrush.config import Config, parse_config
+from optrush.data.schema import Chat, Message, Pair, RowLocation, parse_row, row_rules
 from optrush.errors import ConfigError
 from optrush.hardware import parse_hardware
 from optrush.resolve import resolve
@@ -283,6 +284,72 @@ def test_what_has_no_counterpart_is_refused_by_its_key(
     assert found.code == 2 and not Path("ours.yaml").exists()
     assert f"`{key}`" in found.err.splitlines()[-3], found.err
     assert [line[:7] for line in found.err.splitlines()[-3:]] == ["asked: ", "found: ", "do:    "]
+
+
+PREFERRED = {
+    "conversations": [{"from": "human", "value": "q"}],
+    "chosen": {"from": "gpt", "value": "yes"},
+    "rejected": {"from": "gpt", "value": "no"},
+}
+TAGGED = {
+    "conversations": [{"by": "me", "words": "q"}],
+    "chosen": {"by": "bot", "words": "yes"},
+    "rejected": {"by": "bot", "words": "no"},
+}
+TAGS = {"role_tag": "by", "content_tag": "words", "user_tag": "me", "assistant_tag": "bot"}
+PAIR = Pair(*(Chat((Message("user", "q"), Message("assistant", text)), prompt=1) for text in ("yes", "no")))
+
+
+def read(found: dict[str, Any], row: dict[str, Any]) -> Any:
+    """What a row means under an imported configuration."""
+    return parse_row(RowLocation(Path("r"), 1), row, row_rules(parse_config(yaml.safe_dump(found), "r")))
+
+
+@pytest.mark.parametrize(("row", "tags"), [(PREFERRED, {}), (TAGGED, TAGS)], ids=["named as usual", "tags"])
+def test_preferences_of_llama_factory(here: Path, row: dict[str, Any], tags: dict[str, str]) -> None:
+    entry = {"file_name": "rows.jsonl", "ranking": True, "formatting": "sharegpt", "tags": tags}
+    columns = {key: key for key in ("chosen", "rejected")}
+    (here / "dataset_info.json").write_text(json.dumps({
+        "whole": {**entry, "columns": {**columns, "messages": "conversations"}}, "brief": {**entry, "columns": columns}
+    }))  # fmt: skip
+    for name in ("whole", "brief"):
+        given = {**FACTORY, "stage": "dpo", "dataset": name, "dataset_dir": str(here)}
+        assert read(translated("f.yaml", given), row) == PAIR
+
+
+@pytest.mark.parametrize("named", [{}, {"prompt": "instruction", "query": "input"}, {"prompt": "ask"}], ids=str)
+def test_preferences_of_texts_of_llama_factory(here: Path, named: dict[str, str]) -> None:
+    """They are rendered as turns there, and here with a `system` in the rows."""
+    given = {**FACTORY, "stage": "dpo", "dataset": "pairs", "dataset_dir": str(here)}
+    for more in ({}, {"system": "system"}):
+        columns = {**named, "chosen": "chosen", "rejected": "worse", **more}
+        entry = {"file_name": "rows.jsonl", "ranking": True, "columns": columns}
+        (here / "dataset_info.json").write_text(json.dumps({"pairs": entry}))
+        if not more:
+            with pytest.raises(ConfigError, match="pairs of texts, which no chat template renders"):
+                translated("f.yaml", given)
+    row = {named.get("prompt", "instruction"): "q", "input": "", "system": "", "chosen": "yes", "worse": "no"}
+    assert read(translated("f.yaml", given), row) == PAIR
+
+
+def test_turns_of_other_keys(here: Path) -> None:
+    """Their names are those of the list that a row has them in."""
+    entry = {"file_name": "rows.jsonl", "formatting": "sharegpt", "tags": TAGS}
+    (here / "dataset_info.json").write_text(json.dumps({"chats": entry}))
+    turns = [*TAGGED["conversations"], TAGGED["chosen"]]
+    found = translated("f.yaml", {**FACTORY, "dataset": "chats", "dataset_dir": str(here)})
+    assert read(found, {"conversations": turns}) == Chat(PAIR.chosen.messages)
+    mapped = {
+        "path": "r.jsonl",
+        "type": "chat_template",
+        "message_property_mappings": {"role": "by", "content": "words"},
+    }
+    mapped["roles"] = {"user": ["me"], "assistant": ["bot"]}
+    for key in ("conversations", "messages", "talk"):
+        found = translated("a.yml", {**AXOLOTL, "datasets": [{**mapped, "field_messages": key}]})
+        assert read(found, {key: turns}) == Chat(PAIR.chosen.messages)
+        found = translated("a.yml", {**AXOLOTL, "rl": "dpo", "datasets": [{**mapped, "field_messages": key}]})
+        assert read(found, {**TAGGED, "conversations": None, key: TAGGED["conversations"]}) == PAIR
 
 
 OFFLOADED: list[tuple[dict[str, Any], str]] = [

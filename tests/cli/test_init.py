@@ -185,6 +185,15 @@ def test_odd_names_come_back(text: str) -> None:
     assert parse_yaml(f"k: {_text(text)}\n", "")[0] == {"k": text}
 
 
+def test_preferences_of_llama_factory(call: Call, here: Path) -> None:
+    row = {"conversations": [{"from": "human", "value": "q"}]}
+    row |= {key: {"from": "gpt", "value": key} for key in ("chosen", "rejected")}
+    Path("pairs.jsonl").write_text((json.dumps(row) + "\n") * 40)
+    found = call("init", "--model", "tiny", "--data", "pairs.jsonl", "--objective", "dpo")
+    assert found.code == 0 and written().objective == "dpo", found.err
+    assert call("train", "train.yaml", "--set", "train.steps=1", "--set", "train.epochs=1").code == 0
+
+
 # --- what is chosen
 
 

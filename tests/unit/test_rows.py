@@ -56,6 +56,10 @@ def test_every_kind_is_known_by_its_keys():
     for prompt in ("ask", [ASK]):  # beside answers, or beside whole conversations
         assert row(prompt=prompt, chosen=turns[1:], rejected=other[1:]) == pair
         assert row(prompt=prompt, chosen=turns, rejected=other, score_chosen=7) == pair
+        assert row(prompt=prompt, chosen=ANSWER, rejected=other[1]) == pair, "one turn is an object"
+        assert row(prompt=prompt, chosen=ANSWER, rejected=other[1:]) == pair
+    assert row(prompt=ASK, chosen={"from": "gpt", "value": "answer"}, rejected=other[1]) == pair
+    assert row(prompt=ASK, completion=ANSWER) == Chat(both, prompt=1)
 
 
 @pytest.mark.parametrize(
@@ -120,6 +124,9 @@ def test_exactly_one_kind_is_meant():
         ({"chosen": [ASK, ANSWER], "rejected": [ASK, ANSWER, ASK]}, "chosen: no assistant turn follows"),
         ({"prompt": "other", "chosen": [ASK, ANSWER], "rejected": [ANSWER]}, "chosen: no assistant turn follows"),
         ({"chosen": [], "rejected": [ASK]}, "chosen is an empty list"),
+        ({"prompt": "a", "chosen": {"text": "b"}, "rejected": {"text": "c"}}, "chosen is an object, not a list"),
+        ({"prompt": "a", "chosen": ASK, "rejected": ANSWER}, "chosen: no assistant turn follows the prompt"),
+        ({"messages": ANSWER}, "messages is an object, not a list"),
         ({"messages": []}, "messages is an empty list"),
         ({"messages": "hello"}, "messages is a string, not a list"),
         ({"messages": ["hello"]}, "messages[0] is a string, not an object"),

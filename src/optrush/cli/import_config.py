@@ -31,6 +31,7 @@ from optrush.cli.import_keys import (
     LEAVE,
     LOGGED,
     LOGGER,
+    PAIRS,
     ROW_IDLE,
     ROW_KINDS,
     SHARDED,
@@ -445,7 +446,7 @@ class _Composer:
             objective, columns = ROW_KINDS[kind]
             objectives.add(objective)
             self.columns |= columns
-            self._columns_of(entry, n)
+            self._columns_of(entry, n, kind in PAIRS and bool(self.get("@objective")))
             if objective == "sft":
                 self._learning(entry, n, kind in CHATS)
             else:
@@ -456,14 +457,21 @@ class _Composer:
         tree["objective"] = objectives.pop()
         return found[0] if len(found) == 1 else found
 
-    def _columns_of(self, entry: dict[str, Any], n: int) -> None:
-        """Note what the keys of a source's rows are, and refuse its keys that have no counterpart."""
+    def _columns_of(self, entry: dict[str, Any], n: int, pairs: bool) -> None:
+        """Note what the keys of a source's rows are, and refuse its keys that have no counterpart.
+
+        Args:
+            pairs: its conversations are the prompts of pairs.
+        """
         turns = {"message_field_role": "role", "message_field_content": "content"}
         named = {turns[k]: entry[k] for k in turns if k in entry} | dict(entry.get("message_property_mappings") or {})
+        key = entry.get("field_messages") or "messages"
         for ours, theirs in named.items():
             if ours in ("role", "content") and theirs not in ("role", "content", "from", "value"):
-                self.columns[f"messages[].{theirs}"] = ours
-        if (key := entry.get("field_messages")) not in (None, "messages", "conversations"):
+                self._turn_key(theirs, ours, key, pairs)
+        if pairs:
+            self.columns[key] = "prompt"
+        elif key not in ("messages", "conversations"):
             self.columns[key] = "prompt" if self.get("@objective") else "messages"
         for theirs, ours in (("field", "text"), ("text_column", "text"), ("field_chosen", "chosen"),
                              ("field_rejected", "rejected"), *INSTRUCTION.items()):  # fmt: skip
@@ -478,6 +486,12 @@ class _Composer:
                 self.notes.append(f"datasets[{n}].{key}: the chat template of the model renders the rows")
             elif key not in known and value not in (None, "", [], False):
                 raise self.refuse(f"datasets[{n}].{key}", f"{value!r}", LEAVE)
+
+    def _turn_key(self, theirs: str, ours: str, key: str, pairs: bool) -> None:
+        """Note what a key of turns is, in the lists that rows have them in; `key` has a row's conversation."""
+        one = key if key == "conversations" else "messages"
+        for turns in ("prompt", "chosen", "rejected") if pairs else (one,):
+            self.columns[f"{turns}[].{theirs}"] = ours
 
     def _learning(self, entry: Mapping[str, Any], n: int, chats: bool) -> None:
         """Refuse what would learn other tokens of a source's rows than answers with their ends, and note the rest."""
@@ -510,7 +524,7 @@ class _Composer:
             found = f"{mark!r}, which names no key of a turn"
             raise self.refuse(f"datasets[{n}].message_field_training", found, "name the key, or leave it out")
         elif mark not in LEARNT:
-            self.columns[f"messages[].{mark}"] = "train"
+            self._turn_key(mark, "train", entry.get("field_messages") or "messages", pairs=False)
         given = (
             "" if self.get("@eot") else " not given: axolotl learns that end only where it is the end of a text, too;"
         )
@@ -542,20 +556,28 @@ class _Composer:
             for key, do in FACTORY_REFUSED.items():
                 if entry.get(key) is not None:
                     raise self.refuse("dataset", f"{name} has {key}: {entry[key]!r}", do)
-            self._tags(entry.get("tags") or {})
-            for column, theirs in (entry.get("columns") or {}).items():
+            columns = dict(entry.get("columns") or {})
+            sharegpt = entry.get("formatting") == "sharegpt"
+            if sharegpt or entry.get("ranking"):
+                columns.setdefault(*(("messages", "conversations") if sharegpt else ("prompt", "instruction")))
+            self._tags(entry.get("tags") or {}, columns.get("messages", ""), bool(entry.get("ranking")))
+            for column, theirs in columns.items():
                 if column == "history":
                     raise self.refuse("dataset", f"{name} has history: earlier turns", "write the rows as messages")
                 if column not in FACTORY_COLUMNS:
                     raise self.refuse("dataset", f"{name} has {column}", "train on text, without images and audio")
                 ours = FACTORY_COLUMNS[column]
-                if entry.get("ranking") and column == "messages":
+                if entry.get("ranking") and column in ("messages", "prompt"):
                     ours = "prompt"
                 if tree["objective"] == "pretrain" or self.get("@objective") == "pretrain":
                     ours = "text" if column == "prompt" else ours
                 if theirs not in (ours, "conversations" if ours == "messages" else ours):
                     self.columns[theirs] = ours
             source = entry.get("hf_hub_url") or str(listed.parent / entry.get("file_name", name))
+            if entry.get("ranking") and not sharegpt and "system" not in {*columns, *_first_row(source)}:
+                found = f"{name} has pairs of texts, which no chat template renders here"
+                do = "give each row a `system`, which may be empty, and name it: columns: {system: system}"
+                raise self.refuse("dataset", found, do)
             if tree["objective"] == "sft" and self.get("@objective") in (None, "sft"):
                 self._unnamed(source, entry)
             found_rows.append(self._origin({"path": source, "split": entry.get("split"), "name": entry.get("subset")}))
@@ -574,13 +596,13 @@ class _Composer:
             return
         raise self.refuse("dataset", f"{name} is {entry!r} in {listed}", "give names: columns: {prompt: instruction}")
 
-    def _tags(self, tags: Mapping[str, str]) -> None:
+    def _tags(self, tags: Mapping[str, str], key: str, pairs: bool) -> None:
         """Note what LLaMA-Factory's names for the keys and the roles of a turn are."""
         for tag, name in tags.items():
             if tag in FACTORY_KEYS:
                 ours, known = FACTORY_KEYS[tag]
                 if name not in known:
-                    self.columns[f"messages[].{name}"] = ours
+                    self._turn_key(name, ours, key, pairs)
             elif tag in FACTORY_ROLES:
                 ours, known = FACTORY_ROLES[tag]
                 if name not in known:

@@ -372,6 +372,8 @@ KINDS: tuple[tuple[frozenset[str], tuple[type, ...]], ...] = (
 KIND_NAMES = {int: "a whole number", float: "a number", list: "a list", dict: "a mapping", str: "a text"}
 # Kinds of axolotl's rows that are conversations.
 CHATS = ("chat_template", "sharegpt", "chat_template.default", "chat_template.argilla")
+# Those of them whose rows are a conversation with two answers, where the objective compares answers.
+PAIRS = ("chat_template", "chat_template.default")
 # Kinds of axolotl's rows: the objective, and what the keys of a row are where their names are others.
 ROW_KINDS: dict[str, tuple[str, dict[str, str]]] = {
     **{name: ("sft", {}) for name in ("alpaca", "alpaca:chat", "alpaca:phi")},

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from optrush.config import JUDGED, PAIRED, Config
+from optrush.config import COMPARED, JUDGED, PAIRED, Config
 from optrush.errors import DataError
 
 # --- JSON without leniency: one meaning or none.
@@ -316,9 +316,10 @@ def parse_row(
     """Return a row's meaning: exactly one kind must be recognized by its keys.
 
     text; messages; conversations (ShareGPT); instruction, input, output (Alpaca); prompt, completion; chosen, rejected
-    with or without prompt. Of several kinds the objective takes one: pretrain the text, any other the structured one,
-    if what is left out has nothing of its own. A null counts as no key, except `system` beside texts: it makes
-    turns of them, and the rows of one table are of one kind.
+    with or without prompt, which may be messages or conversations that end without an answer (LLaMA-Factory). Of
+    several kinds the objective takes one: pretrain the text, any other the structured one, if what is left out has
+    nothing of its own. A null counts as no key, except `system` beside texts: it makes turns of them, and the rows of
+    one table are of one kind.
 
     Args:
         noted: gets the names of keys that are not read, turns' as `messages[].id`, and `key -> name` of those that
@@ -331,7 +332,7 @@ def parse_row(
     try:
         if rules.columns:
             found = _named_columns(found, rules, unread)
-        label = None
+        found, label = _prompted(found, rules), None
         if rules.objective == JUDGED:
             found, label = _label(found)
         sign = _sign(found, rules.objective)
@@ -385,7 +386,9 @@ def _named_columns(found: dict[str, Any], rules: RowRules, noted: set[str]) -> d
             result[name] = found[key]
     for name, turns in list(result.items()) if rules.of_turns else ():
         own = {k.partition("[].")[2]: to for k, to in rules.of_turns.items() if k.startswith(f"{name}[].")}
-        if own and isinstance(turns := _turn_list(turns, name), list):
+        if own and isinstance(turns, dict):
+            result[name] = _named_keys(turns, own, name, noted)
+        elif own and isinstance(turns := _turn_list(turns, name), list):
             result[name] = [_named_keys(turn, own, name, noted) if isinstance(turn, dict) else turn for turn in turns]
     return result
 
@@ -417,11 +420,26 @@ def _sign(found: dict[str, Any], objective: str) -> str:
         kinds = kinds[1:] if objective in PAIRED else kinds[:1]  # the conversation is the chosen one
     if len(kinds) > 1:
         reason = f"both {quoted(signs[0])} and {quoted(signs[-1])}; which one is meant cannot be known"
-        line = f"leave one out: `data.columns: {{{signs[-1]}: ignore}}`"
+        pair = kinds[1] in ("chosen", "rejected") and objective in COMPARED
+        line = f"leave one out: `data.columns: {{{signs[0] if pair else signs[-1]}: ignore}}`"
         if kinds == ["instruction", "chosen"] and found.get("prompt") is None and found.get("output") is None:
             line = "is 'instruction' the prompt? `data.columns: {instruction: prompt}`"
         raise _Bad(reason, f"{line}, or mend that line")
     return "chosen" if kinds[0] == "rejected" else kinds[0]
+
+
+def _prompted(found: dict[str, Any], rules: RowRules) -> dict[str, Any]:
+    """Return the row with its conversation as `prompt`, where that has no answer and two answers are next to it."""
+    key = next((key for key in ("messages", "conversations") if found.get(key) is not None), None)
+    answers = [found.get("chosen"), found.get("rejected")]
+    if key is None or found.get("prompt") is not None or not all(isinstance(one, dict | list) for one in answers):
+        return found
+    turns = _turn_list(found[key], key)
+    last = turns[-1] if turns and isinstance(turns, list) else None
+    role = str(last.get("from") or last.get("role")) if isinstance(last, dict) else ""
+    if rules.role_names.get(role) in (None, "assistant"):
+        return found
+    return {**{name: value for name, value in found.items() if name != key}, "prompt": turns}
 
 
 def _mapping(found: dict[str, Any]) -> str:
@@ -450,6 +468,8 @@ def _row(found: dict[str, Any], sign: str, rules: RowRules, unread: set[str]) ->
         return _chat(_with_system(found, _turns(found[sign], sign, rules, unread), sign), _tools(found))
     if sign == "instruction":
         return _alpaca(found)
+    # One turn may be an object alone, as in LLaMA-Factory's preferences.
+    found = {k: [v] if k in ANSWERED and isinstance(v, dict) and _is_turn(v) else v for k, v in found.items()}
     if sign == "completion":
         if found.get("prompt") is None and not isinstance(found.get("label"), bool):
             raise _Bad("'completion' without 'prompt'", _mapping(found))
@@ -676,6 +696,7 @@ def _is_turn(found: Any) -> bool:
 
 
 SAID = ("content", "tool_calls")
+ANSWERED = ("prompt", "completion", "chosen", "rejected")
 # The beginning of turns as text, also as Python prints them.
 TURNS = re.compile(
     r"""(?s)\s*\[\s*\{\s*["'](?:role["'].*["']content|content["'].*["']role|from["'].*["']value|value["'].*["']from)["']\s*:"""
