@@ -196,14 +196,55 @@ def test_no_default_replaces_a_given_value() -> None:
 def test_trl_from_a_command_line(here: Path) -> None:
     found = translated("sft.sh", SFT)
     assert found["data"] == {
-        "path": "hub:some/chats", "too_long": "truncate", "train_on": "assistant", "most_truncated": 1.0
+        "path": "hub:some/chats", "eval": "hub:some/chats:test", "too_long": "truncate", "train_on": "assistant",
+        "most_truncated": 1.0,
     }  # fmt: skip
     assert found["batch"]["tokens"] == 4 * 2 * 128
     assert found["with"] == {
         "recompute": {}, "amp": {}, "packing": {}, "fsdp": {"stage": 3}, "attention": {"impl": "sdpa"},
         "lora": {"rank": 32, "alpha": 32.0, "dropout": 0.05, "targets": ["q_proj", "v_proj"]},
     }  # fmt: skip
-    assert "eval_every" not in found["train"], "without held-out rows"
+    assert found["train"]["eval_every"] == 100
+
+
+@pytest.mark.parametrize(
+    ("given", "held_out", "every", "listed"),
+    [
+        ({"dataset_test_split": "valid", "eval_strategy": "steps", "eval_steps": 9}, "hub:some/chats:valid", 9, ""),
+        ({"eval_strategy": "epoch", "dataset_config": "main"}, "hub:some/chats/main:test", 0.333333, ""),
+        ({"eval_strategy": "steps", "logging_steps": 7}, "hub:some/chats:test", 7, ""),
+        ({"eval_strategy": "steps"}, "hub:some/chats:test", 500, ""),
+        ({"dataset_test_split": "valid"}, None, None, "dataset_test_split"),
+        ({"eval_strategy": "no", "eval_steps": 9}, None, None, "eval_steps"),
+        ({"dataset_name": "r.jsonl", "eval_strategy": "steps", "eval_steps": 9, "dataset_test_split": "test"}, None,
+         None, "eval_strategy eval_steps dataset_test_split"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_evaluation_of_trl(
+    here: Path, given: dict[str, Any], held_out: str | None, every: float | None, listed: str
+) -> None:
+    """What it evaluates on is mapped, or listed with the reason."""
+    Path("t.yaml").write_text(yaml.safe_dump({**DPO, "dataset_name": "some/chats", "max_steps": -1, **given}))
+    found = translate(Path("t.yaml"))
+    assert (found.config.data.eval, found.config.train.eval_every) == (held_out, every)
+    for key in listed.split():
+        assert any(note.startswith(f"{key}: ") for note in found.notes), found.notes
+
+
+def test_how_often_of_one_epoch(here: Path) -> None:
+    """Once an epoch is once a run where it has one: at its end, and not after each step."""
+    once = {"num_train_epochs": 1, "eval_strategy": "epoch", "save_strategy": "epoch", "dataset_name": "some/chats"}
+    found = translated("d.json", json.dumps({**DPO, **once}))["train"]
+    assert not found.keys() & {"eval_every", "save_every"}
+    assert translated("d.json", json.dumps({**DPO, "save_steps": 1}))["train"]["save_every"] == 1
+    found = translated("a.yml", {**AXOLOTL, "val_set_size": 0, "test_datasets": [{"path": "a/b", "split": "test"}]})
+    assert found["data"]["eval"] == "hub:a/b:test" and found["train"]["eval_every"] == 0.125
+
+
+def test_evaluations_without_held_out_rows_are_listed(here: Path) -> None:
+    Path("a.yml").write_text(yaml.safe_dump({**AXOLOTL, "val_set_size": 0}))
+    assert any(note.startswith("evals_per_epoch: no effect") for note in translate(Path("a.yml")).notes)
 
 
 def test_trl_dpo(here: Path) -> None:

@@ -398,6 +398,8 @@ class _Composer:
         for key, place in (("@eval_data", "eval_dataset"), ("@test_datasets", "test_datasets")):
             if self.get(key):
                 data["eval"] = self._held_out(place, self.get(key))
+        if "eval" not in data:
+            self._test_split(data)
         clean: dict[str, Any] = {}
         if self.get("@dedup"):
             clean["exact_duplicates"] = True
@@ -407,10 +409,25 @@ class _Composer:
             data["clean"] = clean
 
     def _held_out(self, key: str, given: Any) -> str:
-        path = given[0].get("path") if isinstance(given, list) and len(given) == 1 else given
-        if not isinstance(path, str) or not (Path(path).suffix or Path(path).exists()):
+        entry = given[0] if isinstance(given, list) and len(given) == 1 else given
+        entry = {"path": entry} if isinstance(entry, str) else entry
+        path = self._origin(entry) if isinstance(entry, dict) and isinstance(entry.get("path"), str) else None
+        if not isinstance(path, str) or not (path.startswith("hub:") or Path(path).suffix or Path(path).exists()):
             raise self.refuse(key, f"{given!r}", "name one file of held-out rows, or give a share: data.eval: 0.05")
         return path
+
+    def _test_split(self, data: dict[str, Any]) -> None:
+        """Hold out the split of a hub's data set that TRL evaluates on, or note why not."""
+        given = self.get("@test_split")
+        if self.get("@eval_strategy") in (None, "no", False):
+            if given is not None:
+                self.notes.append("dataset_test_split: nothing is evaluated there without `eval_strategy`")
+        elif (given or self.tool.startswith("trl-")) and str(data["path"]).startswith("hub:") and "@data" in self.facts:
+            named = {"path": self.get("@data"), "name": self.get("@data_config"), "split": given or "test"}
+            data["eval"] = self._origin(named)
+        elif given is not None:
+            do = "here held-out rows are a file, a split of the hub or a share: data.eval: 0.05"
+            self.notes.append(f"dataset_test_split: {given}; {do}")
 
     def _origin(self, entry: Mapping[str, Any]) -> Any:
         """Return one source as our data.path has it."""
@@ -729,17 +746,20 @@ class _Composer:
             train["log_every"] = max(1, int(train["log_every"]))
         for name, per_epoch in (("eval", self.get("@evals")), ("save", self.get("@saves"))):
             strategy, steps = self.get(f"@{name}_strategy"), self.get(f"@{name}_steps")
-            every: float | None = None
-            if per_epoch is not None:
-                every = 1 / (per_epoch * epochs) if per_epoch else None
-            elif strategy == "epoch":
-                every = 1 / epochs
-            elif steps and strategy not in ("no", False):
-                every = float(steps)
-            if every is not None and (every != 1 or steps):
-                train[f"{name}_every"] = int(every) if every >= 1 else round(every, 6)
+            if per_epoch is None and strategy == "epoch":
+                per_epoch = 1
+            elif per_epoch is None and name == "eval" and strategy == "steps":
+                steps = steps or train.get("log_every") or 500  # transformers: as often as it logs, 500 where unsaid
+            if per_epoch and per_epoch * epochs > 1:  # else at the end
+                train[f"{name}_every"] = round(1 / (per_epoch * epochs), 6)
+            elif per_epoch is None and steps and strategy not in ("no", False):
+                train[f"{name}_every"] = int(steps) if steps >= 1 else round(steps, 6)
         if "eval" not in tree["data"]:
             train.pop("eval_every", None)
+            for place in ("@eval_strategy", "@eval_steps", "@evals"):
+                if self.get(place) not in (None, "no", False, 0):
+                    key = self.get("@by", {}).get(place, place)
+                    self.notes.append(f"{key}: no effect without held-out rows: `data.eval: 0.05` holds out a share")
 
     # Techniques
 
