@@ -393,6 +393,73 @@ def test_turns_of_other_keys(here: Path) -> None:
         assert read(found, {**TAGGED, "conversations": None, key: TAGGED["conversations"]}) == PAIR
 
 
+def test_all_refused_keys_are_named_at_once(call: Call, here: Path) -> None:
+    """Each has three lines of its own, and a known key is suggested where it is nearly the same word."""
+    wrong = {"learning_rte": 1, "s2_attention": True, "rope_scaling": {"factor": 2}, "optimizer": "lion_8bit"}
+    Path("a.yml").write_text(yaml.safe_dump({**AXOLOTL, **wrong}, sort_keys=False))
+    found = call("import", "a.yml")
+    lines = found.err.splitlines()
+    assert found.code == 2 and [line[:7] for line in lines] == ["asked: ", "found: ", "do:    "] * 4, found.err
+    hints = {asked.split("`")[1]: do for asked, do in zip(lines[::3], lines[2::3])}
+    assert hints.keys() == {"optimizer", "learning_rte", "s2_attention", "rope_scaling"}
+    assert hints["learning_rte"].endswith("counterpart; did you mean `learning_rate`?")
+    assert all(hints[key].endswith("no counterpart") for key in ("s2_attention", "rope_scaling"))
+    assert hints["optimizer"].startswith("do:    take one of adamw_torch_fused")
+
+
+@pytest.mark.parametrize(
+    ("file", "given", "place", "value"),
+    [
+        (AXOLOTL, {"early_stopping_patience": 3}, ("train", "stop_after"), 3),
+        (FACTORY, {"early_stopping_steps": 3, "val_size": 0.1}, ("train", "stop_after"), 3),
+        ({**DPO, "dataset_name": "a/b"}, {"early_stopping_patience": 3, "eval_strategy": "epoch"},
+         ("train", "stop_after"), 3),
+        (AXOLOTL, {"cosine_min_lr_ratio": 0.0}, ("optim", "schedule"), "cosine"),
+        (AXOLOTL, {"metric_for_best_model": "eval_loss", "greater_is_better": False}, ("train", "best"), False),
+        (FACTORY, {"lr_scheduler_kwargs": {}}, ("optim", "schedule"), "constant"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) and len(value) < 4 else "",
+)  # fmt: skip
+def test_more_keys(here: Path, file: dict[str, Any], given: dict[str, Any], place: tuple[str, ...], value: Any) -> None:
+    data = {"data": "rows.jsonl"} if file is FACTORY else {}
+    found: Any = translated("a.yml", {**file, **given}, **data)
+    for key in place:
+        found = found[key]
+    assert found == value
+
+
+@pytest.mark.parametrize(
+    ("file", "given", "reason"),
+    [
+        (AXOLOTL, {"cosine_min_lr_ratio": 0.1}, "no floor"), (FACTORY, {"early_stopping_steps": 3}, "no rows are held"),
+        (FACTORY, {"lr_scheduler_kwargs": {"min_lr": 1e-5}}, "no options"),
+        (AXOLOTL, {"early_stopping_patience": 3, "val_set_size": 0}, "no rows are held out"),
+        (AXOLOTL, {"early_stopping_patience": 2.5}, "a whole number"),
+        (DPO, {"metric_for_best_model": "accuracy"}, "the least held-out loss"),
+        (DPO, {"lr_scheduler_kwargs": {"min_lr": 1e-5}}, "no options"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) and len(value) < 4 else "",
+)  # fmt: skip
+def test_a_refusal_has_its_reason(here: Path, file: dict[str, Any], given: dict[str, Any], reason: str) -> None:
+    data = {"data": "rows.jsonl"} if file is FACTORY else {}
+    with pytest.raises(ConfigError, match=f"`{next(iter(given))}`(.|\n)*{reason}"):
+        translated("a.yml", {**file, **given}, **data)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "reason"),
+    [
+        (yaml.safe_dump({**AXOLOTL, "lora_on_cpu": True}), "lora_on_cpu", "optrush export"),
+        (f"{SCRIPT} --fsdp full_shard --fsdp_transformer_layer_cls_to_wrap B", "fsdp_transformer_layer_cls_to_wrap",
+         "block by block"),
+    ],
+    ids=["lora_on_cpu", "fsdp_transformer_layer_cls_to_wrap"],
+)  # fmt: skip
+def test_the_reason_of_what_has_no_effect(here: Path, text: str, key: str, reason: str) -> None:
+    Path("x").write_text(text)
+    assert any(note.startswith(f"{key}: ") and reason in note for note in translate(Path("x")).notes)
+
+
 OFFLOADED: list[tuple[dict[str, Any], str]] = [
     ({"fsdp": ["full_shard"], "fsdp_config": {"fsdp_offload_params": True}}, "fsdp_config.fsdp_offload_params"),
     ({"fsdp_config": {"offload_params": "true"}}, "fsdp_config.offload_params"),

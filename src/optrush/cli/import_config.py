@@ -6,11 +6,12 @@ and ranks become the slots of a step, an adapter and its base become techniques.
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -48,7 +49,6 @@ from optrush.config import (
     SECTIONS,
     Config,
     Model,
-    nearest,
     parse_config,
     parse_scalar,
     parse_yaml,
@@ -58,6 +58,7 @@ from optrush.errors import ConfigError, UserError
 
 Notes = list[str]
 LEARNING = ("roles_to_train", "train_on_eos", "train_on_eot", "drop_system_message", "message_field_training")
+ALIKE = 0.9  # of difflib's ratio: a slip of the keyboard and not another word
 ANSWERS = ("assistant", "gpt")  # their roles
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
 _DATA_FILE = re.compile(r"\.(jsonl?|parquet|csv|txt|arrow|zst|gz)\Z")
@@ -238,45 +239,82 @@ def _recognised(given: Mapping[str, Any], file: Path) -> ToolName:
     raise ConfigError(f"{file}", f"of no known tool: {found}", f"name it: --from {', '.join(get_args(ToolName))}")
 
 
-def _facts(given: Mapping[str, Any], tool: Tool, place: _Place, notes: Notes) -> dict[str, Any]:
-    """Return the values of a file by place in our YAML or @fact, defaults of the tool included."""
-    facts: dict[str, Any] = {}
-    by: dict[str, str] = {}
-    for key, value in given.items():
-        if key.startswith("@"):
-            facts[key] = value
-            continue
-        if value is None or value == "" or value == [] or value == {}:
-            continue
-        rule = tool.keys.get(key)
+class Refusals(ConfigError):
+    """Several keys that are refused, each with its own three lines."""
+
+    def __init__(self, each: list[ConfigError]) -> None:
+        super().__init__(each[-1].asked, each[-1].found, each[-1].do)
+        self.each = each
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.each))
+
+
+@dataclass
+class _Facts:
+    """Values of a file, by place in our YAML or @fact."""
+
+    tool: Tool
+    place: _Place
+    notes: Notes
+    of: dict[str, Any] = field(default_factory=dict)
+    by: dict[str, str] = field(default_factory=dict)  # the key that gave each
+
+    def add(self, key: str, value: Any) -> None:
+        """Add a key's value, or note that it has no effect; raise ConfigError for one without a counterpart."""
+        rule = self.tool.keys.get(key)
         if rule is None and LOGGER.match(key):
             rule = LOGGED
         if rule is None:
-            do = LEAVE if FOREIGN.match(key) else f"{LEAVE}; {nearest(key, tool.keys)}"
-            if value is False:
-                notes.append(f"{key}: off there, and absent here")
-                continue
-            raise ConfigError(place.of(key), f"a key of {tool.name} without a counterpart", do)
-        if rule.idle:
-            notes.append(f"{key}: {rule.idle}")
-            continue
-        if not rule.to:
-            if not any(value == v and type(value) is type(v) for v in rule.only):
-                raise ConfigError(place.of(key), f"{value!r}, which has no counterpart", rule.do or LEAVE)
-            continue
-        found = _valued(key, value, rule, place)
+            if value is not False:
+                raise ConfigError(
+                    self.place.of(key), f"a key of {self.tool.name} without a counterpart", self.hint(key)
+                )
+            self.notes.append(f"{key}: off there, and absent here")
+        elif rule.idle:
+            self.notes.append(f"{key}: {rule.idle}")
+        elif rule.to:
+            self.put(key, value, rule)
+        elif not any(value == v and type(value) is type(v) for v in rule.only):
+            raise ConfigError(self.place.of(key), f"{value!r}, which has no counterpart", rule.do or LEAVE)
+
+    def hint(self, key: str) -> str:
+        """Return what to do with an unknown key: the known one that is spelled nearly alike, if any."""
+        close = () if FOREIGN.match(key) else difflib.get_close_matches(key, self.tool.keys, 1, ALIKE)
+        return LEAVE + "".join(f"; did you mean `{name}`?" for name in close)
+
+    def put(self, key: str, value: Any, rule: Rule) -> None:
+        """Put a key's value in the place of its rule."""
+        found = _valued(key, value, rule, self.place)
+        known = rule.to in self.by
         if rule.to == "@with":
-            facts["@with"] = {**facts.get("@with", {}), **found}
+            self.of["@with"] = {**self.of.get("@with", {}), **found}
         elif found is None:
-            facts.setdefault(rule.to, None)  # given as none: no default of the tool takes its place
-        elif rule.to in by and facts[rule.to] != found and not key.endswith("packing"):
-            do = f"keep one of `{by[rule.to]}` and `{key}`"
-            raise ConfigError(place.of(key), f"{value!r}, where `{by[rule.to]}` gives another value", do)
-        elif not (rule.to in by and found is False):
-            facts[rule.to], by[rule.to] = found, key
-    merged = {**tool.defaults, **facts, "@by": by}
-    if "@with" in facts and "@with" in tool.defaults and "gradient_checkpointing" not in given:
-        merged["@with"] = {**tool.defaults["@with"], **facts["@with"]}
+            self.of.setdefault(rule.to, None)  # given as none: no default of the tool takes its place
+        elif known and self.of[rule.to] != found and not key.endswith("packing"):
+            do = f"keep one of `{self.by[rule.to]}` and `{key}`"
+            raise ConfigError(self.place.of(key), f"{value!r}, where `{self.by[rule.to]}` gives another value", do)
+        elif not (known and found is False):
+            self.of[rule.to], self.by[rule.to] = found, key
+
+
+def _facts(given: Mapping[str, Any], tool: Tool, place: _Place, notes: Notes) -> dict[str, Any]:
+    """Return the values of a file by place in our YAML or @fact, defaults of the tool included."""
+    facts = _Facts(tool, place, notes)
+    refused: list[ConfigError] = []
+    for key, value in given.items():
+        if key.startswith("@"):
+            facts.of[key] = value
+        elif not (value is None or value in ("", [], {})):
+            try:
+                facts.add(key, value)
+            except ConfigError as error:
+                refused.append(error)
+    if refused:
+        raise refused[0] if len(refused) == 1 else Refusals(refused)
+    merged = {**tool.defaults, **facts.of, "@by": facts.by}
+    if "@with" in facts.of and "@with" in tool.defaults and "gradient_checkpointing" not in given:
+        merged["@with"] = {**tool.defaults["@with"], **facts.of["@with"]}
     return merged
 
 
@@ -755,6 +793,10 @@ class _Composer:
             elif per_epoch is None and steps and strategy not in ("no", False):
                 train[f"{name}_every"] = int(steps) if steps >= 1 else round(steps, 6)
         if "eval" not in tree["data"]:
+            if train.get("stop_after") is not None:
+                key = self.get("@by", {}).get("train.stop_after", "early_stopping_patience")
+                found = f"{train['stop_after']} evaluations without a gain, where no rows are held out"
+                raise self.refuse(key, found, "hold out a share of the rows, or leave it out")
             train.pop("eval_every", None)
             for place in ("@eval_strategy", "@eval_steps", "@evals"):
                 if self.get(place) not in (None, "no", False, 0):

@@ -113,6 +113,11 @@ TRAINER: Table = {
     "push_to_hub": idle("optrush export RUN --push ORG/NAME does so afterwards"),
     "fp8": to("@with", {True: {"fp8": {}}, False: {}}),
     "early_stopping_patience": to("train.stop_after"),
+    "metric_for_best_model": only("loss", "eval_loss", do="leave it out: the best is the least held-out loss"),
+    "greater_is_better": only(*OFF, do="leave it out: the best is the least held-out loss"),
+    "lr_scheduler_kwargs": only(do="leave it out: a schedule has no options here, and decays to 0"),
+    **dict.fromkeys(("fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params"),
+                    idle("`fsdp: {}` shards block by block")),
     **dict.fromkeys(("report_to", "run_name", "logging_dir", "project", "plot_loss", "include_num_input_tokens_seen",
                      "log_level", "disable_tqdm", "logging_first_step", "logging_strategy", "trackio_space_id",
                      "include_tokens_per_second"), LOGGED),
@@ -151,8 +156,8 @@ TRL: Table = {
     "shuffle_dataset": idle("every epoch is shuffled, by the seed"), "ignore_bias_buffers": SPEED,
     "num_processes": to("@ranks"), "accelerate_config": to("@accelerate"),
     "env": idle("set variables where the command is run"),
-    "liger_kernel_config": SPEED, "learning_rate_scheduler_kwargs": only(do=LEAVE),
-    "lr_scheduler_kwargs": only(do=LEAVE),
+    "liger_kernel_config": SPEED, "learning_rate_scheduler_kwargs": only(
+        do="leave it out: a schedule has no options here, and decays to 0"),
 }  # fmt: skip
 TRL_SFT: Table = {
     **TRL, "loss_type": only("nll", "chunked_nll", do="leave it out: the loss is the mean over target tokens"),
@@ -195,7 +200,7 @@ SCRIPT: Table = {  # of scripts that call themselves train.py
     **dict.fromkeys(("num_samples", "limit"), to("data.max_samples")),
     **dict.fromkeys(("train_on_prompt", "train_on_prompts", "train_on_inputs"), to("data.train_on", {
         True: "all", False: "assistant"})),
-    **dict.fromkeys(("block_size", "seq_len", "max_seq_len", "context_length"), to("batch.seq")),
+    **dict.fromkeys(("block_size", "model_max_length", "seq_len", "max_seq_len", "context_length"), to("batch.seq")),
     **dict.fromkeys(("batch_size", "micro_batch_size"), to("@rows")),
     **dict.fromkeys(("lr",), to("optim.lr")), **dict.fromkeys(("epochs", "num_epochs"), to("train.epochs")),
     **dict.fromkeys(("clean", "clean_output", "clean_output_dir"), to("train.clean", BOOL)),
@@ -234,6 +239,7 @@ LLAMA_FACTORY: Table = {
     "freeze_vision_tower": only(do="leave it out: models of images are not trained here"),
     "image_max_pixels": only(do="leave it out: models of images are not trained here"),
     "video_max_pixels": only(do="leave it out: models of images are not trained here"),
+    "early_stopping_steps": to("train.stop_after"),
     "reserved_label_len": idle("a document is cut at its end"), "preprocessing_batch_size": SPEED,
 }  # fmt: skip
 AXOLOTL: Table = {
@@ -292,7 +298,9 @@ AXOLOTL: Table = {
     "processor_type": only(do="leave it out: models of images are not trained here"),
     "skip_prepare_dataset": only(*OFF, do="leave it out: models of images are not trained here"),
     "curriculum_sampling": only(*OFF, do=LEAVE), "relora": only(*OFF, do=LEAVE), "gptq": only(*OFF, do=LEAVE),
-    "early_stopping_patience": to("train.stop_after"),
+    "lora_on_cpu": idle("where an adapter is merged: `optrush export` merges one"),
+    **dict.fromkeys(("cosine_min_lr_ratio", "cosine_constant_lr_ratio"),
+                    only(0, 0.0, do="leave it out: a cosine has no floor here, and decays to 0")),
     "eval_max_new_tokens": SPEED, "eval_table_size": LOGGED, "use_tensorboard": LOGGED, "use_wandb": LOGGED,
     "gpu_count": idle("--ranks N"), "torch_dtype": to("@dtype"),
     **dict.fromkeys(("wandb_project", "wandb_entity", "wandb_watch", "wandb_name", "wandb_log_model", "wandb_run_id",
@@ -356,6 +364,7 @@ TOOLS: dict[ToolName, Tool] = {
 # Types of the values that are computed with, by place; the others are checked with the whole of our YAML.
 KINDS: tuple[tuple[frozenset[str], tuple[type, ...]], ...] = (
     (frozenset({
+        "train.stop_after",
         "@rows", "@all_rows", "@accumulate", "@pissa_iter", "@steps", "@workers", "@ranks", "batch.seq", "@lora.rank",
         "data.max_samples",
     }), (int,)),
