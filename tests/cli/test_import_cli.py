@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import yaml
 
 from optrush.cli.import_config import _facts, _Place, translate
-from optrush.cli.import_keys import TOOLS
+from optrush.cli.import_keys import SPEED, TOOLS
 from optrush.config import Config, parse_config
 from optrush.data.schema import Chat, Message, Pair, RowLocation, parse_row, row_rules
 from optrush.errors import ConfigError
@@ -444,6 +445,28 @@ def test_a_refusal_has_its_reason(here: Path, file: dict[str, Any], given: dict[
     data = {"data": "rows.jsonl"} if file is FACTORY else {}
     with pytest.raises(ConfigError, match=f"`{next(iter(given))}`(.|\n)*{reason}"):
         translated("a.yml", {**file, **given}, **data)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("eval_max_new_tokens", 128, "no text is generated"), ("eval_table_size", 5, "no text is generated"),
+        ("gradient_checkpointing_kwargs", {"use_reentrant": False}, "gradients are the same"),
+        ("save_first_step", True, "train.save_every"), ("eval_batch_size", 1, "the sizes and the precision"),
+        ("device_map", "auto", "a rank has one device"), ("dataset_processes", 8, "data.workers"),
+        ("average_tokens_across_devices", False, "targets of all ranks"), ("tokenizer_legacy", False, "tokenizer.json"),
+        ("lora_qkv_kernel", True, "a choice of kernels"), ("fsdp_version", 2, "FSDP2"),
+    ],
+)  # fmt: skip
+def test_each_listed_key_has_its_own_reason(here: Path, key: str, value: Any, reason: str) -> None:
+    Path("a.yml").write_text(yaml.safe_dump({**AXOLOTL, key: value}))
+    assert any(note.startswith(f"{key}: ") and reason in note for note in translate(Path("a.yml")).notes)
+
+
+def test_only_kernels_are_a_choice_of_kernels() -> None:
+    kernels = re.compile(r"liger|kernel|flash|unsloth|flex_attn|cross_entropy|fp8_backend|moe|experts_implementation")
+    listed = {key for tool in TOOLS.values() for key, rule in tool.keys.items() if rule == SPEED}
+    assert listed and not [key for key in listed if not kernels.search(key)]
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,16 @@ LEAVE = "leave it out: optrush has no counterpart"
 LOGGED = idle("the name of a log; `tracker:` reports a run (docs/trackers.md)")
 PATHS = idle("where files are kept does not change the training")
 SPEED = idle("a choice of kernels: `optrush plan` finds the fastest set for this machine")
+ELSEWHERE = idle("speed or memory of another trainer")
+EVALUATION = idle("evaluation takes the sizes and the precision of training")
+RECOMPUTED = idle("how torch recomputes: gradients are the same")
+COMPILED = idle("`compile` has settings of its own")
+READING = idle("rows are read and tokenised by `data.workers` processes")
+GENERATED = idle("no text is generated while training: `optrush generate` answers prompts afterwards")
+PACKED = idle("packing counts the tokens of the rows, and has its own window")
+TOKENIZER = idle("tokenizer.json of the model's folder is read")
+DEVICES = idle("a rank has one device: --ranks N, and `ddp` or `fsdp` follow")
+REFERENCE = idle("the reference is computed in batches of training's size")
 HUB_ACCESS = idle("access to the hub: the environment's HF_TOKEN is used")
 ON, OFF = (True, "true", "True", 1), (False, "false", "False", 0)
 BOOL = {True: True, False: False}
@@ -101,9 +111,10 @@ TRAINER: Table = {
         "random": False, "group_by_length": True}),
     "dataloader_num_workers": to("@workers"), "max_samples": to("data.max_samples"),
     "max_train_samples": to("data.max_samples"), "streaming": to("data.stream", BOOL),
-    "gradient_checkpointing_kwargs": SPEED, "torch_compile_backend": SPEED, "torch_compile_mode": SPEED,
+    "gradient_checkpointing_kwargs": RECOMPUTED, "torch_compile_backend": COMPILED, "torch_compile_mode": COMPILED,
     "tf32": idle("float32 products stay float32 unless a precision is chosen"), "ddp_timeout": to("train.timeout"),
-    "fp8_backend": SPEED, "fp8_enable_fsdp_float8_all_gather": SPEED,
+    "fp8_backend": SPEED,
+    "fp8_enable_fsdp_float8_all_gather": idle("`fsdp` decides in which precision weights are gathered"),
     "trust_remote_code": idle("no code from a model's folder runs"), "do_train": only(*ON, do=LEAVE),
     "do_eval": idle("held-out loss is measured where `data.eval` names rows"),
     "do_predict": only(*OFF, do="optrush eval"),
@@ -122,13 +133,15 @@ TRAINER: Table = {
                      "log_level", "disable_tqdm", "logging_first_step", "logging_strategy", "trackio_space_id",
                      "include_tokens_per_second"), LOGGED),
     **dict.fromkeys(("hub_model_id", "hub_strategy", "hub_private_repo", "hub_token"), HUB_ACCESS),
-    **dict.fromkeys(("per_device_eval_batch_size", "eval_accumulation_steps", "bf16_full_eval", "dataloader_pin_memory",
-                     "dataloader_persistent_workers", "dataloader_prefetch_factor", "remove_unused_columns",
-                     "ddp_find_unused_parameters", "save_safetensors", "low_cpu_mem_usage", "ddp_bucket_cap_mb",
-                     "average_tokens_across_devices", "dataset_num_proc", "preprocessing_num_workers",
-                     "use_fast_tokenizer",
-                     "overwrite_cache", "local_rank", "use_cache", "log_on_each_node"),
-                    idle("speed or memory of another trainer")),
+    **dict.fromkeys(("per_device_eval_batch_size", "eval_accumulation_steps", "bf16_full_eval"), EVALUATION),
+    **dict.fromkeys(("dataset_num_proc", "preprocessing_num_workers"), READING),
+    "remove_unused_columns": idle("keys of the rows that are not read are named in the run's log"),
+    "overwrite_cache": idle("tokenised rows are cached by what they are made of"), "use_cache": GENERATED,
+    "use_fast_tokenizer": TOKENIZER, "save_safetensors": idle("weights are written as safetensors"),
+    "average_tokens_across_devices": idle("the loss is divided by the targets of all ranks"),
+    "local_rank": DEVICES, "log_on_each_node": LOGGED,
+    **dict.fromkeys(("dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor",
+                     "ddp_find_unused_parameters", "low_cpu_mem_usage", "ddp_bucket_cap_mb"), ELSEWHERE),
     "save_only_model": idle("a checkpoint has all that a run needs to go on"),
 }  # fmt: skip
 LORA: Table = {
@@ -153,7 +166,8 @@ TRL: Table = {
     "completion_only_loss": to("@answers", BOOL), "assistant_only_loss": to("@assistant", BOOL),
     "chat_template_path": to("model.chat_template"), "eos_token": idle("the tokenizer's own ends a text"),
     "pad_token": idle("no token is padding here"), "pad_to_multiple_of": idle("padding has its own width here"),
-    "shuffle_dataset": idle("every epoch is shuffled, by the seed"), "ignore_bias_buffers": SPEED,
+    "shuffle_dataset": idle("every epoch is shuffled, by the seed"),
+    "ignore_bias_buffers": idle("`ddp` sends no buffers"),
     "num_processes": to("@ranks"), "accelerate_config": to("@accelerate"),
     "env": idle("set variables where the command is run"),
     "liger_kernel_config": SPEED, "learning_rate_scheduler_kwargs": only(
@@ -169,7 +183,7 @@ TRL_DPO: Table = {
     "max_prompt_length": only(do="leave it out: a pair that is too long is left out whole"),
     "max_completion_length": only(do="leave it out: a pair that is too long is left out whole"),
     "f_divergence_type": only("reverse_kl", do=LEAVE), "sync_ref_model": only(*OFF, do=LEAVE),
-    "use_weighting": only(*OFF, do=LEAVE), "precompute_ref_batch_size": SPEED,
+    "use_weighting": only(*OFF, do=LEAVE), "precompute_ref_batch_size": REFERENCE,
 }  # fmt: skip
 TRL_KTO: Table = {
     **TRL, "beta": to("kto.beta"), "desirable_weight": to("kto.desirable_weight"),
@@ -178,7 +192,7 @@ TRL_KTO: Table = {
     "precompute_ref_log_probs": to("kto.reference", {True: "precomputed", False: None}),
     "max_prompt_length": only(do="leave it out: a row that is too long is left out whole"),
     "max_completion_length": only(do="leave it out: a row that is too long is left out whole"),
-    "precompute_ref_batch_size": SPEED,
+    "precompute_ref_batch_size": REFERENCE,
 }  # fmt: skip
 TRL_REWARD: Table = {
     **TRL, "center_rewards_coefficient": to("reward.center"), "disable_dropout": only(*ON, do=LEAVE),
@@ -229,9 +243,9 @@ LLAMA_FACTORY: Table = {
     "kto_chosen_weight": to("@kto.desirable_weight"), "kto_rejected_weight": to("@kto.undesirable_weight"),
     "simpo_gamma": to("@gamma"), "pref_ftx": only(0, 0.0, do=LEAVE),
     "dpo_label_smoothing": to("dpo.label_smoothing"), "tokenized_path": PATHS, "use_unsloth": only(*OFF, do=LEAVE),
-    "cache_dir": PATHS, "use_kv_cache": SPEED, "use_muon": to("@with", {True: {"muon": {}}, False: {}}),
+    "cache_dir": PATHS, "use_kv_cache": GENERATED, "use_muon": to("@with", {True: {"muon": {}}, False: {}}),
     "model_revision": to("@revision"), "enable_thinking": idle("rows are rendered as they are"),
-    "export_dir": only(do="leave it out, and run: optrush export RUN"), "use_reentrant_gc": SPEED,
+    "export_dir": only(do="leave it out, and run: optrush export RUN"), "use_reentrant_gc": RECOMPUTED,
     "pissa_init": to("@pissa", BOOL), "pissa_iter": to("@pissa_iter"),
     "pissa_convert": idle("an adapter is always written for the published weights"),
     "create_new_adapter": only(*OFF, do=LEAVE), "infer_backend": only(do="this is no training: optrush chat"),
@@ -240,7 +254,7 @@ LLAMA_FACTORY: Table = {
     "image_max_pixels": only(do="leave it out: models of images are not trained here"),
     "video_max_pixels": only(do="leave it out: models of images are not trained here"),
     "early_stopping_steps": to("train.stop_after"),
-    "reserved_label_len": idle("a document is cut at its end"), "preprocessing_batch_size": SPEED,
+    "reserved_label_len": idle("a document is cut at its end"), "preprocessing_batch_size": READING,
 }  # fmt: skip
 AXOLOTL: Table = {
     **TRAINER, **LORA,
@@ -281,27 +295,30 @@ AXOLOTL: Table = {
     "moe_bnb_fast": SPEED, "quantize_moe_experts": idle("experts are held in the bits of the linears beside them"),
     "lora_target_parameters": to("@parameters"),
     "flash_attn_rms_norm": SPEED, "flash_attn_fuse_mlp": SPEED, "flash_attn_fuse_qkv": SPEED, "flash_optimum": SPEED,
-    "flex_attn_compile_kwargs": SPEED, "use_kernels": SPEED, "resize_token_embeddings_to_32x": SPEED,
-    "tokenizer_use_fast": SPEED, "tokenizer_legacy": SPEED, "tiled_mlp": SPEED,
-    "streaming_multipack_buffer_size": SPEED, "liger_rms_norm_gated": SPEED, "fsdp_version": SPEED,
-    "eval_batch_size": SPEED,
-    "eval_sample_packing": idle("evaluation takes the layout of training"), "sample_packing_eff_est": SPEED,
-    "total_num_tokens": SPEED, "dataset_processes": SPEED, "experimental_skip_move_to_device": SPEED,
-    "device_map": SPEED,
-    "ddp": SPEED, "gpu_memory_limit": only(do="leave it out, and add `with: {memory-cap: {mib: N}}`"),
+    "flex_attn_compile_kwargs": SPEED, "use_kernels": SPEED,
+    "resize_token_embeddings_to_32x": idle("the embedding keeps its size"),
+    "tokenizer_use_fast": TOKENIZER, "tokenizer_legacy": TOKENIZER, "tiled_mlp": ELSEWHERE,
+    "streaming_multipack_buffer_size": PACKED, "liger_rms_norm_gated": SPEED,
+    "fsdp_version": idle("`fsdp` is FSDP2"),
+    "eval_batch_size": EVALUATION,
+    "eval_sample_packing": idle("evaluation takes the layout of training"), "sample_packing_eff_est": PACKED,
+    "total_num_tokens": PACKED, "dataset_processes": READING, "experimental_skip_move_to_device": DEVICES,
+    "device_map": DEVICES,
+    "ddp": DEVICES, "gpu_memory_limit": only(do="leave it out, and add `with: {memory-cap: {mib: N}}`"),
     "bnb_config_kwargs": only(do="leave it out, and give `with: {nf4: {double: false}}`"),
     "dataset_prepared_path": PATHS, "push_dataset_to_hub": HUB_ACCESS, "hf_use_auth_token": HUB_ACCESS,
     "debug": idle("--debug shows tracebacks"), "shuffle_merged_datasets": only(*ON, do="rows are always shuffled"),
-    "loss_watchdog_threshold": idle("a loss that is not finite stops a run"),
-    "loss_watchdog_patience": idle("likewise"),
-    "torchdistx_path": PATHS, "save_first_step": SPEED, "max_packed_sequence_len": only(do="sample_packing: true"),
+    **dict.fromkeys(("loss_watchdog_threshold", "loss_watchdog_patience"),
+                    idle("a loss that is not finite stops a run")),
+    "torchdistx_path": PATHS, "save_first_step": idle("`train.save_every` says when checkpoints are written"),
+    "max_packed_sequence_len": only(do="sample_packing: true"),
     "processor_type": only(do="leave it out: models of images are not trained here"),
     "skip_prepare_dataset": only(*OFF, do="leave it out: models of images are not trained here"),
     "curriculum_sampling": only(*OFF, do=LEAVE), "relora": only(*OFF, do=LEAVE), "gptq": only(*OFF, do=LEAVE),
     "lora_on_cpu": idle("where an adapter is merged: `optrush export` merges one"),
     **dict.fromkeys(("cosine_min_lr_ratio", "cosine_constant_lr_ratio"),
                     only(0, 0.0, do="leave it out: a cosine has no floor here, and decays to 0")),
-    "eval_max_new_tokens": SPEED, "eval_table_size": LOGGED, "use_tensorboard": LOGGED, "use_wandb": LOGGED,
+    "eval_max_new_tokens": GENERATED, "eval_table_size": GENERATED, "use_tensorboard": LOGGED, "use_wandb": LOGGED,
     "gpu_count": idle("--ranks N"), "torch_dtype": to("@dtype"),
     **dict.fromkeys(("wandb_project", "wandb_entity", "wandb_watch", "wandb_name", "wandb_log_model", "wandb_run_id",
                      "mlflow_tracking_uri", "mlflow_experiment_name", "project_name", "trackio_project_name",
