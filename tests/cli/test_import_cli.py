@@ -177,7 +177,7 @@ def test_full_training_of_llama_factory(here: Path) -> None:
     found = translated("f.yaml", {**given, "gradient_checkpointing": False}, data="rows.jsonl")
     assert "recompute" not in found["with"]
     for bits in (4, 8):
-        with pytest.raises(ConfigError, match="`quantization_bit`"):
+        with pytest.raises(ConfigError, match=r"f.yaml:\d+: `quantization_bit`"):
             translated("f.yaml", {**given, "quantization_bit": bits}, data="rows.jsonl")
 
 
@@ -501,7 +501,7 @@ def test_what_is_kept_in_host_memory_is_refused(
     here: Path, file: dict[str, Any], given: dict[str, Any], key: str
 ) -> None:
     Path("named.json").write_text('{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}')
-    with pytest.raises(ConfigError, match=f"`{key}`\nfound: it keeps weights or states in host memory"):
+    with pytest.raises(ConfigError, match=f":\\d+: `{key}`\nfound: it keeps weights or states in host memory"):
         translated("a.yml", {**file, **given}, ranks=4)
 
 
@@ -552,6 +552,12 @@ def test_a_configuration_of_sharding_that_is_none(here: Path) -> None:
     Path("broken.json").write_text('{"zero_optimization": ')
     with pytest.raises(ConfigError, match="found: no mapping of JSON"):
         translated("a.yml", {**AXOLOTL, "deepspeed": "broken.json"}, ranks=2)
+
+
+def test_the_line_of_a_refused_key(here: Path) -> None:
+    text = "base_model: tiny\ndatasets:\n- path: a\n  type: alpaca\n- path: b\n  type: jeopardy\n"
+    with pytest.raises(ConfigError, match=r"a.yml:6: `datasets\[1\].type`"):
+        translated("a.yml", text)
 
 
 def test_what_has_no_effect_is_listed(call: Call, here: Path) -> None:

@@ -130,7 +130,7 @@ def translate(file: Path, tool: ToolName | None = None, data: str | None = None,
     facts = _facts(given, TOOLS[kind], _Place(file, lines), notes)
     if data is not None:
         facts = {key: value for key, value in facts.items() if key not in DATA_FACTS} | {"data.path": data}
-    composer = _Composer(kind, facts, ranks, file, notes)
+    composer = _Composer(kind, facts, ranks, _Place(file, lines), notes)
     tree = composer.tree()
     text = f"# Translated from {file.name} of {kind}.\n{yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)}"
     config = parse_config(text, str(file))
@@ -146,7 +146,8 @@ class _Place:
     lines: Mapping[Any, int]
 
     def of(self, key: str) -> str:
-        line = self.lines.get((key,))
+        parts = tuple(int(part) if part.isdigit() else part for part in re.split(r"[.\[\]]+", key) if part)
+        line = next((self.lines[parts[:n]] for n in range(len(parts), 0, -1) if parts[:n] in self.lines), None)
         return f"{self.file}:{line}: `{key}`" if line else f"{self.file}: `{key}`"
 
 
@@ -341,8 +342,8 @@ DATA_FACTS = ("@data", "@datasets", "@pretraining", "@data_config", "@data_split
 class _Composer:
     """Combines facts into the tree of our YAML."""
 
-    def __init__(self, tool: ToolName, facts: dict[str, Any], ranks: int, file: Path, notes: Notes) -> None:
-        self.tool, self.facts, self.file, self.notes = tool, facts, file, notes
+    def __init__(self, tool: ToolName, facts: dict[str, Any], ranks: int, place: _Place, notes: Notes) -> None:
+        self.tool, self.facts, self.place, self.notes = tool, facts, place, notes
         self.ranks = int(facts.get("@ranks", ranks))
         self.columns: dict[str, str] = {}
         self.roles: dict[str, str] = {}
@@ -352,7 +353,7 @@ class _Composer:
         return self.facts.get(name, default)
 
     def refuse(self, key: str, found: str, do: str) -> ConfigError:
-        return ConfigError(f"{self.file}: `{key}`", found, do)
+        return ConfigError(self.place.of(key), found, do)
 
     def tree(self) -> dict[str, Any]:
         """Return our YAML as values."""
@@ -596,7 +597,7 @@ class _Composer:
         names = self.get("@data")
         names = [n.strip() for n in names.split(",")] if isinstance(names, str) else list(names)
         where = self.get("@dataset_dir", "data")
-        around = [Path(where), *(parent / where for parent in self.file.resolve().parents)]
+        around = [Path(where), *(parent / where for parent in self.place.file.resolve().parents)]
         listed = next((f for folder in around if (f := folder / "dataset_info.json").is_file()), None)
         if listed is None:
             found = f"{', '.join(names)}: names in {where}/dataset_info.json, which is not there"
@@ -939,7 +940,7 @@ class _Composer:
     def _cut(self, place: str) -> Sharding | None:
         """Return what one key has of the model's sharding, and note what is not read of it."""
         given, key = self.get(place), self.get("@by", {}).get(place, "")
-        found = read_sharding(given, self.file)
+        found = read_sharding(given, self.place.file)
         if found is None:
             return None
         if found.in_host is not None:
