@@ -248,6 +248,22 @@ def test_evaluations_without_held_out_rows_are_listed(here: Path) -> None:
     assert any(note.startswith("evals_per_epoch: no effect") for note in translate(Path("a.yml")).notes)
 
 
+def test_null_is_no_default_of_trl(here: Path) -> None:
+    """Null cuts no row there, where the length that is left out cuts at 1,024 tokens."""
+    with pytest.raises(ConfigError, match="`max_length`\nfound: null: rows of any length"):
+        translated("d.json", json.dumps({**DPO, "max_length": None}))
+
+
+@pytest.mark.parametrize(("packing", "padding_free"), [(True, False), (False, True), (True, True)])
+def test_either_key_packs(here: Path, packing: bool, padding_free: bool) -> None:
+    for given in (
+        {"packing": packing, "padding_free": padding_free},
+        {"padding_free": padding_free, "packing": packing},
+    ):
+        Path("s.yaml").write_text(yaml.safe_dump({**DPO, **given}, sort_keys=False))
+        assert "packing" in translate(Path("s.yaml")).config.with_
+
+
 def test_trl_dpo(here: Path) -> None:
     found = translated("d.json", json.dumps(DPO))
     assert found["objective"] == "dpo" and found["dpo"] == {"beta": 0.2, "loss": "ipo"}

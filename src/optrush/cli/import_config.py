@@ -292,7 +292,7 @@ class _Facts:
             self.of["@with"] = {**self.of.get("@with", {}), **found}
         elif found is None:
             self.of.setdefault(rule.to, None)  # given as none: no default of the tool takes its place
-        elif known and self.of[rule.to] != found and not key.endswith("packing"):
+        elif known and self.of[rule.to] != found and rule.to != "@packing":  # any of its keys may pack
             do = f"keep one of `{self.by[rule.to]}` and `{key}`"
             raise ConfigError(self.place.of(key), f"{value!r}, where `{self.by[rule.to]}` gives another value", do)
         elif not (known and found is False):
@@ -306,6 +306,8 @@ def _facts(given: Mapping[str, Any], tool: Tool, place: _Place, notes: Notes) ->
     for key, value in given.items():
         if key.startswith("@"):
             facts.of[key] = value
+        elif (rule := tool.keys.get(key)) is not None and value is None and rule.null:
+            refused.append(ConfigError(place.of(key), f"null: {rule.null}", rule.do))
         elif not (value is None or value in ("", [], {})):
             try:
                 facts.add(key, value)

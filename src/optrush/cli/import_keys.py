@@ -23,6 +23,7 @@ class Rule:
     idle: str = ""  # why the key has no effect here
     only: tuple[Any, ...] = ()  # values without an effect; others are refused
     do: str = ""  # instead of a value that is refused
+    null: str = ""  # what null means, where that is not the tool's default: it is refused
 
 
 def to(place: str, values: Mapping[Any, Any] | None = None, do: str = "") -> Rule:
@@ -159,7 +160,8 @@ TRL: Table = {
     "use_bnb_nested_quant": to("@double", BOOL), "bnb_4bit_quant_storage": idle("codes are bytes here"),
     "dataset_name": to("@data"), "dataset_config": to("@data_config"), "dataset_train_split": to("@data_split"),
     "dataset_test_split": to("@test_split"), "dataset_streaming": to("data.stream", BOOL),
-    "dataset_text_field": to("@text_field"), "max_length": to("batch.seq"), "max_seq_length": to("batch.seq"),
+    "dataset_text_field": to("@text_field"),
+    **dict.fromkeys(("max_length", "max_seq_length"), Rule("batch.seq", null="rows of any length", do="give a length")),
     "packing": to("@packing", BOOL), "packing_strategy": only("bfd", do="leave it out: rows are filled best fit first"),
     "eval_packing": idle("evaluation takes the layout of training"), "padding_free": to("@packing", BOOL),
     "truncation_mode": only("keep_start", do="data.too_long: truncate keeps the beginning"),
