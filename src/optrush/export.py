@@ -94,7 +94,8 @@ def _write_folder(folder: Path, fill: Callable[[Path], None]) -> RunError | None
         shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError, UserError) as e:
         shutil.rmtree(fresh, ignore_errors=True)
-        return RunError(f"{folder} could not be written ({e}); the last checkpoint is whole: --resume auto")
+        do = f"make room there; {run_dir.resume_line(folder.parent)}"
+        return RunError(f"{folder}", f"it could not be written: {e}", do)
     return None
 
 

@@ -123,7 +123,7 @@ def test_a_real_overflow(home: Path) -> None:
     output = home / "overflow"
     config = configuration(home, output, optim__lr=1e20, optim__warmup=0, train__save_every=1, train__keep=9)
     assert trained(config) == 1, said(config)
-    assert "not finite" in said(config) and "steps 2, 3, 4" in said(config)
+    assert "not finite" in said(config) and "steps 2, 3, 4" in said(config) and "do:    lower optim.lr" in said(config)
     found = figures(output)
     assert found[0]["skipped"] == 0 and found[1]["loss"] is None and found[1]["skipped"] == 1
     assert find_checkpoints(output) and every_number_is_finite(output)

@@ -447,7 +447,7 @@ def test_a_worker_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(cleaning, "ProcessPoolExecutor", Killed)
     files = [write(tmp_path / f"{i}.jsonl", ["a"]) for i in range(6)]
-    with pytest.raises(RunError, match="a process that measured rows for cleaning was killed"):
+    with pytest.raises(RunError, match="a process of it was killed"):
         clean_files(files, Cleaning(chars=(1, 2)), tokens=None, workers=2)
 
 

@@ -354,7 +354,7 @@ def test_a_killed_worker_is_an_error_at_once():
             for _ in items:
                 pass
 
-    with pytest.raises(RunError, match=r"a data worker died .*--resume auto"):
+    with pytest.raises(RunError, match=r"(?s)a data worker died .*--resume auto"):
         consume()
     with pytest.raises(RuntimeError, match="something else"), reading(iter([])):
         raise RuntimeError("something else")  # not ours to explain

@@ -241,7 +241,8 @@ def eval_command(
         result = {"loss": loss, "target_tokens": targets, "documents": trainer.evaluation.documents}
         result |= {"rows": trainer.evaluation.rows, "too_long": trainer.sources.too_long, **figures}
         if bad := [name for name, value in result.items() if isinstance(value, float) and not math.isfinite(value)]:
-            raise RunError(f"{', '.join(bad)} of the evaluation is no finite number: the weights or the data overflow")
+            found = f"{', '.join(bad)} is no finite number: the weights or the data overflow"
+            raise RunError("the evaluation", found, "look at the run's losses; take an earlier checkpoint, or float32")
         print(json.dumps(result) if as_json else "\n".join(f"{k:<14} {v}" for k, v in result.items()))
 
 

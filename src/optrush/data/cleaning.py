@@ -680,7 +680,8 @@ def _measured(task: Task, parts: Sequence[Chunk], workers: int | None) -> Iterat
     try:
         yield from pool.map(_part, parts, count())
     except BrokenProcessPool:
-        raise RunError("a process that measured rows for cleaning was killed, most likely out of memory") from None
+        asked, found = "the measuring of rows for cleaning", "a process of it was killed, most likely out of memory"
+        raise RunError(asked, found, "free memory, or clean a part of the files at a time") from None
     finally:
         pool.shutdown(cancel_futures=True)
 

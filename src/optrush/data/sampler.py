@@ -99,7 +99,8 @@ class _Mapped(torch.utils.data.Dataset[Item], Generic[Number, Item]):
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{last.filename}:{last.lineno}"
-            return _Failed(RunError(f"a data worker failed: {type(error).__name__}: {error} ({where})"))
+            found = f"a data worker failed: {type(error).__name__}: {error} ({where})"
+            return _Failed(RunError("the batches", found, "report it with the row, or leave the technique loader out"))
 
 
 def ahead(make: Callable[[Number], Item], numbers: Iterable[Number], loading: Loading) -> Iterator[Item]:
@@ -246,7 +247,8 @@ def reading(batches: Iterator[Item]) -> Iterator[None]:
             raise
         _end_workers()  # they may wait for a lock that the dead one holds
         reason = next(line for line in str(error).splitlines() if "DataLoader worker" in line)
-        raise RunError(f"a data worker died ({reason}); the last checkpoint is intact: --resume auto") from error
+        do = "go on from the last checkpoint, if there is one: --resume auto"
+        raise RunError("the batches", f"a data worker died ({reason})", do) from error
     finally:
         if isinstance(batches, Generator):
             batches.close()

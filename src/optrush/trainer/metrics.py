@@ -219,10 +219,9 @@ class Meter:
             if len(self.bad) >= self.trainer.max_skipped_updates and self.failure is None:
                 steps = ", ".join(str(s) for s, _ in self.bad[-3:])
                 named = "; ".join(f"step {s}: {_first_samples(x)}" for s, x in self.bad[-3:])
-                self.failure = RunError(
-                    f"{len(self.bad)} updates in a row were not finite and were skipped, the last at steps {steps}; "
-                    f"the weights are as before them. Samples of rank {self.trainer.world.rank}: {named}"
-                )
+                found = f"not finite and skipped at steps {steps}: samples of rank {self.trainer.world.rank}: {named}"
+                do = "lower optim.lr, or look at those rows: optrush data show CONFIG; the weights are as before them"
+                self.failure = RunError(f"{len(self.bad)} updates in a row", found, do)
                 self.trainer.stopping = 2
 
 

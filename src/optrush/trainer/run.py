@@ -140,7 +140,8 @@ def run(request: RunRequest) -> Outcome:
             locked.set()
             on_rank0(main, output, lambda: claim_output(request, trainer, plan, manifest))
         if main:
-            trainer.notes += filter(None, [unjoinable()])
+            begins = request.resume == "auto" and manifest is None
+            trainer.notes += filter(None, [unjoinable(), "no checkpoint to go on from: step 1" * begins])
             console.err.print(trainer.describe(), markup=False)
         stack.enter_context(stop_signals(trainer))
         bar = stack.enter_context(console.Bar(plan.total, plan.done)) if main else None
@@ -377,7 +378,8 @@ def run_guarded(trainer: Trainer, work: Callable[[], None]) -> UserError | None:
     # From here on nothing references the failed step's tensors.
     failures = distributed.exchange(failure, PREFLIGHT_S)
     if failures is None:
-        raise RunError(f"{failure or 'another rank does not answer'}, in the rehearsal; the ranks wait for each other")
+        found, do = failure or "another rank does not answer", "look for its error above, and begin again"
+        raise RunError("the rehearsal, in which ranks wait for each other", found, do)
     failure = next(filter(None, failures), "")
     return _out_of_memory(trainer, failure) if failure else None
 
@@ -616,7 +618,8 @@ class Session:
         if self.meter.failure is not None:
             raise self.meter.failure
         if self.trainer.stopped and self.meter.last in self.unsaved:
-            raise RunError(f"stopped, but the last save failed: {self.unsaved[self.meter.last]}")
+            found, do = self.unsaved[self.meter.last], f"make room there; {run_dir.resume_line(self.output)}"
+            raise RunError("the save when the run was stopped", found, do)
 
     def stopped(self) -> Outcome:
         """Return the outcome of a run that a signal stopped."""
@@ -769,8 +772,8 @@ def export_best(trainer: Trainer, steps: int, source: Path | None, best: BestChe
         try:
             checkpoint.put_back(trainer, chosen.step)
         except CheckpointError as error:
-            do = "--resume auto exports the next best"
-            raise RunError(f"the best checkpoint, of step {chosen.step}, is damaged: {error.found}; {do}") from None
+            asked, found = f"the best checkpoint, of step {chosen.step}", f"it is damaged: {error.found}"
+            raise RunError(asked, found, "export the next best: --resume auto") from None
     write_model(trainer, Path(trainer.config.output), steps if chosen is None else chosen.step, source)
     if chosen is not None:
         console.say(f"best eval_loss {chosen.eval_loss:.4f} at step {chosen.step}, exported")
