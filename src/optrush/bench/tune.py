@@ -41,7 +41,7 @@ REPEATS, WARMUP, FEWEST, MOST = 3, 3, 4, 40  # processes of a setting; steps bef
 MEASURED_S = 60.0  # timed steps of all processes together
 NEAR = 0.9  # of the fastest speed so far, below which a setting is not measured again
 PROCESS_S, COMPILE_S = 12.0, 45.0  # of a process besides its steps, and of compiling; assumed, for the first estimate
-LATE = "not measured: the budget is spent"
+LATE = "not measured: longer than what is left of the budget"
 DROPOUT = "dropout"  # an option of techniques that decide what is learnt
 DRAWING = frozenset(c.name for c in ALL if c.draws)
 PLAN = "tune.json"  # the rungs, so that a tuning that goes on has the same ones
@@ -78,9 +78,10 @@ class TuneState(BenchState):
         for n, rung in order:
             if n and (rung.name == BASELINE or rung.name not in names):
                 continue
-            spent += self.expected_s(rung)
-            if spent <= self.budget_s or (n == 0 and rung.name in (BASELINE, AS_IT_IS)):
+            then = spent + self.expected_s(rung)
+            if then <= self.budget_s or (n == 0 and rung.name in (BASELINE, AS_IT_IS)):
                 left.append((n, rung))
+                spent = then  # one that does not fit leaves its time to those behind it
         return left
 
     def _near(self) -> set[str]:
