@@ -66,6 +66,12 @@ def test_how_long_a_run_takes_as_it_is_written(call: Call, tmp_path: Path) -> No
     assert document["usd"] > 0
 
 
+@pytest.mark.parametrize("beside", [("--out", "x.yaml"), ("--price", "0"), ("--details",), ("--keep-maths",)])
+def test_a_question_takes_no_option_that_it_would_ignore(call: Call, here: Path, beside: tuple[str, ...]) -> None:
+    found = call("plan", str(LLAMA), "--hardware", "h200", "--solve", "batch", *beside)
+    assert found.code == 2 and f"--solve batch with {beside[0]}" in found.err and not Path("x.yaml").exists()
+
+
 def test_a_card_whose_rates_are_not_known(call: Call) -> None:
     """No speed, time or price; what is slower on other cards and saves nothing that is needed comes later."""
     given = [str(LLAMA), "--hardware", "mi300x"]
