@@ -50,6 +50,28 @@ def files(folder: Path) -> set[tuple[Path, int]]:
     return {(p, p.stat().st_mtime_ns) for p in folder.rglob("*")}
 
 
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        (["optim.warmup=1000"], "optim.warmup: 1000 steps, in a run of "),
+        (["data.eval=null", "train.eval_every=5"], "train.eval_every does nothing"),
+        (
+            ["train.steps=8", "train.epochs=3"],
+            "train.epochs does nothing: train.steps says how long the run is, 8 steps",
+        ),
+        (["train.epochs=1"], " in all, of 256 tokens: lower batch.tokens"),
+    ],
+)
+def test_what_does_nothing_is_said(call: Call, here: Path, write: Write, sets: list[str], said: str) -> None:
+    """Before the run, and in it; of a run whose settings all act there is no note."""
+    config = write(train={"epochs": 4})
+    given = [word for value in sets for word in ("--set", value)]
+    (note,) = told(call, config, *given)["notes"]
+    assert said in note and f"notes\n  {note}\n" in shown(call, config, *given)
+    assert f"note       {note}\n" in call("train", config, *given).err
+    assert told(call, config)["notes"] == [] and "\nnotes\n" not in shown(call, config)
+
+
 @pytest.fixture
 def predicted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Puts a prediction in the plan's place."""

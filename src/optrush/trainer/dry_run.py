@@ -34,7 +34,7 @@ from optrush.techniques import ALL
 from optrush.trainer import checkpoint, run_dir
 from optrush.trainer.distributed import World
 from optrush.trainer.run import absolute, check_run_output
-from optrush.trainer.trainer import Trainer
+from optrush.trainer.trainer import Trainer, idle_settings
 
 if TYPE_CHECKING:
     from optrush.data.dataset import Dataset
@@ -89,6 +89,7 @@ def dry_run(resolved: ResolvedConfig, resume: Literal["auto"] | Path | None, com
         "disk": disk,
         "data": facts,
         "rows": rows,
+        "notes": list(idle_settings(config, facts["steps"], sources.held_out is not None)),
         "occupied": there,
         "launch": command,
     }
@@ -213,6 +214,7 @@ def dry_run_text(facts: dict[str, Any], config: Config, rows: Iterable[str]) -> 
         ("disk", _disk(facts["disk"])),
         ("data", _data(facts["data"])),
         ("first rows", rows),
+        *([("notes", facts["notes"])] if facts["notes"] else []),
         ("launch", _launch(facts["launch"], facts["occupied"])),
     )
     return "\n\n".join("\n".join([title, *(f"  {line}".rstrip() for line in lines)]) for title, lines in parts)

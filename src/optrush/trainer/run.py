@@ -49,7 +49,7 @@ from optrush.trainer.distributed import local
 from optrush.trainer.metrics import Meter
 from optrush.trainer.run_dir import BestCheckpoint
 from optrush.trainer.trackers import Reporter, check_tracker, flat, open_reporter
-from optrush.trainer.trainer import RunPlan, Trainer, evaluate, exhausted, set_step, train
+from optrush.trainer.trainer import RunPlan, Trainer, evaluate, exhausted, idle_settings, set_step, train
 
 RESUMABLE = 143  # exit code
 QUARANTINE = "quarantine.jsonl"
@@ -142,6 +142,7 @@ def run(request: RunRequest) -> Outcome:
         if main:
             begins = request.resume == "auto" and manifest is None
             trainer.notes += filter(None, [unjoinable(), "no checkpoint to go on from: step 1" * begins])
+            trainer.notes += idle_settings(config, plan.total, trainer.evaluation is not None)
             console.err.print(trainer.describe(), markup=False)
         stack.enter_context(stop_signals(trainer))
         bar = stack.enter_context(console.Bar(plan.total, plan.done)) if main else None

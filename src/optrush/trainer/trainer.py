@@ -227,6 +227,7 @@ class Trainer:
 # --- The default callables: what a step is when no technique has replaced them. `build` binds the trainer.
 
 
+FEW = 5  # updates, below which a run that goes over its data is too short to learn much
 NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
 
@@ -368,6 +369,20 @@ class RunPlan:
             return self.trainer.stopped == 1  # a failed run leaves its last good checkpoint the newest
         last = step == self.total or self.trainer.complete
         return last or _due(step, self.trainer.config.train.save_every, self.total)
+
+
+def idle_settings(config: Config, steps: int, held_out: bool) -> Iterator[str]:
+    """Yield what of a configuration does nothing, or less than it seems to, in a run of so many steps."""
+    length, warmup = config.train, config.optim.warmup
+    if warmup > max(1, steps):
+        yield f"optim.warmup: {warmup:g} steps, in a run of {steps}: the rate does not reach optim.lr"
+    if length.eval_every is not None and not held_out:
+        yield "train.eval_every does nothing: no data is held out (data.eval: 0.1, for instance)"
+    if length.steps is not None and length.epochs != 1.0:
+        yield f"train.epochs does nothing: train.steps says how long the run is, {steps} steps"
+    if length.steps is None and steps < FEW:
+        tokens = config.batch.tokens
+        yield f"{steps} update{'s' * (steps > 1)} in all, of {tokens} tokens: lower batch.tokens, or raise train.epochs"
 
 
 def train(trainer: Trainer, meter: Meter, plan: RunPlan, save: Callable[[int], None]) -> None:
