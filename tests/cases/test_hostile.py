@@ -426,6 +426,15 @@ def test_files_and_keys_that_changed(box: Box, begun: Path) -> None:
     refused(ended, "`data` was not the same: `data.max_samples` was None and is 5\n")
 
 
+def test_a_seed_that_changed(box: Box, begun: Path) -> None:
+    """It draws what is held out as a share: other rows of the same files."""
+    other = of_two(begun)
+    other["data"]["eval"] = 0.4
+    other |= {"output": str(begun / "share"), "seed": 1}
+    assert called("train", box.write(**other)).code == 0
+    refused(called("train", box.write(**other | {"seed": 2}), "--resume", "auto"), "`seed` was 1 and is 2\n")
+
+
 def test_without_a_record(box: Box, begun: Path) -> None:
     """As a run of an earlier version left it: the digests, and not 64 digits of each."""
     record, rows = (begun / "out" / "data.json").read_bytes(), (begun / "rows.jsonl").read_bytes()

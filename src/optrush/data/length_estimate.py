@@ -15,7 +15,7 @@ ROWS = 200  # looked at
 FILES = 8  # that they come from, if there are more
 MOST_CHARS = 4 << 20
 CHARS_A_TOKEN = 4.0  # of English; the usual rule of thumb
-CHARS_A_TURN = 8  # of a template around a turn
+CHARS_A_TURN = 20  # of a template around a turn: two marks, the role and two ends of lines are five tokens
 RANDOM, SAMPLES = 4096, 1000  # documents of `data.random: true`, conversations of a sample, where none are counted
 MOST_BYTES = 256 << 20  # read to count lines
 

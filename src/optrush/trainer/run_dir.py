@@ -248,6 +248,8 @@ def data_changes(output: Path, config: Config, before: Mapping[str, Any]) -> str
     new = config.data.model_dump(mode="json")
     keys = {key: (old[key], value) for key, value in new.items() if key not in ("cache", "workers")}
     said = [f"`data.{key}` was {a} and is {b}" for key, (a, b) in keys.items() if a != b]
+    if "seed" in before and before["seed"] != config.seed:  # draws what is held out, and `max_samples`
+        said.append(f"`seed` was {before['seed']} and is {config.seed}")
     try:
         record = files.parse_json((output / DATA).read_bytes())
         return "; ".join([*readers.record_changes(record["files"], _data_record(config)), *said])
