@@ -262,6 +262,9 @@ def test_model_folder(call: Call, write: Write, model: Path, here: Path) -> None
     folder = here / "m"
     folder.mkdir()
     refused(call("train", write(model="m")), "the model m", "a folder without config.json", "Hugging Face")
+    (here / "m" / "model").mkdir()
+    (here / "m" / "model" / "config.json").write_text("{}")  # a run's folder
+    refused(call("train", write(model="m")), "the model m", "a folder without config.json", "name m/model")
     (folder / "config.json").write_text('{"model_type": ')
     refused(call("train", write(model="m")), "config.json", "not JSON", "download the model again")
     (folder / "config.json").write_text("[]")

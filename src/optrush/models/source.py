@@ -53,7 +53,9 @@ def locate(config: Config, weights: bool = True) -> tuple[Path | None, dict[str,
         folder = _download(m.path, WEIGHTS if weights else TOKENIZER if m.add_tokens else CONFIG, m.revision)
     file = folder / "config.json"
     if not file.is_file():
-        raise ConfigError(f"the model {folder}", "a folder without config.json", "name a Hugging Face model's folder")
+        exported = folder / "model"
+        do = f"name {exported}" if (exported / "config.json").is_file() else "name a Hugging Face model's folder"
+        raise ConfigError(f"the model {folder}", "a folder without config.json", do)
     return folder, read_config_json(file)
 
 
