@@ -102,6 +102,28 @@ def test_the_objective_is_suggested_by_the_rows(call: Call, here: Path) -> None:
     assert written().objective == "sft"
 
 
+ASKED, ANSWERED = ({"role": "user", "content": "What is 1?"}, {"role": "assistant", "content": "It is 1"})
+KINDS: dict[str, tuple[str, str]] = {
+    "completion.jsonl": ('{"prompt": "What is 1?", "completion": " It is 1"}', "sft"),
+    "turns.jsonl": (json.dumps({"prompt": [ASKED], "completion": [ANSWERED]}), "sft"),
+    "completion.csv": ("prompt,completion\nWhat is 1?, It is 1", "sft"),
+    "completion.json": ('[{"prompt": "What is 1?", "completion": " It is 1"}]', "sft"),
+    "instruction.jsonl": ('{"instruction": "What is 1?", "output": "It is 1"}', "sft"),
+    "share.jsonl": ('{"conversations": [{"from": "human", "value": "1?"}, {"from": "gpt", "value": "1"}]}', "sft"),
+    "pair.jsonl": ('{"prompt": "What is 1?", "chosen": " 1", "rejected": " 2"}', "dpo"),
+    "judged.jsonl": ('{"prompt": "What is 1?", "completion": " It is 1", "label": true}', "kto"),
+    "text.jsonl": ('{"text": "What is 1? It is 1"}', "pretrain"),
+    "text.txt": ("What is 1? It is 1", "pretrain"),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_only_texts_are_learnt_whole(name: str, here: Path) -> None:
+    text, objective = KINDS[name]
+    (here / name).write_text(f"{text}\n")
+    assert init_config.check_data(name) == objective
+
+
 def test_a_shape_on_random_tokens(call: Call) -> None:
     found = call("init", "--model", "shape:llama-3.2-1b", "--data", "random:64", "--hardware", "h200")
     assert found.code == 0, found.err

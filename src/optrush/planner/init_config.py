@@ -263,7 +263,7 @@ def check_data(text: str) -> str:
         DataError: no such file, or its first row is invalid.
     """
     from optrush.data.readers import read_rows
-    from optrush.data.schema import JUDGEMENT, Chat, Pair, RowRules
+    from optrush.data.schema import JUDGEMENT, Pair, RowRules, Text
     from optrush.data.schema import parse_row as row
 
     if text.startswith(SAMPLE):
@@ -280,7 +280,7 @@ def check_data(text: str) -> str:
         row(where, found, RowRules(JUDGED))
         return JUDGED
     kind = row(where, found)
-    return "dpo" if isinstance(kind, Pair) else "sft" if isinstance(kind, Chat) else "pretrain"
+    return "dpo" if isinstance(kind, Pair) else "pretrain" if isinstance(kind, Text) else "sft"
 
 
 def check_objective(text: str) -> str:
