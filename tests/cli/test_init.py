@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import re
@@ -122,6 +123,36 @@ def test_only_texts_are_learnt_whole(name: str, here: Path) -> None:
     text, objective = KINDS[name]
     (here / name).write_text(f"{text}\n")
     assert init_config.check_data(name) == objective
+
+
+BOOK = "".join(f"Chapter {i} of the tale.\nIt goes on.\n\n" for i in range(20))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "text_rows", "eval_"),
+    [
+        ("book.txt", BOOK, "paragraph", 0.1),
+        ("book.md", BOOK.replace("\n", "\r\n"), "paragraph", 0.1),
+        ("book.txt.gz", BOOK, "paragraph", 0.1),
+        ("few.txt", BOOK[:200], "file", None),
+        ("lines.txt", "Stir well.\n" * 50, "file", None),
+        ("quotes.csv", 'text\n"' + "Stir\n" * 20 + '"\n', None, None),
+        ("many.csv", "text\n" + "Stir well.\n" * 20, None, 0.1),
+        ("many.json", json.dumps([{"text": "Stir well."}] * 20), None, 0.1),
+        ("few.json", json.dumps([{"text": "Stir well."}], indent=0).replace("{", "\n" * 20 + "{"), None, None),
+    ],
+)
+def test_rows_are_counted_as_they_are_trained(
+    name: str, text: str, text_rows: str | None, eval_: float | None, call: Call, here: Path
+) -> None:
+    """Not lines: a held-out part of one row would be refused by `train`."""
+    raw = text.encode()
+    (here / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
+    assert call("init", "--model", "tiny", "--data", name, "--seq", "128").code == 0
+    config, tree = written(), yaml.safe_load(Path("train.yaml").read_text())
+    assert (tree["data"].get("text_rows"), config.data.eval) == (text_rows, eval_)
+    found = call("train", "train.yaml", "--dry-run")
+    assert found.code == 0, found.err
 
 
 def test_a_shape_on_random_tokens(call: Call) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -389,6 +390,23 @@ def test_output_without_rights(call: Call, write: Write, here: Path) -> None:
 def test_eval(call: Call, write: Write, here: Path) -> None:
     refused(call("eval", write(), "--data", "no.jsonl", "--json"), "no.jsonl", "no such file", "check the path")
     refused(call("eval", write(), "--model", "no/such/model"), "the model no/such/model", "no such folder")
+
+
+@pytest.mark.parametrize("names", [("a.txt",), ("a.md.gz", "b.md.gz")])
+def test_eval_of_few_texts(names: tuple[str, ...], call: Call, write: Write, here: Path) -> None:
+    """A text file is one row, unless data.text_rows makes more of it."""
+    for name in names:
+        raw = "\n\n".join(f"{name}, {i}: stir." for i in range(30)).encode()
+        (here / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
+    data = {"path": [*names], "eval": 0.1, "too_long": "split"}
+    found = call("train", write(objective="pretrain", data=data), "--dry-run")
+    refused(found, f"{len(names)} rows, of which that is 0", "take data.text_rows: paragraph (or line)")
+    found = call("train", write(objective="pretrain", data={**data, "text_rows": "paragraph"}), "--dry-run")
+    assert found.code == 0, found.err
+    write_rows(here / "one.jsonl", [{"text": "Stir."}])
+    found = call("train", write(objective="pretrain", data={**data, "path": "one.jsonl"}), "--dry-run")
+    refused(found, "1 rows", "change the fraction")
+    assert "text_rows" not in found.err
 
 
 def test_a_model_in_the_way(call: Call, write: Write, here: Path) -> None:

@@ -249,10 +249,21 @@ def _data(text: str, device: Device) -> dict[str, Any]:
     if text == RANDOM or text.startswith(RANDOM + ":"):
         n = text.removeprefix(RANDOM).removeprefix(":")
         return {"random": int(n) if n else True}
-    with Path(text).expanduser().open("rb") as file:
-        rows = sum(1 for _ in islice(file, COUNTED))
+    from optrush.data.readers import TEXT, form
+
+    path = Path(text).expanduser()
+    documents, rows = {}, _count_rows(path, "paragraph")  # of what is no text, the rows that it has anyway
+    if (form(path) or ("",))[0] in TEXT:
+        documents = {"text_rows": "paragraph" if rows >= FEW else "file"}
     held_out = {} if rows < FEW else {"eval": 0.1 if rows < COUNTED else 0.02}
-    return {"path": text, **held_out, "too_long": "split"}
+    return {"path": text, **documents, **held_out, "too_long": "split"}
+
+
+def _count_rows(path: Path, text_rows: str) -> int:
+    """Count the rows of a file, whatever its format, up to COUNTED."""
+    from optrush.data.readers import attempts
+
+    return sum(1 for _ in islice(attempts(path, text_rows), COUNTED))
 
 
 def check_data(text: str) -> str:
