@@ -29,6 +29,7 @@ from optrush.techniques import ALL
 from clirun import Found, edited, write_rows
 
 Call = Callable[..., Found]
+SMALLEST = init_config.SMALLEST
 SAMPLE = ("--model", "tiny", "--data", "sample:recipes")
 CLASSES = {c.name: c for c in ALL}
 
@@ -332,6 +333,60 @@ def test_a_model_that_the_plan_does_not_know(call: Call, here: Path) -> None:
     run = written()
     assert run.batch.seq == run.batch.micro_tokens == 256 and run.with_["attention"] == {"impl": "sdpa"}
     assert "no prediction of memory" in Path("train.yaml").read_text()
+
+
+TURNS = ("<|im_start|>", "<|im_end|>")
+LORA = ("--with", "lora")
+
+
+def without_template(model: Path, folder: Path, turns: bool = True) -> None:
+    """Write a folder like `model`, whose tokenizer has no chat template, nor, without `turns`, the tokens of ChatML."""
+    from optrush.data.chat_template import open_tokenizer
+
+    edited(model, folder)
+    tokenizer = open_tokenizer(model)
+    tokenizer.chat_template = None
+    for file in [*folder.glob("*token*"), *folder.glob("*.jinja")]:
+        file.unlink()
+    tokenizer.save_pretrained(folder)
+    for file in folder.glob("*token*"):
+        text = file.read_text("utf-8")
+        file.write_text(text if turns else text.replace("<|im_", "<|old_"), "utf-8")
+
+
+@pytest.mark.parametrize(
+    ("turns", "data", "flags"),
+    [(True, "chat.jsonl", ()), (False, "chat.jsonl", ()), (True, "sample:recipes", ()), (False, "pairs.jsonl", LORA)],
+)
+def test_conversations_on_a_model_without_a_chat_template(
+    turns: bool, data: str, flags: tuple[str, ...], call: Call, model: Path, here: Path
+) -> None:
+    """ChatML is written, with what it needs, so that `train` takes the text as it stands."""
+    without_template(model, here / "base", turns)
+    pair = {"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [{**ANSWERED, "content": "It is 2"}]}
+    write_rows(here / "pairs.jsonl", [pair] * 12)
+    found = call("init", "--model", "base", "--data", data, "--seq", "256", *flags)
+    assert found.code == 0, found.err
+    config = written()
+    assert config.model.path == "base" and config.model.chat_template == "chatml"
+    assert config.model.add_tokens == (() if turns else TURNS)
+    assert "its tokenizer has none" in Path("train.yaml").read_text()
+    found = call("train", "train.yaml", "--set", "train.steps=1", "--set", "train.export=false")
+    assert found.code == 0, found.err
+
+
+def test_a_chat_template_only_where_it_is_needed(call: Call, model: Path, here: Path) -> None:
+    """Not for texts and random tokens, nor where the tokenizer has one; `train` names the built-in one."""
+    without_template(model, here / "base")
+    write_rows(here / "random.jsonl", [{"prompt": "1?", "completion": " 1"}])
+    for data in ("random", "random.jsonl"):
+        assert call("init", "--model", "base", "--data", data, "--force").code == 0
+        assert written().model == Config.model_validate({**yaml.safe_load(SMALLEST), "model": "base"}).model
+    assert "packing" in written().with_, "a file may be named like random tokens"
+    assert call("init", "--model", str(model), "--data", "chat.jsonl", "--force").code == 0
+    assert written().model.chat_template is None
+    found = call("train", "train.yaml", "--set", "model.path=base")
+    assert found.code == 2 and "`model.chat_template: chatml`" in found.err and "FILE.jinja" in found.err, found.err
 
 
 # --- a terminal

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -30,6 +30,9 @@ from optrush.planner.search import Prediction
 from optrush.resolve import resolve
 from optrush.technique import RANK_PARTS, Part, Requirement, Technique, instantiate
 from optrush.techniques import ALL
+
+if TYPE_CHECKING:
+    from optrush.data.schema import Row
 
 # --- the text
 
@@ -146,8 +149,8 @@ def compose(request: InitRequest, file: str, classes: Sequence[type[Technique]] 
         ranks = max(2, many, len(hardware.probe()) // many * many if here else 2)
     tree = choose_values(request, device, ranks)
     env = resolve(Config.model_validate(tree | {"with": {}}), classes, 1, device).env
-    own = {**METHODS.get(request.method, {}), **own}
-    techniques, left = answer.pick_listed(own, env, classes, here, text=not request.data.startswith(RANDOM))
+    own = _with_new_tokens({**METHODS.get(request.method, {}), **own}, tree)
+    techniques, left = answer.pick_listed(own, env, classes, here, text="random" not in tree["data"])
     config = Config.model_validate(tree | {"with": techniques})
     resolve(config, classes, ranks, device)
     if device.kind == "cpu":
@@ -157,6 +160,7 @@ def compose(request: InitRequest, file: str, classes: Sequence[type[Technique]] 
     micro, memory, fits = _fitting(config, request.hardware, ranks, classes)
     if not fits:  # the listed techniques are fast, not small
         techniques, left = _searched(Config.model_validate(tree | {"with": own}), request, classes), []
+        techniques = _with_new_tokens(techniques, tree)
         config = Config.model_validate(tree | {"with": techniques})
         micro, memory, _ = _fitting(config, request.hardware, ranks, classes)
     tree["batch"]["micro_tokens"] = micro
@@ -166,6 +170,13 @@ def compose(request: InitRequest, file: str, classes: Sequence[type[Technique]] 
     config = parse_config(text, file)
     resolve(config, classes, ranks, device)
     return FirstConfig(text, config, ranks)
+
+
+def _with_new_tokens(techniques: dict[str, dict[str, Any]], tree: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the techniques, adapters with the modules that have rows for new tokens: a run without them is refused."""
+    if "lora" not in techniques or not isinstance(tree["model"], dict) or "add_tokens" not in tree["model"]:
+        return techniques
+    return {**techniques, "lora": {"save": ["embed_tokens", "lm_head"], **techniques["lora"]}}
 
 
 def _searched(config: Config, request: InitRequest, classes: Sequence[type[Technique]]) -> dict[str, dict[str, Any]]:
@@ -217,8 +228,11 @@ def _fitting(
 
 def choose_values(request: InitRequest, device: Device, ranks: int = 1) -> dict[str, Any]:
     """Choose every value except the techniques; return them as the tree of the YAML."""
-    model = {"shape": request.model.removeprefix(SHAPE)} if request.model.startswith(SHAPE) else request.model
-    tree: dict[str, Any] = {"model": model, "objective": request.objective, "data": _data(request.data, device)}
+    tree: dict[str, Any] = {
+        "model": _model(request),
+        "objective": request.objective,
+        "data": _data(request.data, device),
+    }
     pairs = request.objective in COMPARED
     if request.objective in SECTIONS:
         settings = SECTIONS[request.objective]().model_dump()
@@ -240,6 +254,32 @@ def choose_values(request: InitRequest, device: Device, ranks: int = 1) -> dict[
     if "eval" in tree["data"]:
         tree["train"]["eval_every"] = 0.25
     return tree | {"seed": 0, "output": request.output}
+
+
+def _model(request: InitRequest) -> Any:
+    """Return the value of `model`; with ChatML where rows are conversations and the tokenizer has no chat template."""
+    from optrush.data.chat_template import chatml_keys
+
+    if request.model.startswith(SHAPE):
+        return {"shape": request.model.removeprefix(SHAPE)}
+    if request.model == "tiny" or not _conversations(request.data):
+        return request.model
+    bare = {"model": request.model, "objective": "pretrain", "data": {"random": True}, "output": "runs/new"}
+    folder, _ = locate(Config.model_validate(bare))
+    assert folder is not None
+    try:
+        keys = chatml_keys(folder)
+    except NeedsError:  # a tokenizer that cannot be read here may be so where the run is
+        return request.model
+    return {"path": request.model, **keys} if keys else request.model
+
+
+def _conversations(text: str) -> bool:
+    """Return whether the rows of the data are rendered by a chat template."""
+    from optrush.data.schema import Chat, parts_of
+
+    row = _first_row(text)
+    return text.startswith(SAMPLE) or (row is not None and any(isinstance(part, Chat) for part in parts_of(row)))
 
 
 def _data(text: str, device: Device) -> dict[str, Any]:
@@ -273,9 +313,7 @@ def check_data(text: str) -> str:
         ConfigError: no such sample, or not a number of documents.
         DataError: no such file, or its first row is invalid.
     """
-    from optrush.data.readers import read_rows
-    from optrush.data.schema import JUDGEMENT, Pair, RowRules, Text
-    from optrush.data.schema import parse_row as row
+    from optrush.data.schema import Judged, Pair, Text
 
     if text.startswith(SAMPLE):
         name = text.removeprefix(SAMPLE)
@@ -286,12 +324,26 @@ def check_data(text: str) -> str:
         if not re.fullmatch(r"random(:[1-9]\d*)?", text):
             raise ConfigError(f"the data {text}", "no number of documents", "write random, or random:4096")
         return "pretrain"
-    where, found = next(read_rows(Path(text).expanduser()))
-    if JUDGEMENT & {key.lower() for key in found}:
-        row(where, found, RowRules(JUDGED))
+    row = _first_row(text)
+    if isinstance(row, Judged):
         return JUDGED
-    kind = row(where, found)
-    return "dpo" if isinstance(kind, Pair) else "pretrain" if isinstance(kind, Text) else "sft"
+    return "dpo" if isinstance(row, Pair) else "pretrain" if isinstance(row, Text) else "sft"
+
+
+def _built_in(text: str) -> bool:
+    """Return whether the data is no file."""
+    return text.startswith((SAMPLE, RANDOM + ":")) or text == RANDOM
+
+
+def _first_row(text: str) -> Row | None:
+    """Return the first row of a file; None for data that is none."""
+    from optrush.data.readers import read_rows
+    from optrush.data.schema import JUDGEMENT, NO_RULES, RowRules, parse_row
+
+    if _built_in(text):
+        return None
+    where, found = next(read_rows(Path(text).expanduser()))
+    return parse_row(where, found, RowRules(JUDGED) if JUDGEMENT & {key.lower() for key in found} else NO_RULES)
 
 
 def check_objective(text: str) -> str:
