@@ -182,6 +182,16 @@ def test_every_block_says_what_it_is(call: Call) -> None:
         assert lines[at - 1] == f"  # {CLASSES[name].summary}"
 
 
+def test_defaults_are_those_of_the_documentation(call: Call) -> None:
+    """Of how often what happens, whose defaults are words."""
+    assert call("init", *SAMPLE).code == 0
+    contract = (Path(__file__).parents[2] / "docs" / "contract.md").read_text()
+    found = re.findall(r"  (\w+_every): .*\(default: (.*)\)", Path("train.yaml").read_text())
+    assert [key for key, _ in found] == ["log_every", "eval_every", "save_every"]
+    for key, default in found:
+        assert f"| `train.{key}` | {default} |" in contract
+
+
 TEXTS = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=24)
 
 
