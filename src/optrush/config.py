@@ -473,7 +473,7 @@ def parse_config(
     data, lines = parse_yaml(text, where, own)
     flags: dict[Keys, str] = {}
     for flag in sets:
-        path = _set(data, flag)
+        path = set_value(data, flag)
         flags |= {path[:n]: f"--set {flag}" for n in range(1, len(path) + 1) if n == len(path) or path[:n] not in lines}
     for flag in withs:
         name, _, options = flag.partition(":")
@@ -649,7 +649,12 @@ def _section(data: dict[str, Any], key: str, asked: str) -> dict[str, Any]:
     return section
 
 
-def _set(data: dict[str, Any], flag: str) -> Keys:
+def set_value(data: dict[str, Any], flag: str) -> Keys:
+    """Set the value of a flag `--set KEY=VALUE`; return the place of its key.
+
+    Raises:
+        ConfigError: no `key=value`, or a key inside a value that is no mapping.
+    """
     path, equals, value = flag.partition("=")
     keys = path.split(".")
     if not equals or not all(keys):

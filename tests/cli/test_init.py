@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Callable
@@ -380,7 +381,7 @@ def test_conversations_on_a_model_without_a_chat_template(
     config = written()
     assert config.model.path == "base" and config.model.chat_template == "chatml"
     assert config.model.add_tokens == (() if turns else TURNS)
-    assert "its tokenizer has none" in Path("train.yaml").read_text()
+    assert "for a tokenizer without one" in Path("train.yaml").read_text()
     found = call("train", "train.yaml", "--set", "train.steps=1", "--set", "train.export=false")
     assert found.code == 0, found.err
 
@@ -397,6 +398,63 @@ def test_a_chat_template_only_where_it_is_needed(call: Call, model: Path, here: 
     assert written().model.chat_template is None
     found = call("train", "train.yaml", "--set", "model.path=base")
     assert found.code == 2 and "`model.chat_template: chatml`" in found.err and "FILE.jinja" in found.err, found.err
+
+
+SETS = {
+    "data.columns": {"question": "instruction", "answer": "output"}, "data.max_samples": 30, "data.eval": 0.2,
+    "data.too_long": "drop", "optim.betas": [0.8, 0.9], "optim.lr": 2e-5, "optim.clip": None, "train.steps": 3,
+    "train.best": False, "train.eval_every": None, "seed": 7, "tracker": "wandb", "model.dtype": "bfloat16",
+}  # fmt: skip
+
+
+def test_values_of_set_are_in_the_text(call: Call, here: Path) -> None:
+    """Whatever the key: those that are explained, others, and options of techniques; in what is chosen, too."""
+    write_rows(here / "qa.jsonl", [{"question": f"{i}?", "answer": str(i)} for i in range(40)])
+    flags = [part for key, value in SETS.items() for part in ("--set", f"{key}={json.dumps(value)}")]
+    found = call("init", "--model", "tiny", "--data", "qa.jsonl", *flags, "--with", "lora", "--set", "with.lora.rank=4")
+    assert found.code == 0, found.err
+    tree = yaml.safe_load(Path("train.yaml").read_text())
+    assert (tree["objective"], tree["with"]["lora"], tree["model"]["path"]) == ("sft", {"rank": 4}, "tiny")
+    config = written()
+    for key, value in SETS.items():
+        section, _, name = key.partition(".")
+        assert (tree[section][name] if name else tree[section]) in (value, str(value)), key
+    assert config.optim.lr == 2e-5 and config.tracker is not None and "epochs" not in tree["train"]
+    assert call("train", "train.yaml", "--dry-run", "--set", "tracker=null").code == 0
+
+
+@pytest.mark.parametrize(
+    ("flag", "says"),
+    [
+        ("data.colums={a: text}", ("`data.colums`", "did you mean `columns`?")),
+        ("optim.lr=fast", ("--set optim.lr=fast: `optim.lr`", "'fast'")),
+        ("seed", ("no `key=value`",)),
+        ("output=there", ("has a flag for `output`", "give --output")),
+        ("batch.seq=64", ("has a flag for `batch.seq`", "give --seq")),
+        ("batch.micro_tokens=64", ("chooses `batch.micro_tokens`", "in the file that is written")),
+        ("optim={lr: 1}", ("the whole of `optim`", "--set optim.KEY=VALUE")),
+        ("dpo.beta=0.2", ("dpo",)),
+    ],
+)
+def test_what_is_not_set(flag: str, says: tuple[str, ...], call: Call) -> None:
+    refused(call("init", *SAMPLE, "--set", flag), *says)
+
+
+@pytest.mark.parametrize(
+    ("row", "flag"),
+    [
+        ({"question": "1?", "answer": "1"}, "--set 'data.columns={question: instruction, answer: output}'"),
+        ({"speech": "1"}, "--set 'data.columns={KEY: text}'"),
+        ({"prompt": "1?", "completion": "1", "thought": "x"}, "--set 'data.columns={thought: ignore}'"),
+    ],
+)
+def test_rows_of_other_names_are_answered_with_a_flag(row: dict[str, str], flag: str, call: Call, here: Path) -> None:
+    """Which is taken as it stands."""
+    write_rows(here / "odd.jsonl", [row] * 20)
+    refused(call("init", "--model", "tiny", "--data", "odd.jsonl"), flag)
+    given = shlex.split(flag.replace("KEY", "speech"))
+    found = call("init", "--model", "tiny", "--data", "odd.jsonl", *given)
+    assert found.code == 0 and call("train", "train.yaml", "--dry-run").code == 0, found.err
 
 
 # --- a terminal

@@ -10,7 +10,7 @@ import math
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,19 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from optrush import hardware
-from optrush.config import ADAPTER_LR, COMPARED, JUDGED, METHODS, SECTIONS, Config, nearest, parse_config, parse_scalar
-from optrush.errors import ConfigError, NeedsError, UserError
+from optrush.config import (
+    ADAPTER_LR,
+    COMPARED,
+    JUDGED,
+    METHODS,
+    SECTIONS,
+    Config,
+    nearest,
+    parse_config,
+    parse_scalar,
+    set_value,
+)
+from optrush.errors import ConfigError, DataError, NeedsError, UserError
 from optrush.hardware import Device
 from optrush.models.shapes import refuse_foreign
 from optrush.models.source import locate
@@ -59,9 +70,11 @@ def yaml_text(
         loader=loader, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         keep_trailing_newline=True,
     )  # fmt: skip
+    shown = {"model", "objective", "data", "batch", "optim", "train", "seed", "output", tree["objective"]}
     environment.filters |= {"flow": _flow, "line": _line}
     return environment.get_template("init.yaml.j2").render(
-        **tree, settings=tree.get(tree["objective"]), techniques=techniques, left=left, memory=memory, machine=machine,
+        **tree, settings=tree.get(tree["objective"]), more={key: tree[key] for key in tree if key not in shown},
+        techniques=techniques, left=left, memory=memory, machine=machine,
         command=command + (f" --ranks {ranks}" if ranks > 1 else ""), summaries={c.name: c.summary for c in classes},
         larger="halve it when memory runs out" if several else "double it while memory lasts",
     )  # fmt: skip
@@ -116,6 +129,7 @@ class InitRequest:
     seq: int | None = None  # None: as long as suits the device
     epochs: float = 1
     teacher: str | None = None  # of `distill`
+    sets: Sequence[str] = ()  # as --set takes them
 
 
 @dataclass(frozen=True)
@@ -140,9 +154,10 @@ def compose(request: InitRequest, file: str, classes: Sequence[type[Technique]] 
     check_objective(request.objective)
     check_method(request.method)
     check_teacher(request)
-    check_data(request.data)
+    check_sets(request.sets)
+    check_data(request.data, request.sets)
     check_new_output(request.output)
-    own = parse_config(SMALLEST, file, withs=request.withs).with_
+    own = parse_config(SMALLEST, file, request.sets, request.withs).with_
     wanted = instantiate(classes, own)
     if ranks == 1 and any(RANK_PARTS & t.claims for t in wanted):
         many = math.prod(n for t in wanted for n in t.axes().values())
@@ -166,6 +181,7 @@ def compose(request: InitRequest, file: str, classes: Sequence[type[Technique]] 
     tree["batch"]["micro_tokens"] = micro
     if tree["optim"]["lr"] == LR and any(Part.TRAINED in t.claims for t in instantiate(classes, techniques)):
         tree["optim"]["lr"] = ADAPTER_LR
+        _lay(tree, request.sets)
     text = yaml_text(tree, file, device, techniques, left, memory, ranks, classes)
     config = parse_config(text, file)
     resolve(config, classes, ranks, device)
@@ -253,7 +269,16 @@ def choose_values(request: InitRequest, device: Device, ranks: int = 1) -> dict[
     tree["train"] |= {"log_every": 5, "save_every": 0.25, "keep": 2}
     if "eval" in tree["data"]:
         tree["train"]["eval_every"] = 0.25
-    return tree | {"seed": 0, "output": request.output}
+    tree |= {"seed": 0, "output": request.output}
+    _lay(tree, request.sets)
+    return tree
+
+
+def _lay(tree: dict[str, Any], sets: Sequence[str]) -> None:
+    """Lay the values of --set over the tree, but for techniques, which are kept elsewhere."""
+    for flag in sets:
+        if flag.partition("=")[0].split(".")[0] != "with":
+            set_value(tree, flag)
 
 
 def _model(request: InitRequest) -> Any:
@@ -262,7 +287,7 @@ def _model(request: InitRequest) -> Any:
 
     if request.model.startswith(SHAPE):
         return {"shape": request.model.removeprefix(SHAPE)}
-    if request.model == "tiny" or not _conversations(request.data):
+    if request.model == "tiny" or not _conversations(request.data, request.sets):
         return request.model
     bare = {"model": request.model, "objective": "pretrain", "data": {"random": True}, "output": "runs/new"}
     folder, _ = locate(Config.model_validate(bare))
@@ -274,11 +299,11 @@ def _model(request: InitRequest) -> Any:
     return {"path": request.model, **keys} if keys else request.model
 
 
-def _conversations(text: str) -> bool:
+def _conversations(text: str, sets: Sequence[str]) -> bool:
     """Return whether the rows of the data are rendered by a chat template."""
     from optrush.data.schema import Chat, parts_of
 
-    row = _first_row(text)
+    row = _first_row(text, sets)
     return text.startswith(SAMPLE) or (row is not None and any(isinstance(part, Chat) for part in parts_of(row)))
 
 
@@ -306,8 +331,8 @@ def _count_rows(path: Path, text_rows: str) -> int:
     return sum(1 for _ in islice(attempts(path, text_rows), COUNTED))
 
 
-def check_data(text: str) -> str:
-    """Return the objective that suits the data.
+def check_data(text: str, sets: Sequence[str] = ()) -> str:
+    """Return the objective that suits the data, whose rows the values of --set may name.
 
     Raises:
         ConfigError: no such sample, or not a number of documents.
@@ -324,7 +349,7 @@ def check_data(text: str) -> str:
         if not re.fullmatch(r"random(:[1-9]\d*)?", text):
             raise ConfigError(f"the data {text}", "no number of documents", "write random, or random:4096")
         return "pretrain"
-    row = _first_row(text)
+    row = _first_row(text, sets)
     if isinstance(row, Judged):
         return JUDGED
     return "dpo" if isinstance(row, Pair) else "pretrain" if isinstance(row, Text) else "sft"
@@ -335,15 +360,56 @@ def _built_in(text: str) -> bool:
     return text.startswith((SAMPLE, RANDOM + ":")) or text == RANDOM
 
 
-def _first_row(text: str) -> Row | None:
-    """Return the first row of a file; None for data that is none."""
+def _first_row(text: str, sets: Sequence[str]) -> Row | None:
+    """Return the first row of a file; None for data that is none.
+
+    Raises:
+        DataError: an invalid row; where `data.columns` helps, with the flag of it.
+    """
     from optrush.data.readers import read_rows
-    from optrush.data.schema import JUDGEMENT, NO_RULES, RowRules, parse_row
+    from optrush.data.schema import JUDGEMENT, parse_row, row_rules
 
     if _built_in(text):
         return None
+    rules = row_rules(parse_config(SMALLEST, "init", sets))
     where, found = next(read_rows(Path(text).expanduser()))
-    return parse_row(where, found, RowRules(JUDGED) if JUDGEMENT & {key.lower() for key in found} else NO_RULES)
+    judged = JUDGEMENT & {rules.of_rows.get(key, key).lower() for key in found}
+    try:
+        return parse_row(where, found, replace(rules, objective=JUDGED if judged else ""))
+    except DataError as error:
+        raise DataError(error.asked, error.found, _COLUMNS.sub(_as_flag, error.do)) from None
+
+
+_COLUMNS = re.compile(r"data\.columns: (\{.*?\})")
+
+
+def _as_flag(line: re.Match[str]) -> str:
+    """Return a line of YAML as the flag that sets the same."""
+    return f"--set {shlex.quote(f'data.columns={line[1]}')}"
+
+
+# Keys that are not set but have a flag of their own, or are chosen, since others follow from them.
+OWN_FLAGS = {
+    "model": "--model", "model.path": "--model", "model.shape": "--model shape:NAME", "objective": "--objective",
+    "data": "--data", "data.path": "--data", "data.sample": "--data sample:NAME", "data.random": "--data random:N",
+    "output": "--output", "method": "--method", "batch.seq": "--seq", "train.epochs": "--epochs",
+    "distill.teacher": "--teacher",
+}  # fmt: skip
+CHOSEN = ("batch.tokens", "batch.micro_tokens")
+WHOLE = ("batch", "optim", "train", *SECTIONS)
+
+
+def check_sets(sets: Sequence[str]) -> None:
+    """Raise ConfigError for a value of --set that has a flag of its own, is chosen here, or is a whole section."""
+    for flag in sets:
+        key = flag.partition("=")[0]
+        if key in OWN_FLAGS:
+            raise ConfigError(f"--set {flag}", f"`optrush init` has a flag for `{key}`", f"give {OWN_FLAGS[key]}")
+        if key in CHOSEN:
+            do = f"leave it out, and change `{key}` in the file that is written"
+            raise ConfigError(f"--set {flag}", f"`optrush init` chooses `{key}`, by the memory and the model", do)
+        if key in WHOLE:
+            raise ConfigError(f"--set {flag}", f"the whole of `{key}`", f"name a key of it: --set {key}.KEY=VALUE")
 
 
 def check_objective(text: str) -> str:
