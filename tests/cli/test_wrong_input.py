@@ -126,6 +126,20 @@ VALUES: dict[str, Case] = {
     ),
     "no model": ({"model": "./models/none"}, [], ("the model ./models/none", "no such folder", "hub id, or `tiny`")),
     "model by a short name": ({"model": "llama"}, [], ("the model llama", "no such folder", "hub id, or `tiny`")),
+    "a shape as init takes it": (
+        {"model": "shape:llama-3.1-8b"}, [],
+        ("the model shape:llama-3.1-8b", "no such folder", "write `model: {shape: llama-3.1-8b}`", "or `tiny`"),
+    ),
+    "a shape of a hub id": ({"model": "shape:org/name"}, [], ("no such folder", "write `model: {shape: org/name}`")),
+    "a sample as init takes it": (
+        {"data": {"path": "sample:recipes", "eval": None}}, [], ("no such file", "write `data: {sample: recipes}`"),
+    ),
+    "random tokens as init takes them": (
+        {"data": {"path": "random:64", "eval": None}}, [], ("no such file", "write `data: {random: 64}`; or check"),
+    ),
+    "a shape by its name": (
+        {}, ["--set", "model=llama-3.1-8b"], ("the model llama-3.1-8b", "write `model: {shape: llama-3.1-8b}`"),
+    ),
     "hub without network": (
         {"model": "somebody/some-model"}, [],
         ("the model somebody/some-model", "the hub did not give it", "check the name and the network"),

@@ -628,7 +628,11 @@ def _find(path: str, asked: str, cache: Path | None) -> list[Path]:
         return [_from_hub(path, cache)]
     near = os.listdir(place.parent) if place.parent.is_dir() else []
     close = difflib.get_close_matches(place.name, near, 1)
-    raise DataError(asked, "no such file", "check the path" + (f": did you mean {close[0]}?" if close else ""))
+    do = "check the path" + (f": did you mean {close[0]}?" if close else "")
+    kind, _, more = path.partition(":")  # as `optrush init --data` takes what is no file
+    if kind in ("sample", "random"):
+        do = f"write `data: {{{kind}: {more or {'sample': 'recipes', 'random': 'true'}[kind]}}}`; or {do}"
+    raise DataError(asked, "no such file", do)
 
 
 def about(path: str) -> list[str]:
