@@ -106,6 +106,7 @@ def test_the_objective_is_suggested_by_the_rows(call: Call, here: Path) -> None:
 
 
 ASKED, ANSWERED = ({"role": "user", "content": "What is 1?"}, {"role": "assistant", "content": "It is 1"})
+OTHER, TALK = {**ANSWERED, "content": "It is 2"}, [ASKED, ANSWERED]
 KINDS: dict[str, tuple[str, str]] = {
     "completion.jsonl": ('{"prompt": "What is 1?", "completion": " It is 1"}', "sft"),
     "turns.jsonl": (json.dumps({"prompt": [ASKED], "completion": [ANSWERED]}), "sft"),
@@ -115,6 +116,8 @@ KINDS: dict[str, tuple[str, str]] = {
     "share.jsonl": ('{"conversations": [{"from": "human", "value": "1?"}, {"from": "gpt", "value": "1"}]}', "sft"),
     "pair.jsonl": ('{"prompt": "What is 1?", "chosen": " 1", "rejected": " 2"}', "dpo"),
     "judged.jsonl": ('{"prompt": "What is 1?", "completion": " It is 1", "label": true}', "kto"),
+    "both.jsonl": ('{"instruction": "1?", "output": "It is 1", "text": "1? It is 1"}', "sft"),
+    "twice.jsonl": (json.dumps({"messages": TALK, "chosen": TALK, "rejected": [ASKED, OTHER]}), "dpo"),
     "text.jsonl": ('{"text": "What is 1? It is 1"}', "pretrain"),
     "text.txt": ("What is 1? It is 1", "pretrain"),
 }
@@ -374,7 +377,7 @@ def test_conversations_on_a_model_without_a_chat_template(
 ) -> None:
     """ChatML is written, with what it needs, so that `train` takes the text as it stands."""
     without_template(model, here / "base", turns)
-    pair = {"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [{**ANSWERED, "content": "It is 2"}]}
+    pair = {"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [OTHER]}
     write_rows(here / "pairs.jsonl", [pair] * 12)
     found = call("init", "--model", "base", "--data", data, "--seq", "256", *flags)
     assert found.code == 0, found.err
@@ -390,8 +393,9 @@ def test_a_chat_template_only_where_it_is_needed(call: Call, model: Path, here: 
     """Not for texts and random tokens, nor where the tokenizer has one; `train` names the built-in one."""
     without_template(model, here / "base")
     write_rows(here / "random.jsonl", [{"prompt": "1?", "completion": " 1"}])
-    for data in ("random", "random.jsonl"):
-        assert call("init", "--model", "base", "--data", data, "--force").code == 0
+    write_rows(here / "both.jsonl", [{"instruction": "1?", "output": "1", "text": "1? 1"}])
+    for data, more in (("both.jsonl", ("--objective", "pretrain")), ("random", ()), ("random.jsonl", ())):
+        assert call("init", "--model", "base", "--data", data, *more, "--force").code == 0
         assert written().model == Config.model_validate({**yaml.safe_load(SMALLEST), "model": "base"}).model
     assert "packing" in written().with_, "a file may be named like random tokens"
     assert call("init", "--model", str(model), "--data", "chat.jsonl", "--force").code == 0

@@ -287,7 +287,7 @@ def _model(request: InitRequest) -> Any:
 
     if request.model.startswith(SHAPE):
         return {"shape": request.model.removeprefix(SHAPE)}
-    if request.model == "tiny" or not _conversations(request.data, request.sets):
+    if request.model == "tiny" or not _conversations(request):
         return request.model
     bare = {"model": request.model, "objective": "pretrain", "data": {"random": True}, "output": "runs/new"}
     folder, _ = locate(Config.model_validate(bare))
@@ -299,12 +299,13 @@ def _model(request: InitRequest) -> Any:
     return {"path": request.model, **keys} if keys else request.model
 
 
-def _conversations(text: str, sets: Sequence[str]) -> bool:
+def _conversations(request: InitRequest) -> bool:
     """Return whether the rows of the data are rendered by a chat template."""
     from optrush.data.schema import Chat, parts_of
 
-    row = _first_row(text, sets)
-    return text.startswith(SAMPLE) or (row is not None and any(isinstance(part, Chat) for part in parts_of(row)))
+    row = _first_row(request.data, request.sets, request.objective)
+    parts = () if row is None else parts_of(row)
+    return request.data.startswith(SAMPLE) or any(isinstance(part, Chat) for part in parts)
 
 
 def _data(text: str, device: Device) -> dict[str, Any]:
@@ -360,8 +361,8 @@ def _built_in(text: str) -> bool:
     return text.startswith((SAMPLE, RANDOM + ":")) or text == RANDOM
 
 
-def _first_row(text: str, sets: Sequence[str]) -> Row | None:
-    """Return the first row of a file; None for data that is none.
+def _first_row(text: str, sets: Sequence[str], objective: str = "") -> Row | None:
+    """Return the first row of a file, as an objective reads it or as suits it; None for data that is no file.
 
     Raises:
         DataError: an invalid row; where `data.columns` helps, with the flag of it.
@@ -374,8 +375,9 @@ def _first_row(text: str, sets: Sequence[str]) -> Row | None:
     rules = row_rules(parse_config(SMALLEST, "init", sets))
     where, found = next(read_rows(Path(text).expanduser()))
     judged = JUDGEMENT & {rules.of_rows.get(key, key).lower() for key in found}
+    usual = JUDGED if judged else "dpo"  # of several kinds the structured one is meant, and of those a pair
     try:
-        return parse_row(where, found, replace(rules, objective=JUDGED if judged else ""))
+        return parse_row(where, found, replace(rules, objective=objective or usual))
     except DataError as error:
         raise DataError(error.asked, error.found, _COLUMNS.sub(_as_flag, error.do)) from None
 
