@@ -400,6 +400,12 @@ def test_a_chat_template_only_where_it_is_needed(call: Call, model: Path, here: 
     assert "packing" in written().with_, "a file may be named like random tokens"
     assert call("init", "--model", str(model), "--data", "chat.jsonl", "--force").code == 0
     assert written().model.chat_template is None
+    (here / "own.jinja").write_text("{{ messages }}")
+    own = ("--set", "model.chat_template=own.jinja")
+    without_template(model, here / "bare", turns=False)
+    assert call("init", "--model", "bare", "--data", "chat.jsonl", *own, "--output", "x", "--force").code == 0
+    assert (written().model.chat_template, written().model.add_tokens) == ("own.jinja", ())
+    assert call("init", "--model", str(model), "--data", "chat.jsonl", "--force").code == 0
     found = call("train", "train.yaml", "--set", "model.path=base")
     assert found.code == 2 and "`model.chat_template: chatml`" in found.err and "FILE.jinja" in found.err, found.err
 

@@ -287,7 +287,8 @@ def _model(request: InitRequest) -> Any:
 
     if request.model.startswith(SHAPE):
         return {"shape": request.model.removeprefix(SHAPE)}
-    if request.model == "tiny" or not _conversations(request):
+    own = any(flag.startswith("model.chat_template=") for flag in request.sets)
+    if own or request.model == "tiny" or not _conversations(request):
         return request.model
     bare = {"model": request.model, "objective": "pretrain", "data": {"random": True}, "output": "runs/new"}
     folder, _ = locate(Config.model_validate(bare))
