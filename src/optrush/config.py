@@ -27,6 +27,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from optrush.errors import ConfigError
 
@@ -98,12 +99,14 @@ class StrictModel(BaseModel):
 
 def _cadence(value: float) -> float:
     if value > 1 and value != int(value):
-        raise ValueError("from 1 on a whole number of steps; below 1 a fraction of the run")
+        raise ValueError("a whole number of steps from 1 on, or below 1 a fraction of the run")
     return value
 
 
-def _home(value: object) -> object:
-    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~") else value
+def _file(value: object) -> object:
+    if not isinstance(value, str) or not value:
+        raise PydanticCustomError("file", "a path")
+    return os.path.expanduser(value) if value.startswith("~") else value
 
 
 def _distinct(values: tuple[str, ...]) -> tuple[str, ...]:
@@ -115,7 +118,7 @@ def _distinct(values: tuple[str, ...]) -> tuple[str, ...]:
 Text = Annotated[str, Field(min_length=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Cadence = Annotated[float, Field(gt=0), AfterValidator(_cadence)]
-File = Annotated[str, BeforeValidator(_home), Field(min_length=1)]
+File = Annotated[str, BeforeValidator(_file), Field(min_length=1)]
 
 
 def _short_model(value: object) -> object:
@@ -473,7 +476,7 @@ def parse_config(
     data, lines = parse_yaml(text, where, own)
     flags: dict[Keys, str] = {}
     for flag in sets:
-        path = _set(data, flag)
+        path = set_value(data, flag)
         flags |= {path[:n]: f"--set {flag}" for n in range(1, len(path) + 1) if n == len(path) or path[:n] not in lines}
     for flag in withs:
         name, _, options = flag.partition(":")
@@ -649,7 +652,12 @@ def _section(data: dict[str, Any], key: str, asked: str) -> dict[str, Any]:
     return section
 
 
-def _set(data: dict[str, Any], flag: str) -> Keys:
+def set_value(data: dict[str, Any], flag: str) -> Keys:
+    """Set the value of a flag `--set KEY=VALUE`; return the place of its key.
+
+    Raises:
+        ConfigError: no `key=value`, or a key inside a value that is no mapping.
+    """
     path, equals, value = flag.partition("=")
     keys = path.split(".")
     if not equals or not all(keys):
@@ -673,12 +681,13 @@ def explain(
     path = _path(first["loc"])
     if first["type"] == "extra_forbidden":  # the last part is a key of the file, whatever it looks like
         path = (*_path(first["loc"][:-1]), first["loc"][-1])
-    if first["type"] not in ("missing", "extra_forbidden"):
+    lacking = first["type"] == "missing" and isinstance(path[-1], str)  # a key; else an item of a list
+    if not lacking and first["type"] != "extra_forbidden":
         while path and path not in lines and path not in flags:  # a union's branch
             path = path[:-1]
     name = ".".join(map(str, path))
     flag = flags.get(path)
-    if first["type"] == "missing":
+    if lacking:
         line = lines.get(path[:-1]) if len(path) > 1 else None
         place = flags.get(path[:-1]) or (f"{where}:{line}" if line else where)
         return ConfigError(f"{place}: `{name}`", "it is missing", f"add `{name if root is Config else path[-1]}:`")
@@ -688,10 +697,55 @@ def explain(
         if root is Config:
             hint = foreign_spelling(str(path[-1]), first["input"]) or hint
         return ConfigError(f"{place}: `{name}`", "no such key", hint)
-    messages = [p["msg"] for p in problems if _path(p["loc"])[: len(path)] == path]
-    place, found = (LOGIN.sub("***@", text) for text in (place, f"{first['input']!r}"))  # no password is repeated
-    do = " or ".join(dict.fromkeys(m[0].lower() + m[1:] for m in messages))
+    here = [p for p in problems if _path(p["loc"])[: len(path)] == path]
+    whole = all(p["type"] == "model_type" for p in here)
+    do = _whole_section(root, path, first["input"], flag) if whole else accepted(here)
+    place, found, do = (LOGIN.sub("***@", text) for text in (place, f"{first['input']!r}", do))  # repeat no password
     return ConfigError(f"{place}: `{name}`", found, do)
+
+
+# What a value must be, by pydantic's type of the error; in braces what its context has.
+ACCEPTED = {
+    "file": "a path", "string_type": "a text", "string_too_short": "a text that is not empty",
+    "bool_type": "true or false", "int_type": "a whole number", "int_from_float": "a whole number",
+    "int_parsing_size": "a smaller number",
+    "float_type": "a number", "finite_number": "a finite number", "greater_than": "a number above {gt}",
+    "greater_than_equal": "a number of at least {ge}", "less_than": "a number below {lt}",
+    "less_than_equal": "a number of at most {le}", "literal_error": "{expected}", "list_type": "a list",
+    "tuple_type": "a list", "too_short": "a list of at least {min_length}", "missing": "a list of more values",
+    "too_long": "a list of at most {max_length}", "dict_type": "a mapping {{KEY: VALUE}}",
+    "model_type": "a mapping {{KEY: VALUE}}", "value_error": "{error}",
+}  # fmt: skip
+
+
+def accepted(problems: Iterable[ErrorDetails]) -> str:
+    """Return what to give in place of a value, of a union what each of its members takes."""
+    texts = [_accepted(p) for p in problems]
+    return "give " + " or ".join(dict.fromkeys(texts))
+
+
+def _accepted(problem: ErrorDetails) -> str:
+    form = ACCEPTED.get(problem["type"])  # another system's options may have types of error that ours have not
+    context = problem.get("ctx", {})
+    bounds = {key: int(value) for key, value in context.items() if isinstance(value, float) and value == int(value)}
+    text = problem["msg"] if form is None else form.format(**{**context, **bounds})
+    return "true" if text == "True" else text
+
+
+def _whole_section(root: type[BaseModel], path: Keys, given: Any, flag: str | None) -> str:
+    """Return what to write where a value stands in place of a section: under its first key, if that takes the value."""
+    part, name = _part(root, path), ".".join(map(str, path))
+    keys = yaml_keys(part)
+    try:
+        found = part.model_validate({keys[0]: given})
+    except ValidationError:
+        found = None
+    if found is None or given is None:
+        return f"give a mapping {{KEY: VALUE}} with the keys {', '.join(keys)}"
+    if flag is not None:
+        return f"write `--set {name}.{keys[0]}={_one_line(given)}`"
+    text = f"{{{keys[0]}: {_one_line(given)}}}"
+    return f"write `{path[-1]}: {text}`" if isinstance(path[-1], str) else f"write `{text}`"  # an item of a list
 
 
 # Keys of other tools (TRL and transformers, axolotl, LLaMA-Factory, PEFT): the line to write here; {} is their value.
@@ -766,9 +820,13 @@ def foreign_spelling(key: str, value: Any) -> str | None:
         return None
     if value is False:
         return "leave it out: it is off unless it is written"
-    text = yaml.safe_dump(value, default_flow_style=True, width=sys.maxsize).removesuffix("\n...\n").strip()
-    line = form.format(text)
+    line = form.format(_one_line(value))
     return line if line.startswith("no key") else f"write `{line}`"
+
+
+def _one_line(value: Any) -> str:
+    """Return a value as YAML in one line."""
+    return yaml.safe_dump(value, default_flow_style=True, width=sys.maxsize).removesuffix("\n...\n").strip()
 
 
 def _path(loc: Keys) -> Keys:
@@ -778,10 +836,15 @@ def _path(loc: Keys) -> Keys:
 
 def yaml_keys(part: type[BaseModel], path: Keys = ()) -> list[str]:
     """Return the keys that a YAML file may have next to the one at `path`."""
-    for key in map(str, path[:-1]):
+    return [f.alias or name for name, f in _part(part, path[:-1]).model_fields.items() if not f.exclude]
+
+
+def _part(part: type[BaseModel], path: Keys) -> type[BaseModel]:
+    """Return the section at `path`."""
+    for key in map(str, path):
         if key in part.model_fields:  # not a place in a list
             part = _model(part.model_fields[key].annotation) or part
-    return [f.alias or name for name, f in part.model_fields.items() if not f.exclude]
+    return part
 
 
 def _model(annotation: Any) -> type[BaseModel] | None:

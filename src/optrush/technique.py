@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_type_hints
 
 import optrush
-from optrush.config import Config, foreign_spelling, nearest, refuse_renamed
+from optrush.config import Config, accepted, foreign_spelling, nearest, refuse_renamed
 from optrush.errors import ConfigError, ConflictError, NeedsError
 from optrush.hardware import CPU, Device
 from optrush.planner.ledger import Rule, replaced
@@ -472,7 +472,7 @@ def _instance(cls: type[Technique], options: Mapping[str, Any]) -> Technique:
         try:
             _validator(cls, option).validate_python(value, strict=True)  # type: ignore[arg-type]
         except ValidationError as error:
-            raise ConfigError(f"`{cls.name}: {option}`", f"{value!r}", error.errors()[0]["msg"]) from None
+            raise ConfigError(f"`{cls.name}: {option}`", f"{value!r}", accepted(error.errors())) from None
     return cls(**options)
 
 

@@ -94,7 +94,7 @@ def test_chatml_without_its_tokens(call: Call, write: Write, changes: dict[str, 
     [
         ('["<a> "]', ("white space at its ends", "leave it out")),
         ('["in"]', ("a word of this tokenizer's vocabulary", "<|im_start|>")),
-        ("[7]", ("`model.add_tokens.0`", "7", "valid string")),
+        ("[7]", ("`model.add_tokens.0`", "7", "give a text")),
     ],
 )
 def test_tokens_that_are_refused(

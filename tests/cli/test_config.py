@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
 import yaml
+from pydantic import BaseModel
 
 from optrush.config import (
     FOREIGN,
     RENAMED,
     Config,
+    Keys,
     current_techniques,
     dump_config,
     parse_config,
@@ -46,7 +50,7 @@ def test_a_number_with_an_exponent_is_a_number(text: str, number: float) -> None
 def test_quoted_or_unlike_a_number_stays_text() -> None:
     assert parse_scalar("'1e-5'") == "1e-5"
     assert parse_scalar("1e-5x") == "1e-5x" and parse_scalar("e5") == "e5" and parse_scalar("1e") == "1e"
-    with pytest.raises(ConfigError, match="valid number"):
+    with pytest.raises(ConfigError, match="give a number"):
         run("optim: {lr: '1e-5'}\n")
 
 
@@ -101,7 +105,75 @@ def test_an_error_names_the_line_of_its_own_key_only() -> None:
     with pytest.raises(ConfigError) as caught:
         run("batch:\n  seq: wide\n  tokens: many\n")
     assert caught.value.asked == "run.yaml:6: `batch.seq`"
-    assert caught.value.do == "input should be a valid integer"
+    assert caught.value.do == "give a whole number"
+
+
+@pytest.mark.parametrize(
+    ("more", "sets", "do"),
+    [
+        ("data: d/chat.jsonl\n", [], "write `data: {path: d/chat.jsonl}`"),
+        ("data: [a.jsonl, b.jsonl]\n", [], "write `data: {path: [a.jsonl, b.jsonl]}`"),
+        ("", ["data=d/chat.jsonl"], "write `--set data.path=d/chat.jsonl`"),
+        ("data: s3://me:secret@host/a\n", [], "write `data: {path: s3://***@host/a}`"),
+        ("data: 5\n", [], "give a mapping {KEY: VALUE} with the keys path, sample, "),
+        ("optim: 1e-4\n", [], "write `optim: {lr: 0.0001}`"),
+        ("optim: adamw\n", [], "give a mapping {KEY: VALUE} with the keys lr, schedule, warmup, "),
+        ("distill: org/teacher\n", [], "write `distill: {teacher: org/teacher}`"),
+        ("data: {path: a.jsonl, clean: {items: [text]}}\n", [], "write `{field: text}`"),
+        ("data: {eval: 2}\n", [], "give a number below 1 or a path"),
+        ("data: {random: 0}\n", [], "give a number of at least 1 or true"),
+        ("data: {path: [{path: a}, 1]}\n", [], "give a path or a mapping {KEY: VALUE}"),
+        ("optim: {betas: [0.9]}\n", [], "give a list of more values"),
+        ("optim: {betas: [0.9, 1]}\n", [], "give a number below 1"),
+        ("seed: 4294967296\n", [], "give a number below 4294967296"),
+        ("batch: {micro_tokens: many}\n", [], "give a whole number or 'auto'"),
+        ("optim: {warmup: 1.5}\n", [], "give a whole number of steps from 1 on, or below 1 a fraction of the run"),
+        ("model: 5\n", [], "give a mapping {KEY: VALUE} with the keys path, "),
+    ],
+)
+def test_the_remedy_of_a_wrong_value(more: str, sets: list[str], do: str) -> None:
+    tree = {**yaml.safe_load(SMALLEST), **yaml.safe_load(more or "{}")}
+    with pytest.raises(ConfigError) as caught:
+        parse_config(yaml.safe_dump(tree) if "1e-4" not in more else SMALLEST + more, "run.yaml", sets)
+    assert caught.value.do.startswith(do) and "secret" not in str(caught.value)
+
+
+WRONG: list[Any] = [
+    "x", "", -1, 0, 1.5, 2, True, None, [], [1], ["x"], [0.5], [1, 2, 3], {"a": 1}, {"a": "x"}, float("inf"), 10**40,
+]  # fmt: skip
+
+
+def settings(part: type[BaseModel], path: Keys = ()) -> Iterator[Keys]:
+    for name in yaml_keys(part):
+        inner = yaml_keys(part, (name, ""))
+        yield (*path, name)
+        if inner != yaml_keys(part):  # a section
+            yield from ((*path, name, key) for key in inner)
+
+
+def test_no_remedy_is_another_librarys() -> None:
+    """Of every key and option: ours are sentences that begin with what to do, without a name of the code."""
+    remedies = set()
+    for path in settings(Config):
+        for wrong in WRONG:
+            tree: Any = {**yaml.safe_load(SMALLEST), "model": {"path": "tiny"}}
+            inner = tree if len(path) == 1 else tree.setdefault(path[0], {})
+            inner[path[-1]] = wrong
+            try:
+                parse_config(yaml.safe_dump(tree), "run.yaml")
+            except ConfigError as error:
+                remedies.add(error.do)
+    for cls in ALL:
+        for field in dataclasses.fields(cls):
+            for wrong in WRONG:
+                try:
+                    instantiate(ALL, {cls.name: {field.name: wrong}})
+                except ConfigError as error:
+                    remedies.add(error.do)
+    assert len(remedies) > 60
+    ours = ("give ", "write `", "did you mean `", "known: ", "add `")
+    theirs = re.compile("nput should|nstance of|valid |Error|error,|nable")
+    assert [remedy for remedy in remedies if not remedy.startswith(ours) or theirs.search(remedy)] == []
 
 
 def test_options_are_typed() -> None:

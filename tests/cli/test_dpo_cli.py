@@ -134,8 +134,8 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "smoothed ipo": (
         preferences(dpo={"loss": "ipo", "label_smoothing": 0.1}), ("`dpo.loss: ipo`", "leave one of the two out"),
     ),
-    "beta": (preferences(dpo={"beta": 0}), ("`dpo.beta`", "greater than 0")),
-    "half of the labels": (preferences(dpo={"label_smoothing": 0.5}), ("`dpo.label_smoothing`", "less than 0.5")),
+    "beta": (preferences(dpo={"beta": 0}), ("`dpo.beta`", "a number above 0")),
+    "half of the labels": (preferences(dpo={"label_smoothing": 0.5}), ("`dpo.label_smoothing`", "a number below 0.5")),
     "split": (preferences(data={"too_long": "split"}), ("`data.too_long: split`", "take data.too_long: error or drop")),
     "truncate": (preferences(data={"too_long": "truncate"}), ("`data.too_long: truncate`", "never compared")),
     "the prompt too": (preferences(data={"train_on": "all"}), ("`data.train_on: all`", "cancels out")),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Callable
@@ -28,6 +30,7 @@ from optrush.techniques import ALL
 from clirun import Found, edited, write_rows
 
 Call = Callable[..., Found]
+SMALLEST = init_config.SMALLEST
 SAMPLE = ("--model", "tiny", "--data", "sample:recipes")
 CLASSES = {c.name: c for c in ALL}
 
@@ -102,6 +105,61 @@ def test_the_objective_is_suggested_by_the_rows(call: Call, here: Path) -> None:
     assert written().objective == "sft"
 
 
+ASKED, ANSWERED = ({"role": "user", "content": "What is 1?"}, {"role": "assistant", "content": "It is 1"})
+OTHER, TALK = {**ANSWERED, "content": "It is 2"}, [ASKED, ANSWERED]
+KINDS: dict[str, tuple[str, str]] = {
+    "completion.jsonl": ('{"prompt": "What is 1?", "completion": " It is 1"}', "sft"),
+    "turns.jsonl": (json.dumps({"prompt": [ASKED], "completion": [ANSWERED]}), "sft"),
+    "completion.csv": ("prompt,completion\nWhat is 1?, It is 1", "sft"),
+    "completion.json": ('[{"prompt": "What is 1?", "completion": " It is 1"}]', "sft"),
+    "instruction.jsonl": ('{"instruction": "What is 1?", "output": "It is 1"}', "sft"),
+    "share.jsonl": ('{"conversations": [{"from": "human", "value": "1?"}, {"from": "gpt", "value": "1"}]}', "sft"),
+    "pair.jsonl": ('{"prompt": "What is 1?", "chosen": " 1", "rejected": " 2"}', "dpo"),
+    "judged.jsonl": ('{"prompt": "What is 1?", "completion": " It is 1", "label": true}', "kto"),
+    "both.jsonl": ('{"instruction": "1?", "output": "It is 1", "text": "1? It is 1"}', "sft"),
+    "twice.jsonl": (json.dumps({"messages": TALK, "chosen": TALK, "rejected": [ASKED, OTHER]}), "dpo"),
+    "text.jsonl": ('{"text": "What is 1? It is 1"}', "pretrain"),
+    "text.txt": ("What is 1? It is 1", "pretrain"),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_only_texts_are_learnt_whole(name: str, here: Path) -> None:
+    text, objective = KINDS[name]
+    (here / name).write_text(f"{text}\n")
+    assert init_config.check_data(name) == objective
+
+
+BOOK = "".join(f"Chapter {i} of the tale.\nIt goes on.\n\n" for i in range(20))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "text_rows", "eval_"),
+    [
+        ("book.txt", BOOK, "paragraph", 0.1),
+        ("book.md", BOOK.replace("\n", "\r\n"), "paragraph", 0.1),
+        ("book.txt.gz", BOOK, "paragraph", 0.1),
+        ("few.txt", BOOK[:200], "file", None),
+        ("lines.txt", "Stir well.\n" * 50, "file", None),
+        ("quotes.csv", 'text\n"' + "Stir\n" * 20 + '"\n', None, None),
+        ("many.csv", "text\n" + "Stir well.\n" * 20, None, 0.1),
+        ("many.json", json.dumps([{"text": "Stir well."}] * 20), None, 0.1),
+        ("few.json", json.dumps([{"text": "Stir well."}], indent=0).replace("{", "\n" * 20 + "{"), None, None),
+    ],
+)
+def test_rows_are_counted_as_they_are_trained(
+    name: str, text: str, text_rows: str | None, eval_: float | None, call: Call, here: Path
+) -> None:
+    """Not lines: a held-out part of one row would be refused by `train`."""
+    raw = text.encode()
+    (here / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
+    assert call("init", "--model", "tiny", "--data", name, "--seq", "128").code == 0
+    config, tree = written(), yaml.safe_load(Path("train.yaml").read_text())
+    assert (tree["data"].get("text_rows"), config.data.eval) == (text_rows, eval_)
+    found = call("train", "train.yaml", "--dry-run")
+    assert found.code == 0, found.err
+
+
 def test_a_shape_on_random_tokens(call: Call) -> None:
     found = call("init", "--model", "shape:llama-3.2-1b", "--data", "random:64", "--hardware", "h200")
     assert found.code == 0, found.err
@@ -126,6 +184,16 @@ def test_every_block_says_what_it_is(call: Call) -> None:
     for name in written().with_:
         at = next(i for i, line in enumerate(lines) if line.startswith(f"  {name}: "))
         assert lines[at - 1] == f"  # {CLASSES[name].summary}"
+
+
+def test_defaults_are_those_of_the_documentation(call: Call) -> None:
+    """Of how often what happens, whose defaults are words."""
+    assert call("init", *SAMPLE).code == 0
+    contract = (Path(__file__).parents[2] / "docs" / "contract.md").read_text()
+    found = re.findall(r"  (\w+_every): .*\(default: (.*)\)", Path("train.yaml").read_text())
+    assert [key for key, _ in found] == ["log_every", "eval_every", "save_every"]
+    for key, default in found:
+        assert f"| `train.{key}` | {default} |" in contract
 
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=24)
@@ -288,6 +356,124 @@ def test_a_model_that_the_plan_does_not_know(call: Call, here: Path) -> None:
     run = written()
     assert run.batch.seq == run.batch.micro_tokens == 256 and run.with_["attention"] == {"impl": "sdpa"}
     assert "no prediction of memory" in Path("train.yaml").read_text()
+
+
+TURNS = ("<|im_start|>", "<|im_end|>")
+LORA = ("--with", "lora")
+
+
+def without_template(model: Path, folder: Path, turns: bool = True) -> None:
+    """Write a folder like `model`, whose tokenizer has no chat template, nor, without `turns`, the tokens of ChatML."""
+    from optrush.data.chat_template import open_tokenizer
+
+    edited(model, folder)
+    tokenizer = open_tokenizer(model)
+    tokenizer.chat_template = None
+    for file in [*folder.glob("*token*"), *folder.glob("*.jinja")]:
+        file.unlink()
+    tokenizer.save_pretrained(folder)
+    for file in folder.glob("*token*"):
+        text = file.read_text("utf-8")
+        file.write_text(text if turns else text.replace("<|im_", "<|old_"), "utf-8")
+
+
+@pytest.mark.parametrize(
+    ("turns", "data", "flags"),
+    [(True, "chat.jsonl", ()), (False, "chat.jsonl", ()), (True, "sample:recipes", ()), (False, "pairs.jsonl", LORA)],
+)
+def test_conversations_on_a_model_without_a_chat_template(
+    turns: bool, data: str, flags: tuple[str, ...], call: Call, model: Path, here: Path
+) -> None:
+    """ChatML is written, with what it needs, so that `train` takes the text as it stands."""
+    without_template(model, here / "base", turns)
+    pair = {"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [OTHER]}
+    write_rows(here / "pairs.jsonl", [pair] * 12)
+    found = call("init", "--model", "base", "--data", data, "--seq", "256", *flags)
+    assert found.code == 0, found.err
+    config = written()
+    assert config.model.path == "base" and config.model.chat_template == "chatml"
+    assert config.model.add_tokens == (() if turns else TURNS)
+    assert "for a tokenizer without one" in Path("train.yaml").read_text()
+    found = call("train", "train.yaml", "--set", "train.steps=1", "--set", "train.export=false")
+    assert found.code == 0, found.err
+
+
+def test_a_chat_template_only_where_it_is_needed(call: Call, model: Path, here: Path) -> None:
+    """Not for texts and random tokens, nor where the tokenizer has one; `train` names the built-in one."""
+    without_template(model, here / "base")
+    write_rows(here / "random.jsonl", [{"prompt": "1?", "completion": " 1"}])
+    write_rows(here / "both.jsonl", [{"instruction": "1?", "output": "1", "text": "1? 1"}])
+    for data, more in (("both.jsonl", ("--objective", "pretrain")), ("random", ()), ("random.jsonl", ())):
+        assert call("init", "--model", "base", "--data", data, *more, "--force").code == 0
+        assert written().model == Config.model_validate({**yaml.safe_load(SMALLEST), "model": "base"}).model
+    assert "packing" in written().with_, "a file may be named like random tokens"
+    assert call("init", "--model", str(model), "--data", "chat.jsonl", "--force").code == 0
+    assert written().model.chat_template is None
+    (here / "own.jinja").write_text("{{ messages }}")
+    own = ("--set", "model.chat_template=own.jinja")
+    without_template(model, here / "bare", turns=False)
+    assert call("init", "--model", "bare", "--data", "chat.jsonl", *own, "--output", "x", "--force").code == 0
+    assert (written().model.chat_template, written().model.add_tokens) == ("own.jinja", ())
+    assert call("init", "--model", str(model), "--data", "chat.jsonl", "--force").code == 0
+    found = call("train", "train.yaml", "--set", "model.path=base")
+    assert found.code == 2 and "`model.chat_template: chatml`" in found.err and "FILE.jinja" in found.err, found.err
+
+
+SETS = {
+    "data.columns": {"question": "instruction", "answer": "output"}, "data.max_samples": 30, "data.eval": 0.2,
+    "data.too_long": "drop", "optim.betas": [0.8, 0.9], "optim.lr": 2e-5, "optim.clip": None, "train.steps": 3,
+    "train.best": False, "train.eval_every": None, "seed": 7, "tracker": "wandb", "model.dtype": "bfloat16",
+}  # fmt: skip
+
+
+def test_values_of_set_are_in_the_text(call: Call, here: Path) -> None:
+    """Whatever the key: those that are explained, others, and options of techniques; in what is chosen, too."""
+    write_rows(here / "qa.jsonl", [{"question": f"{i}?", "answer": str(i)} for i in range(40)])
+    flags = [part for key, value in SETS.items() for part in ("--set", f"{key}={json.dumps(value)}")]
+    found = call("init", "--model", "tiny", "--data", "qa.jsonl", *flags, "--with", "lora", "--set", "with.lora.rank=4")
+    assert found.code == 0, found.err
+    tree = yaml.safe_load(Path("train.yaml").read_text())
+    assert (tree["objective"], tree["with"]["lora"], tree["model"]["path"]) == ("sft", {"rank": 4}, "tiny")
+    config = written()
+    for key, value in SETS.items():
+        section, _, name = key.partition(".")
+        assert (tree[section][name] if name else tree[section]) in (value, str(value)), key
+    assert config.optim.lr == 2e-5 and config.tracker is not None and "epochs" not in tree["train"]
+    assert call("train", "train.yaml", "--dry-run", "--set", "tracker=null").code == 0
+
+
+@pytest.mark.parametrize(
+    ("flag", "says"),
+    [
+        ("data.colums={a: text}", ("`data.colums`", "did you mean `columns`?")),
+        ("optim.lr=fast", ("--set optim.lr=fast: `optim.lr`", "'fast'")),
+        ("seed", ("no `key=value`",)),
+        ("output=there", ("has a flag for `output`", "give --output")),
+        ("batch.seq=64", ("has a flag for `batch.seq`", "give --seq")),
+        ("batch.micro_tokens=64", ("chooses `batch.micro_tokens`", "in the file that is written")),
+        ("optim={lr: 1}", ("the whole of `optim`", "--set optim.KEY=VALUE")),
+        ("dpo.beta=0.2", ("dpo",)),
+    ],
+)
+def test_what_is_not_set(flag: str, says: tuple[str, ...], call: Call) -> None:
+    refused(call("init", *SAMPLE, "--set", flag), *says)
+
+
+@pytest.mark.parametrize(
+    ("row", "flag"),
+    [
+        ({"question": "1?", "answer": "1"}, "--set 'data.columns={question: instruction, answer: output}'"),
+        ({"speech": "1"}, "--set 'data.columns={KEY: text}'"),
+        ({"prompt": "1?", "completion": "1", "thought": "x"}, "--set 'data.columns={thought: ignore}'"),
+    ],
+)
+def test_rows_of_other_names_are_answered_with_a_flag(row: dict[str, str], flag: str, call: Call, here: Path) -> None:
+    """Which is taken as it stands."""
+    write_rows(here / "odd.jsonl", [row] * 20)
+    refused(call("init", "--model", "tiny", "--data", "odd.jsonl"), flag)
+    given = shlex.split(flag.replace("KEY", "speech"))
+    found = call("init", "--model", "tiny", "--data", "odd.jsonl", *given)
+    assert found.code == 0 and call("train", "train.yaml", "--dry-run").code == 0, found.err
 
 
 # --- a terminal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -72,15 +73,15 @@ def test_text(name: str, call: Call, write: Write) -> None:
 Case = tuple[dict[str, Any], list[str], tuple[str, ...]]
 VALUES: dict[str, Case] = {
     "missing key": ({"objective": None}, [], ("`objective`", "it is missing", "add `objective:`")),
-    "text for a number": ({"batch": {"seq": "big"}}, [], ("`batch.seq`", "'big'", "valid integer")),
-    "fraction for a whole": ({"batch": {"seq": 1.5}}, [], ("`batch.seq`", "1.5", "valid integer")),
-    "text for a switch": ({"train": {"clean": "yes"}}, [], ("`train.clean`", "'yes'", "boolean")),
+    "text for a number": ({"batch": {"seq": "big"}}, [], ("`batch.seq`", "'big'", "give a whole number")),
+    "fraction for a whole": ({"batch": {"seq": 1.5}}, [], ("`batch.seq`", "1.5", "give a whole number")),
+    "text for a switch": ({"train": {"clean": "yes"}}, [], ("`train.clean`", "'yes'", "give true or false")),
     "infinite rate": ({"optim": {"lr": float("inf")}}, [], ("`optim.lr`", "inf", "finite")),
-    "negative rate": ({"optim": {"lr": -1e-3}}, [], ("`optim.lr`", "-0.001", "greater than 0")),
+    "negative rate": ({"optim": {"lr": -1e-3}}, [], ("`optim.lr`", "-0.001", "give a number above 0")),
     "unknown choice": ({"optim": {"schedule": "cosin"}}, [], ("`optim.schedule`", "'cosin'", "'cosine'")),
     "objective not built": ({"objective": "ppo"}, [], ("`objective`", "'ppo'", "'reward' or 'distill'")),
     "list for a section": ({"optim": [1]}, [], ("`optim`", "[1]", "optim")),
-    "eval out of range": ({"data": {"eval": 1.5}}, [], ("`data.eval`", "1.5", "less than 1")),
+    "eval out of range": ({"data": {"eval": 1.5}}, [], ("`data.eval`", "1.5", "give a number below 1 or a path")),
     "rows do not divide": (
         {"batch": {"tokens": 200}}, [],
         ("`batch.tokens: 200`", "not divisible by 128 slots of a micro-batch x 1 rank", "take 256"),
@@ -125,6 +126,20 @@ VALUES: dict[str, Case] = {
     ),
     "no model": ({"model": "./models/none"}, [], ("the model ./models/none", "no such folder", "hub id, or `tiny`")),
     "model by a short name": ({"model": "llama"}, [], ("the model llama", "no such folder", "hub id, or `tiny`")),
+    "a shape as init takes it": (
+        {"model": "shape:llama-3.1-8b"}, [],
+        ("the model shape:llama-3.1-8b", "no such folder", "write `model: {shape: llama-3.1-8b}`", "or `tiny`"),
+    ),
+    "a shape of a hub id": ({"model": "shape:org/name"}, [], ("no such folder", "write `model: {shape: org/name}`")),
+    "a sample as init takes it": (
+        {"data": {"path": "sample:recipes", "eval": None}}, [], ("no such file", "write `data: {sample: recipes}`"),
+    ),
+    "random tokens as init takes them": (
+        {"data": {"path": "random:64", "eval": None}}, [], ("no such file", "write `data: {random: 64}`; or check"),
+    ),
+    "a shape by its name": (
+        {}, ["--set", "model=llama-3.1-8b"], ("the model llama-3.1-8b", "write `model: {shape: llama-3.1-8b}`"),
+    ),
     "hub without network": (
         {"model": "somebody/some-model"}, [],
         ("the model somebody/some-model", "the hub did not give it", "check the name and the network"),
@@ -161,11 +176,11 @@ VALUES: dict[str, Case] = {
     "option of none": (
         {"with": {"fused-adamw": {"x": 1}}}, [], ("`fused-adamw: x`", "no such option", "takes no options"),
     ),
-    "option's type": ({"with": {"recompute": {"every": "two"}}}, [], ("`recompute: every`", "'two'", "integer")),
+    "option's type": ({"with": {"recompute": {"every": "two"}}}, [], ("`recompute: every`", "'two'", "a whole number")),
     "option's choice": ({"with": {"attention": {"impl": "flash"}}}, [], ("`attention: impl`", "'flash'", "'sdpa'")),
-    "option's bound": ({"with": {"fused-loss": {"chunk": 0}}}, [], ("`fused-loss: chunk`", "0", "greater than")),
-    "options no mapping": ({"with": {"packing": True}}, [], ("`with.packing`", "True", "dictionary")),
-    "with no mapping": ({"with": ["packing"]}, [], ("`with`", "['packing']", "dictionary")),
+    "option's bound": ({"with": {"fused-loss": {"chunk": 0}}}, [], ("`fused-loss: chunk`", "0", "of at least 1")),
+    "options no mapping": ({"with": {"packing": True}}, [], ("`with.packing`", "True", "give a mapping {KEY: VALUE}")),
+    "with no mapping": ({"with": ["packing"]}, [], ("`with`", "['packing']", "give a mapping {KEY: VALUE}")),
     "amp with bf16": (
         {"with": {"amp": {}, "bf16": {}}}, [],
         ("`amp` with `bf16`", "both own the dtype of products", "take one: --without bf16"),
@@ -193,8 +208,8 @@ VALUES: dict[str, Case] = {
     "set without a value": ({}, ["--set", "optim.lr"], ("--set optim.lr", "no `key=value`", "--set optim.lr=1e-4")),
     "set without a key": ({}, ["--set", "=3"], ("--set =3", "no `key=value`")),
     "set of an unknown key": ({}, ["--set", "optim.lrr=1"], ("--set optim.lrr=1: `optim.lrr`", "no such key", "`lr`?")),
-    "set through a value": ({}, ["--set", "seed.x=1"], ("`seed`", "{'x': 1}", "valid integer")),
-    "set of a wrong type": ({}, ["--set", "seed=abc"], ("--set seed=abc: `seed`", "'abc'", "valid integer")),
+    "set through a value": ({}, ["--set", "seed.x=1"], ("`seed`", "{'x': 1}", "give a whole number")),
+    "set of a wrong type": ({}, ["--set", "seed=abc"], ("--set seed=abc: `seed`", "'abc'", "give a whole number")),
     "with an option unset": ({}, ["--with", "recompute:every"], ("--with recompute:every", "'every' has no value")),
     "with nothing": ({}, ["--with", ""], ("the technique ``", "no such technique")),
     "without what is not there": ({}, ["--without", "amp"], ("--without amp", "`with` holds packing", "leave")),
@@ -392,6 +407,23 @@ def test_output_without_rights(call: Call, write: Write, here: Path) -> None:
 def test_eval(call: Call, write: Write, here: Path) -> None:
     refused(call("eval", write(), "--data", "no.jsonl", "--json"), "no.jsonl", "no such file", "check the path")
     refused(call("eval", write(), "--model", "no/such/model"), "the model no/such/model", "no such folder")
+
+
+@pytest.mark.parametrize("names", [("a.txt",), ("a.md.gz", "b.md.gz")])
+def test_eval_of_few_texts(names: tuple[str, ...], call: Call, write: Write, here: Path) -> None:
+    """A text file is one row, unless data.text_rows makes more of it."""
+    for name in names:
+        raw = "\n\n".join(f"{name}, {i}: stir." for i in range(30)).encode()
+        (here / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
+    data = {"path": [*names], "eval": 0.1, "too_long": "split"}
+    found = call("train", write(objective="pretrain", data=data), "--dry-run")
+    refused(found, f"{len(names)} rows, of which that is 0", "take data.text_rows: paragraph (or line)")
+    found = call("train", write(objective="pretrain", data={**data, "text_rows": "paragraph"}), "--dry-run")
+    assert found.code == 0, found.err
+    write_rows(here / "one.jsonl", [{"text": "Stir."}])
+    found = call("train", write(objective="pretrain", data={**data, "path": "one.jsonl"}), "--dry-run")
+    refused(found, "1 rows", "change the fraction")
+    assert "text_rows" not in found.err
 
 
 def test_a_model_in_the_way(call: Call, write: Write, here: Path) -> None:

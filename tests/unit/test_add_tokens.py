@@ -52,8 +52,8 @@ def tokenizer(box):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ([3], "valid string"), ([""], "at least 1 character"), (["<a>", "<a>"], "each of them once"),
-        ("<a>", "valid tuple"), ([["<a>"]], "valid string"),
+        ([3], "give a text"), ([""], "give a text that is not empty"), (["<a>", "<a>"], "each of them once"),
+        ("<a>", "give a list"), ([["<a>"]], "give a text"),
     ],
 )  # fmt: skip
 def test_what_is_no_list_of_tokens(box, given, says):

@@ -1,6 +1,7 @@
 """Bytes to rows, of every format: what is bad is named with its place, what is good arrives as it was written."""
 
 import bz2
+import codecs
 import csv
 import datetime
 import gzip
@@ -251,6 +252,46 @@ def test_a_csv_that_cannot_be_read_on(tmp_path, monkeypatch, raw, reason):
     assert reason in refused(lambda: found(path)).found
     path.write_bytes(b"text\n")
     assert "an empty file" in refused(lambda: found(path)).found
+
+
+@pytest.mark.parametrize(
+    ("name", "header", "held", "do"),
+    [
+        ("a.csv", "instruction;output", "semicolons", "save the file with commas between columns"),
+        ("a.csv", "instruction\toutput", "tabs", "between columns, or name it .tsv"),
+        ("a.csv.gz", "instruction|output", "bars", "save the file with commas between columns"),
+        ("a.tsv", "instruction,output", "commas", "save the file with tabs between columns, or name it .csv"),
+    ],
+)
+def test_a_table_with_another_separator(tmp_path, name, header, held, do):
+    """The separator is in its rows as well, which then have a wrong number of cells."""
+    raw = f"\ufeff{header}\n{header} a, b\tc\n".encode()
+    (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
+    error = refused(lambda: found(tmp_path / name))
+    assert f"the header has one column, {header!r}, which holds {held}" in error.found and do in error.do
+    (tmp_path / "one.csv").write_text("text\na;b|c\td\n")
+    assert found(tmp_path / "one.csv") == [(1, {"text": "a;b|c\td"})]
+
+
+FILES = {
+    "rows.jsonl": '{"text": "café"}\n', "rows.json": '[{"text": "café"}]\n', "rows.csv": "café,n\na,b\n",
+    "rows.txt": "café\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32", "latin-1", "cp1252"])
+def test_a_file_in_another_encoding(tmp_path, name, encoding):
+    """The error names the command that converts it, and the encoding where there is a mark of it."""
+    mark = codecs.BOM_UTF16_BE if encoding == "utf-16-be" else b""
+    (tmp_path / name).write_bytes(mark + FILES[name].encode(encoding))
+    utf = encoding.upper()[:6] if encoding.startswith("utf") else None
+    for text_rows in readers.TEXT_ROWS if name.endswith(".txt") else ["file"]:
+        error = refused(lambda how=text_rows: list(readers.read_rows(tmp_path / name, how)))
+        assert "invalid UTF-8 at byte" in error.found
+        assert (f"the byte order mark of {utf}" in error.found) == (utf is not None)
+        assert f"save the file as UTF-8: iconv -f {utf or 'ENCODING'} -t UTF-8" in error.do
+        assert ("or mend" in error.do) == (utf is None), "one byte may be wrong by itself"
 
 
 # --- text

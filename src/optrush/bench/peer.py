@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 import optrush
-from optrush.config import Config, nearest
+from optrush.config import Config, accepted, nearest
 from optrush.errors import ConfigError, NeedsError
 from optrush.hardware import Device
 from optrush.technique import Requirement
@@ -95,7 +95,7 @@ def build_peer(name: str, options: Mapping[str, Any], known: Mapping[str, type[P
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"`{name}: {where}`", f"{first['input']!r}", first["msg"]) from None
+        raise ConfigError(f"`{name}: {where}`", f"{first['input']!r}", accepted([first])) from None
 
 
 def worker_path(peer: Peer) -> str:

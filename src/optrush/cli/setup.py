@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import typer
 
 from optrush import hardware
-from optrush.cli.options import Json
+from optrush.cli.options import Json, Set
 from optrush.errors import ConfigError, UserError
 from optrush.hardware import Device
 from optrush.technique import (
@@ -67,6 +67,7 @@ def init(
         list[str],
         typer.Option("--with", metavar="NAME[:OPTION=VALUE,...]", help="a technique to have in it; may be repeated"),
     ] = [],  # noqa: B006 - typer copies it
+    set_: Set = [],  # noqa: B006
     yes: Annotated[bool, typer.Option("--yes", help="ask nothing: take the default for what is not given")] = False,
     force: Annotated[bool, typer.Option("--force", help="replace FILE if it exists")] = False,
 ) -> None:
@@ -75,7 +76,14 @@ def init(
     Its techniques and sizes are those that suit this machine (or --hardware). On a terminal, what no flag says is
     asked; elsewhere --model and --data are needed, or --yes. FILE is train.yaml unless you name one.
     """
-    from optrush.planner.init_config import InitRequest, check_data, check_new_output, check_objective, compose
+    from optrush.planner.init_config import (
+        InitRequest,
+        check_data,
+        check_new_output,
+        check_objective,
+        check_sets,
+        compose,
+    )
 
     _check_file(file, force)
     asking = sys.stdin.isatty() and not yes
@@ -93,8 +101,9 @@ def init(
     help_ = "A Hugging Face folder or hub id; `tiny` is built in, small and random."
     model = value("--model", model, MODEL, help_, None)
     help_ = "A JSON Lines file of conversations or texts; sample:recipes is built in."
-    data = value("--data", data, DATA, help_, check_data)
-    suggested = check_data(data)
+    check_sets(set_)
+    data = value("--data", data, DATA, help_, lambda text: check_data(text, set_))
+    suggested = check_data(data, set_)
     if objective is None:
         help_ = "sft learns the assistant's words of conversations, pretrain every token, dpo and its like from pairs."
         objective = _prompt("--objective", suggested, help_, check_objective) if asking else suggested
@@ -102,13 +111,9 @@ def init(
         help_ = "The folder that the run writes into; it must be new or empty."
         output = _prompt("--output", _new(file), help_, check_new_output) if asking else _new(file)
     method, seq, epochs = _how(method, seq, epochs, asking)
-    request = InitRequest(model, objective, data, output, hardware, with_, method, seq, epochs, teacher)
+    request = InitRequest(model, objective, data, output, hardware, with_, method, seq, epochs, teacher, set_)
     first = compose(request, str(file))
-    try:
-        with file.open("w" if force else "x", encoding="utf-8") as opened:
-            opened.write(first.text)
-    except OSError as error:
-        raise ConfigError(f"to write {file}", f"{error.strerror}", "name another FILE") from None
+    _write(file, first.text, force)
     ranks = f" --ranks {first.ranks}" if first.ranks > 1 else ""
     for more in (" --dry-run", ""):
         print(f"optrush train {shlex.quote(str(file))}{ranks}{more}")
@@ -138,6 +143,14 @@ def _check_file(file: Path, force: bool) -> None:
         raise ConfigError(f"to write {file}", "it exists", "name another FILE, or give --force to replace it")
     if not file.parent.is_dir():
         raise ConfigError(f"to write {file}", f"{file.parent} is no folder", "make the folder, or name another FILE")
+
+
+def _write(file: Path, text: str, force: bool) -> None:
+    try:
+        with file.open("w" if force else "x", encoding="utf-8") as opened:
+            opened.write(text)
+    except OSError as error:
+        raise ConfigError(f"to write {file}", f"{error.strerror}", "name another FILE") from None
 
 
 def _prompt(flag: str, default: str, help_: str, check: Callable[[str], str] | None) -> str:

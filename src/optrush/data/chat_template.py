@@ -823,14 +823,14 @@ class Tokens:
         try:
             source = self.tokenizer.get_chat_template(self._given, [] if tools else None)
         except ValueError as error:
-            found, do = "no chat template, or several and no default", "give one: model.chat_template: FILE.jinja"
-            raise DataError("training on messages", f"the tokenizer has {found}", do) from error
+            found = "the tokenizer has no chat template, or several and no default"
+            raise DataError("training on messages", found, GIVE_TEMPLATE) from error
         if not isinstance(source, str):
             found = f"the tokenizer has {source!r}, no text"
-            raise DataError("the chat template", found, "give one: model.chat_template: FILE.jinja")
+            raise DataError("the chat template", found, GIVE_TEMPLATE)
         if (size := len(source.encode())) > LONGEST_TEMPLATE_bytes:
             found = f"{size} bytes; at most {LONGEST_TEMPLATE_bytes} are taken"
-            raise DataError("the chat template", found, "give a shorter one: model.chat_template: FILE.jinja")
+            raise DataError("the chat template", found, GIVE_TEMPLATE)
         source = source if self._today is None else _dated(source, self._today)
         return Template(source, self.tokenizer.special_tokens_map)
 
@@ -966,6 +966,7 @@ def _engine(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
 # --- The tokenizer of a run: the model's own, with special tokens added and its chat template or the one given.
 
+GIVE_TEMPLATE = "give one: `model.chat_template: chatml`, which is built in, or `model.chat_template: FILE.jinja`"
 START, END = "<|im_start|>", "<|im_end|>"
 CHATML = (
     "{% for message in messages %}"
@@ -1107,10 +1108,28 @@ def _template(given: str, tokenizer: Any) -> str:
         raise ConfigError(asked, f"not UTF-8: {error.reason}", "save it as UTF-8") from None
 
 
+def chatml_keys(folder: Path) -> dict[str, Any]:
+    """Return the keys of `model` that give it ChatML; none if the folder's tokenizer has a chat template.
+
+    Raises:
+        NeedsError: as `open_tokenizer`.
+    """
+    tokenizer = open_tokenizer(folder)
+    if tokenizer.chat_template:
+        return {}
+    lacking = _lacking(tokenizer)
+    return {"chat_template": "chatml", **({"add_tokens": lacking} if lacking else {})}
+
+
+def _lacking(tokenizer: Any) -> list[str]:
+    """Return the special tokens of ChatML that a tokenizer has not."""
+    added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return [token for token in (START, END) if token not in added]
+
+
 def _chatml(tokenizer: Any) -> str:
     """Return ChatML, with the begin-of-text token before it if the tokenizer writes one before every text."""
-    added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    if lacking := [token for token in (START, END) if token not in added]:
+    if lacking := _lacking(tokenizer):
         found = f"the tokenizer has no special token {' and no '.join(lacking)}"
         do = f'give it them: add_tokens: ["{START}", "{END}"] under model'
         raise ConfigError("`model.chat_template: chatml`", found, do)

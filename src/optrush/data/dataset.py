@@ -407,11 +407,17 @@ def overlong(where: RowLocation, n: int, T: int, *, pair: bool) -> DataError:
     return DataError(f"{what} of at most {T} tokens (batch.seq)", f"{n} tokens at {where}", do)
 
 
-def held_rows(rows: int, fraction: float, seed: int) -> np.ndarray:
-    """Return which rows are held out, (rows,) bool: the same for the same rows and seed, whatever they contain."""
+def held_rows(rows: int, fraction: float, seed: int, whole_texts: bool = False) -> np.ndarray:
+    """Return which rows are held out, (rows,) bool: the same for the same rows and seed, whatever they contain.
+
+    Args:
+        whole_texts: rows are text files, which paragraphs or lines would make more of.
+    """
     n = round(fraction * rows)
     if not 0 < n < rows:
         do = "change the fraction so that both parts get a row, or name a file of its own"
+        if whole_texts:
+            do = f"take data.text_rows: paragraph (or line), for each text file is one row; or {do}"
         raise DataError(f"{fraction} of the data for evaluation (data.eval)", f"{rows} rows, of which that is {n}", do)
     held = np.zeros(rows, bool)
     held[permutation(rows, seed, 0)[:n]] = True
@@ -878,7 +884,8 @@ def read_sources(
         rows = reading.streamed(work, origins, limit) if d.stream else reading.shelf(work, limit, d.max_samples)
         held = np.zeros(rows.total, bool)
         if isinstance(d.eval, float):
-            held = held_rows(rows.total, d.eval, config.seed)
+            texts = any((readers.form(file) or ("",))[0] in TEXT for file in work.files)
+            held = held_rows(rows.total, d.eval, config.seed, texts and d.text_rows == "file")
         named = f"{held.sum()} of {rows.total} by {config.seed}" if held.any() else "none"
         train: Dataset | Streamed
         if isinstance(rows, Streamed):

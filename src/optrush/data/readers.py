@@ -34,7 +34,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from optrush.data.schema import MEANT, RowLocation, bad_row, decode_json, kind_of, quoted
+from optrush.data.schema import MEANT, RowLocation, bad_row, decode_json, kind_of, not_utf8, quoted, remedy
 from optrush.errors import DataError, NeedsError, first_line
 from optrush.files import parse_json, write_whole
 
@@ -53,7 +53,11 @@ Rows = Iterator[tuple[int, dict[str, Any] | str]]  # (number, the row or the rea
 
 
 class Damaged(Exception):
-    """A file that cannot be read on, and why."""
+    """A file that cannot be read on, why, and what to do."""
+
+    def __init__(self, reason: str, do: str = "mend the file, or fetch it again") -> None:
+        super().__init__(reason)
+        self.do = do
 
 
 @dataclass(frozen=True)
@@ -225,7 +229,7 @@ def _decoded(raw: bytes) -> tuple[str, str]:
         text = raw.decode("utf-8")
         return "it begins with a byte order mark (BOM)" if text.startswith("\ufeff") else "", text
     except UnicodeDecodeError as error:
-        return f"invalid UTF-8 at byte {error.start}: {raw[error.start]:#04x}", raw.decode("utf-8", "replace")
+        return not_utf8(error), raw.decode("utf-8", "replace")
 
 
 def _whole(file: io.BufferedReader) -> Rows:
@@ -301,6 +305,7 @@ def _cells(file: io.BufferedReader, delimiter: str) -> Rows:
                 wrong += [f"two columns are named {quoted(name)}" for name in cells if cells.count(name) > 1]
             if wrong:
                 raise Damaged(f"the first line is no header: {wrong[0]}")
+            _refuse_separator(header, delimiter)
             continue
         row += 1
         if not wrong and len(cells) != len(header):
@@ -311,6 +316,18 @@ def _cells(file: io.BufferedReader, delimiter: str) -> Rows:
         yield from blank
         blank.clear()
         yield row, f"{wrong[0]} (line {first} of the file)" if wrong else dict(zip(header, cells))
+
+
+SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
+
+
+def _refuse_separator(header: list[str], delimiter: str) -> None:
+    """Raise Damaged for a header that another separator would make several columns of."""
+    other = next((mark for mark in SEPARATORS if mark != delimiter and mark in header[0]), None)
+    if len(header) == 1 and other is not None:
+        suffix = next((f", or name it {suffix}" for suffix, mark in CELLS.items() if mark == other), "")
+        found = f"the header has one column, {quoted(header[0])}, which holds {SEPARATORS[other]}"
+        raise Damaged(found, f"save the file with {SEPARATORS[delimiter]} between columns{suffix}")
 
 
 # --- Rows of a Parquet file, a few at a time, as JSON has them.
@@ -452,7 +469,8 @@ def attempts(source: Path | Chunk, text_rows: str = "file") -> Iterator[tuple[Ro
                 where = RowLocation(path, number)
                 yield where, bad_row(where, row) if isinstance(row, str) else row
         except Damaged as damage:
-            raise Damaged(f"{damage}; the last row that could be read: {where or 'none'}") from damage
+            found = f"{damage}; the last row that could be read: {where or 'none'}"
+            raise Damaged(found, remedy(str(damage), damage.do)) from damage
     if where is None and chunk.end is None:
         raise _empty(path)
 
@@ -499,7 +517,7 @@ def _as_data_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except Damaged as damage:
-        raise DataError(f"rows from {path}", str(damage), "mend the file, or fetch it again") from damage
+        raise DataError(f"rows from {path}", str(damage), damage.do) from damage
     except OSError as error:
         do = "check the file and its rights"
         raise DataError(f"rows from {path}", error.strerror or str(error), do) from error
@@ -610,7 +628,11 @@ def _find(path: str, asked: str, cache: Path | None) -> list[Path]:
         return [_from_hub(path, cache)]
     near = os.listdir(place.parent) if place.parent.is_dir() else []
     close = difflib.get_close_matches(place.name, near, 1)
-    raise DataError(asked, "no such file", "check the path" + (f": did you mean {close[0]}?" if close else ""))
+    do = "check the path" + (f": did you mean {close[0]}?" if close else "")
+    kind, _, more = path.partition(":")  # as `optrush init --data` takes what is no file
+    if kind in ("sample", "random"):
+        do = f"write `data: {{{kind}: {more or {'sample': 'recipes', 'random': 'true'}[kind]}}}`; or {do}"
+    raise DataError(asked, "no such file", do)
 
 
 def about(path: str) -> list[str]:

@@ -39,7 +39,7 @@ def decode_json(raw: bytes) -> Any:
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"invalid UTF-8 at byte {error.start}: {raw[error.start]:#04x}") from None
+        raise ValueError(not_utf8(error)) from None
     try:
         found = _DECODER.decode(text)
         if raw.count(b"[") + raw.count(b"{") > DEEPEST and _depth(found) > DEEPEST:
@@ -56,6 +56,27 @@ def decode_json(raw: bytes) -> Any:
     except ValueError as error:  # raised by the three hooks, and for a number of thousands of digits
         raise ValueError(f"not valid JSON: {error}") from None
     return found
+
+
+NOT_UTF8 = "invalid UTF-8 at byte"
+# Byte order marks of other encodings; the longer one first, for it begins with a shorter one.
+MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+
+
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """Return the reason why bytes are no text, with the encoding whose byte order mark they begin with."""
+    name = next((name for start, name in MARKS.items() if error.object.startswith(start)), None)
+    marked = f", the byte order mark of {name}" if name else ""
+    return f"{NOT_UTF8} {error.start}: {error.object[error.start]:#04x}{marked}"
+
+
+def remedy(reason: str, do: str) -> str:
+    """Return what to do about a row or file: `do`, or for one in another encoding the command that converts it."""
+    if NOT_UTF8 not in reason:
+        return do
+    name = next((name for name in MARKS.values() if f"byte order mark of {name}" in reason), None)
+    line = f"save the file as UTF-8: iconv -f {name or 'ENCODING'} -t UTF-8 FILE > NEW_FILE"
+    return line if name else f"{line}; or {do}"
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -287,7 +308,7 @@ def parts_of(row: Row) -> tuple[Text | Chat | Completion, ...]:
 
 def bad_row(where: RowLocation, reason: str, do: str = MEND) -> DataError:
     """Return the error of one row, with the same words for every reader and cleaner."""
-    return DataError(f"a row of training data at {where}", reason, do)
+    return DataError(f"a row of training data at {where}", reason, remedy(reason, do))
 
 
 def row_text(row: Row) -> str:

@@ -95,8 +95,12 @@ def _tiny() -> Path:
 def _download(name: str, patterns: list[str], revision: str | None = None) -> Path:
     """Download a model by its hub id: files that match, never its code or its pickles."""
     asked = f"the model {name}"
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise ConfigError(asked, "no such folder", "name a Hugging Face model's folder, a hub id, or `tiny`")
+    if name.count("/") != 1 or name.startswith((".", "/", "~", "shape:")):
+        shape = name.removeprefix("shape:")  # as `optrush init --model` takes it
+        do = "name a Hugging Face model's folder, a hub id, or `tiny`"
+        if shape != name or shape in SHAPES:
+            do = f"for random weights write `model: {{shape: {shape}}}`; else {do}"
+        raise ConfigError(asked, "no such folder", do)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

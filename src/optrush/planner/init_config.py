@@ -10,16 +10,27 @@ import math
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from optrush import hardware
-from optrush.config import ADAPTER_LR, COMPARED, JUDGED, METHODS, SECTIONS, Config, nearest, parse_config, parse_scalar
-from optrush.errors import ConfigError, NeedsError, UserError
+from optrush.config import (
+    ADAPTER_LR,
+    COMPARED,
+    JUDGED,
+    METHODS,
+    SECTIONS,
+    Config,
+    nearest,
+    parse_config,
+    parse_scalar,
+    set_value,
+)
+from optrush.errors import ConfigError, DataError, NeedsError, UserError
 from optrush.hardware import Device
 from optrush.models.shapes import refuse_foreign
 from optrush.models.source import locate
@@ -30,6 +41,9 @@ from optrush.planner.search import Prediction
 from optrush.resolve import resolve
 from optrush.technique import RANK_PARTS, Part, Requirement, Technique, instantiate
 from optrush.techniques import ALL
+
+if TYPE_CHECKING:
+    from optrush.data.schema import Row
 
 # --- the text
 
@@ -56,9 +70,11 @@ def yaml_text(
         loader=loader, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         keep_trailing_newline=True,
     )  # fmt: skip
+    shown = {"model", "objective", "data", "batch", "optim", "train", "seed", "output", tree["objective"]}
     environment.filters |= {"flow": _flow, "line": _line}
     return environment.get_template("init.yaml.j2").render(
-        **tree, settings=tree.get(tree["objective"]), techniques=techniques, left=left, memory=memory, machine=machine,
+        **tree, settings=tree.get(tree["objective"]), more={key: tree[key] for key in tree if key not in shown},
+        techniques=techniques, left=left, memory=memory, machine=machine,
         command=command + (f" --ranks {ranks}" if ranks > 1 else ""), summaries={c.name: c.summary for c in classes},
         larger="halve it when memory runs out" if several else "double it while memory lasts",
     )  # fmt: skip
@@ -113,6 +129,7 @@ class InitRequest:
     seq: int | None = None  # None: as long as suits the device
     epochs: float = 1
     teacher: str | None = None  # of `distill`
+    sets: Sequence[str] = ()  # as --set takes them
 
 
 @dataclass(frozen=True)
@@ -137,17 +154,18 @@ def compose(request: InitRequest, file: str, classes: Sequence[type[Technique]] 
     check_objective(request.objective)
     check_method(request.method)
     check_teacher(request)
-    check_data(request.data)
+    check_sets(request.sets)
+    check_data(request.data, request.sets)
     check_new_output(request.output)
-    own = parse_config(SMALLEST, file, withs=request.withs).with_
+    own = parse_config(SMALLEST, file, request.sets, request.withs).with_
     wanted = instantiate(classes, own)
     if ranks == 1 and any(RANK_PARTS & t.claims for t in wanted):
         many = math.prod(n for t in wanted for n in t.axes().values())
         ranks = max(2, many, len(hardware.probe()) // many * many if here else 2)
     tree = choose_values(request, device, ranks)
     env = resolve(Config.model_validate(tree | {"with": {}}), classes, 1, device).env
-    own = {**METHODS.get(request.method, {}), **own}
-    techniques, left = answer.pick_listed(own, env, classes, here, text=not request.data.startswith(RANDOM))
+    own = _with_new_tokens({**METHODS.get(request.method, {}), **own}, tree)
+    techniques, left = answer.pick_listed(own, env, classes, here, text="random" not in tree["data"])
     config = Config.model_validate(tree | {"with": techniques})
     resolve(config, classes, ranks, device)
     if device.kind == "cpu":
@@ -157,15 +175,24 @@ def compose(request: InitRequest, file: str, classes: Sequence[type[Technique]] 
     micro, memory, fits = _fitting(config, request.hardware, ranks, classes)
     if not fits:  # the listed techniques are fast, not small
         techniques, left = _searched(Config.model_validate(tree | {"with": own}), request, classes), []
+        techniques = _with_new_tokens(techniques, tree)
         config = Config.model_validate(tree | {"with": techniques})
         micro, memory, _ = _fitting(config, request.hardware, ranks, classes)
     tree["batch"]["micro_tokens"] = micro
     if tree["optim"]["lr"] == LR and any(Part.TRAINED in t.claims for t in instantiate(classes, techniques)):
         tree["optim"]["lr"] = ADAPTER_LR
+        _lay(tree, request.sets)
     text = yaml_text(tree, file, device, techniques, left, memory, ranks, classes)
     config = parse_config(text, file)
     resolve(config, classes, ranks, device)
     return FirstConfig(text, config, ranks)
+
+
+def _with_new_tokens(techniques: dict[str, dict[str, Any]], tree: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the techniques, adapters with the modules that have rows for new tokens: a run without them is refused."""
+    if "lora" not in techniques or not isinstance(tree["model"], dict) or "add_tokens" not in tree["model"]:
+        return techniques
+    return {**techniques, "lora": {"save": ["embed_tokens", "lm_head"], **techniques["lora"]}}
 
 
 def _searched(config: Config, request: InitRequest, classes: Sequence[type[Technique]]) -> dict[str, dict[str, Any]]:
@@ -217,8 +244,11 @@ def _fitting(
 
 def choose_values(request: InitRequest, device: Device, ranks: int = 1) -> dict[str, Any]:
     """Choose every value except the techniques; return them as the tree of the YAML."""
-    model = {"shape": request.model.removeprefix(SHAPE)} if request.model.startswith(SHAPE) else request.model
-    tree: dict[str, Any] = {"model": model, "objective": request.objective, "data": _data(request.data, device)}
+    tree: dict[str, Any] = {
+        "model": _model(request),
+        "objective": request.objective,
+        "data": _data(request.data, device),
+    }
     pairs = request.objective in COMPARED
     if request.objective in SECTIONS:
         settings = SECTIONS[request.objective]().model_dump()
@@ -239,7 +269,44 @@ def choose_values(request: InitRequest, device: Device, ranks: int = 1) -> dict[
     tree["train"] |= {"log_every": 5, "save_every": 0.25, "keep": 2}
     if "eval" in tree["data"]:
         tree["train"]["eval_every"] = 0.25
-    return tree | {"seed": 0, "output": request.output}
+    tree |= {"seed": 0, "output": request.output}
+    _lay(tree, request.sets)
+    return tree
+
+
+def _lay(tree: dict[str, Any], sets: Sequence[str]) -> None:
+    """Lay the values of --set over the tree, but for techniques, which are kept elsewhere."""
+    for flag in sets:
+        if flag.partition("=")[0].split(".")[0] != "with":
+            set_value(tree, flag)
+
+
+def _model(request: InitRequest) -> Any:
+    """Return the value of `model`; with ChatML where rows are conversations and the tokenizer has no chat template."""
+    from optrush.data.chat_template import chatml_keys
+
+    if request.model.startswith(SHAPE):
+        return {"shape": request.model.removeprefix(SHAPE)}
+    own = any(flag.startswith("model.chat_template=") for flag in request.sets)
+    if own or request.model == "tiny" or not _conversations(request):
+        return request.model
+    bare = {"model": request.model, "objective": "pretrain", "data": {"random": True}, "output": "runs/new"}
+    folder, _ = locate(Config.model_validate(bare))
+    assert folder is not None
+    try:
+        keys = chatml_keys(folder)
+    except NeedsError:  # a tokenizer that cannot be read here may be so where the run is
+        return request.model
+    return {"path": request.model, **keys} if keys else request.model
+
+
+def _conversations(request: InitRequest) -> bool:
+    """Return whether the rows of the data are rendered by a chat template."""
+    from optrush.data.schema import Chat, parts_of
+
+    row = _first_row(request.data, request.sets, request.objective)
+    parts = () if row is None else parts_of(row)
+    return request.data.startswith(SAMPLE) or any(isinstance(part, Chat) for part in parts)
 
 
 def _data(text: str, device: Device) -> dict[str, Any]:
@@ -249,22 +316,31 @@ def _data(text: str, device: Device) -> dict[str, Any]:
     if text == RANDOM or text.startswith(RANDOM + ":"):
         n = text.removeprefix(RANDOM).removeprefix(":")
         return {"random": int(n) if n else True}
-    with Path(text).expanduser().open("rb") as file:
-        rows = sum(1 for _ in islice(file, COUNTED))
+    from optrush.data.readers import TEXT, form
+
+    path = Path(text).expanduser()
+    documents, rows = {}, _count_rows(path, "paragraph")  # of what is no text, the rows that it has anyway
+    if (form(path) or ("",))[0] in TEXT:
+        documents = {"text_rows": "paragraph" if rows >= FEW else "file"}
     held_out = {} if rows < FEW else {"eval": 0.1 if rows < COUNTED else 0.02}
-    return {"path": text, **held_out, "too_long": "split"}
+    return {"path": text, **documents, **held_out, "too_long": "split"}
 
 
-def check_data(text: str) -> str:
-    """Return the objective that suits the data.
+def _count_rows(path: Path, text_rows: str) -> int:
+    """Count the rows of a file, whatever its format, up to COUNTED."""
+    from optrush.data.readers import attempts
+
+    return sum(1 for _ in islice(attempts(path, text_rows), COUNTED))
+
+
+def check_data(text: str, sets: Sequence[str] = ()) -> str:
+    """Return the objective that suits the data, whose rows the values of --set may name.
 
     Raises:
         ConfigError: no such sample, or not a number of documents.
         DataError: no such file, or its first row is invalid.
     """
-    from optrush.data.readers import read_rows
-    from optrush.data.schema import JUDGEMENT, Chat, Pair, RowRules
-    from optrush.data.schema import parse_row as row
+    from optrush.data.schema import Judged, Pair, Text
 
     if text.startswith(SAMPLE):
         name = text.removeprefix(SAMPLE)
@@ -275,12 +351,68 @@ def check_data(text: str) -> str:
         if not re.fullmatch(r"random(:[1-9]\d*)?", text):
             raise ConfigError(f"the data {text}", "no number of documents", "write random, or random:4096")
         return "pretrain"
-    where, found = next(read_rows(Path(text).expanduser()))
-    if JUDGEMENT & {key.lower() for key in found}:
-        row(where, found, RowRules(JUDGED))
+    row = _first_row(text, sets)
+    if isinstance(row, Judged):
         return JUDGED
-    kind = row(where, found)
-    return "dpo" if isinstance(kind, Pair) else "sft" if isinstance(kind, Chat) else "pretrain"
+    return "dpo" if isinstance(row, Pair) else "pretrain" if isinstance(row, Text) else "sft"
+
+
+def _built_in(text: str) -> bool:
+    """Return whether the data is no file."""
+    return text.startswith((SAMPLE, RANDOM + ":")) or text == RANDOM
+
+
+def _first_row(text: str, sets: Sequence[str], objective: str = "") -> Row | None:
+    """Return the first row of a file, as an objective reads it or as suits it; None for data that is no file.
+
+    Raises:
+        DataError: an invalid row; where `data.columns` helps, with the flag of it.
+    """
+    from optrush.data.readers import read_rows
+    from optrush.data.schema import JUDGEMENT, parse_row, row_rules
+
+    if _built_in(text):
+        return None
+    rules = row_rules(parse_config(SMALLEST, "init", sets))
+    where, found = next(read_rows(Path(text).expanduser()))
+    judged = JUDGEMENT & {rules.of_rows.get(key, key).lower() for key in found}
+    usual = JUDGED if judged else "dpo"  # of several kinds the structured one is meant, and of those a pair
+    try:
+        return parse_row(where, found, replace(rules, objective=objective or usual))
+    except DataError as error:
+        raise DataError(error.asked, error.found, _COLUMNS.sub(_as_flag, error.do)) from None
+
+
+_COLUMNS = re.compile(r"data\.columns: (\{.*?\})")
+
+
+def _as_flag(line: re.Match[str]) -> str:
+    """Return a line of YAML as the flag that sets the same."""
+    return f"--set {shlex.quote(f'data.columns={line[1]}')}"
+
+
+# Keys that are not set but have a flag of their own, or are chosen, since others follow from them.
+OWN_FLAGS = {
+    "model": "--model", "model.path": "--model", "model.shape": "--model shape:NAME", "objective": "--objective",
+    "data": "--data", "data.path": "--data", "data.sample": "--data sample:NAME", "data.random": "--data random:N",
+    "output": "--output", "method": "--method", "batch.seq": "--seq", "train.epochs": "--epochs",
+    "distill.teacher": "--teacher",
+}  # fmt: skip
+CHOSEN = ("batch.tokens", "batch.micro_tokens")
+WHOLE = ("batch", "optim", "train", *SECTIONS)
+
+
+def check_sets(sets: Sequence[str]) -> None:
+    """Raise ConfigError for a value of --set that has a flag of its own, is chosen here, or is a whole section."""
+    for flag in sets:
+        key = flag.partition("=")[0]
+        if key in OWN_FLAGS:
+            raise ConfigError(f"--set {flag}", f"`optrush init` has a flag for `{key}`", f"give {OWN_FLAGS[key]}")
+        if key in CHOSEN:
+            do = f"leave it out, and change `{key}` in the file that is written"
+            raise ConfigError(f"--set {flag}", f"`optrush init` chooses `{key}`, by the memory and the model", do)
+        if key in WHOLE:
+            raise ConfigError(f"--set {flag}", f"the whole of `{key}`", f"name a key of it: --set {key}.KEY=VALUE")
 
 
 def check_objective(text: str) -> str:
