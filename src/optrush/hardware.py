@@ -251,11 +251,14 @@ def cpu() -> Device:
 def share_of_cpu(ranks: int) -> Device:
     """Return what each of several ranks has of this machine's memory, of its cores and of what they move."""
     here = cpu()
-    memory, half, float32, moved = here.memory_bytes, here.half_flop_s, here.float32_flop_s, here.bandwidth_bytes_s
-    assert half is not None and float32 is not None and moved is not None
+
+    def share(whole: float | None) -> float | None:
+        return None if whole is None else whole / ranks
+
     return dataclasses.replace(
-        here, half_flop_s=half / ranks, float32_flop_s=float32 / ranks, bandwidth_bytes_s=moved / ranks,
-        memory_bytes=None if memory is None else memory // ranks,
+        here, half_flop_s=share(here.half_flop_s), float32_flop_s=share(here.float32_flop_s),
+        bandwidth_bytes_s=share(here.bandwidth_bytes_s),
+        memory_bytes=None if here.memory_bytes is None else here.memory_bytes // ranks,
     )  # fmt: skip
 
 

@@ -198,7 +198,7 @@ def test_more_values_than_are_read(box: Box) -> None:
 
 def test_flags_take_the_same_values(box: Box) -> None:
     """What is no value of YAML is a text, as a pattern of names is; a tag is refused."""
-    refused(called("train", box.write(), "--set", "seed=" + "[" * 1000), "--set seed=", "`seed`", "integer")
+    refused(called("train", box.write(), "--set", "seed=" + "[" * 1000), "--set seed=", "`seed`", "give a whole number")
     refused(called("train", box.write(), "--set", "seed=!!python/object:os.system x"), "python/object")
     refused(called("train", box.write(), "--set", "data.path=*.nothing"), "*.nothing")
 

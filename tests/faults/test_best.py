@@ -268,7 +268,7 @@ def test_damaged_while_it_trained(home: Path) -> None:
             flip(output / "checkpoints" / f"step-{best_of(home / 'reference')[0]:06d}" / "rank-0.safetensors")
 
     assert trained(config, before=each_step(damage)) == 1, said(config)
-    assert "the best checkpoint" in said(config) and "--resume auto exports the next best" in said(config)
+    assert "the best checkpoint" in said(config) and "export the next best: --resume auto" in said(config)
     assert not (output / "model").exists()
 
 

@@ -474,7 +474,7 @@ def test_lengths_are_estimated_from_any_form(here):
     assert lengths("a.parquet") == [100] * 200
     turns = [{"role": "user", "content": "y" * 12}, {"role": "assistant", "content": "z" * 12}]
     (here / "b.jsonl.gz").write_bytes(gzip.compress(json.dumps({"messages": turns}).encode()))
-    assert lengths([{"path": "b.jsonl.gz", "weight": 2.0}, "a.parquet"]) == [10.25] + [100] * 100
+    assert lengths([{"path": "b.jsonl.gz", "weight": 2.0}, "a.parquet"]) == [16.25] + [100] * 100
     written(here / "bad.jsonl", ["no json", {"text": "x" * 40}, {"txt": 1}])
     assert lengths("bad.jsonl") == [10]
     (here / "a.txt").write_text("xxxx\n\nxxxxxxxx\n")
