@@ -745,6 +745,8 @@ def _whole_section(root: type[BaseModel], path: Keys, given: Any, flag: str | No
     if flag is not None:
         return f"write `--set {name}.{keys[0]}={_one_line(given)}`"
     text = f"{{{keys[0]}: {_one_line(given)}}}"
+    if part is Training:  # a number of steps is likelier than of epochs
+        return f"write `{name}: {{steps: {_one_line(given)}}}` or `{name}: {text}`"
     return f"write `{path[-1]}: {text}`" if isinstance(path[-1], str) else f"write `{text}`"  # an item of a list
 
 
@@ -831,7 +833,7 @@ def _one_line(value: Any) -> str:
 
 def _path(loc: Keys) -> Keys:
     """Return the place of a mistake without the names that pydantic gives to the branches of a union."""
-    return tuple(p for p in loc if not (isinstance(p, str) and re.search(r"[\[\(]|^(str|int|float)$", p)))
+    return tuple(p for p in loc if not (isinstance(p, str) and re.search(r"[\[\(]|^(str|int|float|Origin)$", p)))
 
 
 def yaml_keys(part: type[BaseModel], path: Keys = ()) -> list[str]:

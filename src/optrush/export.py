@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -94,7 +95,9 @@ def _write_folder(folder: Path, fill: Callable[[Path], None]) -> RunError | None
         shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError, UserError) as e:
         shutil.rmtree(fresh, ignore_errors=True)
-        do = f"make room there; {run_dir.resume_line(folder.parent)}"
+        full = not isinstance(e, OSError) or e.errno in (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        room = "make room there" if full else "look at that folder and its rights"
+        do = f"{room}; {run_dir.resume_line(folder.parent)}"
         return RunError(f"{folder}", f"it could not be written: {e}", do)
     return None
 

@@ -245,6 +245,7 @@ def test_a_dry_run_lists_the_rungs(call: Call, fakes: Fakes) -> None:
     assert fakes.started == [] and not Path("out").exists()
     found = call("bench", "run.yaml", "--ladder", "ladder.yaml")
     assert found.code == 2 and "--dry-run" in found.err
+    assert dry("--resume").code == dry("--limit", "4").code == 2
 
 
 # --- what is refused before anything is written

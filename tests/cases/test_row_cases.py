@@ -359,6 +359,8 @@ def test_the_objective_tells_which_kind_is_meant() -> None:
     assert "ignore" in refused({"messages": TURNS, "instruction": "a", "output": "b"}).do
     other = {"messages": [ASK, {**ANSWER, "content": "Bergen."}], "chosen": TURNS, "rejected": worse}
     assert "{messages: ignore}" in refused(other, "dpo").do, "a pair loses no answer"
+    asked = {"messages": [ASK], "chosen": "Oslo.", "rejected": "A dog."}
+    assert "{messages: prompt}" in refused(asked, "dpo").do, "nor its prompt"
 
 
 @pytest.mark.parametrize("objective", ["", "dpo", "orpo"])

@@ -112,6 +112,7 @@ def test_an_error_names_the_line_of_its_own_key_only() -> None:
     ("more", "sets", "do"),
     [
         ("data: d/chat.jsonl\n", [], "write `data: {path: d/chat.jsonl}`"),
+        ("train: 100\n", [], "write `train: {steps: 100}` or `train: {epochs: 100}`"),
         ("data: [a.jsonl, b.jsonl]\n", [], "write `data: {path: [a.jsonl, b.jsonl]}`"),
         ("", ["data=d/chat.jsonl"], "write `--set data.path=d/chat.jsonl`"),
         ("data: s3://me:secret@host/a\n", [], "write `data: {path: s3://***@host/a}`"),

@@ -426,6 +426,14 @@ SETS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("flag", ["data.text_rows=file", "data.max_samples=3", "data.eval=null"])
+def test_values_of_set_decide_what_is_held_out(flag: str, call: Call, here: Path) -> None:
+    (here / "text.txt").write_text("\n\n".join(f"Paragraph {i}." for i in range(40)))
+    assert call("init", "--model", "tiny", "--data", "text.txt", "--set", flag).code == 0
+    tree = yaml.safe_load(Path("train.yaml").read_text())
+    assert tree["data"].get("eval") is None and "eval_every" not in tree["train"]
+
+
 def test_values_of_set_are_in_the_text(call: Call, here: Path) -> None:
     """Whatever the key: those that are explained, others, and options of techniques; in what is chosen, too."""
     write_rows(here / "qa.jsonl", [{"question": f"{i}?", "answer": str(i)} for i in range(40)])

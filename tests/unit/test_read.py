@@ -271,6 +271,8 @@ def test_a_table_with_another_separator(tmp_path, name, header, held, do):
     assert f"the header has one column, {header!r}, which holds {held}" in error.found and do in error.do
     (tmp_path / "one.csv").write_text("text\na;b|c\td\n")
     assert found(tmp_path / "one.csv") == [(1, {"text": "a;b|c\td"})]
+    (tmp_path / "named.csv").write_text("the text; in one column\na b\n")
+    assert found(tmp_path / "named.csv") == [(1, {"the text; in one column": "a b"})]
 
 
 FILES = {

@@ -308,7 +308,9 @@ def _refuse_ranks(rung: Rung) -> None:
 def _device_of(rung: Rung) -> hardware.Device:
     """Return this machine's device, with the link to which the rung's variables turn NCCL."""
     device, _ = hardware.parse_hardware("auto")
-    return hardware.over(device, hardware.turned_to({**os.environ, **rung.env})) if device.kind == "cuda" else device
+    if device.kind != "cuda":
+        return hardware.share_of_cpu(rung.ranks)
+    return hardware.over(device, hardware.turned_to({**os.environ, **rung.env}))
 
 
 def predict_rung(rung: Rung, config: Config) -> dict[str, Any]:

@@ -71,6 +71,9 @@ def bench(
 
     written = find_ladder(ladder, run)
     if dry_run:
+        if resume or limit is not None:
+            option = "--resume" if resume else "--limit"
+            raise ConfigError(f"--dry-run with {option}", "nothing is measured", f"leave {option} out")
         planned, times = plan_rungs(written, run, ProgressBoard(), repeats=repeats, cumulative_only=cumulative_only)
         if as_json:
             print(json.dumps([_planned_document(p) for p in planned]))

@@ -494,6 +494,8 @@ class _Composer:
         entries = [given] if isinstance(given, (str, dict)) else list(given)
         objectives, found = set(), []
         for n, entry in enumerate(entries):
+            if not isinstance(entry, str | dict):
+                raise self.refuse(f"datasets[{n}]", repr(entry), "name a file or a data set of the hub")
             entry = {"path": entry} if isinstance(entry, str) else dict(entry)
             kind = entry.pop("type", None) or ("pretrain" if "@pretraining" in self.facts else None)
             if isinstance(kind, dict):
@@ -783,6 +785,7 @@ class _Composer:
         train["epochs"] = epochs
         if int(self.get("@steps", -1)) > 0:
             train["steps"] = int(self.get("@steps"))
+        logged = train.get("log_every") or (10 if self.tool.startswith("trl") else 500)  # where unsaid
         if isinstance(train.get("log_every"), float):
             train["log_every"] = max(1, int(train["log_every"]))
         for name, per_epoch in (("eval", self.get("@evals")), ("save", self.get("@saves"))):
@@ -790,7 +793,7 @@ class _Composer:
             if per_epoch is None and strategy == "epoch":
                 per_epoch = 1
             elif per_epoch is None and name == "eval" and strategy == "steps":
-                steps = steps or train.get("log_every") or 500  # transformers: as often as it logs, 500 where unsaid
+                steps = steps or logged  # as transformers and TRL do
             if per_epoch and per_epoch * epochs > 1:  # else at the end
                 train[f"{name}_every"] = round(1 / (per_epoch * epochs), 6)
             elif per_epoch is None and steps and strategy not in ("no", False):

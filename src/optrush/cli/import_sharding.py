@@ -97,6 +97,7 @@ def _in_host(given: Mapping[str, Any], path: str = "") -> Iterator[str]:
     """Yield the dotted keys that keep something in host memory: a flag, a device, or a mapping with a device."""
     for key, value in given.items():
         name, held = f"{path}{key}", "offload" in str(key) or key == "cpu_checkpointing"
+        held = held and not str(key).endswith("nvme_path")  # where to, if at all
         if held and (value.get("device") if isinstance(value, Mapping) else value) not in ABSENT:
             yield name
         elif isinstance(value, Mapping):
@@ -109,7 +110,9 @@ def _stage(given: Mapping[str, Any], keys: Mapping[str, Any]) -> int:
     last = {name.rpartition(".")[2].removeprefix("fsdp_"): value for name, value in keys.items()}
     zero = given.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else last.get("zero_stage")
-    if stage is not None and str(stage) in "0123":
+    if stage not in (None, ""):
+        if str(stage) not in ("0", "1", "2", "3"):
+            raise ConfigError("`zero_optimization.stage`", f"{stage!r}", "give 0, 1, 2 or 3")
         return int(stage)
     if (strategy := last.get("sharding_strategy")) is not None:
         return _STRATEGIES.get(str(strategy), _NAMED.get(str(strategy).lower(), 3))

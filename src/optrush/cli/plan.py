@@ -75,7 +75,7 @@ def plan(
     if solve is not None:
         beside = {"--out": out, "--price": price, "--details": details or None, "--keep-maths": keep_maths or None}
         for option in (name for name, given in beside.items() if given is not None):
-            do = "set what it answers in the YAML, or with --set, and plan that"
+            do = "leave it out; what is answered goes into the YAML, or into --set, to be planned"
             raise ConfigError(f"--solve {solve} with {option}", "a question has one line for an answer", do)
         text, values = asked.solve(config, hardware, solve)
         print(json.dumps(values) if as_json else text)

@@ -305,9 +305,10 @@ def _cells(file: io.BufferedReader, delimiter: str) -> Rows:
                 wrong += [f"two columns are named {quoted(name)}" for name in cells if cells.count(name) > 1]
             if wrong:
                 raise Damaged(f"the first line is no header: {wrong[0]}")
-            _refuse_separator(header, delimiter)
             continue
         row += 1
+        if row == 1:
+            _refuse_separator(header, cells, delimiter)
         if not wrong and len(cells) != len(header):
             wrong.append(f"{len(cells)} cells under {len(header)} columns" if cells else "an empty line")
         if wrong == ["an empty line"]:
@@ -321,10 +322,10 @@ def _cells(file: io.BufferedReader, delimiter: str) -> Rows:
 SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
 
 
-def _refuse_separator(header: list[str], delimiter: str) -> None:
-    """Raise Damaged for a header that another separator would make several columns of."""
-    other = next((mark for mark in SEPARATORS if mark != delimiter and mark in header[0]), None)
-    if len(header) == 1 and other is not None:
+def _refuse_separator(header: list[str], cells: list[str], delimiter: str) -> None:
+    """Raise Damaged for a header and a first row that another separator would make several columns of."""
+    marks = (mark for mark in SEPARATORS if mark != delimiter and mark in header[0] and mark in "".join(cells))
+    if len(header) == 1 and (other := next(marks, None)) is not None:
         suffix = next((f", or name it {suffix}" for suffix, mark in CELLS.items() if mark == other), "")
         found = f"the header has one column, {quoted(header[0])}, which holds {SEPARATORS[other]}"
         raise Damaged(found, f"save the file with {SEPARATORS[delimiter]} between columns{suffix}")

@@ -441,8 +441,11 @@ def _sign(found: dict[str, Any], objective: str) -> str:
         kinds = kinds[1:] if objective in PAIRED else kinds[:1]  # the conversation is the chosen one
     if len(kinds) > 1:
         reason = f"both {quoted(signs[0])} and {quoted(signs[-1])}; which one is meant cannot be known"
-        pair = kinds[1] in ("chosen", "rejected") and objective in COMPARED
-        line = f"leave one out: `data.columns: {{{signs[0] if pair else signs[-1]}: ignore}}`"
+        line = f"leave one out: `data.columns: {{{signs[-1]}: ignore}}`"
+        if kinds[1] in ("chosen", "rejected") and objective in COMPARED:
+            whole = isinstance(found["chosen"], list) and len(found["chosen"]) > 1  # with the prompt in it
+            line = f"leave one out: `data.columns: {{{signs[0]}: ignore}}`"
+            line = line if whole else f"is {quoted(signs[0])} the prompt? `data.columns: {{{signs[0]}: prompt}}`"
         if kinds == ["instruction", "chosen"] and found.get("prompt") is None and found.get("output") is None:
             line = "is 'instruction' the prompt? `data.columns: {instruction: prompt}`"
         raise _Bad(reason, f"{line}, or mend that line")

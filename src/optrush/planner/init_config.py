@@ -271,7 +271,20 @@ def choose_values(request: InitRequest, device: Device, ranks: int = 1) -> dict[
         tree["train"]["eval_every"] = 0.25
     tree |= {"seed": 0, "output": request.output}
     _lay(tree, request.sets)
+    _hold_out_no_more(tree, request)
     return tree
+
+
+def _hold_out_no_more(tree: dict[str, Any], request: InitRequest) -> None:
+    """Hold nothing out, and measure nothing, where the values of --set leave too few rows for it."""
+    data, given = tree["data"], {flag.partition("=")[0] for flag in request.sets}
+    if "eval" in data and "data.eval" not in given and given & {"data.text_rows", "data.max_samples"}:
+        path = data.get("path")
+        rows = FEW if path is None else _count_rows(Path(path).expanduser(), data.get("text_rows", "file"))
+        if min(rows, data.get("max_samples") or rows) < FEW:
+            del data["eval"]
+    if data.get("eval") is None and "train.eval_every" not in given:
+        tree["train"].pop("eval_every", None)
 
 
 def _lay(tree: dict[str, Any], sets: Sequence[str]) -> None:
@@ -399,7 +412,7 @@ OWN_FLAGS = {
     "distill.teacher": "--teacher",
 }  # fmt: skip
 CHOSEN = ("batch.tokens", "batch.micro_tokens")
-WHOLE = ("batch", "optim", "train", *SECTIONS)
+WHOLE = ("batch", "optim", "train", "with", *SECTIONS)
 
 
 def check_sets(sets: Sequence[str]) -> None:
