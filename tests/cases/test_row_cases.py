@@ -361,6 +361,7 @@ def test_the_objective_tells_which_kind_is_meant() -> None:
     assert "{messages: ignore}" in refused(other, "dpo").do, "a pair loses no answer"
     asked = {"messages": [ASK], "chosen": "Oslo.", "rejected": "A dog."}
     assert "{messages: prompt}" in refused(asked, "dpo").do, "nor its prompt"
+    assert "{messages: prompt}" in refused({"messages": [ASK], "rejected": "A dog."}, "dpo").do
 
 
 @pytest.mark.parametrize("objective", ["", "dpo", "orpo"])

@@ -434,6 +434,11 @@ def test_values_of_set_decide_what_is_held_out(flag: str, call: Call, here: Path
     assert tree["data"].get("eval") is None and "eval_every" not in tree["train"]
 
 
+def test_one_length_of_a_run(call: Call, here: Path) -> None:
+    found = call("init", *SAMPLE, "--set", "train.steps=5", "--epochs", "2")
+    refused(found, "--epochs with --set train.steps", "give one of them")
+
+
 def test_values_of_set_are_in_the_text(call: Call, here: Path) -> None:
     """Whatever the key: those that are explained, others, and options of techniques; in what is chosen, too."""
     write_rows(here / "qa.jsonl", [{"question": f"{i}?", "answer": str(i)} for i in range(40)])

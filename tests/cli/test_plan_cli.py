@@ -70,6 +70,7 @@ def test_how_long_a_run_takes_as_it_is_written(call: Call, tmp_path: Path) -> No
 def test_a_question_takes_no_option_that_it_would_ignore(call: Call, here: Path, beside: tuple[str, ...]) -> None:
     found = call("plan", str(LLAMA), "--hardware", "h200", "--solve", "batch", *beside)
     assert found.code == 2 and f"--solve batch with {beside[0]}" in found.err and not Path("x.yaml").exists()
+    assert "with --hardware" in call("plan", str(LLAMA), "--hardware", "h200", "--solve", "cheapest").err
 
 
 def test_a_card_whose_rates_are_not_known(call: Call) -> None:

@@ -73,8 +73,11 @@ def plan(
     from optrush.planner import search as planner
 
     if solve is not None:
-        beside = {"--out": out, "--price": price, "--details": details or None, "--keep-maths": keep_maths or None}
-        for option in (name for name, given in beside.items() if given is not None):
+        beside = {
+            "--out": out is not None, "--price": price is not None, "--details": details, "--keep-maths": keep_maths,
+            "--hardware": solve == "cheapest" and hardware != "auto",  # it asks all cards that have a price
+        }  # fmt: skip
+        for option in (name for name, given in beside.items() if given):
             do = "leave it out; what is answered goes into the YAML, or into --set, to be planned"
             raise ConfigError(f"--solve {solve} with {option}", "a question has one line for an answer", do)
         text, values = asked.solve(config, hardware, solve)

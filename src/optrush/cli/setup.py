@@ -101,7 +101,7 @@ def init(
     help_ = "A Hugging Face folder or hub id; `tiny` is built in, small and random."
     model = value("--model", model, MODEL, help_, None)
     help_ = "A JSON Lines file of conversations or texts; sample:recipes is built in."
-    check_sets(set_)
+    check_sets(set_, epochs)
     data = value("--data", data, DATA, help_, lambda text: check_data(text, set_))
     suggested = check_data(data, set_)
     if objective is None:

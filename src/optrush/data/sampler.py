@@ -100,7 +100,7 @@ class _Mapped(torch.utils.data.Dataset[Item], Generic[Number, Item]):
             last = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{last.filename}:{last.lineno}"
             found = f"a data worker failed: {type(error).__name__}: {error} ({where})"
-            return _Failed(RunError("the batches", found, "report it with the row, or leave the technique loader out"))
+            return _Failed(RunError("the batches", found, "report it with the row, or read without data workers"))
 
 
 def ahead(make: Callable[[Number], Item], numbers: Iterable[Number], loading: Loading) -> Iterator[Item]:

@@ -443,7 +443,8 @@ def _sign(found: dict[str, Any], objective: str) -> str:
         reason = f"both {quoted(signs[0])} and {quoted(signs[-1])}; which one is meant cannot be known"
         line = f"leave one out: `data.columns: {{{signs[-1]}: ignore}}`"
         if kinds[1] in ("chosen", "rejected") and objective in COMPARED:
-            whole = isinstance(found["chosen"], list) and len(found["chosen"]) > 1  # with the prompt in it
+            chosen = found.get("chosen")
+            whole = isinstance(chosen, list) and len(chosen) > 1  # with the prompt in it
             line = f"leave one out: `data.columns: {{{signs[0]}: ignore}}`"
             line = line if whole else f"is {quoted(signs[0])} the prompt? `data.columns: {{{signs[0]}: prompt}}`"
         if kinds == ["instruction", "chosen"] and found.get("prompt") is None and found.get("output") is None:

@@ -415,10 +415,12 @@ CHOSEN = ("batch.tokens", "batch.micro_tokens")
 WHOLE = ("batch", "optim", "train", "with", *SECTIONS)
 
 
-def check_sets(sets: Sequence[str]) -> None:
+def check_sets(sets: Sequence[str], epochs: float | None = None) -> None:
     """Raise ConfigError for a value of --set that has a flag of its own, is chosen here, or is a whole section."""
     for flag in sets:
         key = flag.partition("=")[0]
+        if key == "train.steps" and epochs is not None:
+            raise ConfigError(f"--epochs with --set {flag}", "each says how long the run is", "give one of them")
         if key in OWN_FLAGS:
             raise ConfigError(f"--set {flag}", f"`optrush init` has a flag for `{key}`", f"give {OWN_FLAGS[key]}")
         if key in CHOSEN:
