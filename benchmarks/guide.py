@@ -236,17 +236,22 @@ def gpus() -> str:
         f"| {name} | {ranks} | {speed:,.0f} | {speed / ranks:,.0f} | {f'{ratio:.3f}' if ratio else ''} |"
         for name, ranks, speed, ratio, _ in scaling()
     ]
-    titan = lines("2xh200-torchtitan.jsonl")[0]
-    ours = next(r for r in lines("2xh200-cells.jsonl") if r["cell"] == titan["beside"])
-    each, theirs = ours["tokens_per_s"] / ours["ranks"], statistics.median(titan["tokens_per_s_gpu"])
     text += [
         "",
-        f"In turn with `{ours['cell']}` on one machine: {titan['system']}, as many rows: {theirs:,.0f} tokens/s a GPU",
-        f"and {titan['reserved_gib']:.1f} GiB (reserved), ours {each:,.0f} and {gib(ours['peak_bytes'])} (allocated):",
-        f"{each / theirs:.2f}.",
+        "Beside other systems, in turn on two H200: `bench llama8b.yaml --ladder gpus-peers.yaml` in `benchmarks`,",
+        "8B in mixed precision under FSDP, two rows of 4,096 tokens a GPU; torchtitan 0.2.2 and Hugging Face Trainer:",
         "",
-        sources("2xh200-torchtitan.jsonl"),
+        "| system | tokens/s | a GPU | ours / it | peak GiB a card |",
+        "|---|---|---|---|---|",
     ]
+    ours, *others = lines("2xh200-peers.jsonl")
+    for r in (ours, *others):
+        speed, name = r["tokens_per_s"], r["changes"] if r["peer"] else "ours"
+        text.append(
+            f"| {name} | {speed:,.0f} | {speed / r['ranks']:,.0f} | {ours['tokens_per_s'] / speed:.2f} "
+            f"| {gib(r['peak_bytes'])} |"
+        )
+    text += ["", sources("2xh200-peers.jsonl")]
     for title, path in (("Two", "2xh200-cells.jsonl"), ("Four", "4xh200-cells.jsonl")):
         text += [
             "",

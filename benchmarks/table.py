@@ -63,6 +63,7 @@ FAULTS = Path("benchmarks/results/faults.jsonl")  # `make faults`
 ANSWERS = tuple(Path(f"benchmarks/results/{name}-answers.jsonl") for name in ("h100", "h200", "cpu"))
 EXPERTS = Path("benchmarks/results/h200-experts.jsonl")  # `experts.py`; h100-experts: before QuACK's layer
 SHARED = Path("benchmarks/results/2xh200-gpus.jsonl")  # `bench --ladder gpus`
+SHARED_LARGE = Path("benchmarks/results/2xh200-gpus-large.jsonl")
 LONG_ROW = Path("benchmarks/results/2xh200-long-row.jsonl")
 RATES = {  # `rates.py rates.yaml`
     "cpu-rates": "The built-in model, on a CPU; the race itself, and then the grid",
@@ -232,27 +233,47 @@ def shared() -> str:
         f"[{SHARED.stem}](../{SHARED}).", "",
         "| rung | tokens/s | x one GPU | planned | error | peak GiB | planned |", "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
-    one = 0.0
-    for r in map(json.loads, (ROOT / SHARED).read_text().splitlines()):
+    rows += _scaled(SHARED)
+    apart = [abs(r["predicted_tokens_per_s"] / r["tokens_per_s"] - 1) for r in _lines(SHARED_LARGE)]
+    rows += [
+        "",
+        "The same ladder with micro-batches of 8,192 tokens, eight of them a step, on two other H200, one or two",
+        "repeats, `--set batch.tokens=65536 --set batch.micro_tokens=8192`: the plan's speeds are "
+        f"{statistics.median(apart):.1%} off",
+        f"in the median. Record: [{SHARED_LARGE.stem}](../{SHARED_LARGE}).", "",
+        "| rung | tokens/s | x one GPU | planned | error | peak GiB | planned |", "|---|---|---|---|---|---|---|",
+        *_scaled(SHARED_LARGE),
+    ]  # fmt: skip
+    r, whole = _lines(LONG_ROW)
+    rows += [
+        "",
+        f"A row of {r['seq']:,} tokens over two H200 (`context`, `fsdp`, `recompute`, `offload-activations`), all 32 "
+        "blocks of llama-3.1-8b: two whole steps, loading and compiling took "
+        f"{whole['rehearsed_s'] / 60:.0f} min at most (planned {whole['predicted_step_s'] / 60:.1f} a step); "
+        f"{whole['device_gib']:.1f} GiB of a card by nvidia-smi (planned, less what torch keeps free, "
+        f"{whole['predicted_peak_gib']:.1f}) and {whole['host_shared_gib'] / 2:.1f} GiB of host memory a rank (planned "
+        f"{whole['predicted_host_gib']:.1f}). {r['blocks']} blocks: {r['step_s']:.0f} s a step, the first, in which "
+        f"kernels are compiled (planned {r['predicted_step_s']:.0f}), {r['peak_gib']:.1f} GiB (planned "
+        f"{r['predicted_peak_gib']:.1f}). Record: [{LONG_ROW.stem}](../{LONG_ROW}).",
+    ]
+    return "\n".join(rows)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (ROOT / path).read_text().splitlines()]
+
+
+def _scaled(path: Path) -> list[str]:
+    """Return a ladder's rungs beside its rung of one GPU and beside the plan."""
+    one, rows = 0.0, []
+    for r in _lines(path):
         speed, said = r["tokens_per_s"], r["predicted_tokens_per_s"]
         one = speed if r["ranks"] == 1 else one
         rows.append(
             f"| {r['rung']} | {speed:,.0f} | {speed / one:.2f} | {said:,.0f} | {said / speed - 1:+.0%} "
             f"| {r['peak_bytes'] / GIB:.1f} | {r['predicted_peak_bytes'] / GIB:.1f} |"
         )
-    r = json.loads((ROOT / LONG_ROW).read_text())
-    whole = r["whole_model"]
-    rows += [
-        "",
-        f"A row of {r['seq']:,} tokens over two H200 (`context`, `fsdp`, `recompute`, `offload-activations`), "
-        f"{r['blocks']} of the 32 blocks of llama-3.1-8b: {r['step_s']:.0f} s a step, the first, in which kernels are "
-        f"compiled (planned {r['predicted_step_s']:.0f}); {r['peak_gib']:.1f} GiB (planned "
-        f"{r['predicted_peak_gib']:.1f}); {r['host_peak_gib']:.1f} GiB of host memory a rank (planned, less the "
-        f"process itself, {r['predicted_host_gib']:.1f}). The plan of all: {whole['predicted_peak_gib']:.0f} GiB, "
-        f"{whole['predicted_host_gib']:.0f} GiB of host memory a rank and {whole['predicted_step_s']:.0f} s. Record: "
-        f"[{LONG_ROW.stem}](../{LONG_ROW}).",
-    ]
-    return "\n".join(rows)
+    return rows
 
 
 def multiplied() -> str:
