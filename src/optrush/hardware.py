@@ -13,10 +13,11 @@ import difflib
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from optrush.errors import ConfigError
 
@@ -46,6 +47,7 @@ class Device:
     bandwidth_bytes_s: float | None = None  # device memory
     link_bytes_s: float | None = None  # to another device of the same host, one direction
     memory_bytes: int | None = None  # all of it, as the driver reports
+    host_memory_bytes: int | None = None  # of the host that a GPU is in
     hosts: int = 1  # of equally many devices, between which `network` is; known to a plan alone
     network: Network | None = None
     linked: str = ""  # what links the devices of a host instead of the product's own link, of `SLOWER`
@@ -121,6 +123,10 @@ PCIE, PCIE_LATER = {7: 1.6e10, 8: 3.2e10}, 6.4e10
 # takes 0.70: NCCL's all-reduce ran at 28 and 4.4 GB/s between two H200 (docs/log/open.md).
 SLOWER = {"pcie": "NCCL_P2P_DISABLE", "socket": "NCCL_SHM_DISABLE"}
 PCIE_SHARE, SOCKET_S = 0.62, 6.3e9
+
+# The share of a host's memory that runs may keep activations and states in; the rest is the processes' own. What is
+# assumed of hosts that are not known: so many times a card's memory.
+HOST_SHARE, HOST_A_CARD = 0.9, 2
 
 _FREE = re.compile(r"([0-9]{1,4}(?:\.[0-9]{1,3})?)\s*gi?b")  # 24gib: a GPU of so much memory, of unknown rates
 _LINKED = re.compile(rf"([^:]+):({'|'.join(SLOWER)})")  # 4xh200:pcie
@@ -287,11 +293,51 @@ def _cpuinfo() -> str:
         return ""
 
 
-def _memory() -> int | None:
+def host_share(ranks: int) -> int | None:
+    """Return the bytes of this host that each of its `ranks` processes may keep data in; None: not known."""
+    whole = cpu().memory_bytes
+    return None if whole is None else int(HOST_SHARE * whole / ranks)
+
+
+def room_on_host(device: Device, ranks: int) -> int | None:
+    """Return the bytes of host memory that each of `ranks` processes of a host may have for its GPU's data.
+
+    Where the host is not known, twice the GPU's memory, which NVIDIA recommends for servers that train
+    (https://docs.nvidia.com/certification-programs/nvidia-certified-configuration-guide). None: nothing is known, or
+    the device is the host.
+    """
+    if device.kind == "cpu" or device.memory_bytes is None:
+        return None
+    known = device.host_memory_bytes
+    return int(HOST_SHARE * (HOST_A_CARD * device.memory_bytes if known is None else known / ranks))
+
+
+def _memory(root: str = "/") -> int | None:
+    """Return this machine's memory, or the least that a container of this process may have."""
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
         return None
+    return min([whole, *_limits(Path(root))])
+
+
+def _limits(root: Path) -> Iterator[int]:
+    """Yield the limits of memory that control groups of this process have, its own and those that it is in.
+
+    Source: https://docs.kernel.org/admin-guide/cgroup-v2.html (memory.max), .../cgroup-v1/memory.html
+    """
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for _, kinds, path in (line.split(":", 2) for line in groups if line.count(":") >= 2):
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / ("memory" if kinds else "")
+        inner = PurePosixPath(path.lstrip("/"))
+        for group in (inner, *inner.parents):  # a container sees its own group at the top
+            with suppress(OSError, ValueError):
+                yield int((top / group / ("memory.limit_in_bytes" if kinds else "memory.max")).read_text())
 
 
 def first_device() -> Device:
@@ -320,5 +366,9 @@ def probe() -> list[Device]:
         text = name.value.decode()
         facts = _BY_NAME.get(text, Device("cuda", text, (0, 0), None))
         memory, capability = size.value if known else facts.memory_bytes, (major.value, minor.value)
-        devices.append(dataclasses.replace(facts, name=text, capability=capability, memory_bytes=memory))
+        devices.append(
+            dataclasses.replace(
+                facts, name=text, capability=capability, memory_bytes=memory, host_memory_bytes=cpu().memory_bytes
+            )
+        )
     return devices

@@ -18,6 +18,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from meshes import further
+from optrush import hardware
 from optrush.cli.plan import memory_lines
 from optrush.errors import NeedsError
 from optrush.hardware import CPU, NAMED
@@ -77,7 +78,7 @@ lanes: list[Late] = []
 def here(monkeypatch):
     """ALL with the technique as it may run without a GPU, and its lanes."""
     monkeypatch.setattr(module, "LEAST_BYTES", LEAST)
-    monkeypatch.setattr(module.Offload.__init__, "__kwdefaults__", {"page": PAGE, "least": LEAST})
+    monkeypatch.setattr(module.Offload.__init__, "__kwdefaults__", {"page": PAGE, "least": LEAST, "room": None})
     lanes.clear()
 
     @dataclasses.dataclass(frozen=True)
@@ -354,6 +355,25 @@ def test_no_more_host_memory():
     assert "gives no more" in str(refused.value) and "batch.micro_tokens" in str(refused.value)
 
 
+def test_pages_end_before_the_memory_of_the_host_does():
+    pages = Pages(Late(), 1 << 20, room=5 << 19)
+    taken = [pages.take(), pages.take()]
+    with pytest.raises(NeedsError, match=r"0\.0 GiB are taken, of 0\.0 that each process may have"):
+        pages.take()
+    pages.free.append(taken.pop())
+    assert pages.take().numel() == 1 << 20
+
+
+def test_a_run_may_have_its_part_of_the_host(box, here, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    job = assembled(golden_run(box, packed=True, offload_activations={}), here)
+    whole = hardware.cpu().memory_bytes
+    assert offloading(job).pages.room == int(0.9 * whole / 4)
+    offloading(job).pages.room = 3 * PAGE
+    with pytest.raises(NeedsError, match="each process may have"):
+        list(steps(job, 1))
+
+
 # --- what it refuses
 
 
@@ -449,9 +469,41 @@ def test_the_plan_says_how_much_host_memory():
     usual = ("bf16", "attention", "recompute")
     found = search.predict(shaped("llama-3.2-1b", *usual, NAME, rows=16), "h200")
     assert found.host_bytes == 15 * 2048 * 2 * 32768
-    assert "  and 1.88 GiB of pinned host memory" in memory_lines(found)
+    room = f"{0.9 * 2 * NAMED['h200'].memory_bytes / 2**30:.1f}"
+    assert f"  and 1.88 GiB of pinned host memory of {room} that a process may have, assumed" in memory_lines(found)
     without = search.predict(shaped("llama-3.2-1b", *usual, rows=16), "h200")
     assert without.host_bytes == 0 and not [line for line in memory_lines(without) if "host" in line]
+
+
+def test_what_the_host_has_no_memory_for_does_not_fit():
+    """A rank of this run needs 952 GiB on its host, of which it was killed where each had 252."""
+    withs = ("bf16", "adam8bit", "attention:impl=fa4", "fused-kernels:mlp=quack", "compile", "fused-loss:impl=quack")
+    cut = ("selective-recompute", NAME, "context", "fsdp")
+    long = shaped("llama-3.1-8b", *withs, *cut, rows=1, seq=700_000)
+    found = search.predict(long, "2xh200")
+    assert found.peak_bytes < found.room_bytes and found.host_bytes > 3 * found.host_room_bytes and not found.fits
+    best = search.search(long, "2xh200").settings
+    assert best and all(NAME in s.with_ and s.prediction.fits for s in best)
+    assert all(0 < s.prediction.host_bytes <= found.host_room_bytes for s in best)
+    larger = dataclasses.replace(NAMED["h200"], host_memory_bytes=4 << 40)
+    assert search.predict(long, larger, 2).fits and not search.predict(long, larger, 2).host_assumed
+
+
+@pytest.mark.parametrize(("hosts", "local", "share"), [(1, None, 4), (2, None, 2), (1, "1", 1)])
+def test_the_ranks_of_a_host_share_its_memory(monkeypatch, hosts, local, share):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if local is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    device = dataclasses.replace(NAMED["h200"], host_memory_bytes=1 << 40, hosts=hosts)
+    assert cost.host_room(dataclasses.replace(SETUP, device=device, ranks=4)) == int(0.9 * 2**40 / share)
+    assert cost.host_room(dataclasses.replace(SETUP, device=CPU)) is None
+
+
+def test_the_micro_batch_fits_on_the_host_too():
+    device = dataclasses.replace(NAMED["h200"], host_memory_bytes=2 << 30)  # 16 rows need 1.88 GiB
+    config = shaped("llama-3.2-1b", "bf16", "attention", "recompute", NAME, rows=512, sets=["batch.micro_tokens=auto"])
+    rows = [resolve(config, ranks=1, device=d).env.micro_rows for d in (NAMED["h200"], device)]
+    assert rows == [32, 8]
 
 
 def test_a_search_takes_it_only_where_it_is_asked_for():

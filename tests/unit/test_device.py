@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from optrush import hardware
 from optrush.trainer import distributed
 
 
@@ -27,3 +28,27 @@ def test_one_process_is_alone(monkeypatch):
         monkeypatch.delenv(variable, raising=False)
     world = distributed.build_mesh({}, torch.device("cpu"))
     assert (world.rank, world.ranks, world.mesh) == (0, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "found"),
+    [
+        ("0::/a/b\n", {"memory.max": "max", "a/memory.max": "4096\n", "a/b/memory.max": "9000"}, [4096, 9000]),
+        ("0::/\n", {"memory.max": "8192\n"}, [8192]),  # in a container of its own name space
+        ("4:cpu,memory:/pod/x\n0::/\n", {"memory/pod/x/memory.limit_in_bytes": "77"}, [77]),
+        ("4:memory:/pod/x\n", {"memory/memory.limit_in_bytes": "78"}, [78]),  # of its own name space
+        ("3:cpu:/pod\n9:name=systemd:/\nnot a line\n", {"memory.max": "1"}, []),
+        (None, {}, []),
+    ],
+)
+def test_the_memory_that_a_container_may_have(tmp_path, groups, limits, found):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    if groups is not None:
+        (tmp_path / "proc/self/cgroup").write_text(groups)
+    for name, text in limits.items():
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert sorted(hardware._limits(tmp_path)) == found
+    whole = hardware._memory(str(tmp_path / "none"))
+    assert hardware._memory(str(tmp_path)) == min([whole, *found])

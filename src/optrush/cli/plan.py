@@ -223,7 +223,8 @@ def _text(
     elif prediction is not None:
         fits = "fits" if prediction.fits else "does NOT fit"
         time = _time(config, *duration(config, prediction, answer.tokens), hardware, price)
-        lines.append(f"as configured: {prediction.peak_bytes / GIB:.2f} GiB, {fits}; {_speed(prediction)}{time}")
+        host = _on_host(prediction)
+        lines.append(f"as configured: {prediction.peak_bytes / GIB:.2f} GiB{host}, {fits}; {_speed(prediction)}{time}")
     else:
         lines.append("as configured")
     if refused is not None:
@@ -259,7 +260,8 @@ def _answer_lines(config: Config, hardware: str, answer: Answer, price: float | 
     mesh = f"{best.mesh}, " if best.mesh else ""
     time = _time(config, best.steps, best.seconds, hardware, price)
     lacking = _without(config, best.setting)
-    lines = [f"fits on {on}: {best.method}, {mesh}{p.peak_bytes / GIB:.1f}{most} GiB, {_speed(p)}{time}{lacking}"]
+    size = f"{p.peak_bytes / GIB:.1f}{most} GiB{_on_host(p)}"
+    lines = [f"fits on {on}: {best.method}, {mesh}{size}, {_speed(p)}{time}{lacking}"]
     if p.tokens_per_s is None:
         lines.append("  rates of this device are not known: there, optrush calibrate measures them")
     width = max(len(w.method) for w in answer.ways)
@@ -348,7 +350,9 @@ def memory_lines(p: Prediction) -> list[str]:
     if p.stage_bytes:
         lines.append(f"  ranks of the pipeline: {', '.join(f'{n / GIB:.2f}' for n in p.stage_bytes)} GiB")
     if p.host_bytes:
-        lines.append(f"  and {p.host_bytes / GIB:.2f} GiB of pinned host memory")
+        most, assumed = p.host_room_bytes, ", assumed" * p.host_assumed
+        room = "" if most is None else f" of {most / GIB:.1f} that a process may have{assumed}"
+        lines.append(f"  and {p.host_bytes / GIB:.2f} GiB of pinned host memory{room}")
     shown = sorted((i for i in p.lines if i.bytes >= SMALL * p.peak_bytes), key=lambda i: -i.bytes)
     rest = p.peak_bytes - sum(i.bytes for i in shown)
     width = max((len(i.name) for i in shown), default=0)
@@ -384,7 +388,16 @@ def _speed(p: Prediction) -> str:
 
 def _short(s: Candidate) -> str:
     rows = f"{s.micro_rows} row{'s' * (s.micro_rows > 1)} a micro-batch"
-    return f"{_speed(s.prediction)}, {s.prediction.peak_bytes / GIB:.1f} GiB, {rows}"
+    return f"{_speed(s.prediction)}, {s.prediction.peak_bytes / GIB:.1f} GiB{_on_host(s.prediction)}, {rows}"
+
+
+def _on_host(p: Prediction) -> str:
+    """Format what a process keeps in host memory, and where that is too much, what it may have there."""
+    if not p.host_bytes:
+        return ""
+    most, assumed = p.host_room_bytes, ", assumed" * p.host_assumed
+    room = "" if most is None or p.host_bytes <= most else f" (it may have {most / GIB:.1f}{assumed})"
+    return f" + {p.host_bytes / GIB:.1f} GiB of host memory{room}"
 
 
 # --- calibrate

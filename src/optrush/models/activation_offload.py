@@ -77,25 +77,31 @@ class Streams:
 
 
 class Pages:
-    """Host memory in equal pages, allocated once and reused in every step."""
+    """Host memory in equal pages, allocated once and reused in every step; `room` bytes at most, None: unlimited."""
 
-    def __init__(self, lane: Lane, size: int) -> None:
-        self.lane, self.size = lane, size
+    def __init__(self, lane: Lane, size: int, room: int | None = None) -> None:
+        self.lane, self.size, self.room = lane, size, room
         self.free: list[Tensor] = []
         self.allocated = 0  # pages
 
     def take(self) -> Tensor:
-        """Return a page; raise NeedsError if the host has no memory left."""
+        """Return a page; raise NeedsError if the host has no memory left, before the kernel ends processes for it."""
         if self.free:
             return self.free.pop()
+        taken = f"{self.allocated * self.size / 2**30:.1f} GiB are taken"
+        if self.room is not None and (self.allocated + 1) * self.size > self.room:
+            raise _no_memory(f"{taken}, of {self.room / 2**30:.1f} that each process may have")
         try:
             page = self.lane.page(self.size)
         except RuntimeError:
-            found = f"{self.allocated * self.size / 2**30:.1f} GiB are taken, and the machine gives no more"
-            do = "take a smaller batch.micro_tokens, a larger keep, or add --with recompute"
-            raise NeedsError("pinned host memory for activations", found, do) from None
+            raise _no_memory(f"{taken}, and the machine gives no more") from None
         self.allocated += 1
         return page
+
+
+def _no_memory(found: str) -> NeedsError:
+    do = "take a smaller batch.micro_tokens, a larger keep, or recompute, also in place of selective-recompute"
+    return NeedsError("pinned host memory for activations", found, do)
 
 
 class BlockStore:
@@ -174,11 +180,15 @@ class Offload:
     Args:
         page: bytes of a page.
         least: bytes of the smallest storage that is moved.
+        room: bytes that this process may have on the host; None: not known.
     """
 
-    def __init__(self, lane: Lane, blocks: int, keep: int, *, page: int = PAGE_BYTES, least: int = LEAST_BYTES) -> None:
+    def __init__(
+        self, lane: Lane, blocks: int, keep: int, *, page: int = PAGE_BYTES, least: int = LEAST_BYTES,
+        room: int | None = None,
+    ) -> None:  # fmt: skip
         self.lane, self.blocks, self.keep, self.least = lane, blocks, keep, least
-        self.pages = Pages(lane, page)
+        self.pages = Pages(lane, page, room)
         self.moved_bytes = 0  # to the host, since the beginning
         self._last: weakref.ref[BlockStore] | None = None  # of the block before
         # Copies for which the caller's stream has not waited, with the device memory that they read or write.

@@ -434,6 +434,19 @@ def room(device: Device) -> float | None:
     return (device.memory_bytes - context) / (1 + SLACK)
 
 
+def host_room(env: Environment) -> int | None:
+    """Return the bytes of host memory that a rank's data may have, as `hardware.room_on_host`."""
+    hosts = env.device.hosts
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", env.ranks)) if hosts == 1 else env.ranks // hosts
+    return hardware.room_on_host(env.device, here)
+
+
+def excess_on_host(books: Sequence[Ledger], env: Environment, tokens: float) -> float:
+    """Return the bytes that the rank with the most data on its host has there beyond its room; 0.0: it has enough."""
+    most = host_room(env)
+    return 0.0 if most is None else max(0.0, *(sum(host_bytes(book, tokens)) - most for book in books))
+
+
 # --- the micro-batch of `batch.micro_tokens: auto`
 #
 # The candidates are the powers of two that divide a rank's rows of a step, and all of its rows. Of those whose
@@ -473,7 +486,7 @@ def choose_micro_batch(techniques: Sequence[Technique], env: Environment, hf: Ma
     for one in possible:
         books, rows = baseline.books(techniques, one, shape, 0.0), one.micro_rows
         peaks[rows] = max(peak_memory(book, rows * T).bytes for book in books)
-        if most is None or peaks[rows] <= most:
+        if (most is None or peaks[rows] <= most) and not excess_on_host(books, one, rows * T):
             # Without rates the largest is chosen: fewer and larger products are not slower.
             seconds = slowest(books, device, rows * T, rates)
             fitting.append((rows if seconds is None else 1 / seconds, rows))

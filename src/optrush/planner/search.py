@@ -30,7 +30,7 @@ from optrush.models.source import shapes_of
 from optrush.planner import baseline, calibration, cost, ledger
 from optrush.planner.calibration import Calibration
 from optrush.planner.climb import Score, climb
-from optrush.planner.cost import CLOSE, TIGHT, Rates, fastest_rows, room
+from optrush.planner.cost import CLOSE, TIGHT, Rates, excess_on_host, fastest_rows, host_room, room
 from optrush.planner.ledger import Item, Ledger, Line
 from optrush.resolve import resolve
 from optrush.technique import (
@@ -123,6 +123,8 @@ class Prediction:
     # Seconds of a step by part at the device's ceiling: measured rates, or the datasheet's whole ones.
     ceiling_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     host_bytes: int = 0  # of pinned host memory, in addition to the device's
+    host_room_bytes: int | None = None  # what a rank may have of it; None: not known
+    host_assumed: bool = False  # because the host is not known
     step_s: float | None = None  # of one step
     stage_bytes: tuple[int, ...] = ()  # peak of each rank of a pipeline
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)  # ranks of each axis that has several
@@ -184,11 +186,9 @@ def predict(
         line = Line("saved copy", "of weights and states, for the thread that saves", copied, "byte", "always")
         book, copied = dataclasses.replace(book, lines=(*book.lines, line)), 0.0
     rates, ceiling = cost.expected_and_ceiling(device, calibration.for_device(device), hf, env.span, env.seq)
-    return dataclasses.replace(
-        _prediction(book, books, env, ledger.peak_memory(book, tokens), rates),
-        ceiling_s={} if ceiling is None else cost.seconds_by_part(book, tokens, ceiling),
-        host_bytes=round(sum(ledger.host_bytes(book, tokens)) + copied),
-    )
+    ceiling_s = {} if ceiling is None else cost.seconds_by_part(book, tokens, ceiling)
+    prediction = _prediction(book, books, env, ledger.peak_memory(book, tokens), rates, copied)
+    return dataclasses.replace(prediction, ceiling_s=ceiling_s)
 
 
 def books_of(
@@ -418,15 +418,20 @@ def family(
 
 
 def _prediction(
-    book: Ledger, books: Sequence[Ledger], env: Environment, peak: ledger.Peak, rates: Rates | None
+    book: Ledger, books: Sequence[Ledger], env: Environment, peak: ledger.Peak, rates: Rates | None, copied: float = 0.0
 ) -> Prediction:
-    """Build the prediction of the rank with the most memory, in the time of the slowest of a pipeline's."""
+    """Build the prediction of the rank with the most memory, in the time of the slowest of a pipeline's.
+
+    Args:
+        copied: bytes of a copy on the host, of what is saved.
+    """
     tokens = env.micro_rows * env.seq
     seconds = None if rates is None else cost.slowest(books, env.device, tokens, rates)
     useful = env.rows * env.seq * cost.filled_share(book)
     most = room(env.device)
     parameters, by_kind = _parameters(book)
     stages = tuple(ledger.peak_memory(one, tokens).bytes for one in books) if len(books) > 1 else ()
+    hosted, host_most = round(max(sum(ledger.host_bytes(one, tokens)) for one in books) + copied), host_room(env)
     return Prediction(
         peak_bytes=peak.bytes,
         memory_kind="cuda_allocated" if env.device.kind == "cuda" else "rss",
@@ -434,13 +439,16 @@ def _prediction(
         lines=peak.items,
         device=env.device.name,
         capacity_bytes=env.device.memory_bytes,
-        fits=most is None or peak.bytes <= most,
+        fits=(most is None or peak.bytes <= most) and (host_most is None or hosted <= host_most),
         tokens_per_s=None if seconds is None else useful / seconds,
         step_s=seconds,
         basis="datasheet" if rates is None else rates.basis,
         rates_from="" if rates is None else rates.source,
         work=() if rates is None else tuple(cost.efforts(book, env.device, tokens, rates)),
         room_bytes=None if most is None else int(most),
+        host_bytes=hosted,
+        host_room_bytes=host_most,
+        host_assumed=env.device.host_memory_bytes is None,
         parameters=parameters,
         a_parameter=by_kind,
         stage_bytes=stages,
@@ -637,7 +645,7 @@ def _fastest(members: Sequence[Technique], env: Environment, problem: _Problem) 
     books: list[Ledger] = []
     rules: list[ledger.Rule] = []
     powers = [2**k for k in range(20) if 2**k < rows and rows % 2**k == 0]
-    fixed, floor = problem.micro_rows, math.inf
+    fixed, floor, lacking = problem.micro_rows, math.inf, math.inf
     piped = "pp" in env.axes  # then rules depend on the number of micro-batches
     for sizes in filter(
         None, (powers, [rows]) if fixed is None else ([fixed],)
@@ -665,11 +673,15 @@ def _fastest(members: Sequence[Technique], env: Environment, problem: _Problem) 
                 if most is not None and size > min(ledger.largest(book, most, env.seq) for book in books) // env.seq:
                     continue
             books = [ledger.with_accumulation(book, sized.accumulation) for book in books]
+            if excess := excess_on_host(books, sized, size * env.seq):
+                lacking, floor = min(lacking, excess), 0.0  # another card's host may have more
+                continue
             seconds = cost.slowest(books, env.device, size * env.seq, order)
             fitting.append((1 / (seconds or 1.0), sized, books))
     if not fitting:
         least = env.seq * (fixed or (1 if rows % 2 == 0 else rows))
-        return max(ledger.peak_memory(book, least).bytes for book in books), floor
+        extra = 0 if lacking == math.inf else round(lacking)  # the device would have to hold it
+        return max(ledger.peak_memory(book, least).bytes for book in books) + extra, floor
     by_rows = {sized.micro_rows: (sized, of) for _, sized, of in fitting}
 
     def peak(rows: int) -> float:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from optrush.errors import NeedsError
-from optrush.hardware import cpu
+from optrush.hardware import host_share
 from optrush.planner.ledger import Line, Rule, add, live
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
@@ -59,11 +59,9 @@ class PagedStates(Technique):
         from optrush.optim.paged import Paged
 
         here = int(os.environ.get("LOCAL_WORLD_SIZE", trainer.env.ranks))
-        memory_bytes = cpu().memory_bytes
-        room_bytes = None if memory_bytes is None else memory_bytes // here
         inward, outward = self.buses(trainer)
         trainer.optimizer_factory = partial(
-            Paged, inward=inward, outward=outward, room_bytes=room_bytes, piece=PIECE, least=LEAST
+            Paged, inward=inward, outward=outward, room_bytes=host_share(here), piece=PIECE, least=LEAST
         )
         return 0  # only what is paged counts
 

@@ -356,6 +356,8 @@ def preflight(trainer: Trainer, plan: RunPlan) -> UserError | None:
     """
     if plan.done >= plan.total:
         return None
+    distributed.under_way("the rehearsal of the largest step")
+    console.loading("rehearsing the largest step: its memory, and what is compiled")
 
     def work() -> None:
         with _state_restored(trainer):
