@@ -120,9 +120,10 @@ NETWORKS = (*PER_GPU, *PER_HOST)
 PCIE, PCIE_LATER = {7: 1.6e10, 8: 3.2e10}, 6.4e10
 # What links the devices of a host without NVLink and without reading each other's memory, and what turns NCCL to it.
 # pcie: through the host's memory, of PCI Express; socket: through a TCP socket of the host. Of an assumed rate the plan
-# takes 0.70: NCCL's all-reduce ran at 28 and 4.4 GB/s between two H200 (docs/log/open.md).
+# takes 0.70: NCCL's all-reduce ran at 28 and 4.4 GB/s between two H200 (docs/log/open.md), and what a step exchanges at
+# 0.8 of that (fitted to benchmarks/results/2xh200-gpus.jsonl; 2xh200-gpus-large.jsonl then 5 to 16 % too fast).
 SLOWER = {"pcie": "NCCL_P2P_DISABLE", "socket": "NCCL_SHM_DISABLE"}
-PCIE_SHARE, SOCKET_S = 0.62, 6.3e9
+PCIE_SHARE, SOCKET_S = 0.62 * 0.8, 6.3e9 * 0.8
 
 # The share of a host's memory that runs may keep activations and states in; the rest is the processes' own. What is
 # assumed of hosts that are not known: so many times a card's memory.

@@ -166,7 +166,7 @@ def test_what_enters_a_host(axes, along, hosts, enters):
 
 
 def test_a_slower_link_within_a_host(monkeypatch):
-    """By name, or by what turns NCCL to it; 28 and 4.4 GB/s are what all-reduce reached between two H200."""
+    """By name, or by what turns NCCL to it: 0.8 of the 28 and 4.4 GB/s of an all-reduce between two H200."""
     rates = {}
     for name in ("2xh200", "2xh200:pcie", "2xH200:socket"):
         device, count = hardware.parse_hardware(name)
@@ -176,7 +176,8 @@ def test_a_slower_link_within_a_host(monkeypatch):
         )
         rates[f"speed {device.linked}"] = said.tokens_per_s
         assert count == 2 and (f"by {device.linked}, as with NCCL_" in said.rates_from) == bool(device.linked)
-    assert rates["pcie"] == pytest.approx(2.8e10, rel=0.02) and rates["socket"] == pytest.approx(4.4e9, rel=0.02)
+    assert rates["pcie"] == pytest.approx(0.8 * 2.8e10, rel=0.02)
+    assert rates["socket"] == pytest.approx(0.8 * 4.4e9, rel=0.02)
     assert rates["speed "] > rates["speed pcie"] > rates["speed socket"]
     assert hardware.counted(device, 2) == "2 x NVIDIA H200 (socket)"
     card = hardware.NAMED["4090"]

@@ -39,21 +39,22 @@ def test_the_plan_is_near_what_was_measured(machine):
     assert not wrong
 
 
-# The host's time of DeepSpeed's hooks, gathers over PCI Express and sockets are not told apart any better.
-FAR = {"deepspeed 2, 2 GPUs", "fsdp 3, 2 GPUs, no NVLink", "ddp, 2 GPUs, no NVLink, no shared memory"}
+# The host's time of DeepSpeed's hooks, and what waits for links in larger micro-batches, are not known any better.
+FAR = {"2xh200-gpus": {"deepspeed 2, 2 GPUs"}, "2xh200-gpus-large": {"fsdp 3, 2 GPUs, no NVLink", "tensor, 2 GPUs"}}
 
 
-def test_the_plan_is_near_the_ladder_of_two_gpus():
-    """In micro-batches so small that the host bounds most rungs."""
+@pytest.mark.parametrize(("ladder", "middle"), [("2xh200-gpus", 0.03), ("2xh200-gpus-large", 0.065)])
+def test_the_plan_is_near_the_ladder_of_two_gpus(ladder, middle):
+    """In micro-batches of 8,192 tokens, and in those so small that the host bounds most rungs."""
     apart = []
-    for r in map(json.loads, (RESULTS / "2xh200-gpus.jsonl").read_text("utf-8").splitlines()):
+    for r in map(json.loads, (RESULTS / f"{ladder}.jsonl").read_text("utf-8").splitlines()):
         link = ":socket" if "no shared memory" in r["rung"] else ":pcie" if "no NVLink" in r["rung"] else ""
         name = f"2xh200{link}" if r["ranks"] > 1 else "h200"
         said = search.predict(parse_config(json.dumps(r["config"]), r["rung"]), name, r["ranks"])
         assert abs(said.peak_bytes / r["peak_bytes"] - 1) < MOST_BYTES, r["rung"]
         apart.append(abs(said.tokens_per_s / r["tokens_per_s"] - 1))
-        assert apart[-1] < MOST_SPEED or r["rung"] in FAR, r["rung"]
-    assert statistics.median(apart) < 0.06
+        assert apart[-1] < MOST_SPEED or r["rung"] in FAR[ladder], r["rung"]
+    assert statistics.median(apart) < middle
 
 
 @pytest.mark.parametrize("cut", [{"tensor": {}}, {"tensor": {"sequence": False}}, {"context": {}, "ddp": {}}])
