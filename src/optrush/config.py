@@ -450,8 +450,13 @@ def spelled_out(config: Config) -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """Return the configuration as YAML that `parse_config` reads back to the same one."""
+    """Return the configuration as YAML that `parse_config` reads back to the same one.
+
+    A learning rate that nobody gave stays out: it follows from what is trained (`resolve.with_rate`).
+    """
     data = config.model_dump(mode="json", by_alias=True, exclude_none=True)
+    if "lr" not in config.optim.model_fields_set:
+        del data["optim"]["lr"]
     if config.optim.clip is None:  # the one value whose absence means something else
         data["optim"]["clip"] = None
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True)

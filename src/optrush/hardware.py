@@ -294,10 +294,29 @@ def _cpuinfo() -> str:
         return ""
 
 
-def host_share(ranks: int) -> int | None:
-    """Return the bytes of this host that each of its `ranks` processes may keep data in; None: not known."""
-    whole = cpu().memory_bytes
-    return None if whole is None else int(HOST_SHARE * whole / ranks)
+@dataclass
+class HostMemory:
+    """What this process may keep of its GPU's data in memory of the host, and what it keeps there."""
+
+    most_bytes: int | None  # None: not known
+    taken_bytes: int = 0
+
+    @classmethod
+    def of(cls, ranks: int) -> HostMemory:
+        """Return the part of one of so many processes of this host."""
+        whole = cpu().memory_bytes
+        return cls(None if whole is None else int(HOST_SHARE * whole / ranks))
+
+    @property
+    def left_bytes(self) -> int | None:
+        return None if self.most_bytes is None else max(0, self.most_bytes - self.taken_bytes)
+
+    def take(self, size: int) -> None:
+        """Count bytes that are allocated next; raise MemoryError if they are more than is left."""
+        if self.most_bytes is not None and self.taken_bytes + size > self.most_bytes:
+            taken, most = self.taken_bytes / GIB, self.most_bytes / GIB
+            raise MemoryError(f"{taken:.1f} GiB of host memory are taken, of {most:.1f} that this process may have")
+        self.taken_bytes += size
 
 
 def room_on_host(device: Device, ranks: int) -> int | None:
@@ -328,7 +347,7 @@ def _limits(root: Path) -> Iterator[int]:
     Source: https://docs.kernel.org/admin-guide/cgroup-v2.html (memory.max), .../cgroup-v1/memory.html
     """
     try:
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
+        groups = (root / "proc/self/cgroup").read_text(errors="replace").splitlines()
     except OSError:
         return
     for _, kinds, path in (line.split(":", 2) for line in groups if line.count(":") >= 2):
@@ -338,7 +357,9 @@ def _limits(root: Path) -> Iterator[int]:
         inner = PurePosixPath(path.lstrip("/"))
         for group in (inner, *inner.parents):  # a container sees its own group at the top
             with suppress(OSError, ValueError):
-                yield int((top / group / ("memory.limit_in_bytes" if kinds else "memory.max")).read_text())
+                limit = int((top / group / ("memory.limit_in_bytes" if kinds else "memory.max")).read_text())
+                if limit > 0:
+                    yield limit
 
 
 def first_device() -> Device:

@@ -93,7 +93,7 @@ def resolve(
         settings = getattr(config, config.objective) or section()
         config = config.model_copy(update={config.objective: settings})
     techniques = in_order(instantiate(classes, config.with_))
-    config = _own_rate(config, techniques)
+    config = with_rate(config, classes)
     check_fields(config)
     ranks = launched()[1] if ranks is None else ranks
     axes = mesh_axes(techniques, ranks)
@@ -128,6 +128,7 @@ def resolve(
         spec=ModelSpec(grouped_heads=known is None or known.kv_heads < known.heads), paired=config.paired,
         reference=config.referenced.reference if config.referenced else None, axes=axes,
         scored=config.scored, teacher=None if teacher is None else _sizes(config, teacher[1], text),
+        copies_saved=config.train.save == "async",
     )  # fmt: skip
     if automatic:
         env = dataclasses.replace(env, micro_rows=choose_micro_batch(techniques, env, hf))
@@ -151,12 +152,13 @@ def resized(prepared: ResolvedConfig, rows: int) -> ResolvedConfig:
     return dataclasses.replace(prepared, config=_sized(prepared.config, env), env=env)
 
 
-def _own_rate(config: Config, techniques: Sequence[Technique]) -> Config:
-    """Set the learning rate of adapters, where none is given; pairs keep the smaller one."""
-    adapters = any(Part.TRAINED in t.claims for t in techniques)
-    if "lr" in config.optim.model_fields_set or config.paired or not adapters:
+def with_rate(config: Config, classes: Sequence[type[Technique]] = ALL) -> Config:
+    """Return the configuration with a learning rate where none is given: adapters' own, unless it trains on pairs."""
+    if "lr" in config.optim.model_fields_set:
         return config
-    return config.model_copy(update={"optim": config.optim.model_copy(update={"lr": ADAPTER_LR})})
+    adapters = any(Part.TRAINED in t.claims for t in instantiate(classes, with_method(config).with_))
+    lr = ADAPTER_LR if adapters and not config.paired else config.optim.lr
+    return config.model_copy(update={"optim": config.optim.model_copy(update={"lr": lr})})
 
 
 def _sized(config: Config, env: Environment) -> Config:

@@ -177,6 +177,7 @@ class Environment:
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # ranks of each axis but "dp", which has the rest
     sharded: frozenset[str] = frozenset()  # axes over which matrices are cut
     pp_rank: int = 0  # the place on "pp" that a prediction is for
+    copies_saved: bool = False  # what is saved is copied first, and written while the training goes on
 
     # What several techniques need of the environment.
 

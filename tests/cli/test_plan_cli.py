@@ -122,6 +122,18 @@ def test_out_is_a_run(call: Call, tmp_path: Path) -> None:
     assert again["fits"] and again["alternatives"][0]["with"] == dict(best.with_)
 
 
+def test_out_has_the_rate_of_adapters(call: Call, tmp_path: Path) -> None:
+    for number, flags in enumerate((["--set", "method=lora"], ["--set", "method=full"], ["--set", "optim.lr=3e-5"])):
+        config = tmp_path / f"{number}.yaml"
+        config.write_text(
+            "model: {shape: llama-3.2-1b}\nobjective: pretrain\ndata: {random: 8}\noutput: o\n"
+            "batch: {seq: 1024, tokens: 8192}\ntrain: {steps: 4}\n"
+        )
+        out = tmp_path / f"out-{number}.yaml"
+        assert call("plan", str(config), "--hardware", "h100", "--out", str(out), *flags).code == 0
+        assert yaml.safe_load(out.read_text())["optim"]["lr"] == (2e-4, 2e-5, 3e-5)[number]
+
+
 def refused(call: Call, *arguments: str) -> str:
     found = call("plan", *arguments)
     assert found.code == 2, found.out

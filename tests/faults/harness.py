@@ -28,6 +28,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from optrush import files
 from optrush.config import parse_config
+from optrush.hardware import HostMemory
 from optrush.optim.adamw import AdamW
 from optrush.trainer import distributed
 from optrush.trainer.checkpoint import Meta, save, slices
@@ -187,7 +188,7 @@ def small_job(output: Path, how: str = "whole", keep: int = 2, dtype: torch.dtyp
     state = {"kept": Kept()}
     job = SimpleNamespace(
         config=run_, world=world, trained=trained, optimizer=optimizer, state=state, counted_elsewhere=frozenset(),
-        read_slices=lambda mine: mine, filling=nullcontext,
+        read_slices=lambda mine: mine, filling=nullcontext, host_memory=HostMemory(None),
     )  # fmt: skip
     job.counts = partial(Trainer.counts, job)
     return job

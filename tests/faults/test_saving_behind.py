@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import random
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from optrush import files
+from optrush import files, hardware
 from optrush.errors import RunError
 from optrush.trainer import checkpoint, run
 from optrush.trainer.checkpoint import Saver, choose, find_checkpoints, restore, verify
@@ -343,8 +342,7 @@ def test_no_host_memory_for_the_copy(home: Path) -> None:
     config, output = behind(home, "no-room")
 
     def before() -> None:
-        real = checkpoint.cpu
-        checkpoint.cpu = lambda: dataclasses.replace(real(), memory_bytes=1000)
+        hardware.HostMemory.of = classmethod(lambda cls, ranks: cls(1000))
 
     assert trained(config, before=before) == 2
     assert "asked: `train.save: async`: 0.0 GiB of host memory for a copy of what is saved" in said(config)

@@ -97,7 +97,7 @@ MOVED = [(OFFLOAD,), (f"{OFFLOAD}:keep=0",), (OFFLOAD, "recompute"), (OFFLOAD, "
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny model's tensors are worth moving here."""
-    monkeypatch.setattr(Offload.__init__, "__kwdefaults__", {"page": 1 << 16, "least": 256, "room": None})
+    monkeypatch.setattr(Offload.__init__, "__kwdefaults__", {"page": 1 << 16, "least": 256, "take": lambda size: None})
     torch._dynamo.reset()
 
 

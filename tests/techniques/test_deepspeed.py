@@ -14,8 +14,8 @@ from optrush import technique
 from optrush.bench.worker import proof_window
 from optrush.errors import ConflictError, NeedsError
 from optrush.hardware import GIB, NAMED
-from optrush.planner import baseline, cost
-from optrush.planner.ledger import line_bytes
+from optrush.planner import baseline
+from optrush.planner.ledger import line_bytes, peak_memory
 from optrush.resolve import resolve
 from optrush.techniques import ALL, deepspeed
 from optrush.trainer.checkpoint import slices, verify
@@ -335,7 +335,7 @@ def peak(shape, *withs, ranks=4):
         for w in book.work
         if w.unit == "link" and not w.gone
     )
-    return cost.peak_memory(book, 2048).bytes / GIB, sent / GIB
+    return peak_memory(book, 2048).bytes / GIB, sent / GIB
 
 
 @pytest.mark.parametrize("shape", ["llama-3.2-1b", "llama-3.1-8b"])

@@ -17,7 +17,7 @@ from optrush import hardware
 from optrush.config import parse_config
 from optrush.errors import ConfigError, NeedsError, RunError
 from optrush.planner import cost
-from optrush.planner.cost import fastest_rows
+from optrush.planner.cost import fastest_rows, room
 from optrush.planner.search import predict
 from optrush.resolve import resized, resolve
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique
@@ -362,7 +362,8 @@ def test_auto_runs(box):
 def test_rows_with_room_to_spare(speeds, peaks, want):
     """Of 80 GB, some 76 GiB of which a peak may have."""
     fitting = [(speed, rows) for rows, speed in speeds.items()]
-    rows = fastest_rows(fitting, lambda n: peaks[n] * 0.95 * 2**30, hardware.NAMED["h100"])
+    card = hardware.NAMED["h100"]
+    rows = fastest_rows(fitting, lambda n: peaks[n] * 0.95 * 2**30 / room(card), card)
     assert rows == want
     assert fastest_rows(fitting, lambda n: peaks[n] * 2**30, hardware.parse_hardware("cpu")[0]) == min(
         n for n, speed in speeds.items() if speed >= 0.99 * max(speeds.values())

@@ -30,7 +30,8 @@ from optrush.resolve import resolve
 from optrush.technique import Environment, Part, settle
 from optrush.techniques import ALL
 from optrush.techniques.offload_activations import OffloadActivations
-from optrush.trainer.trainer import evaluate
+from optrush.trainer.run import RunRequest, run
+from optrush.trainer.trainer import evaluate, exhausted
 
 from golden.make_golden import SIZES, T
 from trials import assembled, golden_run, shaped, steps, weights
@@ -78,7 +79,8 @@ lanes: list[Late] = []
 def here(monkeypatch):
     """ALL with the technique as it may run without a GPU, and its lanes."""
     monkeypatch.setattr(module, "LEAST_BYTES", LEAST)
-    monkeypatch.setattr(module.Offload.__init__, "__kwdefaults__", {"page": PAGE, "least": LEAST, "room": None})
+    defaults = {"page": PAGE, "least": LEAST, "take": lambda size: None}
+    monkeypatch.setattr(module.Offload.__init__, "__kwdefaults__", defaults)
     lanes.clear()
 
     @dataclasses.dataclass(frozen=True)
@@ -350,28 +352,41 @@ def test_no_more_host_memory():
         def page(self, size):
             raise RuntimeError("CUDA error: out of memory")
 
-    with pytest.raises(NeedsError, match="pinned host memory") as refused:
-        Pages(Full(), 1 << 20).take()
-    assert "gives no more" in str(refused.value) and "batch.micro_tokens" in str(refused.value)
+    pages = Pages(Full(), 1 << 20)
+    with pytest.raises(MemoryError, match="host memory are taken, and the machine gives no more") as refused:
+        pages.take()
+    assert exhausted(refused.value) and pages.allocated == 0
 
 
 def test_pages_end_before_the_memory_of_the_host_does():
-    pages = Pages(Late(), 1 << 20, room=5 << 19)
+    host = hardware.HostMemory(5 << 19)
+    pages = Pages(Late(), 1 << 20, host.take)
     taken = [pages.take(), pages.take()]
-    with pytest.raises(NeedsError, match=r"0\.0 GiB are taken, of 0\.0 that each process may have"):
+    assert host.left_bytes == 1 << 19
+    with pytest.raises(MemoryError, match=r"host memory are taken, of 0\.0 that this process may have") as refused:
         pages.take()
+    assert exhausted(refused.value) and host.taken_bytes == 2 << 20
     pages.free.append(taken.pop())
-    assert pages.take().numel() == 1 << 20
+    assert pages.take().numel() == 1 << 20 and host.taken_bytes == 2 << 20
 
 
 def test_a_run_may_have_its_part_of_the_host(box, here, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     job = assembled(golden_run(box, packed=True, offload_activations={}), here)
     whole = hardware.cpu().memory_bytes
-    assert offloading(job).pages.room == int(0.9 * whole / 4)
-    offloading(job).pages.room = 3 * PAGE
-    with pytest.raises(NeedsError, match="each process may have"):
+    assert job.host_memory == hardware.HostMemory(int(0.9 * whole / 4))
+    job.host_memory.most_bytes = 3 * PAGE
+    with pytest.raises(MemoryError, match="this process may have"):
         list(steps(job, 1))
+    assert job.host_memory.taken_bytes == 3 * PAGE
+
+
+def test_a_host_that_is_short_is_found_before_the_first_step(box, here, monkeypatch):
+    monkeypatch.setattr(hardware.HostMemory, "of", classmethod(lambda cls, ranks: cls(2 * PAGE)))
+    refused = r"out of memory, before step 0: 0\.0 GiB of host memory are taken, of 0\.0 that this process may have"
+    with pytest.raises(NeedsError, match=refused) as error:
+        run(RunRequest(resolve(golden_run(box, rows=4, packed=True, offload_activations={}), here)))
+    assert "--with recompute" in str(error.value) and "batch.micro_tokens" in str(error.value)
 
 
 # --- what it refuses
@@ -470,13 +485,13 @@ def test_the_plan_says_how_much_host_memory():
     found = search.predict(shaped("llama-3.2-1b", *usual, NAME, rows=16), "h200")
     assert found.host_bytes == 15 * 2048 * 2 * 32768
     room = f"{0.9 * 2 * NAMED['h200'].memory_bytes / 2**30:.1f}"
-    assert f"  and 1.88 GiB of pinned host memory of {room} that a process may have, assumed" in memory_lines(found)
+    assert f"  and 1.88 GiB of pinned host memory of {room} that a rank may have, assumed" in memory_lines(found)
     without = search.predict(shaped("llama-3.2-1b", *usual, rows=16), "h200")
     assert without.host_bytes == 0 and not [line for line in memory_lines(without) if "host" in line]
 
 
 def test_what_the_host_has_no_memory_for_does_not_fit():
-    """A rank of this run needs 952 GiB on its host, of which it was killed where each had 252."""
+    """A rank of this run needs 952 GiB on its host; it was killed where two of them had 503."""
     withs = ("bf16", "adam8bit", "attention:impl=fa4", "fused-kernels:mlp=quack", "compile", "fused-loss:impl=quack")
     cut = ("selective-recompute", NAME, "context", "fsdp")
     long = shaped("llama-3.1-8b", *withs, *cut, rows=1, seq=700_000)

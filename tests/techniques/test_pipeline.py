@@ -14,8 +14,8 @@ from meshes import MeshCase, follows, further, prove, saved, train
 from optrush.errors import NeedsError
 from optrush.export import export_run
 from optrush.hardware import NAMED
-from optrush.planner import baseline, cost
-from optrush.planner.ledger import line_bytes
+from optrush.planner import baseline
+from optrush.planner.ledger import line_bytes, peak_memory
 from optrush.resolve import resolve
 from optrush.techniques import ALL
 from optrush.techniques.pipeline import CLASSES, Pipeline, _balanced, head_in_blocks
@@ -454,6 +454,6 @@ def test_the_ranks_do_the_work_of_one_and_wait():
     assert max(works) < 1.06 * sum(works) / 4, "no rank does much more than the others"
     for work, waits_ in zip(works, waits, strict=True):  # 8 micro-batches of its own, and one of each of the others
         assert waits_ == pytest.approx((sum(works) - work) / (sum(works) + 7 * work), rel=0.01)
-    peaks = [cost.peak_memory(book, 2048).bytes for book in books]
+    peaks = [peak_memory(book, 2048).bytes for book in books]
     assert max(peaks) == peaks[0] > peaks[1] > peaks[2], "the first rank has the most micro-batches under way"
-    assert peaks[0] < cost.peak_memory(alone, 2048).bytes
+    assert peaks[0] < peak_memory(alone, 2048).bytes

@@ -18,7 +18,7 @@ from optrush.data.length_estimate import estimate_tokens
 from optrush.errors import ConfigError, NeedsError
 from optrush.models.published import SHAPES
 from optrush.planner import answer, search
-from optrush.resolve import resolve
+from optrush.resolve import resolve, with_rate
 from optrush.technique import Numerics
 from optrush.techniques import ALL
 
@@ -98,6 +98,16 @@ def test_a_method_brings_its_techniques_and_its_rate() -> None:
     resolved = resolve(given, device=device)
     assert resolved.config.optim.lr == 1e-3 and resolved.config.with_ == {"lora": {"rank": 4}}
     assert resolve(run(**{"with": {"lora": {}}}), device=device).config.optim.lr == ADAPTER_LR
+
+
+def test_a_rate_that_nobody_gave_is_none_that_was_written_down() -> None:
+    """Configurations are stored and read back before anything trains: by bench, by tune, by the plan's --out."""
+    for given in (run(method="lora", **{"with": {}}), run(**{"with": {"lora": {}}})):
+        again = parse_config(dump_config(given), "again")
+        assert "lr" not in again.optim.model_fields_set
+        assert resolve(again, device=hardware.NAMED["h100"]).config.optim.lr == ADAPTER_LR == with_rate(given).optim.lr
+    assert with_rate(run(method="full", **{"with": {}})).optim.lr == 2e-5
+    assert parse_config(dump_config(run(optim={"lr": 2e-5}, **{"with": {"lora": {}}})), "x").optim.lr == 2e-5
 
 
 @pytest.mark.parametrize("objective", sorted(PAIRED))

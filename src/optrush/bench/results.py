@@ -24,6 +24,7 @@ from optrush.bench.ladder import Ladder, Rung
 from optrush.bench.peer import UNCOMPARED
 from optrush.bench.record import Record, Verdict
 from optrush.config import Config, dump_config, parse_yaml
+from optrush.resolve import with_rate
 from optrush.technique import ModelSpec, Numerics, Part, Technique, instantiate
 from optrush.techniques import ALL
 
@@ -511,7 +512,7 @@ def _record(state: BenchState, rung: Rung) -> Record:
         since=since.name if since else None, changes=changes,
         device=next((str(r["device"]) for r in results if "device" in r), "unknown"), ranks=rung.ranks,
         seq=config.batch.seq, micro_tokens=micro if isinstance(micro, int) else config.batch.seq,
-        verdict=verdict, red=red, config={**parse_yaml(dump_config(config), "the run", own=True)[0], **peer},
+        verdict=verdict, red=red, config={**parse_yaml(dump_config(with_rate(config)), "the run", own=True)[0], **peer},
         environment={**state.machine, **first.get("environment", {})}, source=state.source, command=state.command,
         date=first.get("date", datetime.datetime.now().astimezone().isoformat("T", "seconds")),
         proof=proof, error=error, **_measured(state, rung), **plan, tries=first.get("tries", []),

@@ -31,7 +31,7 @@ from optrush.files import parse_json, refuse_links, write_whole
 from optrush.planner import search
 from optrush.planner.answer import choose_techniques
 from optrush.report.page import Series, curves, png
-from optrush.resolve import resolve
+from optrush.resolve import resolve, with_rate
 from optrush.technique import Numerics, Part, instantiate
 from optrush.techniques import ALL
 
@@ -192,7 +192,7 @@ def tune_config(
     runner.run_rungs(state, board, resume=True)
     tuned = _result(state, given, out, notes)
     launch = f"optrush train {out}" + (f" --ranks {ranks}" if ranks > 1 else "")
-    write_whole(out, f"{MARK}{tuned.sentence()}\n# {launch}\n{dump_config(tuned.config)}")
+    write_whole(out, f"{MARK}{tuned.sentence()}\n# {launch}\n{dump_config(with_rate(tuned.config))}")
     return tuned
 
 

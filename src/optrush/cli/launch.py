@@ -149,8 +149,10 @@ def _check_plan(config: Config, hardware: str) -> tuple[str, int, int]:
     planned, _ = answer.choose_techniques(config, hardware, count)
     prediction = search.predict(planned, hardware)
     if not prediction.fits:
-        host = f" and {n / GIB:.1f} GiB of its host's memory" if (n := prediction.host_bytes) else ""
-        found, do = f"it needs {prediction.peak_bytes / GIB:.1f} GiB of a card{host}", "`optrush plan CONFIG --hardware"
+        host, most = prediction.host_bytes, prediction.host_room_bytes
+        found, do = f"it needs {prediction.peak_bytes / GIB:.1f} GiB of a card", "`optrush plan CONFIG --hardware"
+        if most is not None and host > most:
+            found += f" and {host / GIB:.1f} GiB of host memory a rank, for which {most / GIB:.1f} are assumed"
         raise ConfigError(f"`optrush launch` on {hardware}", found, f"{do} {hardware}` says what fits")
     card = re.sub(r"^(\d+x)+|:.*$", "", hardware.strip(), flags=re.IGNORECASE)
     return card, device.hosts, count // device.hosts

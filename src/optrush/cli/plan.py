@@ -136,10 +136,12 @@ def _write(config: Config, name: str, found: Answer, out: Path) -> None:
 def _over(config: Config, way: Way) -> Config:
     """Return the configuration with a method and its setting."""
     from optrush.config import METHODS
+    from optrush.resolve import with_rate
 
     assert way.setting is not None
     named = way.method in METHODS and METHODS[way.method].keys() <= way.setting.with_.keys() and config.method
-    return way.setting.over(config).model_copy(update={"method": way.method if named else None})
+    over = way.setting.over(config).model_copy(update={"method": way.method if named else None})
+    return with_rate(over)
 
 
 def _document(
@@ -164,7 +166,7 @@ def _document(
         "refused": None if refused is None else {"asked": refused.asked, "found": refused.found, "do": refused.do},
         "alternatives": [
             {"with": {k: dict(v) for k, v in s.with_.items()}, "micro_rows": s.micro_rows}
-            | {name: getattr(s.prediction, name) for name in ("peak_bytes", "tokens_per_s", "fits")}
+            | {name: getattr(s.prediction, name) for name in ("peak_bytes", "host_bytes", "tokens_per_s", "fits")}
             for s in settings
         ],
         "tried": answer.found.tried,
@@ -181,13 +183,16 @@ def _way_document(way: Way, hardware: str, price: float | None) -> dict[str, Any
     s = way.setting
     known: dict[str, Any] = {"method": way.method, "fits": s is not None}
     if s is None:
-        return {**known, "least_bytes": way.least_bytes, **({"refused": way.refused} if way.refused else {})}
+        refused = {"refused": way.refused} if way.refused else {}
+        peak, lacking = (None, None) if way.least is None else way.least
+        return {**known, "least_bytes": peak, "lacking_host_bytes": lacking, **refused}
     return {
         **known,
         "with": {k: dict(v) for k, v in s.with_.items()},
         "micro_rows": s.micro_rows,
         "mesh": dict(s.prediction.mesh),
         "peak_bytes": s.prediction.peak_bytes,
+        "host_bytes": s.prediction.host_bytes,
         "tokens_per_s": s.prediction.tokens_per_s,
         "quality": list(way.quality),
         "steps": way.steps,
@@ -223,8 +228,8 @@ def _text(
     elif prediction is not None:
         fits = "fits" if prediction.fits else "does NOT fit"
         time = _time(config, *duration(config, prediction, answer.tokens), hardware, price)
-        host = _on_host(prediction)
-        lines.append(f"as configured: {prediction.peak_bytes / GIB:.2f} GiB{host}, {fits}; {_speed(prediction)}{time}")
+        size = f"{prediction.peak_bytes / GIB:.2f} GiB{_on_host(prediction)}"
+        lines.append(f"as configured: {size}, {fits}; {_speed(prediction)}{time}")
     else:
         lines.append("as configured")
     if refused is not None:
@@ -251,8 +256,7 @@ def _answer_lines(config: Config, hardware: str, answer: Answer, price: float | 
     on = counted(device, ranks)
     best = answer.best
     if best is None or best.setting is None:
-        least = min((w.least_bytes for w in answer.ways if w.least_bytes), default=None)
-        needs = "" if least is None else f"; the smallest tried needs {least / GIB:.1f} GiB"
+        needs = "" if (least := answer.least) is None else f"; the smallest tried needs {least.text()}"
         nearest = answer.nearest or ("optrush knows none: take a smaller model, shorter rows or other hardware",)
         return [f"does NOT fit on {on}{needs}", *(f"  nearest: {text}" for text in nearest)]
     p = best.setting.prediction
@@ -269,7 +273,7 @@ def _answer_lines(config: Config, hardware: str, answer: Answer, price: float | 
         if way.refused:
             lines.append(f"  {way.method:<{width}}  refused: {way.refused}")
         elif way.setting is None:
-            needs = "" if way.least_bytes is None else f": {way.least_bytes / GIB:.1f} GiB at least"
+            needs = "" if way.least is None else f": it needs {way.least.text()}"
             lines.append(f"  {way.method:<{width}}  does not fit{needs}")
         else:
             lines += [
@@ -351,8 +355,8 @@ def memory_lines(p: Prediction) -> list[str]:
         lines.append(f"  ranks of the pipeline: {', '.join(f'{n / GIB:.2f}' for n in p.stage_bytes)} GiB")
     if p.host_bytes:
         most, assumed = p.host_room_bytes, ", assumed" * p.host_assumed
-        room = "" if most is None else f" of {most / GIB:.1f} that a process may have{assumed}"
-        lines.append(f"  and {p.host_bytes / GIB:.2f} GiB of pinned host memory{room}")
+        host_room = "" if most is None else f" of {most / GIB:.1f} that a rank may have{assumed}"
+        lines.append(f"  and {p.host_bytes / GIB:.2f} GiB of pinned host memory{host_room}")
     shown = sorted((i for i in p.lines if i.bytes >= SMALL * p.peak_bytes), key=lambda i: -i.bytes)
     rest = p.peak_bytes - sum(i.bytes for i in shown)
     width = max((len(i.name) for i in shown), default=0)
@@ -388,16 +392,17 @@ def _speed(p: Prediction) -> str:
 
 def _short(s: Candidate) -> str:
     rows = f"{s.micro_rows} row{'s' * (s.micro_rows > 1)} a micro-batch"
-    return f"{_speed(s.prediction)}, {s.prediction.peak_bytes / GIB:.1f} GiB{_on_host(s.prediction)}, {rows}"
+    size = f"{s.prediction.peak_bytes / GIB:.1f} GiB{_on_host(s.prediction, short=True)}"
+    return f"{_speed(s.prediction)}, {size}, {rows}"
 
 
-def _on_host(p: Prediction) -> str:
-    """Format what a process keeps in host memory, and where that is too much, what it may have there."""
+def _on_host(p: Prediction, short: bool = False) -> str:
+    """Format what a rank keeps in host memory, and unless `short`, what it may have there."""
     if not p.host_bytes:
         return ""
-    most, assumed = p.host_room_bytes, ", assumed" * p.host_assumed
-    room = "" if most is None or p.host_bytes <= most else f" (it may have {most / GIB:.1f}{assumed})"
-    return f" + {p.host_bytes / GIB:.1f} GiB of host memory{room}"
+    most, assumed = p.host_room_bytes, " (assumed)" * p.host_assumed
+    room = "" if most is None or short else f" of {most / GIB:.1f}{assumed}"
+    return f" + {p.host_bytes / GIB:.1f}{room} GiB of host memory" + " a rank" * (not short)
 
 
 # --- calibrate

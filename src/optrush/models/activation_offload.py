@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from optrush.errors import NeedsError
+from optrush.hardware import GIB
 
 PAGE_BYTES = 16 << 20  # large enough for the link's full rate, small enough to waste little
 LEAST_BYTES = 1 << 20
@@ -77,31 +77,30 @@ class Streams:
 
 
 class Pages:
-    """Host memory in equal pages, allocated once and reused in every step; `room` bytes at most, None: unlimited."""
+    """Host memory in equal pages, allocated once and reused in every step.
 
-    def __init__(self, lane: Lane, size: int, room: int | None = None) -> None:
-        self.lane, self.size, self.room = lane, size, room
+    Args:
+        size: bytes of a page.
+        take: called with the bytes that are allocated next; raises MemoryError if they are too many.
+    """
+
+    def __init__(self, lane: Lane, size: int, take: Callable[[int], None] = lambda size: None) -> None:
+        self.lane, self.size, self.take_bytes = lane, size, take
         self.free: list[Tensor] = []
         self.allocated = 0  # pages
 
     def take(self) -> Tensor:
-        """Return a page; raise NeedsError if the host has no memory left, before the kernel ends processes for it."""
+        """Return a page; raise MemoryError if the host has no memory left."""
         if self.free:
             return self.free.pop()
-        taken = f"{self.allocated * self.size / 2**30:.1f} GiB are taken"
-        if self.room is not None and (self.allocated + 1) * self.size > self.room:
-            raise _no_memory(f"{taken}, of {self.room / 2**30:.1f} that each process may have")
+        self.take_bytes(self.size)
         try:
             page = self.lane.page(self.size)
         except RuntimeError:
-            raise _no_memory(f"{taken}, and the machine gives no more") from None
+            taken = self.allocated * self.size / GIB
+            raise MemoryError(f"{taken:.1f} GiB of host memory are taken, and the machine gives no more") from None
         self.allocated += 1
         return page
-
-
-def _no_memory(found: str) -> NeedsError:
-    do = "take a smaller batch.micro_tokens, a larger keep, or recompute, also in place of selective-recompute"
-    return NeedsError("pinned host memory for activations", found, do)
 
 
 class BlockStore:
@@ -180,15 +179,15 @@ class Offload:
     Args:
         page: bytes of a page.
         least: bytes of the smallest storage that is moved.
-        room: bytes that this process may have on the host; None: not known.
+        take: as `Pages` has it.
     """
 
     def __init__(
         self, lane: Lane, blocks: int, keep: int, *, page: int = PAGE_BYTES, least: int = LEAST_BYTES,
-        room: int | None = None,
+        take: Callable[[int], None] = lambda size: None,
     ) -> None:  # fmt: skip
         self.lane, self.blocks, self.keep, self.least = lane, blocks, keep, least
-        self.pages = Pages(lane, page, room)
+        self.pages = Pages(lane, page, take)
         self.moved_bytes = 0  # to the host, since the beginning
         self._last: weakref.ref[BlockStore] | None = None  # of the block before
         # Copies for which the caller's stream has not waited, with the device memory that they read or write.

@@ -24,6 +24,7 @@ from optrush.models.source import locate, shapes_of
 from optrush.models.text_part import text_config
 from optrush.planner import search
 from optrush.planner.cost import CLOSE, TIGHT, micro_batch_rows
+from optrush.planner.ledger import Short
 from optrush.planner.search import Candidate, Prediction, SearchResult
 from optrush.resolve import resolve
 from optrush.technique import (
@@ -51,7 +52,7 @@ class Way:
     method: str
     quality: tuple[str, ...]  # what it costs, as sentences of a few words
     setting: Candidate | None  # None: none fits
-    least_bytes: int | None  # of a setting's peak, where none fits
+    least: Short | None  # where none fits
     steps: float | None = None  # of the whole run; None: the data's size is not known
     seconds: float | None = None
     mesh: str = ""  # the ranks' axes, and the techniques that divide the run over them
@@ -61,7 +62,7 @@ class Way:
     def tight(self) -> bool:
         """Whether what is usable is filled but for the error of a prediction."""
         p = None if self.setting is None else self.setting.prediction
-        return p is not None and p.room_bytes is not None and p.peak_bytes > TIGHT * p.room_bytes
+        return p is not None and p.filled > TIGHT
 
     @property
     def costs(self) -> str:
@@ -80,6 +81,11 @@ class Answer:
     @property
     def best(self) -> Way | None:
         return next((w for w in self.ways if w.setting is not None), None)
+
+    @property
+    def least(self) -> Short | None:
+        """What the smallest set needs of all that do not fit."""
+        return min((w.least for w in self.ways if w.least), key=lambda s: s.score, default=None)
 
 
 def answer(
@@ -153,7 +159,7 @@ def _way(
 ) -> Way:  # fmt: skip
     setting = result.settings[0] if result.settings else None
     if setting is None:
-        return Way(method, (), None, result.least_bytes)
+        return Way(method, (), None, result.least)
     device, ranks = hardware.parse_hardware(name)
     chosen = instantiate(classes, setting.with_)
     claimed = frozenset(part for t in chosen for part in t.claims)
@@ -243,7 +249,8 @@ def _fact(way: Way) -> str:
     assert way.setting is not None
     p = way.setting.prediction
     speed = "" if p.tokens_per_s is None else f", {p.tokens_per_s:,.0f} tokens/s"
-    return f"{p.peak_bytes / GIB:.1f} GiB{speed}"
+    hosted = f" + {p.host_bytes / GIB:.1f} GiB of host memory" if p.host_bytes else ""
+    return f"{p.peak_bytes / GIB:.1f} GiB{hosted}{speed}"
 
 
 def _rows_of(config: Config, seq: int) -> Config:
@@ -450,7 +457,7 @@ def choose_techniques(
             line += f"; {chosen.batch.micro_tokens} tokens a micro-batch"
         return chosen, line
     tried = ("full", "lora", "qlora") if config.method == "auto" else (config.method or "full",)
-    least = 0
+    least: Short | None = None
     for method in tried:
         of = with_method(config.model_copy(update={"method": method}))
         fixed = isinstance(config.batch.micro_tokens, int)
@@ -467,7 +474,7 @@ def choose_techniques(
             chosen = setting.over(of).model_copy(update={"method": method if config.method else None})
             fact = _fact(_way(of, name, method, result, classes))
             return chosen, f"planned for {device.name}: {_line(config, setting.with_)}; {fact}"
-        least = result.least_bytes or 0
+        least = result.least
     best = answer(config.model_copy(update={"method": None}), name, classes).best
     do = "take a smaller model, shorter rows or other hardware (optrush plan names the nearest)"
     if best is not None and best.setting is not None:
@@ -477,7 +484,8 @@ def choose_techniques(
         )
         do += f", which takes {_fact(best)} ({best.costs})"
     asked = f"a run of {config.method or 'all weights'} on {device.name}, with the maths of its precision"
-    raise NeedsError(asked, f"no set of techniques fits; the smallest needs {least / GIB:.1f} GiB", do)
+    needs = "" if least is None else f"; the smallest needs {least.text()}"
+    raise NeedsError(asked, f"no set of techniques fits{needs}", do)
 
 
 def size_on_cpu(

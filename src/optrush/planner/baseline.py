@@ -45,7 +45,8 @@ def book(
     if predicted is None:
         predicted = [rule for t in techniques for rule in t.predict(env)]
     changes = [*_objective(env, shape), *predicted]
-    return ledger.apply_rules(plain, widths, changes, env.accumulation)
+    made = ledger.apply_rules(plain, widths, changes, env.accumulation)
+    return ledger.with_copy(made, cuda=env.device.kind == "cuda") if env.copies_saved else made
 
 
 def books(techniques: Sequence[Technique], env: Environment, shape: ModelShape, padding: float) -> list[Ledger]:

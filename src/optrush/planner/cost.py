@@ -23,7 +23,7 @@ from optrush.hardware import CONTEXT_BYTES, Device
 from optrush.models.shapes import ModelShape, native_obstacle
 from optrush.planner import baseline, calibration
 from optrush.planner.calibration import AttentionRate, Calibration
-from optrush.planner.ledger import Ledger, WorkItem, host_bytes, peak_memory
+from optrush.planner.ledger import Ledger, WorkItem, host_bytes, hosted_bytes, most_bytes
 from optrush.technique import Environment, Technique, settle
 
 # Shares of the datasheet's rate that a step reached (H200, Llama-3.2-1B shape; docs/log).
@@ -444,7 +444,17 @@ def host_room(env: Environment) -> int | None:
 def excess_on_host(books: Sequence[Ledger], env: Environment, tokens: float) -> float:
     """Return the bytes that the rank with the most data on its host has there beyond its room; 0.0: it has enough."""
     most = host_room(env)
-    return 0.0 if most is None else max(0.0, *(sum(host_bytes(book, tokens)) - most for book in books))
+    return 0.0 if most is None else max(0.0, *(hosted_bytes(book, tokens) - most for book in books))
+
+
+def fullness(books: Sequence[Ledger], env: Environment, tokens: float) -> float:
+    """Return the share that is filled of a rank's room on its device or its host, of the fuller; above 1: too much.
+
+    0.0 of a room that is not known.
+    """
+    on_device, on_host = room(env.device), host_room(env)
+    shares = [0.0 if on_device is None else most_bytes(book, tokens) / on_device for book in books]
+    return max(*shares, *(hosted_bytes(book, tokens) / on_host for book in books if on_host), 0.0)
 
 
 # --- the micro-batch of `batch.micro_tokens: auto`
@@ -480,21 +490,21 @@ def choose_micro_batch(techniques: Sequence[Technique], env: Environment, hf: Ma
             raise ConfigError("`batch.micro_tokens: auto` on a CPU", f"no prediction of memory: {obstacle}", do)
         return possible[-1].micro_rows  # the rehearsal halves it until it fits
     shape, device, T = ModelShape.read(hf), _device(possible[0]), env.seq
-    rates, most = device_rates(device, calibration.for_device(device), shape, T), room(device)
+    rates = device_rates(device, calibration.for_device(device), shape, T)
     fitting: list[tuple[float, int]] = []
-    peaks: dict[int, float] = {}
+    filled: dict[int, float] = {}
     for one in possible:
         books, rows = baseline.books(techniques, one, shape, 0.0), one.micro_rows
-        peaks[rows] = max(peak_memory(book, rows * T).bytes for book in books)
-        if (most is None or peaks[rows] <= most) and not excess_on_host(books, one, rows * T):
+        filled[rows] = fullness(books, replace(one, device=device), rows * T)
+        if filled[rows] <= 1.0:
             # Without rates the largest is chosen: fewer and larger products are not slower.
             seconds = slowest(books, device, rows * T, rates)
             fitting.append((rows if seconds is None else 1 / seconds, rows))
     # Where none fits one row may all the same: the trial step decides.
-    return fastest_rows(fitting, peaks.__getitem__, device) if fitting else possible[0].micro_rows
+    return fastest_rows(fitting, filled.__getitem__, device) if fitting else possible[0].micro_rows
 
 
-def fastest_rows(fitting: Sequence[tuple[float, int]], peak: Callable[[int], float], device: Device) -> int:
+def fastest_rows(fitting: Sequence[tuple[float, int]], filled: Callable[[int], float], device: Device) -> int:
     """Choose from (speed, rows): the fastest that leaves room to spare, and of equally fast ones the largest.
 
     Each micro-batch costs time that the plan does not see (8B with LoRA: benchmarks/results/h100-answers.jsonl). One
@@ -502,13 +512,13 @@ def fastest_rows(fitting: Sequence[tuple[float, int]], peak: Callable[[int], flo
     and where a peak is less certain, the smallest of the fastest.
 
     Args:
-        peak: bytes by rows.
+        filled: `fullness` by rows.
     """
-    fastest, most = max(speed for speed, _ in fitting), room(device)
+    fastest = max(speed for speed, _ in fitting)
     near = sorted(rows for speed, rows in fitting if speed >= fastest * (1 - CLOSE))
-    if device.kind == "cpu" or most is None:
+    if device.kind == "cpu" or room(device) is None:
         return near[0]
-    spare = [(speed, rows) for speed, rows in fitting if speed >= fastest * (1 - WORTH) and peak(rows) <= TIGHT * most]
+    spare = [(speed, rows) for speed, rows in fitting if speed >= fastest * (1 - WORTH) and filled(rows) <= TIGHT]
     if not spare:
         return near[0]
     fastest = max(speed for speed, _ in spare)

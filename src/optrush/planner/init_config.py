@@ -205,10 +205,10 @@ def _searched(config: Config, request: InitRequest, classes: Sequence[type[Techn
     batch = config.batch.model_copy(update={"micro_tokens": None})
     found = answer.answer(config.model_copy(update={"method": method, "batch": batch}), request.hardware, classes)
     if found.best is None or found.best.setting is None:
-        least = min((w.least_bytes for w in found.ways if w.least_bytes), default=0) / hardware.GIB
+        needs = "" if (least := found.least) is None else f": the smallest set tried needs {least.text()}"
         do = "; or ".join(found.nearest) or "take a smaller model, shorter rows or other hardware"
         asked = f"a run of {request.model} on {request.hardware}"
-        raise NeedsError(asked, f"nothing fits: the smallest set tried needs {least:.1f} GiB", do)
+        raise NeedsError(asked, f"nothing fits{needs}", do)
     return {name: dict(options) for name, options in found.best.setting.with_.items()}
 
 
@@ -237,7 +237,7 @@ def _fitting(
             break
         predicted[rows] = p
     fitting = [(p.tokens_per_s or float(n), n) for n, p in predicted.items() if p.fits]
-    rows = fastest_rows(fitting, lambda n: predicted[n].peak_bytes, device) if fitting else min(predicted)
+    rows = fastest_rows(fitting, lambda n: predicted[n].filled, device) if fitting else min(predicted)
     best = predicted[rows]
     return rows * T, f"predicted to need {best.peak_bytes / hardware.GIB:.1f} GiB of memory at most", best.fits
 

@@ -17,10 +17,12 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from optrush.hardware import GIB
 
 T = TypeVar("T")
 Role = Literal[
@@ -207,6 +209,7 @@ class Ledger:
     work: tuple[WorkItem, ...]
     bytes_per_value: Mapping[Role, float]
     accumulation: int  # micro-batches of a step
+    copied: float = 0.0  # bytes on a GPU's host of what is saved while the training goes on
 
     def width(self, line: Line) -> float:
         """Return the bytes of a value of a line."""
@@ -449,6 +452,38 @@ def host_bytes(ledger: Ledger, tokens: float) -> tuple[float, float]:
             size = line_bytes(ledger, line, tokens) * (1 - line.recomputed)
             totals[line.live] += size * (1 - line.blocks_on_device / line.here)
     return totals["saved"], totals["always"]
+
+
+class Short(NamedTuple):
+    """What the setting with the least memory needs of a set that does not fit."""
+
+    peak_bytes: int
+    lacking_bytes: int = 0  # of host memory, beyond what a rank may have
+
+    @property
+    def score(self) -> int:
+        """Return the bytes by which sets are put in order: the device would have to hold what the host cannot."""
+        return self.peak_bytes + self.lacking_bytes
+
+    def text(self) -> str:
+        """Format both."""
+        lacking = self.lacking_bytes / GIB
+        more = f", and {lacking:.1f} GiB more of host memory than a rank may have" if lacking else ""
+        return f"{self.peak_bytes / GIB:.1f} GiB{more}"
+
+
+def hosted_bytes(ledger: Ledger, tokens: float) -> float:
+    """Return the bytes of pinned memory on a GPU's host: what waits there, what stays there, a copy that is saved."""
+    return sum(host_bytes(ledger, tokens)) + ledger.copied
+
+
+def with_copy(ledger: Ledger, *, cuda: bool) -> Ledger:
+    """Return the ledger of a run that saves a copy: on a GPU's host; on a CPU it is memory like any other."""
+    copied = saved_bytes(ledger)
+    if cuda:
+        return replace(ledger, copied=copied)
+    line = Line("saved copy", "of weights and states, for the thread that saves", copied, "byte", "always")
+    return replace(ledger, lines=(*ledger.lines, line))
 
 
 def saved_bytes(ledger: Ledger) -> float:

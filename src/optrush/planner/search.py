@@ -30,8 +30,8 @@ from optrush.models.source import shapes_of
 from optrush.planner import baseline, calibration, cost, ledger
 from optrush.planner.calibration import Calibration
 from optrush.planner.climb import Score, climb
-from optrush.planner.cost import CLOSE, TIGHT, Rates, excess_on_host, fastest_rows, host_room, room
-from optrush.planner.ledger import Item, Ledger, Line
+from optrush.planner.cost import CLOSE, TIGHT, Rates, excess_on_host, fastest_rows, fullness, host_room, room
+from optrush.planner.ledger import Item, Ledger, Short
 from optrush.resolve import resolve
 from optrush.technique import (
     RANK_PARTS,
@@ -62,11 +62,11 @@ class _Memory:
 
     searches: dict[str, SearchResult] = dataclasses.field(default_factory=dict)
     # By problem and set, as in `Evaluations.results`.
-    sets: dict[str, dict[tuple[Technique, ...], Candidate | int | None]] = dataclasses.field(
+    sets: dict[str, dict[tuple[Technique, ...], Candidate | Short | None]] = dataclasses.field(
         default_factory=lambda: defaultdict(dict)
     )
-    # By problem, on any card of its kind, and set that does not fit: a memory in which it does not, its least bytes.
-    floors: dict[str, dict[tuple[Technique, ...], tuple[float, int] | None]] = dataclasses.field(
+    # By problem, on any card of its kind, and set that does not fit: a memory in which it does not, and what it needs.
+    floors: dict[str, dict[tuple[Technique, ...], tuple[float, Short] | None]] = dataclasses.field(
         default_factory=lambda: defaultdict(dict)
     )
 
@@ -124,10 +124,16 @@ class Prediction:
     ceiling_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     host_bytes: int = 0  # of pinned host memory, in addition to the device's
     host_room_bytes: int | None = None  # what a rank may have of it; None: not known
-    host_assumed: bool = False  # because the host is not known
+    host_assumed: bool = False  # that room is, because the host is not known
     step_s: float | None = None  # of one step
     stage_bytes: tuple[int, ...] = ()  # peak of each rank of a pipeline
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)  # ranks of each axis that has several
+
+    @property
+    def filled(self) -> float:
+        """Return the share of its room on the device or the host that a rank fills, of the fuller; 0.0: not known."""
+        rooms = ((self.peak_bytes, self.room_bytes), (self.host_bytes, self.host_room_bytes))
+        return max(used / most if most else 0.0 for used, most in rooms)
 
 
 @dataclass(frozen=True)
@@ -161,7 +167,7 @@ class SearchResult:
     settings: tuple[Candidate, ...]
     tried: int
     lost: tuple[tuple[str, str], ...]
-    least_bytes: int | None = None  # the smallest peak of what does not fit
+    least: Short | None = None  # of what does not fit, where nothing does
 
 
 def predict(
@@ -181,13 +187,9 @@ def predict(
     books, env, hf = books_of(config, device, ranks or count, classes)
     tokens = env.micro_rows * env.seq
     book = max(books, key=lambda book: ledger.peak_memory(book, tokens).bytes)
-    copied = ledger.saved_bytes(book) if config.train.save == "async" else 0.0
-    if copied and device.kind == "cpu":  # whose memory is the host's
-        line = Line("saved copy", "of weights and states, for the thread that saves", copied, "byte", "always")
-        book, copied = dataclasses.replace(book, lines=(*book.lines, line)), 0.0
     rates, ceiling = cost.expected_and_ceiling(device, calibration.for_device(device), hf, env.span, env.seq)
     ceiling_s = {} if ceiling is None else cost.seconds_by_part(book, tokens, ceiling)
-    prediction = _prediction(book, books, env, ledger.peak_memory(book, tokens), rates, copied)
+    prediction = _prediction(book, books, env, ledger.peak_memory(book, tokens), rates)
     return dataclasses.replace(prediction, ceiling_s=ceiling_s)
 
 
@@ -255,7 +257,8 @@ def search(
     if leading and whole:
         others = _without_each(problem, options, part.named, own, keep, leading[0])
         lost = (*others, *_lost(leading[0], settings, part, env))
-    least = min((n for n in evaluations.results.values() if isinstance(n, int)), default=None)
+    short = [s for s in evaluations.results.values() if isinstance(s, Short)]
+    least = min(short, key=lambda s: s.score, default=None)
     return SearchResult(leading, evaluations.tried, (*lost, *unmet), least)
 
 
@@ -418,20 +421,16 @@ def family(
 
 
 def _prediction(
-    book: Ledger, books: Sequence[Ledger], env: Environment, peak: ledger.Peak, rates: Rates | None, copied: float = 0.0
+    book: Ledger, books: Sequence[Ledger], env: Environment, peak: ledger.Peak, rates: Rates | None
 ) -> Prediction:
-    """Build the prediction of the rank with the most memory, in the time of the slowest of a pipeline's.
-
-    Args:
-        copied: bytes of a copy on the host, of what is saved.
-    """
+    """Build the prediction of the rank with the most memory, in the time of the slowest of a pipeline's."""
     tokens = env.micro_rows * env.seq
     seconds = None if rates is None else cost.slowest(books, env.device, tokens, rates)
     useful = env.rows * env.seq * cost.filled_share(book)
     most = room(env.device)
     parameters, by_kind = _parameters(book)
     stages = tuple(ledger.peak_memory(one, tokens).bytes for one in books) if len(books) > 1 else ()
-    hosted, host_most = round(max(sum(ledger.host_bytes(one, tokens)) for one in books) + copied), host_room(env)
+    hosted, host_most = round(max(ledger.hosted_bytes(one, tokens) for one in books)), host_room(env)
     return Prediction(
         peak_bytes=peak.bytes,
         memory_kind="cuda_allocated" if env.device.kind == "cuda" else "rss",
@@ -448,7 +447,7 @@ def _prediction(
         room_bytes=None if most is None else int(most),
         host_bytes=hosted,
         host_room_bytes=host_most,
-        host_assumed=env.device.host_memory_bytes is None,
+        host_assumed=host_most is not None and env.device.host_memory_bytes is None,
         parameters=parameters,
         a_parameter=by_kind,
         stage_bytes=stages,
@@ -567,8 +566,8 @@ class Evaluations:
         memory = _MEMORY.get() or _Memory()
         self.known, self.floors = memory.sets[problem.key], memory.floors[problem.key_of_cards]
         self.most = room(problem.env.device)
-        # By set: its fastest setting; the bytes of its smallest peak, where none fits; None: it is not possible.
-        self.results = dict[tuple[Technique | None, ...], Candidate | int | None]()
+        # By set: its fastest setting; what its smallest needs, where none fits; None: it is not possible.
+        self.results = dict[tuple[Technique | None, ...], Candidate | Short | None]()
 
     @property
     def settings(self) -> list[Candidate]:
@@ -589,9 +588,9 @@ class Evaluations:
         result = self.results[chosen]
         if isinstance(result, Candidate):
             return True, result.speed, -result.prediction.peak_bytes
-        return None if result is None else (False, -result)
+        return None if result is None else (False, -result.score)
 
-    def _evaluate(self, members: tuple[Technique, ...]) -> Candidate | int | None:
+    def _evaluate(self, members: tuple[Technique, ...]) -> Candidate | Short | None:
         if members in self.known:
             return self.known[members]
         # What fits on no card, or is not possible on one, is neither on another, unless its techniques change the card.
@@ -603,11 +602,11 @@ class Evaluations:
                 return self.known[members]
         result, least = self._compute(list(members))
         self.known[members] = result
-        if alike and (result is None or isinstance(result, int)):
+        if alike and (result is None or isinstance(result, Short)):
             self.floors[members] = None if result is None else (least, result)
         return result
 
-    def _compute(self, members: list[Technique]) -> tuple[Candidate | int | None, float]:
+    def _compute(self, members: list[Technique]) -> tuple[Candidate | Short | None, float]:
         """Return the result of a set and, where it does not fit, a memory below which it fits on no card."""
         claimed = [part for t in members for part in t.claims]
         if len(claimed) != len(set(claimed)):
@@ -626,11 +625,11 @@ class Evaluations:
         return None, 0.0
 
 
-def _fastest(members: Sequence[Technique], env: Environment, problem: _Problem) -> tuple[Candidate | int, float]:
+def _fastest(members: Sequence[Technique], env: Environment, problem: _Problem) -> tuple[Candidate | Short, float]:
     """Choose the micro-batch: of those that fit the fastest, and of equally fast ones the largest with room to spare.
 
     Returns:
-        it; or, where none fits, bytes of the peak with the smallest micro-batch, and a memory in which none fits.
+        it; or, where none fits, what the smallest micro-batch needs, and a memory in which none fits.
     """
     hf = problem.hf
     if any(type(t).config is not Technique.config for t in members):
@@ -646,6 +645,7 @@ def _fastest(members: Sequence[Technique], env: Environment, problem: _Problem) 
     rules: list[ledger.Rule] = []
     powers = [2**k for k in range(20) if 2**k < rows and rows % 2**k == 0]
     fixed, floor, lacking = problem.micro_rows, math.inf, math.inf
+    smallest: tuple[int, list[Ledger]] | None = None  # of the sizes that all techniques take
     piped = "pp" in env.axes  # then rules depend on the number of micro-batches
     for sizes in filter(
         None, (powers, [rows]) if fixed is None else ([fixed],)
@@ -664,14 +664,17 @@ def _fastest(members: Sequence[Technique], env: Environment, problem: _Problem) 
         floor, largest = min(floor, here), rows
         if most is not None and not piped:
             largest = 0 if most < here else ledger.largest(books[0], most, env.seq) // env.seq
-        for size in (n for n in sizes if n <= largest):
+        for size in (n for n in sizes if n <= largest or smallest is None):
             sized = ledger.replaced(env, micro_rows=size)
             if any(technique.unmet(members, sized)):
                 continue
             if piped:
                 books = baseline.books(members, sized, shape, problem.padding)
-                if most is not None and size > min(ledger.largest(book, most, env.seq) for book in books) // env.seq:
-                    continue
+                if most is not None:
+                    largest = min(ledger.largest(book, most, env.seq) for book in books) // env.seq
+            smallest = smallest or (size, books)
+            if size > largest:
+                continue
             books = [ledger.with_accumulation(book, sized.accumulation) for book in books]
             if excess := excess_on_host(books, sized, size * env.seq):
                 lacking, floor = min(lacking, excess), 0.0  # another card's host may have more
@@ -679,15 +682,15 @@ def _fastest(members: Sequence[Technique], env: Environment, problem: _Problem) 
             seconds = cost.slowest(books, env.device, size * env.seq, order)
             fitting.append((1 / (seconds or 1.0), sized, books))
     if not fitting:
-        least = env.seq * (fixed or (1 if rows % 2 == 0 else rows))
-        extra = 0 if lacking == math.inf else round(lacking)  # the device would have to hold it
-        return max(ledger.peak_memory(book, least).bytes for book in books) + extra, floor
+        size, books = smallest or (fixed or (1 if rows % 2 == 0 else rows), books)
+        peak = max(ledger.peak_memory(book, size * env.seq).bytes for book in books)
+        return Short(peak, 0 if lacking == math.inf else round(lacking)), floor
     by_rows = {sized.micro_rows: (sized, of) for _, sized, of in fitting}
 
-    def peak(rows: int) -> float:
-        return max(ledger.peak_memory(book, rows * env.seq).bytes for book in by_rows[rows][1])
+    def filled(rows: int) -> float:
+        return fullness(by_rows[rows][1], by_rows[rows][0], rows * env.seq)
 
-    chosen = fastest_rows([(speed, sized.micro_rows) for speed, sized, _ in fitting], peak, env.device)
+    chosen = fastest_rows([(speed, sized.micro_rows) for speed, sized, _ in fitting], filled, env.device)
     sized, books = by_rows[chosen]
     peaks = [ledger.peak_memory(book, chosen * env.seq) for book in books]
     worst = max(range(len(books)), key=lambda rank: peaks[rank].bytes)
@@ -722,7 +725,7 @@ def _leading(settings: Sequence[Candidate], best: int) -> Iterator[Candidate]:
 
 def _preference(s: Candidate) -> tuple[float, ...]:
     p = s.prediction
-    spare = p.memory_kind != "rss" and p.room_bytes is not None and p.peak_bytes <= TIGHT * p.room_bytes
+    spare = p.memory_kind != "rss" and p.room_bytes is not None and p.filled <= TIGHT
     return -s.micro_rows if spare else 0, p.peak_bytes, -s.speed, len(s.with_)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from optrush.errors import NeedsError
-from optrush.hardware import host_share
 from optrush.planner.ledger import Rule, live
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
@@ -77,8 +75,7 @@ class OffloadActivations(Technique):
 
         _check(trainer)
         blocks, inner = trainer.model.blocks, trainer.model.block_call
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", trainer.env.ranks))
-        offload = Offload(self.lane(trainer), len(blocks), self.keep, room=host_share(here))
+        offload = Offload(self.lane(trainer), len(blocks), self.keep, take=trainer.host_memory.take)
         numbers = {id(block): int(name) for name, block in blocks.items()}
 
         def through(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from optrush.errors import NeedsError
-from optrush.hardware import host_share
 from optrush.planner.ledger import Line, Rule, add, live
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
@@ -58,10 +56,9 @@ class PagedStates(Technique):
     def peft(self, trainer: Trainer) -> int:
         from optrush.optim.paged import Paged
 
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", trainer.env.ranks))
         inward, outward = self.buses(trainer)
         trainer.optimizer_factory = partial(
-            Paged, inward=inward, outward=outward, room_bytes=host_share(here), piece=PIECE, least=LEAST
+            Paged, inward=inward, outward=outward, room_bytes=trainer.host_memory.left_bytes, piece=PIECE, least=LEAST
         )
         return 0  # only what is paged counts
 
@@ -84,4 +81,5 @@ class PagedStates(Technique):
             found = f"{type(optimizer).__name__} keeps its states where it makes them"
             do = "take fused-adamw, adam8bit or adam4bit, or leave paged-states out"
             raise NeedsError("`paged-states` keeps an optimizer's states", found, do)
+        trainer.host_memory.take(sum(page.nbytes for page in optimizer.pages))
         return len(optimizer.pairs)

@@ -15,7 +15,6 @@ import copy
 import datetime
 import hashlib
 import json
-import os
 import re
 import secrets
 import threading
@@ -35,7 +34,7 @@ import optrush
 from optrush import files
 from optrush.config import nearest
 from optrush.errors import CheckpointError, NeedsError, RunError, first_line
-from optrush.hardware import GIB, cpu
+from optrush.hardware import GIB
 from optrush.launch import launched
 from optrush.optim.paged import Registered
 from optrush.technique import library
@@ -472,10 +471,10 @@ class HostCopy:
         """Allocate it, or raise NeedsError."""
         self.device = trainer.world.device
         size = sum(s.local.nbytes for s in slices(trainer) if s.saves)
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", trainer.world.ranks))
-        memory_bytes = cpu().memory_bytes
-        if memory_bytes is not None and size > memory_bytes // here:
-            raise _no_room(size, f"it has {memory_bytes // here / GIB:.1f} GiB for each process")
+        left = trainer.host_memory.left_bytes
+        if left is not None and size > left:
+            raise _no_room(size, f"it has {left / GIB:.1f} GiB left for each process")
+        trainer.host_memory.take(size)
         try:
             pinned = self.device.type == "cuda" and size > 0
             self.page = Registered(self.device).page(size) if pinned else torch.empty(size, dtype=torch.uint8)

@@ -132,6 +132,7 @@ def memory_facts(config: Config, ranks: int) -> dict[str, Any]:
         "basis",
         "host_bytes",
         "host_room_bytes",
+        "room_bytes",
     )
     facts = {name: getattr(found, name) for name in (*own, "rates_from")}
     return facts | {"lines": [{"name": i.name, "bytes": i.bytes, "reason": i.reason} for i in lines]}
@@ -229,16 +230,18 @@ def _memory(m: dict[str, Any]) -> list[str]:
     if "unknown" in m:
         return [f"no prediction: {m['unknown']}"]
     peak, capacity = m["peak_bytes"], m["capacity_bytes"]
-    fits = "capacity unknown" if capacity is None else f"of {_size(capacity)}, " + ("fits" if m["fits"] else "")
     hosted, host_room = m["host_bytes"], m["host_room_bytes"]
     little = host_room is not None and hosted > host_room
-    if capacity is not None and not m["fits"]:
-        remedy = "a technique that keeps less in host memory" if little else "a technique that saves memory"
-        fits += f"DOES NOT FIT: smaller batch.micro_tokens or batch.seq, or {remedy}"
+    fits = "capacity unknown" if capacity is None else f"of {_size(capacity)}, "
+    if capacity is not None and (m["fits"] or (m["room_bytes"] is not None and peak <= m["room_bytes"])):
+        fits += "fits"
+    elif capacity is not None:
+        fits += "DOES NOT FIT: smaller batch.micro_tokens or batch.seq, or a technique that saves memory"
     lines = [f"{_size(peak)} {fits}; {m['memory_kind']} of a rank on {m['device']}, peak in the phase {m['phase']}"]
     if hosted:
-        room = "" if host_room is None else f", of {_size(host_room)} for each process"
-        lines.append(f"and {_size(hosted)} of pinned host memory{room}")
+        room = "" if host_room is None else f" of {_size(host_room)} that a process may have"
+        remedy = ": DOES NOT FIT: recompute beside what is offloaded, train.save: sync, or a host with more" * little
+        lines.append(f"and {_size(hosted)} of pinned host memory{room}{remedy}")
     big, small = m["lines"][:LINES], m["lines"][LINES:]
     if small:
         rest = sum(i["bytes"] for i in small)

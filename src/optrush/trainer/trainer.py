@@ -7,6 +7,7 @@ Shapes: B rows, T tokens a row, D width (docs/notation.md).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -21,7 +22,9 @@ from optrush.data.batch import Batch
 from optrush.data.dataset import Sources
 from optrush.data.packing import Padded, RowLayout
 from optrush.data.sampler import Evaluation, Loading, NoBatch, Stream
+from optrush.hardware import HostMemory
 from optrush.kernels.adamw import Rounding
+from optrush.launch import launched
 from optrush.models.experts import balance_loss, load_figures
 from optrush.models.weights import WeightMap
 from optrush.optim.adamw import Optimizer, OptimizerFactory, build_optimizer
@@ -98,6 +101,11 @@ class State(Protocol):
     def load(self, saved: dict[str, Any]) -> None: ...
 
 
+def host_memory() -> HostMemory:
+    """Return what this process may have of its host's memory."""
+    return HostMemory.of(int(os.environ.get("LOCAL_WORLD_SIZE", launched()[1])))
+
+
 @dataclass
 class Trainer:
     """Built by `build`, driven by `train`."""
@@ -168,6 +176,7 @@ class Trainer:
     """Makes an optimizer over parameters, its states where they are kept; set before `optimizer`, called there."""
     optimizer: Optimizer = None  # type: ignore[assignment]
     outside_bytes: int = 0  # held on the device, and not counted by torch as allocated
+    host_memory: HostMemory = field(default_factory=host_memory)  # of which who keeps data there takes its part
     precision: torch.dtype | None = None  # of products; realised by autocast, or by the owner of the data axis
     autocast: bool = False  # precision is still to be realised by autocast
     narrow_stream: bool = False  # what flows between blocks has this precision, too
