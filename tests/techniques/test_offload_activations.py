@@ -381,11 +381,12 @@ def test_a_run_may_have_its_part_of_the_host(box, here, monkeypatch):
     assert job.host_memory.taken_bytes == 3 * PAGE
 
 
-def test_a_host_that_is_short_is_found_before_the_first_step(box, here, monkeypatch):
+def test_a_host_that_is_short_is_found_before_the_first_step(box, here, monkeypatch, tmp_path):
     monkeypatch.setattr(hardware.HostMemory, "of", classmethod(lambda cls, ranks: cls(2 * PAGE)))
     refused = r"out of memory, before step 0: 0\.0 GiB of host memory are taken, of 0\.0 that this process may have"
+    sets = [f"output={tmp_path / 'run'}"]
     with pytest.raises(NeedsError, match=refused) as error:
-        run(RunRequest(resolve(golden_run(box, rows=4, packed=True, offload_activations={}), here)))
+        run(RunRequest(resolve(golden_run(box, rows=4, packed=True, sets=sets, offload_activations={}), here)))
     assert "--with recompute" in str(error.value) and "batch.micro_tokens" in str(error.value)
 
 

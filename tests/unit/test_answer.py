@@ -13,7 +13,7 @@ import yaml
 from meshes import further
 from optrush import hardware
 from optrush.cli.plan import _answer_lines
-from optrush.config import ADAPTER_LR, PAIRED, Config, dump_config, parse_config, spelled_out
+from optrush.config import ADAPTER_LR, PAIRED, Config, dump_config, parse_config, spelled_out, with_method
 from optrush.data.length_estimate import estimate_tokens
 from optrush.errors import ConfigError, NeedsError
 from optrush.models.published import SHAPES
@@ -277,3 +277,79 @@ def test_adapters_stay_where_all_weights_would_be_faster(name: str) -> None:
     for way in answer.answer(config, "2xh100", nearest=False).ways:
         assert way.setting is not None
         assert way.method == "full" or "lora" in way.setting.with_, way.setting.title
+
+
+# --- answers that missed: each is a question to which a far better one was found by hand
+
+
+def chats(tmp_path: Path, hardware_name: str, *sets: str, seq: int = 4096, tokens: int = 65536) -> answer.Answer:
+    """The answer for 8B on 2,000 short conversations, most of whose rows are padding unless they are packed."""
+    turns = [{"role": "user", "content": "word " * 200}, {"role": "assistant", "content": "word " * 200}]
+    (tmp_path / "chat.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 2000)
+    text = (
+        f"{{model: meta-llama/Llama-3.1-8B-Instruct, objective: sft, data: {{path: {tmp_path}/chat.jsonl}}, output: o, "
+        f"batch: {{seq: {seq}, tokens: {tokens}, micro_tokens: auto}}}}"
+    )
+    return answer.answer(parse_config(text, "chats", sets), hardware_name)
+
+
+@pytest.mark.parametrize(
+    ("name", "sets", "seq", "speed"),
+    [("4090", "method=qlora", 81920, 500), ("2x4090", "method=full", 22528, 2000)],
+)
+def test_long_rows_of_short_documents_are_packed(tmp_path, name, sets, seq, speed) -> None:
+    """Packing gains only with attention that knows documents: a climb of single changes stayed at 3 and 36 tokens/s."""
+    tokens = seq * hardware.parse_hardware(name)[1]
+    found = chats(tmp_path, name, sets, seq=seq, tokens=tokens).best
+    assert found.setting.prediction.tokens_per_s > speed and "packing" in found.setting.with_
+
+
+def test_host_memory_is_used_where_it_is_much_faster(tmp_path) -> None:
+    found = chats(tmp_path, "4090", "method=qlora", seq=32768).best
+    assert found.setting.prediction.tokens_per_s > 1500 and "offload-activations" in found.setting.with_
+    usual = chats(tmp_path, "4090", "method=lora").best
+    assert usual.setting.prediction.host_bytes == 0
+
+
+def test_gradients_are_reduced_early_where_they_do_not_fit_whole(tmp_path) -> None:
+    found = chats(tmp_path, "2x4090", "method=full", seq=8192).best
+    assert found.setting.with_["fsdp"] == {"sync": "each"}
+
+
+def test_all_weights_come_first_where_they_have_room(tmp_path) -> None:
+    """The fastest set of all weights is tight there; one that is 1 % slower is not."""
+    assert next(w.method for w in chats(tmp_path, "8xa100-40").ways) == "full"
+
+
+def test_smaller_steps_are_near(tmp_path) -> None:
+    """Weights are updated as soon as their gradients are there: a step is one micro-batch, and nothing is clipped."""
+    found = chats(tmp_path, "4090", "method=full")
+    assert found.best is None and found.least.peak_bytes > 30 * hardware.GIB
+    (steps,) = [text for text in found.nearest if text.startswith("smaller steps")]
+    assert steps.startswith("smaller steps: batch.tokens: 4096, optim.clip: null (full, ")
+    small = chats(tmp_path, "4090", "method=full", "optim.clip=null", tokens=4096).best
+    assert {"update-in-backward", "paged-states"} & small.setting.with_.keys()
+
+
+def test_more_cards_of_a_kind_are_near() -> None:
+    assert list(answer.larger_hardware("2x4090"))[:2] == ["4x4090", "8x4090"]
+    one, *others = answer.larger_hardware("4090")
+    assert one != "4x4090" and "4x4090" in others
+
+
+def test_what_may_not_be_meant_is_noted() -> None:
+    llama = run(seq=200_000, **{"with": {}})
+    device, ranks = hardware.parse_hardware("16xh100")
+    long, many = answer.planned_notes(llama, device, ranks)
+    assert "made for 131072 positions" in long and many.endswith("2x8xNAME:infiniband")
+    assert list(answer.planned_notes(run(**{"with": {}}), *hardware.parse_hardware("8xh100"))) == []
+    scaled = run(seq=200_000, **{"with": {"rope": {"kind": "yarn", "factor": 2}}})
+    assert list(answer.planned_notes(scaled, hardware.NAMED["h100"], 1)) == []
+
+
+def test_adapters_are_not_paged() -> None:
+    for method, paged in (("lora", False), ("full", True)):
+        config = with_method(run(method=method, **{"with": {}}))
+        env = dataclasses.replace(search._problem(config, "4090", ALL).env, scarce=True)
+        options, _ = search._options(env, ALL, False, {})
+        assert any(t is not None and t.name == "paged-states" for group in options for t in group) == paged

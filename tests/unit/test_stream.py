@@ -366,7 +366,7 @@ def test_workers_end_with_the_reading():
     with reading(items):
         assert next(items) == 0
         assert len(set(multiprocessing.active_children()) - before) == 2
-    assert set(multiprocessing.active_children()) == before
+    assert set(multiprocessing.active_children()) <= before  # of earlier tests, some may end meanwhile
 
 
 def test_workers_end_with_the_reading_whoever_still_holds_them():
@@ -383,7 +383,7 @@ def test_workers_end_with_the_reading_whoever_still_holds_them():
         with reading(iter([])):  # nothing here closes `items`
             assert next(items) == 0
             time.sleep(0.3)  # until one of them has stopped
-        assert set(multiprocessing.active_children()) == before
+        assert set(multiprocessing.active_children()) <= before  # of earlier tests, some may end meanwhile
         time.sleep(0.1)  # what torch's handler raises would be raised here
         items.close()
 

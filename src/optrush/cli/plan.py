@@ -251,6 +251,7 @@ def _text(
 def _answer_lines(config: Config, hardware: str, answer: Answer, price: float | None) -> list[str]:
     """Format the answer in one line, then a line for each method, or what is nearest."""
     from optrush.hardware import counted, parse_hardware
+    from optrush.planner.answer import planned_notes
 
     device, ranks = parse_hardware(hardware)
     on = counted(device, ranks)
@@ -268,6 +269,7 @@ def _answer_lines(config: Config, hardware: str, answer: Answer, price: float | 
     lines = [f"fits on {on}: {best.method}, {mesh}{size}, {_speed(p)}{time}{lacking}"]
     if p.tokens_per_s is None:
         lines.append("  rates of this device are not known: there, optrush calibrate measures them")
+    lines += [f"  {note}" for note in planned_notes(config, device, ranks)]
     width = max(len(w.method) for w in answer.ways)
     for way in answer.ways:
         if way.refused:

@@ -39,7 +39,10 @@ from optrush.technique import (
 )  # fmt: skip
 from optrush.techniques import ALL
 
+PER_HOST = 8  # GPUs of a host at most, of which more are suggested
 SLOWER = 2.0
+NEAR = 1.05  # as fast, where one of two sets leaves room for the plan's error
+MUCH = 1.5  # what a set must be faster by that is tried for want of memory, where another one fits
 SHORTEST = 256  # tokens of a row, below which shorter rows are no advice
 LONGEST = 1 << 20  # that are tried
 SPARE = 0.5  # of a CPU's memory, for other programs, and because the plan was up to 17 % low there (docs/log/open.md)
@@ -119,8 +122,8 @@ def _answer(config: Config, name: str, classes: Sequence[type[Technique]], keep_
             refusals.append(error)
             ways.append(Way(method, (), None, None, refused=error.found))
             continue
-        if not result.settings and not keep_maths:
-            result = search.search(of, name, classes, whole=False, scarce=True)
+        if not keep_maths and (not result.settings or _short_of_memory(result.settings[0], classes)):
+            result = _better(result, search.search(of, name, classes, whole=False, scarce=True))
         start = start or (result.settings[0].with_ if result.settings else None)
         ways.append(_way(of, name, method, result, classes, tokens))
     if len(refusals) == len(ways):
@@ -128,6 +131,21 @@ def _answer(config: Config, name: str, classes: Sequence[type[Technique]], keep_
     ranked = _ranked(ways)
     advice = () if ranked[0].setting is not None or not nearest else tuple(_nearest(config, name, classes))
     return Answer(tuple(ranked), found, advice, tokens)
+
+
+def _short_of_memory(setting: Candidate, classes: Sequence[type[Technique]]) -> bool:
+    """Return whether a set computes again what it could not keep, or leaves no room: host memory may be better."""
+    again = any(Part.ACTIVATION_CHECKPOINTING in t.claims for t in instantiate(classes, setting.with_))
+    return again or setting.prediction.filled > TIGHT
+
+
+def _better(usual: SearchResult, scarce: SearchResult) -> SearchResult:
+    """Return the second of two searches where it is much faster, or as fast with room and without host memory."""
+    if not usual.settings or not scarce.settings:
+        return usual if usual.settings else scarce
+    one, other = usual.settings[0], scarce.settings[0]
+    roomy = one.prediction.filled > TIGHT >= other.prediction.filled and not other.prediction.host_bytes
+    return scarce if other.speed > one.speed * MUCH or (roomy and other.speed * NEAR >= one.speed) else usual
 
 
 def methods(config: Config, classes: Sequence[type[Technique]] = ALL) -> list[tuple[str, dict[str, dict[str, Any]]]]:
@@ -157,9 +175,12 @@ def _way(
     config: Config, name: str, method: str, result: SearchResult, classes: Sequence[type[Technique]],
     tokens: float | None = None,
 ) -> Way:  # fmt: skip
-    setting = result.settings[0] if result.settings else None
-    if setting is None:
+    if not result.settings:
         return Way(method, (), None, result.least)
+    setting = fastest = result.settings[0]
+    if method == "full":  # rather one that leaves room for the plan's error than adapters
+        near = (s for s in result.settings if s.prediction.filled <= TIGHT and s.speed * NEAR >= fastest.speed)
+        setting = next(near, fastest)
     device, ranks = hardware.parse_hardware(name)
     chosen = instantiate(classes, setting.with_)
     claimed = frozenset(part for t in chosen for part in t.claims)
@@ -229,6 +250,14 @@ def _nearest(config: Config, name: str, classes: Sequence[type[Technique]]) -> I
     if (config.method is not None or freed != config.with_) and (way := fits(other, name, classes)):
         yield f"method: {way.method} ({_fact(way)})"
     T = config.batch.seq
+    small = config.batch.model_copy(update={"tokens": T * hardware.parse_hardware(name)[1], "micro_tokens": None})
+    steps = config.model_copy(update={"batch": small})
+    unclipped = steps.model_copy(update={"optim": config.optim.model_copy(update={"clip": None})})
+    fewer = config.method == "full" and small.tokens < config.batch.tokens  # gradients need not wait for the last row
+    for other, also in ((steps, ""), (unclipped, ", optim.clip: null")) if fewer else ():
+        if way := fits(other, name, classes):
+            yield f"smaller steps: batch.tokens: {small.tokens}{also} ({way.method}, {_fact(way)})"
+            break
     shorter = [*itertools.takewhile(lambda n: n >= SHORTEST, (T // 2**k for k in range(1, 12)))]
     for seq in () if not shorter or _too_large(_rows_of(config, shorter[-1]), name, classes) else shorter:
         if way := fits(_rows_of(config, seq), name, classes):
@@ -286,9 +315,23 @@ def _of_shape(config: Config, name: str) -> Config:
     return config.model_copy(update={"model": model})
 
 
+def planned_notes(config: Config, device: hardware.Device, ranks: int) -> Iterator[str]:
+    """Yield what may not be meant: rows longer than the model's positions, more GPUs of one host than hosts have."""
+    seq, text = config.batch.seq, text_config(locate(config, weights=False)[1])
+    made = int(text.get("max_position_embeddings") or seq)
+    if seq > made and "rope" not in config.with_:
+        yield f"rows of {seq} tokens, where the model was made for {made} positions: shorter rows, or --with rope"
+    if device.hosts == 1 and device.kind == "cuda" and ranks > PER_HOST:
+        hosts = f"2x{ranks // 2}x" if ranks % 2 == 0 else "HOSTSxGPUSx"
+        yield f"{ranks} GPUs of one host, which few have; two hosts and their link: {hosts}NAME:infiniband"
+
+
 def larger_hardware(name: str) -> Iterator[str]:
-    """Yield the names of hardware with more memory, least first: one card, then several of the largest."""
+    """Yield the names of hardware with more memory: of several of one card more, then others, least first."""
     device, count = hardware.parse_hardware(name)
+    same = next((n for n, d in hardware.NAMED.items() if d.name == device.name), None)
+    if same is not None and device.hosts == 1 and 1 < count < PER_HOST:
+        yield from (f"{n}x{same}" for n in (4, 8) if n > count)
     have = count * (device.memory_bytes or 0)
     cards = sorted(hardware.NAMED, key=lambda n: hardware.NAMED[n].memory_bytes or 0)
     many = ("4090", "a100-80", "h100", "h200")

@@ -32,6 +32,7 @@ from optrush.planner.calibration import Calibration
 from optrush.planner.climb import Score, climb
 from optrush.planner.cost import CLOSE, TIGHT, Rates, excess_on_host, fastest_rows, fullness, host_room, room
 from optrush.planner.ledger import Item, Ledger, Short
+from optrush.planner.starts import Options, by_axes, clash, on_a_mesh, shares_rows, with_all
 from optrush.resolve import resolve
 from optrush.technique import (
     RANK_PARTS,
@@ -50,7 +51,6 @@ from optrush.techniques import ALL
 
 P = ParamSpec("P")
 ALMOST = 1e-6  # what sums of bytes may be rounded by
-Options = Sequence[Technique | None]  # of one technique: leaving it out, or one of its variants
 
 
 # --- what several searches have in common
@@ -296,19 +296,13 @@ def _largest_part(
         found = [
             _searched(problem, options, part, own, keep, whole=whole, both=both)
             for part in parts
-            if not (part and _clash(options[i] for i in part))  # no set of it is possible
+            if not (part and clash(options[i] for i in part))  # no set of it is possible
         ]
         best = max(found, key=lambda part: part.rank, default=None)
         if best is not None and best.evaluations.tried:
             break
     assert best is not None, "the last part has no technique that could clash"
     return best
-
-
-def _clash(groups: Iterable[Options]) -> bool:
-    """Return whether two techniques claim the same part of a run, whatever their options."""
-    claims = [frozenset.intersection(*(t.claims for t in group if t is not None)) for group in groups]
-    return sum(map(len, claims)) > len(frozenset().union(*claims))
 
 
 def _searched(
@@ -324,11 +318,14 @@ def _searched(
     part = [g if fixed[i] else [t for t in g if t is None or not t.claims & taken] for i, g in enumerate(part)]
     evaluations = Evaluations(problem, fixed)
     none = tuple(None if None in group else group[0] for group in part)
-    for meshes in _by_axes(part):
+    for meshes in by_axes(part):
         for tried in meshes:
             starts = [tuple(t if t in g else g[0] for t, g in zip(b, tried)) for b in (own, none)[: 1 + both]]
-            starts += [_on_a_mesh(start, tried) for start in starts]
-            climb(dict.fromkeys(starts), tried, lambda a, b: bool(a.claims & b.claims), evaluations.score, whole)
+            starts += [on_a_mesh(start, tried) for start in starts]
+            climb(dict.fromkeys(starts), tried, _claim_the_same, evaluations.score, whole)
+            if _mostly_padding(evaluations.settings, problem.env):
+                everything = with_all(starts[-1], tried, lambda c: evaluations.score(c) is not None)
+                climb([everything], tried, _claim_the_same, evaluations.score, False)
         if evaluations.settings:
             break
     return _Searched(evaluations, [*options], tuple(named), always)
@@ -347,34 +344,14 @@ def _without_each(
             yield f"without {t.name}", _difference(other, best)
 
 
-def _by_axes(options: list[Options]) -> Iterator[list[list[Options]]]:
-    """Yield the options without ranks that share rows, then with one axis of these at a time, then with all of them."""
-
-    def only(*kept: int) -> list[Options]:
-        return [[None] if i in sharing and i not in kept else group for i, group in enumerate(options)]
-
-    sharing = [i for i, group in enumerate(options) if group[0] is None and any(t and _shares_rows(t) for t in group)]
-    if sharing:
-        yield [only()]
-        yield [only(i) for i in sharing]
-    yield [options]
+def _claim_the_same(one: Technique, other: Technique) -> bool:
+    return bool(one.claims & other.claims)
 
 
-def _on_a_mesh(start: tuple[Technique | None, ...], options: list[Options]) -> tuple[Technique | None, ...]:
-    """Return a beginning with the first technique that divides the run over each axis, where it has none.
-
-    Ranks that share rows need an owner of the data axis too: two changes, which gain only together. Of those the one
-    that cuts the model: this is where memory is short.
-    """
-    data = [i for i, group in enumerate(options) if any(t and Part.DATA in t.claims and t.shards for t in group)]
-    taken = any(t is not None and Part.DATA in t.claims for t in start)
-    added = [i for i, group in enumerate(options) if any(t and _shares_rows(t) for t in group)]
-    added += data[:1] if added and not taken else []
-    return tuple(next(filter(None, options[i]), None) if i in added and t is None else t for i, t in enumerate(start))
-
-
-def _shares_rows(t: Technique) -> bool:
-    return any(axis in SAME_ROWS for axis in t.axes())
+def _mostly_padding(settings: Sequence[Candidate], env: Environment) -> bool:
+    """Return whether most tokens that the fastest setting computes are padding."""
+    p = max(settings, key=lambda s: s.speed).prediction if settings else None
+    return p is not None and 2 * (p.tokens_per_s or math.inf) * (p.step_s or 1.0) < env.rows * env.seq
 
 
 def _pinned(group: Options, given: Mapping[str, Mapping[str, Any]], keep: Container[str]) -> Options:
@@ -520,7 +497,7 @@ def _refuse_rows(env: Environment, options: Sequence[Options], seq: int) -> None
     def able(t: Technique) -> bool:
         return not any(technique.unmet([t], dataclasses.replace(env, axes={**env.axes, **t.axes()})))
 
-    shared = [[t for t in group if t and _shares_rows(t) and able(t)] for group in options]
+    shared = [[t for t in group if t and shares_rows(t) and able(t)] for group in options]
     sizes = ({math.prod(n for axis, n in t.axes().items() if axis in SAME_ROWS) for t in group} for group in shared)
     for chosen in itertools.product(*({1, *group} for group in sizes)):
         groups = env.ranks // math.prod(chosen)

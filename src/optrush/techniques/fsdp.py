@@ -81,6 +81,8 @@ class Fsdp(Technique):
             replicas = {} if many == 1 else {"replicate": many}  # gathers stay within so many hosts less
             yield replicas
             yield {"stage": 2, **replicas}
+            if env.scarce and env.rows > env.ranks:  # micro-batches whose gradients else stay whole until the last
+                yield {"sync": "each", **replicas}
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         """Yield shares of everything, whole blocks while they run, and what the link carries."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from optrush.errors import NeedsError
 from optrush.planner.ledger import Line, Rule, add, live
@@ -39,6 +39,11 @@ class PagedStates(Technique):
     claims = frozenset({Part.STATES})
     searched = False  # for what does not fit in any other way
     last_resort = True
+
+    @classmethod
+    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
+        if Part.TRAINED not in env.claimed:  # states of adapters are smaller than what is under way
+            yield from super().variants(env)
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         yield env.needs_gpu(self.name)

@@ -1,0 +1,63 @@
+"""Where a search begins to climb, and over which axes of ranks. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeAlias
+
+from optrush.technique import SAME_ROWS, Part, Technique
+
+Options: TypeAlias = Sequence[Technique | None]  # of one technique; None: without it
+Chosen: TypeAlias = tuple[Technique | None, ...]  # one of each
+
+
+def by_axes(options: list[Options]) -> Iterator[list[list[Options]]]:
+    """Yield the options without ranks that share rows, then with one axis of these at a time, then with all of them."""
+
+    def only(*kept: int) -> list[Options]:
+        return [[None] if i in sharing and i not in kept else group for i, group in enumerate(options)]
+
+    sharing = [i for i, group in enumerate(options) if group[0] is None and any(t and shares_rows(t) for t in group)]
+    if sharing:
+        yield [only()]
+        yield [only(i) for i in sharing]
+    yield [options]
+
+
+def on_a_mesh(start: Chosen, options: list[Options]) -> Chosen:
+    """Return a beginning with the first technique that divides the run over each axis, where it has none.
+
+    Ranks that share rows need an owner of the data axis too: two changes, which gain only together. Of those the one
+    that cuts the model: this is where memory is short.
+    """
+    data = [i for i, group in enumerate(options) if any(t and Part.DATA in t.claims and t.shards for t in group)]
+    taken = any(t is not None and Part.DATA in t.claims for t in start)
+    added = [i for i, group in enumerate(options) if any(t and shares_rows(t) for t in group)]
+    added += data[:1] if added and not taken else []
+    return tuple(next(filter(None, options[i]), None) if i in added and t is None else t for i, t in enumerate(start))
+
+
+def with_all(start: Chosen, options: list[Options], possible: Callable[[Chosen], bool]) -> Chosen:
+    """Return a beginning with a technique of every group that goes with those before it.
+
+    Some gain only together: whole scores of long rows hide that packing them would pay.
+    """
+    here = start
+    for place, group in [*enumerate(options)] * 2:  # several ranks need an owner first
+        for t in group if here[place] is None else ():
+            there: Chosen = (*here[:place], t, *here[place + 1 :])
+            if t is not None and not clash([[o] for o in there if o]) and possible(there):
+                here = there
+                break
+    return here
+
+
+def clash(groups: Iterable[Options]) -> bool:
+    """Return whether two techniques claim the same part of a run, whatever their options."""
+    claims = [frozenset.intersection(*(t.claims for t in group if t is not None)) for group in groups]
+    return sum(map(len, claims)) > len(frozenset().union(*claims))
+
+
+def shares_rows(t: Technique) -> bool:
+    """Return whether a technique divides the ranks over an axis along which they share rows."""
+    return any(axis in SAME_ROWS for axis in t.axes())
