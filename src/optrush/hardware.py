@@ -68,7 +68,9 @@ NAMED: dict[str, Device] = {
     "v100": _gpu("Tesla V100-SXM2-16GB", (7, 0), 1.25e14, 1.57e13, 9.0e11, 1.5e11, 15.8),
     "a10": _gpu("NVIDIA A10", (8, 6), 1.25e14, 3.12e13, 6.0e11, 3.2e10, 22.1),
     "l4": _gpu("NVIDIA L4", (8, 9), 1.21e14, 3.03e13, 3.0e11, 3.2e10, 22.0),
+    "l40": _gpu("NVIDIA L40", (8, 9), 1.81e14, 9.05e13, 8.64e11, 3.2e10, 44.4),
     "l40s": _gpu("NVIDIA L40S", (8, 9), 3.62e14, 9.16e13, 8.64e11, 3.2e10, 44.4),
+    "a40": _gpu("NVIDIA A40", (8, 6), 1.497e14, 3.74e13, 6.96e11, 3.2e10, 44.4),
     "3060": _gpu("NVIDIA GeForce RTX 3060", (8, 6), 2.55e13, 1.27e13, 3.6e11, 3.2e10, 11.6),
     "3070": _gpu("NVIDIA GeForce RTX 3070", (8, 6), 4.06e13, 2.03e13, 4.48e11, 3.2e10, 7.7),
     "3080": _gpu("NVIDIA GeForce RTX 3080", (8, 6), 5.95e13, 2.98e13, 7.6e11, 3.2e10, 9.6),
@@ -81,6 +83,7 @@ NAMED: dict[str, Device] = {
     "5080": _gpu("NVIDIA GeForce RTX 5080", (12, 0), 1.126e14, 5.63e13, 9.6e11, 6.4e10, 15.5),
     "5090": _gpu("NVIDIA GeForce RTX 5090", (12, 0), 2.095e14, 1.048e14, 1.792e12, 6.4e10, 31.4),
     "a6000": _gpu("NVIDIA RTX A6000", (8, 6), 1.548e14, 3.87e13, 7.68e11, 3.2e10, 47.5),
+    "6000ada": _gpu("NVIDIA RTX 6000 Ada Generation", (8, 9), 3.642e14, 9.11e13, 9.6e11, 3.2e10, 47.4),
     "rtxpro6000": _gpu(
         "NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (12, 0), 5.03e14, 1.25e14, 1.792e12, 6.4e10, 95.0
     ),
@@ -148,7 +151,11 @@ def parse_hardware(text: str) -> tuple[Device, int]:
     Raises:
         ConfigError: an unknown name; `auto` on a machine whose devices differ.
     """
-    plain = re.sub(r"\s*([x:])\s*", r"\1", text.lower().strip())
+    plain = re.sub(r"\s*([x*:])\s*", r"\1", text.lower().strip())
+    plain = re.sub(r"(?<=[0-9])\*(?=\S)", "x", plain)  # 8*h100
+    behind = re.fullmatch(r"([a-z0-9][a-z0-9-]*[0-9])[x*]([0-9]{1,5})", plain)
+    if behind and behind[1] in {*NAMED, *AMBIGUOUS}:
+        plain = f"{behind[2]}x{behind[1]}"  # h100x8
     if (linked := _LINKED.fullmatch(plain)) and not re.fullmatch(r"[0-9]+x[0-9]+x.+", linked[1]):
         device, count = parse_hardware(linked[1])
         if count < 2 or device.kind != "cuda":
@@ -178,6 +185,7 @@ def parse_hardware(text: str) -> tuple[Device, int]:
         known = ", ".join(["auto", "cpu", *NAMED])
         close = difflib.get_close_matches(name, NAMED, 1)
         nearest = f"did you mean `{close[0]}`? " if close else ""
+        nearest = f"for the memory alone write {name}GiB; " if re.fullmatch(r"[0-9]{1,3}", name) else nearest
         do = f"{nearest}known: {known}; several as 2xh200, others as 24GiB"
         raise ConfigError(f"the hardware {text}", "no such name", do)
     return NAMED[name], count

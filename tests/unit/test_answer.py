@@ -321,6 +321,13 @@ def test_all_weights_come_first_where_they_have_room(tmp_path) -> None:
     assert next(w.method for w in chats(tmp_path, "8xa100-40").ways) == "full"
 
 
+def test_what_a_search_does_not_choose_is_kept_on_several_ranks() -> None:
+    """8-bit products need a precision, a compiler and an owner of the data axis: three changes from the file's set."""
+    config = run("llama-3.2-1b", 8, method="full", **{"with": {"fp8": {}}})
+    found = search.search(with_method(config), "8xh100", whole=False).settings[0]
+    assert "fp8" in found.with_ and {"ddp", "fsdp"} & found.with_.keys()
+
+
 def test_smaller_steps_are_near(tmp_path) -> None:
     """Weights are updated as soon as their gradients are there: a step is one micro-batch, and nothing is clipped."""
     found = chats(tmp_path, "4090", "method=full")

@@ -116,7 +116,8 @@ def test_every_named_device_is_known():
         ("4xh100-sxm", "4xh100"), ("NVIDIA H100 80GB", "h100"), ("Tesla T4", "t4"), ("NVIDIA GeForce RTX 3090", "3090"),
         ("RTX Pro 6000", "rtxpro6000"), ("4060 Ti 16GB", "4060ti-16"), ("RTX A6000", "a6000"),
         ("T4 16GB", "t4"), ("L4 24GB", "l4"), ("NVIDIA H100 80GB HBM3", "h100"), ("2xH200: pcie", "2xh200:pcie"),
-        ("2 X 8 x H100 : InfiniBand", "2x8xh100:infiniband"),
+        ("2 X 8 x H100 : InfiniBand", "2x8xh100:infiniband"), ("H100x8", "8xh100"), ("8 * h100", "8xh100"),
+        ("4090 x 2", "2x4090"), ("RTX 6000 Ada Generation", "6000ada"), ("NVIDIA A40", "a40"),
     ],
 )  # fmt: skip
 def test_cards_as_people_write_them(text, name):
@@ -128,6 +129,7 @@ def test_cards_as_people_write_them(text, name):
     [
         ("0xh100", "0 devices"), ("0 x 4090", "0 devices"), ("h10", "did you mean `h100`"), ("A100", "several cards"),
         ("4090 48GB", "no such name"), ("1.5xh100", "did you mean `h100`"), ("-1xh100", "did you mean `h100`"),
+        ("24", "write 24GiB"), ("a100x8", "several cards"), ("x8", "no such name"), ("8**h100", "no such name"),
         ("0GB", "without memory"), ("4090 0GB", "no such name"), ("-4090", "no such name"), ("4090é", "no such name"),
     ],
 )  # fmt: skip

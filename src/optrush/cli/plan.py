@@ -250,6 +250,7 @@ def _text(
 
 def _answer_lines(config: Config, hardware: str, answer: Answer, price: float | None) -> list[str]:
     """Format the answer in one line, then a line for each method, or what is nearest."""
+    from optrush.config import METHODS
     from optrush.hardware import counted, parse_hardware
     from optrush.planner.answer import planned_notes
 
@@ -270,6 +271,8 @@ def _answer_lines(config: Config, hardware: str, answer: Answer, price: float | 
     if p.tokens_per_s is None:
         lines.append("  rates of this device are not known: there, optrush calibrate measures them")
     lines += [f"  {note}" for note in planned_notes(config, device, ranks)]
+    if config.method is None and METHODS.get(best.method, {}).keys() - config.with_.keys():
+        lines.append(f"  it needs `method: {best.method}` in the file, which trains all weights as it is")
     width = max(len(w.method) for w in answer.ways)
     for way in answer.ways:
         if way.refused:

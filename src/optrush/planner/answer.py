@@ -389,7 +389,9 @@ def _longest(config: Config, name: str, classes: Sequence[type[Technique]]) -> t
         best = (seq, way)
     seq, way = best
     limit = ", all that the model has positions for" if seq >= most else ""
-    return f"{seq:,} tokens a row{limit}: {way.method}, {_fact(way)}", _values(way) | {"seq": seq}
+    assert way.setting is not None
+    by = f"{way.method}, {_fact(way)}, in steps of {seq * ranks:,} tokens, by {way.setting.title}"
+    return f"a document of {seq:,} tokens a row{limit}: {by}", _values(way) | {"seq": seq}
 
 
 def _largest(config: Config, name: str, classes: Sequence[type[Technique]]) -> tuple[str, dict[str, Any]]:

@@ -32,7 +32,7 @@ from optrush.planner.calibration import Calibration
 from optrush.planner.climb import Score, climb
 from optrush.planner.cost import CLOSE, TIGHT, Rates, excess_on_host, fastest_rows, fullness, host_room, room
 from optrush.planner.ledger import Item, Ledger, Short
-from optrush.planner.starts import Options, by_axes, clash, on_a_mesh, shares_rows, with_all
+from optrush.planner.starts import Options, by_axes, clash, made_possible, on_a_mesh, shares_rows, with_all
 from optrush.resolve import resolve
 from optrush.technique import (
     RANK_PARTS,
@@ -322,9 +322,10 @@ def _searched(
         for tried in meshes:
             starts = [tuple(t if t in g else g[0] for t, g in zip(b, tried)) for b in (own, none)[: 1 + both]]
             starts += [on_a_mesh(start, tried) for start in starts]
+            starts = [made_possible(start, tried, evaluations.possible) for start in starts]
             climb(dict.fromkeys(starts), tried, _claim_the_same, evaluations.score, whole)
             if _mostly_padding(evaluations.settings, problem.env):
-                everything = with_all(starts[-1], tried, lambda c: evaluations.score(c) is not None)
+                everything = with_all(starts[-1], tried, evaluations.possible)
                 climb([everything], tried, _claim_the_same, evaluations.score, False)
         if evaluations.settings:
             break
@@ -566,6 +567,10 @@ class Evaluations:
         if isinstance(result, Candidate):
             return True, result.speed, -result.prediction.peak_bytes
         return None if result is None else (False, -result.score)
+
+    def possible(self, chosen: tuple[Technique | None, ...]) -> bool:
+        """Return whether the techniques of a set go together on this hardware, whether or not they fit."""
+        return self.score(chosen) is not None
 
     def _evaluate(self, members: tuple[Technique, ...]) -> Candidate | Short | None:
         if members in self.known:

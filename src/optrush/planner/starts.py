@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import combinations
 from typing import TypeAlias
 
 from optrush.technique import SAME_ROWS, Part, Technique
@@ -35,6 +36,22 @@ def on_a_mesh(start: Chosen, options: list[Options]) -> Chosen:
     added = [i for i, group in enumerate(options) if any(t and shares_rows(t) for t in group)]
     added += data[:1] if added and not taken else []
     return tuple(next(filter(None, options[i]), None) if i in added and t is None else t for i, t in enumerate(start))
+
+
+def made_possible(start: Chosen, options: list[Options], possible: Callable[[Chosen], bool]) -> Chosen:
+    """Return a beginning with up to three techniques more, if it is not possible and no single one makes it so.
+
+    Products in 8 bits over several ranks need a precision, a compiler and an owner of the data axis.
+    """
+    first = [(i, t) for i, group in enumerate(options) if start[i] is None and (t := next(filter(None, group), None))]
+
+    def put(more: Iterable[tuple[int, Technique]]) -> Chosen:
+        chosen = dict(more)
+        return tuple(chosen.get(i, t) for i, t in enumerate(start))
+
+    if possible(start) or any(possible(put([one])) for one in first):
+        return start
+    return next(filter(possible, (put(more) for n in (2, 3) for more in combinations(first, n))), start)
 
 
 def with_all(start: Chosen, options: list[Options], possible: Callable[[Chosen], bool]) -> Chosen:
