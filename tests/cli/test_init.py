@@ -339,6 +339,20 @@ def test_several_ranks(call: Call) -> None:
     assert trained.code == 0 and json.loads(trained.out)["data"]["ranks"] == 2
 
 
+@pytest.mark.parametrize("machine", ["8xh100", "2x8xh100:infiniband", "3x4090"])
+def test_hardware_of_several_gpus_needs_no_technique_to_be_named(call: Call, machine: str) -> None:
+    model = ["--model", "shape:llama-3.1-8b", "--data", "random", "--hardware", machine, "--yes"]
+    found = call("init", *model)
+    assert found.code == 0, found.err
+    _, ranks = hardware.parse_hardware(machine)
+    assert f"optrush train train.yaml --ranks {ranks}" in found.out
+    assert {"ddp", "fsdp"} & written().with_.keys()
+    assert search.predict(written(), machine).fits
+    assert call("init", *model, "--with", "recompute:every=2", "--with", "adam8bit", "--force").code == 0
+    assert written().with_["recompute"] == {"every": 2} and "adam8bit" in written().with_
+    resolve(written(), ranks=ranks, device=hardware.parse_hardware(machine)[0])
+
+
 def test_rows_are_no_longer_than_the_model(call: Call, model: Path, here: Path) -> None:
     edited(model, here / "m", max_position_embeddings=128)
     assert call("init", "--model", "m", "--data", "chat.jsonl").code == 0

@@ -167,15 +167,18 @@ def compose(request: InitRequest, file: str, classes: Sequence[type[Technique]] 
     own = _with_new_tokens({**METHODS.get(request.method, {}), **own}, tree)
     techniques, left = answer.pick_listed(own, env, classes, here, text="random" not in tree["data"])
     config = Config.model_validate(tree | {"with": techniques})
-    resolve(config, classes, ranks, device)
+    # The listed techniques are those of one rank: what divides the run over several is searched.
+    divided = device.kind == "cpu" or ranks == 1 or any(RANK_PARTS & t.claims for t in wanted)
+    if divided:
+        resolve(config, classes, ranks, device)
     if device.kind == "cpu":
         free = config.model_copy(update={"batch": config.batch.model_copy(update={"micro_tokens": None})})
         config = answer.size_on_cpu(free, request.hardware, ranks, own, classes)
         techniques = config.with_
-    micro, memory, fits = _fitting(config, request.hardware, ranks, classes)
+    micro, memory, fits = _fitting(config, request.hardware, ranks, classes) if divided else (0, "", False)
     if not fits:  # the listed techniques are fast, not small
         techniques, left = _searched(Config.model_validate(tree | {"with": own}), request, classes), []
-        techniques = _with_new_tokens(techniques, tree)
+        techniques = _with_new_tokens(_with_named(techniques, own, classes), tree)
         config = Config.model_validate(tree | {"with": techniques})
         micro, memory, _ = _fitting(config, request.hardware, ranks, classes)
     tree["batch"]["micro_tokens"] = micro
@@ -186,6 +189,15 @@ def compose(request: InitRequest, file: str, classes: Sequence[type[Technique]] 
     config = parse_config(text, file)
     resolve(config, classes, ranks, device)
     return FirstConfig(text, config, ranks)
+
+
+def _with_named(
+    found: dict[str, dict[str, Any]], own: dict[str, dict[str, Any]], classes: Sequence[type[Technique]]
+) -> dict[str, dict[str, Any]]:
+    """Return the techniques found with those that were named, in place of what owns the same part of a run."""
+    taken = {part for t in instantiate(classes, own) for part in t.claims}
+    free = {t.name for t in instantiate(classes, found) if not taken & t.claims}
+    return {**{name: options for name, options in found.items() if name in free}, **own}
 
 
 def _with_new_tokens(techniques: dict[str, dict[str, Any]], tree: dict[str, Any]) -> dict[str, dict[str, Any]]:
