@@ -348,9 +348,18 @@ def test_hardware_of_several_gpus_needs_no_technique_to_be_named(call: Call, mac
     assert f"optrush train train.yaml --ranks {ranks}" in found.out
     assert {"ddp", "fsdp"} & written().with_.keys()
     assert search.predict(written(), machine).fits
+    model[1] = "shape:llama-3.2-1b"
     assert call("init", *model, "--with", "recompute:every=2", "--with", "adam8bit", "--force").code == 0
     assert written().with_["recompute"] == {"every": 2} and "adam8bit" in written().with_
     resolve(written(), ranks=ranks, device=hardware.parse_hardware(machine)[0])
+
+
+def test_what_was_named_must_fit(call: Call) -> None:
+    """It stays in a searched set, so that a whole 70B model on each of eight cards is no file but an error."""
+    found = call("init", "--model", "shape:llama-3.1-70b", "--data", "random", "--hardware", "8xh100", "--with", "ddp")
+    assert found.code == 2 and "ddp in a run of shape:llama-3.1-70b on 8xh100" in found.err
+    assert "with that it does not fit: predicted to need" in found.err and "fsdp fits" in found.err
+    assert not Path("train.yaml").exists()
 
 
 def test_rows_are_no_longer_than_the_model(call: Call, model: Path, here: Path) -> None:

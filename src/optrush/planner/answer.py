@@ -39,7 +39,7 @@ from optrush.technique import (
 )  # fmt: skip
 from optrush.techniques import ALL
 
-PER_HOST = 8  # GPUs of a host at most, of which more are suggested
+HOST_GPUS = 8  # GPUs of a host at most, of which more are suggested
 SLOWER = 2.0
 NEAR = 1.05  # as fast, where one of two sets leaves room for the plan's error
 MUCH = 1.5  # what a set must be faster by that is tried for want of memory, where another one fits
@@ -321,7 +321,7 @@ def planned_notes(config: Config, device: hardware.Device, ranks: int) -> Iterat
     made = int(text.get("max_position_embeddings") or seq)
     if seq > made and "rope" not in config.with_:
         yield f"rows of {seq} tokens, where the model was made for {made} positions: shorter rows, or --with rope"
-    if device.hosts == 1 and device.kind == "cuda" and ranks > PER_HOST:
+    if device.hosts == 1 and device.kind == "cuda" and ranks > HOST_GPUS:
         hosts = f"2x{ranks // 2}x" if ranks % 2 == 0 else "HOSTSxGPUSx"
         yield f"{ranks} GPUs of one host, which few have; two hosts and their link: {hosts}NAME:infiniband"
 
@@ -330,7 +330,7 @@ def larger_hardware(name: str) -> Iterator[str]:
     """Yield the names of hardware with more memory: of several of one card more, then others, least first."""
     device, count = hardware.parse_hardware(name)
     same = next((n for n, d in hardware.NAMED.items() if d.name == device.name), None)
-    if same is not None and device.hosts == 1 and 1 < count < PER_HOST:
+    if same is not None and device.hosts == 1 and 1 < count < HOST_GPUS:
         yield from (f"{n}x{same}" for n in (4, 8) if n > count)
     have = count * (device.memory_bytes or 0)
     cards = sorted(hardware.NAMED, key=lambda n: hardware.NAMED[n].memory_bytes or 0)

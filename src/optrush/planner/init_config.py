@@ -177,10 +177,14 @@ def compose(request: InitRequest, file: str, classes: Sequence[type[Technique]] 
         techniques = config.with_
     micro, memory, fits = _fitting(config, request.hardware, ranks, classes) if divided else (0, "", False)
     if not fits:  # the listed techniques are fast, not small
-        techniques, left = _searched(Config.model_validate(tree | {"with": own}), request, classes), []
-        techniques = _with_new_tokens(_with_named(techniques, own, classes), tree)
+        found, left = _searched(Config.model_validate(tree | {"with": own}), request, classes), []
+        techniques = _with_new_tokens(_with_named(found, own, classes), tree)
         config = Config.model_validate(tree | {"with": techniques})
-        micro, memory, _ = _fitting(config, request.hardware, ranks, classes)
+        micro, memory, fits = _fitting(config, request.hardware, ranks, classes)
+        if not fits and own.keys() - found.keys():
+            asked = f"{', '.join(sorted(own.keys() - found.keys()))} in a run of {request.model} on {request.hardware}"
+            do = f"leave it out: {' '.join(found)} fits"
+            raise NeedsError(asked, f"with that it does not fit: {memory}", do)
     tree["batch"]["micro_tokens"] = micro
     if tree["optim"]["lr"] == LR and any(Part.TRAINED in t.claims for t in instantiate(classes, techniques)):
         tree["optim"]["lr"] = ADAPTER_LR

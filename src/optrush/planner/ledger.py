@@ -466,7 +466,7 @@ class Short(NamedTuple):
         return self.peak_bytes + self.lacking_bytes
 
     def text(self) -> str:
-        """Format both."""
+        """Format what it needs, as the end of a sentence."""
         lacking = self.lacking_bytes / GIB
         more = f", and {lacking:.1f} GiB more of host memory than a rank may have" if lacking else ""
         return f"{self.peak_bytes / GIB:.1f} GiB{more}"
