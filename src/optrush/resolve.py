@@ -156,7 +156,7 @@ def with_rate(config: Config, classes: Sequence[type[Technique]] = ALL) -> Confi
     """Return the configuration with a learning rate where none is given: adapters' own, unless it trains on pairs."""
     if "lr" in config.optim.model_fields_set:
         return config
-    adapters = any(Part.TRAINED in t.claims for t in instantiate(classes, with_method(config).with_))
+    adapters = any(Part.ADAPTERS in t.claims for t in instantiate(classes, with_method(config).with_))
     lr = ADAPTER_LR if adapters and not config.paired else config.optim.lr
     return config.model_copy(update={"optim": config.optim.model_copy(update={"lr": lr})})
 
@@ -302,7 +302,7 @@ def check_reference(env: Environment, objective: str) -> None:
     found = "every weight is trained, and nothing keeps what it was"
     other = f"{objective}.reference: precomputed"
     do = f"train an adapter (optrush techniques), or take {other}"
-    if Part.TRAINED in env.claimed:
+    if Part.ADAPTERS in env.claimed:
         found = "what is trained cannot be undone: whole weights are, or the adapter began from a folder (save, init)"
         do = f"leave save and init out, or take {other}"
     raise NeedsError(f"`{objective}.reference: adapter`", found, do)

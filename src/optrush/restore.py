@@ -115,8 +115,8 @@ def _bare(config: Config) -> Config:
         edits = type(t).config is not Technique.config or type(t).peft is not Technique.peft
         if edits or Part.WEIGHTS in t.claims:
             with_[t.name] = dict(config.with_[t.name])
-    for t in built if any(Part.TRAINED in t.claims for t in built) else ():
-        if Part.TRAINED in t.claims and not t.splits_base:
+    for t in built if any(Part.ADAPTERS in t.claims for t in built) else ():
+        if Part.ADAPTERS in t.claims and not t.splits_base:
             # The checkpoint has what adapters began with, and what became of it.
             with_[t.name].pop("init", None)
         elif Part.PRECISION in t.claims and t.name not in with_:  # the type, and nothing of how activations flow

@@ -46,6 +46,7 @@ class Part(enum.Enum):
     HEAD = "the head's loss kernel"
     LINEARS = "the products of the blocks' linears"
     TRAINED = "which parameters are trained"
+    ADAPTERS = "adapters beside frozen weights"
     ACTIVATION_CHECKPOINTING = "what the forward pass keeps for the backward pass"
     ACTIVATION_STORAGE = "where that is kept"
     PRECISION = "the dtype of products"
@@ -207,7 +208,7 @@ class Environment:
 
     def needs_whole_rows(self, technique: str) -> Requirement:
         """Return the requirement of trained matrices that no rank has columns of."""
-        met = "tp" not in self.sharded or Part.TRAINED in self.claimed  # adapters are whole on every rank
+        met = "tp" not in self.sharded or Part.ADAPTERS in self.claimed  # adapters are whole on every rank
         asked, found = f"`{technique}` keeps states of whole rows", "a technique that cuts matrices by columns, too"
         return Requirement(met, asked, found, "take --with fused-adamw instead, or leave tensor out")
 
@@ -223,7 +224,7 @@ class Environment:
         """Yield the requirements of an optimizer that steps whole matrices of the model itself."""
         asked, do = f"`{technique}` updates {whose} own matrices", "take --with fused-adamw or --with adam8bit instead"
         found = "a technique that freezes them and trains others in their place"
-        yield Requirement(Part.TRAINED not in self.claimed, asked, found, do)
+        yield Requirement(Part.ADAPTERS not in self.claimed, asked, found, do)
         asked, found = f"`{technique}` makes its states where the weights are", "a technique that keeps them elsewhere"
         yield Requirement(Part.STATES not in self.claimed, asked, found, do)
 

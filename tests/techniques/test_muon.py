@@ -235,7 +235,7 @@ def test_it_refuses_frozen_matrices(box):
     @dataclass(frozen=True)
     class Adapters(Technique):
         name = "adapters"
-        claims = frozenset({Part.TRAINED})
+        claims = frozenset({Part.ADAPTERS})
 
     with pytest.raises(NeedsError, match="`muon` updates the blocks' own matrices") as error:
         resolve(golden_run(box, muon={}, adapters={}), (*ALL, Adapters))

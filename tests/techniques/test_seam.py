@@ -141,7 +141,7 @@ def test_names_stay(box, pair, with_, plain_names):
     assert want[1] == want[2] and ("head.weight" in want[0]) and ("head.weight" not in want[1])
     here = pair(names, box, with_) if shared(with_) else [names(box, with_)]
     for found in together(here) if "pipeline" in with_ else here:
-        if any(Part.TRAINED in t.claims for t in ALL if t.name in with_):  # others are trained, beside those
+        if any(Part.ADAPTERS in t.claims for t in ALL if t.name in with_):  # others are trained, beside those
             stored = {n for n in found[0] if ".quantized." in n}
             left = set(want[0]) - {f"{n.partition('.quantized.')[0]}.weight" for n in stored}
             assert left < set(found[0]) and found[1] == found[2]

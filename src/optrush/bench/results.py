@@ -140,7 +140,7 @@ def tolerances(before: Config, after: Config, classes: Sequence[type[Technique]]
     claims = [[t.claims for t in instantiate(classes, config.with_)] for config in (before, after)]
     lower = any(config.model.dtype != "float32" for config in (before, after))
     lower = lower or any(Part.PRECISION in own for each in claims for own in each)
-    adapted = all(any(Part.TRAINED in own for own in each) for each in claims)
+    adapted = all(any(Part.ADAPTERS in own for own in each) for each in claims)
     one, other = (_described(config, classes).mlp == "quack" for config in (before, after))
     return FLOAT32 if not lower else ADAPTED if adapted and one != other else LOWER
 

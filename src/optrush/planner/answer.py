@@ -157,12 +157,12 @@ def methods(config: Config, classes: Sequence[type[Technique]] = ALL) -> list[tu
     parts = {part for t in instantiate(classes, own) for part in t.claims}
     bases = [c.name for c in classes if Part.LINEARS in c.claims and Part.TRAINED in c.wants]
     quantised = bool(own.keys() & bases)
-    adapters = METHODS["lora"] if Part.TRAINED not in parts else {}
+    adapters = METHODS["lora"] if Part.ADAPTERS not in parts else {}
     given = next((m for m, names in METHODS.items() if names and own.keys() >= names.keys()), "as configured")
     given = "qlora" if own.keys() >= METHODS["qlora"].keys() else given
     if config.method in METHODS or quantised:
         return [(config.method if config.method in METHODS else given, own)]
-    ways = [] if Part.TRAINED in parts else [("full", own)]
+    ways = [] if Part.ADAPTERS in parts else [("full", own)]
     ways.append(("lora" if adapters else given, {**own, **adapters}))
     if Part.LINEARS not in parts:
         for base in reversed(bases):  # more bits first

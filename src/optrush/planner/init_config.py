@@ -186,7 +186,7 @@ def compose(request: InitRequest, file: str, classes: Sequence[type[Technique]] 
             do = f"leave it out: {' '.join(found)} fits"
             raise NeedsError(asked, f"with that it does not fit: {memory}", do)
     tree["batch"]["micro_tokens"] = micro
-    if tree["optim"]["lr"] == LR and any(Part.TRAINED in t.claims for t in instantiate(classes, techniques)):
+    if tree["optim"]["lr"] == LR and any(Part.ADAPTERS in t.claims for t in instantiate(classes, techniques)):
         tree["optim"]["lr"] = ADAPTER_LR
         _lay(tree, request.sets)
     text = yaml_text(tree, file, device, techniques, left, memory, ranks, classes)

@@ -63,7 +63,7 @@ class Amp(Technique):
     def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
         bf16 = env.device.kind == "cpu" or env.device.capability >= (8, 0)
         yield {} if bf16 else {"dtype": "fp16"}
-        if bf16 and env.native and Part.TRAINED in env.claimed:  # a frozen model's stream is as narrow as its weights
+        if bf16 and env.native and Part.ADAPTERS in env.claimed:  # a frozen model's stream is as narrow as its weights
             yield {"stream": "half"}
 
     def model(self, trainer: Trainer) -> int:

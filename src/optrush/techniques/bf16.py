@@ -50,7 +50,7 @@ class Bf16(Technique):
         yield env.needs_capability((8, 0), asked, "take --with amp:dtype=fp16")
 
     def quality(self, env: Environment) -> str:
-        return "" if Part.TRAINED in env.claimed else "bf16 weights"  # adapters are float32
+        return "" if Part.ADAPTERS in env.claimed else "bf16 weights"  # adapters are float32
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         everything: dict[Role, float] = {"weight": 2, "gradient": 2, "state": 2, "product": 2, "residual": 2}

@@ -129,7 +129,7 @@ class DeepSpeed(Technique):
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         """Yield shares of everything, what is whole besides, buffers, and what the link carries."""
-        n, frozen = env.gradient_ranks, Part.TRAINED in env.claimed
+        n, frozen = env.gradient_ranks, Part.ADAPTERS in env.claimed
         yield cut("states.*", "dp", n, "a rank updates its share")
         if self.stage > 1:
             why, whole = "reduced as soon as a block has made them", self.stage == 3
@@ -192,7 +192,7 @@ class DeepSpeed(Technique):
         parts: list[tuple[str, str, Role]] = [
             ("weights.blocks", "gather.blocks", stored), ("weights.[!b]*", "gather.ends", "product"),
         ]  # fmt: skip
-        for match, name, role in parts if self.stage == 3 or Part.TRAINED not in env.claimed else ():
+        for match, name, role in parts if self.stage == 3 or Part.ADAPTERS not in env.claimed else ():
             steps = times * (hosts - 1) * (env.blocks if name == "gather.blocks" else 2)
             work = WorkItem(name, why, gathers, unit="link", values=times * share, role=role)
             yield like(match, replace(work, entering=times * entering, steps=steps))

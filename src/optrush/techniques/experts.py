@@ -142,5 +142,5 @@ def _fewer(env: Environment, s: ModelShape, n: int) -> Iterator[Rule]:
         yield live("gather.blocks.copied", why, times=less(s.block_parameters, group, 1))
     else:
         group = env.gradient_ranks
-    if Part.TRAINED not in env.claimed:
+    if Part.ADAPTERS not in env.claimed:
         yield live("reduce", why, times=less(s.parameters, group, -1))

@@ -64,7 +64,7 @@ class Fp8(Technique):
     def predict(self, env: Environment) -> Iterator[Rule]:
         """Products at the other rate, and bytes of rounding, assumed: an operand is read twice and written once; an
         input is transposed later (read and written), a gradient at once; a weight is rounded once a pass."""
-        if Part.TRAINED not in env.claimed:  # frozen products keep no input anyway
+        if Part.ADAPTERS not in env.claimed:  # frozen products keep no input anyway
             yield from self._kept(env)
         if env.device.kind == "cuda":  # elsewhere the products are float32
             for name in self._chosen:

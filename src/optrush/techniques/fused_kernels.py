@@ -121,12 +121,12 @@ class FusedKernels(Technique):
         if self.mlp == "quack" and env.shape is not None:
             if env.shape.experts is None or _in_products(env, env.shape):
                 yield from _hidden(env.shape)
-            if Part.TRAINED in env.claimed:
+            if Part.ADAPTERS in env.claimed:
                 yield from _adapters(env, env.shape)
 
     def _activation(self, env: Environment) -> Iterator[Rule]:
         why = "recomputed from gate and up where the backward pass needs it"
-        frozen = Part.TRAINED in env.claimed  # and an adapter of `down` may need its input
+        frozen = Part.ADAPTERS in env.claimed  # and an adapter of `down` may need its input
         routed = env.shape is not None and env.shape.experts is not None  # their weights multiply the activation
         quack = self.mlp == "quack"
         if quack and routed and env.shape is not None and _in_products(env, env.shape):
@@ -161,7 +161,7 @@ class FusedKernels(Technique):
             return
         if env.device.capability == (9, 0):
             yield {"mlp": "quack"}
-            if Part.TRAINED in env.claimed and (s := env.shape) is not None and not s.centred:
+            if Part.ADAPTERS in env.claimed and (s := env.shape) is not None and not s.centred:
                 rope = not (s.qk_norm or s.rotated or s.latent or s.chunks)  # which `needs` would refuse
                 yield {"mlp": "quack", "norm": True, **({"rope": True} if rope else {})}
 
@@ -205,7 +205,7 @@ class FusedKernels(Technique):
         from optrush.peft.lora import make_room
 
         sharded = bool(trainer.env.sharded)
-        if Part.TRAINED in trainer.env.claimed:
+        if Part.ADAPTERS in trainer.env.claimed:
             self.demand_triton(trainer.env.device, "fused-kernels:mlp=quack")  # its kernel copies them there
         blocks = cast("Iterable[Any]", trainer.model.blocks.values())
         padded = sum(make_room(block, whole=not sharded) for block in blocks)
@@ -261,7 +261,7 @@ def _in_products(env: Environment, shape: ModelShape) -> bool:
     """
     e = shape.experts
     plain = e is not None and not (e.biases or e.clamp or e.scaled_input)
-    return plain and not env.claimed & {Part.TRAINED, Part.LINEARS, Part.EP}
+    return plain and not env.claimed & {Part.ADAPTERS, Part.LINEARS, Part.EP}
 
 
 def _uncopied() -> Iterator[Rule]:

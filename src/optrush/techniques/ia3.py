@@ -43,7 +43,7 @@ class Ia3(Technique):
     source = "https://arxiv.org/abs/2205.05638"
     numerics = Numerics.DIFFERENT_MATHS
     proof = "tests/parity/test_peft.py"
-    claims = frozenset({Part.TRAINED})
+    claims = frozenset({Part.TRAINED, Part.ADAPTERS})
     searched = False  # trains something else
 
     def describe(self, spec: ModelSpec) -> ModelSpec:

@@ -61,7 +61,7 @@ class Lora(Technique):
     source = "https://arxiv.org/abs/2106.09685"
     numerics = Numerics.DIFFERENT_MATHS
     proof = "tests/parity/test_peft.py"
-    claims = frozenset({Part.TRAINED})
+    claims = frozenset({Part.TRAINED, Part.ADAPTERS})
     searched = False  # trains something else
 
     def describe(self, spec: ModelSpec) -> ModelSpec:

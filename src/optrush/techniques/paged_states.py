@@ -42,7 +42,7 @@ class PagedStates(Technique):
 
     @classmethod
     def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
-        if Part.TRAINED not in env.claimed:  # states of adapters are smaller than what is under way
+        if Part.ADAPTERS not in env.claimed:  # states of adapters are smaller than what is under way
             yield from super().variants(env)
 
     def needs(self, env: Environment) -> Iterator[Requirement]:

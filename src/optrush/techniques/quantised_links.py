@@ -62,7 +62,7 @@ class QuantisedLinks(Technique):
         found, do = "frozen weights in 4 or 8 bits, whose bytes travel as they are", "leave one of the two out"
         yield Requirement(not stored, "`quantised-links` rounds dense weights", found, do)
         found, do = "adapters, whose gradients are few", "take gradients: none"
-        met = self.gradients == "none" or Part.TRAINED not in env.claimed
+        met = self.gradients == "none" or Part.ADAPTERS not in env.claimed
         yield Requirement(met, "`quantised-links: gradients: int8` rounds those of matrices", found, do)
 
     def quality(self, env: Environment) -> str:

@@ -69,7 +69,7 @@ class SelectiveRecompute(Technique):
             "adapters, which make several of each, in place: nobody prices those",
             "take ops=attention, or recompute",
         )
-        yield Requirement(self.ops == "attention" or Part.TRAINED not in env.claimed, asked, found, do)
+        yield Requirement(self.ops == "attention" or Part.ADAPTERS not in env.claimed, asked, found, do)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         """What is not kept exists in one block at a time; what computes it runs twice. Names: the baseline's."""

@@ -190,7 +190,7 @@ def _loss(env: Environment) -> Iterator[Rule]:
     yield like("head.logits", Line("head.logits.across", why, values, "wide", "head", True))
     why = "operators of a chunk, one at a time, beside what a compiled one reads and writes"
     yield like("head.logits", WorkItem("head.across", why, "token", values=20.0, role="wide"))
-    if Part.HEAD not in env.claimed and Part.TRAINED not in env.claimed:
+    if Part.HEAD not in env.claimed and Part.ADAPTERS not in env.claimed:
         why = "the head's gradient, summed over chunks in float32, D V"
         yield like("casts.head", Line("head.gradient", why, 1.0, "wide", "head"))
 
