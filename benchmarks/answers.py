@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 from optrush import hardware
 from optrush.bench import record
 from optrush.bench.runner import LATE, run_worker, stop_on_signals
-from optrush.config import Config, dump_config, parse_config, spelled_out
+from optrush.config import Config, dump_config, parse_config
+from optrush.decide import decide, spelled_out
 from optrush.errors import UserError, one_line
-from optrush.hardware import GIB
-from optrush.planner.answer import choose_techniques
+from optrush.hardware import GIB, parse_hardware
 from optrush.planner.search import predict
 
 ANSWER, BAR = "answer", 0.97
@@ -69,7 +69,7 @@ class Case(NamedTuple):
 
 CASES = {
     "cpu": Case("tiny", 128, 8, (
-        "plain 8", "float32 8", "masked 8", "float32 loss 8", "float32 loss 4", "float32 loss 1", "float32 chunks 8",
+        "plain 8", "float32 2", "masked 8", "float32 loss 8", "float32 loss 4", "float32 loss 1", "float32 chunks 8",
         "float32 chunks 2", "float32 loss recompute 8", "float32 loss compile 8")),
     "1b": Case("llama-3.2-1b", 2048, 8, (
         "sdpa 8", "sdpa loss 8", "varlen loss 4", "fa4 loss 8", "fa4 loss model 8", "fa4 loss triton 8", "quack 8",
@@ -115,7 +115,11 @@ def planned(config: Config, name: str, ranks: int) -> dict[str, Any]:
 
 def entries(case: Case, name: str) -> list[Entry]:
     """Return the answer, then the sets, each with its plan: what fits first, of that the fastest first."""
-    configs = {ANSWER: spelled_out(choose_techniques(run(case), name, case.ranks)[0])}
+    configs = {
+        ANSWER: spelled_out(
+            decide(run(case), ranks=case.ranks, device=parse_hardware(name)[0], here=name == "auto").config
+        )
+    }
     configs |= {words: spelled_out(run(case, words)) for words in case.sets}
     answer, *sets = [(title, config, planned(config, name, case.ranks)) for title, config in configs.items()]
     sets.sort(key=lambda e: (not e[2].get("planned_fits"), -(e[2].get("planned_tokens_per_s") or 0.0)))

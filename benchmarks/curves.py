@@ -31,7 +31,7 @@ from optrush.bench.worker import MetricLines
 from optrush.config import Config, dump_config, parse_config
 from optrush.data import sample
 from optrush.data.sampler import reading
-from optrush.resolve import resolve
+from optrush.decide import decide
 from optrush.trainer.build import build
 from optrush.trainer.run import batches
 from optrush.trainer.trainer import RunPlan, evaluate, set_step, train
@@ -42,7 +42,7 @@ CONVERSATIONS, HELD = 20_000, 400
 
 def curve(config: Config) -> dict[str, Any]:
     """Train one run and return its losses."""
-    trainer = build(resolve(config))
+    trainer = build(decide(config))
     plan = RunPlan(
         trainer, trainer.stream.plan(None if config.train.steps else config.train.epochs, config.train.steps)
     )

@@ -41,9 +41,9 @@ from optrush.bench import ladder, record, results, worker
 from optrush.bench.worker import exported_gradients, sketch
 from optrush.config import Config, dump_config, parse_config
 from optrush.data.sampler import reading
+from optrush.decide import decide
 from optrush.errors import UserError
 from optrush.models import weights
-from optrush.resolve import resolve
 from optrush.technique import Part
 from optrush.trainer import dpo_reference
 from optrush.trainer.build import build
@@ -56,7 +56,7 @@ PIECE = 1 << 26  # values in float64 at a time
 
 def trained(config: Config, folder: Path) -> dict[str, Any]:
     """Train the run, write its model to `folder`/model, and return the first and the last loss."""
-    prepared = resolve(config)
+    prepared = decide(config)
     trainer = build(prepared)
     dpo_reference.fill_reference(trainer, prepared)
     plan = RunPlan(trainer, trainer.stream.plan(None, config.train.steps))
@@ -83,7 +83,7 @@ def gradient(config: Config, baseline: Config, documents: int) -> tuple[Trainer,
     if isinstance(config.batch.micro_tokens, int) and config.batch.micro_tokens > slots:
         sizes = config.batch.model_copy(update={"tokens": slots, "micro_tokens": slots})
         config = config.model_copy(update={"batch": sizes})
-    prepared = resolve(config)
+    prepared = decide(config)
     trainer = build(prepared)
     if Part.UPDATE in trainer.env.claimed:
         raise ValueError("no gradient is left: weights are updated in the backward pass")

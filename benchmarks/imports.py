@@ -14,9 +14,9 @@ from pathlib import Path
 
 from optrush.cli.import_config import translate
 from optrush.config import Config, Model
+from optrush.decide import decide
 from optrush.errors import UserError
 from optrush.hardware import parse_hardware
-from optrush.resolve import resolve
 
 
 def planned(config: Config, ranks: int) -> None:
@@ -25,7 +25,7 @@ def planned(config: Config, ranks: int) -> None:
     for options in with_.values():
         options.pop("init", None)
     changes = {"model": Model(path="tiny"), "with_": with_, "data": config.data.model_copy(update={"cache": None})}
-    resolve(config.model_copy(update=changes), ranks=ranks, device=parse_hardware("h200")[0])
+    decide(config.model_copy(update=changes), ranks=ranks, device=parse_hardware("h200")[0])
 
 
 def main() -> None:

@@ -37,8 +37,8 @@ import torch
 from optrush.bench import record, worker
 from optrush.config import Config, Training, parse_config
 from optrush.data.sampler import reading
+from optrush.decide import decide
 from optrush.report.bench import GAPS
-from optrush.resolve import resolve
 from optrush.trainer.build import build
 from optrush.trainer.run import batches
 from optrush.trainer.trainer import RunPlan, Trainer, set_step
@@ -65,7 +65,7 @@ def one(trainer: Trainer, number: int) -> None:
 def measure(config: Config, steps: int) -> dict[str, Any]:
     total = WARM_UP + 3 * steps + 1
     config = config.model_copy(update={"train": Training(steps=total, log_every=1)})
-    trainer = build(resolve(config))
+    trainer = build(decide(config))
     marks = worker.RegionMarks(trainer)
     plan = RunPlan(trainer, trainer.stream.plan(None, total))
     trainer.batches = batches(trainer, plan)

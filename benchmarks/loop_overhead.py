@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from optrush.config import parse_config
-from optrush.resolve import resolve
+from optrush.decide import decide
 from optrush.trainer.build import build
 from optrush.trainer.metrics import Meter
 from optrush.trainer.run import batches
@@ -64,7 +64,7 @@ def bare(trainer: Trainer) -> float:
 
 def main() -> None:
     pairs = int(sys.argv[1]) if len(sys.argv) > 1 else 10
-    trainer = build(resolve(parse_config(CONFIG, "loop_overhead")))
+    trainer = build(decide(parse_config(CONFIG, "loop_overhead")))
     with tempfile.TemporaryDirectory() as folder:
         ours(trainer, Path(folder)), bare(trainer)  # warm-up
         ratios = [ours(trainer, Path(folder)) / bare(trainer) for _ in range(pairs)]

@@ -33,12 +33,12 @@ from typing import Any
 
 from optrush.bench import record, trial, tune
 from optrush.config import Config, dump_config, parse_config
-from optrush.resolve import resolve
+from optrush.decide import decide
 
 
 def compare(config: Config) -> dict[str, Any]:
     """Train each rate of a configuration to the end, and play the race from that."""
-    request = tune.trial_request(resolve(config).config, "lr")
+    request = tune.trial_request(decide(config).config, "lr")
     rates: list[float] = request["rates"]
     trainer, plan = trial.assemble(parse_config(request["run"], "run", own=True))
     begin, steps, start = trial.Snapshot(trainer), plan.total, time.monotonic()

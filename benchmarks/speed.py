@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from optrush.config import parse_config
-from optrush.resolve import resolve
+from optrush.decide import decide
 from optrush.technique import package_digest
 from optrush.trainer import distributed
 from optrush.trainer.build import build
@@ -36,7 +36,7 @@ def main() -> None:
     a = parser.parse_args()
     config = parse_config(a.config.read_text(), str(a.config), a.set_, a.with_, a.without_)
     with distributed.leaving():
-        trainer = build(resolve(config))
+        trainer = build(decide(config))
         plan = RunPlan(
             trainer, trainer.stream.plan(None if config.train.steps else config.train.epochs, config.train.steps)
         )

@@ -38,7 +38,7 @@ from optrush.models.shapes import native_obstacle
 from optrush.models.weights import RandomInit, WeightMap, native_entries
 from optrush.planner import baseline, search
 from optrush.technique import Technique
-from optrush.techniques import ALL
+from optrush.techniques import ALL, fused_loss
 from optrush.trainer import build as assemble
 from optrush.trainer.trainer import Trainer
 
@@ -309,6 +309,7 @@ def supposed(run: Any, classes: Sequence[type[Technique]] = ALL, *, kernels: boo
         stack.enter_context(mock.patch.object(assemble, "load", _unfilled))
         stack.enter_context(mock.patch.object(assemble, "materialise", without_bytes))
         stack.enter_context(mock.patch("torch.nn.Module.to_empty", _to_empty))
+        stack.enter_context(mock.patch.dict(fused_loss.LOGITS, {"cpu": fused_loss.LOGITS["cuda"]}))
         if kernels:
             stack.enter_context(mock.patch.object(adamw.ReferenceUpdate, "__call__", return_value=None))
         if "packing" not in run.with_:  # it reads the positions' values to find that out

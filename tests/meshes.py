@@ -18,8 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from optrush.decide import decide
 from optrush.launch import launched
-from optrush.resolve import resolve
 from optrush.technique import Technique
 from optrush.techniques import ALL
 from optrush.trainer import checkpoint
@@ -145,7 +145,7 @@ def train(
     """
     sets = (f"output={output}", f"train.save_every={SAVED}", f"train.export={str(export).lower()}", *sets)
     config = golden_run(box, CASES[name], packed=True, sets=sets, **with_)
-    assert fit.run(fit.RunRequest(resolve(config, classes), resume)).code == 0
+    assert fit.run(fit.RunRequest(decide(config, classes), resume)).code == 0
     if launched()[0]:
         return []
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]

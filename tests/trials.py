@@ -16,7 +16,7 @@ import yaml
 from optrush import files
 from optrush.config import Config, parse_config
 from optrush.data.batch import Batch
-from optrush.resolve import ResolvedConfig, resolve
+from optrush.decide import Decided, decide
 from optrush.technique import Technique
 from optrush.techniques import ALL
 from optrush.trainer import run as fit
@@ -88,7 +88,7 @@ def metrics(config: Config, classes: Sequence[type[Technique]] = ALL) -> list[di
     output, others = Path(config.output), launched()[0]
     if not others:
         shutil.rmtree(output, ignore_errors=True)  # what a process of an earlier test wrote there when that was over
-    prepared = resolve(config, classes)
+    prepared = decide(config, classes)
     assert fit.run(fit.RunRequest(prepared)).code == 0
     if others:
         return []
@@ -97,9 +97,9 @@ def metrics(config: Config, classes: Sequence[type[Technique]] = ALL) -> list[di
     return lines
 
 
-def assembled(config: Config | ResolvedConfig, classes: Sequence[type[Technique]] = ALL, **options: Any) -> Trainer:
+def assembled(config: Config | Decided, classes: Sequence[type[Technique]] = ALL, **options: Any) -> Trainer:
     """A job whose `batches` and `begin` are those of the run."""
-    prepared = resolve(config, classes) if isinstance(config, Config) else config
+    prepared = decide(config, classes) if isinstance(config, Config) else config
     trainer = build(prepared, **options)
     wire(trainer)
     return trainer

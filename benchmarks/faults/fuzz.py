@@ -92,11 +92,11 @@ def targets(box: Any) -> dict[str, Callable[[random.Random], None]]:
     from optrush.data.chat_template import Tokens, open_tokenizer
     from optrush.data.readers import read_rows
     from optrush.data.schema import Chat, Message, RowLocation, parse_row
+    from optrush.decide import decide
     from optrush.hardware import CPU
     from optrush.models.config_json import read_config_json
     from optrush.models.hf import load
     from optrush.models.weights import open_weights
-    from optrush.resolve import resolve
 
     tokenizer = open_tokenizer(box.model)
     config = json.loads((box.model / "config.json").read_text())
@@ -133,7 +133,7 @@ def targets(box: Any) -> dict[str, Callable[[random.Random], None]]:
             text = json.dumps(changed(rng, config, rng.randrange(1, 4)))
         folder = box.edited(text)
         run = parse_config(json.dumps({**good, "model": str(folder)}), "fuzz.yaml")
-        resolve(run, ranks=1, device=CPU)
+        decide(run, ranks=1, device=CPU)
         hf = read_config_json(folder / "config.json")
         load(folder, hf, rng.choice((None, "transformers")), torch.float32, 0)
 

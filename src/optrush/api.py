@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from optrush.config import SECTIONS, Config, Sampling, parse_config, refuse_secrets
+from optrush.decide import changed
 from optrush.errors import ConfigError, ConflictError, DataError, NeedsError, UserError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from optrush.data.batch import Batch
     from optrush.export import Delivered
     from optrush.generate import Answer
-    from optrush.planner.search import Prediction, SearchResult
+    from optrush.planner.sets import Prediction, SearchResult
     from optrush.trainer.run import Outcome
     from optrush.trainer.trainer import Evaluated
 
@@ -136,7 +137,8 @@ def train(
     Example:
         >>> train({"model": "tiny", "objective": "sft", "data": {}, "output": "runs/a"}, rows=my_rows)
     """
-    from optrush.resolve import resolve
+    from optrush.decide import as_begun, decide
+    from optrush.launch import launched
     from optrush.trainer import distributed
     from optrush.trainer.run import RunRequest, run
 
@@ -145,8 +147,10 @@ def train(
         asked = f"a loss of your own with `objective: {chosen.objective}`"
         raise ConfigError(asked, "an objective with a loss of its own", "take objective: sft or pretrain")
     start: Literal["auto"] | Path | None = "auto" if resume == "auto" else None if resume is None else Path(resume)
+    if start is not None:
+        chosen = as_begun(chosen, launched()[1])
     with distributed.leaving():
-        return run(RunRequest(resolve(chosen), start, frozenset(allow_change), loss, tuple(callbacks)))
+        return run(RunRequest(decide(chosen), start, frozenset(allow_change), loss, tuple(callbacks)))
 
 
 def _with_rows(
@@ -157,12 +161,12 @@ def _with_rows(
     if rows is not None:
         if config.data.path is not None or config.data.sample is not None or config.data.random is not None:
             raise ConfigError("`rows` and data of the configuration", "both", "leave one of them out")
-        changes["path"] = _stored(rows, "rows", config.data.cache)
+        changes["data.path"] = _stored(rows, "rows", config.data.cache)
     if held_out is not None:
         if config.data.eval is not None:
             raise ConfigError("`eval_rows` and `data.eval`", "both", "leave one of them out")
-        changes["eval"] = _stored(held_out, "eval_rows", config.data.cache)
-    return config.model_copy(update={"data": config.data.model_copy(update=changes)}) if changes else config
+        changes["data.eval"] = _stored(held_out, "eval_rows", config.data.cache)
+    return changed(config, changes)
 
 
 def _stored(rows: Iterable[Mapping[str, Any]], name: str, cache: str | None) -> str:
@@ -207,7 +211,7 @@ def evaluate(config: Configuration, *, model: str | Path | None = None, data: st
     Example:
         >>> evaluate("first.yaml", model="runs/first/model").loss
     """
-    from optrush.resolve import resolve, without_adapters
+    from optrush.decide import decide, without_adapters
     from optrush.trainer import distributed
     from optrush.trainer.build import build
     from optrush.trainer.trainer import evaluate as measure
@@ -220,13 +224,12 @@ def evaluate(config: Configuration, *, model: str | Path | None = None, data: st
     if data is None and isinstance(chosen.data.eval, str):
         file = chosen.data.eval
     elif data is not None:
-        held = chosen.data.model_copy(update={"path": file, "random": None, "sample": None})
-        chosen = chosen.model_copy(update={"data": held})
+        chosen = changed(chosen, {"data.path": file, "data.random": None, "data.sample": None})
     if model is not None:
-        other = chosen.model.model_copy(update={"path": str(model), "shape": None, "revision": None})
-        chosen, _ = without_adapters(chosen.model_copy(update={"model": other}))
+        other = {"model.path": str(model), "model.shape": None, "model.revision": None}
+        chosen, _ = without_adapters(changed(chosen, other))
     with distributed.leaving():
-        return measure(build(resolve(chosen), training=False, data=file))
+        return measure(build(decide(chosen), training=False, data=file))
 
 
 def bench(

@@ -386,13 +386,6 @@ class Config(StrictModel):
         """Whether a sample is two documents, whose likelihoods are compared."""
         return self.objective in COMPARED
 
-    def of_teacher(self) -> Config | None:
-        """Return the configuration of the teacher as a model; None: there is no teacher."""
-        if self.distill is None or self.distill.teacher is None:
-            return None
-        model = Model(path=self.distill.teacher, dtype=self.distill.dtype)
-        return self.model_copy(update={"model": model})
-
     @property
     def scored(self) -> bool:
         """Whether the model has a score in place of next tokens."""
@@ -408,12 +401,6 @@ class Config(StrictModel):
         """Return the settings of such an objective, if they are there."""
         return self.kto if self.objective == JUDGED else self.dpo
 
-    def with_reference(self, kind: str) -> Config:
-        """Return the configuration with its reference from there; without one as it is."""
-        settings = self.referenced
-        changed = settings and settings.model_copy(update={"reference": kind})
-        return self.model_copy(update={} if changed is None else {self.objective: changed})
-
     @property
     def unplanned(self) -> bool:
         """Whether the planner is to choose the techniques: `with` was left out, or the method is."""
@@ -425,34 +412,10 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {"full": {}, "lora": {"lora": {}
 ADAPTER_LR = 2e-4  # where adapters are trained and `optim.lr` is left out
 
 
-def with_method(config: Config) -> Config:
-    """Return the configuration with its method's techniques next to its own, whose options stay.
-
-    Raises:
-        ConfigError: a technique of the file that another method has.
-    """
-    if config.method is None or config.method == "auto":
-        return config
-    own = METHODS[config.method]
-    others = {name for parts in METHODS.values() for name in parts} - own.keys()
-    if odd := sorted(others & config.with_.keys()):
-        fitting = next((m for m, parts in METHODS.items() if {*odd, *own} <= parts.keys()), "auto")
-        do = f"leave one of the two out, or write `method: {fitting}`"
-        raise ConfigError(f"`method: {config.method}`", f"`with.{odd[0]}`, which is not of it", do)
-    if own.keys() <= config.with_.keys():
-        return config
-    return config.model_copy(update={"with_": {**own, **config.with_}})
-
-
-def spelled_out(config: Config) -> Config:
-    """Return the configuration with its method as techniques alone, which a caller may then change."""
-    return config if config.method == "auto" else with_method(config).model_copy(update={"method": None})
-
-
 def dump_config(config: Config) -> str:
     """Return the configuration as YAML that `parse_config` reads back to the same one.
 
-    A learning rate that nobody gave stays out: it follows from what is trained (`resolve.with_rate`).
+    A learning rate that nobody gave stays out: it follows from what is trained (`decide.with_rate`).
     """
     data = config.model_dump(mode="json", by_alias=True, exclude_none=True)
     if "lr" not in config.optim.model_fields_set:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from optrush.config import SECTIONS, BatchSize, Config, Data, current_techniques, parse_config
+from optrush.decide import changed, decide
 from optrush.errors import CheckpointError, ConfigError
 from optrush.files import parse_json
-from optrush.resolve import resolve
 from optrush.technique import Part, Technique, instantiate
 from optrush.techniques import ALL
 from optrush.trainer.build import build
@@ -48,7 +48,7 @@ def open_run(place: Path) -> tuple[Path, Config]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}", f"not UTF-8: {error.reason}", "restore it from a checkpoint's manifest") from None
     config = parse_config(text, str(file), own=True)
-    return folder, config.model_copy(update={"with_": current_techniques(config.with_)})
+    return folder, changed(config, {"with": current_techniques(config.with_)})
 
 
 def choose_checkpoint(folder: Path, name: str | None) -> tuple[Manifest, tuple[tuple[str, str], ...]]:
@@ -99,7 +99,7 @@ def rebuild(place: Path, checkpoint_name: str | None = None) -> RebuiltModel:
     """
     folder, config = open_run(place)
     checkpoint, passed = choose_checkpoint(folder, checkpoint_name)
-    prepared = replace(resolve(_bare(config), ranks=1), scored=config.scored)
+    prepared = replace(decide(_bare(config), ranks=1), scored=config.scored)
     trainer = build(prepared, training=False)
     _same(checkpoint, trainer)
     load_parameters(trainer, checkpoint)
@@ -124,7 +124,7 @@ def _bare(config: Config) -> Config:
     seq = config.batch.seq
     batch = BatchSize(seq=seq, tokens=seq, micro_tokens=seq)
     changes = {"objective": "pretrain", **dict.fromkeys(SECTIONS), "data": Data(random=1), "batch": batch}
-    return config.model_copy(update={**changes, "with_": with_, "method": None})
+    return changed(config, {**changes, "with": with_, "method": None})
 
 
 def _same(checkpoint: Manifest, trainer: Trainer) -> None:

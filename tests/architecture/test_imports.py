@@ -40,7 +40,7 @@ MOST_SHARED_NAMES = 40  # public functions and classes whose name two modules or
 
 PURE = (
     "errors", "config", "models.shapes", "hardware", "technique", "planner.ledger", "planner.baseline", "planner.cost",
-    "planner.search", "resolve", "launch", "planner.calibration", "models.source",
+    "planner.search", "planner.sets", "decide", "launch", "planner.calibration", "models.source",
     "data.length_estimate", "optim.schedule", "cli", "techniques",
 )  # fmt: skip
 FOUNDATION = ("models", "kernels", "objectives", "optim", "data")  # import nothing of the trainer
@@ -51,7 +51,7 @@ ABOVE = (
 # Modules whose code and strings name no technique.
 TECHNIQUE_FREE = (
     "trainer.trainer", "trainer.run", "trainer.metrics", "trainer.build", "trainer.checkpoint", "trainer.distributed",
-    "resolve", "export", "technique", "planner.cost", "model_card", "restore", "generate",
+    "decide", "export", "technique", "planner.cost", "model_card", "restore", "generate",
 )  # fmt: skip
 
 

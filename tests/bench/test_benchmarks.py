@@ -19,11 +19,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from optrush import technique
 from optrush.bench import ladder
 from optrush.config import parse_config
+from optrush.decide import decide
 from optrush.hardware import parse_hardware
 from optrush.kernels import attention, swiglu
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.planner import search
-from optrush.resolve import resolve
 
 from toy import document
 
@@ -69,7 +69,7 @@ def test_every_rung_is_one_that_an_h200_takes(name, load, monkeypatch):
     config = parse_config((FOLDER / f"{load}.yaml").read_text(), load)
     climbed = ladder.find_ladder(str(FOLDER / f"{name}.yaml"), config)
     for rung in ladder.resolve_rungs(climbed, config, True):
-        prepared = resolve(rung.config, ranks=1 if rung.peer else rung.ranks, device=h200)
+        prepared = decide(rung.config, ranks=1 if rung.peer else rung.ranks, device=h200)
         if rung.peer is not None:
             rung.peer.check(rung.config, prepared.env.device, rung.ranks)
             continue
@@ -172,7 +172,7 @@ def test_the_answer_holds_where_it_is_near_the_best_set_and_never_fails(
     def measure(config, ranks, limit_s):
         ran.append(config)
         found = {"tokens_per_s": 100.0 - len(ran) % 2, "peak_bytes": 1, "seconds": 1.0, "error": None}
-        if config.with_ == ran[0].with_:
+        if (config.with_, config.batch) == (ran[0].with_, ran[0].batch):
             return {**found, "tokens_per_s": speed, "error": error if len(ran) > 1 else None}
         return {**found, "tokens_per_s": None, "error": "out of memory: of a set"} if len(ran) == 3 else found
 

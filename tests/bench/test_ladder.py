@@ -12,6 +12,7 @@ from optrush import config
 from optrush.bench import ladder
 from optrush.cli.bench import bench
 from optrush.config import Config
+from optrush.decide import changed
 from optrush.errors import ConfigError
 
 from toy import document
@@ -146,13 +147,16 @@ def test_the_ladder_of_the_configuration_itself() -> None:
     own = run(**{"with": {"recompute": {}, "fused-adamw": {}, "packing": {}}, "batch": {"seq": 32, "tokens": 64}})
     found = ladder.resolve_rungs(ladder.find_ladder("config", own), own, False)
     assert [r.name for r in found] == [
-        "baseline", "fused-adamw", "packing", "recompute",
+        "baseline", "fused-adamw", "packing", "recompute", "micro-batch",
         "without fused-adamw", "without packing", "without recompute",
     ]  # fmt: skip
     assert [list(r.config.with_) for r in found[:4]] == [
         [], ["fused-adamw"], ["fused-adamw", "packing"], ["fused-adamw", "packing", "recompute"],
     ]  # fmt: skip
     assert {r.config.batch.seq for r in found} == {32}
+    assert [r.config.batch.micro_tokens for r in found] == [*[32] * 4, *[64] * 4], "what is decided is the last rung"
+    given = changed(own, {"batch.micro_tokens": 32})
+    assert len(ladder.resolve_rungs(ladder.find_ladder("config", given), given, True)) == 4
 
 
 # --- what one writes

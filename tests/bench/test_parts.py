@@ -19,12 +19,12 @@ from optrush.bench import record, runner, worker
 from optrush.bench.worker import ProfiledSpan as Span
 from optrush.bench.worker import RegionMarks
 from optrush.config import Config
+from optrush.decide import decide
 from optrush.errors import RunError
 from optrush.planner import cost
 from optrush.planner.cost import PARTS
 from optrush.planner.ledger import WorkItem
 from optrush.report.bench import GAPS
-from optrush.resolve import resolve
 from optrush.trainer.build import build
 from optrush.trainer.run import batches
 from optrush.trainer.trainer import RunPlan, Trainer
@@ -149,7 +149,7 @@ def test_names(name: str, part: str) -> None:
 
 
 def job_of(of: Config) -> tuple[Trainer, RunPlan]:
-    trainer = build(resolve(of))
+    trainer = build(decide(of))
     plan = RunPlan(trainer, trainer.stream.plan(None, of.train.steps or 1))
     trainer.batches = batches(trainer, plan)
     return trainer, plan

@@ -137,11 +137,11 @@ def test_needs_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rows_are_ours() -> None:
     """Random tokens: the very batches that our own loop takes, labels not shifted."""
-    from optrush.resolve import resolve
+    from optrush.decide import decide
     from optrush.trainer.build import build
 
     mine = run()
-    trainer = build(resolve(mine))
+    trainer = build(decide(mine))
     plan = trainer.stream.plan(None, 3)
     found = list(worker.rows(mine, trainer.hf, Path("toy"), 3))
     for k, theirs in enumerate(found):

@@ -117,7 +117,7 @@ def test_rungs_of_more_ranks_than_gpus_are_left_out(monkeypatch: pytest.MonkeyPa
     state = runner.BenchState(written, resolved, tmp_path / "out", 1, 60.0, "", {}, {})
     state.predict = lambda *_: {"predicted_peak_bytes": None, "predicted_tokens_per_s": None}
     monkeypatch.setattr(hardware, "probe", lambda: [hardware.NAMED["h100"]])
-    monkeypatch.setattr(runner, "resolve", lambda *_, **__: None)
+    monkeypatch.setattr(runner, "decide", lambda *_, **__: None)
     lines: list[str] = []
     board = runner.ProgressBoard()
     monkeypatch.setattr(board, "log", lines.append)
@@ -142,7 +142,7 @@ def test_a_tuning_says_that_there_are_too_few_gpus(monkeypatch: pytest.MonkeyPat
     resolved = resolve_rungs(written, parsed(), cumulative_only=True)
     state = tune.TuneState(written, resolved, tmp_path / "out", 1, 60.0, "", {}, {})
     monkeypatch.setattr(hardware, "probe", lambda: [hardware.NAMED["h100"]])
-    monkeypatch.setattr(runner, "resolve", lambda *_, **__: None)
+    monkeypatch.setattr(runner, "decide", lambda *_, **__: None)
     runner._refuse(state, runner.ProgressBoard())
     assert "this machine has 1 GPU" in state.refused["two"] and not state.absent
 

@@ -13,9 +13,9 @@ from optrush.bench import record, results, worker
 from optrush.bench.worker import sketch
 from optrush.config import Config
 from optrush.data.schema import Document
+from optrush.decide import decide
 from optrush.planner.cost import PARTS
 from optrush.report.bench import GAPS
-from optrush.resolve import resolve
 from optrush.technique import Part
 from optrush.trainer.trainer import RunPlan, Trainer
 
@@ -25,12 +25,12 @@ from toy import parsed as run
 def job_of(of: Config) -> Trainer:
     from optrush.trainer.build import build
 
-    return build(resolve(of))
+    return build(decide(of))
 
 
 def proof_of(of: Config, baseline: Config, count: int = 3, steps: int = 3) -> tuple[Trainer, dict[str, Any]]:
     trainer = job_of(of)
-    documents = worker.first_documents(trainer, resolve(of), baseline, count)
+    documents = worker.first_documents(trainer, decide(of), baseline, count)
     widest = RunPlan(trainer, trainer.stream.plan(None, 3)).length.widest
     laid = worker.lay_out(trainer, documents, most=widest)
     return trainer, worker.proof_losses(trainer, laid, steps)
@@ -59,7 +59,7 @@ def test_stages_of_a_pipeline_get_whole_windows() -> None:
     """Fewer micro-batches than stages are no window: empty ones fill it up."""
     base = run(batch={"seq": 64, "tokens": 256, "micro_tokens": 64})
     trainer = job_of(base)
-    documents = worker.first_documents(trainer, resolve(base), base, 1)
+    documents = worker.first_documents(trainer, decide(base), base, 1)
     assert len(worker.lay_out(trainer, documents, most=2)) == 1
     trainer.env = dataclasses.replace(trainer.env, claimed=trainer.env.claimed | {Part.PP})
     assert trainer.env.accumulation == 4
@@ -71,7 +71,7 @@ def test_the_proofs_gradient_is_the_first() -> None:
     """Of the weights as they begin; in bf16 later ones differ by what is rounded away."""
     base = run()
     trainer = job_of(base)
-    laid = worker.lay_out(trainer, worker.first_documents(trainer, resolve(base), base, 3), most=2)
+    laid = worker.lay_out(trainer, worker.first_documents(trainer, decide(base), base, 3), most=2)
     trainer.forward_backward(laid, trainer.all_reduce_int(sum(b.n_terms for b in laid)))
     assert worker.proof_losses(job_of(base), laid, 3)["gradient"] == sketch(trainer)
 
@@ -82,7 +82,7 @@ def test_timing_begins_where_the_proof_began() -> None:
     start = worker.InitialState(trainer)
     weights = [t.local.clone() for t in trainer.trained]
     kept = trainer.state["amp"].save()
-    documents = worker.first_documents(trainer, resolve(base), base, 2)
+    documents = worker.first_documents(trainer, decide(base), base, 2)
     trainer.scale.fill_(2.0)
     worker.proof_losses(trainer, worker.lay_out(trainer, documents, most=2), 2)
     assert not all(torch.equal(t.local, w) for t, w in zip(trainer.trained, weights))
@@ -112,13 +112,13 @@ def test_the_same_batches_as_training_has() -> None:
 def test_documents_are_the_baselines() -> None:
     base, longer = run(), run(batch={"seq": 128, "tokens": 128})
     trainer = job_of(longer)
-    found = worker.first_documents(trainer, resolve(longer), base, 2)
+    found = worker.first_documents(trainer, decide(longer), base, 2)
     assert [len(d) for _, d in found] == [64, 64]
     same = job_of(base)
     first = same.stream.step(0, same.stream.plan(steps=1))[0][0][0]
-    assert worker.first_documents(same, resolve(base), base, 2)[0][0] == first
+    assert worker.first_documents(same, decide(base), base, 2)[0][0] == first
     assert worker.proof_window(trainer, found, 1)[1] is None
-    note = worker.proof_window(same, worker.first_documents(same, resolve(base), longer, 2), 1)[1]
+    note = worker.proof_window(same, worker.first_documents(same, decide(base), longer, 2), 1)[1]
     assert note == "no proof: the baseline's documents have up to 128 tokens, a row here 64"
 
 
@@ -126,7 +126,7 @@ def test_a_model_that_drops_at_random_proves_nothing() -> None:
     base = run(model={"path": "toy", "implementation": "transformers"})
     trainer = job_of(base)
     trainer.model.config.attention_dropout = 0.1  # type: ignore[union-attr]
-    note = worker.proof_window(trainer, worker.first_documents(trainer, resolve(base), base, 2), 1)[1]
+    note = worker.proof_window(trainer, worker.first_documents(trainer, decide(base), base, 2), 1)[1]
     assert note is not None and "attention_dropout" in note
 
 

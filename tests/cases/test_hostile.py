@@ -322,8 +322,8 @@ READ = {
 @pytest.mark.parametrize("name", READ)
 def test_a_run_does_not_overwrite_what_it_reads(name: str, box: Box, tmp_path: Path, monkeypatch: Any) -> None:
     from optrush.config import parse_config
+    from optrush.decide import Decided
     from optrush.errors import ConfigError
-    from optrush.resolve import ResolvedConfig
     from optrush.trainer.run import check_run_output
 
     monkeypatch.chdir(tmp_path)
@@ -333,7 +333,7 @@ def test_a_run_does_not_overwrite_what_it_reads(name: str, box: Box, tmp_path: P
     (tmp_path / "out" / file).parent.mkdir(parents=True)
     (tmp_path / "out" / file).write_text('{"text": "Stir."}\n')
     config = parse_config(Path(box.write(**{"model": "model", "output": "out", **changes})).read_text(), "run.yaml")
-    resolved: Any = ResolvedConfig(config, [], None, None, {}, ())  # type: ignore[arg-type]
+    resolved: Any = Decided(config, [], None, None, {}, ())  # type: ignore[arg-type]
     for resume in (None, "auto"):
         with pytest.raises(ConfigError, match="lies where it writes"):
             check_run_output(resolved, resume)

@@ -36,10 +36,10 @@ from optrush.data.readers import attempts, chunks, find_files
 from optrush.data.sampler import Loading, Stream
 from optrush.data.schema import Chat, Completion, Message, Pair, RowLocation, RowRules, Text, parse_row
 from optrush.data.tokenize import identity
+from optrush.decide import check_fields
 from optrush.errors import ConfigError, DataError, UserError
 from optrush.generate import GenerationModel, find_model
 from optrush.models import tiny
-from optrush.resolve import check_fields
 
 WHERE = RowLocation(Path("rows.jsonl"), 7)
 ASK, ANSWER = {"role": "user", "content": "A city in Norway?"}, {"role": "assistant", "content": "Oslo."}

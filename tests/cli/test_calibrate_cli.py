@@ -118,7 +118,7 @@ def test_at_most_two_minutes(call: Call, seconds: str) -> None:
 def test_a_damaged_one_is_named(call: Call, write: Callable[..., str], kept: Path) -> None:
     kept.mkdir(parents=True)
     (kept / "bad.json").write_text("{")
-    run = write()
+    run = write(batch={"micro_tokens": 128})
     for verb in (("plan", run), ("bench", run, "--out", "climb")):
         said = refused(call, *verb)
         assert str(kept / "bad.json") in said and "delete it, and measure again: optrush calibrate" in said

@@ -13,9 +13,9 @@ from test_wrong_input import refused
 from transformers import AutoTokenizer
 
 from optrush import config, hardware
+from optrush.decide import decide
 from optrush.errors import NeedsError
 from optrush.models import tiny
-from optrush.resolve import resolve
 
 from clirun import Found, base, metrics, write_rows
 
@@ -213,10 +213,10 @@ def test_kernels_that_cannot_serve_pairs(technique: str, option: str, says: str)
     run["model"] = {"shape": "llama-3.2-1b", "tokenizer": "tiny"}
     h200 = hardware.NAMED["h200"]
     with pytest.raises(NeedsError, match=option) as caught:
-        resolve(config.parse_config(yaml.safe_dump(run), "run.yaml"), ranks=1, device=h200)
+        decide(config.parse_config(yaml.safe_dump(run), "run.yaml"), ranks=1, device=h200)
     assert caught.value.do == says
     other = config.parse_config(yaml.safe_dump(run | {"objective": "sft"}), "run.yaml")
-    resolve(other, ranks=1, device=h200)
+    decide(other, ranks=1, device=h200)
 
 
 def test_an_evaluation_needs_another_model(call: Call, write: Write) -> None:

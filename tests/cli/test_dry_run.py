@@ -23,7 +23,7 @@ from optrush.errors import ConfigError
 from optrush.models import weights
 from optrush.planner import search
 from optrush.planner.ledger import Item
-from optrush.planner.search import Prediction
+from optrush.planner.sets import Prediction
 
 from clirun import Found, base, edited, metrics
 
@@ -164,8 +164,9 @@ def test_copies_with_the_best_one(best: bool, eval_every: int | None, copies: in
 
 def test_ranks_in_one_process(call: Call, write: Write) -> None:
     """Weights on the disk stay whole though each rank holds a share."""
-    one = told(call, write(batch={"tokens": 512}))
-    two = told(call, write(batch={"tokens": 512}), "--ranks", "2", "--with", "fsdp")
+    sizes = {"tokens": 512, "micro_tokens": 128}
+    one = told(call, write(batch=sizes))
+    two = told(call, write(batch=sizes), "--ranks", "2", "--with", "fsdp")
     assert two["data"]["ranks"] == 2 and two["data"]["micro_batches"] == 2 and one["data"]["micro_batches"] == 4
     assert two["data"]["steps"] == one["data"]["steps"]
     assert two["rows"] == one["rows"] and len(two["rows"]) > 1

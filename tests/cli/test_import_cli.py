@@ -16,9 +16,9 @@ from optrush.cli.import_config import _facts, _Place, translate
 from optrush.cli.import_keys import SPEED, TOOLS
 from optrush.config import Config, parse_config
 from optrush.data.schema import Chat, Message, Pair, RowLocation, parse_row, row_rules
+from optrush.decide import decide
 from optrush.errors import ConfigError
 from optrush.hardware import parse_hardware
-from optrush.resolve import resolve
 from optrush.technique import instantiate
 from optrush.techniques import ALL
 
@@ -67,7 +67,7 @@ def translated(file: str, text: str | dict[str, Any], **given: Any) -> dict[str,
     """The YAML that a text becomes, after it was checked as a run is before it is built."""
     Path(file).write_text(text if isinstance(text, str) else yaml.safe_dump(text))
     found = translate(Path(file), **given)
-    resolve(found.config, ranks=found.ranks, device=H200)
+    decide(found.config, ranks=found.ranks, device=H200)
     return yaml.safe_load(found.text)
 
 

@@ -19,7 +19,7 @@ from test_wrong_input import refused
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from optrush.config import parse_config
-from optrush.resolve import resolve
+from optrush.decide import decide
 from optrush.trainer import overfit as module
 from optrush.trainer.overfit import OverfitTrace, likely_cause, run_overfit
 
@@ -61,7 +61,7 @@ def test_one_batch_is_learnt(call: Call, write: Write, here: Path) -> None:
 
 
 def on_a_rank(text: str) -> dict[str, Any]:
-    return dataclasses.asdict(run_overfit(resolve(parse_config(text, "run.yaml")), 2, 8))
+    return dataclasses.asdict(run_overfit(decide(parse_config(text, "run.yaml")), 2, 8))
 
 
 def test_several_batches_and_ranks(box: Path, pair: Pair) -> None:

@@ -11,8 +11,8 @@ import pytest
 from optrush import console
 from optrush.config import dump_config, parse_config, scrubbed
 from optrush.console import shown
+from optrush.decide import decide
 from optrush.errors import ConfigError
-from optrush.resolve import resolve
 from optrush.trainer import trackers
 
 from clirun import Found
@@ -76,7 +76,7 @@ def test_no_verb_writes_a_password(write: Write, call: Call, here: Path) -> None
         assert got.code == 2 and "asked: `tracker.uri`" in got.err and "c4n4ry" not in got.err + got.out, (verb, got)
     run = parse_config(Path(config).read_text(), "run.yaml")
     with pytest.raises(ConfigError, match="an address with a user or password"):
-        resolve(run)
+        decide(run)
     assert sorted(here.iterdir()) == before
 
 

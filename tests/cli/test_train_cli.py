@@ -155,21 +155,21 @@ def test_a_run_without_techniques_is_planned(
     call: Call, write: Write, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once: the set is printed, stands in run.yaml, and a run that goes on has it, whatever would be chosen then."""
-    from optrush.planner import answer
+    from optrush.planner import sets
 
     config = write(with_=None, train={"epochs": None, "steps": 2, "save_every": 1, "eval_every": None}, method="lora")
     found = call("train", config)
     assert found.code == 0, found.err
-    assert "planned for cpu: fused-adamw attention:impl=sdpa packing; 256 tokens a micro-batch\n" in found.err
+    assert "decided for cpu:\n  techniques   fused-adamw attention packing: the fastest of" in found.err
+    assert "\n  micro-batch  256 tokens (2 rows): " in found.err
     ran = parse_config((here / "out" / "run.yaml").read_text(), "run.yaml")
     assert list(ran.with_) == ["lora", "fused-adamw", "attention", "packing"] and ran.method == "lora"
-    monkeypatch.setattr(answer, "ON_CPU", ())
-    monkeypatch.setattr(answer, "SPARE", 0.0)
+    monkeypatch.setattr(sets, "fastest_rows", lambda fitting, *_: fitting[0][1])
     again = call("train", config, "--set", "train.steps=3", "--resume", "auto")
     assert again.code == 0, again.err
-    assert "planned for" not in again.err
+    assert "decided for" not in again.err
     on = parse_config((here / "out" / "run.yaml").read_text(), "run.yaml")
     assert (on.with_, on.batch.micro_tokens) == (ran.with_, ran.batch.micro_tokens)
     plain_run = call("train", write(with_={}, train={"epochs": None, "steps": 1}, output="plain"))
-    assert plain_run.code == 0 and "planned" not in plain_run.err
+    assert plain_run.code == 0 and "techniques" not in plain_run.err
     assert parse_config((here / "plain" / "run.yaml").read_text(), "run.yaml").with_ == {}

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from optrush.bench import worker
 from optrush.config import parse_config
 from optrush.data.batch import Batch
+from optrush.decide import decide
 from optrush.kernels import float8
-from optrush.resolve import resolve
 from optrush.technique import library
 from optrush.trainer import run as fit
 from optrush.trainer.build import build
@@ -44,7 +44,7 @@ STEPS = 6
 
 
 def job_of(*withs: str) -> Trainer:
-    trainer = build(resolve(parse_config(BASE, "test", withs=withs)))
+    trainer = build(decide(parse_config(BASE, "test", withs=withs)))
     trainer.set_step = lambda n: set_step(trainer, n, STEPS)
     return trainer
 
@@ -174,7 +174,7 @@ def test_it_resumes_with_equal_bits(tmp_path: Path, deterministic):
     config = parse_config(text, "test", withs=("cuda-graphs", "packing", "fused-adamw"))
 
     def trained(resume: Literal["auto"] | None) -> dict[int, tuple[float, float]]:
-        fit.run(fit.RunRequest(resolve(config), resume))
+        fit.run(fit.RunRequest(decide(config), resume))
         lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
         return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if "loss" in line}
 

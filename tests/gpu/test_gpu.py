@@ -11,7 +11,7 @@ import torch
 
 from optrush.config import parse_config
 from optrush.data.batch import Batch
-from optrush.resolve import resolve
+from optrush.decide import decide
 from optrush.trainer.build import build
 from optrush.trainer.metrics import Meter
 from optrush.trainer.trainer import Trainer, set_step
@@ -37,7 +37,7 @@ output: unused
 
 
 def job_of(*withs: str) -> Trainer:
-    trainer = build(resolve(parse_config(BASE, "test", withs=withs)))
+    trainer = build(decide(parse_config(BASE, "test", withs=withs)))
     trainer.set_step = partial(set_step, trainer, steps=4)
     return trainer
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from optrush.config import Optim, parse_config
+from optrush.decide import decide
 from optrush.kernels.adam8bit import adam8bit_update
 from optrush.optim.adam8bit import Adam8bit
-from optrush.resolve import resolve
 from optrush.trainer.build import build
 from optrush.trainer.trainer import Trainer, set_step
 
@@ -75,7 +75,7 @@ def test_the_kernel_has_the_references_bits(dtype, rounding):
 
 
 def job_of(*withs: str) -> Trainer:
-    trainer = build(resolve(parse_config(BASE, "test", withs=withs)))
+    trainer = build(decide(parse_config(BASE, "test", withs=withs)))
     trainer.set_step = partial(set_step, trainer, steps=6)
     return trainer
 

@@ -103,14 +103,14 @@ def test_equal_bits_below_the_cap(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("withs", [(), ("bf16", "compile", "fused-loss"), ("amp:dtype=fp16",)], ids="+".join)
 def test_the_rehearsal_changes_no_bit(tmp_path: Path, model: Path, withs: tuple[str, ...]) -> None:
     """Weights, states, scale and both random states, with the kernels of a GPU."""
-    from optrush.resolve import resolve
+    from optrush.decide import decide
     from optrush.trainer import run as rehearse
     from optrush.trainer.build import build
     from optrush.trainer.trainer import RunPlan
 
     text = CONFIG.replace("model: model", f"model: {model}")
     config = parse_config(text, "x", ["batch.micro_tokens=4096", "batch.tokens=8192"], withs)
-    trainer = build(resolve(config))
+    trainer = build(decide(config))
     before = [t.local.clone() for t in trainer.trained]
     states = {n: {k: s.clone() for k, s in by.items()} for n, by in trainer.optimizer.state().items()}
     random, scale = torch.cuda.get_rng_state(), trainer.scale.item()
@@ -122,13 +122,13 @@ def test_the_rehearsal_changes_no_bit(tmp_path: Path, model: Path, withs: tuple[
 
 
 def test_what_is_released_goes_back_to_the_device(model: Path) -> None:
-    from optrush.resolve import resolve
+    from optrush.decide import decide
     from optrush.trainer import run
     from optrush.trainer.build import build
 
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    trainer = build(resolve(parse_config(CONFIG.replace("model: model", f"model: {model}"), "x")))
+    trainer = build(decide(parse_config(CONFIG.replace("model: model", f"model: {model}"), "x")))
     held = torch.cuda.memory_allocated() - before
     run.release_memory(trainer)
     assert torch.cuda.memory_allocated() - before < 0.02 * held

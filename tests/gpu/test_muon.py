@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from optrush.config import parse_config
+from optrush.decide import decide
 from optrush.kernels.adamw import key_words, step_key, write_stochastic
-from optrush.resolve import resolve
 from optrush.trainer.build import build
 from optrush.trainer.trainer import Trainer, set_step
 
@@ -51,7 +51,7 @@ def test_the_kernel_has_the_references_bits(size):
 
 
 def job_of(*withs: str) -> Trainer:
-    trainer = build(resolve(parse_config(BASE, "test", withs=withs)))
+    trainer = build(decide(parse_config(BASE, "test", withs=withs)))
     trainer.set_step = partial(set_step, trainer, steps=6)
     return trainer
 
@@ -106,7 +106,7 @@ def job_on_cpu(name: str) -> Trainer:
     trainer = job_of(name)
     for t in trainer.trained:
         t.parameter.data = t.parameter.data.cpu()
-    (technique,) = resolve(parse_config(BASE, "test", withs=(name,))).techniques
+    (technique,) = decide(parse_config(BASE, "test", withs=(name,))).techniques
     technique.optimizer(trainer)
     return trainer
 

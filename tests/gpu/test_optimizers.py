@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from optrush.config import Optim, parse_config
+from optrush.decide import decide
 from optrush.kernels import adamw as kernel
 from optrush.kernels.adam8bit import adam8bit_update
 from optrush.optim.adam8bit import Adam4bit
-from optrush.resolve import resolve
 from optrush.techniques import paged_states
 from optrush.trainer.build import build
 from optrush.trainer.trainer import Trainer, set_step
@@ -45,7 +45,7 @@ WITHS = {
 
 
 def job_of(*withs: str, sets: tuple[str, ...] = ()) -> Trainer:
-    trainer = build(resolve(parse_config(BASE, "test", sets, withs=withs)))
+    trainer = build(decide(parse_config(BASE, "test", sets, withs=withs)))
     trainer.set_step = partial(set_step, trainer, steps=6)
     return trainer
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from optrush.config import Config, parse_config
+from optrush.decide import decide
 from optrush.models.activation_offload import Offload
 from optrush.planner import search
-from optrush.resolve import resolve
 from optrush.trainer.build import build
 from optrush.trainer.trainer import Trainer, set_step
 
@@ -51,7 +51,7 @@ def run_of(text: str, withs: tuple[str, ...]) -> Config:
 
 
 def job_of(text: str, withs: tuple[str, ...]) -> Trainer:
-    trainer = build(resolve(run_of(text, withs)))
+    trainer = build(decide(run_of(text, withs)))
     trainer.set_step = partial(set_step, trainer, steps=4)
     return trainer
 

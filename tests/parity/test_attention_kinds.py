@@ -10,13 +10,13 @@ import torch
 from transformers import Llama4TextConfig
 
 from optrush import hardware
+from optrush.decide import decide
 from optrush.errors import ConfigError, NeedsError
 from optrush.kernels.attention import masked, sdpa
 from optrush.models.decoder import Decoder
 from optrush.models.hf import load
 from optrush.models.rope_angles import query_scales
 from optrush.models.shapes import SHAPES, ModelShape
-from optrush.resolve import resolve
 
 from memory import check_prediction
 from parity_models import EXPERTS, SIZES, compare_gradients, materialise, packed, reference, reference_alone, save
@@ -124,9 +124,9 @@ def test_kernels_without_windows_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(SHAPES, "windowed", {**SHAPES["qwen2.5-0.5b"], **given})
     device, _ = hardware.parse_hardware("h100")
     for impl, seq in (("cudnn", 512), ("fa4", 1024)):
-        resolve(shaped("windowed", "bf16", f"attention:impl={impl}", seq=seq, rows=1), device=device, ranks=1)
+        decide(shaped("windowed", "bf16", f"attention:impl={impl}", seq=seq, rows=1), device=device, ranks=1)
     with pytest.raises(NeedsError, match="a sliding window of 512 tokens"):
-        resolve(shaped("windowed", "bf16", "attention:impl=cudnn", seq=1024, rows=1), device=device, ranks=1)
+        decide(shaped("windowed", "bf16", "attention:impl=cudnn", seq=1024, rows=1), device=device, ranks=1)
 
 
 @pytest.mark.parametrize(("impl", "card"), [("cudnn", "h100"), ("fa4", "5090")])
@@ -134,9 +134,9 @@ def test_kernels_without_sinks_are_refused(impl: str, card: str) -> None:
     """flash-attn-4 has no gradients with sinks on the newest cards for desktops."""
     device, _ = hardware.parse_hardware(card)
     with pytest.raises(NeedsError, match="attention sinks in the model"):
-        resolve(shaped("gpt-oss-20b", "bf16", f"attention:impl={impl}", seq=128, rows=1), device=device, ranks=1)
+        decide(shaped("gpt-oss-20b", "bf16", f"attention:impl={impl}", seq=128, rows=1), device=device, ranks=1)
     device, _ = hardware.parse_hardware("h100")
-    resolve(shaped("gpt-oss-20b", "bf16", "attention:impl=fa4", seq=128, rows=1), device=device, ranks=1)
+    decide(shaped("gpt-oss-20b", "bf16", "attention:impl=fa4", seq=128, rows=1), device=device, ranks=1)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_what_context_cannot_cut(given: dict[str, Any], found: str, monkeypatch:
     device, _ = hardware.parse_hardware("h100")
     config = shaped("odd", "context:size=2,kind=gather", seq=1024, rows=1)
     with pytest.raises(NeedsError, match=found):
-        resolve(config, device=device, ranks=2)
+        decide(config, device=device, ranks=2)
 
 
 # --- chunks, and layers without rotary embedding
@@ -218,7 +218,7 @@ def test_what_chunks_do_not_have(technique: str, found: str, ranks: int) -> None
     device, _ = hardware.parse_hardware("h100")
     config = shaped("chunked-dense", "bf16", technique, seq=1024, rows=2)
     with pytest.raises(NeedsError, match=found):
-        resolve(config, device=device, ranks=ranks)
+        decide(config, device=device, ranks=ranks)
 
 
 @pytest.mark.parametrize(

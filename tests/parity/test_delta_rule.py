@@ -17,13 +17,13 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 
 from optrush import hardware
 from optrush.data.batch import Documents
+from optrush.decide import decide
 from optrush.errors import ConfigError, NeedsError
 from optrush.models import delta_rule
 from optrush.models.decoder import Decoder
 from optrush.models.hf import load
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.planner import baseline, search
-from optrush.resolve import resolve
 from optrush.techniques.attention import Attention, check_package
 
 from memory import supposed, track
@@ -206,7 +206,7 @@ REFUSED = [
 def test_what_has_no_way_to_it(technique: str, found: str, ranks: int) -> None:
     device, _ = hardware.parse_hardware("h100")
     with pytest.raises(NeedsError, match=found):
-        resolve(shaped("delta", "bf16", "compile", technique, seq=1024, rows=2), device=device, ranks=ranks)
+        decide(shaped("delta", "bf16", "compile", technique, seq=1024, rows=2), device=device, ranks=ranks)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_a_compiler_that_is_wrong_is_refused(
 def test_a_kernel_is_chosen_in_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """On CUDA the package's, or an error; asked for on a CPU, or for a model without such layers, an error."""
     device, _ = hardware.parse_hardware("h100")
-    env = resolve(shaped("delta", "bf16", "attention", seq=1024, rows=2), device=device, ranks=1).env
+    env = decide(shaped("delta", "bf16", "attention", seq=1024, rows=2), device=device, ranks=1).env
     model: Any = Decoder(ModelShape.read(SHAPES["delta"]), device=torch.device("meta"), dtype=torch.float32)
     trainer: Any = SimpleNamespace(env=env, model=model, notes=[])
     with pytest.raises(NeedsError, match="flash-linear-attention is not installed"):
@@ -246,8 +246,8 @@ def test_a_kernel_is_chosen_in_words(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     with pytest.raises(NeedsError, match="tensors on cpu"):
         delta_rule.fla(*drawn(torch.float32), packed([LENGTHS], 160, 61).documents)
     with pytest.raises(NeedsError, match="attention:delta=fla"):
-        resolve(shaped("delta", "attention:delta=fla", seq=1024, rows=2), ranks=1)
+        decide(shaped("delta", "attention:delta=fla", seq=1024, rows=2), ranks=1)
     with pytest.raises(NeedsError, match="a model without layers of a delta rule"):
-        resolve(shaped("qwen2.5-0.5b", "attention:delta=plain", seq=1024, rows=2), ranks=1)
+        decide(shaped("qwen2.5-0.5b", "attention:delta=plain", seq=1024, rows=2), ranks=1)
     with pytest.raises(ConfigError, match="linear_num_value_heads 5"):
         ModelShape.read({**QWEN35, "linear_num_value_heads": 5, "linear_num_key_heads": 2})

@@ -18,10 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from meshes import further
 from optrush.config import Config
 from optrush.data import stored_tokens
+from optrush.decide import check_teacher, decide
 from optrush.errors import ConfigError, DataError, NeedsError
 from optrush.objectives import LESSONS
 from optrush.planner import search
-from optrush.resolve import check_teacher, resolve
 from optrush.technique import Part
 from optrush.trainer import run as fit
 from optrush.trainer import teacher as other_model
@@ -165,7 +165,7 @@ def test_a_run_learns_and_evaluates(folder, tmp_path):
     """The loss falls; a held-out part has the figures too; the written model is the student alone."""
     sets = [f"output={tmp_path}/run", f"data.eval={folder}/held.jsonl", "train.save_every=2"]
     config = distill_run(folder, packed=True, sets=sets)
-    assert fit.run(fit.RunRequest(resolve(config))).code == 0
+    assert fit.run(fit.RunRequest(decide(config))).code == 0
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     logged = [line for line in lines if "loss" in line]
     assert (
@@ -191,12 +191,12 @@ def test_refused(folder, tmp_path, kind):
     config = distill_run(folder)
     if kind == "none":
         with pytest.raises(ConfigError, match="none is named"):
-            resolve(Config.model_validate({**config.model_dump(by_alias=True), "distill": {}}))
+            decide(Config.model_validate({**config.model_dump(by_alias=True), "distill": {}}))
     elif kind == "fused":
         with pytest.raises(NeedsError, match="by itself"):
-            resolve(distill_run(folder, fused_loss={}))
+            decide(distill_run(folder, fused_loss={}))
     elif kind == "ranks":
-        env = dataclasses.replace(resolve(config).env, claimed=frozenset({Part.CP}))
+        env = dataclasses.replace(decide(config).env, claimed=frozenset({Part.CP}))
         with pytest.raises(NeedsError, match="whole rows"):
             check_teacher(env)
     else:
@@ -206,7 +206,7 @@ def test_refused(folder, tmp_path, kind):
             short = {"model_type": "gpt2", "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 16}
             (tmp_path / "other" / "config.json").write_text(json.dumps(short))
             with pytest.raises(ConfigError, match="a model of 16 positions"):
-                resolve(config.model_copy(update={"distill": own}))
+                decide(config.model_copy(update={"distill": own}))
             return
         if kind == "tokens":
             path = tmp_path / "other" / "tokenizer.json"
@@ -243,7 +243,7 @@ def no_second_pass(monkeypatch):
 )  # fmt: skip
 def test_stored_tokens_are_the_formula_in_any_layout(folder, tmp_path, no_second_pass, case, how):
     """The whole vocabulary is the live loss; fewer are the formula with one class more; both in rows of any kind."""
-    vocab = resolve(distill_run(folder, case=case)).env.vocab
+    vocab = decide(distill_run(folder, case=case)).env.vocab
     for k, want in ((vocab, wanted(folder, case, "forward")), (K, wanted(folder, case, "forward", K))):
         found = ours(folder, case, "forward", how, tmp_path, k)
         assert found[0] == pytest.approx(want[0], rel=CLOSE) and found[2] == pytest.approx(want[2], rel=CLOSE)
@@ -270,7 +270,7 @@ def test_a_run_with_stored_tokens(folder, tmp_path, no_second_pass, monkeypatch)
     sets = [f"data.eval={folder}/held.jsonl", "train.save_every=2", f"data.max_samples={3 * PER_STEP // 2}"]
     sets += ["train.keep=9", "train.steps=5", "train.export=false", f"output={tmp_path}/live"]
     live = distill_run(folder, packed=True, sets=sets)
-    config = stored(live, tmp_path, resolve(live).env.vocab)
+    config = stored(live, tmp_path, decide(live).env.vocab)
     first, again = (config.model_copy(update={"output": str(tmp_path / name)}) for name in ("first", "again"))
     lines = [trained(live), trained(first)]
     assert len(list((tmp_path / "teacher").glob("*.npy"))) > 2
@@ -283,13 +283,13 @@ def test_a_run_with_stored_tokens(folder, tmp_path, no_second_pass, monkeypatch)
 
 
 def trained(config: Config, **how: Any) -> list[dict[str, Any]]:
-    assert fit.run(fit.RunRequest(resolve(config), **how)).code == 0
+    assert fit.run(fit.RunRequest(decide(config), **how)).code == 0
     return [json.loads(line) for line in (Path(config.output) / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_overfit_stores_nothing(folder, tmp_path):
     config = stored(distill_run(folder, packed=True), tmp_path, K)
-    result = run_overfit(resolve(config), 1, 6)
+    result = run_overfit(decide(config), 1, 6)
     assert result.steps >= 2 and result.loss < result.first_loss and not (tmp_path / "teacher").exists()
 
 
@@ -382,8 +382,8 @@ def test_the_plan_and_the_dry_run_count_what_is_stored(folder, tmp_path):
     of, live = (search.predict(c, "h100", 1) for c in (config, distill_run(folder, packed=True)))
     assert {item.name for item in live.lines} - {item.name for item in of.lines} == {"teacher"}
     assert {item.name for item in of.lines} - {item.name for item in live.lines} == {"teacher.stored"}
-    facts = dry_run(resolve(config), None, "optrush train")
+    facts = dry_run(decide(config), None, "optrush train")
     size = stored_tokens.record_type(K, 4).itemsize
     assert facts["disk"]["stored_tokens_bytes"] == size * int(assembled(config).stream.source.targets().sum())
-    assert resolve(config).env.teacher.record_bytes == size
+    assert decide(config).env.teacher.record_bytes == size
     assert "likeliest tokens" in dry_run_text(facts, config, [])

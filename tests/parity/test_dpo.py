@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 
 from meshes import further
 from optrush.config import Config, parse_config
-from optrush.resolve import resolve
+from optrush.decide import decide
 from optrush.trainer import dpo_reference
 from optrush.trainer.trainer import Trainer
 
@@ -94,7 +94,7 @@ def dpo_run(
 
 
 def filled(config: Config) -> Trainer:
-    prepared = resolve(config)
+    prepared = decide(config)
     job = assembled(prepared)
     dpo_reference.fill_reference(job, prepared)
     return job
@@ -337,7 +337,7 @@ def test_an_adapter_that_has_learnt_before_is_another_reference(folder, tmp_path
     """Its values are part of the key, wherever they came from."""
     config = dpo_run(folder, sets=[f"data.cache={tmp_path}", "dpo.reference=precomputed"], lora={"rank": 4})
     first = filled(config).stream.reference
-    prepared = resolve(config)
+    prepared = decide(config)
     job = assembled(prepared)
     for t in job.trained:
         t.local.add_(0.1)
@@ -351,11 +351,11 @@ def test_a_resumed_run_has_the_reference_it_began_with(folder, tmp_path):
 
     sets = [f"data.cache={tmp_path}/cache", f"output={tmp_path}/out", "train.save_every=2"]
     config = dpo_run(folder, rows=8, sets=sets)
-    assert fit.run(fit.RunRequest(resolve(config))).code == 0
+    assert fit.run(fit.RunRequest(decide(config))).code == 0
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     for path in (tmp_path / "cache" / "reference").iterdir():
         path.unlink()
-    assert fit.run(fit.RunRequest(resolve(config), tmp_path / "out" / "checkpoints" / "step-000002")).code == 0
+    assert fit.run(fit.RunRequest(decide(config), tmp_path / "out" / "checkpoints" / "step-000002")).code == 0
     again = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     for before, after in zip(map(json.loads, lines), map(json.loads, again), strict=True):
         for key in ("loss", "grad_norm", *FIGURES):
@@ -374,7 +374,7 @@ def shared_reference(box: Path) -> np.ndarray:
 
 def test_the_weights_are_the_models(folder):
     """The pass over the pairs changes nothing of what is trained."""
-    job = assembled(resolve(dpo_run(folder)))
+    job = assembled(decide(dpo_run(folder)))
     before = {t.name: whole(t.parameter.detach()).clone() for t in job.trained}
-    dpo_reference.fill_reference(job, resolve(dpo_run(folder, sets=[f"data.cache={folder}/third"])))
+    dpo_reference.fill_reference(job, decide(dpo_run(folder, sets=[f"data.cache={folder}/third"])))
     assert all(torch.equal(before[t.name], t.parameter) for t in job.trained)

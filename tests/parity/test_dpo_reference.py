@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from optrush.config import Config, parse_config
 from optrush.data.batch import Batch
+from optrush.decide import decide
 from optrush.models.weights import weights_fingerprint as fingerprint
-from optrush.resolve import resolve
 from optrush.trainer import dpo_reference
 from optrush.trainer.trainer import Trainer
 
@@ -38,7 +38,7 @@ def pairs_run(box: Path, tmp_path: Path, model: Path, *sets: str) -> Config:
 
 
 def filled(config: Config) -> Trainer:
-    prepared = resolve(config)
+    prepared = decide(config)
     job = assembled(prepared)
     dpo_reference.fill_reference(job, prepared)
     return job

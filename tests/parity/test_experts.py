@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM
 
 from meshes import further
 from optrush import export
+from optrush.decide import decide
 from optrush.errors import ConfigError, NeedsError
 from optrush.models.experts import TILE, balance_loss, grouped_matmul, load_figures, route_by_logits
 from optrush.models.hf import load
 from optrush.models.shapes import ModelShape
 from optrush.peft import io
 from optrush.planner import baseline
-from optrush.resolve import resolve
 
 from golden import make_golden
 from isolation import alone, disturbed
@@ -299,7 +299,7 @@ def test_a_stopped_run_goes_on_to_the_bit(moe: Path, tmp_path: Path) -> None:
     finals = []
     for stop in (None, 3):
         config = golden_run(moe, packed=True, sets=[f"output={tmp_path / str(stop)}", "train.save_every=3"])
-        prepared = resolve(config)
+        prepared = decide(config)
         if stop is not None:
             assert run(RunRequest(prepared)).code == 0
             newest = sorted(find_checkpoints(Path(config.output)))
@@ -386,7 +386,7 @@ def test_adapters_of_experts(family: str, targets: Any, moe: Path, tmp_path: Pat
         make_golden.write_documents(box / "text.jsonl", False)
     lora = {"rank": 3, "targets": targets, "rslora": targets == "experts"}
     config = golden_run(box, packed=True, lora=lora)
-    trainer, resolved = assembled(config), resolve(config)
+    trainer, resolved = assembled(config), decide(config)
     learnt = baseline.book(resolved.techniques, resolved.env, ModelShape.read(resolved.hf), 0.0)
     planned = sum(line.values for line in learnt.lines if line.name == "weights.adapters")
     assert planned == sum(t.parameter.numel() for t in trainer.trained)
@@ -448,14 +448,14 @@ def test_adapters_of_experts(family: str, targets: Any, moe: Path, tmp_path: Pat
 )
 def test_what_experts_do_not_have_is_refused(moe: Path, with_: dict[str, Any], found: str) -> None:
     with pytest.raises(NeedsError, match=found):
-        resolve(golden_run(moe, packed=True, **with_))
+        decide(golden_run(moe, packed=True, **with_))
 
 
 def test_what_parts_beside_experts_do_not_have_is_refused(tmp_path: Path) -> None:
     make_golden.write_model(tmp_path / "untied", False, **DEEPSEEK)
     make_golden.write_documents(tmp_path / "text.jsonl", False)
     with pytest.raises(NeedsError, match="which PEFT does not have for parts beside experts"):
-        resolve(golden_run(tmp_path, packed=True, lora={"targets": "dense", "dropout": 0.1}))
+        decide(golden_run(tmp_path, packed=True, lora={"targets": "dense", "dropout": 0.1}))
     with pytest.raises(NeedsError, match="gate_proj is a part of the experts' gate_up_proj") as caught:
-        resolve(golden_run(tmp_path, packed=True, lora={"targets": "mlp"}))
+        decide(golden_run(tmp_path, packed=True, lora={"targets": "mlp"}))
     assert "dense for shared experts" in caught.value.do

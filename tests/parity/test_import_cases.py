@@ -16,9 +16,9 @@ from transformers import AutoTokenizer
 
 from optrush.cli.import_config import Imported, translate
 from optrush.data.batch import IGNORE
+from optrush.decide import decide
 from optrush.errors import UserError
 from optrush.models import tiny
-from optrush.resolve import resolve
 from optrush.trainer.build import build
 
 CASES = json.loads(Path(__file__).with_name("import_cases.json").read_text())["cases"]
@@ -52,7 +52,7 @@ def imported(case: dict[str, Any], model: Path, folder: Path) -> Imported:
 
 def ours(found: Imported, path: Path) -> list[tuple[list[int], list[int]]]:
     made = []
-    for batch in build(resolve(found.config), training=False, data=str(path)).evaluation or ():
+    for batch in build(decide(found.config), training=False, data=str(path)).evaluation or ():
         ids = batch.documents.ids.tolist()
         for tokens, labels, numbers, row in zip(batch.tokens.tolist(), batch.labels.tolist(), ids, batch.rows):
             for n in range(len(row.samples)):

@@ -13,8 +13,8 @@ from trl import SFTConfig, SFTTrainer
 
 from optrush.cli.import_config import translate
 from optrush.data.batch import IGNORE
+from optrush.decide import decide
 from optrush.models import tiny
-from optrush.resolve import resolve
 from optrush.trainer.build import build
 
 ROWS: dict[str, list[dict[str, Any]]] = {
@@ -85,7 +85,7 @@ def ours(
     (folder / "sft.json").write_text(json.dumps(given))
     config = translate(folder / "sft.json", tool="trl-sft").config
     found = []
-    for batch in build(resolve(config), training=False, data=str(path)).evaluation or ():
+    for batch in build(decide(config), training=False, data=str(path)).evaluation or ():
         for tokens, labels in zip(batch.tokens.tolist(), batch.labels.tolist()):
             length = 2 + max(i for i, label in enumerate(labels) if label != IGNORE)
             found.append((tokens[:length], {i + 1 for i, label in enumerate(labels) if label != IGNORE}))

@@ -20,9 +20,9 @@ from transformers import AutoTokenizer
 
 from meshes import further
 from optrush.config import Config, parse_config
+from optrush.decide import decide
 from optrush.errors import ConfigError, DataError
 from optrush.objectives import JUDGEMENTS
-from optrush.resolve import resolve
 
 from golden import make_golden
 from trials import apart, assembled, metrics, published, steps
@@ -241,4 +241,4 @@ def test_bad_answers_are_refused_elsewhere_and_streams_here(folder):
     with pytest.raises(DataError, match="a judged answer"):
         assembled(kto_run(folder, sets=["objective=sft", "kto=null"]))
     with pytest.raises(ConfigError, match="none has the answer of another"):
-        resolve(kto_run(folder, sets=["data.stream=true"]))
+        decide(kto_run(folder, sets=["data.stream=true"]))

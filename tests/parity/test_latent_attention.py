@@ -13,13 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from optrush import config as configuration
 from optrush import hardware
+from optrush.decide import decide
 from optrush.errors import ConfigError, NeedsError
 from optrush.models.decoder import Decoder
 from optrush.models.hf import load
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.peft import io
 from optrush.planner import search
-from optrush.resolve import resolve
 
 from parity_models import (
     EXPERTS,
@@ -137,7 +137,7 @@ def test_adapters_are_those_of_peft(name: str, tmp_path: Path) -> None:
 def test_lines_that_name_no_linear(tmp_path: Path) -> None:
     save(reference(EXPERTS["deepseek_v3"]), tmp_path)
     with pytest.raises(NeedsError, match="no linear is called k_proj"):
-        resolve(run(tmp_path, tmp_path / "run", targets=["k_proj"]), ranks=1)
+        decide(run(tmp_path, tmp_path / "run", targets=["k_proj"]), ranks=1)
 
 
 # --- what is planned, and what is refused
@@ -179,7 +179,7 @@ REFUSED = [
 def test_what_has_no_way_to_it(technique: str, found: str, ranks: int) -> None:
     device, _ = hardware.parse_hardware("h100")
     with pytest.raises(NeedsError, match=found):
-        resolve(shaped("latent", "bf16", "compile", technique, seq=1024, rows=2), device=device, ranks=ranks)
+        decide(shaped("latent", "bf16", "compile", technique, seq=1024, rows=2), device=device, ranks=ranks)
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,13 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from meshes import further
 from optrush import export
+from optrush.decide import decide
 from optrush.errors import DataError, NeedsError
 from optrush.models.decoder import Decoder
 from optrush.models.hf import load, load_plain
 from optrush.models.shapes import ModelShape, native_obstacle
 from optrush.models.text_part import PREFIX
 from optrush.models.weights import export_weights
-from optrush.resolve import resolve
 
 from golden import make_golden
 from parity_models import EXPERTS, LATENT, materialise, packed, reference_alone, save
@@ -231,7 +231,7 @@ def test_a_run_with_adapters(case: str, dtype: str, wholes: dict[str, tuple[Path
     config = golden_run(tmp_path, packed=True, sets=sets, lora=lora)
     from optrush.trainer.run import RunRequest, run
 
-    assert run(RunRequest(resolve(config))).code == 0
+    assert run(RunRequest(decide(config))).code == 0
     out = Path(config.output)
     base, merged = (load_file(place / "model.safetensors") for place in (folder, out / "model"))
     assert base.keys() == merged.keys()

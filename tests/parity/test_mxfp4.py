@@ -16,10 +16,10 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from meshes import further
 from optrush import export
 from optrush.config import parse_config
+from optrush.decide import decide
 from optrush.errors import ConfigError, NeedsError
 from optrush.models.experts import Experts
 from optrush.planner import search
-from optrush.resolve import resolve
 
 from golden import make_golden
 from trials import apart, assembled, golden_run, micro, steps, weights
@@ -143,7 +143,7 @@ BLOCKS = "model.layers.1.mlp.experts.down_proj_blocks"
 def test_what_is_refused(boxes: tuple[Path, Path], tmp_path: Path) -> None:
     packed, dense = boxes
     with pytest.raises(ConfigError, match=r"nf4:experts=mxfp4.*\nfound: a checkpoint of dense weights"):
-        resolve(golden_run(dense, packed=True, **KEPT, **LORA))
+        decide(golden_run(dense, packed=True, **KEPT, **LORA))
     with pytest.raises(NeedsError, match=r"MXFP4 experts.*\nfound: a model that runs through transformers"):
         assembled(golden_run(packed, packed=True, sets=["model.implementation=transformers"]))
     shutil.copytree(packed, tmp_path / "told")
@@ -156,4 +156,4 @@ def test_what_is_refused(boxes: tuple[Path, Path], tmp_path: Path) -> None:
     file = tmp_path / "told" / "untied" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": {"quant_method": "fp8"}}))
     with pytest.raises(NeedsError, match="method fp8"):
-        resolve(golden_run(tmp_path / "told", packed=True))
+        decide(golden_run(tmp_path / "told", packed=True))

@@ -18,9 +18,9 @@ from test_peft import BATCH, DELTA, EVERY, SINGLE, Wide, exact, learnt, logits_o
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from optrush import config
+from optrush.decide import decide
 from optrush.errors import ConfigError, NeedsError
 from optrush.kernels import nf4
-from optrush.resolve import resolve
 
 from parity_models import SIZES, reference, save
 from trials import apart, assembled
@@ -257,7 +257,7 @@ def test_without_nf4(folders, tmp_path):
     _, four = folders("llama")
     for with_ in ({}, {"lora": {}}, {"int8": {}, "lora": {}}):
         with pytest.raises(NeedsError) as caught:
-            resolve(run(four, tmp_path / "run", **with_))
+            decide(run(four, tmp_path / "run", **with_))
         assert "method bitsandbytes" in caught.value.found and caught.value.do == "add --with nf4 --with lora"
 
 
@@ -274,7 +274,7 @@ def test_without_nf4(folders, tmp_path):
 def test_other_methods(folders, tmp_path, values, text):
     folder = changed(folders, tmp_path, config_edit=lambda hf: hf["quantization_config"].update(values))
     with pytest.raises((NeedsError, ConfigError), match=text) as caught:
-        resolve(run(folder, tmp_path / "run", nf4={}, lora={}))
+        decide(run(folder, tmp_path / "run", nf4={}, lora={}))
     assert "unquantised" in caught.value.do
 
 
@@ -282,7 +282,7 @@ def test_scales_quantised_otherwise_than_asked(folders, tmp_path):
     for double in (True, False):
         _, four = folders("llama", double)
         with pytest.raises(ConfigError, match=f"nf4:double={not double}") as caught:
-            resolve(run(four, tmp_path / "run", nf4={"double": not double}, lora={}))
+            decide(run(four, tmp_path / "run", nf4={"double": not double}, lora={}))
         assert caught.value.do == f"take --with nf4:double={str(double).lower()}"
 
 
@@ -305,7 +305,7 @@ def test_a_config_that_says_nothing_or_another_thing(folders, tmp_path):
     odd = changed(folders, tmp_path, config_edit=lambda hf: hf.update(quantization_config=["nf4"]))
     for with_, kind in (({"nf4": {}, "lora": {}}, ConfigError), ({}, NeedsError)):
         with pytest.raises(kind, match="no mapping"):
-            resolve(run(odd, tmp_path / "run", **with_))
+            decide(run(odd, tmp_path / "run", **with_))
 
 
 def test_through_transformers(folders, tmp_path):

@@ -18,12 +18,12 @@ from transformers import AutoModelForSequenceClassification
 
 from meshes import further
 from optrush.config import Config, dump_config
+from optrush.decide import decide
 from optrush.errors import NeedsError
 from optrush.export import export_run, write_model
 from optrush.models.hf import load_plain
 from optrush.objectives import FIGURES
 from optrush.objectives.reward import last_scores
-from optrush.resolve import resolve
 from optrush.trainer import run as fit
 
 from trials import apart, assembled, published, steps
@@ -167,7 +167,7 @@ def test_a_run_is_exported_and_not_chatted_with(folder, tmp_path):
     config = reward_run(
         folder, packed=True, settings={}, lora={"rank": 4}, sets=[f"output={tmp_path}/run", "train.save_every=2"]
     )
-    assert fit.run(fit.RunRequest(resolve(config))).code == 0
+    assert fit.run(fit.RunRequest(decide(config))).code == 0
     done = export_run(tmp_path / "run", tmp_path / "out")
     assert done.compared is not None and done.compared.sound
     with pytest.raises(NeedsError, match="scores texts"):
@@ -188,4 +188,4 @@ def test_the_padding_token_ends_no_text(folder):
 
 def test_refused(folder):
     with pytest.raises(NeedsError, match="over the vocabulary"):
-        resolve(reward_run(folder, fused_loss={}))
+        decide(reward_run(folder, fused_loss={}))

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
 from meshes import further
+from optrush.decide import decide
 from optrush.errors import NeedsError
 from optrush.hardware import parse_hardware
 from optrush.kernels import lora_matmul, swiglu, swiglu_quack
@@ -26,7 +27,6 @@ from optrush.peft.ledger import TILE
 from optrush.peft.lora import Lora, Settings
 from optrush.peft.quantized import Form, QuantizedLinear
 from optrush.planner import baseline, search
-from optrush.resolve import resolve
 from optrush.techniques import ALL
 from optrush.techniques.fused_kernels import FusedKernels
 from optrush.techniques.offload_activations import OffloadActivations
@@ -512,7 +512,7 @@ def test_what_needs_refuse(box):
     h200 = parse_hardware("h200")[0]
 
     def ready(**with_):
-        return resolve(golden_run(box, packed=True, bf16={}, **QUACK, **with_), device=h200)
+        return decide(golden_run(box, packed=True, bf16={}, **QUACK, **with_), device=h200)
 
     ready(lora={})
     ready(lora={}, nf4={})

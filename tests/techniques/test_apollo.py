@@ -12,12 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from optrush.config import Optim, parse_config
+from optrush.decide import decide
 from optrush.errors import ConfigError, NeedsError
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.optim.apollo import Apollo
 from optrush.planner import search
 from optrush.planner.ledger import Line
-from optrush.resolve import resolve
 from optrush.technique import Part
 from optrush.techniques.apollo import ROOM
 from optrush.techniques.apollo import Apollo as TheTechnique
@@ -171,7 +171,7 @@ def test_what_it_refuses(box):
     assert "no matrix of this model has more than 96 columns" in error.value.found
     assert "a smaller rank" in error.value.do
     with pytest.raises(ConfigError, match="rank"):
-        resolve(golden_run(box, apollo={"rank": 0}))
+        decide(golden_run(box, apollo={"rank": 0}))
 
 
 # What the plan says.

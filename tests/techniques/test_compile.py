@@ -11,9 +11,9 @@ import torch
 from torch._dynamo.utils import counters
 
 from meshes import further
+from optrush.decide import decide
 from optrush.errors import NeedsError
 from optrush.kernels import attention
-from optrush.resolve import resolve
 from optrush.technique import package_digest
 
 from golden.make_golden import SIZES, T
@@ -101,7 +101,7 @@ def _unwritten(monkeypatch):
 def test_one_graph_is_for_one_rank(box):
     run = golden_run(box, packed=True, ddp={}, compile={"scope": "model"})
     with pytest.raises(NeedsError, match="take scope=blocks"):
-        resolve(run, ranks=2)
+        decide(run, ranks=2)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

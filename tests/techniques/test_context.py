@@ -10,11 +10,11 @@ import torch
 
 from meshes import GOLDEN, MeshCase, follows, further, prove, saved, train
 from optrush.data.batch import Documents
+from optrush.decide import decide
 from optrush.errors import NeedsError
 from optrush.kernels import attention, attention_varlen, context_parallel
 from optrush.planner import baseline
 from optrush.planner.ledger import FLOAT32, Line, apply_rules, cut, line_bytes, peak_memory
-from optrush.resolve import resolve
 from optrush.technique import in_order, instantiate
 from optrush.techniques import ALL
 from optrush.trainer.trainer import evaluate
@@ -167,7 +167,7 @@ def test_what_a_rank_sends_is_what_was_predicted(box, pair, with_, packed):
 
 def test_a_rank_of_four_has_a_quarter_of_all_that_grows_with_the_tokens():
     def lines(*withs):
-        resolved = resolve(shaped("llama-3.2-1b", *withs, windows=4), ranks=4)
+        resolved = decide(shaped("llama-3.2-1b", *withs, windows=4), ranks=4)
         return predicted(resolved.env, resolved.config.with_)
 
     plain, shared = lines("ddp", "fused-loss:chunk=512"), lines("ddp", "fused-loss:chunk=512", "context:size=4")
@@ -247,7 +247,7 @@ def test_where_documents_begin_for_some_queries():
 )  # fmt: skip
 def test_what_is_refused(box, with_, ranks, sets, found, do):
     with pytest.raises(NeedsError) as error:
-        resolve(golden_run(box, packed=True, sets=sets, ddp={}, **with_), ranks=ranks)
+        decide(golden_run(box, packed=True, sets=sets, ddp={}, **with_), ranks=ranks)
     assert found in error.value.found and do in error.value.do
 
 
@@ -256,14 +256,14 @@ def test_what_is_refused(box, with_, ranks, sets, found, do):
 )
 def test_what_a_ring_refuses(box, more, found):
     with pytest.raises(NeedsError) as error:
-        resolve(golden_run(box, ddp={}, **RING, **more), ranks=2)
+        decide(golden_run(box, ddp={}, **RING, **more), ranks=2)
     assert found in error.value.found
 
 
 def test_pairs_are_refused(box):
     run = golden_run(box, case=CASES["chat"], sets=["objective=dpo"], ddp={}, **TWO)
     with pytest.raises(NeedsError, match="pairs") as error:
-        resolve(run, ranks=2)
+        decide(run, ranks=2)
     assert "leave context out" in error.value.do
 
 

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from meshes import further
 from optrush.data.batch import Batch
+from optrush.decide import decide
 from optrush.errors import NeedsError
 from optrush.hardware import CPU, NAMED
-from optrush.resolve import resolve
 from optrush.technique import Part, instantiate
 from optrush.techniques import ALL
 from optrush.techniques.cuda_graphs import APART, Window, capture, tensors
@@ -257,14 +257,14 @@ def test_moved_weights_are_seen(box):
 def test_what_cannot_be_recorded(box, with_, device, sets, ranks, text):
     run = golden_run(box, sets=sets, cuda_graphs={}, **with_)
     with pytest.raises(NeedsError, match=text) as caught:
-        resolve(run, ranks=ranks, device=CPU if device == "cpu" else NAMED[device])
+        decide(run, ranks=ranks, device=CPU if device == "cpu" else NAMED[device])
     assert "cuda-graphs" in caught.value.asked and caught.value.do
 
 
 @pytest.mark.parametrize("part", [part for part, _, _ in APART], ids=lambda p: p.name)
 def test_whose_owner_it_does_not_go_with(box, part):
     technique = instantiate(ALL, {"cuda-graphs": {}})[0]
-    env = resolve(golden_run(box), device=NAMED["h200"]).env
+    env = decide(golden_run(box), device=NAMED["h200"]).env
     owned = dataclasses.replace(env, claimed=frozenset({part}))
     assert [n.met for n in technique.needs(env)].count(False) == 0
     assert [n.met for n in technique.needs(owned)].count(False) == 1
@@ -273,7 +273,7 @@ def test_whose_owner_it_does_not_go_with(box, part):
 def test_with_compiled_blocks_on_a_gpu(box):
     """The width that compile owns is one; what it starts is in the graph, and so is priced once."""
     run = golden_run(box, packed=True, compile={}, cuda_graphs={})
-    env = resolve(run, device=NAMED["h200"]).env
+    env = decide(run, device=NAMED["h200"]).env
     assert {Part.CAPTURE, Part.COMPILED, Part.ROW_WIDTH} <= env.claimed
 
 

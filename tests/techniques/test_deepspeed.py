@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from meshes import MeshCase, follows, further, prove, saved, train
 from optrush import technique
 from optrush.bench.worker import proof_window
+from optrush.decide import decide
 from optrush.errors import ConflictError, NeedsError
 from optrush.hardware import GIB, NAMED
 from optrush.planner import baseline
 from optrush.planner.ledger import line_bytes, peak_memory
-from optrush.resolve import resolve
 from optrush.techniques import ALL, deepspeed
 from optrush.trainer.checkpoint import slices, verify
 from optrush.trainer.trainer import evaluate
@@ -228,7 +228,7 @@ REFUSED = [
 def test_what_it_refuses(box, with_, sets, ranks, found, do):
     run = golden_run(box, CASES["chat"], packed=True, rows=1, sets=sets, **with_)
     with pytest.raises(NeedsError) as error:
-        resolve(run, ranks=ranks)
+        decide(run, ranks=ranks)
     assert found in error.value.found and do in error.value.do and error.value.asked
 
 
@@ -244,7 +244,7 @@ def test_what_it_refuses(box, with_, sets, ranks, found, do):
 )
 def test_what_it_refuses_on_a_gpu(shape, more, found):
     with pytest.raises(NeedsError) as error:
-        resolve(shaped(shape, "deepspeed", *more, rows=1, windows=4), ranks=2, device=NAMED["h100"])
+        decide(shaped(shape, "deepspeed", *more, rows=1, windows=4), ranks=2, device=NAMED["h100"])
     assert found in error.value.found and error.value.do
 
 
@@ -253,7 +253,7 @@ def test_what_it_refuses_on_a_gpu(shape, more, found):
 )
 def test_its_optimizer_and_its_axis_are_its_own(box, other):
     with pytest.raises(ConflictError):
-        resolve(golden_run(box, packed=True, sets=["batch.tokens=1536"], **zero(2), **{other: {}}), ranks=2)
+        decide(golden_run(box, packed=True, sets=["batch.tokens=1536"], **zero(2), **{other: {}}), ranks=2)
 
 
 def refused_there(box, with_, version=None):
@@ -285,7 +285,7 @@ def test_what_it_refuses_when_it_is_built(box, pair, with_, version, found, do):
 def test_without_the_package_it_names_what_installs_it(box, monkeypatch):
     monkeypatch.setattr(technique, "library", lambda name: None)
     with pytest.raises(NeedsError) as error:
-        resolve(golden_run(box, packed=True, **zero(3)), ranks=2)
+        decide(golden_run(box, packed=True, **zero(3)), ranks=2)
     assert "deepspeed is not installed" in error.value.found and "optrush[deepspeed]" in error.value.do
 
 
@@ -314,7 +314,7 @@ def kept(box, with_):
 @there
 @pytest.mark.parametrize("with_", [zero(2), zero(3) | {"amp": {}}], ids=str)
 def test_what_a_rank_holds_is_what_was_predicted(box, pair, with_):
-    resolved = resolve(golden_run(box, rows=1, packed=True, **with_), ranks=2)
+    resolved = decide(golden_run(box, rows=1, packed=True, **with_), ranks=2)
     (book,) = baseline.books(resolved.techniques, resolved.env, resolved.env.shape, 0.0)
     sums = dict.fromkeys(("weights", "copies", "states", "gradients"), 0.0)
     for line in book.lines:
@@ -328,7 +328,7 @@ def test_what_a_rank_holds_is_what_was_predicted(box, pair, with_):
 def peak(shape, *withs, ranks=4):
     """Predicted GiB of the device, and GiB sent by a rank in a step of two micro-batches."""
     run = shaped(shape, "recompute", "fused-loss", *withs, rows=1, windows=2 * ranks)
-    resolved = resolve(run, ranks=ranks, device=NAMED["h100"])
+    resolved = decide(run, ranks=ranks, device=NAMED["h100"])
     (book,) = baseline.books(resolved.techniques, resolved.env, resolved.env.shape, 0.0)
     sent = sum(
         w.values * book.bytes_per_value[w.role] * w.times * (2 if w.per == "micro" else 1)

@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
 
 from meshes import MeshCase, bits, further, passed_on, prove, saved, train
+from optrush.decide import decide
 from optrush.errors import NeedsError
 from optrush.models import expert_parallel
 from optrush.models.activation_offload import of_parameter
 from optrush.models.shapes import LOAD_FIGURES, SHAPES, ModelShape
 from optrush.planner import search
-from optrush.resolve import resolve
 from optrush.technique import SUMMED
 from optrush.techniques import ALL
 from optrush.trainer.distributed import World
@@ -358,10 +358,10 @@ def test_what_it_refuses(moe, options, with_, name, sets, ranks, found):
     sets = [f"model.path={moe / name}", f"batch.tokens={48 * 24}", *sets]
     run = golden_run(moe, rows=1, packed=True, sets=sets, experts=options, **with_)
     with pytest.raises(NeedsError) as error:
-        resolve(run, ranks=ranks)
+        decide(run, ranks=ranks)
     assert found in error.value.found and error.value.do
 
 
 def test_a_dense_model_has_none_to_share(box):
     with pytest.raises(NeedsError, match="a model without experts"):
-        resolve(golden_run(box, packed=True, **DDP), ranks=2)
+        decide(golden_run(box, packed=True, **DDP), ranks=2)

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import interpreter
+from optrush.decide import decide
 from optrush.errors import NeedsError
 from optrush.hardware import parse_hardware
 from optrush.kernels import swiglu
 from optrush.models.experts import Experts
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.planner import search
-from optrush.resolve import resolve
 from optrush.technique import library
 from optrush.techniques.fused_kernels import FusedKernels
 from techniques.test_adapted_feed import CLASSES
@@ -230,7 +230,7 @@ def test_the_plan(more):
 
 def test_a_clamped_activation_is_refused():
     with pytest.raises(NeedsError, match="a clamped activation") as caught:
-        resolve(shaped("gpt-oss-20b", *USUAL, "fused-kernels:mlp=quack"), device=parse_hardware("h200")[0])
+        decide(shaped("gpt-oss-20b", *USUAL, "fused-kernels:mlp=quack"), device=parse_hardware("h200")[0])
     assert caught.value.do == "take mlp=none"
 
 
@@ -240,7 +240,7 @@ def test_a_search_tries_it_where_a_step_was_measured():
         ("qwen3-30b-a3b", (), "h200", both), ("qwen3-30b-a3b", (), "a100-40", [{}]), ("llama-3.2-1b", (), "h200", both),
         ("qwen3-30b-a3b", ("lora:targets=experts",), "h200", [{}]), ("qwen3-30b-a3b", ("lora",), "h200", [{}]),
     ):  # fmt: skip
-        env = resolve(shaped(shape, *USUAL, *more), device=parse_hardware(device)[0]).env
+        env = decide(shaped(shape, *USUAL, *more), device=parse_hardware(device)[0]).env
         assert list(FusedKernels.variants(env)) == found
 
 

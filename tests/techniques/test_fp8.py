@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 
 from meshes import further
+from optrush.decide import decide
 from optrush.errors import NeedsError, NoEffectError
 from optrush.hardware import NAMED
 from optrush.kernels import float8
 from optrush.models.decoder import build_decoder as decoder
 from optrush.models.shapes import SHAPES
 from optrush.planner import search
-from optrush.resolve import resolve
 from optrush.technique import Part
 from optrush.techniques.fp8 import MLP_SHARE, Fp8
 
@@ -229,13 +229,13 @@ def test_a_model_without_such_linears(box, monkeypatch):
 )
 def test_what_it_needs(box, device, with_, sets, text):
     with pytest.raises(NeedsError, match=text) as caught:
-        resolve(golden_run(box, sets=sets, fp8={}, **with_), device=NAMED[device])
+        decide(golden_run(box, sets=sets, fp8={}, **with_), device=NAMED[device])
     assert "`fp8`" in caught.value.asked and caught.value.do
 
 
 def test_it_is_had_on_a_device_that_has_it(box):
     run = golden_run(box, sets=["batch.micro_tokens=96"], fp8={}, bf16={}, compile={})
-    assert {Part.LINEARS, Part.COMPILED} <= resolve(run, device=NAMED["4090"]).env.claimed
+    assert {Part.LINEARS, Part.COMPILED} <= decide(run, device=NAMED["4090"]).env.claimed
 
 
 # What is kept, bytes a token and block.

@@ -15,12 +15,12 @@ from torch import nn
 import interpreter
 from meshes import further
 from optrush import technique
+from optrush.decide import decide
 from optrush.errors import NeedsError
 from optrush.hardware import CPU, parse_hardware
 from optrush.kernels import rms_norm, rope, swiglu
 from optrush.kernels.lora_matmul import copied_padded, empty_padded
 from optrush.planner import search
-from optrush.resolve import resolve
 from optrush.technique import Technique, missing, refuse_unmet
 from optrush.techniques.fused_kernels import FusedKernels
 
@@ -108,13 +108,13 @@ def test_bytes_saved_by_a_compiled_norm(box):
 
 def test_refused(box, tmp_path, monkeypatch):
     with pytest.raises(NeedsError, match="`fused-kernels` needs the native"):
-        resolve(golden_run(box, sets=["model.implementation=transformers"], fused_kernels={}))
+        decide(golden_run(box, sets=["model.implementation=transformers"], fused_kernels={}))
     with pytest.raises(NeedsError, match="nothing is left to fuse"):
-        resolve(golden_run(box, fused_kernels={"mlp": "none"}))
+        decide(golden_run(box, fused_kernels={"mlp": "none"}))
     folder = shutil.copytree(box / "untied", tmp_path / "qwen3")
     (folder / "config.json").write_text(json.dumps({**SIZES, "model_type": "qwen3", "attention_bias": True}))
     with pytest.raises(NeedsError, match="rotates queries and keys as the product makes them"):
-        resolve(golden_run(box, sets=[f"model.path={folder}"], fused_kernels=ROPE))
+        decide(golden_run(box, sets=[f"model.path={folder}"], fused_kernels=ROPE))
     monkeypatch.setattr("optrush.technique.library", lambda name: None)
     FusedKernels().demand_triton(CPU)
     with pytest.raises(NeedsError, match="`fused-kernels` runs a Triton kernel"):
@@ -159,7 +159,7 @@ def test_what_is_more_than_a_matrix_is_called(box):
             return 1
 
     def made(**with_):
-        prepared = resolve(golden_run(box, packed=True, **with_))
+        prepared = decide(golden_run(box, packed=True, **with_))
         return assembled(dataclasses.replace(prepared, techniques=[Doubled(), *prepared.techniques]))
 
     job = made(fused_kernels={})
@@ -182,11 +182,11 @@ def test_quack_is_refused_where_it_cannot_run(box, monkeypatch):
     run = golden_run(box, fused_kernels={"mlp": "quack"}, bf16={})
     for device, what in ((None, "CUDA"), (parse_hardware("b200")[0], "Hopper")):
         with pytest.raises(NeedsError, match=what):
-            resolve(run, device=device)
+            decide(run, device=device)
     h200 = parse_hardware("h200")[0]
-    resolve(run, device=h200)
+    decide(run, device=h200)
     with pytest.raises(NeedsError, match="float32"):
-        resolve(golden_run(box, fused_kernels={"mlp": "quack"}), device=h200)
+        decide(golden_run(box, fused_kernels={"mlp": "quack"}), device=h200)
     job = assembled(golden_run(box))
     ours = FusedKernels(mlp="quack")
     monkeypatch.setattr(technique, "library", lambda name: None)

@@ -15,12 +15,12 @@ from torch.utils._pytree import tree_leaves
 import interpreter
 from meshes import further
 from optrush import technique
+from optrush.decide import decide
 from optrush.errors import NeedsError
-from optrush.hardware import parse_hardware
+from optrush.hardware import CPU, parse_hardware
 from optrush.kernels import cross_entropy, linear_cross_entropy
 from optrush.kernels.cross_entropy import Package
 from optrush.kernels.linear_cross_entropy import rows_per_chunk
-from optrush.resolve import resolve
 from optrush.technique import library, missing, refuse_unmet, unmet
 from optrush.techniques.fused_loss import FusedLoss
 
@@ -100,7 +100,7 @@ def test_a_stage_of_a_pipeline_without_a_head(monkeypatch):
     """The weight that quack's kernel asks for lies on another rank."""
     monkeypatch.setattr(FusedLoss, "demand_triton", lambda *_: None)
     head = SimpleNamespace(weight=None, bias=None, scale=1.0, softcap=None, nll=None)
-    env = SimpleNamespace(vocab=256, device=None)
+    env = SimpleNamespace(vocab=256, slots=64, device=CPU)
     trainer = SimpleNamespace(model=SimpleNamespace(head=head), env=env, precision=torch.bfloat16, notes=[])
     assert FusedLoss(impl="quack").loss(trainer) == 1 and isinstance(head.nll, Package)
 
@@ -110,14 +110,14 @@ def test_a_package_has_no_loss_of_a_cut_vocabulary(impl):
     """Said by a plan, not first where the run is built."""
     device, _ = parse_hardware("h100")
     with pytest.raises(NeedsError, match="a vocabulary that is cut over ranks"):
-        resolve(shaped("llama-3.2-1b", "bf16", f"fused-loss:impl={impl}", "tensor", seq=1024), device=device, ranks=2)
+        decide(shaped("llama-3.2-1b", "bf16", f"fused-loss:impl={impl}", "tensor", seq=1024), device=device, ranks=2)
 
 
 @pytest.mark.parametrize("impl", ["quack", "liger"])
 def test_refused_where_it_cannot_run(box, impl, monkeypatch):
     with pytest.raises(NeedsError, match="CUDA"):
-        resolve(golden_run(box, fused_loss={"impl": impl}, bf16={}))
-    plain = resolve(golden_run(box, bf16={})).env
+        decide(golden_run(box, fused_loss={"impl": impl}, bf16={}))
+    plain = decide(golden_run(box, bf16={})).env
 
     def lacks(device="h200", **options):
         env = dataclasses.replace(plain, device=parse_hardware(device)[0], vocab=options.pop("vocab", 1024))

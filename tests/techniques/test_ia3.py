@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from optrush.decide import decide
 from optrush.errors import NeedsError
 from optrush.export import write_adapter
-from optrush.resolve import resolve
 from optrush.technique import instantiate
 from optrush.techniques import ALL
 from optrush.techniques.ia3 import Ia3
@@ -100,7 +100,7 @@ def test_what_it_refuses(box, options, sets, text):
 
 def test_it_is_refused_before_anything_is_built(box):
     with pytest.raises(NeedsError, match="o_proj is none of the targets"):
-        resolve(golden_run(box, ia3={"feedforward": ["o_proj"]}))
+        decide(golden_run(box, ia3={"feedforward": ["o_proj"]}))
 
 
 def test_auto_where_nobody_knows_the_names(box):
@@ -120,5 +120,5 @@ def test_an_adapter_of_another_kind_is_refused(box, tmp_path):
     folder = write_adapter(learning(box), tmp_path / "adapter")
     assert first_gradients(learning(box, ia3={"init": str(folder)}))[0]
     with pytest.raises(NeedsError, match=r"peft_type .IA3. in adapter_config\.json, and .LORA. here"):
-        resolve(golden_run(box, lora={"init": str(folder)}))
+        decide(golden_run(box, lora={"init": str(folder)}))
     assert instantiate(ALL, {"ia3": {"targets": ["k_proj"]}}) == [Ia3(targets=("k_proj",))]

@@ -10,8 +10,8 @@ import torch
 
 from meshes import further
 from optrush.config import dump_config
+from optrush.decide import decide
 from optrush.errors import NeedsError
-from optrush.resolve import resolve
 
 from trials import assembled, golden_run, steps, weights
 
@@ -41,7 +41,7 @@ def test_a_run_with_workers_ends(box):
 
 def test_pinned_memory_needs_a_gpu(box):
     with pytest.raises(NeedsError, match="pinned"):
-        resolve(golden_run(box, loader={"pinned": True}))
+        decide(golden_run(box, loader={"pinned": True}))
 
 
 def test_the_batches_come_from_other_processes(box):

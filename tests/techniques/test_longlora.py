@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from optrush.data.batch import Documents
+from optrush.decide import decide
 from optrush.errors import NeedsError
 from optrush.kernels import attention
 from optrush.kernels.attention_shifted import shifted
-from optrush.resolve import resolve
 from optrush.trainer.trainer import evaluate
 
 from golden.make_golden import T
@@ -179,9 +179,9 @@ def test_the_plan_counts_the_bytes(more):
 )
 def test_what_does_not_go_with_it(box, options, with_, ranks, found):
     with pytest.raises(NeedsError, match=found):
-        resolve(golden_run(box, longlora=options, **with_), ranks=ranks)
+        decide(golden_run(box, longlora=options, **with_), ranks=ranks)
 
 
 def test_other_models(box):
     with pytest.raises(NeedsError, match="runs through transformers"):
-        resolve(golden_run(box, sets=["model.implementation=transformers"], longlora={}))
+        decide(golden_run(box, sets=["model.implementation=transformers"], longlora={}))

@@ -19,13 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshes import further
+from optrush.decide import decide
 from optrush.errors import ConfigError, ConflictError, NeedsError
 from optrush.export import write_adapter
 from optrush.models import activation_offload
 from optrush.models.weights import Memory, WeightMap, native_entries
 from optrush.peft import io
 from optrush.planner import baseline, search
-from optrush.resolve import resolve
 from optrush.restore import rebuild
 from optrush.technique import instantiate
 from optrush.techniques import ALL
@@ -461,12 +461,12 @@ def test_what_it_refuses(box, options, with_, sets, text):
 def test_norms_of_bf16_blocks_are_not_sharded(box):
     run = golden_run(box, lora={"save": ["input_layernorm"]}, bf16={}, fsdp={})
     with pytest.raises(NeedsError, match="input_layernorm in bf16 beside adapters in float32"):
-        resolve(run, ranks=2)
+        decide(run, ranks=2)
 
 
 def test_one_owner_of_what_is_trained(box):
     with pytest.raises(ConflictError, match="adapters beside frozen weights"):
-        resolve(golden_run(box, lora={}, ia3={}))
+        decide(golden_run(box, lora={}, ia3={}))
 
 
 def test_options_come_as_lists_and_on_the_command_line():
@@ -529,7 +529,7 @@ def test_what_changes_nothing_is_taken(box, kept, changes):
 @pytest.mark.parametrize("alpha", [float("inf"), float("nan"), 0.0])
 def test_an_alpha_that_is_no_factor(box, alpha):
     with pytest.raises(ConfigError, match="lora: alpha"):
-        resolve(golden_run(box, lora={"alpha": alpha}))
+        decide(golden_run(box, lora={"alpha": alpha}))
 
 
 def test_files_that_are_none(box, kept):
@@ -590,7 +590,7 @@ def test_split_weights_are_rebuilt(box, tmp_path):
     config = golden_run(
         box, packed=True, sets=["train.save_every=1", f"output={tmp_path / 'run'}"], lora={**SOME, "init": "pissa"}
     )
-    assert fit.run(fit.RunRequest(resolve(config))).code == 0
+    assert fit.run(fit.RunRequest(decide(config))).code == 0
     rebuilt = rebuild(Path(config.output)).trainer
     job = assembled(config)
     list(steps(job))

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from optrush import config, hardware
+from optrush.decide import decide, resized
 from optrush.errors import NeedsError
 from optrush.planner import cost, search
-from optrush.resolve import resized, resolve
 from optrush.techniques.memory_cap import MemoryCap
 
 from trials import golden_run
@@ -41,7 +41,7 @@ def test_the_plan_sees_the_smaller_card(cap, size_bytes):
 
 
 def test_the_micro_batch_goes_by_it():
-    whole, capped = (resolve(run(*w), device=H200).env for w in ([], ["memory-cap:mib=16000"]))
+    whole, capped = (decide(run(*w), device=H200).env for w in ([], ["memory-cap:mib=16000"]))
     assert capped.micro_rows < whole.micro_rows and capped.device.memory_bytes == 16000 << 20
 
 
@@ -69,7 +69,7 @@ def test_no_search_leaves_it_out():
 )  # fmt: skip
 def test_what_is_refused(withs, device, found, do):
     with pytest.raises(NeedsError) as caught:
-        resolve(run(withs), device=device)
+        decide(run(withs), device=device)
     assert "`memory-cap`" in caught.value.asked and found in caught.value.found and do in caught.value.do
 
 
@@ -82,7 +82,7 @@ def test_the_allocator_is_told(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, at: said.append((share, at)))
     monkeypatch.setenv("LOCAL_RANK", "3")
     for cap in (MemoryCap(mib=24000), MemoryCap(fraction=0.5)):
-        env = resolve(run(), device=H200).env
+        env = decide(run(), device=H200).env
         capped = dataclasses.replace(env, device=cap.card(env.device))
         assert cap.process(capped) == 1
     assert said == [
@@ -95,6 +95,6 @@ def test_a_fraction_is_of_the_whole_card_when_the_micro_batch_changes(box):
     """Not of what was left of it the first time, which would be less than the CUDA context."""
     run = golden_run(box, memory_cap={"fraction": 0.07})
     h200 = hardware.parse_hardware("h200")[0]
-    prepared = resolve(run, device=h200)
+    prepared = decide(run, device=h200)
     again = resized(prepared, 1)
     assert again.env.micro_rows == 1 and again.env.device == prepared.env.device

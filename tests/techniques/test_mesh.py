@@ -13,8 +13,8 @@ import torch
 
 from faults.harness import LONG, told
 from meshes import MeshCase, bits, follows, further, pass_on, play, prove, saved, train
+from optrush.decide import decide
 from optrush.errors import NeedsError
-from optrush.resolve import resolve
 from optrush.trainer import checkpoint
 from optrush.trainer import run as fit
 from optrush.trainer.trainer import RunPlan
@@ -208,5 +208,5 @@ def test_these_tests_would_see_copies_that_count_twice(box, quad):
 )
 def test_meshes_that_the_ranks_do_not_fill(box, ranks, options, found):
     with pytest.raises(NeedsError) as error:
-        resolve(golden_run(box, packed=True, fsdp=options), ranks=ranks)
+        decide(golden_run(box, packed=True, fsdp=options), ranks=ranks)
     assert found in error.value.found and "ranks" in error.value.do

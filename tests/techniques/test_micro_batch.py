@@ -15,11 +15,11 @@ import torch
 from meshes import further
 from optrush import hardware
 from optrush.config import parse_config
+from optrush.decide import changed, decide, resized
 from optrush.errors import ConfigError, NeedsError, RunError
-from optrush.planner import cost
-from optrush.planner.cost import fastest_rows, room
+from optrush.planner.cost import room
 from optrush.planner.search import predict
-from optrush.resolve import resized, resolve
+from optrush.planner.sets import fastest_rows, micro_batch_rows
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique
 from optrush.techniques import ALL
 from optrush.trainer.run import RunRequest
@@ -59,7 +59,7 @@ def test_a_halved_run_is_the_run(box, after):
     """Against the plain run as configured and, halved from the first step on, the run of that size, to the bit."""
     whole = trained(box, 4)[0]
     halved, found, job = trained(box, 4, micro_batch={}, scarce={"rows": 2, "after": after})
-    assert job.env.micro_rows == 2 and job.config.batch.micro_tokens == 2 * T
+    assert job.env.micro_rows == 2
     for (loss, norm, skipped), (want, want_norm, _) in zip(halved, whole, strict=True):
         assert loss == pytest.approx(want, rel=1e-6) and norm == pytest.approx(want_norm, rel=1e-5) and not skipped
     if after == 0:
@@ -169,11 +169,11 @@ def lines(output):
 def test_the_rehearsal_finds_what_fits(box):
     """The configuration that is written holds the number, and runs by itself."""
     plain = golden_run(box, rows=4, packed=True, sets=["train.steps=3"])
-    assert fit(RunRequest(resolve(plain))).code == 0
+    assert fit(RunRequest(decide(plain))).code == 0
     want = lines(plain.output)[0]
     shutil.rmtree(plain.output)
     run = golden_run(box, rows=4, packed=True, sets=["train.steps=3"], micro_batch={}, scarce={})
-    assert fit(RunRequest(resolve(run, CLASSES))).code == 0
+    assert fit(RunRequest(decide(run, CLASSES))).code == 0
     found, said = lines(run.output)
     assert said == [], "it was before step 0"
     for a, b in zip(found, want, strict=True):
@@ -186,7 +186,7 @@ def test_the_rehearsal_finds_what_fits(box):
 def test_a_late_lack_of_memory_loses_no_step(box):
     """4 calls in the rehearsal, 2 in step 1, 1 in step 2, then no more than 2 rows."""
     run = golden_run(box, rows=4, packed=True, sets=["train.steps=3"], micro_batch={}, scarce={"rows": 2, "after": 7})
-    assert fit(RunRequest(resolve(run, CLASSES))).code == 0
+    assert fit(RunRequest(decide(run, CLASSES))).code == 0
     found, said = lines(run.output)
     assert [line["step"] for line in found] == [1, 2, 3]
     assert [(line["step"], line["micro_tokens"]) for line in said] == [(1, 2 * T)] and SAID in said[0]["after"]
@@ -213,7 +213,7 @@ class Whole(Technique):
 def test_what_nobody_can_make_smaller_is_refused(box):
     run = golden_run(box, rows=8, packed=True, micro_batch={}, scarce={"rows": 4}, whole={})
     with pytest.raises(NeedsError) as caught:
-        fit(RunRequest(resolve(run, (*CLASSES, Whole))))
+        fit(RunRequest(decide(run, (*CLASSES, Whole))))
     assert (
         caught.value.asked == f"steps of 8 rows of {T} tokens a micro-batch" and "out of memory" in caught.value.found
     )
@@ -229,7 +229,7 @@ def on_two(box, data, rows, after, **more):
         box, rows=4, packed=True, sets=["train.steps=3"], micro_batch={}, scarce={"rows": rows, "after": after}, **data
     )
     try:
-        assert fit(RunRequest(resolve(run, CLASSES))).code == 0
+        assert fit(RunRequest(decide(run, CLASSES))).code == 0
     except (RunError, NeedsError) as error:
         return str(error)
     found = lines(run.output)[0]
@@ -262,7 +262,7 @@ def test_later_ranks_end_the_run(box, pair, data):
 
 
 def sized(device, tokens=65536, shape="llama-3.2-1b", with_=QUICK):
-    return resolve(parse_config(GPUS.format(shape=shape, tokens=tokens, with_=with_), "x"), device=device)
+    return decide(parse_config(GPUS.format(shape=shape, tokens=tokens, with_=with_), "x"), device=device)
 
 
 @pytest.mark.parametrize("name", ["h200", "a100-40", "l4"])
@@ -297,23 +297,19 @@ def test_auto_without_rates_takes_the_largest_that_fits():
 
 def test_auto_serves_who_wants_one_micro_batch(box):
     run = golden_run(box, packed=True, sets=["batch.micro_tokens=auto"], whole={})
-    assert resolve(run, (*ALL, Whole)).env.accumulation == 1
+    assert decide(run, (*ALL, Whole)).env.accumulation == 1
     with pytest.raises(NeedsError, match="one micro-batch a step"):
-        resized(resolve(run, (*ALL, Whole)), 2)
+        resized(decide(run, (*ALL, Whole)), 2)
 
 
 def test_auto_on_ranks(box):
     run = golden_run(box, packed=True, sets=["batch.micro_tokens=auto"], ddp={})
-    env = resolve(run, ranks=2).env
+    env = decide(run, ranks=2).env
     assert (8 // 2) % env.micro_rows == 0 and env.accumulation * env.micro_rows == 4
 
 
 def test_sizes():
-    assert (
-        cost.micro_batch_rows(8) == [1, 2, 4, 8]
-        and cost.micro_batch_rows(12) == [1, 2, 4, 12]
-        and cost.micro_batch_rows(1) == [1]
-    )
+    assert micro_batch_rows(8) == [1, 2, 4, 8] and micro_batch_rows(12) == [1, 2, 4, 12] and micro_batch_rows(1) == [1]
 
 
 def test_auto_on_a_cpu_goes_by_this_machines_memory(box, monkeypatch):
@@ -322,29 +318,31 @@ def test_auto_on_a_cpu_goes_by_this_machines_memory(box, monkeypatch):
     for memory_bytes, rows in ((1 << 40, 8), (int((one + two) / 2 * 1.03), 1)):
         machine = dataclasses.replace(hardware.CPU, memory_bytes=memory_bytes)  # no rates: the largest that fits
         monkeypatch.setattr(hardware, "cpu", lambda machine=machine: machine)
-        assert resolve(run, device=hardware.CPU).env.micro_rows == rows
+        assert decide(run, device=hardware.CPU).env.micro_rows == rows
 
 
-def test_auto_needs_a_prediction_on_a_cpu(box, tmp_path):
+def test_auto_of_a_family_without_a_plan(box, tmp_path):
+    """By a dense decoder of the same sizes; on a GPU the rehearsal halves what does not fit."""
     from transformers import GPT2Config
 
     GPT2Config(vocab_size=2048, n_positions=T, n_embd=16, n_layer=1, n_head=2).save_pretrained(tmp_path)
     run = golden_run(box, sets=["batch.micro_tokens=auto", f"model.path={tmp_path}"])
-    with pytest.raises(ConfigError, match="no prediction of memory") as caught:
-        resolve(run, device=hardware.CPU)
-    assert caught.value.do == f"give a multiple of {T}"
-    assert resolve(run, device=hardware.NAMED["h200"]).env.accumulation == 1, "a GPU's rehearsal will find it"
+    assert decide(run, device=hardware.CPU).env.micro_rows > 1
+    assert decide(run, device=hardware.NAMED["h200"]).env.accumulation == 1
+    left_out = changed(run, {"batch.micro_tokens": None})
+    assert "micro-batch" in decide(left_out, device=hardware.NAMED["h200"]).config.with_
+    assert "micro-batch" not in decide(left_out, device=hardware.CPU).config.with_
 
 
 def test_auto_needs_somebody_who_finds_it(box):
     run = golden_run(box, sets=["batch.micro_tokens=auto"])
     with pytest.raises(ConfigError, match="no technique here finds it"):
-        resolve(run, [t for t in ALL if Part.MICRO_BATCH not in t.claims])
+        decide(run, [t for t in ALL if Part.MICRO_BATCH not in t.claims])
 
 
 def test_auto_runs(box):
     run = golden_run(box, packed=True, sets=["batch.micro_tokens=auto", "train.steps=2"])
-    assert fit(RunRequest(resolve(run))).code == 0
+    assert fit(RunRequest(decide(run))).code == 0
     written = parse_config((Path(run.output) / "run.yaml").read_text(), "run.yaml")
     assert isinstance(written.batch.micro_tokens, int) and "micro-batch" in written.with_
 
@@ -365,6 +363,8 @@ def test_rows_with_room_to_spare(speeds, peaks, want):
     card = hardware.NAMED["h100"]
     rows = fastest_rows(fitting, lambda n: peaks[n] * 0.95 * 2**30 / room(card), card)
     assert rows == want
-    assert fastest_rows(fitting, lambda n: peaks[n] * 2**30, hardware.parse_hardware("cpu")[0]) == min(
+    half = dataclasses.replace(hardware.CPU, memory_bytes=2 << 40)
+    assert fastest_rows(fitting, lambda n: peaks[n] / 200, half) == min(
         n for n, speed in speeds.items() if speed >= 0.99 * max(speeds.values())
     )
+    assert fastest_rows(fitting, lambda n: 0.4 + peaks[n], half) == 1, "none leaves half of the memory: the smallest"

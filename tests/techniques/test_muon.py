@@ -12,13 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshes import further
+from optrush.decide import decide
 from optrush.errors import ConfigError, NeedsError
 from optrush.kernels.adamw import key_words, random_bits, round_stochastic, step_key, write_stochastic
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.optim.muon import COEFFICIENTS, Muon, Pieces, orthogonal
 from optrush.planner import search
 from optrush.planner.ledger import Line
-from optrush.resolve import resolve
 from optrush.technique import Part, Technique
 from optrush.techniques import ALL
 from optrush.techniques.muon import ROOM, pieces
@@ -238,7 +238,7 @@ def test_it_refuses_frozen_matrices(box):
         claims = frozenset({Part.ADAPTERS})
 
     with pytest.raises(NeedsError, match="`muon` updates the blocks' own matrices") as error:
-        resolve(golden_run(box, muon={}, adapters={}), (*ALL, Adapters))
+        decide(golden_run(box, muon={}, adapters={}), (*ALL, Adapters))
     assert "freezes them" in error.value.found and "fused-adamw" in error.value.do
 
 
@@ -253,7 +253,7 @@ def test_it_refuses_a_model_without_linears(box, monkeypatch):
 @pytest.mark.parametrize("options", [{"momentum": 1.0}, {"momentum": 0.0}, {"iterations": 0}], ids=str)
 def test_it_refuses_options(box, options):
     with pytest.raises(ConfigError, match=next(iter(options))):
-        resolve(golden_run(box, muon=options))
+        decide(golden_run(box, muon=options))
 
 
 # What the plan says.

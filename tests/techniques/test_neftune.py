@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from optrush.decide import decide
 from optrush.errors import NeedsError
-from optrush.resolve import resolve
 from optrush.technique import Part, refuse_unmet
 from optrush.techniques.neftune import Neftune, _Noise
 from optrush.trainer.trainer import evaluate
@@ -68,7 +68,7 @@ def test_a_step_repeats_its_noise(box):
 
 @pytest.mark.parametrize("part", [Part.CP, Part.PP, Part.CAPTURE])
 def test_refused_beside(box, part):
-    env = dataclasses.replace(resolve(golden_run(box)).env, claimed=frozenset({part}))
+    env = dataclasses.replace(decide(golden_run(box)).env, claimed=frozenset({part}))
     with pytest.raises(NeedsError, match="neftune"):
         refuse_unmet(Neftune().needs(env))
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from meshes import further
 from optrush.config import dump_config
+from optrush.decide import decide
 from optrush.errors import ConflictError, NeedsError
 from optrush.export import write_model
 from optrush.hardware import NAMED
@@ -25,7 +26,6 @@ from optrush.models.experts import Experts
 from optrush.models.shapes import SHAPES
 from optrush.models.weights import export_weights
 from optrush.planner import search
-from optrush.resolve import resolve
 from optrush.technique import Numerics, Part, Technique
 from optrush.techniques import ALL
 from optrush.trainer import build, checkpoint
@@ -371,9 +371,9 @@ def test_through_transformers(box):
 @pytest.mark.parametrize("name", ["nf4", "int8"])
 def test_somebody_must_say_what_is_trained(box, name):
     with pytest.raises(NeedsError, match="trained\ndo:    add --with lora or --with ia3"):
-        resolve(golden_run(box, **{name: {}}))
+        decide(golden_run(box, **{name: {}}))
     with pytest.raises(ConflictError, match="the products of the blocks' linears"):
-        resolve(golden_run(box, **{name: {}, "fp8": {}}))
+        decide(golden_run(box, **{name: {}, "fp8": {}}))
 
 
 def test_a_gpu_without_what_builds_kernels(box, monkeypatch):

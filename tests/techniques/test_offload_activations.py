@@ -20,13 +20,13 @@ from torch._dynamo.utils import counters
 from meshes import further
 from optrush import hardware
 from optrush.cli.plan import memory_lines
+from optrush.decide import decide
 from optrush.errors import NeedsError
 from optrush.hardware import CPU, NAMED
 from optrush.models import activation_offload as module
 from optrush.models.activation_offload import Offload, Pages
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.planner import baseline, cost, ledger, search
-from optrush.resolve import resolve
 from optrush.technique import Environment, Part, settle
 from optrush.techniques import ALL
 from optrush.techniques.offload_activations import OffloadActivations
@@ -386,7 +386,7 @@ def test_a_host_that_is_short_is_found_before_the_first_step(box, here, monkeypa
     refused = r"out of memory, before step 0: 0\.0 GiB of host memory are taken, of 0\.0 that this process may have"
     sets = [f"output={tmp_path / 'run'}"]
     with pytest.raises(NeedsError, match=refused) as error:
-        run(RunRequest(resolve(golden_run(box, rows=4, packed=True, sets=sets, offload_activations={}), here)))
+        run(RunRequest(decide(golden_run(box, rows=4, packed=True, sets=sets, offload_activations={}), here)))
     assert "--with recompute" in str(error.value) and "batch.micro_tokens" in str(error.value)
 
 
@@ -395,18 +395,18 @@ def test_a_host_that_is_short_is_found_before_the_first_step(box, here, monkeypa
 
 def test_a_cpu_has_no_other_memory(box):
     with pytest.raises(NeedsError, match="needs a CUDA device"):
-        resolve(golden_run(box, offload_activations={}))
+        decide(golden_run(box, offload_activations={}))
 
 
 @pytest.mark.parametrize("keep", [2, 3])
 def test_something_must_move(box, here, keep):
     with pytest.raises(NeedsError, match=f"keep={keep}.*\n.*2 blocks.*\n.*from 0 to 1"):
-        resolve(golden_run(box, offload_activations={"keep": keep}), here)
+        decide(golden_run(box, offload_activations={"keep": keep}), here)
 
 
 def test_what_does_not_go_with_it(box, here):
     with pytest.raises(NeedsError, match="entered inside their graph"):
-        resolve(golden_run(box, sets=["model.implementation=transformers"], compile={}, offload_activations={}), here)
+        decide(golden_run(box, sets=["model.implementation=transformers"], compile={}, offload_activations={}), here)
     with pytest.raises(NeedsError, match="take compile:scope=blocks"):
         assembled(golden_run(box, compile={"scope": "model"}, offload_activations={}), here)
     with pytest.raises(NeedsError, match="beside it"):
@@ -518,7 +518,7 @@ def test_the_ranks_of_a_host_share_its_memory(monkeypatch, hosts, local, share):
 def test_the_micro_batch_fits_on_the_host_too():
     device = dataclasses.replace(NAMED["h200"], host_memory_bytes=2 << 30)  # 16 rows need 1.88 GiB
     config = shaped("llama-3.2-1b", "bf16", "attention", "recompute", NAME, rows=512, sets=["batch.micro_tokens=auto"])
-    rows = [resolve(config, ranks=1, device=d).env.micro_rows for d in (NAMED["h200"], device)]
+    rows = [decide(config, ranks=1, device=d).env.micro_rows for d in (NAMED["h200"], device)]
     assert rows == [32, 8]
 
 

@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from meshes import further
+from optrush.decide import decide
 from optrush.errors import NeedsError, NoEffectError
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.optim.adam8bit import Adam4bit, Adam8bit
 from optrush.optim.adamw import AdamW, build_optimizer
 from optrush.optim.paged import Paged, ParamRows, Registered
 from optrush.planner import search
-from optrush.resolve import resolve
 from optrush.techniques import ALL, paged_states
 from optrush.techniques.paged_states import PagedStates
 from optrush.trainer import build
@@ -342,7 +342,7 @@ def test_host_memory_stays_pinned_until_it_is_released(monkeypatch):
 
 def test_a_cpu_has_no_other_memory(box):
     with pytest.raises(NeedsError, match="needs a CUDA device"):
-        resolve(golden_run(box, paged_states={}))
+        decide(golden_run(box, paged_states={}))
 
 
 @pytest.mark.parametrize(

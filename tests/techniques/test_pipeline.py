@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from meshes import MeshCase, follows, further, prove, saved, train
+from optrush.decide import changed, decide
 from optrush.errors import NeedsError
 from optrush.export import export_run
 from optrush.hardware import NAMED
 from optrush.planner import baseline
 from optrush.planner.ledger import line_bytes, peak_memory
-from optrush.resolve import resolve
 from optrush.techniques import ALL
 from optrush.techniques.pipeline import CLASSES, Pipeline, _balanced, head_in_blocks
 from optrush.trainer.trainer import evaluate
@@ -213,7 +213,7 @@ REFUSED = [
 def test_what_it_refuses(box, with_, sets, ranks, found, do):
     run = golden_run(box, make_golden.CASES["chat"], packed="pad" not in with_, sets=sets, **with_)
     with pytest.raises(NeedsError) as error:
-        resolve(run, ranks=ranks)
+        decide(run, ranks=ranks)
     assert found in error.value.found and do in error.value.do
 
 
@@ -229,7 +229,7 @@ def test_what_it_refuses(box, with_, sets, ranks, found, do):
 )
 def test_what_halves_of_a_backward_pass_refuse(deep, with_, ranks, found):
     with pytest.raises(NeedsError) as error:
-        resolve(golden_run(deep, packed=True, rows=1, **with_), ranks=ranks)
+        decide(golden_run(deep, packed=True, rows=1, **with_), ranks=ranks)
     assert found in error.value.found and "interleaved" in error.value.do
 
 
@@ -243,7 +243,7 @@ def test_what_halves_of_a_backward_pass_refuse(deep, with_, ranks, found):
 )
 def test_what_it_refuses_on_a_gpu(shape, more, found):
     with pytest.raises(NeedsError) as error:
-        resolve(shaped(shape, "pipeline", *more, rows=1, windows=4), ranks=2, device=NAMED["h100"])
+        decide(shaped(shape, "pipeline", *more, rows=1, windows=4), ranks=2, device=NAMED["h100"])
     assert found in error.value.found and error.value.do
 
 
@@ -252,10 +252,10 @@ def test_rounds_of_an_interleaved_schedule(deep):
     for many, tokens in ((3, 288), (5, 480)):
         run = golden_run(deep, packed=True, rows=2, sets=[f"batch.tokens={tokens}"], **TWICE)
         if many == 3:
-            assert resolve(run, ranks=2).env.accumulation == 3
+            assert decide(run, ranks=2).env.accumulation == 3
             continue
         with pytest.raises(NeedsError) as error:
-            resolve(run, ranks=2)
+            decide(run, ranks=2)
         assert "5 micro-batches" in error.value.found and "batch.tokens to 384" in error.value.do
 
 
@@ -307,10 +307,10 @@ def test_no_split_is_better(schedule):
 def test_the_head_counts_as_blocks(shape, options, wanted):
     """As many as by the FLOPs of the plan of one GPU."""
     size = int(options[5])
-    resolved = resolve(shaped(shape, f"pipeline:{options}", rows=1, seq=4096, windows=8), ranks=size)
+    resolved = decide(shaped(shape, f"pipeline:{options}", rows=1, seq=4096, windows=8), ranks=size)
     (t,) = (t for t in resolved.techniques if isinstance(t, Pipeline))
     assert [len(stage) for stage in t.stages(resolved.env)] == wanted
-    alone = resolve(shaped(shape, "bf16", "attention", rows=1, seq=4096), ranks=1, device=NAMED["h100"])
+    alone = decide(shaped(shape, "bf16", "attention", rows=1, seq=4096), ranks=1, device=NAMED["h100"])
     (book,) = baseline.books(alone.techniques, alone.env, alone.env.shape, 0.0)
     flop = {work.name: work.flop * work.times for work in book.work if work.flop and not work.gone}
     head = flop.pop("head.products")
@@ -428,7 +428,7 @@ def held(box, with_):
 
 @pytest.mark.parametrize("with_", [ONE, TWICE], ids=str)
 def test_what_a_rank_holds_is_what_was_predicted(deep, pair, with_):
-    resolved = resolve(golden_run(deep, packed=True, **with_), ranks=2)
+    resolved = decide(golden_run(deep, packed=True, **with_), ranks=2)
     books = baseline.books(resolved.techniques, resolved.env, resolved.env.shape, 0.0)
     tokens = resolved.env.micro_rows * resolved.env.seq
     for (weights, received), book in zip(pair(held, deep, with_), books, strict=True):
@@ -438,12 +438,12 @@ def test_what_a_rank_holds_is_what_was_predicted(deep, pair, with_):
 
 
 def test_the_ranks_do_the_work_of_one_and_wait():
-    def booked(*withs, ranks):
-        resolved = resolve(shaped("llama-3.1-8b", *withs, rows=1, windows=8), ranks=ranks)
+    def booked(ranks, **with_):
+        resolved = decide(changed(shaped("llama-3.1-8b", rows=1, windows=8), {"with": with_}), ranks=ranks)
         return baseline.books(resolved.techniques, resolved.env, resolved.env.shape, 0.0)
 
     (alone,) = booked(ranks=1)
-    books = booked("pipeline:size=4", ranks=4)
+    books = booked(ranks=4, pipeline={"size": 4})
 
     def flop(book):
         return sum(w.flop * w.times for w in book.work if not w.gone)

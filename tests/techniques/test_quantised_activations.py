@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from meshes import further
+from optrush.decide import decide
 from optrush.errors import ConflictError, NeedsError
 from optrush.kernels import int8
 from optrush.kernels.int8 import BLOCK, LEAST
 from optrush.models import activation_rounding as module
 from optrush.models.activation_rounding import Rounded, RoundedActivations
 from optrush.planner import search
-from optrush.resolve import resolve
 from optrush.techniques.quantised_activations import QuantisedActivations
 
 from golden.make_golden import SIZES
@@ -232,22 +232,22 @@ def test_the_plan_counts_the_bytes(with_, chunk):
 )
 def test_what_does_not_go_with_it(box, with_, found):
     with pytest.raises(NeedsError, match=found):
-        resolve(golden_run(box, quantised_activations={}, **with_))
+        decide(golden_run(box, quantised_activations={}, **with_))
 
 
 def test_others_that_keep_activations_elsewhere(box):
     with pytest.raises(ConflictError, match="where that is kept"):
-        resolve(golden_run(box, quantised_activations={}, offload_activations={}))
+        decide(golden_run(box, quantised_activations={}, offload_activations={}))
 
 
 @pytest.mark.parametrize(("model", "found"), [("untied", "runs through transformers"), ("moe", "a model with experts")])
 def test_other_blocks(box, model, found):
     sets = [f"model.path={box / model}"] + ["model.implementation=transformers"] * (model == "untied")
     with pytest.raises(NeedsError, match=found):
-        resolve(golden_run(box, sets=sets, quantised_activations={}))
+        decide(golden_run(box, sets=sets, quantised_activations={}))
 
 
 def test_quack(box):
-    env = resolve(golden_run(box)).env
+    env = decide(golden_run(box)).env
     quack = dataclasses.replace(env, spec=dataclasses.replace(env.spec, mlp="quack"))
     assert ["mlp=quack" in n.found for n in QuantisedActivations().needs(quack) if not n.met] == [True]

@@ -10,11 +10,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from meshes import further
+from optrush.decide import decide
 from optrush.errors import NeedsError
 from optrush.hardware import parse_hardware
 from optrush.kernels.int8 import BLOCK
 from optrush.planner import search
-from optrush.resolve import resolve
 from optrush.techniques import ALL
 from optrush.techniques.quantised_links import QuantisedLinks
 from optrush.trainer import packed_links
@@ -205,11 +205,11 @@ def test_the_plan_counts_the_bytes(box, pair):
 )
 def test_what_does_not_go_with_it(box, options, with_, found):
     with pytest.raises(NeedsError, match=found):
-        resolve(golden_run(box, quantised_links=options, **with_), ranks=2)
+        decide(golden_run(box, quantised_links=options, **with_), ranks=2)
 
 
 def test_needs(box):
-    env = resolve(golden_run(box, fsdp={}, quantised_links={}), ranks=2).env
+    env = decide(golden_run(box, fsdp={}, quantised_links={}), ranks=2).env
     others = {
         "reads shards where they are": {"spec": dataclasses.replace(env.spec, gathered_in_place=True)},
         "runs through transformers": {"native": False},
@@ -224,7 +224,7 @@ def test_needs(box):
 
 def test_experts_are_refused(box):
     with pytest.raises(NeedsError, match="a model with experts"):
-        resolve(golden_run(box, sets=[f"model.path={box}/moe"], fsdp={}, quantised_links={}), ranks=2)
+        decide(golden_run(box, sets=[f"model.path={box}/moe"], fsdp={}, quantised_links={}), ranks=2)
 
 
 def test_a_slow_link_carries_half(box):

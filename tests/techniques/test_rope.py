@@ -12,10 +12,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshes import MeshCase, further, play, prove
+from optrush.decide import decide
 from optrush.errors import ConfigError, NeedsError, UserError
 from optrush.models.decoder import Decoder, frequencies
 from optrush.models.shapes import ModelShape
-from optrush.resolve import resolve
 from optrush.techniques.rope import Rope
 from optrush.trainer import run as fit
 
@@ -88,7 +88,7 @@ def test_a_run_exports_what_it_trained(box, tmp_path):
     """Logits of the exported model, as transformers opens it, far beyond the old positions."""
     options, settings, positions = KINDS["yarn"]
     sets = (f"output={tmp_path / 'run'}", "train.steps=2", "batch.seq=96", "batch.tokens=768", "batch.micro_tokens=192")
-    assert fit.run(fit.RunRequest(resolve(golden_run(box, sets=sets, rope=options)))).code == 0
+    assert fit.run(fit.RunRequest(decide(golden_run(box, sets=sets, rope=options)))).code == 0
     written = json.loads((tmp_path / "run/model/config.json").read_text())
     assert written["rope_parameters"] == settings and written["max_position_embeddings"] == positions
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run/model", dtype=torch.float32)
@@ -97,7 +97,7 @@ def test_a_run_exports_what_it_trained(box, tmp_path):
     ids = torch.arange(200)[None] % 70
     torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-4)
     with pytest.raises(NeedsError, match="'yarn' already"):
-        resolve(golden_run(box, sets=(f"model={tmp_path / 'run/model'}",), rope=options))
+        decide(golden_run(box, sets=(f"model={tmp_path / 'run/model'}",), rope=options))
 
 
 @pytest.mark.slow

@@ -13,8 +13,8 @@ import torch
 
 from meshes import further
 from optrush.cli import setup
+from optrush.decide import decide
 from optrush.errors import ConfigError, ConflictError, NeedsError, NoEffectError
-from optrush.resolve import resolve
 from optrush.technique import RANK_PARTS, STAGES, Numerics, Part, Technique, in_order
 from optrush.techniques import ALL
 from optrush.techniques.fused_adamw import FusedAdamW
@@ -213,9 +213,9 @@ def test_another_technique_is_a_file_and_a_line(box):
     job = assembled(golden_run(box, sgd={}), (*ALL, Sgd))
     assert "optimizer  sgd (momentum=0.9): 1 change" in job.describe()
     with pytest.raises(ConflictError, match="the optimizer"):
-        resolve(golden_run(box, sgd={}, fused_adamw={}), (*ALL, Sgd))
+        decide(golden_run(box, sgd={}, fused_adamw={}), (*ALL, Sgd))
     with pytest.raises(ConfigError, match="no such technique"):
-        resolve(golden_run(box, sgd={}))
+        decide(golden_run(box, sgd={}))
 
 
 def test_the_chosen_kernel_is_named(box):
@@ -238,10 +238,10 @@ def conflict(box, a, b):
     if a.claims & b.claims:
         run = golden_run(box, sets=["batch.tokens=1536"], **given)  # which any two ranks can share
         with pytest.raises(ConflictError, match=f"`{a.name}` with `{b.name}`"):
-            resolve(run, ranks=2)
+            decide(run, ranks=2)
         return
     with suppress(NeedsError):  # what one of them lacks here is no conflict
-        assert {t.name for t in resolve(run, ranks=2 if shared((a.name, b.name)) else 1).techniques} == {a.name, b.name}
+        assert {t.name for t in decide(run, ranks=2 if shared((a.name, b.name)) else 1).techniques} == {a.name, b.name}
 
 
 def test_the_conflicts_we_know(box):
@@ -251,10 +251,10 @@ def test_the_conflicts_we_know(box):
 
 def test_several_ranks_want_somebody_to_share_the_work(box):
     with pytest.raises(NeedsError, match="2 ranks"):
-        resolve(golden_run(box), ranks=2)
+        decide(golden_run(box), ranks=2)
     for name in SHARED:
         with pytest.raises(NeedsError, match="one rank"):
-            resolve(golden_run(box, **{name: {}}), ranks=1)
+            decide(golden_run(box, **{name: {}}), ranks=1)
 
 
 TOGETHER = ["packing", "recompute", "fused-loss", "amp", "attention", "fused-adamw"]

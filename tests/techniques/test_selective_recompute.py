@@ -11,9 +11,9 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshes import further
+from optrush.decide import decide
 from optrush.errors import ConfigError, NeedsError
 from optrush.models.shapes import SHAPES
-from optrush.resolve import resolve
 from optrush.techniques import selective_recompute
 from optrush.techniques.selective_recompute import SelectiveRecompute
 
@@ -243,7 +243,7 @@ def test_the_plan_keeps_what_the_partitioner_keeps(box, once, monkeypatch, budge
     sets = ["data.path=null", "data.random=8", "objective=pretrain", "model.path=null", "model.shape=small"]
     sets += [f"batch.{name}={T}" for name in ("seq", "tokens", "micro_tokens")]
     given = {"packed": False, "sets": sets, "bf16": {}, "selective_recompute": {"budget": budget}, **withs}
-    env = resolve(golden_run(box, attention={}, compile={}, **given)).env
+    env = decide(golden_run(box, attention={}, compile={}, **given)).env
     again = {r.match for r in SelectiveRecompute(budget=budget).predict(env) if "recomputed" in r.changes}
     outputs = {"saved.heads": 1.5, "saved.attended": 1.0, "saved.gate_up": 8.0, "saved.middle*": 1.0}
     said = 1 + sum(size for name, size in outputs.items() if name not in again)  # 1: what enters the block
@@ -274,14 +274,14 @@ SEVERAL = ("adapters, which make several of each", "take ops=attention")
 )
 def test_what_is_refused(box, with_, options, found, do):
     with pytest.raises(NeedsError) as refused:
-        resolve(golden_run(box, selective_recompute=options, **with_))
+        decide(golden_run(box, selective_recompute=options, **with_))
     assert found in refused.value.found and do in refused.value.do
 
 
 @pytest.mark.parametrize("options", [{"budget": 0.0}, {"budget": 1.5}, {"budget": "half"}, {"ops": "norms"}], ids=str)
 def test_options_that_mean_nothing(box, options):
     with pytest.raises(ConfigError, match="selective-recompute"):
-        resolve(golden_run(box, selective_recompute=options))
+        decide(golden_run(box, selective_recompute=options))
 
 
 def test_these_tests_would_see_that_nothing_runs_again(box, monkeypatch):

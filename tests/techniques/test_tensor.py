@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from meshes import MeshCase, follows, further, prove, saved, train
+from optrush.decide import decide
 from optrush.errors import NeedsError
-from optrush.resolve import resolve
 from optrush.techniques import ALL
 
 from trials import apart, assembled, first_gradients, furthest, golden_run, published
@@ -174,7 +174,7 @@ def test_what_it_refuses(box, options, with_, sets, ranks, found):
     whole = {"batch.micro_tokens=384"} if "update-in-backward" in with_ else set()
     run = golden_run(box, packed="pad" not in with_, sets=[*sets, *whole], tensor=options, **with_)
     with pytest.raises(NeedsError) as error:
-        resolve(run, ranks=ranks)
+        decide(run, ranks=ranks)
     assert found in error.value.found and error.value.do
 
 

@@ -9,12 +9,12 @@ import torch
 
 from meshes import further
 from optrush import technique
+from optrush.decide import decide
 from optrush.errors import NeedsError
 from optrush.hardware import NAMED
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.planner import baseline, ledger
 from optrush.planner.ledger import BFLOAT16, FLOAT32
-from optrush.resolve import resolve
 from optrush.technique import Environment, instantiate
 from optrush.techniques import ALL
 
@@ -151,7 +151,7 @@ def test_a_backward_pass_outside_the_window_updates_nothing(box):
 )
 def test_what_it_needs(box, sets, with_, ranks, found, do):
     with pytest.raises(NeedsError, match="`update-in-backward`") as error:
-        resolve(golden_run(box, packed=True, sets=sets, update_in_backward={}, **with_), ranks=ranks)
+        decide(golden_run(box, packed=True, sets=sets, update_in_backward={}, **with_), ranks=ranks)
     assert found in error.value.found and do in error.value.do
 
 

@@ -13,13 +13,12 @@ import yaml
 from meshes import further
 from optrush import hardware
 from optrush.cli.plan import _answer_lines
-from optrush.config import ADAPTER_LR, PAIRED, Config, dump_config, parse_config, spelled_out, with_method
+from optrush.config import ADAPTER_LR, PAIRED, Config, dump_config, parse_config
 from optrush.data.length_estimate import estimate_tokens
+from optrush.decide import decide, problem_of, spelled_out, with_method, with_rate, with_setting
 from optrush.errors import ConfigError, NeedsError
 from optrush.models.published import SHAPES
-from optrush.planner import answer, search
-from optrush.resolve import resolve, with_rate
-from optrush.technique import Numerics
+from optrush.planner import answer, search, sets
 from optrush.techniques import ALL
 
 QUESTIONS: list[dict[str, Any]] = yaml.safe_load((Path(__file__).parents[1] / "questions.yaml").read_text("utf-8"))
@@ -66,7 +65,7 @@ def test_question(q: dict[str, Any]) -> None:
         assert best.setting.speed > 0 and best.seconds and best.steps
         assert "fsdp" in best.setting.with_ or not q.get("sharded")
         assert best.mesh.startswith(f"mesh {q['mesh']}" if "mesh" in q else "mesh" * (ranks > 1)), best
-        again = search.predict(best.setting.over(spelled_out(asked(q))), q["hardware"])
+        again = search.predict(with_setting(spelled_out(asked(q)), best.setting), q["hardware"])
         assert again.fits and again.peak_bytes == best.setting.prediction.peak_bytes
     for what in q.get("nearest", ()):
         assert any(what in line for line in found.nearest), found.nearest
@@ -89,15 +88,15 @@ def test_costs_in_quality_are_named_and_the_least_comes_first() -> None:
 def test_a_method_brings_its_techniques_and_its_rate() -> None:
     device = hardware.NAMED["h100"]
     for method, names in (("full", set()), ("lora", {"lora"}), ("qlora", {"lora", "nf4"})):
-        resolved = resolve(run(method=method, **{"with": {}}), device=device)
+        resolved = decide(run(method=method, **{"with": {}}), device=device)
         assert resolved.config.with_.keys() == names
         assert resolved.config.optim.lr == (ADAPTER_LR if names else 2e-5)
         again = parse_config(dump_config(resolved.config), "run.yaml")
-        assert resolve(again, device=device).config == resolved.config
+        assert decide(again, device=device).config == resolved.config
     given = run(method="lora", optim={"lr": 1e-3}, **{"with": {"lora": {"rank": 4}}})
-    resolved = resolve(given, device=device)
+    resolved = decide(given, device=device)
     assert resolved.config.optim.lr == 1e-3 and resolved.config.with_ == {"lora": {"rank": 4}}
-    assert resolve(run(**{"with": {"lora": {}}}), device=device).config.optim.lr == ADAPTER_LR
+    assert decide(run(**{"with": {"lora": {}}}), device=device).config.optim.lr == ADAPTER_LR
 
 
 def test_a_rate_that_nobody_gave_is_none_that_was_written_down() -> None:
@@ -105,7 +104,7 @@ def test_a_rate_that_nobody_gave_is_none_that_was_written_down() -> None:
     for given in (run(method="lora", **{"with": {}}), run(**{"with": {"lora": {}}})):
         again = parse_config(dump_config(given), "again")
         assert "lr" not in again.optim.model_fields_set
-        assert resolve(again, device=hardware.NAMED["h100"]).config.optim.lr == ADAPTER_LR == with_rate(given).optim.lr
+        assert decide(again, device=hardware.NAMED["h100"]).config.optim.lr == ADAPTER_LR == with_rate(given).optim.lr
     assert with_rate(run(method="full", **{"with": {}})).optim.lr == 2e-5
     assert parse_config(dump_config(run(optim={"lr": 2e-5}, **{"with": {"lora": {}}})), "x").optim.lr == 2e-5
 
@@ -117,7 +116,7 @@ def test_pairs_of_every_objective(objective: str, tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 20)
     data = {"path": str(tmp_path / "pairs.jsonl")}
     given = run("tiny", objective=objective, data=data, **{"with": {"lora": {}}})
-    assert resolve(given, device=hardware.NAMED["h200"]).config.optim.lr == 2e-5
+    assert decide(given, device=hardware.NAMED["h200"]).config.optim.lr == 2e-5
     tokens = estimate_tokens(given)
     assert tokens is not None and tokens == estimate_tokens(run("tiny", objective="dpo", data=data))
 
@@ -125,7 +124,7 @@ def test_pairs_of_every_objective(objective: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("method", "name", "do"), [("full", "lora", "method: lora"), ("lora", "nf4", "method: qlora")])
 def test_a_technique_of_another_method(method: str, name: str, do: str) -> None:
     with pytest.raises(ConfigError, match=f"with.{name}") as refused:
-        resolve(run(method=method, **{"with": {name: {}}}), device=hardware.NAMED["h100"])
+        decide(run(method=method, **{"with": {name: {}}}), device=hardware.NAMED["h100"])
     assert do in refused.value.do
 
 
@@ -141,80 +140,13 @@ def test_a_technique_of_another_method(method: str, name: str, do: str) -> None:
 def test_words_of_other_trainers(text: str, do: str) -> None:
     whole = f"model: tiny\nobjective: sft\ndata: {{sample: recipes}}\noutput: o\n{text}\n"
     with pytest.raises(ConfigError) as refused:
-        resolve(parse_config(whole, "x.yaml"))
+        decide(parse_config(whole, "x.yaml"))
     assert do in str(refused.value)
     with pytest.raises(ConfigError, match="--set method=qlora"):
         parse_config(whole.replace(text, ""), "x.yaml", withs=["qlora"])
 
 
-# --- a run without `with`
-
-
-def test_what_is_named_is_never_changed() -> None:
-    config = run(**{"with": {}})
-    assert answer.choose_techniques(config, "h100") == (config, "")
-    given = run(method="lora", batch={"seq": 2048, "tokens": 32768, "micro_tokens": 4096})
-    chosen, line = answer.choose_techniques(given, "h100")
-    assert chosen.batch == given.batch and "lora" in chosen.with_ and chosen.method == "lora"
-    assert line.startswith("planned for NVIDIA H100") and "GiB" in line
-    kept = run(method="auto", **{"with": {"attention": {"impl": "masked"}}})
-    chosen, _ = answer.choose_techniques(kept, "h200")
-    assert chosen.with_["attention"] == {"impl": "masked"} and not chosen.unplanned
-
-
-@pytest.mark.parametrize("name", ["h100", "4090", "2xh100"])
-def test_the_choice_fits_and_keeps_the_maths(name: str) -> None:
-    _, ranks = hardware.parse_hardware(name)
-    chosen, _ = answer.choose_techniques(run("llama-3.2-1b", ranks), name, ranks)
-    predicted = search.predict(chosen, name)
-    changing = {t.name for t in ALL if t.numerics is Numerics.DIFFERENT_MATHS}
-    assert predicted.fits and not changing & chosen.with_.keys() and chosen.unplanned is False
-    plain = search.search(run("llama-3.2-1b", ranks, **{"with": {}}), name, keep_maths=True)
-    assert predicted.tokens_per_s >= 0.97 * plain.settings[0].speed
-
-
-def test_a_method_is_chosen_where_it_is_asked_for() -> None:
-    chosen, _ = answer.choose_techniques(run(method="auto"), "4090")
-    assert chosen.method in ("lora", "qlora") and search.predict(chosen, "4090").fits
-    with pytest.raises(NeedsError, match="no set of techniques fits") as refused:
-        answer.choose_techniques(run(), "4090")
-    assert "method: " in refused.value.do
-
-
-def test_a_cpu_has_its_list() -> None:
-    sample = Config.model_validate({"model": "tiny", "objective": "sft", "data": {"sample": "recipes"}, "output": "o"})
-    chosen, line = answer.choose_techniques(sample, "cpu")
-    listed = {n: o[0] for n, o in answer.ON_CPU if n != "fused-loss"}
-    assert chosen.with_ == listed and line.startswith("planned for cpu: fused-adamw")
-    several, _ = answer.choose_techniques(sample, "2xcpu", 2)
-    assert "ddp" in several.with_
-
-
-LOSS = {"fused-loss": {"chunk": 64}}
-
-
-@pytest.mark.parametrize(
-    ("gib", "seq", "more", "rows", "loss"),
-    [
-        (16, 128, {}, 8, None),  # all rows of the step
-        (0.95, 128, {}, 2, None),  # as many as half the memory holds
-        (0.4, 128, {}, None, {"chunk": 256}),  # nothing fits into half of it: as listed
-        (1.28, 2048, {}, 1, {"chunk": 256}),  # one row, but not all of its logits
-        (16, 128, {"batch": {"seq": 128, "tokens": 1024, "micro_tokens": 256}}, 2, None),
-        (16, 128, {"method": "auto", "with": LOSS}, 8, LOSS["fused-loss"]),
-    ],
-)
-def test_a_cpu_takes_the_rows_that_fit(
-    monkeypatch: pytest.MonkeyPatch, gib: float, seq: int, more: dict[str, Any], rows: int | None, loss: object
-) -> None:
-    here = dataclasses.replace(hardware.cpu(), memory_bytes=int(gib * hardware.GIB))
-    monkeypatch.setattr(hardware, "cpu", lambda: here)
-    config = run("tiny", **{"batch": {"seq": seq, "tokens": 8 * seq}, **more})
-    chosen, line = answer.choose_techniques(config, "cpu")
-    assert chosen.batch.micro_tokens == (rows and rows * seq) and chosen.with_.get("fused-loss") == loss
-    assert (" tokens a micro-batch" in line) == (chosen.batch != config.batch)
-    p = search.predict(chosen, "cpu")
-    assert (p.peak_bytes <= answer.SPARE * here.memory_bytes) == (rows is not None)
+# --- figures
 
 
 def test_a_cpu_starts_the_operators_of_each_micro_batch_itself() -> None:
@@ -263,11 +195,14 @@ def test_a_method_that_the_model_has_not(monkeypatch: pytest.MonkeyPatch) -> Non
         assert [way.method for way in found.ways if "a block of 64" in way.refused] == ["qlora"]
         lines = _answer_lines(run("narrow"), "h100", found, None)
         assert any("refused: experts with rows of 2048 and 96 values" in line for line in lines)
-    assert answer.choose_techniques(run("narrow", method="auto"), "h100")[0].method == "full"
+    assert decide(run("narrow", method="auto"), device=hardware.NAMED["h100"]).config.method == "full"
     assert answer.fits(run("narrow", **{"with": {}}), "h100")
-    for ask in (answer.answer, answer.choose_techniques):
+    for ask in (
+        lambda config: answer.answer(config, "h100"),
+        lambda config: decide(config, device=hardware.NAMED["h100"]),
+    ):
         with pytest.raises(NeedsError, match="a block of 64 may not cross rows"):
-            ask(run("narrow", method="qlora"), "h100")
+            ask(run("narrow", method="qlora"))
 
 
 @pytest.mark.parametrize("name", ["fsdp", "deepspeed"])
@@ -357,6 +292,6 @@ def test_what_may_not_be_meant_is_noted() -> None:
 def test_adapters_are_not_paged() -> None:
     for method, paged in (("lora", False), ("full", True)):
         config = with_method(run(method=method, **{"with": {}}))
-        env = dataclasses.replace(search._problem(config, "4090", ALL).env, scarce=True)
-        options, _ = search._options(env, ALL, False, {})
+        env = dataclasses.replace(problem_of(config, ALL, 1, hardware.NAMED["4090"]).env, scarce=True)
+        options, _ = sets._options(env, ALL, False, {})
         assert any(t is not None and t.name == "paged-states" for group in options for t in group) == paged

@@ -15,6 +15,7 @@ import torch
 from optrush import hardware
 from optrush.bench.record import Record, read_records
 from optrush.config import parse_config
+from optrush.decide import with_setting
 from optrush.errors import ConfigError, NeedsError
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.planner import calibrate, calibration, cost, refine, search
@@ -432,8 +433,7 @@ def test_the_search_goes_by_it_too() -> None:
     found = search.search(llama(), "h200")
     best = found.settings[0]
     assert {s.prediction.basis for s in found.settings} == {"calibrated"}
-    again = search.predict(parse_config(LLAMA, "x").model_copy(update={
-        "with_": dict(best.with_), "batch": best.over(llama()).batch}), "h200")  # fmt: skip
+    again = search.predict(with_setting(llama(), best), "h200")
     assert again.tokens_per_s == pytest.approx(best.prediction.tokens_per_s)
     rows = {name: setting for name, _, setting in search.family(llama(), "h200", best)}
     assert rows["llama-3.1-8b"] is not None and rows["llama-3.1-8b"].prediction.basis == "calibrated"

@@ -65,6 +65,7 @@ data: {{random: 32}}
 batch: {{seq: {T}, tokens: {rows * T * times}, micro_tokens: {rows * T}}}
 train: {{steps: 4}}
 output: {box / "output"}
+with: {{}}
 """
     return parse_config(text, "case", (), withs)
 

@@ -12,10 +12,10 @@ import pytest
 from optrush import hardware
 from optrush.config import Config, dump_config, parse_config
 from optrush.data.length_estimate import estimate, estimate_fill
+from optrush.decide import decide, with_setting
 from optrush.errors import ConfigError, DataError, NeedsError
 from optrush.models.published import SHAPES
-from optrush.planner import cost, search
-from optrush.resolve import resolve
+from optrush.planner import cost, search, sets
 from optrush.technique import Numerics, Part
 from optrush.techniques import ALL
 
@@ -162,7 +162,7 @@ def test_hosts_need_a_link(name):
 )
 def test_what_enters_a_host(axes, along, hosts, enters):
     device, ranks = hardware.parse_hardware("2x8xH100:infiniband")
-    env = dataclasses.replace(resolve(llama()).env, device=device, ranks=ranks, axes=axes)
+    env = dataclasses.replace(decide(llama()).env, device=device, ranks=ranks, axes=axes)
     assert env.over_hosts(*along) == (hosts, enters)
     assert dataclasses.replace(env, device=hardware.NAMED["h100"]).over_hosts(*along) == (1, 0.0)
 
@@ -322,7 +322,7 @@ def test_what_no_search_chooses_stays_where_it_can(name, options, hardware, poss
         assert found.settings == alone.settings and f"without {name}" not in lost
         return
     assert all(name in s.with_ for s in found.settings)
-    assert lost[f"without {name}"] == search._difference(alone.settings[0], found.settings[0])
+    assert lost[f"without {name}"] == sets._difference(alone.settings[0], found.settings[0])
     what, why = {
         "deepspeed": ("with fsdp", "it takes the place of deepspeed, which is configured"),
         "quantised-activations": ("with compile", "compile"),
@@ -356,8 +356,8 @@ def test_the_best_is_a_run_that_can_be_prepared_and_fits():
         found = search.search(run, name)
         device, ranks = hardware.parse_hardware(name)
         for setting in found.settings:
-            chosen = parse_config(dump_config(setting.over(run)), "plan.yaml")
-            resolve(chosen, ranks=ranks, device=device)
+            chosen = parse_config(dump_config(with_setting(run, setting)), "plan.yaml")
+            decide(chosen, ranks=ranks, device=device)
             again = search.predict(chosen, name)
             assert again.fits and again.peak_bytes == setting.prediction.peak_bytes
             assert again.tokens_per_s == pytest.approx(setting.prediction.tokens_per_s)
@@ -491,7 +491,7 @@ def test_pairs_are_two_documents_and_padding_is_one():
     lengths = estimate(config.data, config.seed, pairs=True)
     assert estimate_fill(config).reach == pytest.approx(sum(2 * (n / 2) ** 2 for n in lengths) / (2048 * sum(lengths)))
     owned = frozenset({Part.PACKED_ROWS})
-    env = dataclasses.replace(resolve(llama()).env, reach=estimate_fill(config).reach, claimed=owned)
+    env = dataclasses.replace(decide(llama()).env, reach=estimate_fill(config).reach, claimed=owned)
     assert env.span == env.seq
     assert dataclasses.replace(env, claimed=owned | {Part.BATCH_LAYOUT}).span == pytest.approx(env.seq * env.reach)
     assert dataclasses.replace(env, claimed=owned | {Part.BATCH_LAYOUT, Part.ROW_WIDTH}).span == env.seq

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from meshes import further
 from optrush.data.batch import IGNORE
+from optrush.decide import decide
 from optrush.errors import NeedsError, RunError
-from optrush.resolve import resolve
 from optrush.technique import Part
 from optrush.techniques import ALL
 from optrush.trainer import distributed
@@ -38,7 +38,7 @@ STEPPING = [  # whoever owns the optimizer, the precision or its moment, and can
 
 def trained(run, resume=None):
     """(lines without times, exported weights) of a run, from its start or from a checkpoint."""
-    assert fit(RunRequest(resolve(run, CLASSES), resume)).code == 0
+    assert fit(RunRequest(decide(run, CLASSES), resume)).code == 0
     output = Path(run.output)
     lines = [json.loads(text) for text in (output / "metrics.jsonl").read_text().splitlines()]
     model = {name: w.clone() for name, w in load_file(output / "model/model.safetensors").items()}
@@ -181,7 +181,7 @@ def _fresh(box):
 
 def refused(run, resume=None):
     with pytest.raises(NeedsError) as caught:
-        fit(RunRequest(resolve(run, CLASSES), resume))
+        fit(RunRequest(decide(run, CLASSES), resume))
     return str(caught.value).splitlines()
 
 
@@ -233,7 +233,7 @@ def test_a_late_lack_of_memory_says_how_to_go_on(box, saved):
     sets = ["train.steps=4", "train.clean=true", *(["train.save_every=1"] if saved else [])]
     run = golden_run(box, rows=4, packed=True, sets=sets, scarce={"after": 7})  # 4 in the rehearsal, 2 a step
     with pytest.raises(RunError) as caught:
-        fit(RunRequest(resolve(run, CLASSES)))
+        fit(RunRequest(decide(run, CLASSES)))
     said = str(caught.value)
     assert said.startswith(
         f"asked: 4 rows of {T} tokens a micro-batch\nfound: out of memory in step 2: CUDA out of memory"

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 import random
-from typing import Any
 
 import pytest
 from test_plan import LLAMA
 
 from optrush.config import parse_config
+from optrush.decide import problem_of
+from optrush.hardware import parse_hardware
 from optrush.planner import cost, search
 from optrush.planner.climb import ascend, climb
-from optrush.planner.search import Evaluations, _options, _problem
+from optrush.planner.sets import Evaluations, _options
 from optrush.techniques import ALL
 
 GROUPS = [[None, "a1", "a2"], [None, "b"], [None, "c1", "c2"], [None, "d"], ["e", "f"]]
@@ -85,36 +86,10 @@ def test_a_plan_finds_what_trying_all_sets_finds(hardware: str, sets: tuple[str,
     classes = [t for t in ALL if t.name in few]
     config = parse_config(LLAMA, "x", sets).model_copy(update={"with_": {}})
     found = search.search(config, hardware, classes)
-    evaluations = Evaluations(_problem(config, hardware, classes))
+    evaluations = Evaluations(problem_of(config, classes, *reversed(parse_hardware(hardware)), fixed=False))
     for chosen in itertools.product(*_options(evaluations.problem.env, classes, False, {})[0]):
         evaluations.score(chosen)
     assert found.tried < evaluations.tried / 2
     speeds = [s.prediction.tokens_per_s or 0.0 for s in evaluations.settings]
     got = [s.prediction.tokens_per_s or 0.0 for s in found.settings]
     assert bool(speeds) == bool(got) and max(got, default=0.0) >= max(speeds, default=0.0) * (1 - cost.CLOSE)
-
-
-def test_what_is_remembered_changes_nothing() -> None:
-    """A smaller card's sets that do not fit, where a larger card has other results; and whole searches."""
-    cards = ("l4", "4090", "l40s", "a100-80")
-    text = "{model: {shape: llama-3.1-70b}, objective: pretrain, data: {random: 64}, output: o, method: qlora}"
-    config = parse_config(text, "run.yaml", ["batch.seq=2048", "batch.tokens=32768"])
-    computed: list[Any] = []
-    real = Evaluations._compute
-
-    def counted(self: Evaluations, members: Any) -> Any:
-        computed.append(members)
-        return real(self, members)
-
-    def found() -> tuple[list[search.SearchResult], int]:
-        before = len(computed)
-        return [search.search(config, card, whole=False, scarce=True) for card in cards], len(computed) - before
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Evaluations, "_compute", counted)
-        alone, all_sets = found()
-        with search.remembered():
-            once, sets = found()
-            with search.remembered():
-                assert once == alone == found()[0] and len(computed) == all_sets + sets
-    assert [bool(result.settings) for result in alone] == [False, False, True, True] and sets < 0.8 * all_sets

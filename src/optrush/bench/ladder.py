@@ -59,11 +59,13 @@ from optrush.config import (
     parse_yaml,
     yaml_keys,
 )  # fmt: skip
-from optrush.errors import ConfigError
-from optrush.technique import Technique, instantiate
+from optrush.decide import changed, decide, with_method
+from optrush.errors import ConfigError, UserError
+from optrush.technique import Part, Technique, instantiate
 from optrush.techniques import ALL
 
 OWN = "config"  # the ladder made of CONFIG's own techniques
+SIZED = "micro-batch"  # its rung with the micro-batch that was decided
 FOLDER = Path(__file__).parent / "ladders"
 WITHOUT = "without "
 LOAD_KEYS = ("batch.seq", "batch.tokens", "batch.micro_tokens")
@@ -267,14 +269,32 @@ def find_ladder(name: str, config: Config) -> Ladder:
 
 
 def _own(config: Config) -> Ladder:
-    """Return the ladder of CONFIG's own techniques, added one by one in the order of `techniques.ALL`."""
+    """Return the ladder of the run's techniques, one by one in the order of `techniques.ALL`, then of its micro-batch.
+
+    What CONFIG leaves open is decided. A micro-batch that it leaves open is the last rung, since the first ones may not
+    have the memory for it; they have one row.
+    """
     known = [c.name for c in ALL]
     if unknown := [n for n in config.with_ if n not in known]:
         raise ConfigError(f"the technique `{unknown[0]}`", "no such technique", nearest(unknown[0], known))
+    sized = isinstance(config.batch.micro_tokens, int)
+    decided = config
+    try:
+        decided = decide(config).config
+    except UserError:
+        if config.unplanned:
+            raise  # else a rung is refused, with the reason
+    choosers = {c.name for c in ALL if Part.MICRO_BATCH in c.claims} - config.with_.keys()
     entries = [LadderEntry(name="baseline")]
-    for name in (n for n in known if n in config.with_):
-        entries.append(LadderEntry.model_validate({"name": name, "with": {name: config.with_[name]}}))
-    return Ladder(title="The techniques of the configuration, one by one", rungs=entries, name=OWN, where="CONFIG")
+    for name in (n for n in known if n in decided.with_ and n not in choosers):
+        entries.append(LadderEntry.model_validate({"name": name, "with": {name: decided.with_[name]}}))
+    micro, one_row = decided.batch.micro_tokens, {"batch.micro_tokens": config.batch.seq}
+    if not sized and isinstance(micro, int) and micro > config.batch.seq:
+        entries.append(LadderEntry.model_validate({"name": SIZED, "set": {"batch.micro_tokens": micro}}))
+    base = Base() if sized else Base.model_validate({"set": one_row})
+    return Ladder(
+        title="The techniques of the configuration, one by one", base=base, rungs=entries, name=OWN, where="CONFIG"
+    )
 
 
 # --- a ladder as resolved configurations
@@ -303,10 +323,11 @@ def resolve_rungs(
     Raises:
         ConfigError: an unknown key, technique or system, or a value of the wrong type, with file and line.
     """
-    given = {k: v for k, v in config.with_.items() if ladder.base.keep and k not in ladder.base.without}
-    data = config.data.model_copy(update={"eval": None})
+    kept = with_method(config).with_
+    given = {k: v for k, v in kept.items() if ladder.base.keep and k not in ladder.base.without}
     train = Training(steps=ladder.warmup + ladder.steps, log_every=1)
-    start = config.model_copy(update={"with_": given, "data": data, "train": train})
+    one_row = {} if config.batch.micro_tokens else {"batch.micro_tokens": config.batch.seq}  # what every rung can have
+    start = changed(config, {"with": given, "method": None, "data.eval": None, "train": train, **one_row})
     start = _apply(ladder, start, ladder.base, ("base",), classes)
     if ladder.longest is not None:
         sizes = dict.fromkeys(LOAD_KEYS, ladder.longest.from_)
@@ -321,7 +342,7 @@ def resolve_rungs(
         ranks = entry.ranks or (resolved[since].ranks if since else 1)
         changes = changes_since(resolved[since], own, ranks, entry.env, peer) if since else "the baseline"
         if peer is not None:
-            own = own.model_copy(update={"with_": {}})
+            own = changed(own, {"with": {}})
         name = entry.case or ladder.case
         case = case_of(own) if name is None else name.format(size=model_size(own), seq=own.batch.seq)
         resolved[entry.name] = Rung(entry.name, "cumulative", since, own, changes, case, ranks, entry.env, peer)
@@ -330,7 +351,7 @@ def resolve_rungs(
     if ladder.all_but_one and not cumulative_only:
         for name in (c.name for c in classes if c.name in last.config.with_):
             others = {k: v for k, v in last.config.with_.items() if k != name}
-            less = last.config.model_copy(update={"with_": others})
+            less = changed(last.config, {"with": others})
             changes = differences(last.config, less)
             resolved[WITHOUT + name] = Rung(
                 WITHOUT + name, "without", last.name, less, changes, last.case, last.ranks, last.env
@@ -370,7 +391,7 @@ def _apply(
             instantiate(classes, {name: techniques[name]})
         except ConfigError as error:
             raise ConfigError(f"{ladder.at(*keys, 'with', name)}: {error.asked}", error.found, error.do) from None
-    return config.model_copy(update={"with_": techniques})
+    return changed(config, {"with": techniques})
 
 
 def _peer(ladder: Ladder, entry: LadderEntry, i: int) -> Peer | None:
@@ -384,8 +405,7 @@ def _peer(ladder: Ladder, entry: LadderEntry, i: int) -> Peer | None:
 
 def at_length(config: Config, seq: int) -> Config:
     """Return the configuration with one row of `seq` tokens a step."""
-    batch = config.batch.model_copy(update={"seq": seq, "tokens": seq, "micro_tokens": seq})
-    return config.model_copy(update={"batch": batch})
+    return changed(config, {"batch.seq": seq, "batch.tokens": seq, "batch.micro_tokens": seq})
 
 
 # --- what differs between two configurations

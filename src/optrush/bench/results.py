@@ -24,7 +24,7 @@ from optrush.bench.ladder import Ladder, Rung
 from optrush.bench.peer import UNCOMPARED
 from optrush.bench.record import Record, Verdict
 from optrush.config import Config, dump_config, parse_yaml
-from optrush.resolve import with_rate
+from optrush.decide import with_rate
 from optrush.technique import ModelSpec, Numerics, Part, Technique, instantiate
 from optrush.techniques import ALL
 

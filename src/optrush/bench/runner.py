@@ -38,12 +38,12 @@ from optrush.bench.record import RECORDS, RUNGS, Record, write_records
 from optrush.bench.results import BenchState
 from optrush.config import Config, dump_config
 from optrush.console import err
+from optrush.decide import decide
 from optrush.errors import ConfigError, NeedsError, UserError
 from optrush.files import refuse_links, write_whole
 from optrush.hardware import GIB
 from optrush.launch import FAILED_GRACE_S, rank_environments
 from optrush.planner import calibration
-from optrush.resolve import resolve
 
 STOPPED = 143  # the exit code of a bench that a signal stopped
 COMMAND = [sys.executable, "-m", "optrush.bench.worker"]
@@ -273,7 +273,7 @@ def _refuse(state: BenchState, board: ProgressBoard) -> None:
     for rung in state.rungs:
         try:
             _refuse_ranks(rung)
-            resolved = resolve(rung.config, ranks=1 if rung.peer else rung.ranks)  # another system shares by itself
+            resolved = decide(rung.config, ranks=1 if rung.peer else rung.ranks)  # another system shares by itself
             if rung.peer is not None:
                 rung.peer.check(rung.config, resolved.env.device, rung.ranks)
         except UserError as error:

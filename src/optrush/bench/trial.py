@@ -34,8 +34,8 @@ from optrush.bench.worker import MetricLines
 from optrush.config import Config, parse_config
 from optrush.data.batch import Batch
 from optrush.data.sampler import reading
+from optrush.decide import decide
 from optrush.errors import ConfigError
-from optrush.resolve import resolve
 from optrush.trainer import distributed, dpo_reference
 from optrush.trainer.build import build
 from optrush.trainer.checkpoint import write_tensors
@@ -69,7 +69,7 @@ def answer_trial_request() -> None:
 
 def assemble(config: Config) -> tuple[Trainer, RunPlan]:
     """Build the trainer of a run and rehearse its largest step."""
-    resolved = resolve(config)
+    resolved = decide(config)
     trainer = build(resolved)
     dpo_reference.fill_reference(trainer, resolved)
     length = config.train

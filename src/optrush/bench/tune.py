@@ -22,16 +22,15 @@ from optrush.bench.ladder import Ladder, LadderEntry, Rung
 from optrush.bench.record import MEASURED, RUNGS, STATES, Record
 from optrush.bench.results import BenchState, faster
 from optrush.bench.runner import ProgressBoard
-from optrush.config import Config, dump_config, parse_config, spelled_out
+from optrush.config import Config, dump_config, parse_config
 from optrush.console import duration, say
 from optrush.data import readers
 from optrush.data.tokenize import cache_root
+from optrush.decide import changed, decide, spelled_out, with_rate, with_setting
 from optrush.errors import ConfigError, RunError, UserError, one_line
 from optrush.files import parse_json, refuse_links, write_whole
 from optrush.planner import search
-from optrush.planner.answer import choose_techniques
 from optrush.report.page import Series, curves, png
-from optrush.resolve import resolve, with_rate
 from optrush.technique import Numerics, Part, instantiate
 from optrush.techniques import ALL
 
@@ -214,11 +213,11 @@ def check_out(out: Path) -> Path:
 
 def _as_it_is(config: Config, ranks: int) -> tuple[Config, tuple[str, ...]]:
     """Return the configuration as `optrush train` trains it, with its method as techniques."""
-    planned, chosen = choose_techniques(config, "auto", ranks)
-    planned = spelled_out(planned)
+    decided = decide(config, ranks=ranks)
+    planned = spelled_out(decided.config)
     owners = {c.name for c in ALL if Part.MICRO_BATCH in c.claims}
     kept = {name: options for name, options in planned.with_.items() if name not in owners}
-    return planned.model_copy(update={"with_": kept}), ((chosen,) if chosen else ())
+    return changed(planned, {"with": kept}), tuple(decided.lines())
 
 
 def _refuse_folder(folder: Path) -> None:
@@ -273,14 +272,16 @@ def plan_rungs(config: Config, ranks: int = 1) -> tuple[list[Rung], tuple[str, .
     The search may change every technique but those that decide what is learnt, and the micro-batch.
     """
     kept = kept_techniques(config)
-    found = search.search(config, keep_maths=True, best=BEST, ranks=ranks, whole=False, here=True, keep=kept)
+    found = search.search(
+        config, keep_maths=True, best=BEST, ranks=ranks, whole=False, here=True, rough=True, keep=kept
+    )
     own = _setting(config)
-    settings = [one for s in found.settings if _setting(one := s.over(config)) != own]
+    settings = [one for s in found.settings if _setting(one := with_setting(config, s)) != own]
     slowest = max((s.prediction.step_s or 0.0 for s in found.settings), default=0.0)
     share_s = MEASURED_S / (REPEATS * (len(settings) + 1))
     steps = min(MOST, max(FEWEST, round(share_s / slowest))) if slowest else FEWEST
     rungs: list[_Given] = [(f"setting {n}", AS_IT_IS, ranks, _timed(s, steps)) for n, s in enumerate(settings, 1)]
-    plain = config.model_copy(update={"with_": kept, "batch": config.batch.model_copy(update={"micro_tokens": None})})
+    plain = changed(config, {"with": kept, "batch.micro_tokens": config.batch.seq})
     if ranks == 1 and _setting(plain) == own:
         return _rungs([(AS_IT_IS, None, ranks, _timed(config, steps)), *rungs]), ()
     if (why := _obstacle(plain)) is not None:
@@ -298,7 +299,7 @@ def _setting(config: Config) -> tuple[Any, int | str]:
 def _obstacle(plain: Config) -> str | None:
     """Return why the plain baseline cannot be measured here."""
     try:
-        resolve(plain, ranks=1)
+        decide(plain, ranks=1)
         return None if search.predict(plain, ranks=1).fits else "by the plan it does not fit"
     except UserError as error:
         return f"{error.asked}: {error.found}"
@@ -308,8 +309,8 @@ def _timed(config: Config, steps: int) -> Config:
     """Return the configuration of so many timed steps, without random values: they differ between layouts of rows."""
     kept = {name: o for name, o in config.with_.items() if name not in DRAWING}
     with_ = {name: {k: 0.0 if k == DROPOUT else v for k, v in o.items()} for name, o in kept.items()}
-    train = config.train.model_copy(update={"steps": WARMUP + steps, "epochs": 1.0, "log_every": 1})
-    return config.model_copy(update={"train": train, "with_": with_})
+    length = {"train.steps": WARMUP + steps, "train.epochs": 1.0, "train.log_every": 1}
+    return changed(config, {**length, "with": with_})
 
 
 def _rungs(given: Sequence[_Given]) -> list[Rung]:
@@ -381,14 +382,13 @@ def _result(state: TuneState, given: Config, out: Path, notes: tuple[str, ...]) 
 
 def over(given: Config, rung: Rung) -> Config:
     """Return the configuration with a rung's techniques and micro-batch, and everything else as given."""
-    batch = given.batch.model_copy(update={"micro_tokens": rung.config.batch.micro_tokens})
     with_ = {name: dict(options) for name, options in rung.config.with_.items()}
     for name, options in given.with_.items():
         if name in DRAWING:
             with_[name] = dict(options)
         elif DROPOUT in options:
             with_[name][DROPOUT] = options[DROPOUT]
-    return given.model_copy(update={"with_": with_, "batch": batch})
+    return changed(given, {"with": with_, "batch.micro_tokens": rung.config.batch.micro_tokens})
 
 
 # --- the batch by the gradient noise scale, and the learning rate by a race
@@ -417,7 +417,7 @@ def tune_number(config: Config, out: Path, kind: Literal["batch", "lr"], budget_
     if kind == "lr" and config.data.eval is None:
         raise ConfigError("--lr", "no `data.eval`: rates race for the least held-out loss", "add data.eval: 0.1")
     given, _ = _as_it_is(config, 1)
-    given = resolve(given).config  # with the rate of its method
+    given = decide(given).config  # with the rate of its method
     request = trial_request(given, kind) | {"folder": str(folder.absolute())}
     what = "the gradient noise scale"
     if kind == "lr":
@@ -435,19 +435,20 @@ def tune_number(config: Config, out: Path, kind: Literal["batch", "lr"], budget_
         sentence, changes, series, unit = (_batch if kind == "batch" else _rate)(given, result)
         write_whole(folder / f"{kind}.json", json.dumps(result, indent=1))
         write_whole(folder / f"{kind}.png", png(curves(series, title=out.stem, axis="step", unit=unit, height=300)))
-        write_whole(out, f"{MARK}{sentence}\n# optrush train {out}\n{dump_config(given.model_copy(update=changes))}")
+        write_whole(out, f"{MARK}{sentence}\n# optrush train {out}\n{dump_config(changed(given, changes))}")
     return sentence, {**result, "sentence": sentence, "out": str(out)}
 
 
 def trial_request(given: Config, kind: Literal["batch", "lr"]) -> dict[str, Any]:
     """Return what a process measures: a run on one rank without evaluations and checkpoints, and the rates."""
     alone = {t.name for t in instantiate(ALL, given.with_) if t.claims & set(ALONE)}
-    train = given.train.model_copy(update={"eval_every": 1e9, "save_every": None, "stop_after": None, "log_every": 100})
-    run = given.model_copy(update={"with_": {n: o for n, o in given.with_.items() if n not in alone}, "train": train})
+    quiet = {"eval_every": 1e9, "save_every": None, "stop_after": None, "log_every": 100}
+    kept = {name: options for name, options in given.with_.items() if name not in alone}
+    run = changed(given, {"with": kept, **{f"train.{key}": value for key, value in quiet.items()}})
     if kind == "batch":
         rows = max(1, given.batch.tokens // given.batch.seq // DRAWN)
-        sizes = {"micro_tokens": rows * given.batch.seq, "tokens": DRAWN * rows * given.batch.seq}
-        run = run.model_copy(update={"batch": run.batch.model_copy(update=sizes)})
+        tokens = rows * given.batch.seq
+        run = changed(run, {"batch.micro_tokens": tokens, "batch.tokens": DRAWN * tokens})
     return {"kind": kind, "run": dump_config(run), "rates": [given.optim.lr * factor for factor in RATES]}
 
 
@@ -527,8 +528,7 @@ def _batch(config: Config, result: Mapping[str, Any]) -> Chosen:
         f"the gradient noise scale is {slots:,.0f} tokens: batch.tokens: {tokens} (it was {config.batch.tokens}); "
         "then race the learning rate for it: optrush tune --lr"
     )
-    batch = config.batch.model_copy(update={"tokens": tokens})
-    return sentence, {"batch": batch}, [Series("noise scale", result["running"])], "tokens"
+    return sentence, {"batch.tokens": tokens}, [Series("noise scale", result["running"])], "tokens"
 
 
 SURE = 8  # steps to the first stop of a race; of four with 4 one picked a rate with 4 % more loss (docs/tune.md)
@@ -549,4 +549,4 @@ def _rate(config: Config, result: Mapping[str, Any]) -> Chosen:
         sentence += f"; the first rates left after {first} steps: a longer race is surer"
     points = {rate: [(leg["step"], leg["loss"]) for leg in legs if leg["rate"] == rate] for rate in rates}
     series = [Series(f"{rate:.3g}", sorted(points[rate])) for rate in rates]
-    return sentence, {"optim": config.optim.model_copy(update={"lr": best["rate"]})}, series, "held-out loss"
+    return sentence, {"optim.lr": best["rate"]}, series, "held-out loss"

@@ -36,10 +36,10 @@ from optrush.data.chat_template import open_tokens
 from optrush.data.dataset import SampleChunk, read_sources
 from optrush.data.sampler import reading
 from optrush.data.schema import Document
+from optrush.decide import Decided, decide
 from optrush.models.hf import HFModel
 from optrush.planner.cost import PARTS
 from optrush.report.bench import GAPS
-from optrush.resolve import ResolvedConfig, resolve
 from optrush.technique import Part
 from optrush.trainer import distributed, dpo_reference
 from optrush.trainer.build import build
@@ -89,7 +89,7 @@ def measure(
     Raises:
         UserError: the rung cannot be built, or has no memory for its largest step.
     """
-    resolved = resolve(config)
+    resolved = decide(config)
     trainer = build(resolved)
     marks = RegionMarks(trainer)
     dpo_reference.fill_reference(trainer, resolved)
@@ -232,9 +232,7 @@ class InitialState:
 # --- the proof
 
 
-def first_documents(
-    trainer: Trainer, resolved: ResolvedConfig, baseline: Config, count: int
-) -> list[tuple[int, Document]]:
+def first_documents(trainer: Trainer, resolved: Decided, baseline: Config, count: int) -> list[tuple[int, Document]]:
     """Return the baseline's first documents by sample index; read again only where the rung reads others."""
     config, source = trainer.config, trainer.stream.source
     same = ("data", "objective", "batch", "seed")

@@ -61,9 +61,7 @@ def bench(
     take model and data from CONFIG. Nothing is written to CONFIG's `output`. --dry-run shows the rungs before, with
     the plan's speeds, and what a rung lacks; the exit code is 1 if one lacks something.
     """
-    from optrush.config import spelled_out
-
-    run = spelled_out(read_run(config, set_, with_, without))
+    run = read_run(config, set_, with_, without)
     if launched()[1] > 1:
         raise ConfigError("optrush bench", f"a launcher has started {launched()[1]} ranks", "start it alone")
     from optrush.bench.ladder import find_ladder

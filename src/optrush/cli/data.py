@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from optrush.data.chat_template import Tokens
     from optrush.data.dataset import Dataset, Sources
     from optrush.data.packing import RowLayout
-    from optrush.resolve import ResolvedConfig
+    from optrush.decide import Decided
 
 
 STREAMED = 1000  # rows that are read of a stream
@@ -118,19 +118,19 @@ def pack(
     _print(json.dumps(facts) if as_json else "\n".join(_pack_lines(facts)))
 
 
-def _prepare(config: Config) -> ResolvedConfig:
+def _prepare(config: Config) -> Decided:
     """Resolve the run with only those of its techniques that lay out rows, so that no GPU is needed."""
-    from optrush.resolve import resolve
+    from optrush.decide import changed, decide
     from optrush.technique import Part, instantiate
     from optrush.techniques import ALL
 
     if config.data.random is not None:
         raise DataError("to look at the data", "`data.random`: nothing to show", "give data.path or data.sample")
     laying = {t.name: config.with_[t.name] for t in instantiate(ALL, config.with_) if Part.BATCH_LAYOUT in t.claims}
-    return resolve(config.model_copy(update={"with_": laying, "method": None}), ranks=1)
+    return decide(changed(config, {"with": laying, "method": None, "batch.micro_tokens": config.batch.seq}), ranks=1)
 
 
-def _layout(prepared: ResolvedConfig) -> RowLayout:
+def _layout(prepared: Decided) -> RowLayout:
     from optrush.data.packing import Padded
     from optrush.objectives import check_layout
 
@@ -142,7 +142,7 @@ def _layout(prepared: ResolvedConfig) -> RowLayout:
     return layout
 
 
-def _tokens(prepared: ResolvedConfig) -> Tokens:
+def _tokens(prepared: Decided) -> Tokens:
     from optrush.data.chat_template import open_tokens
 
     tokens = open_tokens(prepared.config, prepared.folder)
@@ -150,17 +150,18 @@ def _tokens(prepared: ResolvedConfig) -> Tokens:
     return tokens
 
 
-def _whole(prepared: ResolvedConfig, tokens: Tokens) -> Sources:
+def _whole(prepared: Decided, tokens: Tokens) -> Sources:
     """Return the data with no sample cut to T; of a stream the beginning."""
     config = prepared.config
     if config.data.stream:
+        from optrush.decide import changed
+
         most = min(STREAMED, config.data.max_samples or STREAMED)
-        data = config.data.model_copy(update={"stream": False, "max_samples": most})
-        config = config.model_copy(update={"data": data})
+        config = changed(config, {"data.stream": False, "data.max_samples": most})
     return _read(config, prepared, tokens, cut=False)
 
 
-def _read(config: Config, prepared: ResolvedConfig, tokens: Tokens, cut: bool) -> Sources:
+def _read(config: Config, prepared: Decided, tokens: Tokens, cut: bool) -> Sources:
     from optrush import console
     from optrush.data.dataset import read_sources
     from optrush.models.text_part import text_config
@@ -169,7 +170,7 @@ def _read(config: Config, prepared: ResolvedConfig, tokens: Tokens, cut: bool) -
     return read_sources(config, tokens, vocab, lambda line: console.err.print(line, markup=False), cut=cut)
 
 
-def _fills(prepared: ResolvedConfig, source: Dataset) -> list[dict[str, Any]]:
+def _fills(prepared: Decided, source: Dataset) -> list[dict[str, Any]]:
     from optrush.data import preview
 
     env = prepared.env
@@ -177,7 +178,7 @@ def _fills(prepared: ResolvedConfig, source: Dataset) -> list[dict[str, Any]]:
 
 
 def _samples(
-    prepared: ResolvedConfig, tokens: Tokens, source: Dataset, first: int, count: int, random: bool
+    prepared: Decided, tokens: Tokens, source: Dataset, first: int, count: int, random: bool
 ) -> list[dict[str, Any]]:
     from optrush.data import preview
     from optrush.data.sampler import epoch_order
@@ -190,7 +191,7 @@ def _samples(
     return list(preview.describe_samples(source, tokens.tokenizer, wanted, prepared.env.seq))
 
 
-def _rows(prepared: ResolvedConfig, tokens: Tokens, source: Dataset, first: int, count: int) -> list[dict[str, Any]]:
+def _rows(prepared: Decided, tokens: Tokens, source: Dataset, first: int, count: int) -> list[dict[str, Any]]:
     from optrush.data import preview
     from optrush.data.sampler import Stream
 

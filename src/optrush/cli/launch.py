@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -140,20 +141,23 @@ def _check_flags(
 
 def _check_plan(config: Config, hardware: str) -> tuple[str, int, int]:
     """Return card, hosts and GPUs of a host; raise ConfigError if the run cannot start or does not fit."""
+    from optrush.decide import decide
     from optrush.hardware import GIB, parse_hardware
-    from optrush.planner import answer, search
+    from optrush.planner import search
 
     device, count = parse_hardware(hardware)
     if device.kind == "cpu":
         raise ConfigError(f"--hardware {hardware}", "no GPU", "name the GPUs of a host, as 8xh100")
-    planned, _ = answer.choose_techniques(config, hardware, count)
-    prediction = search.predict(planned, hardware)
+    decided = decide(config, ranks=count, device=device)
+    prediction = search.predict_decided(decided)
     if not prediction.fits:
         host, most = prediction.host_bytes, prediction.host_room_bytes
         found, do = f"it needs {prediction.peak_bytes / GIB:.1f} GiB of a card", "`optrush plan CONFIG --hardware"
         if most is not None and host > most:
             found += f" and {host / GIB:.1f} GiB of host memory a rank, for which {most / GIB:.1f} are assumed"
         raise ConfigError(f"`optrush launch` on {hardware}", found, f"{do} {hardware}` says what fits")
+    if decided.reasons:
+        print("\n".join(decided.lines()), file=sys.stderr)
     card = re.sub(r"^(\d+x)+|:.*$", "", hardware.strip(), flags=re.IGNORECASE)
     return card, device.hosts, count // device.hosts
 

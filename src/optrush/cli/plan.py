@@ -22,10 +22,11 @@ from optrush.launch import NOT_SHARED, launched
 
 if TYPE_CHECKING:
     from optrush.config import Config
+    from optrush.decide import Decided
     from optrush.hardware import Device
     from optrush.planner.answer import Answer, Way
     from optrush.planner.calibration import Calibration
-    from optrush.planner.search import Candidate, Prediction
+    from optrush.planner.sets import Candidate, Prediction
 
 BAR = 24  # characters of the longest bar
 SMALL = 0.01  # share of the peak; smaller lines are shown as one
@@ -69,6 +70,8 @@ def plan(
     of it that such work reached on one H200; the output names which (basis).
     """
     config = read_run(path, set_, with_, without)
+    from optrush.decide import decide
+    from optrush.hardware import parse_hardware
     from optrush.planner import answer as asked
     from optrush.planner import search as planner
 
@@ -85,31 +88,29 @@ def plan(
         return
     if out is not None and out.exists() and not force:
         raise ConfigError(f"--out {out}", "this file exists", "take another name, or add --force")
+    decided: Decided | None = None
     prediction: Prediction | None = None
     refused: UserError | None = None
-    with planner.remembered():
-        try:
-            planned, _ = asked.choose_techniques(config, hardware, launch_ranks(hardware))
-            prediction = planner.predict(planned, hardware)
-        except (ConfigError, ConflictError, NeedsError) as error:  # another setting may run there
-            refused = error  # if none can, the search raises it too
-        found = asked.answer(config, hardware, keep_maths=keep_maths)
+    try:
+        device, ranks = parse_hardware(hardware)
+        decided = decide(config, ranks=ranks, device=device, here=hardware == "auto")
+        prediction = planner.predict_decided(decided)
+    except (ConfigError, ConflictError, NeedsError) as error:  # another setting may run there
+        refused = error  # if none can, the search raises it too
+        if decided is not None:  # no memory plan: what the run takes is known all the same
+            print(json.dumps({"decided": decided.facts()}) if as_json else "\n".join(decided.lines()))
+            raise
+    found = asked.answer(config, hardware, keep_maths=keep_maths)
     if as_json:
-        print(json.dumps(_document(config, prediction, refused, found, hardware, price)))
+        print(json.dumps(_document(config, decided, prediction, refused, found, hardware, price)))
     else:
-        print("\n".join(_text(config, hardware, prediction, refused, found, price, details)))
+        print("\n".join(_text(config, hardware, decided, prediction, refused, found, price, details)))
     if refused is not None and _lacking_all(config, found):  # what fits is another run than what was configured
         if out is not None:
             raise refused  # nothing is written
         raise typer.Exit(2)
     if out is not None:
         _write(config, hardware, found, out)
-
-
-def launch_ranks(hardware: str) -> int:
-    from optrush.hardware import parse_hardware
-
-    return parse_hardware(hardware)[1]
 
 
 def _write(config: Config, name: str, found: Answer, out: Path) -> None:
@@ -136,21 +137,20 @@ def _write(config: Config, name: str, found: Answer, out: Path) -> None:
 def _over(config: Config, way: Way) -> Config:
     """Return the configuration with a method and its setting."""
     from optrush.config import METHODS
-    from optrush.resolve import with_rate
+    from optrush.decide import changed, with_rate, with_setting
 
     assert way.setting is not None
     named = way.method in METHODS and METHODS[way.method].keys() <= way.setting.with_.keys() and config.method
-    over = way.setting.over(config).model_copy(update={"method": way.method if named else None})
-    return with_rate(over)
+    return with_rate(changed(with_setting(config, way.setting), {"method": way.method if named else None}))
 
 
 def _document(
-    config: Config, prediction: Prediction | None, refused: UserError | None, answer: Answer, hardware: str,
-    price: float | None,
+    config: Config, decided: Decided | None, prediction: Prediction | None, refused: UserError | None, answer: Answer,
+    hardware: str, price: float | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Build the document of --json: the prediction's fields, null where it was refused, and the answer."""
     from optrush.planner.answer import duration
-    from optrush.planner.search import Prediction
+    from optrush.planner.sets import Prediction
 
     names = [f.name for f in dataclasses.fields(Prediction)]
     own = dict.fromkeys(names) if prediction is None else dataclasses.asdict(prediction)
@@ -159,6 +159,7 @@ def _document(
     settings = answer.found.settings or ((best.setting,) if best is not None and best.setting is not None else ())
     return {
         **own,
+        "decided": None if decided is None else decided.facts(),
         "fits": prediction is not None and prediction.fits,
         "steps": steps,
         "hours": None if seconds is None else seconds / 3600,
@@ -212,8 +213,8 @@ def _usd(seconds: float | None, name: str, price: float | None) -> float | None:
 
 
 def _text(
-    config: Config, hardware: str, prediction: Prediction | None, refused: UserError | None, answer: Answer,
-    price: float | None, details: bool,
+    config: Config, hardware: str, decided: Decided | None, prediction: Prediction | None, refused: UserError | None,
+    answer: Answer, price: float | None, details: bool,
 ) -> list[str]:  # fmt: skip
     """Format the answer, its methods and better settings; with `details` memory as bars, work and other models."""
     from optrush.planner.answer import duration
@@ -230,6 +231,7 @@ def _text(
         time = _time(config, *duration(config, prediction, answer.tokens), hardware, price)
         size = f"{prediction.peak_bytes / GIB:.2f} GiB{_on_host(prediction)}"
         lines.append(f"as configured: {size}, {fits}; {_speed(prediction)}{time}")
+        lines += [] if decided is None else decided.lines()
     else:
         lines.append("as configured")
     if refused is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -17,11 +16,11 @@ import typer
 from optrush.cli.options import ConfigFile, Json, Ranks, Set, With, Without, launches, read_run
 from optrush.console import shown
 from optrush.errors import ConfigError, RunError
-from optrush.launch import LAUNCHER, launched
+from optrush.launch import launched
 
 if TYPE_CHECKING:
     from optrush.config import Config
-    from optrush.resolve import ResolvedConfig
+    from optrush.decide import Decided
 
 
 def train_command(
@@ -70,24 +69,25 @@ def train_command(
     config = read_run(path, set_, with_, without)
     _check_flags(allow_change, resume, dry_run, overfit, overfit_steps, as_json)
     start: Literal["auto"] | Path | None = "auto" if resume == "auto" else Path(resume) if resume else None
-    config = _planned(config, ranks if launches(ranks) else launched()[1], start)
-    from optrush.resolve import resolve
+    from optrush.decide import as_begun, decide
     from optrush.trainer import distributed
 
+    if start is not None:
+        config = as_begun(config, ranks if launches(ranks) else launched()[1])
+    decided = decide(config, ranks=ranks if launches(ranks) else None)
     if dry_run:
         if launched()[0] == 0:  # one process shows all ranks
-            _show_dry_run(resolve(config, ranks=ranks if launches(ranks) else None), start, as_json)
+            _show_dry_run(decided, start, as_json)
         return
     if launches(ranks):
         from optrush import launch
 
-        resolved = resolve(config, ranks=ranks)
-        raise typer.Exit(launch.spawn(sys.argv[1:], ranks, None if overfit else _checked(resolved, start)))
+        raise typer.Exit(launch.spawn(sys.argv[1:], ranks, None if overfit else _checked(decided, start)))
     if overfit is not None:
         from optrush.trainer.overfit import STEPS, run_overfit
 
         with distributed.leaving():
-            result = run_overfit(resolve(config), overfit, overfit_steps or STEPS)
+            result = run_overfit(decided, overfit, overfit_steps or STEPS)
         if launched()[0] == 0:
             print(json.dumps(dataclasses.asdict(result)) if as_json else result.text())
         raise typer.Exit(0 if result.reached else 1)
@@ -95,7 +95,7 @@ def train_command(
     from optrush.trainer.run import RunRequest, run
 
     with distributed.leaving():
-        outcome = run(RunRequest(resolve(config), start, frozenset(allow_change)))
+        outcome = run(RunRequest(decided, start, frozenset(allow_change)))
     if outcome.code == 0 and launched()[0] == 0:
         print(
             "\n".join(map(shown, outcome.closing_lines(config.objective in SECTIONS, config.scored))), file=sys.stderr
@@ -104,33 +104,13 @@ def train_command(
     raise typer.Exit(outcome.code)
 
 
-def _planned(config: Config, ranks: int, start: Literal["auto"] | Path | None) -> Config:
-    """Choose what the file leaves to the planner, and print it; a run that goes on has what it began with."""
-    if not config.unplanned:
-        return config
-    from optrush.config import parse_config
-    from optrush.planner.answer import choose_techniques
-
-    began = Path(config.output) / "run.yaml"
-    if start is not None and began.is_file():
-        before = parse_config(began.read_text("utf-8"), str(began), own=True)
-        batch = config.batch
-        if batch.micro_tokens is None:
-            batch = batch.model_copy(update={"micro_tokens": before.batch.micro_tokens})
-        return config.model_copy(update={"with_": before.with_, "method": before.method, "batch": batch})
-    config, line = choose_techniques(config, ranks=ranks)
-    if launched()[0] == 0 and LAUNCHER not in os.environ:
-        print(line, file=sys.stderr)
-    return config
-
-
-def _checked(resolved: ResolvedConfig, start: Literal["auto"] | Path | None) -> Callable[[], str]:
+def _checked(decided: Decided, start: Literal["auto"] | Path | None) -> Callable[[], str]:
     """Check the run's output folder in one process, not in each rank; return what gives the remedy later."""
     from optrush.trainer.run import check_run_output
     from optrush.trainer.run_dir import resume_line
 
-    check_run_output(resolved, start)
-    return partial(resume_line, Path(resolved.config.output))
+    check_run_output(decided, start)
+    return partial(resume_line, Path(decided.config.output))
 
 
 def _check_flags(
@@ -152,13 +132,13 @@ def _check_flags(
             raise ConfigError(asked, found, do)
 
 
-def _show_dry_run(resolved: ResolvedConfig, start: Literal["auto"] | Path | None, as_json: bool) -> None:
+def _show_dry_run(decided: Decided, start: Literal["auto"] | Path | None, as_json: bool) -> None:
     from optrush.cli.data import data_lines
     from optrush.console import use_color
     from optrush.trainer import dry_run
 
-    config = resolved.config
-    facts = dry_run.dry_run(resolved, start, dry_run.launch_line(sys.argv[1:]))
+    config = decided.config
+    facts = dry_run.dry_run(decided, start, dry_run.launch_line(sys.argv[1:]))
     if as_json:
         text = json.dumps(facts)
     else:
@@ -213,7 +193,7 @@ def eval_command(
     if config.has_reference and model is None:
         found, do = "no --model: CONFIG's would be compared with itself", "give the trained one: --model OUTPUT/model"
         raise ConfigError(f"`optrush eval` of `objective: {config.objective}`", found, do)
-    from optrush.resolve import resolve, without_adapters
+    from optrush.decide import decide, without_adapters
     from optrush.trainer import distributed, dpo_reference
     from optrush.trainer.build import build
     from optrush.trainer.trainer import evaluate
@@ -222,7 +202,7 @@ def eval_command(
     if launches(ranks):
         from optrush import launch
 
-        resolve(config, ranks=ranks)
+        decide(config, ranks=ranks)
         raise typer.Exit(launch.spawn(sys.argv[1:], ranks))
     from optrush.console import say
 
@@ -232,9 +212,9 @@ def eval_command(
         data = config.data.eval
     with distributed.leaving():
         if config.has_reference:
-            trainer = dpo_reference.against(resolve(config), resolve(before), data, say)
+            trainer = dpo_reference.against(decide(config), decide(before), data, say)
         else:
-            trainer = build(resolve(config), training=False, data=data, progress=say)
+            trainer = build(decide(config), training=False, data=data, progress=say)
         loss, targets, figures = evaluate(trainer)
     if trainer.world.rank == 0:
         assert trainer.evaluation is not None

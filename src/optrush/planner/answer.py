@@ -2,7 +2,7 @@
 
 A method is what is trained (all weights, adapters, adapters on 8 or 4 bits). Each is searched for its fastest set of
 techniques, then methods are ranked: the one that costs least in quality comes first, unless it is tight, or another one
-is more than `SLOWER` times as fast. `choose_techniques` makes the same search for a run without `with`. Pure.
+is more than `SLOWER` times as fast. Pure.
 """
 
 from __future__ import annotations
@@ -10,33 +10,25 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from optrush import hardware
-from optrush.config import METHODS, Config, with_method
+from optrush.config import METHODS, Config
 from optrush.data.length_estimate import estimate_tokens
+from optrush.decide import changed, decide, with_method
 from optrush.errors import ConfigError, NeedsError, UserError
-from optrush.hardware import GIB, Device
+from optrush.hardware import GIB
 from optrush.models.shapes import native_obstacle
 from optrush.models.source import locate, shapes_of
 from optrush.models.text_part import text_config
 from optrush.planner import search
-from optrush.planner.cost import CLOSE, TIGHT, micro_batch_rows
+from optrush.planner.cost import TIGHT
 from optrush.planner.ledger import Short
-from optrush.planner.search import Candidate, Prediction, SearchResult
-from optrush.resolve import resolve
-from optrush.technique import (
-    RANK_PARTS,
-    Environment,
-    Part,
-    Requirement,
-    Technique,
-    compilers,
-    instantiate,
-    mesh_text,
-)  # fmt: skip
+from optrush.planner.sets import Candidate, Prediction, SearchResult
+from optrush.technique import RANK_PARTS, Environment, Part, Technique, instantiate, mesh_text
 from optrush.techniques import ALL
 
 HOST_GPUS = 8  # GPUs of a host at most, of which more are suggested
@@ -45,7 +37,6 @@ NEAR = 1.05  # as fast, where one of two sets leaves room for the plan's error
 MUCH = 1.5  # what a set must be faster by that is tried for want of memory, where another one fits
 SHORTEST = 256  # tokens of a row, below which shorter rows are no advice
 LONGEST = 1 << 20  # that are tried
-SPARE = 0.5  # of a CPU's memory, for other programs, and because the plan was up to 17 % low there (docs/log/open.md)
 
 
 @dataclass(frozen=True)
@@ -102,18 +93,13 @@ def answer(
         keep_maths: as in `search.search`.
         nearest: also search what would fit, if nothing does.
     """
-    with search.remembered():
-        return _answer(config, name, classes, keep_maths, nearest)
-
-
-def _answer(config: Config, name: str, classes: Sequence[type[Technique]], keep_maths: bool, nearest: bool) -> Answer:
     found = search.search(with_method(config), name, classes, keep_maths=keep_maths, whole=nearest)
     tokens = estimate_tokens(config)
     ways: list[Way] = []
     refusals: list[NeedsError] = []
     start: Mapping[str, Mapping[str, Any]] | None = found.settings[0].with_ if found.settings else None
     for place, (method, techniques) in enumerate(methods(config, classes)):
-        of = config.model_copy(update={"with_": techniques, "method": None})
+        of = changed(config, {"with": techniques, "method": None})
         result = found
         try:
             if place or config.method == "auto":
@@ -215,63 +201,51 @@ def duration(config: Config, p: Prediction, tokens: float | None) -> tuple[float
 
 def fits(config: Config, name: str, classes: Sequence[type[Technique]] = ALL) -> Way | None:
     """Return the best way of a configuration that fits; None: none does, or it cannot be planned there."""
+    if not _any_fits(config, name, classes):
+        return None
     try:
-        if not _any_setting(config, name, classes):
-            return None
         return answer(config, name, classes, nearest=False).best
     except UserError:
         return None
 
 
-def _too_large(config: Config, name: str, classes: Sequence[type[Technique]]) -> bool:
-    """Return whether a configuration can be planned, and nothing fits."""
-    try:
-        return not _any_setting(config, name, classes)
-    except UserError:
-        return False
-
-
-def _any_setting(config: Config, name: str, classes: Sequence[type[Technique]]) -> bool:
-    """Return whether something fits by the method that holds least, of those that the model has."""
-    ways = [config.model_copy(update={"with_": with_, "method": None}) for _, with_ in methods(config, classes)]
-    for of in reversed(ways[1:]):
+def _any_fits(config: Config, name: str, classes: Sequence[type[Technique]]) -> bool:
+    """Return whether a configuration fits by the method that holds least, of those that the model has."""
+    for _, with_ in reversed(methods(config, classes)):
         try:
+            of = changed(config, {"with": with_, "method": None})
             return bool(search.search(of, name, classes, whole=False, scarce=True).settings)
         except NeedsError:
             continue
-    return bool(search.search(ways[0], name, classes, whole=False, scarce=True).settings)
+        except UserError:
+            return False
+    return False
 
 
 def _nearest(config: Config, name: str, classes: Sequence[type[Technique]]) -> Iterator[str]:
-    """Yield a change of method, rows, model and hardware each, with what then fits."""
-    bases = [c.name for c in classes if Part.TRAINED in c.claims | c.wants]
-    freed = {n: o for n, o in config.with_.items() if n not in bases}
-    other = config.model_copy(update={"method": None, "with_": freed})
+    """Yield a change of method, steps, rows, model and hardware each, the smallest after which something fits."""
+    trained = [c.name for c in classes if Part.TRAINED in c.claims | c.wants]
+    freed = {n: o for n, o in config.with_.items() if n not in trained}
+    other = changed(config, {"method": None, "with": freed})
     if (config.method is not None or freed != config.with_) and (way := fits(other, name, classes)):
         yield f"method: {way.method} ({_fact(way)})"
-    T = config.batch.seq
-    small = config.batch.model_copy(update={"tokens": T * hardware.parse_hardware(name)[1], "micro_tokens": None})
-    steps = config.model_copy(update={"batch": small})
-    unclipped = steps.model_copy(update={"optim": config.optim.model_copy(update={"clip": None})})
-    fewer = config.method == "full" and small.tokens < config.batch.tokens  # gradients need not wait for the last row
-    for other, also in ((steps, ""), (unclipped, ", optim.clip: null")) if fewer else ():
-        if way := fits(other, name, classes):
-            yield f"smaller steps: batch.tokens: {small.tokens}{also} ({way.method}, {_fact(way)})"
-            break
-    shorter = [*itertools.takewhile(lambda n: n >= SHORTEST, (T // 2**k for k in range(1, 12)))]
-    for seq in () if not shorter or _too_large(_rows_of(config, shorter[-1]), name, classes) else shorter:
-        if way := fits(_rows_of(config, seq), name, classes):
-            yield f"rows of {seq} tokens: batch.seq: {seq} ({way.method}, {_fact(way)})"
-            break
-    for shape, smaller in reversed(_family(config)):
-        if way := fits(smaller, name, classes):
-            yield f"a smaller model: {shape} ({way.method}, {_fact(way)})"
-            break
-    for card in larger_hardware(name):
-        rows = _shared(config, hardware.parse_hardware(card)[1])
-        if way := fits(rows, card, classes):
-            yield f"other hardware: {card} ({way.method}, {_fact(way)})"
-            break
+    T, tokens = config.batch.seq, config.batch.seq * hardware.parse_hardware(name)[1]
+    smaller = changed(config, {"batch.tokens": tokens, "batch.micro_tokens": None})
+    steps = []
+    if config.method == "full" and tokens < config.batch.tokens:  # gradients need not wait for the last row
+        unclipped = changed(smaller, {"optim.clip": None})
+        what = f"smaller steps: batch.tokens: {tokens}"
+        steps = [(what, smaller, name), (f"{what}, optim.clip: null", unclipped, name)]
+    lengths = itertools.takewhile(lambda n: n >= SHORTEST, (T // 2**k for k in range(1, 12)))
+    rows = [(f"rows of {n} tokens: batch.seq: {n}", _rows_of(config, n), name) for n in lengths]
+    models = [(f"a smaller model: {shape}", other, name) for shape, other in reversed(_family(config))]
+    cards = [(f"other hardware: {c}", _shared(config, hardware.parse_hardware(c)[1]), c) for c in larger_hardware(name)]
+    for options in (steps, rows, models, cards):
+        # What comes after one that fits is taken to fit, too.
+        first = bisect_left(options, True, key=lambda o: _any_fits(o[1], o[2], classes))
+        for what, other, card in options[first : first + 1]:
+            if way := fits(other, card, classes):
+                yield f"{what} ({way.method}, {_fact(way)})"
 
 
 def _fact(way: Way) -> str:
@@ -285,15 +259,14 @@ def _fact(way: Way) -> str:
 def _rows_of(config: Config, seq: int) -> Config:
     """Return the configuration with rows of `seq` tokens and about as many tokens a step."""
     tokens = max(1, config.batch.tokens // seq) * seq
-    batch = config.batch.model_copy(update={"seq": seq, "tokens": tokens, "micro_tokens": None})
-    return config.model_copy(update={"batch": batch})
+    return changed(config, {"batch.seq": seq, "batch.tokens": tokens, "batch.micro_tokens": None})
 
 
 def _shared(config: Config, ranks: int) -> Config:
     """Return the configuration with as many rows a step as ranks can share, at least as many as now."""
     b = config.batch
     rows = -(-(b.tokens // b.seq) // ranks) * ranks
-    return config.model_copy(update={"batch": b.model_copy(update={"tokens": rows * b.seq, "micro_tokens": None})})
+    return changed(config, {"batch.tokens": rows * b.seq, "batch.micro_tokens": None})
 
 
 def _family(config: Config) -> list[tuple[str, Config]]:
@@ -311,8 +284,8 @@ def _family(config: Config) -> list[tuple[str, Config]]:
 
 def _of_shape(config: Config, name: str) -> Config:
     """Return the configuration with a named shape, on rows as long and as full as now."""
-    model = config.model.model_copy(update={"path": None, "shape": name, "tokenizer": config.model.tokenizer or "."})
-    return config.model_copy(update={"model": model})
+    tokenizer = config.model.tokenizer or "."
+    return changed(config, {"model.path": None, "model.shape": name, "model.tokenizer": tokenizer})
 
 
 def planned_notes(config: Config, device: hardware.Device, ranks: int) -> Iterator[str]:
@@ -352,8 +325,7 @@ def solve(config: Config, name: str, what: str, classes: Sequence[type[Technique
     asked = {"longest": _longest, "largest-model": _largest, "cheapest": _cheapest, "batch": _batch}
     if what not in asked:
         raise ConfigError(f"--solve {what}", "no such question", f"take {', '.join(asked)}")
-    with search.remembered():
-        return asked[what](config, name, classes)
+    return asked[what](config, name, classes)
 
 
 def _nothing(what: str, name: str) -> ConfigError:
@@ -365,15 +337,15 @@ def _longest(config: Config, name: str, classes: Sequence[type[Technique]]) -> t
     """Search the longest row of one document: powers of two, then steps of an eighth of the last one."""
     _, ranks = hardware.parse_hardware(name)
     if not config.paired:
-        data = config.data.model_copy(update={"random": True, "path": None, "sample": None, "eval": None})
         other = {} if config.objective == "distill" else {"objective": "pretrain"}  # which takes random tokens as well
-        config = config.model_copy(update={"data": data, **other})
+        data = {"data.random": True, "data.path": None, "data.sample": None, "data.eval": None}
+        config = changed(config, {**data, **other})
     _, hf = locate(config, weights=False)
     most = min(LONGEST, int(text_config(hf).get("max_position_embeddings") or LONGEST))
 
     def of(seq: int) -> Way | None:
-        batch = config.batch.model_copy(update={"seq": seq, "tokens": seq * ranks, "micro_tokens": None})
-        return fits(config.model_copy(update={"batch": batch}), name, classes)
+        sizes = {"batch.seq": seq, "batch.tokens": seq * ranks, "batch.micro_tokens": None}
+        return fits(changed(config, sizes), name, classes)
 
     best: tuple[int, Way] | None = None
     for power in range(8, 21):
@@ -409,7 +381,7 @@ def _cheapest(config: Config, name: str, classes: Sequence[type[Technique]]) -> 
     """Search the hardware whose run costs least: an hour's price over its speed."""
     costs: list[tuple[float, str, Way]] = []
     for card, price in hardware.PRICES_USD_H.items():
-        way = fits(config.model_copy(update={"batch": config.batch.model_copy(update={"micro_tokens": None})}), card)
+        way = fits(changed(config, {"batch.micro_tokens": None}), card)
         speed = None if way is None or way.setting is None else way.setting.prediction.tokens_per_s
         if way is not None and speed:
             costs.append((price / speed / 3600 * 1e9, card, way))
@@ -424,20 +396,17 @@ def _cheapest(config: Config, name: str, classes: Sequence[type[Technique]]) -> 
 
 def _batch(config: Config, name: str, classes: Sequence[type[Technique]]) -> tuple[str, dict[str, Any]]:
     """Search the largest micro-batch of the configuration as it is, or as a run without `with` is planned."""
-    _, ranks = hardware.parse_hardware(name)
-    config, _ = choose_techniques(config, name, ranks, classes)
-    T, best = config.batch.seq, 0
-    for rows in (2**k for k in range(20)):
-        batch = config.batch.model_copy(update={"tokens": rows * T * ranks, "micro_tokens": rows * T})
-        if not search.predict(config.model_copy(update={"batch": batch}), name, ranks, classes).fits:
-            break
-        best = rows
+    device, ranks = hardware.parse_hardware(name)
+    config = decide(config, classes, ranks, device, here=name == "auto").config
+    T = config.batch.seq
+
+    def fitting(rows: int) -> bool:
+        sized = changed(config, {"batch.tokens": rows * T * ranks, "batch.micro_tokens": rows * T})
+        return search.predict(sized, name, ranks, classes).fits
+
+    best = max(itertools.takewhile(fitting, (2**k for k in range(20))), default=0)
     step = max(1, best // 8)
-    for rows in range(best + step, 2 * best, step):
-        batch = config.batch.model_copy(update={"tokens": rows * T * ranks, "micro_tokens": rows * T})
-        if not search.predict(config.model_copy(update={"batch": batch}), name, ranks, classes).fits:
-            break
-        best = rows
+    best = max(itertools.takewhile(fitting, range(best + step, 2 * best, step)), default=best)
     if not best:
         raise _nothing("batch", name)
     return f"{best} row{'s' * (best > 1)} of {T} tokens a micro-batch: batch.micro_tokens: {best * T}", {
@@ -450,192 +419,3 @@ def _values(way: Way) -> dict[str, Any]:
     p = way.setting.prediction
     with_ = {k: dict(v) for k, v in way.setting.with_.items()}
     return {"method": way.method, "with": with_, "peak_bytes": p.peak_bytes, "tokens_per_s": p.tokens_per_s}
-
-
-# --- the techniques of a run that names none
-
-# For a CPU, and for models without a plan: in the ladder's order; of several options the first that can run here.
-Choice = tuple[str, tuple[dict[str, Any], ...]]
-ON_GPU: tuple[Choice, ...] = (
-    ("amp", ({}, {"dtype": "fp16"})),
-    ("fused-adamw", ({},)),
-    ("attention", ({"impl": "varlen"}, {"impl": "sdpa"})),
-    ("compile", ({},)),
-    ("packing", ({},)),
-    ("fused-loss", ({},)),
-)
-ON_CPU: tuple[Choice, ...] = (
-    ("fused-adamw", ({},)),
-    ("attention", ({"impl": "sdpa"},)),
-    ("packing", ({},)),
-    ("fused-loss", ({"chunk": 256},)),
-)
-
-
-def choose_techniques(
-    config: Config, name: str = "auto", ranks: int = 1, classes: Sequence[type[Technique]] = ALL
-) -> tuple[Config, str]:
-    """Choose the method, techniques and micro-batch that a configuration leaves to the planner.
-
-    The fastest set that fits and keeps the maths; on a CPU, and for a model without a plan, the listed ones, on a CPU
-    in the micro-batch of `size_on_cpu`.
-
-    Returns:
-        the configuration, and a line that says what was chosen; empty: nothing was left to choose.
-
-    Raises:
-        NeedsError: nothing fits, with what does.
-    """
-    if not config.unplanned:
-        return config, ""
-    device, _ = hardware.parse_hardware(name)
-    _, hf = locate(config, weights=False)
-    here = name == "auto"
-    if device.kind == "cpu" or native_obstacle(hf) is not None or config.model.implementation == "transformers":
-        config = with_method(config.model_copy(update={"method": "full"}) if config.method == "auto" else config)
-        techniques = _listed(config, ranks, device, classes, here)
-        chosen = config.model_copy(update={"with_": techniques})
-        if device.kind == "cpu":
-            chosen = size_on_cpu(chosen, name, ranks, config.with_.keys(), classes)
-        line = f"planned for {device.name}: {_line(config, chosen.with_)}"
-        if chosen.batch != config.batch:
-            line += f"; {chosen.batch.micro_tokens} tokens a micro-batch"
-        return chosen, line
-    tried = ("full", "lora", "qlora") if config.method == "auto" else (config.method or "full",)
-    least: Short | None = None
-    for method in tried:
-        of = with_method(config.model_copy(update={"method": method}))
-        fixed = isinstance(config.batch.micro_tokens, int)
-        try:
-            result = search.search(
-                of, name, classes, keep_maths=True, ranks=ranks, whole=False, fixed=fixed, here=here, keep=of.with_
-            )
-        except NeedsError:
-            if method == tried[0]:
-                raise
-            continue  # the model has no such method
-        if result.settings:
-            setting = result.settings[0]
-            chosen = setting.over(of).model_copy(update={"method": method if config.method else None})
-            fact = _fact(_way(of, name, method, result, classes))
-            return chosen, f"planned for {device.name}: {_line(config, setting.with_)}; {fact}"
-        least = result.least
-    best = answer(config.model_copy(update={"method": None}), name, classes).best
-    do = "take a smaller model, shorter rows or other hardware (optrush plan names the nearest)"
-    if best is not None and best.setting is not None:
-        do = f"write `method: {best.method}`" if best.method in METHODS and best.method != "full" else "write"
-        do += (
-            f" `with: {{{', '.join(f'{n}: {dict(o)}' if o else f'{n}: {{}}' for n, o in best.setting.with_.items())}}}`"
-        )
-        do += f", which takes {_fact(best)} ({best.costs})"
-    asked = f"a run of {config.method or 'all weights'} on {device.name}, with the maths of its precision"
-    needs = "" if least is None else f"; the smallest needs {least.text()}"
-    raise NeedsError(asked, f"no set of techniques fits{needs}", do)
-
-
-def size_on_cpu(
-    config: Config, name: str, ranks: int, own: Container[str], classes: Sequence[type[Technique]] = ALL
-) -> Config:
-    """Choose the micro-batch of listed techniques on a CPU, and whether it holds all of its logits.
-
-    Whole logits are faster there than chunks of them. Of the micro-batches that need at most `SPARE` of the memory the
-    smallest that is as fast as the fastest. Where none does, or the model has no plan, the configuration stays.
-
-    Args:
-        config: with the listed techniques; a micro-batch that it gives stays.
-        own: techniques that the file names, which stay.
-    """
-    T, given = config.batch.seq, config.batch.micro_tokens
-    _, sharing = hardware.parse_hardware(name)  # ranks that its memory is already divided by
-    sizes = [rows * T for rows in micro_batch_rows(max(1, config.batch.tokens // T // ranks))]
-    heads = {c.name for c in classes if Part.HEAD in c.claims and c.name not in own}
-    whole = {n: o for n, o in config.with_.items() if n not in heads}
-    for techniques in (whole, config.with_):
-        fitting: list[tuple[float, Config]] = []
-        for tokens in sizes if given is None else [given]:
-            batch = config.batch.model_copy(update={"micro_tokens": tokens})
-            sized = config.model_copy(update={"with_": techniques, "batch": batch})
-            try:
-                p = search.predict(sized, name, ranks, classes)
-            except UserError:  # the run itself raises it, unless it is of this size alone
-                continue
-            if p.room_bytes is not None and p.peak_bytes * ranks <= SPARE * p.room_bytes * sharing:
-                fitting.append((p.tokens_per_s or float(batch.tokens), sized))
-        if fitting:
-            fastest = max(speed for speed, _ in fitting)
-            return next(sized for speed, sized in fitting if speed >= fastest * (1 - CLOSE))
-    return config
-
-
-def _line(config: Config, techniques: Mapping[str, Mapping[str, Any]]) -> str:
-    """Format the techniques that the file does not name."""
-    added = {n: o for n, o in techniques.items() if n not in config.with_}
-    return " ".join(n + (":" + ",".join(f"{k}={v}" for k, v in o.items()) if o else "") for n, o in added.items())
-
-
-def _listed(
-    config: Config, ranks: int, device: Device, classes: Sequence[type[Technique]], here: bool
-) -> dict[str, dict[str, Any]]:
-    own = {name: dict(options) for name, options in config.with_.items()}
-    bare = config.model_copy(update={"with_": {}, "method": None})
-    share = bare.batch.model_copy(update={"micro_tokens": None})
-    env = dataclasses.replace(resolve(bare.model_copy(update={"batch": share}), classes, 1, device).env, ranks=ranks)
-    taken = {part for t in instantiate(classes, own) for part in t.claims}
-    if ranks > 1 and Part.DATA not in taken:
-        own |= {next(c.name for c in classes if Part.DATA in c.claims): {}}
-    text = config.data.random is None
-    techniques, _ = pick_listed(own, env, classes, here, text=text)
-    return techniques
-
-
-def pick_listed(
-    own: Mapping[str, dict[str, Any]], env: Environment, classes: Sequence[type[Technique]], here: bool, *, text: bool
-) -> tuple[dict[str, dict[str, Any]], list[tuple[str, Requirement]]]:
-    """Choose listed techniques next to the given ones.
-
-    Args:
-        here: it is for this machine, whose packages and compilers count.
-        text: rows hold documents of any length, not one of exactly T tokens.
-
-    Returns:
-        techniques in the ladder's order, and those left out with the reason.
-    """
-    known = {c.name: c for c in classes}
-    taken = {part for t in instantiate(classes, own) for part in t.claims}
-    chosen: dict[str, tuple[dict[str, Any], ...]] = {}
-    for name, options in ON_GPU if env.device.kind == "cuda" else ON_CPU:
-        if name not in known or name in own or known[name].claims & taken:
-            continue
-        if not text and Part.BATCH_LAYOUT in known[name].claims:
-            continue
-        if not text and name == "attention":  # rows of one document need no mask
-            options = options[-1:]
-        chosen[name] = options
-    left: list[tuple[str, Requirement]] = []
-    while True:
-        owned = frozenset(taken.union(*(known[name].claims for name in chosen)))
-        settled = dataclasses.replace(env, claimed=owned)
-        first = {name: _first(known[name], options, settled, here) for name, options in chosen.items()}
-        lacks = {name: need for name, need in first.items() if isinstance(need, Requirement)}
-        if not lacks:
-            break
-        for name, need in lacks.items():
-            left.append((name, need))
-            del chosen[name]
-    techniques = {**{name: options for name, options in first.items() if isinstance(options, dict)}, **own}
-    return {c.name: techniques[c.name] for c in classes if c.name in techniques}, left
-
-
-def _first(
-    cls: type[Technique], options: Sequence[dict[str, Any]], env: Environment, here: bool
-) -> dict[str, Any] | Requirement:
-    """Return the first of these options whose needs are met, or what the last one lacks."""
-    unmet: list[Requirement] = []
-    for option in options:
-        technique = instantiate([cls], {cls.name: option})[0]
-        unmet = [n for n in technique.needs(env) if not n.met]
-        compiles = type(technique).compile is not Technique.compile
-        unmet += [n for n in compilers(env.device) if not n.met] if here and compiles else []
-        if not unmet:
-            return option
-    return unmet[0]

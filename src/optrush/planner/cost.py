@@ -12,19 +12,18 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal
 
 from optrush import hardware
-from optrush.errors import ConfigError, NeedsError
 from optrush.hardware import CONTEXT_BYTES, Device
-from optrush.models.shapes import ModelShape, native_obstacle
-from optrush.planner import baseline, calibration
+from optrush.models.shapes import ModelShape
+from optrush.planner import calibration
 from optrush.planner.calibration import AttentionRate, Calibration
 from optrush.planner.ledger import Ledger, WorkItem, host_bytes, hosted_bytes, most_bytes
-from optrush.technique import Environment, Technique, settle
+from optrush.technique import Environment
 
 # Shares of the datasheet's rate that a step reached (H200, Llama-3.2-1B shape; docs/log).
 HALF_PRODUCTS, FLOAT32_PRODUCTS, MEMORY, LINK = 0.66, 0.78, 0.80, 0.70
@@ -61,6 +60,7 @@ CONTENTION, DISTURBING = 0.5, 3.15e11
 SLACK = 0.03  # of a peak: the allocator's gaps
 TIGHT = 0.96  # of what is usable: predictions of peaks were off by as much
 CLOSE = 0.01  # speeds this near are equal
+SPARE = 0.5  # of a CPU's memory, for other programs, and because the plan was up to 17 % low there (docs/log/open.md)
 WORTH = 0.03  # what a micro-batch that fills more than TIGHT must be faster by
 PARTS = ("products", "attention", "head", "elementwise", "optimizer")
 
@@ -125,10 +125,9 @@ def linears(shape: ModelShape) -> dict[str, tuple[int, int]]:
 
 
 def expected_and_ceiling(
-    device: Device, found: Calibration | None, hf: Mapping[str, Any], T: float, seq: float
+    device: Device, found: Calibration | None, shape: ModelShape, T: float, seq: float
 ) -> tuple[Rates | None, Rates | None]:
-    """Return the expected rates of a model with this config.json, and their ceiling."""
-    shape = ModelShape.read(hf)
+    """Return the expected rates of a model of this shape, and their ceiling."""
     return device_rates(device, found, shape, T, seq), device_rates(device, found, shape, T, seq, ceiling=True)
 
 
@@ -455,83 +454,3 @@ def fullness(books: Sequence[Ledger], env: Environment, tokens: float) -> float:
     on_device, on_host = room(env.device), host_room(env)
     shares = [0.0 if on_device is None else most_bytes(book, tokens) / on_device for book in books]
     return max(*shares, *(hosted_bytes(book, tokens) / on_host for book in books if on_host), 0.0)
-
-
-# --- the micro-batch of `batch.micro_tokens: auto`
-#
-# The candidates are the powers of two that divide a rank's rows of a step, and all of its rows. Of those whose
-# predicted peak fits on the device the fastest is chosen, and of equally fast ones the largest with room to spare; a
-# trial step then tests it.
-
-
-def choose_micro_batch(techniques: Sequence[Technique], env: Environment, hf: Mapping[str, Any]) -> int:
-    """Return the rows of one micro-batch.
-
-    Args:
-        env: not settled yet; its micro-batch is ignored.
-
-    Raises:
-        UserError: `settle` rejects every size; or this model has no prediction and the device is a CPU, where the
-            system kills a process that needs too much memory.
-    """
-    possible: list[Environment] = []
-    refused: NeedsError | None = None
-    for rows in micro_batch_rows(env.rows // env.data_ranks):
-        try:
-            possible.append(settle(techniques, replace(env, micro_rows=rows)))
-        except NeedsError as error:  # some techniques need a step of one micro-batch
-            refused = error
-    if not possible:
-        assert refused is not None
-        raise refused
-    if (obstacle := native_obstacle(hf)) is not None:
-        if env.device.kind == "cpu":
-            do = f"give a multiple of {env.seq}"
-            raise ConfigError("`batch.micro_tokens: auto` on a CPU", f"no prediction of memory: {obstacle}", do)
-        return possible[-1].micro_rows  # the rehearsal halves it until it fits
-    shape, device, T = ModelShape.read(hf), _device(possible[0]), env.seq
-    rates = device_rates(device, calibration.for_device(device), shape, T)
-    fitting: list[tuple[float, int]] = []
-    filled: dict[int, float] = {}
-    for one in possible:
-        books, rows = baseline.books(techniques, one, shape, 0.0), one.micro_rows
-        filled[rows] = fullness(books, replace(one, device=device), rows * T)
-        if filled[rows] <= 1.0:
-            # Without rates the largest is chosen: fewer and larger products are not slower.
-            seconds = slowest(books, device, rows * T, rates)
-            fitting.append((rows if seconds is None else 1 / seconds, rows))
-    # Where none fits one row may all the same: the trial step decides.
-    return fastest_rows(fitting, filled.__getitem__, device) if fitting else possible[0].micro_rows
-
-
-def fastest_rows(fitting: Sequence[tuple[float, int]], filled: Callable[[int], float], device: Device) -> int:
-    """Choose from (speed, rows): the fastest that leaves room to spare, and of equally fast ones the largest.
-
-    Each micro-batch costs time that the plan does not see (8B with LoRA: benchmarks/results/h100-answers.jsonl). One
-    without room to spare is taken where it is `WORTH` it, or no other fits. On a CPU, whose memory other programs need
-    and where a peak is less certain, the smallest of the fastest.
-
-    Args:
-        filled: `fullness` by rows.
-    """
-    fastest = max(speed for speed, _ in fitting)
-    near = sorted(rows for speed, rows in fitting if speed >= fastest * (1 - CLOSE))
-    if device.kind == "cpu" or room(device) is None:
-        return near[0]
-    spare = [(speed, rows) for speed, rows in fitting if speed >= fastest * (1 - WORTH) and filled(rows) <= TIGHT]
-    if not spare:
-        return near[0]
-    fastest = max(speed for speed, _ in spare)
-    return max(rows for speed, rows in spare if speed >= fastest * (1 - CLOSE))
-
-
-def micro_batch_rows(share: int) -> list[int]:
-    """Return the possible rows of a micro-batch, smallest first, for a rank with `share` rows of a step."""
-    return sorted({2**k for k in range(share.bit_length()) if share % 2**k == 0} | {share})
-
-
-def _device(env: Environment) -> Device:
-    """Return the device with rates and memory; on a CPU, the share of one of the ranks of this machine."""
-    if env.device.kind != "cpu" or env.device.memory_bytes is not None:
-        return env.device
-    return hardware.share_of_cpu(int(os.environ.get("LOCAL_WORLD_SIZE", env.ranks)))

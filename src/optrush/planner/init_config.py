@@ -1,7 +1,7 @@
 """Write a run's first YAML for a model, data and a machine (`optrush init`). Pure.
 
-`compose` chooses the values (`choose_values`, `_pick`, `_fitting`), formats them with a comment for every block
-(`yaml_text`), and parses and resolves the text, so that the written configuration can run.
+`compose` chooses the values (`choose_values`), lets `decide` answer what they leave open, formats all of it with a
+comment for every block (`yaml_text`), and parses and decides the text, so that the written configuration can run.
 """
 
 from __future__ import annotations
@@ -30,16 +30,14 @@ from optrush.config import (
     parse_scalar,
     set_value,
 )
+from optrush.decide import Decided, NothingFits, changed, decide
 from optrush.errors import ConfigError, DataError, NeedsError, UserError
 from optrush.hardware import Device
 from optrush.models.shapes import refuse_foreign
 from optrush.models.source import locate
 from optrush.models.text_part import text_config
 from optrush.planner import answer, search
-from optrush.planner.cost import fastest_rows
-from optrush.planner.search import Prediction
-from optrush.resolve import resolve
-from optrush.technique import RANK_PARTS, Part, Requirement, Technique, instantiate
+from optrush.technique import RANK_PARTS, Part, Technique, instantiate
 from optrush.techniques import ALL
 
 if TYPE_CHECKING:
@@ -49,13 +47,12 @@ if TYPE_CHECKING:
 
 
 def yaml_text(
-    tree: dict[str, Any], file: str, device: Device, techniques: dict[str, dict[str, Any]],
-    left: Sequence[tuple[str, Requirement]], memory: str, ranks: int, classes: Sequence[type[Technique]] = ALL,
+    tree: dict[str, Any], file: str, device: Device, techniques: dict[str, dict[str, Any]], memory: str, ranks: int,
+    classes: Sequence[type[Technique]] = ALL,
 ) -> str:  # fmt: skip
     """Format the tree and its techniques as YAML: for every block its meaning, its default, and when to change it.
 
     Args:
-        left: suitable techniques that cannot run, with what they lack.
         memory: the prediction of memory, as part of a sentence.
     """
     import jinja2
@@ -74,7 +71,7 @@ def yaml_text(
     environment.filters |= {"flow": _flow, "line": _line}
     return environment.get_template("init.yaml.j2").render(
         **tree, settings=tree.get(tree["objective"]), more={key: tree[key] for key in tree if key not in shown},
-        techniques=techniques, left=left, memory=memory, machine=machine,
+        techniques=techniques, memory=memory, machine=machine,
         command=command + (f" --ranks {ranks}" if ranks > 1 else ""), summaries={c.name: c.summary for c in classes},
         larger="halve it when memory runs out" if several else "double it while memory lasts",
     )  # fmt: skip
@@ -84,7 +81,7 @@ def _flow(value: Any) -> str:
     """Format a value on one line."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_text(k)}: {_flow(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_flow, value)) + "]"
     if isinstance(value, str):
         return _text(value)
@@ -145,7 +142,7 @@ def compose(request: InitRequest, file: str, classes: Sequence[type[Technique]] 
     """Compose a YAML, and check it as `optrush train` does.
 
     Raises:
-        UserError: as `resolve`; the data file cannot be read; the output is not empty.
+        UserError: as `decide`; the data file cannot be read; the output is not empty.
     """
     device, ranks = hardware.parse_hardware(request.hardware)
     here = request.hardware == "auto"
@@ -163,36 +160,42 @@ def compose(request: InitRequest, file: str, classes: Sequence[type[Technique]] 
         many = math.prod(n for t in wanted for n in t.axes().values())
         ranks = max(2, many, len(hardware.probe()) // many * many if here else 2)
     tree = choose_values(request, device, ranks)
-    env = resolve(Config.model_validate(tree | {"with": {}}), classes, 1, device).env
     own = _with_new_tokens({**METHODS.get(request.method, {}), **own}, tree)
-    techniques, left = answer.pick_listed(own, env, classes, here, text="random" not in tree["data"])
-    config = Config.model_validate(tree | {"with": techniques})
-    # The listed techniques are those of one rank: what divides the run over several is searched.
-    divided = device.kind == "cpu" or ranks == 1 or any(RANK_PARTS & t.claims for t in wanted)
-    if divided:
-        resolve(config, classes, ranks, device)
-    if device.kind == "cpu":
-        free = config.model_copy(update={"batch": config.batch.model_copy(update={"micro_tokens": None})})
-        config = answer.size_on_cpu(free, request.hardware, ranks, own, classes)
-        techniques = config.with_
-    micro, memory, fits = _fitting(config, request.hardware, ranks, classes) if divided else (0, "", False)
-    if not fits:  # the listed techniques are fast, not small
-        found, left = _searched(Config.model_validate(tree | {"with": own}), request, classes), []
-        techniques = _with_new_tokens(_with_named(found, own, classes), tree)
-        config = Config.model_validate(tree | {"with": techniques})
-        micro, memory, fits = _fitting(config, request.hardware, ranks, classes)
-        if not fits and own.keys() - found.keys():
-            asked = f"{', '.join(sorted(own.keys() - found.keys()))} in a run of {request.model} on {request.hardware}"
-            do = f"leave it out: {' '.join(found)} fits"
-            raise NeedsError(asked, f"with that it does not fit: {memory}", do)
-    tree["batch"]["micro_tokens"] = micro
-    if tree["optim"]["lr"] == LR and any(Part.ADAPTERS in t.claims for t in instantiate(classes, techniques)):
+    decided = _decided(request, tree, own, device, ranks, classes)
+    try:
+        prediction = search.predict_decided(decided)
+    except UserError as error:
+        memory = f"no prediction of memory: {error.found}"
+    else:
+        memory = f"predicted to need {prediction.peak_bytes / hardware.GIB:.1f} GiB of memory at most"
+        if not prediction.fits:
+            asked = f"{', '.join(sorted(own)) or 'a run'} in a run of {request.model} on {request.hardware}"
+            raise NeedsError(asked, f"with that it does not fit: {memory}", "leave it out, or take --method auto")
+    techniques = _with_new_tokens(decided.config.with_, tree)
+    tree["batch"]["micro_tokens"] = decided.config.batch.micro_tokens
+    if tree["optim"]["lr"] == LR and any(Part.ADAPTERS in t.claims for t in decided.techniques):
         tree["optim"]["lr"] = ADAPTER_LR
         _lay(tree, request.sets)
-    text = yaml_text(tree, file, device, techniques, left, memory, ranks, classes)
+    text = yaml_text(tree, file, device, techniques, memory, ranks, classes)
     config = parse_config(text, file)
-    resolve(config, classes, ranks, device)
+    decide(config, classes, ranks, device)
     return FirstConfig(text, config, ranks)
+
+
+def _decided(
+    request: InitRequest, tree: dict[str, Any], own: dict[str, dict[str, Any]], device: Device, ranks: int,
+    classes: Sequence[type[Technique]],
+) -> Decided:  # fmt: skip
+    """Decide the run: by the set that is fastest with the same maths, where none fits by the best that does."""
+    here = request.hardware == "auto"
+    config = Config.model_validate({**tree, "method": request.method, "with": own})
+    try:
+        return decide(config, classes, ranks, device, here=here, choose=True)
+    except NeedsError as error:
+        if not isinstance(error, NothingFits):
+            raise
+    found = _searched(Config.model_validate(tree | {"with": own}), request, classes)
+    return decide(Config.model_validate(tree | {"with": _with_named(found, own, classes)}), classes, ranks, device)
 
 
 def _with_named(
@@ -218,44 +221,13 @@ def _searched(config: Config, request: InitRequest, classes: Sequence[type[Techn
         NeedsError: nothing fits, with the nearest that does.
     """
     method = None if request.method == "auto" else request.method
-    batch = config.batch.model_copy(update={"micro_tokens": None})
-    found = answer.answer(config.model_copy(update={"method": method, "batch": batch}), request.hardware, classes)
+    found = answer.answer(changed(config, {"method": method}), request.hardware, classes)
     if found.best is None or found.best.setting is None:
         needs = "" if (least := found.least) is None else f": the smallest set tried needs {least.text()}"
         do = "; or ".join(found.nearest) or "take a smaller model, shorter rows or other hardware"
         asked = f"a run of {request.model} on {request.hardware}"
         raise NeedsError(asked, f"nothing fits{needs}", do)
     return {name: dict(options) for name, options in found.best.setting.with_.items()}
-
-
-def _fitting(
-    config: Config, hardware_name: str, ranks: int, classes: Sequence[type[Technique]]
-) -> tuple[int, str, bool]:
-    """Return the micro-batch, its predicted memory as part of a sentence, and whether it fits or is not known.
-
-    It is the fastest (`cost.fastest_rows`); on a CPU the configuration's. It is one row where the planner does not
-    support the model.
-    """
-    T, most = config.batch.seq, config.batch.tokens // ranks
-    device, _ = hardware.parse_hardware(hardware_name)
-    given = config.batch.micro_tokens
-    sizes = [given // T if isinstance(given, int) else 1] if device.kind == "cpu" else [2**k for k in range(20)]
-    predicted: dict[int, Prediction] = {}
-    for rows in sizes:
-        if most % (rows * T):
-            break
-        batch = config.batch.model_copy(update={"micro_tokens": rows * T})
-        try:
-            p = search.predict(config.model_copy(update={"batch": batch}), hardware_name, ranks, classes)
-        except UserError as error:
-            return T, f"no prediction of memory: {error.found}", True
-        if predicted and not p.fits:
-            break
-        predicted[rows] = p
-    fitting = [(p.tokens_per_s or float(n), n) for n, p in predicted.items() if p.fits]
-    rows = fastest_rows(fitting, lambda n: predicted[n].filled, device) if fitting else min(predicted)
-    best = predicted[rows]
-    return rows * T, f"predicted to need {best.peak_bytes / hardware.GIB:.1f} GiB of memory at most", best.fits
 
 
 def choose_values(request: InitRequest, device: Device, ranks: int = 1) -> dict[str, Any]:
@@ -276,7 +248,7 @@ def choose_values(request: InitRequest, device: Device, ranks: int = 1) -> dict[
     gpu = device.kind == "cuda"
     seq = _longest(tree, request.seq or (GPU_SEQ if gpu else CPU_SEQ))
     rows = max(1, (GPU_TOKENS if gpu else CPU_TOKENS) // seq // ranks) * ranks
-    tree["batch"] = {"seq": seq, "tokens": seq * rows, "micro_tokens": seq}
+    tree["batch"] = {"seq": seq, "tokens": seq * rows}
     fresh = request.model == "tiny" or request.model.startswith(SHAPE)
     lr = 2e-3 if request.model == "tiny" else 3e-4 if fresh else LR
     lr = lr / 10 if pairs and fresh else 1e-6 if pairs else lr  # 1e-6 is also TRL's

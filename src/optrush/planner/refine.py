@@ -19,6 +19,7 @@ import yaml
 from optrush import hardware
 from optrush.bench.record import Record
 from optrush.config import Config, current_techniques, parse_config
+from optrush.decide import changed
 from optrush.errors import ConfigError, UserError
 from optrush.hardware import Device
 from optrush.models.shapes import ModelShape
@@ -134,7 +135,7 @@ def _observe(r: Record, device: Device) -> Observation:
     tree = {**r.config, "with": current_techniques(r.config.get("with") or {})}
     config: Config = parse_config(yaml.safe_dump(tree), f"the record of {r.rung}", own=True)
     if config.batch.micro_tokens == "auto":
-        config = config.model_copy(update={"batch": config.batch.model_copy(update={"micro_tokens": r.micro_tokens})})
+        config = changed(config, {"batch.micro_tokens": r.micro_tokens})
     (book,), env, hf = books_of(config, device, 1)
     seconds = statistics.median(s for steps in r.step_s for s in steps)
     return Observation(book, ModelShape.read(hf), env.span, env.seq, env.micro_rows * env.seq, seconds)

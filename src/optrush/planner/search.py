@@ -1,196 +1,52 @@
-"""Predict a run's memory and speed before anything is built, and search for better settings. Pure.
-
-config.json -> ModelShape -> the baseline's ledger -> rules of the techniques -> peak and seconds. The search evaluates
-sets of techniques that can be combined, each with its best micro-batch, and ranks them by useful tokens a second. No
-technique is named here: claims and needs decide which sets are possible, `Technique.variants` which options are tried.
-"""
+"""Predict a configuration, search better settings of it, and the same on other models of its family. Pure."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import functools
-import inspect
-import itertools
-import math
-from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, ParamSpec
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import Any
 
-from optrush import technique
-from optrush.config import Config, with_method
+from optrush.config import Config
 from optrush.data.length_estimate import estimate_fill
-from optrush.errors import ConfigError, ConflictError, NeedsError
+from optrush.decide import Decided, decide, problem_of, with_method, with_setting
+from optrush.errors import NeedsError
 from optrush.hardware import Device, parse_hardware
 from optrush.models.shapes import HF, ModelShape, native_obstacle
 from optrush.models.source import shapes_of
-from optrush.planner import baseline, calibration, cost, ledger
-from optrush.planner.calibration import Calibration
-from optrush.planner.climb import Score, climb
-from optrush.planner.cost import CLOSE, TIGHT, Rates, excess_on_host, fastest_rows, fullness, host_room, room
-from optrush.planner.ledger import Item, Ledger, Short
-from optrush.planner.starts import Options, by_axes, clash, made_possible, on_a_mesh, shares_rows, with_all
-from optrush.resolve import resolve
-from optrush.technique import (
-    RANK_PARTS,
-    SAME_ROWS,
-    Environment,
-    Numerics,
-    Part,
-    Requirement,
-    Technique,
-    compilers,
-    in_order,
-    instantiate,
-    mesh_axes,
-)  # fmt: skip
+from optrush.planner import baseline, calibration
+from optrush.planner.ledger import Ledger
+from optrush.planner.sets import Candidate, Evaluations, Prediction, SearchResult, predict_set, search_sets
+from optrush.technique import Environment, Part, Technique, instantiate
 from optrush.techniques import ALL
-
-P = ParamSpec("P")
-ALMOST = 1e-6  # what sums of bytes may be rounded by
-
-
-# --- what several searches have in common
-
-
-@dataclass
-class _Memory:
-    """Results of searches and of their sets; they hold as long as nothing is installed or calibrated."""
-
-    searches: dict[str, SearchResult] = dataclasses.field(default_factory=dict)
-    # By problem and set, as in `Evaluations.results`.
-    sets: dict[str, dict[tuple[Technique, ...], Candidate | Short | None]] = dataclasses.field(
-        default_factory=lambda: defaultdict(dict)
-    )
-    # By problem, on any card of its kind, and set that does not fit: a memory in which it does not, and what it needs.
-    floors: dict[str, dict[tuple[Technique, ...], tuple[float, Short] | None]] = dataclasses.field(
-        default_factory=lambda: defaultdict(dict)
-    )
-
-
-_MEMORY: ContextVar[_Memory | None] = ContextVar("memory", default=None)
-
-
-@contextmanager
-def remembered() -> Iterator[None]:
-    """Search nothing twice until the block ends."""
-    token = None if _MEMORY.get() else _MEMORY.set(_Memory())
-    try:
-        yield
-    finally:
-        if token is not None:
-            _MEMORY.reset(token)
-
-
-def _remembering(function: Callable[P, SearchResult]) -> Callable[P, SearchResult]:
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def remember(*args: P.args, **options: P.kwargs) -> SearchResult:
-        if (memory := _MEMORY.get()) is None:
-            return function(*args, **options)
-        given = signature.bind(*args, **options)
-        given.apply_defaults()
-        key = repr(given.arguments)
-        if key not in memory.searches:
-            memory.searches[key] = function(*args, **options)
-        return memory.searches[key]
-
-    return remember
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Memory and speed of one configuration on the rank that needs most."""
-
-    peak_bytes: int
-    memory_kind: str  # "cuda_allocated" or "rss"
-    phase: str
-    lines: tuple[Item, ...]  # their sum is the peak
-    device: str
-    capacity_bytes: int | None
-    fits: bool
-    tokens_per_s: float | None  # useful ones, of all ranks; None where the device's rates are unknown
-    basis: str  # "datasheet" or "calibrated"
-    rates_from: str = ""  # a sentence on the source of the rates
-    work: tuple[cost.WorkTime, ...] = ()  # of one step on one rank
-    room_bytes: int | None = None  # what a peak may have of the capacity, without the CUDA context and the gaps
-    parameters: int = 0
-    a_parameter: Mapping[str, float] = dataclasses.field(default_factory=dict)  # bytes of each kind
-    # Seconds of a step by part at the device's ceiling: measured rates, or the datasheet's whole ones.
-    ceiling_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    host_bytes: int = 0  # of pinned host memory, in addition to the device's
-    host_room_bytes: int | None = None  # what a rank may have of it; None: not known
-    host_assumed: bool = False  # that room is, because the host is not known
-    step_s: float | None = None  # of one step
-    stage_bytes: tuple[int, ...] = ()  # peak of each rank of a pipeline
-    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)  # ranks of each axis that has several
-
-    @property
-    def filled(self) -> float:
-        """Return the share of its room on the device or the host that a rank fills, of the fuller; 0.0: not known."""
-        rooms = ((self.peak_bytes, self.room_bytes), (self.host_bytes, self.host_room_bytes))
-        return max(used / most if most else 0.0 for used, most in rooms)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A set of techniques with a micro-batch."""
-
-    with_: Mapping[str, Mapping[str, Any]]
-    micro_rows: int
-    prediction: Prediction
-    pace: float = 0.0  # what puts sets in order where speeds are not known: steps a second by assumed rates
-
-    def over(self, config: Config) -> Config:
-        """Return the configuration with this setting."""
-        batch = config.batch.model_copy(update={"micro_tokens": self.micro_rows * config.batch.seq})
-        return config.model_copy(update={"with_": {k: dict(v) for k, v in self.with_.items()}, "batch": batch})
-
-    @property
-    def title(self) -> str:
-        return " ".join(_title(name, options) for name, options in self.with_.items()) or "no technique"
-
-    @property
-    def speed(self) -> float:
-        """Return tokens a second, or what stands for them in comparisons."""
-        return self.prediction.tokens_per_s or self.pace
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """The best settings, the number of sets that were tried, and why other techniques are not in the best setting."""
-
-    settings: tuple[Candidate, ...]
-    tried: int
-    lost: tuple[tuple[str, str], ...]
-    least: Short | None = None  # of what does not fit, where nothing does
 
 
 def predict(
     config: Config, hardware: str | Device = "auto", ranks: int | None = None,
     classes: Sequence[type[Technique]] = ALL,
 ) -> Prediction:  # fmt: skip
-    """Predict peak memory and speed of a run as configured.
+    """Predict peak memory and speed of a configuration, once what it leaves open is decided.
 
     Args:
         hardware: as in `hardware.parse_hardware`, or a device.
         ranks: processes; None: the number in the hardware's name.
 
     Raises:
-        UserError: the configuration cannot be resolved on this hardware, or the planner does not support its model.
+        UserError: the configuration cannot be decided on this hardware, or the planner does not support its model.
     """
     device, count = (hardware, 1) if isinstance(hardware, Device) else parse_hardware(hardware)
-    books, env, hf = books_of(config, device, ranks or count, classes)
-    tokens = env.micro_rows * env.seq
-    book = max(books, key=lambda book: ledger.peak_memory(book, tokens).bytes)
-    rates, ceiling = cost.expected_and_ceiling(device, calibration.for_device(device), hf, env.span, env.seq)
-    ceiling_s = {} if ceiling is None else cost.seconds_by_part(book, tokens, ceiling)
-    prediction = _prediction(book, books, env, ledger.peak_memory(book, tokens), rates)
-    return dataclasses.replace(prediction, ceiling_s=ceiling_s)
+    return predict_decided(decide(config, classes, ranks or count, device, here=hardware == "auto"))
+
+
+def predict_decided(decided: Decided) -> Prediction:
+    """Predict peak memory and speed of a run.
+
+    Raises:
+        NeedsError: the planner does not support its model.
+    """
+    lengths = estimate_fill(decided.config)
+    env = dataclasses.replace(decided.env, reach=lengths.reach)
+    found = calibration.for_device(env.device)
+    return predict_set(decided.techniques, env, _shape(decided.hf), lengths.padding, found)
 
 
 def books_of(
@@ -201,176 +57,36 @@ def books_of(
     Raises:
         UserError: as `predict`.
     """
-    if config.method == "auto":  # what the run itself trains: everything, unless its techniques differ
-        config = config.model_copy(update={"method": None})
-    resolved = resolve(config, classes, ranks, device)
-    lengths = estimate_fill(config)
-    env = dataclasses.replace(resolved.env, reach=lengths.reach)
-    return baseline.books(resolved.techniques, env, _shape(resolved.hf), lengths.padding), env, resolved.hf
+    decided, lengths = decide(config, classes, ranks, device), estimate_fill(config)
+    env = dataclasses.replace(decided.env, reach=lengths.reach)
+    return baseline.books(decided.techniques, env, _shape(decided.hf), lengths.padding), env, decided.hf
 
 
-@_remembering
 def search(
-    config: Config, hardware: str = "auto", classes: Sequence[type[Technique]] = ALL, *, keep_maths: bool = False,
-    best: int = 3, ranks: int | None = None, whole: bool = True, scarce: bool = False, fixed: bool = False,
-    here: bool = False, start: Mapping[str, Mapping[str, Any]] | None = None, keep: Container[str] = (),
+    config: Config, hardware: str = "auto", classes: Sequence[type[Technique]] = ALL, *, ranks: int | None = None,
+    fixed: bool = False, rough: bool = False, keep_maths: bool = False, best: int = 3, whole: bool = True,
+    scarce: bool = False, here: bool = False, start: Mapping[str, Mapping[str, Any]] | None = None,
+    keep: Container[str] = (),
 ) -> SearchResult:  # fmt: skip
-    """Search sets of techniques and micro-batches for the fastest settings; the tokens of a step stay the same.
-
-    The climb starts from the run's own set and from the empty set, and changes one technique at a time (`climb`).
-    Configured techniques that a search does not choose are in every set, but the fewest that leave none possible.
+    """Search the fastest settings of a configuration, as `sets.search_sets` does with the further arguments.
 
     Args:
-        keep_maths: leave out techniques that change what is computed (`Numerics.DIFFERENT_MATHS`).
-        best: number of settings.
         ranks: processes; None: the number in the hardware's name.
-        whole: also try each option that is not in the best set; needed for what is lost without it.
-        scarce: also try what saves memory at the cost of speed.
         fixed: keep the micro-batch, where the configuration has a number.
-        here: leave out what this machine lacks packages or compilers for.
-        start: techniques to climb from, instead of the run's own and none.
-        keep: techniques that stay as configured.
+        rough: also search for a model without a memory plan, by the figures of `decide.stand_in`.
 
     Raises:
-        NeedsError: no set is possible, because of what is trained; or as `predict`.
+        UserError: as `search_sets`; the configuration is invalid, or the planner does not support its model.
     """
+    device, count = parse_hardware(hardware)
     config = with_method(config)
-    problem = _problem(config, hardware, classes, ranks)
-    if fixed and isinstance(config.batch.micro_tokens, int):
-        problem = dataclasses.replace(problem, micro_rows=config.batch.micro_tokens // config.batch.seq)
-    env = dataclasses.replace(problem.env, scarce=scarce)
-    options, unmet = _options(env, classes, keep_maths, config.with_, keep)
-    _refuse_rows(env, options, config.batch.seq)
-    if here:
-        options = [[t for t in group if t is None or _runs_here(t, env)] or [None] for group in options]
-    begin = {**(start or {}), **config.with_}
-    options = [_pinned(group, begin, keep) for group in options]
-    configured = [instantiate([c], {c.name: begin[c.name]})[0] for c in classes if c.name in begin]
-    own = tuple(next((t for t in group if t in configured), None) for group in options)
-    part = _largest_part(problem, options, own, keep, whole=whole, both=start is None)
-    evaluations = part.evaluations
-    if not evaluations.tried:
-        _refuse_required(problem.env, [group[0] for group in options if _required(group, keep)])
-    settings = sorted(evaluations.settings, key=lambda s: s.speed, reverse=True)
-    leading = tuple(_leading(settings, best))
-    lost: Iterable[tuple[str, str]] = ()
-    if leading and whole:
-        others = _without_each(problem, options, part.named, own, keep, leading[0])
-        lost = (*others, *_lost(leading[0], settings, part, env))
-    short = [s for s in evaluations.results.values() if isinstance(s, Short)]
-    least = min(short, key=lambda s: s.score, default=None)
-    return SearchResult(leading, evaluations.tried, (*lost, *unmet), least)
-
-
-@dataclass(frozen=True)
-class _Searched:
-    """Evaluated sets that have the same of the techniques which a search does not choose.
-
-    `named` are the places of these; `always` is what every set has, them included.
-    """
-
-    evaluations: Evaluations
-    options: list[Options]
-    named: tuple[int, ...]
-    always: tuple[Technique, ...]
-
-    @property
-    def rank(self) -> tuple[bool, float]:
-        """Return what is larger of two: whether a set is possible, then the speed of the fastest that fits."""
-        return self.evaluations.tried > 0, max((s.speed for s in self.evaluations.settings), default=0.0)
-
-
-def _largest_part(
-    problem: _Problem, options: list[Options], own: tuple[Technique | None, ...], keep: Container[str], *,
-    whole: bool, both: bool,
-) -> _Searched:  # fmt: skip
-    """Search with all configured techniques that a search does not choose; if no set is possible, without the fewest.
-
-    Args:
-        own: the run's own set, to climb from.
-        both: also climb from the empty set.
-    """
-    named = [i for i, group in enumerate(options) if None not in group and not _required(group, keep)]
-    for count in range(len(named) + 1):
-        parts = ([i for i in named if i not in left] for left in itertools.combinations(named, count))
-        found = [
-            _searched(problem, options, part, own, keep, whole=whole, both=both)
-            for part in parts
-            if not (part and clash(options[i] for i in part))  # no set of it is possible
-        ]
-        best = max(found, key=lambda part: part.rank, default=None)
-        if best is not None and best.evaluations.tried:
-            break
-    assert best is not None, "the last part has no technique that could clash"
-    return best
-
-
-def _searched(
-    problem: _Problem, options: Sequence[Options], named: Sequence[int], own: tuple[Technique | None, ...],
-    keep: Container[str], *, whole: bool, both: bool,
-) -> _Searched:  # fmt: skip
-    """Climb over the options that go with what every set has; of groups without a choice these are the `named` ones."""
-    free = [None in group or _required(group, keep) for group in options]
-    part = [group if free[i] or i in named else [None] for i, group in enumerate(options)]
-    fixed = [i in named or _required(group, keep) for i, group in enumerate(part)]
-    always = tuple(t for i, group in enumerate(part) if fixed[i] and len(group) == 1 and (t := group[0]))
-    taken = frozenset(claim for t in always for claim in t.claims)
-    part = [g if fixed[i] else [t for t in g if t is None or not t.claims & taken] for i, g in enumerate(part)]
-    evaluations = Evaluations(problem, fixed)
-    none = tuple(None if None in group else group[0] for group in part)
-    for meshes in by_axes(part):
-        for tried in meshes:
-            starts = [tuple(t if t in g else g[0] for t, g in zip(b, tried)) for b in (own, none)[: 1 + both]]
-            starts += [on_a_mesh(start, tried) for start in starts]
-            starts = [made_possible(start, tried, evaluations.possible) for start in starts]
-            climb(dict.fromkeys(starts), tried, _claim_the_same, evaluations.score, whole)
-            if _mostly_padding(evaluations.settings, problem.env):
-                everything = with_all(starts[-1], tried, evaluations.possible)
-                climb([everything], tried, _claim_the_same, evaluations.score, False)
-        if evaluations.settings:
-            break
-    return _Searched(evaluations, [*options], tuple(named), always)
-
-
-def _without_each(
-    problem: _Problem, options: Sequence[Options], named: Sequence[int], own: tuple[Technique | None, ...],
-    keep: Container[str], best: Candidate,
-) -> Iterator[tuple[str, str]]:  # fmt: skip
-    """Yield what the fastest set without one of the configured techniques would change, a search each."""
-    for left in named:
-        rest = [i for i in named if i != left]
-        found = _searched(problem, options, rest, own, keep, whole=False, both=True).evaluations
-        other = next(_leading(sorted(found.settings, key=lambda s: s.speed, reverse=True), 1), None)
-        if other is not None and (t := options[left][0]) is not None:
-            yield f"without {t.name}", _difference(other, best)
-
-
-def _claim_the_same(one: Technique, other: Technique) -> bool:
-    return bool(one.claims & other.claims)
-
-
-def _mostly_padding(settings: Sequence[Candidate], env: Environment) -> bool:
-    """Return whether most tokens that the fastest setting computes are padding."""
-    p = max(settings, key=lambda s: s.speed).prediction if settings else None
-    return p is not None and 2 * (p.tokens_per_s or math.inf) * (p.step_s or 1.0) < env.rows * env.seq
-
-
-def _pinned(group: Options, given: Mapping[str, Mapping[str, Any]], keep: Container[str]) -> Options:
-    """Return only the configured options of a technique that is to be kept."""
-    for t in group:
-        if t is not None and t.name in keep:
-            return instantiate([type(t)], {t.name: given[t.name]})
-    return group
-
-
-def _required(group: Options, keep: Container[str]) -> bool:
-    """Return whether every set has one of these: what is kept, and what is trained, which no speed decides."""
-    return all(t is not None and (t.name in keep or Part.TRAINED in t.claims | t.wants) for t in group)
-
-
-def _runs_here(t: Technique, env: Environment) -> bool:
-    compiles = type(t).compile is not Technique.compile
-    return not any(True for _ in technique.missing(t)) and (not compiles or all(n.met for n in compilers(env.device)))
+    problem = problem_of(config, classes, ranks or count, device, fixed=fixed)
+    if not rough:
+        _shape(problem.hf)
+    return search_sets(
+        problem, classes, config.with_, keep_maths=keep_maths, best=best, whole=whole, scarce=scarce, here=here,
+        start=start, keep=keep,
+    )  # fmt: skip
 
 
 def family(
@@ -383,65 +99,19 @@ def family(
     Yields:
         name, parameters, setting; None: it does not fit.
     """
-    problem = _problem(config.model_copy(update={"with_": dict(setting.with_)}), hardware, classes)
+    device, ranks = parse_hardware(hardware)
+    problem = problem_of(with_setting(config, setting), classes, ranks, device)
     owners = [c for c in classes if Part.ACTIVATION_CHECKPOINTING in c.claims]
     saving = [t for c in owners for options in c.variants(problem.env) for t in instantiate([c], {c.name: options})]
     kept = [t for t in instantiate(classes, setting.with_) if Part.ACTIVATION_CHECKPOINTING not in t.claims]
-    shapes = {n: ModelShape.read(hf) for n, hf in shapes_of(problem.hf["model_type"]).items()}
+    named = shapes_of(problem.hf["model_type"])
+    shapes = {name: ModelShape.read(hf) for name, hf in named.items()}
     for name, shape in sorted(shapes.items(), key=lambda s: s[1].parameters):
         env = dataclasses.replace(problem.env, blocks=shape.layers, vocab=shape.vocab, shape=shape)
-        evaluations = Evaluations(
-            dataclasses.replace(problem, hf=copy.deepcopy(shapes_of(problem.hf["model_type"])[name]), env=env)
-        )
+        evaluations = Evaluations(dataclasses.replace(problem, hf=named[name], env=env))
         for less in (None, *saving):
             evaluations.score((*kept, less))
         yield name, shape.parameters, max(evaluations.settings, key=lambda s: s.speed, default=None)
-
-
-def _prediction(
-    book: Ledger, books: Sequence[Ledger], env: Environment, peak: ledger.Peak, rates: Rates | None
-) -> Prediction:
-    """Build the prediction of the rank with the most memory, in the time of the slowest of a pipeline's."""
-    tokens = env.micro_rows * env.seq
-    seconds = None if rates is None else cost.slowest(books, env.device, tokens, rates)
-    useful = env.rows * env.seq * cost.filled_share(book)
-    most = room(env.device)
-    parameters, by_kind = _parameters(book)
-    stages = tuple(ledger.peak_memory(one, tokens).bytes for one in books) if len(books) > 1 else ()
-    hosted, host_most = round(max(ledger.hosted_bytes(one, tokens) for one in books)), host_room(env)
-    return Prediction(
-        peak_bytes=peak.bytes,
-        memory_kind="cuda_allocated" if env.device.kind == "cuda" else "rss",
-        phase=peak.phase,
-        lines=peak.items,
-        device=env.device.name,
-        capacity_bytes=env.device.memory_bytes,
-        fits=(most is None or peak.bytes <= most) and (host_most is None or hosted <= host_most),
-        tokens_per_s=None if seconds is None else useful / seconds,
-        step_s=seconds,
-        basis="datasheet" if rates is None else rates.basis,
-        rates_from="" if rates is None else rates.source,
-        work=() if rates is None else tuple(cost.efforts(book, env.device, tokens, rates)),
-        room_bytes=None if most is None else int(most),
-        host_bytes=hosted,
-        host_room_bytes=host_most,
-        host_assumed=host_most is not None and env.device.host_memory_bytes is None,
-        parameters=parameters,
-        a_parameter=by_kind,
-        stage_bytes=stages,
-        mesh=env.mesh,
-    )
-
-
-def _parameters(book: Ledger) -> tuple[int, dict[str, float]]:
-    """Return the number of parameters, and the average bytes of one by kind."""
-    kinds: dict[str, float] = {}
-    for line in book.lines:
-        kind = line.name.partition(".")[0]
-        if kind in ("weights", "gradients", "states", "casts"):
-            kinds[kind] = kinds.get(kind, 0.0) + ledger.line_bytes(book, line)
-    count = round(sum(line.values for line in book.lines if line.name.startswith("weights.")))
-    return count, {kind: size / count for kind, size in kinds.items() if size}
 
 
 def _shape(hf: HF) -> ModelShape:
@@ -449,321 +119,3 @@ def _shape(hf: HF) -> ModelShape:
         asked = f"a plan for a model of type {hf.get('model_type')!r}"
         raise NeedsError(asked, obstacle, "train it without a plan")
     return ModelShape.read(hf)
-
-
-# --- one problem and its evaluations
-
-
-@dataclass(frozen=True)
-class _Problem:
-    """The constants of a search."""
-
-    hf: dict[str, Any]
-    env: Environment
-    padding: float
-    calibration: Calibration | None
-    micro_rows: int | None = None  # None: to be found
-
-    @property
-    def key(self) -> str:
-        """Return a name that problems with the same results share."""
-        return repr(self)
-
-    @property
-    def key_of_cards(self) -> str:
-        """Return a name that problems on all cards share whose sets need the same memory: not their size and rates."""
-        rates = (f.name for f in dataclasses.fields(Device) if f.name.endswith(("_s", "_bytes")))
-        device = ledger.replaced(self.env.device, name="", **dict.fromkeys(rates))
-        return repr(dataclasses.replace(self, env=dataclasses.replace(self.env, device=device), calibration=None))
-
-
-def _problem(config: Config, hardware: str, classes: Sequence[type[Technique]], ranks: int | None = None) -> _Problem:
-    """Resolve the configuration with one row a micro-batch, and of the techniques only the owner of Part.TRAINED."""
-    device, count = parse_hardware(hardware)
-    ranks = ranks or count
-    config = config.model_copy(update={"method": None})  # its techniques are in `with_`
-    batch = config.batch.model_copy(update={"micro_tokens": config.batch.seq})
-    kept = {c.name: config.with_[c.name] for c in classes if Part.TRAINED in c.claims and c.name in config.with_}
-    resolved = resolve(config.model_copy(update={"with_": kept, "batch": batch}), classes, 1, device)
-    lengths = estimate_fill(config)
-    always = [c for c in classes if c.name in config.with_ and not c.searched]  # no set is without them
-    axes = mesh_axes(instantiate(always, {c.name: config.with_[c.name] for c in always}), ranks)
-    env = dataclasses.replace(resolved.env, ranks=ranks, reach=lengths.reach, axes=axes)
-    return _Problem(resolved.hf, env, lengths.padding, calibration.for_device(device))
-
-
-def _refuse_rows(env: Environment, options: Sequence[Options], seq: int) -> None:
-    """Raise ConfigError if no mesh of these options divides a step's rows over the ranks."""
-
-    def able(t: Technique) -> bool:
-        return not any(technique.unmet([t], dataclasses.replace(env, axes={**env.axes, **t.axes()})))
-
-    shared = [[t for t in group if t and shares_rows(t) and able(t)] for group in options]
-    sizes = ({math.prod(n for axis, n in t.axes().items() if axis in SAME_ROWS) for t in group} for group in shared)
-    for chosen in itertools.product(*({1, *group} for group in sizes)):
-        groups = env.ranks // math.prod(chosen)
-        if groups and env.rows % groups == 0 and env.ranks % math.prod(chosen) == 0:
-            return
-    who = f"{env.ranks} ranks" if env.data_ranks == env.ranks else f"{env.data_ranks} groups of ranks"
-    raise ConfigError(
-        f"`batch.tokens: {env.rows * seq}`",
-        f"{env.rows} rows, which {who} cannot share",
-        f"take {max(1, env.rows // env.data_ranks) * env.data_ranks * seq}",
-    )
-
-
-def _options(
-    env: Environment, classes: Sequence[type[Technique]], keep_maths: bool,
-    configured: Mapping[str, Mapping[str, Any]], keep: Container[str] = (),
-) -> tuple[list[Options], list[tuple[str, str]]]:  # fmt: skip
-    """Return the options of each technique, and (name, reason) of techniques that are not tried at all."""
-    options: list[Options] = []
-    unmet: list[tuple[str, str]] = []
-    for cls in classes:
-        trains = Part.TRAINED in cls.claims | cls.wants and cls.name in configured  # asked for, not chosen for speed
-        if keep_maths and cls.numerics is Numerics.DIFFERENT_MATHS and not trains and cls.name not in keep:
-            unmet.append((cls.name, "it changes the maths, which are to be kept"))
-            continue
-        given = configured.get(cls.name)
-        variants = [] if given is not None and cls.claims & RANK_PARTS and not cls.searched else list(cls.variants(env))
-        # Configured options that no variant sets stay in each of them; own values of the others are tried too.
-        kept = {k: v for k, v in (given or {}).items() if not any(k in variant for variant in variants)}
-        tried = [*({**variant, **kept} for variant in variants), *([] if given is None else [given])]
-        group = dict.fromkeys(instantiate([cls], {cls.name: o})[0] for o in tried)
-        # A technique without variants that the run has is never left out.
-        options.append([*([None] if variants or given is None else []), *group])
-    return options, unmet
-
-
-class Evaluations:
-    """Sets of techniques with their best settings, each evaluated once."""
-
-    def __init__(self, problem: _Problem, required: Sequence[bool] = ()) -> None:
-        """required: of each group of options, whether one of them is in every set."""
-        self.problem, self.required = problem, required
-        memory = _MEMORY.get() or _Memory()
-        self.known, self.floors = memory.sets[problem.key], memory.floors[problem.key_of_cards]
-        self.most = room(problem.env.device)
-        # By set: its fastest setting; what its smallest needs, where none fits; None: it is not possible.
-        self.results = dict[tuple[Technique | None, ...], Candidate | Short | None]()
-
-    @property
-    def settings(self) -> list[Candidate]:
-        """Settings that fit, each with its fastest micro-batch."""
-        return [s for s in self.results.values() if isinstance(s, Candidate)]
-
-    @property
-    def tried(self) -> int:
-        """Number of possible sets."""
-        return sum(s is not None for s in self.results.values())
-
-    def score(self, chosen: tuple[Technique | None, ...]) -> Score | None:
-        """Rank a set: what fits first, by speed and then by memory; what does not fit by memory alone."""
-        if any(must and t is None for must, t in zip(self.required, chosen)):
-            return None  # a change that went without it, to be possible
-        if chosen not in self.results:
-            self.results[chosen] = self._evaluate(tuple(t for t in chosen if t is not None))
-        result = self.results[chosen]
-        if isinstance(result, Candidate):
-            return True, result.speed, -result.prediction.peak_bytes
-        return None if result is None else (False, -result.score)
-
-    def possible(self, chosen: tuple[Technique | None, ...]) -> bool:
-        """Return whether the techniques of a set go together on this hardware, whether or not they fit."""
-        return self.score(chosen) is not None
-
-    def _evaluate(self, members: tuple[Technique, ...]) -> Candidate | Short | None:
-        if members in self.known:
-            return self.known[members]
-        # What fits on no card, or is not possible on one, is neither on another, unless its techniques change the card.
-        alike = all(type(t).card is Technique.card for t in members)
-        if alike and members in self.floors:
-            floor = self.floors[members]
-            if floor is None or (self.most is not None and self.most < floor[0]):
-                self.known[members] = None if floor is None else floor[1]
-                return self.known[members]
-        result, least = self._compute(list(members))
-        self.known[members] = result
-        if alike and (result is None or isinstance(result, Short)):
-            self.floors[members] = None if result is None else (least, result)
-        return result
-
-    def _compute(self, members: list[Technique]) -> tuple[Candidate | Short | None, float]:
-        """Return the result of a set and, where it does not fit, a memory below which it fits on no card."""
-        claimed = [part for t in members for part in t.claims]
-        if len(claimed) != len(set(claimed)):
-            return None, 0.0
-        one = self.problem.env
-        with suppress(NeedsError):
-            one = ledger.replaced(one, axes=mesh_axes(members, one.ranks))
-        if one.rows % one.data_ranks:  # without an axis that the run has, more ranks read rows of their own
-            return None, 0.0
-        for micro_rows in dict.fromkeys(
-            (one.micro_rows, one.rows // one.data_ranks)
-        ):  # some need a step of one micro-batch
-            with suppress(ConflictError, NeedsError):
-                env = technique.settle(in_order(members), ledger.replaced(one, micro_rows=micro_rows))
-                return _fastest(members, env, self.problem)
-        return None, 0.0
-
-
-def _fastest(members: Sequence[Technique], env: Environment, problem: _Problem) -> tuple[Candidate | Short, float]:
-    """Choose the micro-batch: of those that fit the fastest, and of equally fast ones the largest with room to spare.
-
-    Returns:
-        it; or, where none fits, what the smallest micro-batch needs, and a memory in which none fits.
-    """
-    hf = problem.hf
-    if any(type(t).config is not Technique.config for t in members):
-        hf = copy.deepcopy(hf)
-        for t in members:
-            t.config(hf)
-    shape = _shape(hf)
-    most, rows = room(env.device), env.rows // env.data_ranks
-    rates: Rates | None = None
-    order: Rates | None = None
-    fitting: list[tuple[float, Environment, list[Ledger]]] = []
-    books: list[Ledger] = []
-    rules: list[ledger.Rule] = []
-    powers = [2**k for k in range(20) if 2**k < rows and rows % 2**k == 0]
-    fixed, floor, lacking = problem.micro_rows, math.inf, math.inf
-    smallest: tuple[int, list[Ledger]] | None = None  # of the sizes that all techniques take
-    piped = "pp" in env.axes  # then rules depend on the number of micro-batches
-    for sizes in filter(
-        None, (powers, [rows]) if fixed is None else ([fixed],)
-    ):  # rules may depend on whether there is accumulation
-        first = ledger.replaced(env, micro_rows=sizes[0])
-        predicted = [r for t in members for r in t.predict(first)]
-        if not books or predicted != rules:
-            rules = predicted
-            if piped:
-                books = baseline.books(members, first, shape, problem.padding)
-            else:
-                books = [baseline.book(members, first, shape, problem.padding, predicted)]
-            rates, _ = cost.expected_and_ceiling(env.device, problem.calibration, hf, env.span, env.seq)
-            order = rates or cost.assumed_rates(env.device, shape, env.span, env.seq)
-        here = 0.0 if piped else ledger.most_bytes(books[0], sizes[0] * env.seq) * (1 - ALMOST)
-        floor, largest = min(floor, here), rows
-        if most is not None and not piped:
-            largest = 0 if most < here else ledger.largest(books[0], most, env.seq) // env.seq
-        for size in (n for n in sizes if n <= largest or smallest is None):
-            sized = ledger.replaced(env, micro_rows=size)
-            if any(technique.unmet(members, sized)):
-                continue
-            if piped:
-                books = baseline.books(members, sized, shape, problem.padding)
-                if most is not None:
-                    largest = min(ledger.largest(book, most, env.seq) for book in books) // env.seq
-            smallest = smallest or (size, books)
-            if size > largest:
-                continue
-            books = [ledger.with_accumulation(book, sized.accumulation) for book in books]
-            if excess := excess_on_host(books, sized, size * env.seq):
-                lacking, floor = min(lacking, excess), 0.0  # another card's host may have more
-                continue
-            seconds = cost.slowest(books, env.device, size * env.seq, order)
-            fitting.append((1 / (seconds or 1.0), sized, books))
-    if not fitting:
-        size, books = smallest or (fixed or (1 if rows % 2 == 0 else rows), books)
-        peak = max(ledger.peak_memory(book, size * env.seq).bytes for book in books)
-        return Short(peak, 0 if lacking == math.inf else round(lacking)), floor
-    by_rows = {sized.micro_rows: (sized, of) for _, sized, of in fitting}
-
-    def filled(rows: int) -> float:
-        return fullness(by_rows[rows][1], by_rows[rows][0], rows * env.seq)
-
-    chosen = fastest_rows([(speed, sized.micro_rows) for speed, sized, _ in fitting], filled, env.device)
-    sized, books = by_rows[chosen]
-    peaks = [ledger.peak_memory(book, chosen * env.seq) for book in books]
-    worst = max(range(len(books)), key=lambda rank: peaks[rank].bytes)
-    prediction = _prediction(books[worst], books, sized, peaks[worst], rates)
-    pace = max(speed for speed, sized, _ in fitting if sized.micro_rows == chosen)
-    return Candidate({t.name: _changed(t) for t in members}, chosen, prediction, pace), 0.0
-
-
-def _changed(t: Technique) -> dict[str, Any]:
-    """Return the options that differ from the defaults."""
-    fields = dataclasses.fields(t)  # type: ignore[arg-type]
-    return {f.name: getattr(t, f.name) for f in fields if getattr(t, f.name) != f.default}
-
-
-# --- what is reported of a search
-
-
-def _leading(settings: Sequence[Candidate], best: int) -> Iterator[Candidate]:
-    """Yield `best` of the settings, fastest first: of equally fast ones only one.
-
-    On a GPU the one with the fewest micro-batches that leaves room to spare (`cost.fastest_rows`), else the one that
-    needs least memory.
-    """
-    left = list(settings)
-    for _ in range(best):
-        if not left:
-            return
-        close = [s for s in left if s.speed >= left[0].speed * (1 - CLOSE)]
-        yield min(close, key=_preference)
-        left = [s for s in left if s not in close]
-
-
-def _preference(s: Candidate) -> tuple[float, ...]:
-    p = s.prediction
-    spare = p.memory_kind != "rss" and p.room_bytes is not None and p.filled <= TIGHT
-    return -s.micro_rows if spare else 0, p.peak_bytes, -s.speed, len(s.with_)
-
-
-def _lost(
-    best: Candidate, settings: Sequence[Candidate], part: _Searched, env: Environment
-) -> Iterator[tuple[str, str]]:
-    """Yield, for each technique that could be added, left out or changed, what it would cost or why it cannot be."""
-    free = [group for group in part.options if None in group or len(group) > 1]  # the others are in every setting
-    for t in (t for group in free for t in group if t is not None):
-        name, changed = t.name, _changed(t)
-        if chosen := best.with_.get(name) == changed:
-            others = [s for s in settings if name not in s.with_]
-            what = f"without {name}"
-        else:
-            others = [s for s in settings if s.with_.get(name) == changed]
-            what = f"with {_title(name, changed)}"
-        other = next(_leading(others, 1), None)
-        yield what, _unusable(t, env, part.always, chosen) if other is None else _difference(other, best)
-
-
-def _unusable(t: Technique, env: Environment, always: Sequence[Technique], without: bool) -> str:
-    """Return why no setting has a technique, or why each has: what one of those that all have lacks, else memory."""
-    members = always if without else (t, *always)
-    if not without and (other := next((a for a in always if a.claims & t.claims), None)):
-        return f"it takes the place of {other.name}, which is configured"
-    least = frozenset(part for one in members for part in one.claims)
-    most = frozenset(Part) - t.claims if without else frozenset(Part)
-    need = next(filter(None, (_lacking(one, env, (least, most)) for one in members)), None)
-    return "nothing that fits" if need is None else f"{need.asked}; found {need.found}"
-
-
-def _lacking(
-    t: Technique, env: Environment, claims: Iterable[frozenset[Part]] = (frozenset(), frozenset(Part))
-) -> Requirement | None:
-    """Return the first requirement of a technique that is unmet whatever the others are; None: none is.
-
-    Args:
-        claims: the fewest parts that the set may own, and the most.
-    """
-    unmet = [[n for n in t.needs(dataclasses.replace(env, claimed=owned)) if not n.met] for owned in claims]
-    fewest: list[Requirement] = min(unmet, key=len)
-    return fewest[0] if fewest else None
-
-
-def _refuse_required(env: Environment, required: Iterable[Technique | None]) -> None:
-    """Raise NeedsError if no set is possible because of a technique that every set has."""
-    needs = (_lacking(t, env) for t in required if t is not None)
-    for need in filter(None, needs):
-        raise NeedsError(need.asked, need.found, need.do)
-
-
-def _difference(other: Candidate, best: Candidate) -> str:
-    more = (other.prediction.peak_bytes - best.prediction.peak_bytes) / 2**30
-    gain = "" if best.prediction.tokens_per_s is None else f"{other.speed / (best.speed or 1.0) - 1:+.0%} tokens/s, "
-    return f"{gain}{more:+.1f} GiB at {other.micro_rows} rows"
-
-
-def _title(name: str, options: Mapping[str, Any]) -> str:
-    return name + (":" + ",".join(f"{k}={v}" for k, v in options.items()) if options else "")

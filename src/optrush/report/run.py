@@ -35,7 +35,7 @@ from optrush.report.page import (
 )  # fmt: skip
 
 if TYPE_CHECKING:
-    from optrush.planner.search import Prediction
+    from optrush.planner.sets import Prediction
 
 RUN, METRICS = "run.yaml", "metrics.jsonl"
 WAITS = 0.05  # share of a step spent waiting for data from which the page warns

@@ -12,7 +12,9 @@ from optrush.errors import NeedsError
 from optrush.planner.ledger import Line, Role, Rule, like, live
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
-CHUNK = 4096
+# Logits of a chunk: 4,096 tokens of the largest usual vocabulary, above which no rung got faster; on a CPU 256.
+LOGITS = {"cuda": 1 << 29, "cpu": 1 << 25}
+TILE = 128  # rows of a product's tile, of which a chunk is a multiple
 LIGER_CHUNK = 1024  # tokens, about what Liger takes at 16 to 32 thousand of them and the Llama vocabulary
 
 
@@ -32,7 +34,7 @@ class FusedLoss(Technique):
     """
 
     impl: Literal["chunked", "quack", "liger"] = "chunked"
-    chunk: Annotated[int, Field(ge=1)] = CHUNK
+    chunk: Annotated[int, Field(ge=1)] | None = None  # None: by the vocabulary and the micro-batch
 
     name = "fused-loss"
     summary = "linear + cross-entropy in chunks, logits never held whole: chunked, quack, liger"
@@ -56,7 +58,7 @@ class FusedLoss(Technique):
         yield env.needs_gpu(asked, (9, 0) if self.impl == "quack" else (8, 0))
         if self.impl == "liger":
             found, do = f"chunk={self.chunk}, where Liger cuts the rows itself", "leave chunk out"
-            yield Requirement(self.chunk == CHUNK, f"`{asked}`", found, do)
+            yield Requirement(self.chunk is None, f"`{asked}`", found, do)
             return
         do = "take impl=chunked"
         yield Requirement(env.device.capability == (9, 0), f"`{asked}` needs Hopper", env.device.name, do)
@@ -64,12 +66,12 @@ class FusedLoss(Technique):
         found = f"a vocabulary of {env.vocab}, no multiple of 128"
         yield Requirement(env.vocab % 128 == 0, f"`{asked}`", found, do)
         asked, found = f"`{asked},chunk={self.chunk}`", "a chunk that is no multiple of 128"
-        yield Requirement(self.chunk % 128 == 0, asked, found, "take a multiple of 128")
+        yield Requirement((self.chunk or TILE) % TILE == 0, asked, found, "take a multiple of 128")
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         """Yield the logits of a chunk, and of the one before where a micro-batch has several."""
         role: Role
-        most = LIGER_CHUNK if self.impl == "liger" else self.chunk
+        most = LIGER_CHUNK if self.impl == "liger" else self.tokens(env)
         yield live("head.logits*", "of one chunk at a time", most_tokens=most)
         yield live("tied.sum", "the head's gradient is added to in place", gone=True)
         if self.impl == "quack":
@@ -90,13 +92,22 @@ class FusedLoss(Technique):
             why = "the head's gradient, written once, D V"
         yield like("casts.head", Line("head.gradient", why, 1.0, role, "head"))
 
+    def tokens(self, env: Environment) -> int:
+        """Return the tokens of a chunk: as given, else so that chunks of `LOGITS` divide a micro-batch evenly."""
+        if self.chunk is not None:
+            return self.chunk
+        logits = LOGITS[env.device.kind] * (2 if self.impl == "quack" else 1)  # which keeps half the bytes of each
+        most = max(TILE, logits // max(1, env.vocab) // TILE * TILE)
+        chunks = max(1, -(-env.slots // most))
+        return -(-env.slots // (chunks * TILE)) * TILE
+
     def packages(self) -> tuple[tuple[str, str], ...]:
         return {"quack": (("quack-kernels", "kernels"),), "liger": (("liger-kernel", "kernels"),)}.get(self.impl, ())
 
     @classmethod
     def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
         yield {}
-        if env.device.capability == (9, 0):
+        if env.device.capability == (9, 0) and env.native:  # a head of another family may have what it refuses
             yield {"impl": "quack"}
 
     def loss(self, trainer: Trainer) -> int:
@@ -107,7 +118,7 @@ class FusedLoss(Technique):
 
         head = trainer.model.head
         if self.impl == "chunked":
-            head.nll = Chunked(chunk=self.chunk)
+            head.nll = Chunked(chunk=self.tokens(trainer.env))
             return 1
         asked = f"fused-loss:impl={self.impl}"
         self.demand_triton(trainer.env.device, asked)
@@ -119,6 +130,6 @@ class FusedLoss(Technique):
                 raise NeedsError(f"`{asked}`", f"a vocabulary of {V}, no multiple of 128", "take impl=chunked")
             if trainer.precision == torch.float16:
                 raise NeedsError(f"`{asked}`", "products in fp16", "take bf16, or impl=chunked")
-        head.nll = Package(function={"quack": quack, "liger": liger}[self.impl], chunk=self.chunk)
+        head.nll = Package(function={"quack": quack, "liger": liger}[self.impl], chunk=self.tokens(trainer.env))
         trainer.notes.append("fused-loss: evaluation, which needs no gradients, goes through the chunked kernel")
         return 1

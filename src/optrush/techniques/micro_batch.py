@@ -109,6 +109,4 @@ class Halving:
             torch.cuda.empty_cache()  # else free memory stays in pieces of the larger size
         trainer.env = dataclasses.replace(trainer.env, micro_rows=rows)
         tokens = rows * trainer.env.seq
-        batch = trainer.config.batch.model_copy(update={"micro_tokens": tokens})
-        trainer.config = trainer.config.model_copy(update={"batch": batch})
         trainer.log_event({"micro_tokens": tokens, "after": reason})

@@ -27,6 +27,7 @@ from optrush.data.batch import Batch
 from optrush.data.chat_template import Tokens, open_tokens
 from optrush.data.dataset import SampleSource, Sources, read_sources
 from optrush.data.stored_tokens import StoredTokens
+from optrush.decide import Decided
 from optrush.errors import ConfigError, NeedsError, NoEffectError
 from optrush.models.decoder import frozen_flops
 from optrush.models.delta_rule import rules
@@ -38,7 +39,6 @@ from optrush.models.text_part import text_config
 from optrush.models.weights import refuse_frozen, weights_fingerprint
 from optrush.objectives import check_layout, dpo, figures, loss_of
 from optrush.optim.adamw import AdamW
-from optrush.resolve import ResolvedConfig
 from optrush.technique import SUMMED, Edit, Technique
 from optrush.trainer import distributed
 from optrush.trainer.distributed import World
@@ -63,14 +63,14 @@ class ProcessGroup:
     applied: tuple[Edit, ...]  # of the process stage
 
 
-def join_ranks(prepared: ResolvedConfig) -> ProcessGroup:
+def join_ranks(prepared: Decided) -> ProcessGroup:
     """Apply the process stage, then join the process group."""
     edits = [Edit.of("process", t, n) for t in prepared.techniques if (n := t.process(prepared.env))]
     return ProcessGroup(distributed.join(prepared.env.device.kind, prepared.config.train.timeout), tuple(edits))
 
 
 def build(
-    prepared: ResolvedConfig,
+    prepared: Decided,
     started: ProcessGroup | None = None,
     *,
     training: bool = True,
@@ -107,7 +107,7 @@ def build(
 
 
 def _opened(
-    prepared: ResolvedConfig,
+    prepared: Decided,
     started: ProcessGroup,
     world: World,
     training: bool,
@@ -181,7 +181,7 @@ def _store_tokens(
 
 def _completed(
     trainer: Trainer,
-    prepared: ResolvedConfig,
+    prepared: Decided,
     held_out: SampleSource | None,
     held_tokens: StoredTokens | None,
     training: bool,
@@ -233,7 +233,7 @@ def _held_out(sources: Sources, training: bool) -> SampleSource | None:
     return held_out
 
 
-def _other_model(trainer: Trainer, prepared: ResolvedConfig, stage: str, own: bool) -> None:
+def _other_model(trainer: Trainer, prepared: Decided, stage: str, own: bool) -> None:
     """Give the loss its second model after the stage that settles the first: an adapter's base, or a teacher.
 
     Args:

@@ -26,12 +26,12 @@ from optrush.data import readers, sampler, tokenize
 from optrush.data.batch import Batch
 from optrush.data.dataset import SampleSource
 from optrush.data.tokenize import cache_root, no_room
+from optrush.decide import Decided, with_reference
 from optrush.errors import ConfigError, UserError
 from optrush.files import sync_folder, write_whole
 from optrush.models.weights import value_files
 from optrush.objectives import dpo
 from optrush.objectives.pairs import log_probabilities
-from optrush.resolve import ResolvedConfig
 from optrush.technique import Numerics
 from optrush.trainer import distributed
 from optrush.trainer.build import build
@@ -40,7 +40,7 @@ from optrush.trainer.trainer import Trainer
 FORMAT = 2  # part of every key
 
 
-def fill_reference(trainer: Trainer, prepared: ResolvedConfig, *, training: bool = True) -> None:
+def fill_reference(trainer: Trainer, prepared: Decided, *, training: bool = True) -> None:
     """Give the batches of a run of pairs their reference, where they need one; every rank calls it.
 
     Args:
@@ -60,7 +60,7 @@ def fill_reference(trainer: Trainer, prepared: ResolvedConfig, *, training: bool
         trainer.evaluation = replace(held, reference=_found(trainer, prepared, held.source, "pairs held out"))
 
 
-def zero_reference(trainer: Trainer, prepared: ResolvedConfig) -> None:
+def zero_reference(trainer: Trainer, prepared: Decided) -> None:
     """As `fill_reference`, with zeros, for few batches that `add_reference` completes; a preflight needs only room."""
     if _needed(trainer):
         trainer.stream.reference = np.zeros((len(_counted(trainer)), 2), np.float32)
@@ -102,7 +102,7 @@ def _counted(trainer: Trainer) -> SampleSource:
     return trainer.sources.train
 
 
-def against(prepared: ResolvedConfig, before: ResolvedConfig, data: str | None, say: Callable[[str], None]) -> Trainer:
+def against(prepared: Decided, before: Decided, data: str | None, say: Callable[[str], None]) -> Trainer:
     """Build the trainer of an evaluation of pairs, with the reference of the model that training began with.
 
     Args:
@@ -139,11 +139,11 @@ def _read(source: SampleSource) -> str:
     return sha.hexdigest()
 
 
-def _precomputed(prepared: ResolvedConfig) -> ResolvedConfig:
-    return replace(prepared, config=prepared.config.with_reference("precomputed"))
+def _precomputed(prepared: Decided) -> Decided:
+    return replace(prepared, config=with_reference(prepared.config, "precomputed"))
 
 
-def _found(trainer: Trainer, prepared: ResolvedConfig, source: SampleSource, what: str) -> np.ndarray:
+def _found(trainer: Trainer, prepared: Decided, source: SampleSource, what: str) -> np.ndarray:
     """(samples, 2) float32: the log-probabilities of the chosen and the rejected document of each pair."""
     folder, key = cache_root(trainer.config.data.cache) / "reference", _key(trainer, prepared, source)
     kept = _kept(folder, key)
@@ -160,7 +160,7 @@ def _found(trainer: Trainer, prepared: ResolvedConfig, source: SampleSource, wha
     return made
 
 
-def _key(trainer: Trainer, prepared: ResolvedConfig, source: SampleSource) -> str:
+def _key(trainer: Trainer, prepared: Decided, source: SampleSource) -> str:
     """Hash what determines the figures: the pairs, the model, the precision and the maths."""
     model = {k: v for k, v in trainer.fingerprints.items() if k in ("config", "tokenizer")}
     model["base"] = _values(trainer, prepared)
@@ -176,7 +176,7 @@ def _key(trainer: Trainer, prepared: ResolvedConfig, source: SampleSource) -> st
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _values(trainer: Trainer, prepared: ResolvedConfig) -> str:
+def _values(trainer: Trainer, prepared: Decided) -> str:
     """Hash every byte of the model's files: a sample of them would take one model for another."""
     if prepared.folder is None:
         return trainer.fingerprints["base"]

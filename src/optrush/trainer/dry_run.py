@@ -22,13 +22,13 @@ from optrush.data.dataset import Sources, read_sources
 from optrush.data.packing import RowLayout
 from optrush.data.schema import RowLocation
 from optrush.data.tokenize import cache_root
+from optrush.decide import Decided, changed
 from optrush.errors import ConfigError, UserError
 from optrush.hardware import GIB
 from optrush.launch import launched
 from optrush.models.text_part import text_config
 from optrush.objectives import check_layout
 from optrush.planner import search
-from optrush.resolve import ResolvedConfig
 from optrush.technique import RANK_PARTS, Teacher, instantiate
 from optrush.techniques import ALL
 from optrush.trainer import checkpoint, run_dir
@@ -43,7 +43,7 @@ ROWS = 3  # that are shown
 BAR, LINES = 16, 12  # of the memory: characters of the longest bar, lines that are shown one by one
 
 
-def dry_run(resolved: ResolvedConfig, resume: Literal["auto"] | Path | None, command: str) -> dict[str, Any]:
+def dry_run(resolved: Decided, resume: Literal["auto"] | Path | None, command: str) -> dict[str, Any]:
     """Return the facts of a run without running it.
 
     Args:
@@ -83,6 +83,7 @@ def dry_run(resolved: ResolvedConfig, resume: Literal["auto"] | Path | None, com
         disk |= stored_facts(config, env.teacher, sources)
     facts = data_facts(resolved, sources, stream, steps, 0 if manifest is None else manifest.step)
     return {
+        "decided": resolved.facts(),
         "config": absolute(config).model_dump(mode="json", by_alias=True),
         "memory": memory,
         "time": time_facts(memory, facts),
@@ -104,7 +105,7 @@ class _StreamedRows(NamedTuple):
         return RowLocation(Path("data.stream"), i + 1)
 
 
-def _layout(resolved: ResolvedConfig) -> RowLayout:
+def _layout(resolved: Decided) -> RowLayout:
     """Return how samples become rows: the data stage, on a trainer without a model."""
     nothing = cast(Any, None)
     trainer = Trainer(resolved.config, resolved.env, World(0, 1, torch.device("cpu")), resolved.hf, nothing, nothing)
@@ -145,7 +146,7 @@ def time_facts(memory: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
     return {"steps": steps, "train_s": tokens / speed * steps / data["steps"] if speed else None}
 
 
-def disk_facts(resolved: ResolvedConfig, steps: int) -> dict[str, Any]:
+def disk_facts(resolved: Decided, steps: int) -> dict[str, Any]:
     """Return what checkpoints and the exported model take at most, and the free space of their disk."""
     config = resolved.config
     saves, copies = run_dir.saved_copies(config, steps)
@@ -171,7 +172,7 @@ def _total_bytes(config: Config) -> tuple[int, int] | tuple[None, None]:
     """Return the predicted bytes of all weights and all optimizer states over the ranks; None without a prediction."""
     alone = {t.name: config.with_[t.name] for t in instantiate(ALL, config.with_) if not RANK_PARTS & t.claims}
     try:
-        found = search.predict(config.model_copy(update={"with_": alone}), "auto", 1)
+        found = search.predict(changed(config, {"with": alone, "method": None}), "auto", 1)
     except UserError:
         return None, None
     weights, states = (sum(i.bytes for i in found.lines if i.name.startswith(p)) for p in ("weights.", "states."))
@@ -180,7 +181,7 @@ def _total_bytes(config: Config) -> tuple[int, int] | tuple[None, None]:
 
 
 def data_facts(
-    resolved: ResolvedConfig, sources: Sources, rows: sampler.Stream, steps: sampler.StreamPlan, done: int
+    resolved: Decided, sources: Sources, rows: sampler.Stream, steps: sampler.StreamPlan, done: int
 ) -> dict[str, Any]:
     """Return documents, steps and tokens of the run; null where it is unknown before the training."""
     env = resolved.env
@@ -211,6 +212,7 @@ def dry_run_text(facts: dict[str, Any], config: Config, rows: Iterable[str]) -> 
     """Format the facts for people. rows: the lines of facts["rows"], as `data show` prints them."""
     parts = (
         ("configuration", dump_config(absolute(config)).rstrip().splitlines()),
+        *([("decided", [f"{k}: {v}" for k, v in reasons.items()])] if (reasons := facts["decided"]["reasons"]) else []),
         ("memory", _memory(facts["memory"])),
         ("time", _time(facts["time"])),
         ("disk", _disk(facts["disk"])),

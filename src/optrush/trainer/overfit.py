@@ -20,8 +20,8 @@ from optrush import console
 from optrush.config import Config
 from optrush.data.batch import Batch
 from optrush.data.sampler import reading
+from optrush.decide import Decided, changed
 from optrush.errors import ConfigError
-from optrush.resolve import ResolvedConfig
 from optrush.trainer import dpo_reference
 from optrush.trainer.build import join_ranks
 from optrush.trainer.run import RunRequest, batches, build_to_fit
@@ -78,7 +78,7 @@ class OverfitTrace:
     steps: int
 
 
-def run_overfit(resolved: ResolvedConfig, count: int, most: int = STEPS) -> OverfitResult:
+def run_overfit(resolved: Decided, count: int, most: int = STEPS) -> OverfitResult:
     """Train on the run's first `count` batches for at most `most` steps; every rank calls it.
 
     Raises:
@@ -89,8 +89,8 @@ def run_overfit(resolved: ResolvedConfig, count: int, most: int = STEPS) -> Over
         raise ConfigError(f"--overfit {count}", f"{most} steps, which see each batch less than twice", do)
     begun, optim = time.monotonic(), resolved.config.optim
     warmup = optim.warmup if optim.warmup < 1 else 0.03  # that many steps of a whole run are too many of this one
-    constant = optim.model_copy(update={"schedule": "constant", "warmup": warmup})
-    resolved = dataclasses.replace(resolved, config=resolved.config.model_copy(update={"optim": constant}))
+    constant = changed(resolved.config, {"optim.schedule": "constant", "optim.warmup": warmup})
+    resolved = dataclasses.replace(resolved, config=constant)
     group = join_ranks(resolved)
     trainer, plan = build_to_fit(RunRequest(resolved), group, None, dpo_reference.zero_reference, first_steps=count)
     if plan.total < count:

@@ -28,11 +28,12 @@ import torch
 from torch import Tensor
 
 from optrush import console, files
-from optrush.config import SECTIONS, Config, dump_config
+from optrush.config import SECTIONS, Cleaning, Config, Origin, dump_config
 from optrush.data import sampler, tokenize
 from optrush.data.batch import INVENTED, Batch
 from optrush.data.sampler import ROOM, reading
 from optrush.data.schema import Document
+from optrush.decide import Decided, changed, resized
 from optrush.errors import CheckpointError, ConfigError, NeedsError, RunError, UserError, first_line
 from optrush.export import write_model
 from optrush.hardware import GIB
@@ -41,7 +42,6 @@ from optrush.objectives import unit
 from optrush.report import data
 from optrush.report.bench import write_run
 from optrush.report.run import load_run, off_plan
-from optrush.resolve import ResolvedConfig, resized
 from optrush.technique import Part
 from optrush.trainer import checkpoint, distributed, dpo_reference, metrics, run_dir
 from optrush.trainer.build import ProcessGroup, build, join_ranks
@@ -72,7 +72,7 @@ class RunRequest:
     loss: replaces `objectives.next_token`. callbacks: called on rank 0.
     """
 
-    resolved: ResolvedConfig
+    resolved: Decided
     resume: Literal["auto"] | Path | None = None
     allow_change: frozenset[str] = frozenset()
     loss: Callable[[Any, Tensor, Batch], Tensor] | None = None
@@ -143,7 +143,7 @@ def run(request: RunRequest) -> Outcome:
             begins = request.resume == "auto" and manifest is None
             trainer.notes += filter(None, [unjoinable(), "no checkpoint to go on from: step 1" * begins])
             trainer.notes += idle_settings(config, plan.total, trainer.evaluation is not None)
-            console.err.print(trainer.describe(), markup=False)
+            console.err.print("\n".join([*request.resolved.lines(), trainer.describe()]), markup=False)
         stack.enter_context(stop_signals(trainer))
         bar = stack.enter_context(console.Bar(plan.total, plan.done)) if main else None
         session = stack.enter_context(Session(trainer, plan, manifest, passed, saver, reporter, bar, request.callbacks))
@@ -161,7 +161,7 @@ def run(request: RunRequest) -> Outcome:
 # --- Refusals before anything is built
 
 
-def check_run_output(resolved: ResolvedConfig, resume: Literal["auto"] | Path | None) -> None:
+def check_run_output(resolved: Decided, resume: Literal["auto"] | Path | None) -> None:
     """Check that the run may report where it is configured to, and write to its output folder; write nothing.
 
     Raises:
@@ -239,12 +239,15 @@ def check_disk(request: RunRequest, trainer: Trainer, plan: RunPlan, saved: int)
 
 def claim_output(request: RunRequest, trainer: Trainer, plan: RunPlan, manifest: checkpoint.Manifest | None) -> None:
     """Make the folder this run's: empty it where `train.clean` is set, cut metrics.jsonl back, write run.yaml."""
+    # A rehearsal may have halved the micro-batch.
+    trainer.config = changed(trainer.config, {"batch.micro_tokens": trainer.env.micro_rows * trainer.env.seq})
     config, output = trainer.config, Path(trainer.config.output)
     check_run_output(request.resolved, request.resume)  # again: another run may have ended here since
     run_dir.claim(output, config.train.clean and request.resume is None)
     run_dir.cut_back(output / "metrics.jsonl", -1 if manifest is None else plan.done)
     files.open_to_append(output / "metrics.jsonl").close()
-    files.write_whole(output / "run.yaml", dump_config(absolute(config)))
+    reasons = "".join(f"# {line}\n" for line in request.resolved.lines())
+    files.write_whole(output / "run.yaml", reasons + dump_config(absolute(config)))
     run_dir.write_data_record(output, config, trainer.fingerprints["data"])
     if manifest is None or trainer.stream.tokenized:  # a stream does not read earlier bad rows again
         (output / QUARANTINE).unlink(missing_ok=True)
@@ -266,17 +269,18 @@ def absolute(config: Config) -> Config:
     d, m = config.data, config.model
     source = d.path if isinstance(d.path, tuple) else full(d.path)
     if isinstance(source, tuple):
-        source = tuple(o.model_copy(update={"path": full(o.path)}) for o in d.origins)
-    clean = d.clean and d.clean.model_copy(update={"decontaminate": full(d.clean.decontaminate)})
+        source = tuple(Origin(path=full(o.path) or o.path, weight=o.weight) for o in d.origins)
+    clean = d.clean and Cleaning(**{**dict(d.clean), "decontaminate": full(d.clean.decontaminate)})
     held_out = full(d.eval) if isinstance(d.eval, str) else d.eval
-    data = d.model_copy(update={"path": source, "eval": held_out, "clean": clean, "cache": full(d.cache)})
     template = m.chat_template  # a folder of that name is no template: `chatml` may be meant
     template = full(template) if template is not None and Path(template).is_file() else template
     path = m.path if m.path == "tiny" else full(m.path)
-    model = m.model_copy(update={"path": path, "chat_template": template, "tokenizer": full(m.tokenizer)})
-    train = config.train.model_copy(update={"clean": False})  # run again, it must not empty itself
-    changes = {"data": data, "model": model, "output": str(Path(config.output).resolve()), "train": train}
-    return config.model_copy(update=changes)
+    return changed(config, {
+        "data.path": source, "data.eval": held_out, "data.clean": clean, "data.cache": full(d.cache),
+        "model.path": path, "model.chat_template": template, "model.tokenizer": full(m.tokenizer),
+        "train.clean": False,  # run again, it must not empty itself
+        "output": str(Path(config.output).resolve()),
+    })  # fmt: skip
 
 
 # --- Build, restore, preflight; with smaller micro-batches as long as it does not fit
@@ -286,7 +290,7 @@ def build_to_fit(
     request: RunRequest,
     group: ProcessGroup,
     manifest: checkpoint.Manifest | None,
-    fill_reference: Callable[[Trainer, ResolvedConfig], None] = dpo_reference.fill_reference,
+    fill_reference: Callable[[Trainer, Decided], None] = dpo_reference.fill_reference,
     first_steps: int | None = None,
 ) -> tuple[Trainer, RunPlan]:
     """Build the trainer, restore the checkpoint, run the preflight; again with smaller micro-batches if it must be.

@@ -99,7 +99,7 @@ def open_reporter(config: Config) -> Iterator[Reporter | None]:
     reporter, error = None, None
     if (options := config.tracker) is not None and launched()[0] == 0:
         output = Path(config.output).absolute()
-        options = options.model_copy(update={"run": options.run or output.name})
+        options = TrackerConfig(**{**options.model_dump(), "run": options.run or output.name})
         reporter = Reporter(options, output, config)
         try:
             reporter.connect()
