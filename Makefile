@@ -1,4 +1,5 @@
-# Two commands set everything up: `make demo` plans, trains and measures on this machine, `make test` runs the tests.
+# Two commands set everything up: `make demo` plans, trains and measures on this machine, `make check` tests a change
+# within a minute, `make test` tests everything.
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
@@ -9,7 +10,7 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-comp
 # What is imported is compiled then, and kept; pip would compile all of it.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-all deepspeed lint site faults readers clean
+.PHONY: demo check test test-all deepspeed lint site faults readers clean
 
 demo: $(VENV)/.base
 	$(BIN)/python examples/demo.py demo
@@ -18,6 +19,12 @@ demo: $(VENV)/.base
 	rm -rf demo/ladder
 	-$(BIN)/optrush bench examples/demo.yaml --ladder cpu-demo --cumulative-only --out demo/ladder
 	@$(BIN)/python examples/demo.py demo --closing $(VENV)
+
+check: $(VENV)/.dev  # within a minute: linters, types, the source tree's rules, tests of what differs from main
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@{ $(BIN)/mypy && $(BIN)/python -m pytest tests/architecture; } & rules=$$!; failed=0; \
+	$(BIN)/python tests/changed.py 45 || failed=1; wait $$rules || failed=1; exit $$failed
 
 test: $(VENV)/.dev
 	$(PYTEST) -m 'not slow'

@@ -1,4 +1,7 @@
-"""What all tests share: one thread each, the golden folders, and two ranks that live as long as the session."""
+"""What all tests share: one thread each, the golden folders, and two ranks that live as long as the session.
+
+torch is imported where it is used: the checks of the source tree need none.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +10,22 @@ import os
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start, too: threads that wait for a core burn another
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # one of those processes compiles the package, not each of them
 
 import pytest
-import torch
 import typer.main
 from hypothesis import HealthCheck, settings
 
-from optrush.models import tiny
+if TYPE_CHECKING:
+    import torch
 
-from golden import make_golden
-from pair import Pair
-from trials import undrawn
+    from pair import Pair
 
-torch.set_num_threads(1)
 typer.main.get_command = cache(typer.main.get_command)  # made anew by each call, it takes longer than most of them
-DRAWN = {"pins", "report", "test_dpo_cli.py", "test_hostile.py"}  # tests that look at a run's report
+DRAWN = {"architecture", "pins", "report", "test_dpo_cli.py", "test_hostile.py"}  # tests that look at a run's report
 # How long an example takes says what else the machine does.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
@@ -46,6 +47,8 @@ def _pages(request: pytest.FixtureRequest) -> Iterator[None]:
     """A run's report is empty where no test looks at it: drawing takes as long as the tiny run itself."""
     with pytest.MonkeyPatch.context() as patch:
         if not DRAWN & {request.path.name, request.path.parent.name}:
+            from trials import undrawn
+
             undrawn(patch)
         yield
 
@@ -54,6 +57,8 @@ def _pages(request: pytest.FixtureRequest) -> Iterator[None]:
 def box(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the golden script's models (`tied`, `untied`), one with experts (`moe`, tied), and documents (text,
     chat, held.jsonl, and the first sixteen of held.jsonl: few.jsonl)."""
+    from golden import make_golden
+
     made = tmp_path_factory.mktemp("golden")
     for name in ("tied", "untied"):
         make_golden.write_model(made / name, name == "tied")
@@ -72,12 +77,16 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built-in model's folder, to be read only."""
+    from optrush.models import tiny
+
     tiny.write_tiny(folder := tmp_path_factory.mktemp("tiny"))
     return folder
 
 
 @pytest.fixture(scope="session")
 def pair() -> Iterator[Pair]:
+    from pair import Pair
+
     with Pair() as two:
         yield two
 
@@ -85,6 +94,8 @@ def pair() -> Iterator[Pair]:
 @pytest.fixture(scope="session")
 def quad() -> Iterator[Pair]:
     """Four ranks, for meshes of two axes."""
+    from pair import Pair
+
     with Pair(4) as four:
         yield four
 
@@ -92,6 +103,7 @@ def quad() -> Iterator[Pair]:
 @pytest.fixture(scope="session")
 def reference(box: Path) -> Callable[[str], tuple[float, dict[str, torch.Tensor]]]:
     """Loss and gradients of a golden case's first step by transformers, documents one at a time, under its names."""
+    from golden import make_golden
 
     @cache
     def make(name: str) -> tuple[float, dict[str, torch.Tensor]]:

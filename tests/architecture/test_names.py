@@ -6,13 +6,12 @@ Type checkers read neither benchmarks nor the strings given to `monkeypatch.seta
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-import pytest
+from syntax import ROOT, nodes
 
-ROOT = Path(__file__).parents[2]
 PROGRAMS = [p for d in ("tests", "benchmarks", "examples") for p in sorted((ROOT / d).rglob("*.py"))]
 
 
@@ -28,7 +27,7 @@ def names_of(module: str) -> frozenset[str] | None:
     if file is None:
         return None
     found = {p.stem for p in file.parent.iterdir()} if file.name == "__init__.py" else set()
-    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+    for node in nodes(file):
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
                 found.add(name)
@@ -44,11 +43,11 @@ def is_missing(module: str, name: str) -> bool:
     return names is not None and name not in names and not name.startswith("__")
 
 
-def missing(tree: ast.Module) -> Iterator[str]:
+def missing(tree: Sequence[ast.AST]) -> Iterator[str]:
     """Yield the names of the package that are imported, read or set, and do not exist."""
     imported = [
         (a.asname or a.name, node.module or "", f"{node.module}.{a.name}")
-        for node in ast.walk(tree)
+        for node in tree
         if isinstance(node, ast.ImportFrom)
         for a in node.names
     ]
@@ -59,7 +58,7 @@ def missing(tree: ast.Module) -> Iterator[str]:
             yield inner
         if local in modules and modules[local] != inner:
             del modules[local]  # two functions mean different modules by it
-    for node in ast.walk(tree):
+    for node in tree:
         match node:
             case ast.Attribute(value=ast.Name(id=local), attr=name) if local in modules:
                 if is_missing(modules[local], name):
@@ -79,9 +78,9 @@ def missing(tree: ast.Module) -> Iterator[str]:
                     yield f"{text}, set"
 
 
-@pytest.mark.parametrize("file", PROGRAMS, ids=lambda p: str(p.relative_to(ROOT)))
-def test_names_of_the_package_exist(file: Path) -> None:
-    assert not list(missing(ast.parse(file.read_text("utf-8"))))
+def test_names_of_the_package_exist() -> None:
+    lost = {str(file.relative_to(ROOT)): names for file in PROGRAMS if (names := list(missing(nodes(file))))}
+    assert not lost, lost
 
 
 def test_what_is_missing_is_found() -> None:
@@ -92,4 +91,4 @@ run.no_such()
 patch.setattr(run, "nothing", 1)
 patch.setattr("optrush.trainer.run.none", 1)
 """
-    assert len(list(missing(ast.parse(program)))) == 5
+    assert len(list(missing(list(ast.walk(ast.parse(program)))))) == 5

@@ -51,7 +51,7 @@ class Command:
             mock.patch.dict(os.environ, environment_of(self.folder, environment)),
             mock.patch.object(sys, "argv", ["optrush", *arguments]),
             _signals(),
-            _supposed(torch),
+            supposed(torch),
             contextlib.chdir(self.folder),
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),
@@ -93,7 +93,7 @@ def _signals() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _supposed(torch: str | None) -> Iterator[None]:
+def supposed(torch: str | None) -> Iterator[None]:
     """A plan for another machine asks one thing of this one: which torch is installed; only optrush is told."""
     real = importlib.metadata.version
 

@@ -1,12 +1,12 @@
 """What can be seen of optrush from outside, as values; this file makes the pins that the tests compare them with.
 
-    PYTHONPATH=src python tests/pins/make_pins.py
+    PYTHONPATH=src python tests/pins/make_pins.py [plans [NAME ...] | surface [SECTION ...]]
 
-writes plans.json, surface.json and help.txt again. They hold the product while its inside is rebuilt: a pin may change
-only in a commit that says why. The values do not depend on the machine: its devices, cores, memory, host name, caches
-and version of torch are kept out, the plan's figures for a CPU, which rest on cores and memory, are left out, and
-floats are compared to 1e-9 (`sum` of Python 3.12 rounds otherwise than that of 3.11). help.txt was made with typer
-0.29.2; another one may lay options out in another way. Sentences for people are not pinned, except in help.txt.
+writes plans.json and surface.json again, or one of them, or some of its entries. They hold the product while its
+inside is rebuilt: a pin may change only in a commit that says why. The values do not depend on the machine: its
+devices, cores, memory, host name, caches and version of torch are kept out, the plan's figures for a CPU, which rest
+on cores and memory, are left out. Figures of plans are rounded and compared with a tolerance, so that a better
+constant changes only the pins that it moves. Sentences for people are not pinned.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import hashlib
 import json
 import os
 import re
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,11 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 GOLDEN = ROOT / "tests" / "golden" / "golden.json"
 RESULTS = ROOT / "benchmarks" / "results"
-PLANS, SURFACE, HELP = HERE / "plans.json", HERE / "surface.json", HERE / "help.txt"
+PLANS, SURFACE = HERE / "plans.json", HERE / "surface.json"
 TORCH = "2.13.0"  # what a plan supposes to be installed here
-CLOSE = 1e-9  # relative, of floats
+CLOSE, CLOSE_SPEED = 0.01, 0.02  # relative, of floats; of those under these names:
+SPEEDS = ("tokens_per_s", "work_s")
+LEAST_LINE, LEAST_WORK = 0.01, 0.02  # of the peak and of a step: smaller entries are pinned by name
 WIDTH = 120
 
 
@@ -46,44 +49,52 @@ def table() -> dict[str, Any]:
 def plan(command: Command, name: str) -> dict[str, Any]:
     """What `optrush plan` says of a configuration of the table."""
     given = {**table()["base"], **table()["plans"][name]}
-    hardware, flags = given.pop("hardware"), given.pop("flags", [])
-    torch, environment = given.pop("torch", TORCH), {}
-    if given.pop("calibrated", False):
-        environment["OPTRUSH_CACHE"] = str(calibrated(command.folder / "calibrated"))
-    if (config := given.pop("config", None)) is not None:
-        given["model"] = f"model-of-{name}"
-        put(command.folder / given["model"] / "config.json", json.dumps(config))
+    hardware = given.pop("hardware")
     put(command.folder / "plan.yaml", yaml.safe_dump(given))
-    arguments = ("plan", "plan.yaml", "--hardware", hardware, "--json", *flags)
-    ended = command(*arguments, torch=torch, **environment)
+    ended = command("plan", "plan.yaml", "--hardware", hardware, "--json", torch=TORCH)
     return refusal(ended) if ended.code else planned(json.loads(ended.out), hardware == "cpu")
-
-
-def calibrated(folder: Path) -> Path:
-    """A cache that holds the committed calibration."""
-    put(folder / "calibrations" / "h200.json", (RESULTS / "h200-calibration.json").read_text("utf-8"))
-    return folder
 
 
 def planned(said: dict[str, Any], cpu: bool) -> dict[str, Any]:
     """The figures of a plan's document, and the names they stand under."""
-    whole = ("peak_bytes", "host_bytes", "memory_kind", "fits", "basis", "parameters", "a_parameter")
-    found = {"refused": said["refused"] is not None, **{key: said[key] for key in whole}}
-    found["lines"] = by_name((line["name"], line["bytes"]) for line in said["lines"] or ())
+    found = {"refused": said["refused"] is not None, "fits": said["fits"], "basis": said["basis"]}
+    if not found["refused"]:
+        peak = said["peak_bytes"]
+        found |= {"memory_kind": said["memory_kind"], "parameters": said["parameters"]}
+        found |= {"peak_gib": gib(peak), "host_gib": gib(said["host_bytes"])}
+        lines = by_name((line["name"], line["bytes"]) for line in said["lines"])
+        found |= {"lines_gib": {name: gib(size) for name, size in lines.items() if size > LEAST_LINE * peak}}
+        found |= {"small_lines": sorted(lines.keys() - found["lines_gib"])}
     if cpu:
         return found
-    for key in ("tokens_per_s", "capacity_bytes", "room_bytes", "ceiling_s"):
-        found[key] = said[key]
-    found["work"] = by_name((f"{w['where']} {w['name']}", w["seconds"]) for w in said["work"] or ())
-    found["alternatives"] = said["alternatives"]
-    found["tried"] = said["tried"]
-    # Of a reason only its signed numbers: more or less tokens/s in percent, and GiB.
-    found["lost"] = by_name((one["what"], signed(one["why"])) for one in said["lost"])
+    if not found["refused"]:
+        found |= {"tokens_per_s": rounded(said["tokens_per_s"]), "capacity_gib": gib(said["capacity_bytes"])}
+        work = by_name((f"{w['where']} {w['name']}", w["seconds"]) for w in said["work"])
+        least = LEAST_WORK * sum(work.values())
+        found |= {"work_s": {name: rounded(seconds) for name, seconds in work.items() if seconds > least}}
+        found |= {"small_work": sorted(work.keys() - found["work_s"])}
+    found["alternatives"] = {
+        " ".join(spelled(name, options) for name, options in one["with"].items()): {
+            "rows": one["micro_rows"], "peak_gib": gib(one["peak_bytes"]), "host_gib": gib(one["host_bytes"]),
+            "tokens_per_s": rounded(one["tokens_per_s"]), "fits": one["fits"],
+        }
+        for one in said["alternatives"]
+    }  # fmt: skip
     return found
 
 
-def signed(text: str) -> list[float]:
-    return [float(number) + 0.0 for number in re.findall(r"(?<![\w.])[-+]\d+(?:\.\d+)?", text)]
+def spelled(name: str, options: dict[str, Any]) -> str:
+    """A technique as `--with` takes it."""
+    given = (f"{key}={one if isinstance(one, str) else json.dumps(one)}" for key, one in options.items())
+    return name + ":" * bool(options) + ",".join(given)
+
+
+def gib(size: float) -> float:
+    return rounded(size / 2**30)
+
+
+def rounded(figure: float) -> float:
+    return float(f"{figure:.4g}")
 
 
 def by_name(pairs: Any) -> dict[str, Any]:
@@ -92,12 +103,22 @@ def by_name(pairs: Any) -> dict[str, Any]:
     return dict(pairs)
 
 
-# --- help
+# --- options of the command line
 
 
-def helps(command: Command) -> str:
-    """The text of every --help, found from the top."""
-    return "\n".join(f"$ {' '.join(('optrush', *verb, '--help'))}\n{text}" for verb, text in _helps(command, ()))
+def options(command: Command) -> dict[str, list[str]]:
+    """Of every command its arguments and options with their values' names, bounds and defaults, found from the top."""
+    return {" ".join(("optrush", *verb)): list(_options(text)) for verb, text in _helps(command, ())}
+
+
+def _options(text: str) -> Iterator[str]:
+    """The entries of a help text: two spaces, the name in one column, the text in another."""
+    for part in ("Arguments", "Options"):
+        entries = text.partition(f"\n{part}:\n")[2].partition("\n\n")[0]
+        for entry in re.split(r"^  (?=\S)", entries, flags=re.MULTILINE)[1:]:
+            name = re.split(r"\s{2,}|\n", entry)[0]
+            facts = re.findall(r"\[(?:default: [^]]*|[^]]*[<>]=?[^]]*|required)\]", " ".join(entry.split()))
+            yield " ".join((name, *facts))
 
 
 def _helps(command: Command, verb: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -109,11 +130,6 @@ def _helps(command: Command, verb: tuple[str, ...]) -> Iterator[tuple[tuple[str,
 
 
 # --- the rest
-
-
-def surface(command: Command) -> dict[str, Any]:
-    """Everything that is neither a plan nor a help text; a few small runs on the CPU."""
-    return {name: make(command) for name, make in SECTIONS.items()}
 
 
 def answers(command: Command, *arguments: str) -> Any:
@@ -228,9 +244,11 @@ EXITS = (
 
 def described(technique: dict[str, Any]) -> dict[str, Any]:
     """A technique without what is said of it for people."""
-    kept = ("name", "numerics", "claims", "proof", "verified_on", "source")
-    options = {name: option["default"] for name, option in technique["options"].items()}
-    return {**{key: technique[key] for key in kept}, "options": options}
+    kept = ("numerics", "claims", "proof", "verified_on", "source")
+    return {
+        **{key: technique[key] for key in kept},
+        "options": {name: option["default"] for name, option in technique["options"].items()},
+    }
 
 
 def begun(command: Command) -> dict[str, Any]:
@@ -242,7 +260,7 @@ def begun(command: Command) -> dict[str, Any]:
     return found
 
 
-def demo(command: Command) -> list[dict[str, Any]]:
+def demo(command: Command) -> dict[str, Any]:
     """The rungs of the ladder `cpu-demo`: a climb whose processes all end at once, for their torch cannot be imported.
 
     Every rung leaves a record all the same, with the run it was resolved to.
@@ -254,15 +272,15 @@ def demo(command: Command) -> list[dict[str, Any]]:
     assert ended.code == 1, ended
     records = lines(command.folder / "demo" / "records.jsonl")
     assert all(record["error"] for record in records)
-    return [
-        {
-            **{key: record[key] for key in ("ladder", "rung", "mode", "seq", "micro_tokens")},
+    return {
+        record["rung"]: {
+            **{key: record[key] for key in ("ladder", "mode", "seq", "micro_tokens")},
             "implementation": record["config"]["model"].get("implementation"),
             "tokens": record["config"]["batch"]["tokens"],
-            "with": record["config"]["with"],
+            "with": " ".join(spelled(name, options) for name, options in record["config"]["with"].items()),
         }
         for record in records
-    ]
+    }
 
 
 def reread(command: Command) -> bool:
@@ -281,7 +299,8 @@ def exits(command: Command) -> dict[str, Any]:
 
 
 SECTIONS: dict[str, Callable[[Command], Any]] = {
-    "techniques": lambda command: [described(one) for one in answers(command, "techniques", "--json")],
+    "techniques": lambda command: {one["name"]: described(one) for one in answers(command, "techniques", "--json")},
+    "options": options,
     "train --dry-run": rehearsed,
     "init": begun,
     "run of sft": lambda command: run_keys(command, "sft"),
@@ -365,31 +384,62 @@ def differences(pinned: Any, now: Any, at: str = "") -> Iterator[str]:
             yield from differences(*pair, f"{at}/{place}")
     elif type(pinned) is not type(now) or pinned != now:
         both = isinstance(pinned, float) and isinstance(now, float)
-        if not (both and abs(pinned - now) <= CLOSE * abs(pinned)):
+        close = CLOSE_SPEED if set(SPEEDS) & set(at.split("/")) else CLOSE
+        if not (both and abs(pinned - now) <= close * abs(pinned)):
             yield f"{at}: pinned {json.dumps(pinned)}, now {json.dumps(now)}"
 
 
+def regrouped(pinned: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """A plan with the entries that are pinned by name where its pin has them: one may lie near the limit."""
+    now = dict(now)
+    for large, small, least in (("lines_gib", "small_lines", LEAST_LINE), ("work_s", "small_work", LEAST_WORK)):
+        if large in pinned and large in now:
+            total = now["peak_gib"] if large == "lines_gib" else sum(now[large].values())
+            near = [name for name in now[large] if name in pinned[small] and now[large][name] < 1.2 * least * total]
+            now[large] = {name: figure for name, figure in now[large].items() if name not in near}
+            now[small] = sorted([*now[small], *near])
+    return now
+
+
 def laid(value: Any, used: int = 0, indent: int = 0) -> str:
-    """JSON with as much on a line as it holds, so that a change shows as few lines."""
+    """JSON with as much on a line as it holds; of what is longer, each inner mapping and list on lines of its own."""
     text = json.dumps(value, ensure_ascii=False)
     if used + len(text) < WIDTH or not isinstance(value, dict | list) or not value:
         return text
+    space = " " * (indent + 1)
     named = isinstance(value, dict)
     pairs = [(f"{json.dumps(k)}: ", v) for k, v in value.items()] if named else [("", v) for v in value]
-    space = " " * (indent + 1)
-    inner = ",\n".join(space + name + laid(one, len(space + name), indent + 1) for name, one in pairs)
+    rows, open_row = list[str](), False
+    for name, one in pairs:
+        entry = name + laid(one, len(space + name), indent + 1)
+        plain = not isinstance(one, dict) and "\n" not in entry
+        if rows and plain and open_row and len(rows[-1]) + len(entry) + 4 < WIDTH:
+            rows[-1] += f", {entry}"
+        else:
+            rows.append(space + entry)
+        open_row = plain
     opened, closed = "{}" if named else "[]"
-    return f"{opened}\n{inner}\n{' ' * indent}{closed}"
+    return "\n".join((opened, ",\n".join(rows), " " * indent + closed))
+
+
+def written(file: Path, make: Callable[[str], Any], names: Sequence[str], every: Sequence[str]) -> None:
+    """Make some entries of a file again, or all."""
+    if unknown := set(names) - set(every):
+        sys.exit(f"{file.name} has no {', '.join(sorted(unknown))}; it has {', '.join(every)}")
+    held = json.loads(file.read_text("utf-8")) if names else {}
+    held |= {name: make(name) for name in names or every}
+    file.write_text(laid({name: held[name] for name in every if name in held}) + "\n", "utf-8")
+    print(file)
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as name:
-        command = Command(Path(name))
-        PLANS.write_text(laid({one: plan(command, one) for one in table()["plans"]}) + "\n", "utf-8")
-        HELP.write_text(helps(command), "utf-8")
-        SURFACE.write_text(laid(surface(command)) + "\n", "utf-8")
-    for file in (PLANS, HELP, SURFACE):
-        print(file)
+    what, names = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
+    with tempfile.TemporaryDirectory() as folder:
+        command = Command(Path(folder))
+        if what in ("", "plans"):
+            written(PLANS, lambda name: plan(command, name), names, list(table()["plans"]))
+        if what in ("", "surface"):
+            written(SURFACE, lambda name: SECTIONS[name](command), names, list(SECTIONS))
 
 
 if __name__ == "__main__":
