@@ -34,7 +34,7 @@ def estimate_fill(config: Config) -> Fill:
     """
     for path in (o.path for o in config.data.origins):
         if Path(path).suffix and not (Path(path).exists() or glob.glob(path, recursive=True)):  # no hub id
-            raise DataError(f"`data.path: {path}`", "no such file", "check the path, and name the file with the run's rows")
+            raise DataError(f"`data.path: {path}`", "no such file", "check the path")
     T = config.batch.seq
     lengths = [min(n, T) for n in estimate(config.data, config.seed, pairs=config.paired, judged=_judged(config))]
     if not any(lengths):
