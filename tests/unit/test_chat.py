@@ -204,6 +204,7 @@ def test_a_header_does_not_pass_for_an_end_of_turn(bytelevel):
         "{{ raise_exception('roles must alternate') }}",
         "{{ 1 / 0 }}",
         "{% for x in",
+        "{{ 'a }}",
         "{{ messages[99]['content'] + 'a' }}",
         "{{ range(10**9) | list }}",
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",

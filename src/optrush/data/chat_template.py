@@ -1,7 +1,7 @@
 """Turn rows into token ids and a mask of what is learnt, through the model's own chat template, without guessing.
 
 A mask that is empty, complete or shifted trains a wrong model without a sign; so every doubt here is an error with the
-row's place. `Masker` proves which characters the assistant wrote; the tokenizer's offsets map characters to tokens.
+row's place. `mask` proves which characters the assistant wrote; offsets, or the tokens' own bytes, map them to tokens.
 All texts of many rows go to the tokenizer at once, which takes most of the time.
 """
 
@@ -80,9 +80,18 @@ def _texts(value: Any) -> Iterator[str]:
 TRAIN_ON = ("assistant", "last", "all")
 LONGEST_TEMPLATE_bytes = 64 * 2**10
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-MOST_SHAPES = 1024  # of conversations in memory
+MOST_SHAPES, LONGEST_SHAPE = 1024, 512  # of conversations in memory; messages of one
 HEAD, TAIL = 60, 30  # tokens of a document that an error message shows, from its beginning and its end
 REASONING_MARKS = frozenset({"<think>", "</think>"})  # tokens that an answer's text may contain
+
+
+class Shape(NamedTuple):
+    """What templates look at in a conversation: the turns' roles, their parts, and texts that the template has."""
+
+    steady: bool  # is it refused where later turns change how an answer is written
+    plain: bool  # are there texts alone, and none that the template looks for
+    turns: tuple[int, ...]  # that are masked
+    messages: tuple[object, ...]
 
 
 class _Draft(NamedTuple):
@@ -124,7 +133,8 @@ class Tokens:
         self._control = frozenset(control) & frozenset(self._marks.tokens) - REASONING_MARKS
         self._controls = any_of(self._control)
         self._bos = self._added.get(str(tokenizer.special_tokens_map.get("bos_token")))
-        self._layouts: dict[object, Layout | None] = {}  # of the shapes of conversations
+        self._layouts: dict[Shape, Layout | None] = {}
+        self._checked: set[Shape] = set()  # of which nothing is left out, and later turns change nothing
 
     def batch(
         self, samples: Sequence[tuple[RowLocation, Row]], train_on: str
@@ -209,32 +219,39 @@ class Tokens:
         Raises DataError: as `Masker`, or a message forges a turn.
         """
         template = self._tool_template if chat.tools else self._template
-        layout = self._layout(template, chat, turns, steady)
+        shape = self._shape(chat, turns, steady)
+        layout = self._layout(template, chat, turns, shape)
         if layout is not None:
             rendered = template.render([template.shown(message) for message in chat.messages], where)
             if (spans := layout.spans(chat, turns, rendered)) is not None:
                 refuse(chat, self._forgers, where)
                 return rendered, spans
-        masker = Masker(template, self._marks, chat, turns, where)
+        checked = layout is None and shape in self._checked
+        masker = Masker(template, self._marks, chat, turns, where, checked)
         refuse(chat, self._forgers, where)
         spans = masker.spans() if turns else []
-        if steady:
+        if steady and not checked:
             masker.check_steady()
+        if layout is None and len(chat.messages) <= LONGEST_SHAPE and len(self._checked) < MOST_SHAPES:
+            self._checked.add(shape)
         return masker.rendered, spans
 
-    def _layout(self, template: Template, chat: Chat, turns: Sequence[int], steady: bool) -> Layout | None:
-        """Return the layout of a conversation of plain texts in which is nothing that the template looks for."""
-        if chat.tools:
-            return None
-        shape: tuple[object, ...] = (steady, *turns)
+    def _shape(self, chat: Chat, turns: Sequence[int], steady: bool) -> Shape:
+        messages, plain = list[object](), not chat.tools
         for m in chat.messages:
-            if m.reasoning or m.calls or m.name or m.call_id or any(text in m.content for text in self._sought):
-                return None
-            shape += (m.role, not m.content.strip())
-        if shape not in self._layouts:
-            if len(self._layouts) == MOST_SHAPES:
-                self._layouts.clear()
-            self._layouts[shape] = find_layout(template, self._marks, chat, turns, steady)
+            text = f"{m.content}{m.reasoning}" if m.reasoning else m.content
+            sought = tuple([one for one in self._sought if one in text])
+            plain &= not (sought or m.calls or m.name or m.call_id or m.reasoning)
+            messages += m.role, not m.content.strip(), m.reasoning is None, len(m.calls), sought
+        return Shape(steady, plain, tuple(turns), (len(chat.tools), *messages))
+
+    def _layout(self, template: Template, chat: Chat, turns: Sequence[int], shape: Shape) -> Layout | None:
+        """Return the layout of a conversation of plain texts, in which is nothing that the template looks for."""
+        if shape in self._layouts:
+            return self._layouts[shape]
+        if not shape.plain or len(chat.messages) > LONGEST_SHAPE or len(self._layouts) == MOST_SHAPES:
+            return None
+        self._layouts[shape] = find_layout(template, self._marks, chat, turns, shape.steady)
         return self._layouts[shape]
 
     @cached_property
