@@ -25,7 +25,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from optrush.data.sample import AROMAS, DISHES, FATS, FINISHES, JOKES, LIQUIDS, MAINS, MOODS, SPICES, VEGETABLES
+from recipes import AROMAS, DISHES, FATS, FINISHES, JOKES, LIQUIDS, MAINS, MOODS, SPICES, VEGETABLES
 
 FAULTS = {  # and the filter that is to find each
     "short": "chars", "long": "chars", "few": "items[0].bounds", "many": "items[0].bounds",

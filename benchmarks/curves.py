@@ -26,10 +26,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import recipes
+
 from optrush.bench import record
 from optrush.bench.worker import MetricLines
 from optrush.config import Config, dump_config, parse_config
-from optrush.data import sample
 from optrush.data.sampler import reading
 from optrush.decide import decide
 from optrush.trainer.build import build
@@ -106,7 +107,7 @@ def main() -> None:
             sys.exit(f"--write makes {plain.data.path} and {plain.data.eval}: two files that are not there yet")
         for name, count, seed in files:
             Path(name).parent.mkdir(parents=True, exist_ok=True)
-            sample.write_sample(Path(name), count, seed=seed)
+            Path(name).write_bytes(recipes.chats(count, seed))
     pairs = list(itertools.product(range(a.seeds), (False, True)))
     found: dict[tuple[int, bool], float | None] = {}
     with ThreadPoolExecutor(a.jobs) as pool:

@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from recipes import conversations
 
 from optrush.config import parse_config as config
-from optrush.data import packing, sample
+from optrush.data import packing
 from optrush.data.chat_template import open_tokens
 from optrush.data.schema import RowLocation, parse_row
 from optrush.models import tiny
@@ -33,14 +34,14 @@ OUT = Path(__file__).parent / "results" / "layouts.jsonl"
 
 
 def chats(n: int) -> np.ndarray:
-    """Tokens of the first n conversations of the sample."""
+    """Tokens of the first n conversations."""
     with tempfile.TemporaryDirectory() as folder:
         tiny.write_tiny(Path(folder))
         run = config("model: tiny\nobjective: sft\ndata: {sample: recipes}\noutput: x", "layouts.py")
         tokens = open_tokens(run, Path(folder))
         assert tokens is not None
         where = RowLocation(Path("recipes"), 0)
-        rows = [(where, parse_row(where, {"messages": turns})) for turns in sample.conversations(n, 0)]
+        rows = [(where, parse_row(where, {"messages": turns})) for turns in conversations(n, 0)]
         found = tokens.batch(rows, "assistant")
     return np.array([len(documents[0]) for documents in found if isinstance(documents, tuple)])
 

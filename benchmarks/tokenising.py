@@ -53,7 +53,7 @@ def rows(kind: str) -> Iterator[dict[str, Any]]:
             text = file.read_text("utf-8", "replace")
             parts = (text[i : i + ROW_chars] for i in range(0, len(text), ROW_chars))
             yield from ({"text": part} for part in parts if part.strip())
-    from optrush.data.sample import conversations
+    from recipes import conversations
 
     for chat in conversations(sys.maxsize, 0):
         text = "\n\n".join(turn["content"] for turn in chat)

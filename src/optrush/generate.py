@@ -22,7 +22,8 @@ from torch import Tensor
 
 from optrush.config import Config, Data, Model, Sampling
 from optrush.data import schema
-from optrush.data.chat_template import Template, Tokens, any_of, open_tokenizer, turn_ends
+from optrush.data.chat_template import Tokens, open_tokenizer, turn_ends
+from optrush.data.mask import Template, any_of
 from optrush.data.readers import read_rows
 from optrush.data.schema import Completion, Message, RowLocation, Text, parts_of
 from optrush.errors import ConfigError, DataError, NeedsError, RunError, first_line

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from optrush import technique
 from optrush.bench import ladder
 from optrush.config import parse_config
+from optrush.data import sample
 from optrush.decide import decide
 from optrush.hardware import parse_hardware
 from optrush.kernels import attention, swiglu
@@ -120,6 +121,12 @@ def program(monkeypatch):
     """A program of the folder, by its name."""
     monkeypatch.syspath_prepend(str(FOLDER))
     return importlib.import_module
+
+
+def test_the_sample_of_the_package_is_what_the_grammar_makes(program):
+    recipes = program("recipes")
+    assert list(sample.conversations(2000, 0)) == list(recipes.conversations(1000, 0))
+    assert list(sample.preferences(2000, 0)) == list(recipes.preferences(1000, 0))
 
 
 FAST = {"bf16": {}, "fused-loss": {"chunk": 8}}

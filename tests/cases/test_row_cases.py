@@ -9,11 +9,12 @@ import json
 import re
 import resource
 import shutil
+import signal
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,8 +29,8 @@ from transformers import AutoTokenizer
 from meshes import further
 from optrush.cli import app
 from optrush.config import parse_config
-from optrush.data import chat_template
-from optrush.data.chat_template import open_tokens
+from optrush.data import mask
+from optrush.data.chat_template import Tokens, open_tokens
 from optrush.data.dataset import read_sources
 from optrush.data.packing import Packed, Padded
 from optrush.data.readers import attempts, chunks, find_files
@@ -165,8 +166,8 @@ def test_a_turns_metadata_is_only_named() -> None:
         assert found == Chat((U, A)) and noted == ({f"messages[].{key}"} if value else set())
         parts = [{"type": "text", "text": "Oslo.", key: value}]
         assert parsed({"messages": [ASK, {**ANSWER, "content": parts}]})[0] == Chat((U, A))
-    for mask in ("false", [[0, 5], [7, 9]], [{"start": 0, "end": 5}], 0.5):
-        assert "has 'turn_mask'" in refused({"messages": [ASK, {**ANSWER, "turn_mask": mask}]}).found
+    for given in ("false", [[0, 5], [7, 9]], [{"start": 0, "end": 5}], 0.5):
+        assert "has 'turn_mask'" in refused({"messages": [ASK, {**ANSWER, "turn_mask": given}]}).found
 
 
 def test_a_turns_text_under_another_key_is_only_named() -> None:
@@ -802,8 +803,8 @@ MONSTERS = {
 
 @pytest.mark.parametrize("monster", MONSTERS)
 def test_a_monstrous_template_is_refused_soon(monster: str, tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template.LIMITS, "seconds", 1)
-    monkeypatch.setattr(chat_template.LIMITS, "memory_bytes", 256 << 20)
+    monkeypatch.setattr(mask.LIMITS, "seconds", 1)
+    monkeypatch.setattr(mask.LIMITS, "memory_bytes", 256 << 20)
     Path("t.jinja").write_text(MONSTERS[monster] + tiny.TEMPLATE)
     lines("chat.jsonl", [{"messages": TURNS}] * 30)
     before = resource.getrlimit(resource.RLIMIT_AS)
@@ -816,43 +817,37 @@ def test_a_monstrous_template_is_refused_soon(monster: str, tiny_home: Path, mon
 
 def test_a_stop_of_the_process_is_no_fault_of_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time that passes without the processor, as after Ctrl-Z, is not counted."""
-    monkeypatch.setattr(chat_template.LIMITS, "seconds", 0.2)
-    with chat_template.LIMITS:
+    monkeypatch.setattr(mask.LIMITS, "seconds", 0.2)
+    with mask.LIMITS:
         time.sleep(0.5)
-    with pytest.raises(ConfigError, match="of the processor"), chat_template.LIMITS:
+    with pytest.raises(ConfigError, match="of the processor"), mask.LIMITS:
         all(True for _ in range(10**9))
 
 
 @pytest.mark.parametrize("row", [Text("Stir."), Completion("Soup?", "Stir.")])
 def test_rows_without_a_template_are_not_limited(row: Any, tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = chat_template.Tokens(AutoTokenizer.from_pretrained(tiny_home / "optrush" / "tiny-1"))
-    monkeypatch.setattr(chat_template.RenderLimits, "__enter__", lambda self: pytest.fail("limited"))
+    tokens = Tokens(AutoTokenizer.from_pretrained(tiny_home / "optrush" / "tiny-1"))
+    monkeypatch.setattr(mask.RenderLimits, "__enter__", lambda self: pytest.fail("limited"))
     assert len(tokens.document(row, "assistant", RowLocation(Path("x"), 1)).ids) > 1
 
 
-def test_threads_render_in_turn() -> None:
-    """No limit of one of them is left after all, nor in a process that is forked while one renders."""
-    before, limits = resource.getrlimit(resource.RLIMIT_AS), chat_template.LIMITS
+def test_limits_nest_and_end_with_the_outermost() -> None:
+    """And a thread that is not the main one, which no signal reaches, sets none."""
+    before, limits = resource.getrlimit(resource.RLIMIT_AS), mask.LIMITS
+    with limits:
+        inside = resource.getrlimit(resource.RLIMIT_AS)
+        with limits:
+            assert signal.getitimer(signal.ITIMER_PROF)[0] > 0
+        assert resource.getrlimit(resource.RLIMIT_AS) == inside != before
+        assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
 
     def render() -> None:
-        for _ in range(200):
-            with limits:
-                time.sleep(1e-5)
+        with limits:
+            assert resource.getrlimit(resource.RLIMIT_AS) == before
 
-    threads = [threading.Thread(target=render) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    render()
-    for thread in threads:
-        thread.join()
-    assert resource.getrlimit(resource.RLIMIT_AS) == before
-    forked = threading.Thread(target=limits.__enter__)
-    forked.start()
-    forked.join()
-    limits.forget()  # as in the forked process, where that thread never leaves its block
-    with limits:
-        pass
-    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(render).result()
 
 
 # --- weights that are no numbers
@@ -904,7 +899,7 @@ def test_however_a_row_writes_reasoning_the_mask_is_the_same(alike: list[Path], 
     assert base is not None
     compared = 0
     for template in alike:
-        tokens, masks = chat_template.Tokens(base.tokenizer, template.read_text()), dict[tuple[int, ...], list[bool]]()
+        tokens, masks = Tokens(base.tokenizer, template.read_text()), dict[tuple[int, ...], list[bool]]()
         for said in SAID:
             answer = {"role": "assistant", **said, **({"tool_calls": [CALL]} if called else {})}
             with suppress(UserError):

@@ -23,7 +23,7 @@ from chats import (
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from optrush.data import chat_template
+from optrush.data import mask
 from optrush.data.chat_template import Tokens
 from optrush.data.schema import Chat, Completion, Message, Pair, RowLocation, Text
 from optrush.errors import DataError
@@ -204,6 +204,7 @@ def test_a_header_does_not_pass_for_an_end_of_turn(bytelevel):
         "{{ raise_exception('roles must alternate') }}",
         "{{ 1 / 0 }}",
         "{% for x in",
+        "{{ 'a }}",
         "{{ messages[99]['content'] + 'a' }}",
         "{{ range(10**9) | list }}",
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
@@ -219,7 +220,7 @@ def test_a_failing_template_names_the_row(bytelevel, source):
 def test_the_template_and_what_it_makes_are_capped(bytelevel, monkeypatch):
     with pytest.raises(DataError, match="at most 65536"):
         Tokens(bytelevel, CHATML + "{#" + "x" * 70_000 + "#}").document(talk(["a"]), "assistant", WHERE)
-    monkeypatch.setattr(chat_template, "LONGEST_RENDER_chars", 1000)
+    monkeypatch.setattr(mask, "LONGEST_RENDER_chars", 1000)
     with pytest.raises(DataError, match="made 5000 characters"):
         Tokens(bytelevel, "{% for i in range(10) %}{{ 'x' * 500 }}{% endfor %}").document(
             talk(["a"]), "assistant", WHERE

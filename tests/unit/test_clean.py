@@ -179,10 +179,10 @@ def test_items_are_counted_over_the_rows_that_are_left(run: Run) -> None:
     assert stays(run(rows, items=[{"field": "b", "rarest": 2}])) == [0, 1, 2, 3]
 
 
-def test_many_items_are_counted_across_blocks(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_items_are_counted_across_batches(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from optrush.data import cleaning
 
-    monkeypatch.setattr(cleaning, "BLOCK", 7)
+    monkeypatch.setattr(cleaning, "BATCH_rows", 7)
     rows = [{"text": "x", "of": [f"i{i % 50}", f"j{i // 2}"]} for i in range(100)] + [{"text": "x", "of": ["i1", "k"]}]
     assert stays(run(rows, items=[{"field": "of", "rarest": 2}])) == list(range(100))
 
@@ -192,21 +192,6 @@ def test_a_field_that_no_row_has(run: Run) -> None:
         run([{"text": "x", "ingredients": []}], items=[{"field": "ingredient", "bounds": [1, 2]}])
     assert error.value.asked == "`data.clean.items[0].field: ingredient`"
     assert error.value.found == "no row has it; the first one has text, ingredients"
-
-
-def test_histograms(run: Run) -> None:
-    """Of the rows that a filter looked at, and of those that stay at the end; what lies above is in the last bar."""
-    rows = [{"text": "x" * (1 if n == 7 else 10), "of": ["a"] * n} for n in (0, 1, 2, 2, 3, 7, 9)]
-    rows.append({"text": "x" * 10})
-    found = run(rows, chars=(5, None), items=[{"field": "of", "bounds": [1, 5], "rarest": 2}])
-    chars, items = found.record["histograms"]
-    assert (chars["name"], items["name"]) == ("characters", "number of of")
-    assert sum(chars["before"]) == 8 and sum(chars["after"]) == 4 and chars["bounds"] == [5, None]
-    assert items["edges"] == list(range(11)) and items["bounds"] == [1, 5] and items["longest"] == 9
-    assert items["before"] == [2, 1, 2, 1, 0, 0, 0, 0, 0, 1]
-    assert items["after"] == [0, 1, 2, 1, 0, 0, 0, 0, 0, 0]
-    many = run(["x" * n for n in [10] * 500 + [100_000]], chars=(1, None)).record["histograms"][0]
-    assert len(many["before"]) < 70 and sum(many["before"]) == 501 and many["longest"] == 100_000
 
 
 # --- duplicates and contamination
@@ -234,6 +219,16 @@ def test_near_duplicates(run: Run) -> None:
     assert reasons(found, "near_duplicates")[0].endswith("rows.jsonl:1")
     shouted = run([" ".join(words), " ".join(words).upper() + "!"], near_duplicates=0.99)
     assert stays(shouted) == [0], "case and punctuation are no words"
+
+
+def test_near_duplicates_take_so_much_memory_and_no_more(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from optrush.data import cleaning
+
+    monkeypatch.setattr(cleaning, "MOST_NEAR_bytes", 1000)
+    assert stays(run([text(9)], near_duplicates=0.8)) == [0]
+    with pytest.raises(NeedsError, match="GiB of memory for 20 rows") as error:
+        run([text(50, 100 * i) for i in range(20)], near_duplicates=0.8)
+    assert "clean a part of the files at a time" in error.value.do
 
 
 def test_near_duplicates_of_short_texts_and_of_texts_without_spaces(run: Run) -> None:
@@ -486,7 +481,7 @@ import sys
 from pathlib import Path
 from optrush.config import Cleaning
 from optrush.data.cleaning import clean_files
-settings = Cleaning(chars=(1, None), exact_duplicates=True, near_duplicates=0.8, repeated_lines=0.9)
+settings = Cleaning(chars=(1, None), exact_duplicates=True, repeated_lines=0.9)
 clean_files([Path(sys.argv[1])], settings, tokens=None, workers=1)
 assert "torch" not in sys.modules
 print(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])

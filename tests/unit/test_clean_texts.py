@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optrush.data import cleaning as texts
-from optrush.data.cleaning import Groups, Sets, banding, bands, exact, near
+from optrush.data import similarity as texts
+from optrush.data.cleaning import repeated_share
+from optrush.data.similarity import Sets, banding, bands, candidates, exact, near
 
 SENTENCES = st.lists(st.sampled_from(("a", "b", "c", "d", "e", "f")), max_size=12).map(" ".join)
 
@@ -39,28 +38,24 @@ def test_words(text: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> 
 @given(st.lists(SENTENCES, max_size=6), st.integers(1, 5))
 def test_runs(given_texts: list[str], n: int) -> None:
     """Equal hashes exactly where the words are equal, over all texts, and as many as there are."""
-    hashes, counts = texts.word_runs(*texts.hashed_words(given_texts), n)
+    hashes = [texts.word_runs(text, n).tolist() for text in given_texts]
     wanted = [plain_runs(text, n) for text in given_texts]
-    assert counts.tolist() == [len(w) for w in wanted]
-    whole = [run for w in wanted for run in w]
-    assert len(set(hashes.tolist())) == len(set(whole)) == len(set(zip(hashes.tolist(), whole)))
+    assert list(map(len, hashes)) == list(map(len, wanted))
+    pairs = {pair for of in zip(hashes, wanted) for pair in zip(*of)}
+    assert len({a for a, _ in pairs}) == len({b for _, b in pairs}) == len(pairs)
 
 
-@given(st.lists(SENTENCES, max_size=6), st.integers(1, 5))
-def test_shingles(given_texts: list[str], n: int) -> None:
-    found, sizes = texts.shingles(*texts.hashed_words(given_texts), n)
-    sets = [set(plain_runs(text, n)) for text in given_texts]
-    assert sizes.tolist() == [len(s) for s in sets]
-    pieces = np.split(found, np.cumsum(sizes)[:-1]) if len(sizes) else []
-    for a, b, one, other in zip(pieces, pieces[1:], sets, sets[1:]):
-        assert (np.diff(a.astype(np.int64)) > 0).all()
-        assert len(np.intersect1d(a, b)) == len(one & other)
+@given(SENTENCES, SENTENCES)
+def test_shingles(one: str, other: str) -> None:
+    a, b = texts.shingles(one), texts.shingles(other)
+    first, second = (set(plain_runs(text, texts.RUN_words)) for text in (one, other))
+    assert (len(a), len(b), len(np.intersect1d(a, b))) == (len(first), len(second), len(first & second))
+    assert (np.diff(a.astype(np.int64)) > 0).all() and a.dtype == np.uint32
 
 
 def test_hashes_do_not_change_between_processes_and_versions() -> None:
     """Records are compared by what these give."""
-    hashes, lengths = texts.hashed_words(["one two three four five six"])
-    assert texts.word_runs(hashes, lengths, 5)[0].tolist() == [16097572282202166377, 4132983344923093485]
+    assert texts.word_runs("one two three four five six", 5).tolist() == [16097572282202166377, 4132983344923093485]
     assert texts.text_digest(" a\tcafe\u0301 ") == texts.text_digest("a caf\u00e9")
     assert texts.text_digest("a b").hex() == "acc9227cc02e5f5c13e74125bce89499"
 
@@ -73,7 +68,7 @@ def test_repeated_share(text: str) -> None:
         every += len(line)
         repeated += len(line) * (line in seen)
         seen.add(line)
-    assert texts.repeated_share(text) == (repeated / every if every else 0)
+    assert repeated_share(text) == (repeated / every if every else 0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.booleans()), max_size=30))
@@ -121,9 +116,7 @@ def brute(sets: list[set[int]], threshold: float) -> dict[int, float]:
 
 @settings(max_examples=6)
 @given(seed=st.integers(0, 10**6), threshold=st.sampled_from([0.5, 0.7, 0.85]), block=st.sampled_from([1, 40, 1 << 21]))
-def test_near_against_all_pairs(
-    tmp_path_factory: pytest.TempPathFactory, seed: int, threshold: float, block: int
-) -> None:
+def test_near_against_all_pairs(seed: int, threshold: float, block: int) -> None:
     """The rows that go are those that a comparison of all pairs takes, for pairs well apart from the threshold."""
     rng = np.random.default_rng(seed)
     sets: list[set[int]] = []
@@ -134,18 +127,12 @@ def test_near_against_all_pairs(
             sets.append(set(other[broken:]) | set(rng.integers(0, 2**32, broken).tolist()))
         else:
             sets.append(set(rng.integers(0, 2**32, rng.integers(80, 200)).tolist()))
-    folder = tmp_path_factory.mktemp("near")
     sizes = np.array([len(s) for s in sets])
     flat = np.concatenate([np.sort(np.array(list(s), np.uint32)) for s in sets])
-    flat.tofile(folder / "shingles")
-    shape = banding(threshold)
-    keys = bands(flat, sizes, shape)
+    keys = bands(flat, sizes, banding(threshold))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(texts, "PAIRS", block)
-        groups = Groups(len(sets), folder)
-        for band in keys.T:
-            groups.add(band)
-        found = list(near(groups, Sets(folder / "shingles", sizes), np.arange(len(sets)), threshold))
+        found = list(near(keys, Sets(flat, sizes), np.arange(len(sets)), threshold))
     wanted = brute(sets, threshold)
     assert [i for i, _, _ in found] == sorted(wanted)
     gone = set(wanted)
@@ -154,23 +141,18 @@ def test_near_against_all_pairs(
         assert share == len(sets[i] & sets[j]) / len(sets[i] | sets[j]) >= threshold
 
 
-def test_a_crowd_of_rows_that_share_a_band(tmp_path: Path) -> None:
+def test_a_crowd_of_rows_that_share_a_band() -> None:
     """Of 400 rows that all agree in one band, those are found that agree in two, however late they come."""
     rng = np.random.default_rng(0)
     keys = rng.integers(0, 2**32, (400, 20), dtype=np.uint32)
     keys[:, 3] = 7
     keys[399] = keys[200]
     keys[398, 4:6] = keys[300, 4:6]
-    np.tile(np.arange(10, dtype=np.uint32), 400).tofile(tmp_path / "shingles")  # all equal, were they compared
-    groups = Groups(400, tmp_path)
-    for band in keys.T:
-        groups.add(band)
-    assert list(groups.pairs()) == [(398, 300), (399, 200)]
-    found = near(groups, Sets(tmp_path / "shingles", np.full(400, 10)), np.arange(400), 0.9)
-    assert list(found) == [(398, 300, 1.0), (399, 200, 1.0)]
+    assert list(candidates(keys)) == [(398, 300), (399, 200)]
+    alike = Sets(np.tile(np.arange(10, dtype=np.uint32), 400), np.full(400, 10))  # all equal, were they compared
+    assert list(near(keys, alike, np.arange(400), 0.9)) == [(398, 300, 1.0), (399, 200, 1.0)]
 
 
-def test_the_similarity_of_a_part_and_its_whole(tmp_path: Path) -> None:
-    np.array([1, 2, 3, 1, 2, 3, 9], np.uint32).tofile(tmp_path / "shingles")
-    sets = Sets(tmp_path / "shingles", np.array([3, 4]))
+def test_the_similarity_of_a_part_and_its_whole() -> None:
+    sets = Sets(np.array([1, 2, 3, 1, 2, 3, 9], np.uint32), np.array([3, 4]))
     assert sets.similarity(0, 1, 0.75) == sets.similarity(1, 0, 0.75) == 0.75

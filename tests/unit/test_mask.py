@@ -3,7 +3,7 @@
 import pytest
 from chats import CHATML, WHERE, bytelevel_bpe, learnt, talk
 
-from optrush.data import chat_template
+from optrush.data import mask
 from optrush.data.chat_template import Tokens
 from optrush.data.schema import Chat, Message
 from optrush.errors import DataError
@@ -143,9 +143,53 @@ def test_what_a_template_does_to_one_text_only_is_seen_in_that_text(bytelevel, c
 
 
 def test_very_many_answers_that_must_be_looked_at_one_by_one_are_an_error(bytelevel, monkeypatch):
-    monkeypatch.setattr(chat_template, "MOST_TURNS", 2)
+    monkeypatch.setattr(mask, "MOST_TURNS", 2)
     lstripped = CHATML.replace("message['content']", "message['content'].lstrip()")
     tokens = Tokens(bytelevel, lstripped)
     assert learnt(tokens, tokens.document(talk([" a ", "b"]), "assistant", WHERE)) == ["a <|im_end|>", "b<|im_end|>"]
     with pytest.raises(DataError, match="3 answers, calls or trimmed texts among them; at most 2"):
         tokens.document(talk([" a ", "b", "c"]), "assistant", WHERE)
+
+
+# --- conversations of a shape that was proven before
+
+LONG = "Boil ten eggs for ten minutes."
+
+
+def chatml(content, end=""):
+    return "{% for m in messages %}<|im_start|>{{ m.role }}\n" + end + "{{ " + content + " }}<|im_end|>\n{% endfor %}"
+
+
+def test_a_text_that_a_known_shape_changes_is_refused(bytelevel):
+    tokens = Tokens(bytelevel, chatml("m.content if m.content | length < 20 else m.content | upper"))
+    for _ in range(2):
+        assert learnt(tokens, tokens.document(talk(["Eggs."]), "assistant", WHERE)) == ["Eggs.<|im_end|>"]
+        with pytest.raises(DataError, match="changes the assistant's text"):
+            tokens.document(talk([LONG]), "assistant", WHERE)
+
+
+def test_white_space_that_a_known_shape_trims_is_not_learnt(bytelevel):
+    tokens = Tokens(bytelevel, chatml("m.content | trim"))
+    for answer in ("Eggs.", " Eggs.\n", "Eggs.\n\n"):
+        assert learnt(tokens, tokens.document(talk([answer]), "assistant", WHERE)) == ["Eggs.<|im_end|>"]
+
+
+def test_what_a_template_looks_for_is_looked_at_in_every_row(bytelevel):
+    """It adds a text to an answer that no other follows, where a word is asked for: never in the whole conversation."""
+    added = "{% if loop.last and loop.index == 2 and 'deep' in messages[0].content %}Hm. {% endif %}"
+    tokens = Tokens(bytelevel, chatml("m.content", added))
+    plain, deep = talk(["Eggs.", "Ham."]), talk(["Eggs.", "Ham."])
+    deep = Chat((Message("user", "Think deep."), *deep.messages[1:]))
+    for _ in range(2):
+        assert learnt(tokens, tokens.document(plain, "assistant", WHERE)) == ["Eggs.<|im_end|>", "Ham.<|im_end|>"]
+        with pytest.raises(DataError, match=r"later turns change how the template writes messages\[1\]"):
+            tokens.document(deep, "assistant", WHERE)
+
+
+def test_a_known_shape_is_rendered_once(bytelevel, monkeypatch):
+    tokens, rendered = Tokens(bytelevel, CHATML), list[int]()
+    tokens.document(talk(["Eggs."]), "assistant", WHERE)
+    render = mask.Template.render
+    monkeypatch.setattr(mask.Template, "render", lambda *given: (rendered.append(1), render(*given))[1])
+    assert learnt(tokens, tokens.document(talk(["Soup."]), "assistant", WHERE)) == ["Soup.<|im_end|>"]
+    assert len(rendered) == 1

@@ -16,7 +16,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from meshes import further
-from optrush.data.chat_template import MEND_EARLIER, Template, Tokens
+from optrush.data.chat_template import Tokens
+from optrush.data.mask import MEND_EARLIER, Masker
 from optrush.data.schema import RowLocation, parse_row
 from optrush.errors import DataError
 
@@ -227,7 +228,7 @@ def justified(tokens, path, name, error):
 )
 def test_answers_are_learnt_exactly_or_the_row_is_refused(bytelevel, path, monkeypatch):
     """Each row as it is written, whether or not later turns change it (tests/unit/test_probe.py)."""
-    monkeypatch.setattr(Template, "check_steady", lambda *_: None)
+    monkeypatch.setattr(Masker, "check_steady", lambda *_: None)
     tokens = opened(bytelevel, path)
     rows = [
         (WHERE, parse_row(WHERE, {"messages": turns, **({"tools": TOOLS} if "call" in name else {})}))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
+import shutil
 import sys
 import tempfile
 import time
@@ -378,7 +382,7 @@ def _bare(data: Mapping[str, Any], model: Mapping[str, Any], sets: list[str], ob
 def _clean(config: Config, folder: Path) -> dict[str, Any]:
     from optrush.data import readers
     from optrush.data.chat_template import open_tokens
-    from optrush.data.cleaning import clean_files, cleaning_folder, write_rows
+    from optrush.data.cleaning import clean_files, write_rows
     from optrush.data.schema import row_rules
     from optrush.data.tokenize import cache_root
     from optrush.models.source import locate
@@ -396,16 +400,74 @@ def _clean(config: Config, folder: Path) -> dict[str, Any]:
     if d.clean.tokens is not None and (config.model.path or config.model.tokenizer):
         tokens = open_tokens(config, None if config.model.path is None else locate(config, weights=False)[0])
     evaluation = [] if d.clean.decontaminate is None else readers.find_files(d.clean.decontaminate, cache)
-    with cleaning_folder(folder, [*reads, *evaluation]) as new, _bar() as progress:
+    with _cleaning_folder(folder, [*reads, *evaluation]) as new, _bar() as progress:
         cleaned = clean_files(
             reads, d.clean, tokens=tokens, text_rows=d.text_rows, bad_rows=d.bad_rows, most_bad=d.most_bad,
             rules=row_rules(config),
-            workers=d.workers, progress=progress, folder=new, cache=cache,
+            workers=d.workers, progress=progress, cache=cache,
         )  # fmt: skip
         model = config.model.model_dump(include={"path", "tokenizer"}, exclude_none=True) if tokens else {}
         record = {**write_rows(cleaned, new), "model": model}
         data.write_cleaning_page(record, new)
     return record
+
+
+@contextmanager
+def _cleaning_folder(out: Path, reads: Sequence[Path]) -> Iterator[Path]:
+    """Yield a folder to write into, which becomes `out` at the end and replaces an earlier cleaning; removed on error.
+
+    A killed process leaves nothing unfinished under the final name.
+
+    Raises ConfigError: `out` is not the folder of a cleaning, or holds an input; it cannot be made; it is in use.
+    """
+    asked = f"--out {out}"
+    if out.name in ("", ".."):
+        raise ConfigError(asked, "no name of its own", "name a new folder")
+    new, old = out.with_name(out.name + ".tmp"), out.with_name(out.name + ".old.tmp")
+    for path in (out, new, old):
+        _check_replaceable(asked, path)
+    if inside := [r for r in reads if r.resolve().is_relative_to(out.resolve())]:
+        raise ConfigError(asked, f"the folder of the input {inside[0]}", "take another folder")
+    try:
+        new.mkdir(parents=True, exist_ok=True)
+        lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        raise ConfigError(asked, f"{error.strerror}", "name a folder that can be made") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for left in new.iterdir():  # of a process that was killed
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        try:
+            yield new
+            if out.exists():
+                shutil.rmtree(old, ignore_errors=True)
+                out.rename(old)
+            new.rename(out)
+        except BaseException:
+            shutil.rmtree(new, ignore_errors=True)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    except BlockingIOError:
+        raise ConfigError(asked, "another cleaning is at work there", "wait for it, or take another folder") from None
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        do = "free some, or take another folder"
+        raise ConfigError(asked, "no space left there", do) from None
+    finally:
+        os.close(lock)
+
+
+def _check_replaceable(asked: str, path: Path) -> None:
+    from optrush.data.cleaning import QUARANTINE, REMOVED, ROWS
+
+    if not os.path.lexists(path):
+        return
+    if not path.is_dir():
+        raise ConfigError(asked, f"{path} is no folder", "take another folder")
+    known = {ROWS, REMOVED, QUARANTINE, RECORD, PAGE}
+    if foreign := sorted({p.name for p in path.iterdir()} - known):
+        raise ConfigError(asked, f"`{foreign[0]}` in {path} is not of a cleaning", "take another folder")
 
 
 def _check_cleaning(folder: Path) -> None:

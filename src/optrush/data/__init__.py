@@ -3,7 +3,8 @@
 1. `dataset` finds the files of `data:`, cleans them if `data.clean` is set (`cleaning`), checks the first rows and
    splits off the rows that are held out.
 2. `readers` reads each file strictly, row by row, with file and line; `schema` gives a row its meaning, or refuses it.
-3. `chat_template` renders a row and returns token ids and a mask of what is learnt: a `Document`.
+3. `chat_template` returns a row as token ids and a mask of what is learnt: a `Document`. `mask` renders chats, and
+   proves which characters the assistant wrote.
 4. `tokenize` does that once for all rows, in worker processes, into memory-mapped shards (not with `data.stream`).
 5. A `dataset.SampleSource` has samples by number, cut to T, from shards, or tokenized when they are read.
 6. `packing` lays a window of samples out in rows of at most T tokens.

@@ -31,7 +31,8 @@ from optrush.data import readers, sample, tokenize
 from optrush.data.chat_template import Tokens
 from optrush.data.cleaning import clean_files
 from optrush.data.readers import PARQUET, TEXT, Chunk, attempts, chunks, form
-from optrush.data.schema import Chat, Document, Judged, Pair, Row, RowLocation, Text, quoted, row_rules
+from optrush.data.schema import Chat, Document, Judged, Pair, Row, RowLocation, Text, row_rules
+from optrush.data.strict_json import quoted
 from optrush.data.tokenize import OTHER_KEYS, BadRow, Builder, Say, Shard, SHARD_tok, TokenizeWork, cache_root
 from optrush.errors import ConfigError, DataError
 from optrush.files import parse_json, write_whole

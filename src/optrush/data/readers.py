@@ -8,11 +8,9 @@ files.
 
 from __future__ import annotations
 
-import base64
 import bz2
 import csv
 import difflib
-import errno
 import glob
 import hashlib
 import io
@@ -20,21 +18,18 @@ import json
 import lzma
 import os
 import re
-import tempfile
 import time
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-import numpy as np
-
-from optrush.data.schema import MEANT, RowLocation, bad_row, decode_json, kind_of, not_utf8, quoted, remedy
+from optrush.data.hub import cache_folder, fetch
+from optrush.data.schema import MEANT, RowLocation, bad_row
+from optrush.data.strict_json import decode_json, kind_of, not_utf8, quoted, remedy
 from optrush.errors import DataError, NeedsError, first_line
 from optrush.files import parse_json, write_whole
 
@@ -713,38 +708,11 @@ def _named(files: list[Path]) -> str:
 
 
 def _from_hub(name: str, cache: Path | None) -> Path:
-    """Return a data set of the hub as a Parquet file, fetched unless it is cached; no code of its repository runs."""
     asked = f"the data set {name} from the hub"
     match = HUB_SET.fullmatch(name)
     if match is None:
-        do = "write hub:organisation/name, or hub:organisation/name/configuration:split"
-        raise DataError(asked, "no name of a data set", do)
-    repository, configuration, split = match[1], match[2], match[3] or "train"
-    if cache is None:
-        raise DataError(asked, "no folder to keep it in", "name one (data.cache)")
-    parts = (*repository.split("/"), *filter(None, [configuration]), quote(split, safe=""))
-    file = cache / "hub" / f"{'--'.join(parts)}.parquet"
-    if file.exists():
-        return file
-    install = "python -m pip install 'optrush[datasets]'"
-    try:
-        import datasets
-    except ImportError:
-        raise NeedsError(asked, "no library datasets, which fetches it", f"install it: {install}") from None
-    if int(datasets.__version__.partition(".")[0]) < 4:
-        found = f"datasets {datasets.__version__}, which may run code of a repository"
-        raise NeedsError(asked, found, f"install a newer one: {install}")
-    if Path(repository).exists():  # the library would read that instead
-        raise DataError(asked, f"a folder {repository} on this machine", "give its path without hub:, or rename it")
-    with tempfile.TemporaryDirectory(dir=_cache_folder(file.parent)) as fresh:
-        try:
-            rows = datasets.load_dataset(repository, configuration, split=split)
-            rows.to_parquet(part := os.path.join(fresh, file.name))
-        except Exception as error:  # of the library, and of those below it
-            found = f"{type(error).__name__}: {first_line(error)}"
-            raise DataError(asked, found, "check the name, the split and the network") from error
-        os.replace(part, file)
-    return file
+        raise DataError(asked, "no name of a data set", "write hub:organisation/name[/configuration][:split]")
+    return fetch(asked, match[1], match[2], match[3] or "train", cache)
 
 
 # --- The identity of files.
@@ -782,59 +750,34 @@ def _digests(files: Iterable[Path], cache: Path | None) -> list[str]:
     if memory and fresh:
         settled = time.time_ns() - SETTLED_ns
         kept = {key: entry for key, entry in known.items() if int(entry[1]) < settled}
-        _cache_folder(memory.parent)
+        cache_folder(memory.parent)
         write_whole(memory, json.dumps(kept), memory.with_name(f"{memory.name}.{os.getpid()}"))
     return found
 
 
-# --- What a run has read, row by row, so that a resumed run can say what changed.
-
-MOST_RECORDED_bytes = 64 << 20  # of files that are recorded by their rows too
+# --- What a run has read, so that a resumed run can say what changed.
 
 
 def record_files(paths: Iterable[str], cache: Path | None) -> list[dict[str, Any]]:
-    """Return a record of the files that some paths name: size, hash, and 32 bits of each row of the first small ones.
+    """Return a record of the files that some paths name: path, bytes and SHA-256 of each.
 
     The hashes come from the cache of `files_fingerprint`, which has read the files.
     """
-    found = [file for path in paths for file in find_files(path, cache)]
-    record, left = [], MOST_RECORDED_bytes
-    for file, digest in zip(found, _digests(found, cache), strict=True):
-        suffix, packing = form(file) or ("", "")
-        facts: dict[str, Any] = {"path": str(file.resolve()), "bytes": file.stat().st_size, "sha256": digest}
-        if suffix in (*LINES, *CELLS, *TEXT) and not packing and facts["bytes"] <= left:
-            left -= facts["bytes"]
-            sums = np.array([zlib.crc32(line) for line in file.read_bytes().rstrip(b"\n").split(b"\n")], "<u4")
-            facts["rows"] = base64.b64encode(sums.tobytes()).decode()
-        record.append(facts)
-    return record
+    files = [file for path in paths for file in find_files(path, cache)]
+    digests = zip(files, _digests(files, cache), strict=True)
+    return [{"path": str(file.resolve()), "bytes": file.stat().st_size, "sha256": digest} for file, digest in digests]
 
 
 def record_changes(then: Iterable[Mapping[str, Any]], now: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return what differs between two records, a text for each file: rows added, removed, altered."""
+    """Return what differs between two records: a text for each file."""
     before, after = ({part["path"]: part for part in record} for record in (then, now))
     changes = [f"{path} is not read any more" for path in before if path not in after]
     changes += [f"{path} was not read before" for path in after if path not in before]
     for path in before.keys() & after.keys():
         old, new = before[path], after[path]
         if old["sha256"] != new["sha256"]:
-            rows = "rows" in old and "rows" in new
-            size = f"{old['bytes']:,} bytes then, {new['bytes']:,} now"
-            changes.append(f"{path}: {_row_changes(old['rows'], new['rows']) if rows else f'other content ({size})'}")
+            changes.append(f"{path}: other content ({old['bytes']:,} bytes then, {new['bytes']:,} now)")
     return sorted(changes)
-
-
-def _row_changes(old: str, new: str) -> str:
-    then, now = (np.frombuffer(base64.b64decode(text), "<u4") for text in (old, new))
-    n = min(len(then), len(now))
-    different = np.flatnonzero(then[:n] != now[:n])
-    first = int(different[0]) if len(different) else n
-    lost, fresh = Counter(then[first:].tolist()), Counter(now[first:].tolist())
-    removed, added = (lost - fresh).total(), (fresh - lost).total()
-    altered = min(removed, added)
-    counts = (("altered", altered), ("added", added - altered), ("removed", removed - altered))
-    parts = [f"{k:,} row{'s' * (k > 1)} {what}" for what, k in counts if k]
-    return f"{', '.join(parts) or 'the same rows in another order'}, from row {first + 1:,} on"
 
 
 def changed_meanwhile(file: Path) -> DataError:
@@ -855,14 +798,3 @@ def _stored_hashes(memory: Path | None) -> dict[str, list[int | str]]:
         return {key: entry for key, entry in stored.items() if [type(part) for part in entry] == sound}
     except (OSError, ValueError, AttributeError, TypeError):
         return {}
-
-
-def _cache_folder(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(errno.EACCES, "no right to write there")
-    except OSError as error:
-        do = "name another (data.cache)"
-        raise DataError(f"the cache folder {folder}", error.strerror or str(error), do) from error
-    return folder

@@ -47,8 +47,9 @@ from optrush.data.dataset import (
     truncated_rows,
 )  # fmt: skip
 from optrush.data.packing import Packed, Padded, RowLayout, Rows, deal, snug, snug_slots
-from optrush.data.schema import Document, RowLocation, quoted
+from optrush.data.schema import Document, RowLocation
 from optrush.data.stored_tokens import StoredTokens
+from optrush.data.strict_json import quoted
 from optrush.data.tokenize import BadRow
 from optrush.errors import ConfigError, DataError, RunError, UserError
 from optrush.launch import die_with_parent, launched, process_stat

@@ -7,7 +7,6 @@ known kinds, and a key that would change its meaning and is not understood is an
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Iterator
@@ -19,106 +18,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from optrush.config import COMPARED, JUDGED, PAIRED, Config
+from optrush.data.strict_json import decode_json, kind_of, quoted, remedy
 from optrush.errors import DataError
-
-# --- JSON without leniency: one meaning or none.
-#
-# The standard library keeps the last of two equal keys and takes NaN, infinite numbers and half a surrogate pair; such
-# a row may not be what its author wrote. Hooks that refuse them cost a quarter of the speed. A faster library, with the
-# keys counted to find duplicates, gained no more than that; tokenizing takes far longer.
-
-
-DEEPEST = 100  # levels of lists and objects; what recurses over a row must not run out of stack
-SHOWN = 60  # characters of a value that an error message shows
-
-
-def decode_json(raw: bytes) -> Any:
-    """Return the value of a JSON text, strictly. Raises ValueError with the reason in one line."""
-    if raw.startswith(b"\xef\xbb\xbf"):
-        raise ValueError("it begins with a byte order mark (BOM)")
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(not_utf8(error)) from None
-    try:
-        found = _DECODER.decode(text)
-        if raw.count(b"[") + raw.count(b"{") > DEEPEST and _depth(found) > DEEPEST:
-            raise RecursionError
-        if "\\ud" in text or "\\uD" in text:
-            json.dumps(found, ensure_ascii=False).encode()
-    except RecursionError:
-        raise ValueError("JSON nested too deeply") from None
-    except UnicodeEncodeError as error:
-        raise ValueError(f"half a surrogate pair: \\u{ord(error.object[error.start]):04x}") from None
-    except json.JSONDecodeError as error:
-        what = error.msg.removesuffix(" at")  # as some of them end
-        raise ValueError(f"not valid JSON (cut off?): {what} at character {error.pos}") from None
-    except ValueError as error:  # raised by the three hooks, and for a number of thousands of digits
-        raise ValueError(f"not valid JSON: {error}") from None
-    return found
-
-
-NOT_UTF8 = "invalid UTF-8 at byte"
-# Byte order marks of other encodings; the longer one first, for it begins with a shorter one.
-MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
-
-
-def not_utf8(error: UnicodeDecodeError) -> str:
-    """Return the reason why bytes are no text, with the encoding whose byte order mark they begin with."""
-    name = next((name for start, name in MARKS.items() if error.object.startswith(start)), None)
-    marked = f", the byte order mark of {name}" if name else ""
-    return f"{NOT_UTF8} {error.start}: {error.object[error.start]:#04x}{marked}"
-
-
-def remedy(reason: str, do: str) -> str:
-    """Return what to do about a row or file: `do`, or for one in another encoding the command that converts it."""
-    if NOT_UTF8 not in reason:
-        return do
-    name = next((name for name in MARKS.values() if f"byte order mark of {name}" in reason), None)
-    line = f"save the file as UTF-8: iconv -f {name or 'ENCODING'} -t UTF-8 FILE > NEW_FILE"
-    return line if name else f"{line}; or {do}"
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for i, key in enumerate(keys) if key in keys[:i])
-        raise ValueError(f"the key {quoted(twice)} stands twice in one object")
-    return found
-
-
-def _number(digits: str) -> float:
-    if digits in ("NaN", "Infinity", "-Infinity"):
-        raise ValueError(f"{digits} is not a JSON number")
-    if math.isinf(number := float(digits)):
-        raise ValueError(f"the number {quoted(digits)} is too large")
-    return number
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_number, parse_float=_number)
-
-
-def _depth(found: Any) -> int:
-    depth, level = 0, [found]
-    while level := [value for value in level if isinstance(value, dict | list)]:
-        depth += 1
-        level = [below for value in level for below in (value.values() if isinstance(value, dict) else value)]
-    return depth
-
-
-def kind_of(found: Any) -> str:
-    """Return what a value is, as words for an error message."""
-    if found is None:
-        return "null"
-    names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
-    return names.get(type(found), f"a value of the kind {type(found).__name__}")
-
-
-def quoted(value: str) -> str:
-    """Return a value in quotes, short enough for a line."""
-    return repr(value if len(value) <= SHOWN else value[:SHOWN] + "...")
-
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Other names of roles: ShareGPT's, and those of single model families.
@@ -157,18 +58,12 @@ CONTROL = re.compile(
     r"(?:^|_)(?:loss|masks?|masked|weights?|train|training|trainable|learn|learnt|learned|learnable|supervised?|ignored?"
     r"|excluded?|skip)(?:_|$)"
 )
-ROW_CONTROL = frozenset({
-    *LEARNT, "weights", "sample_weight", "example_weight", "token_weights", "mask", "masks", "train_mask", "labels",
-    "completion_mask", "assistant_mask", "assistant_masks", "ignore_loss", "no_loss", "skip_loss",
-})  # fmt: skip
-JUDGEMENT = frozenset({"label", "kto_tag", "kto_label", "desirable", "is_desirable", "is_good", "thumbs_up"})
-OTHER_ANSWER = re.compile(r"(?:chosen|rejected)_(?:response|message|answer|completion|output|text|conversation)s?")
-TEMPLATE_SETTING = ("chat_template", "enable_thinking", "tool_choice")
 THOUGHTS = (
     *REASONING, "reasoning_details", "reasoning_text", "thinking_blocks", "thought", "thoughts", "think", "cot",
     "chain_of_thought", "complex_cot", "rationale", "analysis",
 )  # fmt: skip
-# What precedes an answer, and the key that it would be in a row with an instruction, and in others.
+JUDGEMENT = frozenset({"label", "kto_tag", "kto_label", "desirable", "is_desirable", "is_good", "thumbs_up"})
+# What precedes an answer: the key that each would be in a row with an instruction, and in others.
 BEFORE = {
     **dict.fromkeys((
         "system", "developer", "system_prompt", "system_message", "system_msg", "sys_prompt", "preamble", "persona",
@@ -178,6 +73,20 @@ BEFORE = {
         "context", "contexts", "background", "passage", "passages", "document", "documents", "knowledge", "history",
         "conversation_history",
     ), "input"),
+}  # fmt: skip
+# All keys of a row that would change what is learnt, and what each says: dropping one is never silent.
+FOREIGN = {
+    **dict.fromkeys((
+        *LEARNT, "weights", "sample_weight", "example_weight", "token_weights", "mask", "masks", "train_mask", "labels",
+        "completion_mask", "assistant_mask", "assistant_masks", "ignore_loss", "no_loss", "skip_loss",
+    ), "mask"),
+    **dict.fromkeys(JUDGEMENT, "judgement"),
+    **dict.fromkeys((*BEFORE, *THOUGHTS), "text"),
+    **dict.fromkeys(("chat_template", "enable_thinking", "tool_choice"), "setting"),
+    **dict.fromkeys((
+        f"{side}_{name}{many}" for side in ("chosen", "rejected") for many in ("", "s")
+        for name in ("response", "message", "answer", "completion", "output", "text", "conversation")
+    ), "answer"),
 }  # fmt: skip
 ASKING = ("instruction", "question", "query", "prompt", "input", "problem", "user", "human", "user_prompt", "ask")
 ANSWERING = ("output", "answer", "response", "completion", "reply", "solution", "target", "assistant", "gpt", "bot")
@@ -220,7 +129,7 @@ MEND = "mend that line, or take it out"
 
 
 class _Bad(Exception):
-    """The reason why a row is none, and what to do."""
+    """Why a row is invalid, and how to fix it."""
 
     def __init__(self, reason: str, do: str = "") -> None:
         super().__init__(reason)
@@ -349,7 +258,7 @@ def parse_row(
     Raises DataError with the place: no kind or several, a wrong type, an empty turn, nothing to learn, or a key that
     would change the row's meaning and is not understood.
     """
-    unread = set[str]() if noted is None else noted
+    unread, sign = set[str]() if noted is None else noted, ""
     try:
         if rules.columns:
             found = _named_columns(found, rules, unread)
@@ -360,11 +269,11 @@ def parse_row(
         row = _row(found, sign, rules, unread)
         if rules.objective == JUDGED:
             row = _judgement(row, label)
-        if left := found.keys() - READ[sign]:
-            _left(found, left, sign, row, unread)
+        if keys := found.keys() - READ[sign]:
+            _refuse_foreign(found, keys, sign, row, unread)
         return row
     except _Bad as bad:
-        raise bad_row(where, str(bad), bad.do or _hint(found, rules.objective) or MEND) from None
+        raise bad_row(where, str(bad), bad.do or (sign and _hint(found, sign)) or MEND) from None
 
 
 def _label(found: dict[str, Any]) -> tuple[dict[str, Any], bool | None]:
@@ -383,7 +292,7 @@ def _label(found: dict[str, Any]) -> tuple[dict[str, Any], bool | None]:
 def _judgement(row: Row, label: bool | None) -> Judged:
     if isinstance(row, Pair):
         if label is not None:
-            raise _Bad("a pair with a label; which of its answers is meant cannot be known")
+            raise _Bad("the row has 'chosen' and 'rejected' and a label; keep one")
         return Judged((row.chosen, row.rejected), (True, False))
     if not isinstance(row, Chat | Completion):
         raise _Bad("a text, which has no answer to be judged")
@@ -394,35 +303,28 @@ def _judgement(row: Row, label: bool | None) -> Judged:
 
 def _named_columns(found: dict[str, Any], rules: RowRules, noted: set[str]) -> dict[str, Any]:
     """Return the row under the names of `data.columns`."""
-    result = {key: value for key, value in found.items() if key not in rules.of_rows}
-    for key, name in rules.of_rows.items():
+    result = _renamed(found, rules.of_rows, "", noted)
+    for name, turns in list(result.items()) if rules.of_turns else ():
+        names = {k.partition("[].")[2]: to for k, to in rules.of_turns.items() if k.startswith(f"{name}[].")}
+        if names and isinstance(turns, dict):
+            result[name] = _renamed(turns, names, f"{name}[].", noted)
+        elif names and isinstance(turns := _turn_list(turns, name), list):
+            result[name] = [_renamed(t, names, f"{name}[].", noted) if isinstance(t, dict) else t for t in turns]
+    return result
+
+
+def _renamed(found: dict[str, Any], names: dict[str, str], place: str, noted: set[str]) -> dict[str, Any]:
+    result = {key: value for key, value in found.items() if key not in names}
+    for key, name in names.items():
         if found.get(key) is None:
             if key in found and name != IGNORE:
                 result.setdefault(name, None)
             continue
-        noted.add(f"{key} -> {name}")
+        noted.add(f"{place}{key} -> {name}")
         if name != IGNORE:
             if result.get(name) is not None:
-                raise _Bad(f"{quoted(key)} is {quoted(name)} by data.columns, and the row has {quoted(name)} too")
+                raise _Bad(f"{quoted(place + key)} is {quoted(name)} by data.columns, which is there too")
             result[name] = found[key]
-    for name, turns in list(result.items()) if rules.of_turns else ():
-        own = {k.partition("[].")[2]: to for k, to in rules.of_turns.items() if k.startswith(f"{name}[].")}
-        if own and isinstance(turns, dict):
-            result[name] = _named_keys(turns, own, name, noted)
-        elif own and isinstance(turns := _turn_list(turns, name), list):
-            result[name] = [_named_keys(turn, own, name, noted) if isinstance(turn, dict) else turn for turn in turns]
-    return result
-
-
-def _named_keys(turn: dict[str, Any], own: dict[str, str], name: str, noted: set[str]) -> dict[str, Any]:
-    result = {key: value for key, value in turn.items() if key not in own}
-    for key, to in own.items():
-        if turn.get(key) is not None:
-            noted.add(f"{name}[].{key} -> {to}")
-            if to != IGNORE:
-                if result.get(to) is not None:
-                    raise _Bad(f"{name}[].{key} is {quoted(to)} by data.columns, and the turn has {quoted(to)} too")
-                result[to] = turn[key]
     return result
 
 
@@ -447,8 +349,6 @@ def _sign(found: dict[str, Any], objective: str) -> str:
             whole = isinstance(chosen, list) and len(chosen) > 1  # with the prompt in it
             line = f"leave one out: `data.columns: {{{signs[0]}: ignore}}`"
             line = line if whole else f"is {quoted(signs[0])} the prompt? `data.columns: {{{signs[0]}: prompt}}`"
-        if kinds == ["instruction", "chosen"] and found.get("prompt") is None and found.get("output") is None:
-            line = "is 'instruction' the prompt? `data.columns: {instruction: prompt}`"
         raise _Bad(reason, f"{line}, or mend that line")
     return "chosen" if kinds[0] == "rejected" else kinds[0]
 
@@ -498,50 +398,33 @@ def _row(found: dict[str, Any], sign: str, rules: RowRules, unread: set[str]) ->
     if sign == "completion":
         if found.get("prompt") is None and not isinstance(found.get("label"), bool):
             raise _Bad("'completion' without 'prompt'", _mapping(found))
-        _judged(found, {"label"})
         return _answer(found, "completion", rules, unread)
     return _pair(found, rules, unread)
 
 
-def _left(found: dict[str, Any], left: set[str], sign: str, row: Row, unread: set[str]) -> None:
-    """Note the keys of a row that its kind does not read; raises _Bad for one that would change what is learnt."""
-    for key in sorted(left, key=lambda key: (key.lower() not in ASKING, key)):
-        value = found[key]
+def _refuse_foreign(found: dict[str, Any], keys: set[str], sign: str, row: Row, unread: set[str]) -> None:
+    """Note the keys that a row's kind does not read; raises _Bad for one of FOREIGN, unless it changes nothing."""
+    for key in sorted(keys, key=lambda key: (key.lower() not in ASKING, key)):
+        value, says = found[key], FOREIGN.get(key.lower())
         if value is None or value in ("", [], {}):
             continue
-        name = key.lower()
-        if name in ROW_CONTROL:
-            if _flag(value) is not True:  # 1 and true change nothing
-                reason = f"the row has {quoted(key)}, which is not read: how much of it is learnt would be another"
-                raise _Bad(reason, f"take the row out, or leave the key out: `data.columns: {{{key}: ignore}}`")
-        elif sign != "text":
-            if sign != "chosen":
-                _judged(found, {key})
-            _understood(found, key, row, sign)
+        reason, ways = ", which is not read and would change what is learnt", list[str]()
+        ignored = f"leave the key out: `data.columns: {{{key}: ignore}}`"
+        if says == "mask":
+            harmless = _flag(value) is True  # 1 and true
+        elif sign == "text" or says is None:
+            harmless = True
+        elif says == "judgement":
+            harmless = sign == "chosen" or (_flag(value) is None and key == "label")
+            reason = ": a judged answer, which must not be learnt as if it were a good one"
+            ignored = f"take bad answers out, then {ignored}"
+        else:
+            harmless = says == "text" and _is_in(value, row_text(row))
+            to = _column(key.lower(), sign)
+            ways += [f"`data.columns: {{{key}: {to}}}`"] if to and to != key and found.get(to) is None else []
+        if not harmless:
+            raise _Bad(f"the row has {quoted(key)}{reason}", ", or ".join([*ways, ignored]))
         unread.add(key)
-
-
-def _judged(found: dict[str, Any], keys: set[str]) -> None:
-    """Raise _Bad if a row has a judgement of its answer: one that is not learnt as if it were good."""
-    for key in keys:
-        value = found.get(key)
-        if key.lower() in JUDGEMENT and (_flag(value) is not None or (value is not None and key != "label")):
-            reason = f"the row has {quoted(key)}: a judged answer, which must not be learnt as if it were a good one"
-            raise _Bad(reason, f"take bad answers out, then leave the key out: `data.columns: {{{key}: ignore}}`")
-
-
-def _understood(found: dict[str, Any], key: str, row: Row, sign: str) -> None:
-    """Raise _Bad for a key of another tool that would change the row's text, unless its text is in the row already."""
-    name, value = key.lower(), found[key]
-    other = OTHER_ANSWER.fullmatch(name) is not None
-    if not (other or name in BEFORE or name in THOUGHTS or name in TEMPLATE_SETTING):
-        return
-    if (name in BEFORE or name in THOUGHTS) and _is_in(value, row_text(row)):
-        return
-    to = _column(name, sign)
-    ways = [f"`data.columns: {{{key}: {to}}}`"] if to and to != key and found.get(to) is None else []
-    ways.append(f"leave it out: `data.columns: {{{key}: ignore}}`")
-    raise _Bad(f"the row has {quoted(key)}, which is not read and would change what is learnt", ", or ".join(ways))
 
 
 def _column(name: str, sign: str) -> str | None:
@@ -552,16 +435,11 @@ def _column(name: str, sign: str) -> str | None:
     return to if to in READ[sign] else "prompt" if to == "input" and "prompt" in READ[sign] else None
 
 
-def _hint(found: dict[str, Any], objective: str) -> str:
+def _hint(found: dict[str, Any], sign: str) -> str:
     """Return the line that names a key of the row which another tool takes for the prompt, if there is one."""
-    try:
-        sign = _sign(found, objective)
-    except _Bad:
-        return ""
-    columns = {key: _column(key.lower(), sign) for key in found if key not in READ[sign] and found[key] is not None}
-    for key in sorted(columns, key=lambda key: key.lower() not in ASKING):
-        to = columns[key]
-        if to is not None and found.get(to) is None:
+    for key in sorted(found, key=lambda key: key.lower() not in ASKING):
+        to = None if key in READ[sign] else _column(key.lower(), sign)
+        if to is not None and found[key] is not None and found.get(to) is None:
             return f"{MEND}; is {quoted(key)} its {to}? `data.columns: {{{key}: {to}}}`"
     if "system" in found and found.get("prompt") is None and isinstance(found.get("chosen"), str):
         return f"{MEND}; or read its texts alone: `data.columns: {{system: ignore}}`"
@@ -745,11 +623,8 @@ def _turn(found: Any, name: str, rules: RowRules, unread: set[str]) -> Message:
     given = _string(found[said], f"{name}.{said}")
     role = rules.role_names.get(given)
     if role is None:
-        known = ", ".join(ROLE_NAMES)
-        raise _Bad(
-            f"{name}.{said} is {quoted(given)}, not one of {known}",
-            f"say which it is: `data.roles: {{{given}: assistant}}`, or mend that line",
-        )
+        reason = f"{name}.{said} is {quoted(given)}, not one of {', '.join(ROLE_NAMES)}"
+        raise _Bad(reason, f"say which it is: `data.roles: {{{given}: assistant}}`, or mend that line")
     content = found.get(content_key)
     if given == "function_call" and role == "assistant":
         at = f"{name}.{content_key}"
@@ -819,11 +694,8 @@ def _learnt(found: dict[str, Any], role: str, name: str) -> bool:
     """Return whether a turn is learnt: one of LEARNT is 0 or 1; `weight` is a number, `train` a boolean."""
     given = {key: found[key] for key in LEARNT if found.get(key) is not None}
     for key, value in given.items():
-        if key in ("weight", "train"):
-            wrong = value not in (0, 1) or isinstance(value, bool) != (key == "train")
-        else:
-            wrong = not isinstance(value, bool | int | float) or value not in (0, 1)
-        if wrong:
+        wrong = not isinstance(value, bool | int | float) or value not in (0, 1)
+        if wrong or (key in ("weight", "train") and isinstance(value, bool) != (key == "train")):
             raise _Bad(f"{name}.{key} is neither {'false nor true' if key == 'train' else '0 nor 1'}")
         if value and role != "assistant":
             raise _Bad(f"{name}.{key}: a {role} turn is not learnt")

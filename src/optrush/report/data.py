@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +77,7 @@ def write_cleaning_page(record: Mapping[str, Any], folder: Path) -> Path:
 def cleaning_page(record: Mapping[str, Any]) -> str:
     """Return cleaning.html as text."""
     settings = yaml.safe_dump({"data": {"clean": record["settings"]}}, sort_keys=False, allow_unicode=True)
-    histograms = [(h, _before_and_after(h)) for h in record["histograms"]]
-    return render("cleaning.html.j2", r=record, settings=settings, waterfall=_waterfall(record), histograms=histograms)
+    return render("cleaning.html.j2", r=record, settings=settings, waterfall=_waterfall(record))
 
 
 def _waterfall(record: Mapping[str, Any]) -> Markup:
@@ -92,14 +91,3 @@ def _waterfall(record: Mapping[str, Any]) -> Markup:
         pieces: tuple[tuple[float, float, str], ...] = ((0, stay, "base"),)
         rows.append(BarRow(label, text, pieces + (((stay, stay + max(taken, 0.004 * total), "red"),) if taken else ())))
     return bars_svg("Rows left after each filter", rows)
-
-
-def _before_and_after(counts: Mapping[str, Any]) -> Markup:
-    """Draw the rows before and, in front of them, those that stay, with lines at the bounds."""
-    before: Sequence[int] = counts["before"]
-    after: Sequence[int] = counts["after"]
-    bounds = zip(counts["bounds"] or (), (0, 1))  # what is at most 24 ends where 25 begins
-    marks = [(bound + beyond, f"{bound:,.10g}") for bound, beyond in bounds if bound is not None]
-    figure = histogram(counts["edges"], [("noise", before), ("faster", after)], marks)
-    description = f"{sum(before):,} rows before, {sum(after):,} after; the largest {counts['longest']:,}"
-    return inline_svg(figure, safe_text(counts["name"]), description)

@@ -1,0 +1,648 @@
+"""Render conversations by a chat template, and prove which characters of the text the assistant wrote.
+
+A mask that is shifted trains a wrong model without a sign. `Masker` proves the mask of any conversation by rendering it
+twice; `Layout` proves it by one comparison for conversations of plain texts whose shape was proven before.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import re
+import resource
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+from itertools import accumulate, chain, count, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2.exceptions import TemplateError
+
+from optrush.data import schema
+from optrush.data.schema import Chat, Message, RowLocation
+from optrush.errors import ConfigError, DataError
+
+# --- A chat template: compiled once, rendered in the sandbox, and probed for what it does with a conversation's parts.
+#
+# Templates differ in what they take (a text, or a list of parts; a call's arguments as an object, or as JSON) and drop
+# unknown parts silently. Rendering placeholders shows both; the source is never read.
+
+
+LONGEST_RENDER_chars = 32 * 2**20
+# What rendering raises: filters check with `assert`, and Python compiles what Jinja writes.
+RENDERING = (
+    TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, AssertionError,
+    SyntaxError,
+)  # fmt: skip
+MEND = "mend the row, or give another template (model.chat_template)"
+MOST_BITS = 10_000  # of an integer that a template computes
+MOST_ERROR_chars = 200  # of a template's own error that is shown
+SHOWN = 4  # things left out that an error message names
+SHOWN_chars = 100  # of a difference that an error message shows
+PLACEHOLDER = "97351{:06}"  # digits pass through quoting, escaping and capitals as they are
+TEMPLATE = RowLocation(Path("the template"), 0)  # the place of a conversation that is in no file
+
+Shown = dict[str, Any]  # a message as a template gets it
+
+
+class RenderLimits:
+    """Limits what the code of a template takes, which may be anybody's: seconds a rendering, memory in a block.
+
+    A timer's signal ends a rendering, and a limit of the address space lets allocations fail. Time is the processor's,
+    so that a process that is stopped and resumed loses none. Blocks nest: the outermost sets the limit of memory, each
+    starts the timer anew. Both limits are of the whole process, and only its main thread gets signals: the blocks of
+    other threads do nothing.
+    """
+
+    def __init__(self, seconds: float, memory_bytes: int) -> None:
+        self.seconds, self.memory_bytes = seconds, memory_bytes
+        self._depth = 0
+        self._before: tuple[Any, int] = (None, -1)  # the signal's handler, the soft limit of the address space
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if not self._depth:
+            soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            most = pages * resource.getpagesize() + self.memory_bytes
+            resource.setrlimit(resource.RLIMIT_AS, (most if soft == -1 else min(soft, most), hard))
+            self._before = (signal.signal(signal.SIGPROF, self._late), soft)
+        self._depth += 1
+        signal.setitimer(signal.ITIMER_PROF, self.seconds)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        self._depth -= 1
+        if not self._depth:
+            handler, soft = self._before
+            signal.signal(signal.SIGPROF, handler)
+            resource.setrlimit(resource.RLIMIT_AS, (soft, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        if isinstance(error, MemoryError):
+            raise _monstrous(f"more than {self.memory_bytes >> 20} MiB of memory") from None
+
+    def _late(self, *_: object) -> None:
+        raise _monstrous(f"more than {self.seconds:g} s of the processor")
+
+
+LIMITS = RenderLimits(seconds=10, memory_bytes=1 << 30)
+
+
+def _monstrous(what: str) -> ConfigError:
+    """Return the error of a template that takes too much; no bad row, for the template is at fault."""
+    return ConfigError("to render messages", f"the chat template takes {what}", "give another: model.chat_template")
+
+
+def _bounded(operate: Callable[[Any, Any], Any], bits: Callable[[int, int], int]) -> Callable[[Any, Any], Any]:
+    """Return an operator of templates that refuses monstrous integers: no signal ends their computation."""
+
+    def compute(left: Any, right: Any) -> Any:
+        if isinstance(left, int) and isinstance(right, int) and bits(left, right) > MOST_BITS:
+            raise MemoryError
+        return operate(left, right)
+
+    return compute
+
+
+OPERATORS = {
+    "*": _bounded(operator.mul, lambda left, right: left.bit_length() + right.bit_length()),
+    "**": _bounded(operator.pow, lambda left, right: left.bit_length() * right),
+}
+
+
+class Template:
+    """A template's source with the names of the tokenizer's special tokens that it may write."""
+
+    def __init__(self, source: str, special: Mapping[str, Any]) -> None:
+        self.source = source
+        self._special = dict(special)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy in another process needs: it compiles the source anew."""
+        return {name: value for name, value in vars(self).items() if name not in ("_environment", "_compiled")}
+
+    def shown(self, message: Message) -> Shown:
+        """Return the message in the form that the template takes."""
+        shown = message.shown()
+        if message.calls and self._json_arguments:
+            shown["tool_calls"] = [
+                {**call, "function": {**call["function"], "arguments": _json(call["function"]["arguments"])}}
+                for call in message.calls
+            ]
+        if self._parts:
+            shown["content"] = _parts(message.content)
+        return shown
+
+    def render(
+        self, turns: Sequence[Shown], where: RowLocation, tools: Sequence[Any] = (), prompt: bool = False
+    ) -> str:
+        """Render messages as `shown` returns them; with `prompt` the header of an answer follows.
+
+        Raises DataError: the template failed, or made a monstrous text.
+        """
+        try:
+            rendered = self._render(turns, tools, prompt)
+            rendered.encode()
+        except RENDERING as error:
+            message = f"the chat template failed: {type(error).__name__}: {visible(str(error)[:MOST_ERROR_chars])}"
+            raise DataError(f"to render the messages at {where}", message, MEND) from error
+        if len(rendered) > LONGEST_RENDER_chars:
+            message = f"the chat template made {len(rendered)} characters; at most {LONGEST_RENDER_chars} are taken"
+            raise DataError(f"to render the messages at {where}", message, MEND)
+        return rendered
+
+    def check(self, chat: Chat, where: RowLocation) -> None:
+        """Raises DataError where the template leaves out the tools, a call, or a turn that is not the assistant's."""
+        names: dict[str, str] = {}
+
+        def place(name: str) -> str:
+            mark = PLACEHOLDER.format(len(names))
+            names[mark] = name
+            return mark
+
+        marked = []
+        for i, message in enumerate(chat.messages):
+            calls = tuple(_named(call, place(f"messages[{i}].tool_calls[{n}]")) for n, call in enumerate(message.calls))
+            content = message.content
+            if content.strip():
+                content = "a" if message.role == "assistant" else place(f"messages[{i}] ({message.role})")
+            marked.append(self.shown(replace(message, content=content, calls=calls)))
+        tools = [_named(tool, place(f"tools[{n}]")) for n, tool in enumerate(chat.tools)]
+        rendered = self.render(marked, where, tools)
+        missing = [name for mark, name in names.items() if mark not in rendered]
+        if missing:
+            more = f", and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
+            text = f"the chat template leaves out {', '.join(missing[:SHOWN])}{more}"
+            raise DataError(f"to render the messages at {where}", text, MEND)
+
+    @cached_property
+    def literals(self) -> frozenset[str]:
+        """The texts in the template's code, but names of roles and keys: it may look for them in a message."""
+        try:
+            tokens = list(self._environment.lexer.tokenize(self.source))
+        except TemplateError:  # rendering raises it again, with the row
+            return frozenset()
+        texts = {b.value for a, b in pairwise(tokens) if b.type == "string" and a.type != "lbracket"}
+        plain = {*schema.ROLE_NAMES, "role", "content"}
+        return frozenset(text for text in texts - plain if len(text.strip()) > 1)
+
+    def _render(self, turns: Sequence[Shown], tools: Sequence[Any] = (), prompt: bool = False) -> str:
+        # As apply_chat_template, without its copies of the data, which come from JSON and are plain already.
+        with LIMITS:
+            rendered = self._compiled.render(
+                messages=turns, tools=list(tools) or None, documents=None, add_generation_prompt=prompt, **self._special
+            )
+        assert isinstance(rendered, str)
+        return rendered
+
+    @cached_property
+    def _environment(self) -> Any:
+        """Transformers' environment for templates, in which no integer becomes monstrous."""
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        environment = _compile_jinja_template("").environment.overlay()
+        environment.intercepted_binops = frozenset(OPERATORS)  # read by jinja for each environment
+        environment.binop_table = {**environment.binop_table, **OPERATORS}
+        return environment
+
+    @cached_property
+    def _compiled(self) -> Any:
+        return self._environment.from_string(self.source)
+
+    @cached_property
+    def _parts(self) -> bool:
+        """Whether a turn's content is shown as a list of parts: the template loses or refuses a text."""
+        texts = [PLACEHOLDER.format(i) for i in range(2)]
+        talk = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True)]
+        split = [{**turn, "content": _parts(turn["content"])} for turn in talk]
+        return not self._holds(talk, texts) and self._holds(split, texts)
+
+    @cached_property
+    def _json_arguments(self) -> bool:
+        """Whether a call's arguments are shown as JSON: the template loses or refuses an object."""
+        value = PLACEHOLDER.format(0)
+        asked, empty = (_parts(text) if self._parts else text for text in ("a", ""))
+
+        def talk(arguments: Any) -> list[Shown]:
+            call = {"id": "0", "type": "function", "function": {"name": "f", "arguments": arguments}}
+            return [{"role": "user", "content": asked}, {"role": "assistant", "content": empty, "tool_calls": [call]}]
+
+        return not self._holds(talk({"x": value}), [value]) and self._holds(talk(_json({"x": value})), [value])
+
+    def _holds(self, turns: Sequence[Shown], texts: list[str]) -> bool:
+        try:
+            rendered = self._render(turns)
+        except RENDERING:
+            return False
+        return all(text in rendered for text in texts)
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": content}]
+
+
+def _named(tool: dict[str, Any], name: str) -> dict[str, Any]:
+    return {**tool, "function": {**tool["function"], "name": name}} if "function" in tool else {**tool, "name": name}
+
+
+def _json(arguments: Any) -> str:
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+# --- Which characters of a rendered conversation the assistant wrote, proven or refused, never guessed.
+#
+# The conversation is rendered twice: once as it is, once with every text that the assistant wrote (a content, a
+# reasoning, a call's name, a value of its arguments) between two marks. Without the marks, the second must equal the
+# first, character by character; then the text between the marks is what the assistant wrote.
+#
+# A turn of nothing but content is learnt from its text to the end-of-turn token behind it. Where reasoning or calls are
+# written, what the template puts around them (`<tool_call>`, a channel) must be learnt too. Such a turn begins where
+# the header ends (that of the same turn with nothing but content, or the generation prompt), and ends where the render
+# of the conversation up to it ends.
+
+
+CHANGED = "the template changes the assistant's text, so it cannot be masked"
+NO_STOP = "no end-of-turn token follows the assistant's text: the model would never learn to stop"
+MEND_TEMPLATE = "give another template (model.chat_template), or train on all tokens (data.train_on: all)"
+MEND_EARLIER = (
+    "train on the last answer only (data.train_on: last), on each as it would be asked for (data.split_turns: true), "
+    "or give another template (model.chat_template)"
+)
+MOST_TURNS = 1000  # if each turn needs a render of its own
+THINKING = re.compile("(</?think>)")
+
+
+class CharSpan(NamedTuple):
+    """Characters [start, end) to be learnt.
+
+    `stops` are the tokens that end the turn, one in most templates: they follow, perhaps after white space, or, if the
+    span is `closed`, the last of them is its end. Before another turn, only the first of several must be there.
+    """
+
+    start: int
+    end: int
+    stops: tuple[str, ...]
+    closed: bool
+
+
+class Leaf(NamedTuple):
+    """A text that the assistant wrote, as it is in the row."""
+
+    turn: int
+    name: str
+    text: str
+
+
+class Found(NamedTuple):
+    """The leaf number `leaf`, at the characters [start, end)."""
+
+    leaf: int
+    start: int
+    end: int
+
+
+class EndMarks:
+    """The added tokens that can end a turn."""
+
+    def __init__(self, tokens: Sequence[str]) -> None:
+        # Some vocabularies list runs of spaces or newlines as added tokens; those end no turn.
+        self.tokens = [t for t in tokens if t.replace("▁", " ").strip()]
+        self._pattern = any_of(self.tokens)
+
+    def first(self, text: str) -> tuple[str, ...]:
+        """Return the tokens that the text begins with, one directly after the other; leading white space is skipped."""
+        text, found = text.lstrip(), list[str]()
+        while token := self._pattern.match(text):
+            found.append(token[0])
+            text = text[token.end() :]
+        return tuple(found)
+
+    def last(self, text: str) -> str | None:
+        """Return the token that the text ends with."""
+        found = list(self._pattern.finditer(text))
+        return found[-1][0] if found and found[-1].end() == len(text) else None
+
+
+class Masker:
+    """One conversation under one template; `turns` are the turns to find, by number.
+
+    `checked`: one of the same shape left nothing out, as roles and places decide.
+
+    Raises DataError: the template fails, or leaves out something that the assistant did not write.
+    """
+
+    def __init__(
+        self,
+        template: Template,
+        marks: EndMarks,
+        chat: Chat,
+        turns: Sequence[int],
+        where: RowLocation,
+        checked: bool = False,
+    ) -> None:
+        self.template, self._marks, self._where = template, marks, where
+        self._chat, self._turns = chat, turns
+        if not checked:
+            template.check(chat, where)
+        self._shown = [template.shown(message) for message in chat.messages]
+        self.rendered = self._render(self._shown)  # the conversation as the template writes it
+        # Digits pass through quoting, escaping and capitals as they are; no other 9 is in these, so none overlap.
+        salt = next(salt for n in count(0o7351) if (salt := f"9{n:o}") not in self.rendered)
+        self._open, self._close = f"{salt}:", f"{salt};"
+        self._marked = re.compile(f"{self._open}([0-9]+):(.*?){self._close}", re.DOTALL)
+        # A template that takes reasoning out of a content writes the `<think>` that such a content lacks, before it.
+        self._cut(split=any(_unopened(chat.messages[i].content) for i in turns))
+
+    def spans(self) -> list[CharSpan]:
+        """Return what is learnt of each of the turns, in order; raises DataError if it cannot be proven."""
+        found: dict[int, list[Found]] = {i: [] for i in self._turns}
+        for leaf in self._proven():
+            found[self._leaves[leaf.leaf].turn].append(leaf)
+        spans: list[CharSpan] = []
+        stops: tuple[str, ...] = ()
+        for i, mine in reversed(found.items()):
+            if [self._leaves[f.leaf].name for f in mine] == ["content"]:
+                stops = stops or self._stops(i, mine[0])
+                spans.append(CharSpan(mine[0].start, mine[0].end, stops, closed=False))
+            else:
+                spans.append(self._turn(i, mine))
+        spans.reverse()
+        if any(before.end > after.start for before, after in pairwise(spans)):
+            raise self._refused(CHANGED)
+        return spans
+
+    def check_steady(self) -> None:
+        """Raises DataError where later turns change how the template writes one of these: other text would be asked."""
+        for i in self._turns:
+            if i + 1 < len(self._chat.messages) and (changed := self._changes(i)):
+                alone, here = (visible(text)[:SHOWN_chars] for text in changed)
+                asked = f"to learn every answer of the conversation at {self._where} (data.train_on: assistant)"
+                found = f"later turns change how the template writes messages[{i}]: '{alone}' becomes '{here}'"
+                raise DataError(asked, found, MEND_EARLIER)
+
+    def _changes(self, i: int) -> tuple[str, str] | None:
+        """Return what later turns change of the text up to the end of turn `i`: (without them, with them), or None."""
+        tail = self._until(i)[-1]
+        alone = self._render(self._shown[: i + 1])
+        alone = alone[: len(alone) - len(tail) + len(_ending(tail, "".join(self._marks.first(self._plain(i, 0)[1]))))]
+        if self.rendered.startswith(alone):
+            return None
+        same = next((n for n, (a, b) in enumerate(zip(alone, self.rendered)) if a != b), len(self.rendered))
+        return alone[same:], self.rendered[same:]
+
+    def _cut(self, split: bool) -> None:
+        self._split = split
+        self._leaves: list[Leaf] = []
+        self._numbered: dict[int, int] = {}  # the number of each turn's first leaf
+        for i in self._turns:
+            self._numbered[i] = len(self._leaves)
+            self._leaves += _leaves(i, self._chat.messages[i], split)
+
+    def _render(self, turns: Sequence[Shown], prompt: bool = False) -> str:
+        return self.template.render(turns, self._where, self._chat.tools, prompt)
+
+    def _turn_with(self, i: int, texts: Mapping[int, str], twice: bool = False) -> Shown:
+        """Return turn `i` with these leaves, by number, between marks; `twice`: each of its calls made two times."""
+        numbers = iter(range(self._numbered[i], len(self._leaves)))
+
+        def mark(name: str, text: str) -> str:
+            k = next(numbers)
+            return f"{self._open}{k}:{texts[k]}{self._close}" if k in texts else text
+
+        message = _changed(self._chat.messages[i], mark, self._split)
+        return self.template.shown(replace(message, calls=message.calls * 2) if twice else message)
+
+    def _with(self, texts: Mapping[int, str]) -> str:
+        turns = list(self._shown)
+        for i in self._turns:
+            turns[i] = self._turn_with(i, texts)
+        return self._render(turns)
+
+    def _prove(self, texts: Mapping[int, str]) -> list[Found]:
+        """Return the places of these leaves in the rendered text, if it is made of exactly them; else nothing."""
+        pieces = self._marked.split(self._with(texts))
+        found, text, at = list[Found](), [pieces[0]], len(pieces[0])
+        for k, inner, piece in zip(pieces[1::3], pieces[2::3], pieces[3::3], strict=True):
+            found.append(Found(int(k), at, at + len(inner)))
+            text += inner, piece
+            at += len(inner) + len(piece)
+        seen = Counter(f.leaf for f in found)
+        if "".join(text) != self.rendered or seen.keys() != texts.keys():
+            return []
+        for k, start, end in found:  # texts of a call may be quoted, and its answer may repeat a call's name
+            called = self._leaves[k].name.startswith("tool_calls")
+            if not called and (seen[k] > 1 or self.rendered[start:end] != texts[k]):
+                return []
+        return found
+
+    def _proven(self) -> list[Found]:
+        """Return the places of all leaves, each with or without white space at its ends, as the template writes it."""
+        texts = {k: leaf.text for k, leaf in enumerate(self._leaves)}
+        bare = {k: text.strip() for k, text in texts.items()}
+        if found := self._prove(texts) or (self._prove(bare) if bare != texts else []):
+            return found
+        self._slow()
+        for k, text in texts.items():
+            left = [text, text.lstrip("\n"), text.lstrip()]  # without white space or newlines at its ends
+            forms = dict.fromkeys(form for start in left for form in (start, start.rstrip("\n"), start.rstrip()))
+            form = next((form for form in forms if self._prove({k: form})), None)
+            if form is None:
+                if not self._split and any(THINKING.search(self._chat.messages[i].content) for i in self._turns):
+                    self._cut(split=True)
+                    return self._proven()
+                raise self._lost(k)
+            texts[k] = form
+        if found := self._prove(texts):
+            return found
+        raise self._refused(CHANGED)
+
+    def _until(self, i: int, twice: bool = False) -> list[str]:
+        """Render the conversation up to turn `i`, split at its leaves: text, number, leaf, text, ..., leaf, text."""
+        texts = {k: leaf.text for k, leaf in enumerate(self._leaves) if leaf.turn == i}
+        return self._marked.split(self._render([*self._shown[:i], self._turn_with(i, texts, twice)]))
+
+    def _stops(self, i: int, content: Found) -> tuple[str, ...]:
+        """Return the tokens that end a turn of nothing but content, where no turn follows (its header is no end)."""
+        last = i + 1 == len(self._chat.messages)
+        stops = self._marks.first(self.rendered[content.end :] if last else self._until(i)[-1])
+        if not stops:
+            raise self._refused(NO_STOP)
+        return stops
+
+    def _turn(self, i: int, mine: list[Found]) -> CharSpan:
+        """Return the span of a turn with more than content, its end-of-turn token included."""
+        self._slow()
+        pieces = self._until(i)
+        leaves = [int(k) for k in pieces[1::3]]
+        header, behind = self._plain(i, 0)
+        usual = "".join(self._marks.first(behind))
+        ending = _ending(pieces[-1], usual)
+        own = mine[: len(leaves)]  # the answer to a call may name it again
+        between = [self.rendered[a.end : b.start] for a, b in pairwise(own)]
+        same = [f.leaf for f in own] == leaves and {f.leaf for f in mine} == set(leaves) and between == pieces[3:-1:3]
+        if not own or not same or not self.rendered.startswith(ending, own[-1].end):
+            raise self._refused(f"the template writes messages[{i}] otherwise once later turns follow", MEND_EARLIER)
+        stop = self._marks.last(ending)
+        if stop is None or not usual or not (ending.endswith(usual) or self._ends(i, stop)):
+            raise self._refused(NO_STOP)
+        first, end = own[0].start, own[-1].end + len(ending)
+        fitting = (len(h) for h in self._headers(i, header) if len(h) <= first and self.rendered.startswith(h))
+        if (start := next(fitting, None)) is None:
+            found = f"the template begins messages[{i}] neither like a plain answer nor as it asks for one"
+            raise self._refused(f"{found}: where its header ends cannot be told")
+        for value in _scalars([call["function"]["arguments"] for call in self._chat.messages[i].calls]):
+            if not any(form in self.rendered[start:end] for form in (str(value), json.dumps(value))):
+                raise self._refused(f"{CHANGED}: {json.dumps(value)} of messages[{i}].tool_calls is left out")
+        return CharSpan(start, end, (stop,), closed=True)
+
+    def _plain(self, i: int, after: int) -> tuple[str, str]:
+        """Return what is written before and behind turn `i` if it is nothing but content, and so many turns follow."""
+        spoken = self.template.shown(Message("assistant", f"{self._open}0:a{self._close}"))
+        pieces = self._marked.split(self._render([*self._shown[:i], spoken, *self._shown[i + 1 : i + 1 + after]]))
+        return pieces[0], pieces[-1]
+
+    def _headers(self, i: int, plain: str) -> Iterator[str]:
+        """Yield the text up to where turn `i` may begin: behind a plain turn's header, or the generation prompt."""
+        yield plain
+        with suppress(DataError):  # the answer to a call can be refused where no call was made
+            yield self._plain(i, len(self._chat.messages))[0]
+        if i:
+            bare, asked = (self._render(self._shown[:i], prompt) for prompt in (False, True))
+            if len(asked) > len(bare) and asked.startswith(bare):
+                yield asked
+
+    def _ends(self, i: int, stop: str) -> bool:
+        """Return whether a token that ends turns with calls ends only the turn, and not each call."""
+        try:
+            pieces = self._until(i, twice=True)
+        except DataError:
+            return False  # a template that takes one call a turn: the end of a call may be that of the turn
+        return "".join(pieces[3::3]).count(stop) == 1
+
+    def _slow(self) -> None:
+        if len(self._turns) > MOST_TURNS:
+            raise self._refused(f"{len(self._turns)} answers, calls or trimmed texts among them; at most {MOST_TURNS}")
+
+    def _lost(self, k: int) -> DataError:
+        turn, name, text = self._leaves[k]
+        gone = f"{self._open}{k}:" not in self._with({k: text})
+        found = f"{CHANGED}: messages[{turn}].{name} is {'left out' if gone else 'changed'}"
+        return self._refused(found, MEND_TEMPLATE if turn == self._turns[-1] else MEND_EARLIER)
+
+    def _refused(self, found: str, do: str = MEND_TEMPLATE) -> DataError:
+        return DataError(f"to mask the messages at {self._where}", found, do)
+
+
+class Layout(NamedTuple):
+    """How a template writes conversations of one shape, if it only puts their texts between texts of its own.
+
+    The shape has the turns' roles and which of them are learnt. A conversation whose rendering is made of exactly
+    these pieces and its own texts needs no marks: each text is where it belongs, between the pieces that were proven.
+    """
+
+    pieces: tuple[str, ...]  # before, between and behind the texts
+    stops: tuple[str, ...]  # of a span
+
+    def spans(self, chat: Chat, turns: Sequence[int], rendered: str) -> list[CharSpan] | None:
+        """Return what is learnt of each of the turns; None if the rendering is not made of the pieces."""
+        texts = [message.content for message in chat.messages]
+        for written in (texts, [text.strip() for text in texts]):
+            made = [self.pieces[0], *chain.from_iterable(zip(written, self.pieces[1:], strict=True))]
+            if "".join(made) == rendered:
+                ends = list(accumulate(map(len, made)))
+                return [CharSpan(ends[2 * i], ends[2 * i + 1], self.stops, closed=False) for i in turns]
+        return None
+
+
+def find_layout(template: Template, marks: EndMarks, chat: Chat, turns: Sequence[int], steady: bool) -> Layout | None:
+    """Return the layout of a conversation's shape, proven on placeholders; None if its rows need a proof each.
+
+    Args:
+        steady: refuse, too, where later turns change how the template writes an earlier one.
+    """
+    texts = [PLACEHOLDER.format(n) if m.content.strip() else "" for n, m in enumerate(chat.messages)]
+    plain = Chat(tuple(Message(m.role, text) for m, text in zip(chat.messages, texts)))
+    try:
+        masker = Masker(template, marks, plain, turns, TEMPLATE)
+        spans = masker.spans()
+        if steady:
+            masker.check_steady()
+    except DataError:
+        return None
+    pieces, rest = list[str](), masker.rendered
+    for text in texts:
+        before, _, rest = rest.partition(text) if text else ("", "", rest)
+        pieces.append(before)
+    return Layout((*pieces, rest), spans[0].stops if spans else ())
+
+
+def _unopened(content: str) -> bool:
+    """Return whether the first thinking mark of a content is the one that ends reasoning."""
+    first = THINKING.search(content)
+    return first is not None and first[0] == "</think>"
+
+
+def _ending(tail: str, usual: str) -> str:
+    """Return what belongs to a turn of the text behind its last leaf, if no turn follows; plain turns end `usual`."""
+    return tail[: tail.index(usual) + len(usual)] if usual and usual in tail else tail.rstrip()
+
+
+def _changed(message: Message, change: Callable[[str, str], str], split: bool) -> Message:
+    """Return the message with each text of the assistant replaced by change(its name, it); blank ones stay.
+
+    With `split` a content is taken apart at `<think>` and `</think>`.
+    """
+
+    def walk(name: str, value: Any) -> Any:
+        if isinstance(value, str):
+            return change(name, value) if value.strip() else value
+        if isinstance(value, dict):
+            return {key: walk(f"{name}.{key}", inner) for key, inner in value.items()}
+        return [walk(f"{name}[{n}]", inner) for n, inner in enumerate(value)] if isinstance(value, list) else value
+
+    parts = THINKING.split(message.content) if split else [message.content]
+    if len(parts) == 1:
+        content = walk("content", message.content)
+    else:
+        content = "".join(part if n % 2 else walk(f"content[{n // 2}]", part) for n, part in enumerate(parts))
+    calls = tuple(
+        {**call, "function": walk(f"tool_calls[{n}].function", call["function"])}
+        for n, call in enumerate(message.calls)
+    )
+    return replace(message, content=content, reasoning=walk("reasoning", message.reasoning), calls=calls)
+
+
+def _leaves(turn: int, message: Message, split: bool) -> list[Leaf]:
+    leaves: list[Leaf] = []
+
+    def keep(name: str, text: str) -> str:
+        leaves.append(Leaf(turn, name, text))
+        return text
+
+    _changed(message, keep, split)
+    return leaves
+
+
+def _scalars(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _scalars(inner)
+    elif not isinstance(value, str):
+        yield value
+
+
+def any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Return an expression that matches any of these texts, the longest at a place."""
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=lambda t: (-len(t), t)))) or "(?!)")
+
+
+def visible(text: str) -> str:
+    """Return text with its control characters written out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
