@@ -174,7 +174,7 @@ class Pipeline:
         if key not in self.made:
             trainer, model = self.trainer, self.trainer.model
             assert isinstance(model, Decoder)
-            shape, dtype = (B, T // model.stream_ranks, model.shape.width), trainer.stream_dtype
+            shape, dtype = (B, T // model.stream_ranks, model.shape.width), stream_dtype(trainer)
             states = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
             number = torch.empty(1, device="meta", requires_grad=True)
             stages = [
@@ -203,6 +203,14 @@ class Pipeline:
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
             mine += theirs
+
+
+def stream_dtype(trainer: Trainer) -> torch.dtype:
+    """Return the type of what flows between blocks of our decoder."""
+    # Where autocast does not realise the products' type, the owner of the data axis casts what enters a block to it.
+    if trainer.precision is not None and (trainer.env.spec.narrow_stream or not trainer.autocast):
+        return trainer.precision
+    return next(iter(trainer.model.blocks.values())).get_parameter("norm1.weight").dtype
 
 
 def _nothing(action: Any, context: Any) -> None:
