@@ -23,7 +23,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from optrush.data.batch import Batch, Documents
 from optrush.models.decoder import Decoder
-from optrush.trainer.trainer import Trainer
+from optrush.trainer.trainer import Trainer, begin_window
 
 
 class Stage(nn.Module):
@@ -127,12 +127,7 @@ class Pipeline:
     def forward_backward(self, batches: list[Batch], terms: int | Tensor) -> Tensor:
         """Run a window as `trainer.forward_backward`."""
         trainer = self.trainer
-        trainer.zero_grad()
-        device = trainer.world.device
-        if not isinstance(terms, Tensor):
-            terms = torch.full((), max(terms, 1), dtype=torch.float32, device=device)
-        if not trainer.model.training:
-            trainer.model.train()
+        terms = begin_window(trainer, terms)
         self.factor = trainer.scale / terms
         with trainer.grad_sync(False):  # the schedule orders the backward passes
             total = self._window(batches, True)

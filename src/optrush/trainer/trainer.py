@@ -324,15 +324,22 @@ def loss(trainer: Trainer, batch: Batch) -> Tensor:
     return total + penalty
 
 
-def forward_backward(trainer: Trainer, batches: list[Batch], terms: int | Tensor) -> Tensor:
-    """Accumulate the gradients of the micro-batches; return the sum of their losses divided by `terms`."""
+def begin_window(trainer: Trainer, terms: int | Tensor) -> Tensor:
+    """Clear gradients and metrics, set the training mode; return the number of terms () float32 on the device."""
     trainer.zero_grad()
     for figure in trainer.metrics.values():
         figure.zero_()
-    if not isinstance(terms, Tensor):  # filled in on the device: copying a number there would wait for it
-        terms = torch.full((), max(terms, 1), dtype=torch.float32, device=trainer.world.device)
     if not trainer.model.training:  # train() walks thousands of modules
         trainer.model.train()
+    if isinstance(terms, Tensor):
+        return terms
+    # Filled in on the device: copying a number there would wait for it.
+    return torch.full((), max(terms, 1), dtype=torch.float32, device=trainer.world.device)
+
+
+def forward_backward(trainer: Trainer, batches: list[Batch], terms: int | Tensor) -> Tensor:
+    """Accumulate the gradients of the micro-batches; return the sum of their losses divided by `terms`."""
+    terms = begin_window(trainer, terms)
     total = torch.zeros((), device=trainer.world.device)
     for i, host in enumerate(batches):
         batch = trainer.place(host)

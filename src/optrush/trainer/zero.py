@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from optrush.data.batch import Batch
-from optrush.trainer.trainer import Storage, TrainedParam, Trainer
+from optrush.trainer.trainer import Storage, TrainedParam, Trainer, begin_window
 
 if TYPE_CHECKING:
     from optrush.kernels.adamw import Rounding
@@ -102,6 +102,7 @@ class ModuleByModule(Storage):
     until the engine has float32 weights."""
 
     def materialise(self, trainer: Trainer) -> None:
+        """Allocate, fill and cut one module after another."""
         model, device = trainer.model, trainer.world.device
         names = {id(p): name for name, p in model.named_parameters()}  # of tied parameters the first
         for path, module in list(model.named_modules()):
@@ -232,14 +233,10 @@ class Engine(Storage):
         A loss that is not finite makes all gradients so, by which the engine skips the update.
         """
         trainer, engine = self.trainer, self.engine
-        self.zero_grad()
-        for figure in trainer.metrics.values():
-            figure.zero_()
-        device = trainer.world.device
-        if not isinstance(terms, Tensor):
-            terms = torch.full((), max(terms, 1), dtype=torch.float32, device=device)
-        if not (engine.training and trainer.model.training):
+        terms = begin_window(trainer, terms)
+        if not engine.training:
             engine.train()
+        device = trainer.world.device
         total, mean = torch.zeros((), device=device), torch.zeros((), device=device)
         factor = trainer.scale * (trainer.world.ranks / terms)  # the engine averages over ranks, the contract sums
         self.open = True
