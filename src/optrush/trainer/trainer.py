@@ -194,7 +194,7 @@ class Trainer:
     """Around one micro-batch's forward and backward; `last` is where gradients are summed over the data axes."""
     zero_grad: Callable[[], None] = None  # type: ignore[assignment]
     """Forgets all gradients, half-summed ones too; raises where it cannot."""
-    storage: Storage = field(default_factory=lambda: Storage())
+    storage: Storage = field(default_factory=Storage)
     """Who allocates the weights, and reads and writes their values and the optimizer's states."""
     scale: Tensor = None  # type: ignore[assignment]  # () float32, the loss scale
     lr: Tensor = None  # type: ignore[assignment]  # () float32
@@ -222,7 +222,7 @@ class Trainer:
     state: dict[str, State] = field(default_factory=dict)
     applied: list[Edit] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    stop: Stop = field(default_factory=lambda: Stop())
+    stop: Stop = field(default_factory=Stop)
 
     @property
     def rounding(self) -> Rounding:
