@@ -268,7 +268,7 @@ FAMILIES: dict[str, FamilySpec] = {
         {
             "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
             "rope_theta": 500000.0, "intermediate_size": 8192, "intermediate_size_mlp": 16384, "num_local_experts": 16,
-            "num_experts_per_tok": 1, "interleave_moe_layer_step": 1, "router_aux_loss_coef": 0.0,
+            "num_experts_per_tok": 1, "interleave_moe_layer_step": 1, "router_aux_loss_coef": 0.001,
             "no_rope_layer_interval": 4, "attention_chunk_size": 8192, "attn_temperature_tuning": True,
             "floor_scale": 8192, "attn_scale": 0.1, "use_qk_norm": True, "n_shared_experts": 1,
         },
