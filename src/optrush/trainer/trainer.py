@@ -29,7 +29,7 @@ from optrush.models.experts import balance_loss, load_figures
 from optrush.models.weights import WeightMap
 from optrush.optim.adamw import Optimizer, OptimizerFactory, build_optimizer
 from optrush.optim.schedule import learning_rate
-from optrush.technique import SUMMED, Edit, Environment
+from optrush.technique import Edit, Environment
 from optrush.trainer import distributed
 from optrush.trainer.distributed import World, under_way
 from optrush.trainer.metrics import Meter
@@ -241,9 +241,8 @@ class Trainer:
 
     def all_reduce(self, t: Tensor) -> Tensor:
         """Sum a device tensor over the data axes, in place; return it."""
-        mesh = self.world.flat(*SUMMED)
-        if mesh is not None and mesh.size() > 1:
-            torch.distributed.all_reduce(t, group=mesh.get_group())
+        if (group := self.world.summing) is not None:
+            torch.distributed.all_reduce(t, group=group)
         return t
 
     def all_reduce_int(self, n: int) -> int:
