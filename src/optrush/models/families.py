@@ -303,40 +303,29 @@ def limits(family: str) -> Iterator[tuple[str, tuple[Any, ...], str]]:
         yield key, (None, *agreed), f"where our decoder has {' or '.join(map(repr, agreed))} in a {family} model"
 
 
-@dataclass(frozen=True)
-class MultimodalSpec:
-    """A model of images and text whose language model our own decoder has."""
-
-    architecture: str  # transformers' class
-    flat: bool = False  # the language model's keys may be at the top of config.json
-    head_inside: bool = False  # the language model has its head inside, in transformers too
-
-
+# Models of images and text whose language model our own decoder has: transformers' class.
 MULTIMODAL = {
-    "internvl": MultimodalSpec("InternVLForConditionalGeneration"),
-    "llava": MultimodalSpec("LlavaForConditionalGeneration"),
-    "llava_next": MultimodalSpec("LlavaNextForConditionalGeneration"),
-    "llava_onevision": MultimodalSpec("LlavaOnevisionForConditionalGeneration"),
-    "mistral3": MultimodalSpec("Mistral3ForConditionalGeneration"),
-    "qwen2_vl": MultimodalSpec("Qwen2VLForConditionalGeneration", flat=True),
-    "qwen2_5_vl": MultimodalSpec("Qwen2_5_VLForConditionalGeneration", flat=True),
-    "qwen3_vl": MultimodalSpec("Qwen3VLForConditionalGeneration"),
-    "qwen3_5": MultimodalSpec("Qwen3_5ForConditionalGeneration"),
-    "qwen3_5_moe": MultimodalSpec("Qwen3_5MoeForConditionalGeneration"),
-    "kimi_k25": MultimodalSpec("Kimi_K25ForConditionalGeneration"),
-    "llama4": MultimodalSpec("Llama4ForConditionalGeneration", head_inside=True),
+    "internvl": "InternVLForConditionalGeneration",
+    "llava": "LlavaForConditionalGeneration",
+    "llava_next": "LlavaNextForConditionalGeneration",
+    "llava_onevision": "LlavaOnevisionForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "kimi_k25": "Kimi_K25ForConditionalGeneration",
+    "llama4": "Llama4ForConditionalGeneration",
 }
+ARCHITECTURES = {**{name: spec.architecture for name, spec in FAMILIES.items()}, **MULTIMODAL}
+FLAT = ("qwen2_vl", "qwen2_5_vl")  # may have the language model's keys at the top of config.json
+HEAD_INSIDE = ("llama4",)  # whose language model has its head inside, in transformers too
 # Language models that compute, on text, what a family of text computes, and the keys that they do not read: the three
 # positions of a token (time, height, width), by which parts of its head are rotated, are one and the same there. The
 # attention of qwen2's divides the width by the heads.
 SAME: dict[str, tuple[str, tuple[str, ...]]] = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen2_vl_text", "qwen2_5_vl_text"), ("qwen2", ("head_dim",))),
+    **dict.fromkeys((*FLAT, "qwen2_vl_text", "qwen2_5_vl_text"), ("qwen2", ("head_dim",))),
     "qwen3_vl_text": ("qwen3", ()),
     "kimi_k2": ("deepseek_v3", ()),
 }
-
-
-def architecture(model_type: str) -> str:
-    """Return transformers' class of a model that our own decoder has."""
-    spec: FamilySpec | MultimodalSpec = FAMILIES.get(model_type) or MULTIMODAL[model_type]
-    return spec.architecture

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from optrush.models.families import FAMILIES, MULTIMODAL, NEEDED, SAME
+from optrush.models.families import FAMILIES, FLAT, HEAD_INSIDE, MULTIMODAL, NEEDED, SAME
 
 HF = Mapping[str, Any]  # a config.json
 PREFIX, HEAD = "model.language_model.", "lm_head."
@@ -23,16 +23,12 @@ OTHER_MEDIA = ("vision_config", "audio_config", "speech_config", "image_token_id
 def is_multimodal(hf: HF) -> bool:
     """Return whether a config.json is one of images and text, whose language model it describes."""
     nested = isinstance(hf.get("text_config"), dict) and bool(hf["text_config"])
-    spec = MULTIMODAL.get(str(hf.get("model_type")))
-    return bool(hf.get("vision_config")) and (nested or (spec is not None and spec.flat))
+    return bool(hf.get("vision_config")) and (nested or hf.get("model_type") in FLAT)
 
 
 def prefixes(hf: HF) -> tuple[str, str]:
     """Return the prefixes of a language model's tensors and of its head's in transformers' model of a config.json."""
-    if not is_multimodal(hf):
-        return LAYOUTS[-1]
-    spec = MULTIMODAL.get(hf["model_type"])
-    return LAYOUTS[1 if spec is not None and spec.head_inside else 0]
+    return LAYOUTS[-1 if not is_multimodal(hf) else 1 if hf["model_type"] in HEAD_INSIDE else 0]
 
 
 def text_config(hf: Any) -> Any:

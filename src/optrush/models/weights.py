@@ -30,7 +30,7 @@ from optrush.files import parse_json
 from optrush.kernels import mxfp4, nf4
 from optrush.models.decoder import Decoder, Linear
 from optrush.models.experts import Experts
-from optrush.models.families import FAMILIES, FamilySpec, architecture
+from optrush.models.families import ARCHITECTURES, FAMILIES, FamilySpec
 from optrush.models.shapes import HF, ModelShape, native_obstacle
 from optrush.models.text_part import LAYOUTS, text_config
 
@@ -524,7 +524,7 @@ def export_weights(
     (folder / CONFIG).write_bytes(_config_bytes(hf, str(dtype).removeprefix("torch."), recipe.architecture, base))
 
 
-def _config_bytes(hf: HF, dtype: str, kind: str, base: Path | None) -> bytes:
+def _config_bytes(hf: HF, dtype: str, architecture: str, base: Path | None) -> bytes:
     """Return config.json: the base's bytes, unless a value is another one; then its keys in their order."""
     config = {key: value for key, value in hf.items() if key not in LEFT_OUT}
     # Readers before transformers 4.56 have no `dtype`; where a base has neither key, they take the type of the tensors.
@@ -534,7 +534,7 @@ def _config_bytes(hf: HF, dtype: str, kind: str, base: Path | None) -> bytes:
         text = config["text_config"]
         config["text_config"] = {**text, **{key: dtype for key in TYPE_KEYS if key in text}}
     if not config.get("architectures"):
-        config["architectures"] = [kind or architecture(config["model_type"])]
+        config["architectures"] = [architecture or ARCHITECTURES[config["model_type"]]]
     published = b"" if base is None else (base / CONFIG).read_bytes()
     if published and json.loads(published) == config:
         return published
