@@ -64,7 +64,6 @@ class ExpertsSpec:
     transposed: bool = False  # a tensor of all experts is (N, width, rows)
     interleaved: bool = False  # rows of gate and up alternate in it, as here
     untold: bool = False  # transformers' class does not say that it is transposed, so PEFT swaps A and B
-    mxfp4: bool = False  # published in 4 bits, which are read as bfloat16
 
 
 @dataclass(frozen=True)
@@ -95,6 +94,7 @@ class FamilySpec:
     ff_width: str = "intermediate_size"  # the key of the feed-forward width of dense layers
     feed_forward: str = "mlp"  # the module of it
     names: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: NAMES)
+    mxfp4: bool = False  # experts are published in 4 bits, which bfloat16 has exactly
     later_layers: bool = False  # files may have layers that predict further tokens
     # Keys that published code reads and transformers does not, or the other way round: the values on which both agree.
     agreed: Values = field(default_factory=dict)
@@ -201,8 +201,9 @@ FAMILIES: dict[str, FamilySpec] = {
         **_BIASED, sinks=True, window="alternate",
         experts=ExpertsSpec(
             width="intermediate_size", biases=True, router_name="router", apart=None, transposed=True,
-            interleaved=True, mxfp4=True,
+            interleaved=True,
         ),
+        mxfp4=True,
     ),
     "glm4_moe": FamilySpec(
         "Glm4MoeForCausalLM",

@@ -370,6 +370,7 @@ _ROPE_NEEDS = {
     "linear": ("factor",),
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
 }
 
 
@@ -381,39 +382,39 @@ def _rope(hf: HF, width: int) -> RopeShape:
     """
     given, kind = rope_settings(hf), rope_kind(hf)
     theta = given.get("rope_theta", hf.get("rope_theta"))
-    theta = 10000.0 if theta is None else float(theta)
-    needed = _ROPE_NEEDS.get(kind, ())
-    for key in needed:
+    read: dict[str, Any] = {"theta": 10000.0 if theta is None else float(theta)}
+    for key in _ROPE_NEEDS.get(kind, ()):
         if not isinstance(given.get(key), int | float):
             found = f"{key} is {given.get(key)!r} in config.json"
             raise ConfigError(f"RoPE type {kind!r}", found, f"give {key} a number")
-    factors = {key: float(given[key]) for key in needed}
+        read[key] = float(given[key])
     if kind in ("default", "linear"):
-        return RopeShape(kind, theta, **factors)  # type: ignore[arg-type]
-    positions = hf["max_position_embeddings"]
-    if kind == "dynamic":
-        return RopeShape(kind, theta, **factors, original_max=int(positions))  # type: ignore[arg-type]
-    original = hf.get("original_max_position_embeddings") or given.get("original_max_position_embeddings") or positions
-    if kind == "llama3":
-        return RopeShape(kind, theta, **factors, original_max=int(original))  # type: ignore[arg-type]
-    if kind == "yarn" and "factor" not in given:
-        raise ConfigError("RoPE type 'yarn'", "no factor in config.json", "give factor a number")
-    factor = float(given.get("factor") or positions / original)
-    scale = given.get("attention_factor")
+        return RopeShape(kind, **read)
+    key, positions = "original_max_position_embeddings", hf["max_position_embeddings"]
+    original = positions if kind == "dynamic" else hf.get(key) or given.get(key) or positions
+    read["original_max"] = int(original)
     if kind == "yarn":
-        scale = _yarn_scale(given, factor) if scale is None else float(scale)
-        fast, slow = float(given.get("beta_fast") or 32), float(given.get("beta_slow") or 1)
-        more = {"scale": scale, "beta_fast": fast, "beta_slow": slow, "truncate": bool(given.get("truncate", True))}
-        return RopeShape(kind, theta, factor, original_max=int(original), **more)  # type: ignore[arg-type]
+        scale = given.get("attention_factor")
+        read["scale"] = _yarn_scale(given, read["factor"]) if scale is None else float(scale)
+        read |= {"beta_fast": float(given.get("beta_fast") or 32), "beta_slow": float(given.get("beta_slow") or 1)}
+        read["truncate"] = bool(given.get("truncate", True))
+    if kind == "longrope":
+        read |= _longrope(given, float(given.get("factor") or positions / original), original, width)
+    return RopeShape(kind, **read)
+
+
+def _longrope(given: HF, factor: float, original: float, width: int) -> dict[str, Any]:
+    """Return the fields of a longrope: its two lists of factors, and the scale of cosines and sines."""
+    scale = given.get("attention_factor")
     if scale is None:
         scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    both = {}
+    read: dict[str, Any] = {"factor": factor, "scale": float(scale)}
     for key in ("short_factor", "long_factor"):
         if not isinstance(given.get(key), list) or len(given[key]) != width // 2:
             found = f"{key} is {one_line(repr(given.get(key)), 60)} in config.json"
-            raise ConfigError(f"RoPE type {kind!r}", found, f"give {key} {width // 2} numbers")
-        both[key] = tuple(map(float, given[key]))
-    return RopeShape(kind, theta, factor, original_max=int(original), scale=float(scale), **both)  # type: ignore[arg-type]
+            raise ConfigError("RoPE type 'longrope'", found, f"give {key} {width // 2} numbers")
+        read[key] = tuple(map(float, given[key]))
+    return read
 
 
 def _yarn_scale(given: HF, factor: float) -> float:
@@ -626,7 +627,7 @@ def refuse_foreign(hf: HF) -> None:
     given = [each.get("quantization_config") for each in (hf, text)]
     config = next((each for each in given if each is not None), None)
     packed = isinstance(config, dict) and config.get("quant_method") == "mxfp4"
-    if config is not None and not (packed and spec is not None and spec.experts is not None and spec.experts.mxfp4):
+    if config is not None and not (packed and spec is not None and spec.mxfp4):
         method = config.get("quant_method", "unnamed") if isinstance(config, dict) else f"of no mapping, {config!r}"
         do = "start from the unquantised checkpoint; a technique quantises the frozen base while it is loaded"
         do = "add --with nf4 --with lora" if method == "bitsandbytes" and not multimodal else do
