@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from transformers.utils import logging
 
 from optrush.errors import UserError
 from optrush.models.decoder import Decoder
+from optrush.models.families import FAMILIES, FamilySpec
 from optrush.models.hf import load
 from optrush.models.shapes import refuse_foreign
 from optrush.models.text_part import is_multimodal
@@ -75,6 +77,14 @@ never read onto the device, and an export has them byte for byte, in the layout 
 - not tried: the script makes no small model of it. A run compares the model before it trains.
 
 {numbers}.
+
+## Families of our own decoder
+
+| family | class in transformers | attention | experts | GGUF |
+|---|---|---|---|---|
+{native}
+
+## All families
 
 | family | how | reason |
 |---|---|---|
@@ -141,7 +151,17 @@ def page(found: dict[str, list[str]]) -> str:
     kinds = [how for how, _ in found.values()]
     rows = (f"| {kind} | {how} | {why.replace('|', '/')} |" for kind, (how, why) in sorted(found.items()))
     numbers = ", ".join(f"{kinds.count(how)} {how}" for how in ("native", "transformers", "refused", "not tried"))
-    return TEXT.format(numbers=numbers, rows="\n".join(rows))
+    native = "\n".join(starmap(native_row, FAMILIES.items()))
+    return TEXT.format(numbers=numbers, native=native, rows="\n".join(rows))
+
+
+def native_row(name: str, spec: FamilySpec) -> str:
+    """Return the row of a family of our own decoder."""
+    kinds = {"latent": spec.latent, "some layers a delta rule": spec.delta, "some layers in chunks": spec.chunks}
+    kinds |= {"sliding window": spec.window != "none", "sinks": spec.sinks}
+    attention = ", ".join(kind for kind, has in kinds.items() if has) or "full"
+    experts = "" if spec.experts is None else f"chosen by {spec.experts.router}"
+    return f"| {name} | {spec.architecture} | {attention} | {experts} | {spec.gguf.lower()} |"
 
 
 def main(names: list[str]) -> None:

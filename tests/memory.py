@@ -32,7 +32,6 @@ from torch.utils._pytree import tree_leaves
 
 from optrush.config import Config
 from optrush.kernels import adamw
-from optrush.models.decoder import build_decoder
 from optrush.models.hf import HFModel, _opened
 from optrush.models.shapes import native_obstacle
 from optrush.models.weights import RandomInit, WeightMap, native_entries
@@ -40,9 +39,9 @@ from optrush.planner import baseline, search
 from optrush.technique import Technique
 from optrush.techniques import ALL, fused_loss
 from optrush.trainer import build as assemble
-from optrush.trainer.trainer import Trainer
+from optrush.trainer.trainer import Storage, Trainer
 
-from trials import assembled
+from trials import assembled, build_decoder
 
 aten = torch.ops.aten
 PHASES = ("forward", "head", "backward", "update", "between")
@@ -244,7 +243,7 @@ def known(tracker: Tracker, trainer: Trainer) -> None:
     """Count what a job holds before its first step."""
     for t in trainer.trained:
         tracker.hold(t.parameter, "weight")
-    for root in trainer.fsdp_roots:
+    for root in trainer.roots:
         for held in [*root.parameters(), *root.buffers()]:
             tracker.hold(held, "buffer")
     for states in trainer.optimizer.state().values():
@@ -293,21 +292,21 @@ def check_prediction(config: Config, rel: float = 0.05, classes: Sequence[type[T
 def supposed(run: Any, classes: Sequence[type[Technique]] = ALL, *, kernels: bool = True) -> Iterator[Trainer]:
     """A job whose tensors have shapes and no bytes, valid inside the context: any model, in seconds.
 
-    No value is ever made: weights are not drawn, the adapter is taken without its probe, and transformers is told
+    No value is ever made: weights are not drawn, the wrapper is taken without its probe, and transformers is told
     that rows hold one document each unless the run packs.
 
     Args:
         kernels: rounded updates allocate nothing, as those of a GPU; else what a CPU's loop allocates.
     """
-    materialise = assemble.materialise
+    materialise = Storage.materialise
     with ExitStack() as stack:
 
-        def without_bytes(trainer: Trainer) -> None:
+        def without_bytes(storage: Storage, trainer: Trainer) -> None:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            materialise(trainer)
+            materialise(storage, trainer)
 
         stack.enter_context(mock.patch.object(assemble, "load", _unfilled))
-        stack.enter_context(mock.patch.object(assemble, "materialise", without_bytes))
+        stack.enter_context(mock.patch.object(Storage, "materialise", without_bytes))
         stack.enter_context(mock.patch("torch.nn.Module.to_empty", _to_empty))
         stack.enter_context(mock.patch.dict(fused_loss.LOGITS, {"cpu": fused_loss.LOGITS["cuda"]}))
         if kernels:

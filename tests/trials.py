@@ -17,6 +17,8 @@ from optrush import files
 from optrush.config import Config, parse_config
 from optrush.data.batch import Batch
 from optrush.decide import Decided, decide
+from optrush.models.decoder import Decoder
+from optrush.models.shapes import ModelShape
 from optrush.technique import Technique
 from optrush.techniques import ALL
 from optrush.trainer import run as fit
@@ -181,3 +183,8 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def build_decoder(hf: Any, dtype: torch.dtype) -> Decoder:
+    """Return the decoder of a config.json, on the meta device."""
+    return Decoder(ModelShape.read(hf), device=torch.device("meta"), dtype=dtype)

@@ -177,7 +177,7 @@ def _published(trainer: Trainer, kept: torch.dtype) -> Iterator[tuple[str, Tenso
     model, first = trainer.model, trainer.world.leads
     changed = {name: m for name, m in model.linears() if m.quantized is not None or m.adapter is not None}
     for name, linear in changed.items():
-        with _gathered(model, name), trainer.gathered(linear.parameters()):
+        with _gathered(model, name), trainer.storage.gathered(linear.parameters()):
             weight = gathered(linear.dequantized(torch.float32).detach())
             bias: Tensor | None = None if linear.bias is None else gathered(linear.bias.detach()).float()
             if linear.adapter is not None:
@@ -193,7 +193,7 @@ def _published(trainer: Trainer, kept: torch.dtype) -> Iterator[tuple[str, Tenso
         adapter = experts.adapter
         inside = ("adapter.", "quantized.")
         merged |= {f"{owner}.{own}" for own, _ in experts.named_parameters() if own.startswith(inside)}
-        with _gathered(model, owner), trainer.gathered(experts.parameters()):
+        with _gathered(model, owner), trainer.storage.gathered(experts.parameters()):
             for kind in experts.sizes if adapter is None or experts.quantized is not None else adapter.kinds:
                 whole = gathered(experts.dense(kind, torch.float32).detach())
                 to = torch.device("cpu") if first else whole.device
@@ -207,7 +207,7 @@ def _published(trainer: Trainer, kept: torch.dtype) -> Iterator[tuple[str, Tenso
             continue
         if any(name.startswith(f"{owner}.") for owner in changed):
             continue
-        with trainer.gathered([p]):
+        with trainer.storage.gathered([p]):
             values = gathered(p.detach())
             yield name, values.cpu() if first else values
 

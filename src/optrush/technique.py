@@ -41,7 +41,6 @@ class Part(enum.Enum):
     BATCH_LAYOUT = "which documents are in which row"
     PACKED_ROWS = "rows of several isolated documents"
     ROW_WIDTH = "the width of micro-batches"
-    LOADING = "who makes batches ready"
     ATTENTION = "the attention kernel"
     HEAD = "the head's loss kernel"
     LINEARS = "the products of the blocks' linears"
@@ -95,7 +94,7 @@ STAGES = {
     "loss": "the head's kernel",
     "recompute": "what is not saved for the backward pass",
     "compile": "modules and kernels, compiled in place",
-    "shard": "placement of `trainer.fsdp_roots` over the data axis, still on the meta device",
+    "shard": "placement of `trainer.roots` over the data axis, still on the meta device",
     "optimizer": "the optimizer over `trainer.trained`, which has bytes now",
     "wrap_step": "what runs a window, and what follows it: here it is replaced",
     "wrap_window": "the finished window: here it is wrapped, whoever runs it",
@@ -127,6 +126,7 @@ class ModelSpec:
     mlp: Literal["torch", "triton", "quack"] = "torch"
     linears: Mapping[str, LinearSpec] = dataclasses.field(default_factory=lambda: dict.fromkeys(LINEARS, LinearSpec()))
     adapters_removable: bool = False  # the model before training can be run: `Trainer.adapters_disabled` is set
+    narrow_stream: bool = False  # what flows between blocks has the products' type
     rounding: Literal["nearest", "stochastic", "kahan"] = "nearest"  # of updated bfloat16 weights
     gathered_in_place: bool = False  # shards of blocks are read where they are, and not sent by collectives
 
@@ -162,7 +162,7 @@ class Environment:
     micro_rows: int  # B, rows of one micro-batch of one rank
     clip: float | None
     dtype: str  # of the weights as configured: "float32" or "bfloat16"
-    native: bool  # our decoder, or the adapter around transformers
+    native: bool  # our decoder, or the wrapper around a transformers model
     blocks: int  # L
     claimed: frozenset[Part] = frozenset()
     vocab: int = 0  # V; 0: unknown
@@ -310,6 +310,12 @@ class Environment:
     @property
     def accumulation(self) -> int:
         return self.rows // (self.micro_rows * self.data_ranks)
+
+    @property
+    def fewer_rows(self) -> int | None:
+        """Return the next smaller micro-batch: at most half the rows, dividing a rank's rows of a step; None: none."""
+        share = self.rows // self.data_ranks
+        return max((n for n in range(1, self.micro_rows // 2 + 1) if share % n == 0), default=None)
 
     @property
     def span(self) -> float:

@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from optrush.errors import NeedsError
+from optrush.models.families import FAMILIES, MIXTURES, MULTIMODAL
 from optrush.models.hf import HFModel, load
-from optrush.models.shapes import ARCHITECTURES, MIXTURES
-from optrush.models.text_part import MULTIMODAL
 
 ROOT = Path(__file__).parents[2]
-QUICK = (*ARCHITECTURES, "gpt2", "gpt_neox", "phi3", "gemma2", "deepseek_v3", "bert")
+QUICK = (*FAMILIES, "gpt2", "gpt_neox", "phi3", "gemma2", "deepseek_v3", "bert")
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +32,7 @@ def record(script: dict[str, Any]) -> dict[str, list[str]]:
 
 def test_the_page_is_what_the_record_says(script: dict[str, Any], record: dict[str, list[str]]) -> None:
     assert script["PAGE"].read_text("utf-8") == script["page"](record), "run benchmarks/families.py"
-    assert {kind for kind, (how, _) in record.items() if how == "native"} == {*ARCHITECTURES, *MULTIMODAL}
+    assert {kind for kind, (how, _) in record.items() if how == "native"} == {*FAMILIES, *MULTIMODAL}
     assert {*MIXTURES} <= record.keys()
     assert not [kind for kind, (how, _) in record.items() if how == "crashes"]
 

@@ -32,7 +32,7 @@ from optrush.hardware import HostMemory
 from optrush.optim.adamw import AdamW
 from optrush.trainer import distributed
 from optrush.trainer.checkpoint import Meta, save, slices
-from optrush.trainer.trainer import TrainedParam, Trainer
+from optrush.trainer.trainer import Storage, TrainedParam, Trainer
 
 torch.set_num_threads(1)
 LONG = os.environ.get("OPTRUSH_FAULTS") == "long"  # as `make faults` asks: as often as the documentation says
@@ -188,7 +188,7 @@ def small_job(output: Path, how: str = "whole", keep: int = 2, dtype: torch.dtyp
     state = {"kept": Kept()}
     job = SimpleNamespace(
         config=run_, world=world, trained=trained, optimizer=optimizer, state=state, counted_elsewhere=frozenset(),
-        read_slices=lambda mine: mine, filling=nullcontext, host_memory=HostMemory(None),
+        storage=Storage(), host_memory=HostMemory(None),
     )  # fmt: skip
     job.counts = partial(Trainer.counts, job)
     return job

@@ -15,7 +15,7 @@ from optrush.config import parse_config
 from optrush.optim.adamw import AdamW
 from optrush.trainer.checkpoint import Meta, Saver, find_checkpoints, slices, verify
 from optrush.trainer.distributed import World
-from optrush.trainer.trainer import TrainedParam
+from optrush.trainer.trainer import Storage, TrainedParam
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICE = torch.device("cuda")
@@ -31,7 +31,7 @@ def test_the_copy_is_of_the_step_that_was_saved(tmp_path: Path) -> None:
     optimizer = AdamW(trained, config.optim, fused=False)
     job: Any = SimpleNamespace(
         config=config, world=World(0, 1, DEVICE), trained=trained, optimizer=optimizer, state={},
-        counts=lambda t: True, read_slices=lambda mine: mine,
+        counts=lambda t: True, storage=Storage(),
     )  # fmt: skip
     saver, results = Saver(job), []
     saver.settled = lambda step, failure: results.append((step, failure))

@@ -229,7 +229,7 @@ def test_what_chunks_do_not_have(technique: str, found: str, ranks: int) -> None
         ({"layer_types": ["sliding_attention"] * 3}, "layer types 'sliding_attention'"),
         ({"attention_chunk_size": None}, "attention_chunk_size is None"),
         ({"attn_scale": None}, "attn_scale is None"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "RoPE type 'yarn', which scales"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "RoPE type 'yarn', where our decoder has default"),
     ],
 )
 def test_chunks_that_are_not_those_of_transformers(given: dict[str, Any], found: str) -> None:

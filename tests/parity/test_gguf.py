@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from meshes import further
 from optrush.errors import NeedsError
-from optrush.models.gguf import FAMILIES as GGUF_FAMILIES
+from optrush.models.families import FAMILIES as SPECS
 from optrush.models.gguf import write_gguf
 from optrush.models.tiny import TEMPLATE, _tokenizer
 
@@ -50,7 +50,7 @@ def in_pairs(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", further(["q8_0", "bf16", "f32", "f16"], 1))
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() & GGUF_FAMILIES.keys()))
+@pytest.mark.parametrize("family", sorted(name for name in FAMILIES if name in SPECS and SPECS[name].gguf))
 def test_every_tensor_is_there(tmp_path: Path, tokenizer: Any, family: str, kind: Any) -> None:
     at = folder(tmp_path / "model", family, tokenizer)
     write_gguf(at, tmp_path / "m.gguf", kind, "name")

@@ -11,12 +11,16 @@ from safetensors.torch import load_file, save_file
 
 from meshes import further
 from optrush.errors import CheckpointError, NeedsError
+from optrush.models import families
+from optrush.models.decoder import Decoder
+from optrush.models.families import FamilySpec
 from optrush.models.hf import load
 from optrush.models.weights import export_weights
 
 from parity_models import (
     EXPERTS,
     FAMILIES,
+    SIZES,
     compare_alone,
     compare_export,
     compare_step,
@@ -269,3 +273,19 @@ def test_a_duplicated_tied_head_must_be_equal(tmp_path):
     other = broken(tmp_path / "plain", tmp_path / "2", lambda t: t.update({"lm_head.weight": embedding + 1}))
     with pytest.raises(NeedsError, match=r"differs from model.embed_tokens.weight"):
         load(other, hf, None, torch.float32, 0)
+
+
+def test_a_family_without_a_new_part_is_one_entry(tmp_path, monkeypatch):
+    """Its config.json, tensors, logits, loss, gradients and export, by nothing but switches and defaults."""
+    spec = FamilySpec(
+        "SeedOssForCausalLM", {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288},
+        qkv_bias="attention_bias", o_bias="attention_out_bias", mlp_bias="mlp_bias",
+    )  # fmt: skip
+    monkeypatch.setitem(families.FAMILIES, "seed_oss", spec)
+    given = {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True, "pad_token_id": None}
+    theirs = reference({**SIZES, **given, "model_type": "seed_oss", "attention_dropout": 0.0, "residual_dropout": 0.0})
+    hf = save(theirs, tmp_path / "base")
+    ours, recipe = native(tmp_path / "base", hf)
+    assert isinstance(ours, Decoder)
+    compare_step(ours, recipe, theirs, padding=True)
+    compare_export(theirs, ours, recipe, hf, tmp_path / "out")

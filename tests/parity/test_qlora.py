@@ -218,7 +218,7 @@ def test_dense_experts_beside_packed_linears(folders, tmp_path):
     held, block = load_file(four / "model.safetensors"), job.model.blocks["0"]
     assert torch.equal(block.o.quantized.o.codes.view(torch.uint8), held[O].flatten())
     each = [held[f"model.layers.0.mlp.experts.{n}.down_proj.weight"] for n in range(4)]
-    made = nf4.quantize_nf4(torch.cat(each), True)
+    made = nf4.quantize_nf4([torch.cat(each)], True)
     assert torch.equal(block.experts.quantized["down"].experts.codes.view(torch.uint8), made["codes"])
     name = "model.layers.1.mlp.experts.2.up_proj.weight"
     folder = changed(folders, tmp_path, lambda t: repacked(t, name), family="moe")
@@ -318,7 +318,7 @@ def test_through_transformers(folders, tmp_path):
 
 def repacked(tensors, name="lm_head.weight"):
     """The head packed as well, or another tensor."""
-    made = nf4.quantize_nf4(tensors[name], True)
+    made = nf4.quantize_nf4([tensors[name]], True)
     for end in (".quant_map", ".nested_quant_map"):
         tensors[f"{name}{end}"] = tensors[f"{Q}{end}"].clone()
     state = json.loads(bytes(tensors[STATE].tolist()))
@@ -333,7 +333,7 @@ def repacked(tensors, name="lm_head.weight"):
 
 def single(tensors):
     """One tensor whose scales are not quantised among others whose are."""
-    made = nf4.quantize_nf4(torch.randn(json.loads(bytes(tensors[STATE].tolist()))["shape"]), False)
+    made = nf4.quantize_nf4([torch.randn(json.loads(bytes(tensors[STATE].tolist()))["shape"])], False)
     state = {k: v for k, v in json.loads(bytes(tensors[STATE].tolist())).items() if not k.startswith("nested")}
     tensors[STATE] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
     for end in (".nested_absmax", ".nested_quant_map"):

@@ -10,11 +10,11 @@ import torch
 from torch.optim.adamw import adamw
 
 from optrush.kernels.adam8bit import BLOCK, dequantize_blocks, levels, quantize_blocks
-from optrush.models.decoder import build_decoder
 from optrush.models.shapes import SHAPES
 from optrush.optim.adam8bit import Adam4bit, Adam8bit
 
 from optimizers import OPTIM, SIZES, gradients, parameters
+from trials import build_decoder
 
 CPU = torch.device("cpu")
 KINDS = {8: Adam8bit, 4: Adam4bit}

@@ -57,7 +57,7 @@ def test_it_is_really_another_kernel(box, implementation, monkeypatch):
         calls.clear()
         sets = [f"model.implementation={implementation}"]
         job = assembled(golden_run(box, packed=True, sets=sets, attention={"impl": impl}))
-        calls.clear()  # the adapter tries itself out while it is made
+        calls.clear()  # the wrapper tries itself out while it is made
         job.eval_loss([micro(job)])
         assert len(calls) == wanted, "once a block"
 

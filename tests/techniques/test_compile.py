@@ -43,7 +43,7 @@ def uneven(box):
 
 @pytest.fixture
 def far(box):
-    """The golden model with room for LONG positions, which the adapter asks for."""
+    """The golden model with room for LONG positions, which the wrapper asks for."""
     config = json.loads((box / "untied/config.json").read_text())
     shutil.copytree(box / "untied", box / "far", dirs_exist_ok=True)
     (box / "far/config.json").write_text(json.dumps(config | {"max_position_embeddings": LONG}))

@@ -88,7 +88,7 @@ def test_an_evaluation_is_that_of_one_process(box, pair):
 
 def held(job):
     """Weights and states of this rank, as a checkpoint has them."""
-    return {s.name: s.local for s in job.read_slices(slices(job))}
+    return {s.name: s.local for s in job.storage.read(slices(job))}
 
 
 def bad_steps(box, with_):

@@ -16,7 +16,6 @@ from optrush.decide import decide
 from optrush.errors import NeedsError, NoEffectError
 from optrush.hardware import NAMED
 from optrush.kernels import float8
-from optrush.models.decoder import build_decoder as decoder
 from optrush.models.shapes import SHAPES
 from optrush.planner import search
 from optrush.technique import Part
@@ -24,7 +23,7 @@ from optrush.techniques.fp8 import MLP_SHARE, Fp8
 
 from golden.make_golden import SIZES, T
 from heldout import float32, held_out, worse
-from trials import apart, assembled, first_gradients, golden_run, micro, shaped, steps
+from trials import apart, assembled, build_decoder, first_gradients, golden_run, micro, shaped, steps
 
 LINEARS = {"qkv", "o", "gate_up", "down"}
 M, K, N = 48, 64, 96
@@ -204,11 +203,11 @@ def test_fewer_bits_would_be_seen(box, monkeypatch):
 def test_linears_of_other_widths_stay():
     hf = dict(SHAPES["llama-3.2-1b"], hidden_size=64, intermediate_size=90, num_hidden_layers=2, head_dim=16,
               num_attention_heads=4, num_key_value_heads=2, vocab_size=80)  # fmt: skip
-    job = SimpleNamespace(model=decoder(hf, torch.float32), notes=[])
+    job = SimpleNamespace(model=build_decoder(hf, torch.float32), notes=[])
     assert Fp8().model(job) == 4 and changed(job) == {"qkv", "o"}
     assert "4 linears are no multiples of 16" in job.notes[0] and "blocks.0.gate_up (180 x 64)" in job.notes[0]
     job.notes.clear()
-    assert Fp8("mlp").model(SimpleNamespace(model=decoder(hf, torch.float32), notes=job.notes)) == 0
+    assert Fp8("mlp").model(SimpleNamespace(model=build_decoder(hf, torch.float32), notes=job.notes)) == 0
 
 
 def test_a_model_without_such_linears(box, monkeypatch):

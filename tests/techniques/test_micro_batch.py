@@ -155,7 +155,7 @@ def test_a_window_that_cannot_be_repeated_is_not(box):
         assert "out of memory after step 0 ends the run" in job.describe()
         with pytest.raises(torch.OutOfMemoryError):
             list(steps(job, 1))
-        assert job.shrink_micro_batch() == 2
+        assert job.env.fewer_rows == 2
 
 
 # --- a run

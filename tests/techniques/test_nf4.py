@@ -28,8 +28,8 @@ from optrush.models.weights import export_weights
 from optrush.planner import search
 from optrush.technique import Numerics, Part, Technique
 from optrush.techniques import ALL
-from optrush.trainer import build, checkpoint
-from optrush.trainer.trainer import evaluate
+from optrush.trainer import checkpoint
+from optrush.trainer.trainer import Storage, evaluate
 
 from golden import make_golden
 from golden.make_golden import SIZES
@@ -249,16 +249,16 @@ DEEP = {**SHAPES["llama-3.2-1b"], **SIZES, "num_hidden_layers": 24, "tie_word_em
 def test_the_model_is_never_dense_as_a_whole(monkeypatch):
     """While it is filled, beside what stays lie a few copies of one tensor."""
     monkeypatch.setitem(SHAPES, "deep", DEEP)
-    seen, materialise = {}, build.materialise
+    seen, materialise = {}, Storage.materialise
 
-    def watched(trainer):
+    def watched(storage, trainer):
         tracker = Tracker()
         with tracker:
-            materialise(trainer)
+            materialise(storage, trainer)
         held = sum(p.numel() * p.element_size() for p in trainer.model.parameters())
         seen.update(peak=tracker.peak, held=held)
 
-    monkeypatch.setattr(build, "materialise", watched)
+    monkeypatch.setattr(Storage, "materialise", watched)
     job = assembled(shaped("deep", "nf4", "lora", rows=2, seq=32))
     tensor = 4 * SIZES["intermediate_size"] * SIZES["hidden_size"]
     dense = 4 * sum(linear.in_features * linear.out_features for _, linear in job.model.linears())

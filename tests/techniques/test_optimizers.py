@@ -16,7 +16,6 @@ from meshes import further
 from optrush.config import parse_config
 from optrush.errors import NeedsError
 from optrush.kernels import adam8bit as codes
-from optrush.models.decoder import build_decoder
 from optrush.models.shapes import SHAPES
 from optrush.optim.adam8bit import Adam4bit, Adam8bit
 from optrush.optim.adamw import AdamW
@@ -29,7 +28,7 @@ from optrush.trainer import checkpoint
 import optimizers
 from heldout import SEEDS, float32, held_out
 from optimizers import OPTIM, SIZES, everything, parameters, same, stepped
-from trials import assembled, golden_run, steps, weights, whole
+from trials import assembled, build_decoder, golden_run, steps, weights, whole
 
 PIECES = {"a": Pieces(4, (3, 2, 1)), "odd": Pieces(1, (33,))}
 

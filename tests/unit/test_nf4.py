@@ -54,7 +54,7 @@ def test_bytes_and_values_are_those_of_bitsandbytes(bnb, shape, double):
     for dtype in DTYPES:
         values = drawn(shape, dtype)
         codes, state = bnb.quantize_4bit(values, compress_statistics=double, quant_type="nf4")
-        parts = nf4.quantize_nf4(values, double)
+        parts = nf4.quantize_nf4([values], double)
         assert torch.equal(parts["codes"], codes.view(-1)) and torch.equal(parts["absmax"], state.absmax)
         if double:
             assert torch.equal(parts["nested"], torch.cat((state.state2.absmax, state.offset[None])))
@@ -93,7 +93,7 @@ def dequantize(form, parts, out):
 def test_the_nearest_of_sixteen():
     values = drawn((40, 80), seed=3)
     out = torch.empty(values.shape)
-    nf4.dequantize_nf4(nf4.quantize_nf4(values, False), out)
+    nf4.dequantize_nf4(nf4.quantize_nf4([values], False), out)
     flat = values.double().numpy().reshape(-1, 64)
     most = np.abs(flat).max(1, keepdims=True)
     table = np.array(nf4.VALUES)
@@ -106,7 +106,7 @@ def test_what_double_costs_and_saves():
     errors = []
     for double in (False, True):
         out = torch.empty(values.shape)
-        nf4.dequantize_nf4(nf4.quantize_nf4(values, double), out)
+        nf4.dequantize_nf4(nf4.quantize_nf4([values], double), out)
         errors.append(((out - values).norm() / values.norm()).item())
     assert errors[0] < errors[1] < 1.02 * errors[0] and 0.05 < errors[0] < 0.15
     bits = [8 * sum(nf4.nf4_bytes(4096, 4096, double).values()) / 4096**2 for double in (False, True)]
@@ -115,9 +115,9 @@ def test_what_double_costs_and_saves():
 
 def test_chunks_change_nothing(monkeypatch):
     values = drawn((37, 91))
-    want = nf4.quantize_nf4(values, True)
+    want = nf4.quantize_nf4([values], True)
     monkeypatch.setattr(nf4, "CHUNK", 256)
-    assert all(torch.equal(part, want[name]) for name, part in nf4.quantize_nf4(values, True).items())
+    assert all(torch.equal(part, want[name]) for name, part in nf4.quantize_nf4([values], True).items())
 
 
 # The operator: pieces of a fused linear, each where its rows are.

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from optrush.errors import ConfigError, NeedsError
+from optrush.models.families import FAMILIES
 from optrush.models.shapes import SHAPES, ModelShape, RopeShape, native_obstacle, refuse_foreign
 
 TINY = {
@@ -161,3 +164,14 @@ def test_dense_models_pass():
 def test_sizes_that_do_not_go_together(given):
     with pytest.raises(ConfigError, match=r"from config.json"):
         ModelShape.read({**TINY, **given})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_table_is_what_transformers_has(family):
+    """Its class, and its defaults of what config.json leaves out, but for those that its class makes of other keys."""
+    spec, config = FAMILIES[family], CONFIG_MAPPING[family]().to_dict()
+    assert spec.architecture == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
+    rope = config["rope_parameters"] or {}
+    for key, value in spec.defaults.items():
+        other = config.get(key, rope.get(key))
+        assert None in (value, other) or value == other or (key == "rope_parameters" and value.items() <= other.items())

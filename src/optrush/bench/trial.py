@@ -353,7 +353,7 @@ def train_leg(trainer: Trainer, plan: RunPlan, rate: float, done: int, stop: int
 
     meter = MetricLines(trainer, stop)
     trainer.set_step, trainer.batches = begin, batches(trainer, part)
-    trainer.stopping = trainer.stopped = 0  # a rate before it may have failed
+    trainer.stop.told = trainer.stop.agreed = 0  # a rate before it may have failed
     with reading(trainer.batches):
         train(trainer, meter, part, lambda _: None)
     failed = meter.failure is not None or not meter.evals or not math.isfinite(meter.evals[-1])

@@ -67,13 +67,11 @@ def nf4_bytes(rows: int, width: int, double: bool) -> dict[str, int]:
     return {"codes": codes, "absmax": blocks, "nested": 4 * (math.ceil(blocks / NESTED) + 1)}
 
 
-def quantize_nf4(values: Tensor, double: bool) -> dict[str, Tensor]:
-    """Quantize a tensor of any floating type and shape; return its parts."""
-    return quantize_nf4_in_turn([values], double)
+def quantize_nf4(pieces: Iterable[Tensor], double: bool) -> dict[str, Tensor]:
+    """Quantize a tensor given in pieces of any floating type and shape, one at a time in memory; return its parts.
 
-
-def quantize_nf4_in_turn(pieces: Iterable[Tensor], double: bool) -> dict[str, Tensor]:
-    """Quantize a tensor of which one piece at a time is in memory; each but the last has whole blocks."""
+    Each piece but the last has whole blocks.
+    """
     flats = (piece.reshape(-1) for piece in pieces)
     encoded = [_encode4(flat[at : at + CHUNK].float()) for flat in flats for at in range(0, flat.numel(), CHUNK)]
     codes, absmax = (torch.cat(parts) for parts in zip(*encoded))

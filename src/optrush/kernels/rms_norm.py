@@ -26,12 +26,16 @@ Norm = Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
 """(x (..., D), branch (..., D) or None, weight (D,), eps) -> x + branch (..., D), and that normalized (..., D)"""
 
 
+def unit(x: Tensor, eps: float) -> Tensor:
+    """Return x / rms(x) over the last dimension, float32 at least."""
+    wide = widen(x)
+    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+
+
 def add_rms_norm(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Implement `Norm` by torch's operators."""
     x = x if branch is None else x + branch
-    wide = widen(x)
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return x, weight * wide.to(x.dtype)
+    return x, weight * unit(x, eps).to(x.dtype)
 
 
 def fused_add_rms_norm(

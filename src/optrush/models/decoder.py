@@ -1,7 +1,5 @@
-"""One decoder for the Llama-shaped families: llama, mistral, qwen2, qwen3; with experts mixtral, olmoe, qwen3_moe,
-gpt_oss, glm4_moe; with latent attention deepseek_v2, deepseek_v3, glm4_moe_lite, youtu; with layers of a
-delta rule qwen3_next, qwen3_5_text, qwen3_5_moe_text; with layers that attend within chunks, and layers without rotary
-embedding, llama4_text.
+"""One decoder for the Llama-shaped families of `models/families.py`: dense or with experts, with latent attention, with
+layers of a delta rule, with layers that attend within chunks or have no rotary embedding.
 
 Legend, used everywhere: B rows, T tokens a row, D width, F feed-forward width, H heads, K key/value heads, E head
 width, V vocabulary, L layers.
@@ -40,7 +38,7 @@ from optrush.models.layers import CentredNorm, Pieces, RMSNorm, UnitNorm, WholeN
 from optrush.models.layers import Linear as Linear
 from optrush.models.layers import Product as Product
 from optrush.models.rope_angles import angles, frequencies, query_scales
-from optrush.models.shapes import HF, ModelShape
+from optrush.models.shapes import ModelShape
 
 
 def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -313,8 +311,3 @@ def redo_ties(model: nn.Module, ties: tuple[tuple[str, str], ...]) -> None:
     for alias, name in ties:
         owner, _, last = alias.rpartition(".")
         setattr(model.get_submodule(owner), last, model.get_parameter(name))
-
-
-def build_decoder(hf: HF, dtype: torch.dtype) -> Decoder:
-    """Build a decoder for a config.json, on the meta device; raise as `ModelShape.read` does."""
-    return Decoder(ModelShape.read(hf), device=torch.device("meta"), dtype=dtype)

@@ -32,6 +32,7 @@ from optrush.data.batch import Documents
 from optrush.errors import NeedsError
 from optrush.kernels import widen
 from optrush.kernels.attention import repeat_heads
+from optrush.kernels.rms_norm import unit
 from optrush.models.layers import Linear
 from optrush.models.shapes import ModelShape
 
@@ -276,6 +277,4 @@ class GatedNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """x and gate (B, T, H, W) -> (B, T, H, W)."""
-        wide = widen(x)
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (self.weight * wide.to(x.dtype) * F.silu(widen(gate))).to(x.dtype)
+        return (self.weight * unit(x, self.eps).to(x.dtype) * F.silu(widen(gate))).to(x.dtype)

@@ -1,8 +1,8 @@
 """Write a Hugging Face folder as one GGUF file, for llama.cpp and what is built on it.
 
 The file has the weights, the vocabulary with its merges, the chat template and the tokens that end an answer. One
-tensor is in memory at a time. Rows of queries and keys are reordered for llama and mistral, whose rotary embedding
-turns neighboring values there, and values that are half a head apart here.
+tensor is in memory at a time. Rows of queries and keys are reordered for families whose rotary embedding turns
+neighboring values there (`gguf_pairs`), and values that are half a head apart here.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from safetensors import safe_open
 
 from optrush.errors import NeedsError, RunError
 from optrush.models.config_json import read_config_json
+from optrush.models.families import FAMILIES
 from optrush.models.shapes import ModelShape
 from optrush.models.weights import Folder
 
 Kind = Literal["f32", "f16", "bf16", "q8_0"]
-# model_type: its architecture there, and whether rows of queries and keys are reordered.
 ROPE_KINDS = ("default", "linear", "llama3")  # of which the files here have the keys or factors
-FAMILIES = {"llama": ("LLAMA", True), "mistral": ("LLAMA", True), "qwen2": ("QWEN2", False), "qwen3": ("QWEN3", False)}
 # A byte-level tokenizer is known there by the name of its rule for splitting words.
 _LLAMA3, _QWEN = r"\p{N}{1,3}", r"\p{N}|"
 MOST_ENDS = 3  # tokens that end an answer: eos, eot, eom
@@ -54,9 +53,10 @@ def write_gguf(folder: Path, file: Path, kind: Kind, name: str) -> int:
 
     hf = read_config_json(folder / "config.json")
     family = str(hf.get("model_type"))
-    if family not in FAMILIES:
-        raise NeedsError(f"{family} as GGUF", "not written here", f"one of {', '.join(FAMILIES)}; else export to hf")
-    shape, (arch, reorders) = ModelShape.read(hf), FAMILIES[family]
+    spec, written = FAMILIES.get(family), [name for name, each in FAMILIES.items() if each.gguf]
+    if spec is None or not spec.gguf:
+        raise NeedsError(f"{family} as GGUF", "not written here", f"one of {', '.join(written)}; else export to hf")
+    shape, arch = ModelShape.read(hf), spec.gguf
     if shape.rope.kind not in ROPE_KINDS:
         found = f"not written here, where GGUF files get {', '.join(ROPE_KINDS)}"
         raise NeedsError(f"RoPE type {shape.rope.kind!r} as GGUF", found, "export to hf")
@@ -73,7 +73,7 @@ def write_gguf(folder: Path, file: Path, kind: Kind, name: str) -> int:
                 raise NeedsError(f"{hf_name} in a GGUF file", f"{arch} has no such tensor", "export to hf")
             with safe_open(folder / held.files[hf_name], "pt") as opened:
                 values = opened.get_tensor(hf_name).to(torch.float32)
-            if reorders and hf_name.split(".")[-2] in ("q_proj", "k_proj"):
+            if spec.gguf_pairs and hf_name.split(".")[-2] in ("q_proj", "k_proj"):
                 heads = shape.heads if ".q_proj." in hf_name else shape.kv_heads
                 values = _reordered(values, heads)
             yield new, values.numpy()

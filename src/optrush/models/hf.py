@@ -3,7 +3,7 @@
 The published modules compute, unchanged; our part is the interface around them: hidden states instead of logits, a head
 that is called, a `block_call` slot around every block, weights that can be sharded. transformers separates packed
 documents by their restarting positions, but only without an attention mask and without a cache, and only in models that
-pass positions to its mask builder. `adapt` therefore runs every model on the CPU first and compares (`probe_model`):
+pass positions to its mask builder. `load_hf` therefore runs every model on the CPU first and compares (`probe_model`):
 one with an unknown head, or in which documents attend to each other, is refused, with the difference in the error.
 
 Canonical names are transformers' own, except the head's: `head.weight`, `head.bias`.
@@ -29,16 +29,10 @@ from optrush.errors import NeedsError, UserError, reason
 from optrush.models import weights
 from optrush.models.config_json import read_config_json
 from optrush.models.decoder import Decoder, Head, Linear, call, redo_ties
+from optrush.models.families import FAMILIES
 from optrush.models.multimodal import OtherTensors, TextFolder
 from optrush.models.rope_angles import document_lengths
-from optrush.models.shapes import (
-    ARCHITECTURES,
-    HF,
-    ModelShape,
-    native_obstacle,
-    refuse_foreign,
-    sdpa_obstacle,
-)
+from optrush.models.shapes import HF, ModelShape, native_obstacle, refuse_foreign, sdpa_obstacle
 from optrush.models.text_part import is_multimodal, prefixes, with_vocabulary
 from optrush.models.weights import Folder, Memory, WeightEntry, WeightMap, WeightSource, open_weights
 
@@ -173,7 +167,7 @@ class HFModel(nn.Module):
         """
         if name not in ATTENTIONS:
             do = "choose one of them, or a model of a family that our own decoder represents"
-            found = f"the adapter has {', '.join(ATTENTIONS)}"
+            found = f"transformers' models have {', '.join(ATTENTIONS)}"
             raise NeedsError(f"attention {name!r} in a transformers model", found, do)
         obstacle = sdpa_obstacle(self.config.to_dict()) if name == "sdpa" else None
         if obstacle is not None:
@@ -227,11 +221,11 @@ class HFModel(nn.Module):
 
 def unsupported(config: Any, found: str) -> NeedsError:
     """Return the error that refuses a model."""
-    do = f"choose a model of another family; {', '.join(ARCHITECTURES)} have a decoder here"
+    do = f"choose a model of another family; {', '.join(FAMILIES)} have a decoder here"
     return NeedsError(f"a model of type {config.model_type!r} through transformers", found, do)
 
 
-def adapt(
+def load_hf(
     folder: Path | None, hf: HF, dtype: torch.dtype, seed: int, growth: Growth | None = None
 ) -> tuple[HFModel, WeightMap]:
     """Load or draw a transformers model on the CPU and probe it; return it on the meta device with its weight map.
@@ -247,21 +241,21 @@ def adapt(
     if growth is not None and folder is not None:
         weights.enlarge(hf_model, growth)
     names = {id(p): name for name, p in hf_model.named_parameters()}
-    adapter = HFModel(hf_model)
+    wrapper = HFModel(hf_model)
     entries: dict[str, WeightEntry] = {}
-    for name, parameter in adapter.named_parameters():
+    for name, parameter in wrapper.named_parameters():
         if parameter.ndim == 0:
-            raise unsupported(adapter.config, f"a parameter without dimensions ({name})")
+            raise unsupported(wrapper.config, f"a parameter without dimensions ({name})")
         entries[name] = WeightEntry(tuple(parameter.shape), ((names[id(parameter)], parameter.shape[0]),))
-    drawn = _draw(adapter, entries, hf, seed, growth) if folder is None else None
-    probe_model(adapter, hf_model, dtype)
+    drawn = _draw(wrapper, entries, hf, seed, growth) if folder is None else None
+    probe_model(wrapper, hf_model, dtype)
     persistent = hf_model.state_dict().keys() - dict(hf_model.named_parameters(remove_duplicate=False)).keys()
-    mine = [name for name in sorted(persistent) if name.startswith(f"{adapter.prefix}.") or not is_multimodal(hf)]
+    mine = [name for name in sorted(persistent) if name.startswith(f"{wrapper.prefix}.") or not is_multimodal(hf)]
     buffers: Mapping[str, Tensor] = {name: hf_model.state_dict()[name].clone() for name in mine}
     stored = {} if folder is None else _stored_names(folder, hf_model, buffers)
     if folder is not None and is_multimodal(hf):
         buffers = ChainMap({**buffers}, OtherTensors(folder, TextFolder(folder).others))  # type: ignore[arg-type]  # which is only read
-    held = {entries[name].pieces[0][0]: value for name, value in adapter.to_meta().items()}
+    held = {entries[name].pieces[0][0]: value for name, value in wrapper.to_meta().items()}
     recipe = WeightMap(
         entries,
         drawn or Memory(held),
@@ -270,7 +264,7 @@ def adapt(
         architecture=type(hf_model).__name__,
         growth=growth,
     )
-    return adapter, recipe
+    return wrapper, recipe
 
 
 def _stored_names(folder: Path, hf_model: Any, buffers: Mapping[str, Tensor]) -> dict[str, str]:
@@ -398,19 +392,19 @@ def _pretrained(folder: Path, config: Any, dtype: torch.dtype | str, attention: 
     return model.eval()
 
 
-def _draw(adapter: HFModel, entries: dict[str, WeightEntry], hf: HF, seed: int, growth: Growth | None) -> WeightSource:
+def _draw(wrapper: HFModel, entries: dict[str, WeightEntry], hf: HF, seed: int, growth: Growth | None) -> WeightSource:
     """Replace the values of a new model by the random draw that all model classes share.
 
     What transformers initializes to a constant (norms to 1, or to 0 where a family adds 1; biases) stays constant.
     """
     constants: dict[str, float] = {}
-    for name, parameter in adapter.named_parameters():
+    for name, parameter in wrapper.named_parameters():
         low, high = parameter.data.aminmax()
         if low == high or parameter.ndim < 2:
             constants[entries[name].pieces[0][0]] = float(low)
-    source = weights.widened(weights.random_init(hf, seed, constants), adapter, entries, growth)
+    source = weights.widened(weights.random_init(hf, seed, constants), wrapper, entries, growth)
     recipe = WeightMap(entries, source)
-    for name, parameter in adapter.named_parameters():
+    for name, parameter in wrapper.named_parameters():
         recipe.fill(name, parameter.data, (0,) * parameter.ndim)
     return source
 
@@ -500,59 +494,59 @@ def _ties(module: nn.Module) -> tuple[tuple[str, str], ...]:
 
 
 @torch.no_grad()
-def probe_model(adapter: HFModel, hf_model: Any, dtype: torch.dtype) -> None:
+def probe_model(wrapper: HFModel, hf_model: Any, dtype: torch.dtype) -> None:
     """Compare on the CPU a packed row with its documents alone, and our head with the model's logits; NeedsError.
 
     Packed and single documents agree to rounding only, which in bfloat16 could hide a small leak; therefore the first
     document is also changed, which must not change any bit of the others. sdpa without a mask is compared with masked
     attention, and only sets `maskless`.
     """
-    was, close = adapter.training, 1e-4 if dtype in (torch.float32, torch.float64) else 5e-2
-    adapter.eval()
-    tokens, positions, documents = _probe_row(adapter)
+    was, close = wrapper.training, 1e-4 if dtype in (torch.float32, torch.float64) else 5e-2
+    wrapper.eval()
+    tokens, positions, documents = _probe_row(wrapper)
     try:
-        hidden = adapter(tokens, positions, documents)
+        hidden = wrapper(tokens, positions, documents)
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
         if "alloc" in str(error):  # memory
             raise
-        raise unsupported(adapter.config, f"it does not run on tokens and positions ({error})") from None
+        raise unsupported(wrapper.config, f"it does not run on tokens and positions ({error})") from None
     spans = list(zip(documents.starts[:-1].tolist(), documents.starts[1:].tolist(), strict=True))
     single = documents._replace(single=True)
-    alone = [adapter(tokens[:, a:b], positions[:, a:b], single) for a, b in spans]
-    _compare(adapter.config, "packed documents and the same documents alone", hidden, torch.cat(alone, 1), close)
+    alone = [wrapper(tokens[:, a:b], positions[:, a:b], single) for a, b in spans]
+    _compare(wrapper.config, "packed documents and the same documents alone", hidden, torch.cat(alone, 1), close)
     changed, first = tokens.clone(), spans[0][1]
-    changed[:, :first] = (changed[:, :first] + 1) % adapter.head.weight.shape[0]
-    others = adapter(changed, positions, documents)[:, first:]
+    changed[:, :first] = (changed[:, :first] + 1) % wrapper.head.weight.shape[0]
+    others = wrapper(changed, positions, documents)[:, first:]
     what = "documents in a row with a changed document, before and after,"
-    _compare(adapter.config, what, others, hidden[:, first:], 0.0)
-    largest = F.linear(hidden, adapter.head.weight).float().abs().max().clamp_min(1e-6).item()
+    _compare(wrapper.config, what, others, hidden[:, first:], 0.0)
+    largest = F.linear(hidden, wrapper.head.weight).float().abs().max().clamp_min(1e-6).item()
     # At 0 only a bias remains, 1 is the model itself, and a softcap is visible only in large logits.
     for factor in (0.0, 1.0, PROBE_LOGIT / largest):
-        ours, theirs = _both_logits(adapter, hf_model, tokens[:, spans[-1][0] :], factor)
-        _compare(adapter.config, f"our head's logits and its own (hidden states x {factor:.3g})", ours, theirs, close)
-    adapter.maskless = _maskless(adapter, tokens[:, spans[-1][0] :], single, alone[-1], close)
-    adapter.train(was)
+        ours, theirs = _both_logits(wrapper, hf_model, tokens[:, spans[-1][0] :], factor)
+        _compare(wrapper.config, f"our head's logits and its own (hidden states x {factor:.3g})", ours, theirs, close)
+    wrapper.maskless = _maskless(wrapper, tokens[:, spans[-1][0] :], single, alone[-1], close)
+    wrapper.train(was)
 
 
-def _maskless(adapter: HFModel, tokens: Tensor, documents: Documents, expected: Tensor, close: float) -> bool:
+def _maskless(wrapper: HFModel, tokens: Tensor, documents: Documents, expected: Tensor, close: float) -> bool:
     """Return whether sdpa without a mask equals masked attention on one document.
 
     False for chunked attention, whose chunks could be longer than the probe's document.
     """
-    if not set(getattr(adapter.config, "layer_types", None) or ()) <= {"full_attention", "sliding_attention"}:
+    if not set(getattr(wrapper.config, "layer_types", None) or ()) <= {"full_attention", "sliding_attention"}:
         return False
     try:
-        adapter.set_attention("sdpa")
-        adapter._leave_masks()
-        found = adapter(tokens, torch.arange(tokens.shape[1])[None], documents)
+        wrapper.set_attention("sdpa")
+        wrapper._leave_masks()
+        found = wrapper(tokens, torch.arange(tokens.shape[1])[None], documents)
     except (NeedsError, TypeError, ValueError, ImportError):
         return False  # this model has no sdpa: a request for it is refused later
     finally:
-        adapter.set_attention("masked")
+        wrapper.set_attention("masked")
     return _apart(found, expected) <= close
 
 
-def _both_logits(adapter: HFModel, hf_model: Any, tokens: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+def _both_logits(wrapper: HFModel, hf_model: Any, tokens: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     """Return logits of one document by our head and by the model itself, its hidden states multiplied by `factor`."""
     hidden: list[Tensor] = []
 
@@ -561,17 +555,17 @@ def _both_logits(adapter: HFModel, hf_model: Any, tokens: Tensor, factor: float)
         hidden.append(out.last_hidden_state)
         return out
 
-    hook = adapter._trunk.register_forward_hook(multiply)
+    hook = wrapper._trunk.register_forward_hook(multiply)
     try:
         theirs = hf_model(input_ids=tokens, use_cache=False).logits
     finally:
         hook.remove()
-    return adapter.head.logits(hidden[0]), theirs
+    return wrapper.head.logits(hidden[0]), theirs
 
 
-def _probe_row(adapter: HFModel) -> tuple[Tensor, Tensor, Documents]:
+def _probe_row(wrapper: HFModel) -> tuple[Tensor, Tensor, Documents]:
     """Return a row of PROBE_LENGTHS documents, with tokens spread over the vocabulary."""
-    T, vocab = sum(PROBE_LENGTHS), adapter.head.weight.shape[0]
+    T, vocab = sum(PROBE_LENGTHS), wrapper.head.weight.shape[0]
     tokens = (torch.arange(T) * 7919 + 13)[None] % vocab
     positions = torch.cat([torch.arange(n) for n in PROBE_LENGTHS])[None]
     ids = torch.repeat_interleave(torch.arange(len(PROBE_LENGTHS)), torch.tensor(PROBE_LENGTHS))[None]
@@ -613,7 +607,7 @@ def load(
     if implementation == "transformers" or (implementation is None and native_obstacle(hf) is not None):
         if folder is not None:
             weights.refuse_packed(folder)
-        return adapt(folder, hf, dtype, seed, growth)
+        return load_hf(folder, hf, dtype, seed, growth)
     return _native(folder, hf, dtype, seed, growth)
 
 

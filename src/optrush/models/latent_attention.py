@@ -22,7 +22,9 @@ from torch import Tensor, nn
 
 from optrush.kernels.rope import rotate
 from optrush.models.layers import Linear, RMSNorm
-from optrush.models.shapes import LATENT_EPS, ModelShape
+from optrush.models.shapes import ModelShape
+
+LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is: as published
 
 
 class LatentAttention(nn.Module):

@@ -92,9 +92,7 @@ class CentredNorm(RMSNorm):
 
     def add_and_norm(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
         x = x if branch is None else x + branch
-        wide = widen(x)
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return x, (wide * (1 + widen(self.weight))).to(x.dtype)
+        return x, (rms_norm.unit(x, self.eps) * (1 + widen(self.weight))).to(x.dtype)
 
 
 class UnitNorm(nn.Module):
@@ -106,8 +104,7 @@ class UnitNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., E) -> (..., E)."""
-        wide = widen(x)
-        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return rms_norm.unit(x, self.eps).to(x.dtype)
 
 
 class WholeNorm(RMSNorm):

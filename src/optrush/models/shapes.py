@@ -13,151 +13,22 @@ from typing import Any
 
 from optrush.errors import ConfigError, NeedsError, one_line
 from optrush.models.config_json import EXPERTS
+from optrush.models.families import (
+    FAMILIES,
+    FOREIGN_ROPE_KINDS,
+    LACKING,
+    MIXTURES,
+    ROPE_KINDS,
+    ExpertsSpec,
+    FamilySpec,
+    Switch,
+    limits,
+)
 from optrush.models.published import SHAPES as SHAPES
 from optrush.models.text_part import OTHER_MEDIA, as_text, is_multimodal, nested_obstacle, text_config
 
 HF = Mapping[str, Any]  # a config.json
-ROPE_KINDS = ("default", "linear", "llama3", "dynamic", "yarn", "longrope")
-FOREIGN_ROPE_KINDS = ("proportional",)  # computed by transformers only
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "olmoe": "OlmoeForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-    "glm4_moe": "Glm4MoeForCausalLM",
-    "deepseek_v2": "DeepseekV2ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
-    "youtu": "YoutuForCausalLM",
-    "qwen3_next": "Qwen3NextForCausalLM",
-    "qwen3_5_text": "Qwen3_5ForCausalLM",
-    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
-    "llama4_text": "Llama4ForCausalLM",
-}
 LOAD_FIGURES = ("expert_busiest", "expert_entropy")  # of a model with experts, in metrics.jsonl
-# Defaults of keys that config.json leaves out (transformers' configuration classes, versions 5.17 to 5.23).
-_QWEN = {
-    "num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28
-}  # fmt: skip
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048},
-    "mistral": {"num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072, "sliding_window": 4096},
-    "qwen2": {**_QWEN, "head_dim": None},
-    "qwen3": {**_QWEN, "head_dim": 128},
-    "mixtral": {
-        "num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True,
-        "router_aux_loss_coef": 0.001,
-    },
-    "olmoe": {
-        "num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
-        "num_experts": 64, "num_experts_per_tok": 8, "router_aux_loss_coef": 0.01,
-    },
-    "qwen3_moe": {
-        "num_key_value_heads": 4, "head_dim": None, "max_position_embeddings": 32768, "sliding_window": 4096,
-        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "router_aux_loss_coef": 0.001,
-    },
-    "gpt_oss": {
-        "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
-        "rope_theta": 150000.0, "sliding_window": 128, "num_local_experts": 128, "num_experts_per_tok": 4,
-        "norm_topk_prob": True, "router_aux_loss_coef": 0.001, "attention_bias": True, "swiglu_alpha": 1.702,
-        "swiglu_limit": 7.0, "rope_parameters": {
-            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-            "original_max_position_embeddings": 4096,
-        },
-    },
-}  # fmt: skip
-
-_DEFAULTS["glm4_moe"] = {
-    "num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
-    "n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1,
-    "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
-    "use_qk_norm": False, "partial_rotary_factor": 0.5, "router_aux_loss_coef": 0.0,
-}  # fmt: skip
-_DEFAULTS["deepseek_v3"] = {
-    "num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 4096, "q_lora_rank": 1536,
-    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "rope_interleave": True,
-    "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1,
-    "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "norm_topk_prob": True,
-    "router_aux_loss_coef": 0.0,
-}  # fmt: skip
-_DEFAULTS["deepseek_v2"] = {
-    **_DEFAULTS["deepseek_v3"], "max_position_embeddings": 2048, "n_routed_experts": 64, "num_experts_per_tok": None,
-    "moe_intermediate_size": 1407, "n_shared_experts": 2, "routed_scaling_factor": 1.0, "n_group": None,
-    "topk_group": None, "topk_method": "greedy", "first_k_dense_replace": 0, "norm_topk_prob": False,
-}  # fmt: skip
-_DEFAULTS["glm4_moe_lite"] = {
-    **_DEFAULTS["deepseek_v3"], "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "q_lora_rank": 768,
-    "qk_nope_head_dim": 192, "v_head_dim": 256, "n_routed_experts": 64, "num_experts_per_tok": 4,
-    "moe_intermediate_size": 1536, "routed_scaling_factor": 1.8, "n_group": 1, "topk_group": 1,
-    "first_k_dense_replace": 1,
-}  # fmt: skip
-_DEFAULTS["youtu"] = {
-    key: _DEFAULTS["deepseek_v3"][key] for key in (
-        "num_key_value_heads", "head_dim", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim",
-        "v_head_dim", "rope_interleave",
-    )
-} | {"max_position_embeddings": 131072, "tie_word_embeddings": True}  # fmt: skip
-_DEFAULTS["qwen3_5_text"] = {
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 32768,
-    "partial_rotary_factor": 0.25,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "full_attention_interval": 4,
-}
-_DEFAULTS["qwen3_next"] = {
-    **_DEFAULTS["qwen3_5_text"],
-    "num_key_value_heads": 2,
-    "num_experts": 512,
-    "num_experts_per_tok": 10,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-    "norm_topk_prob": True,
-    "router_aux_loss_coef": 0.001,
-}
-_DEFAULTS["qwen3_5_moe_text"] = {**_DEFAULTS["qwen3_next"], "num_experts": 256, "num_experts_per_tok": 8}
-_DEFAULTS["llama4_text"] = {
-    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0, "intermediate_size": 8192, "intermediate_size_mlp": 16384, "num_local_experts": 16,
-    "num_experts_per_tok": 1, "interleave_moe_layer_step": 1, "router_aux_loss_coef": 0.0, "no_rope_layer_interval": 4,
-    "attention_chunk_size": 8192, "attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1,
-    "use_qk_norm": True, "n_shared_experts": 1,
-}  # fmt: skip
-_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # with layers of a delta rule
-LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is: as published
-_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")  # whose keys and values come from a latent
-_SIGMOID = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")  # whose routers score by sigmoids
-# Whose dense layers have another width than experts.
-_MIXED = ("qwen3_moe", "qwen3_next", "glm4_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "llama4_text")
-_PARTIAL = ("glm4_moe", *_DELTA)  # that rotate a part of each head
-# That read attention_bias.
-_BIASED = ("llama", "qwen3", "olmoe", "qwen3_moe", "gpt_oss", "glm4_moe", "llama4_text", *_LATENT, *_DELTA)
-# Keys that published code reads and transformers does not, or the other way round: the values on which both agree.
-_AGREED: dict[str, dict[str, tuple[Any, ...]]] = {
-    "deepseek_v2": {
-        "scoring_func": ("softmax",), "topk_method": ("greedy", "group_limited_greedy"), "moe_layer_freq": (1,),
-        "norm_topk_prob": (False,), "mlp_bias": (False,),
-    },
-    "deepseek_v3": {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
-    "glm4_moe_lite": {
-        "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
-        "first_k_dense_replace": (1,),
-    },
-    "qwen3_5_moe_text": {"decoder_sparse_step": (1,), "mlp_only_layers": ([],), "norm_topk_prob": (True,)},
-}  # fmt: skip
-_MISSING = {  # by family of experts: what of it our decoder has not
-    "kimi_linear": "a delta rule with a decay for each channel, latent attention without RoPE",
-}
-MIXTURES = tuple(family for family, full in _DEFAULTS.items() if "num_experts_per_tok" in full)
 
 
 @dataclass(frozen=True)
@@ -293,15 +164,16 @@ class ModelShape:
         """
         refuse_foreign(hf)
         if (obstacle := native_obstacle(hf)) is not None:
-            do = f"set `implementation: transformers`, or choose a model of type {', '.join(ARCHITECTURES)} "
+            do = f"set `implementation: transformers`, or choose a model of type {', '.join(FAMILIES)} "
             do += f"with a RoPE type among {', '.join(ROPE_KINDS)}"
             raise NeedsError(f"a model of type {hf.get('model_type')!r} in our own decoder", obstacle, do)
         hf = as_text(hf)
         family = str(hf["model_type"])
-        full = {**_DEFAULTS[family], **hf}
+        spec = FAMILIES[family]
+        full = {**spec.defaults, **hf}
         width, heads = _size(hf, "hidden_size"), _size(hf, "num_attention_heads")
         kv_heads = heads if full["num_key_value_heads"] is None else _size(full, "num_key_value_heads")
-        latent = _latent(full) if family in _LATENT else None
+        latent = _latent(full, spec) if spec.latent else None
         head_width = full["head_dim"] or width // heads
         if latent is not None:
             kv_heads, head_width = heads, latent.plain + latent.rotated
@@ -310,26 +182,19 @@ class ModelShape:
             found += f"head_dim {full['head_dim']}"
             do = "heads must be a multiple of key/value heads, head_dim even, and hidden_size a multiple of heads"
             raise ConfigError(f"a {family} model from config.json", found, do)
-        bias = bool(full.get("attention_bias", False)) and family in _BIASED
-        part = _rotary_part(full) if family in _PARTIAL else 1.0
+        part = _rotary_part(full) if spec.partial_rotary else 1.0
         rotated = None if part == 1 else int(head_width * part)
-        experts = _experts(hf, full)
-        window, window_layers = _window(full)
-        dense = "intermediate_size_mlp" if family == "llama4_text" else "intermediate_size"
-        ff_width = experts.ff_width if experts and family not in _MIXED else _size(full, dense)
+        window, window_layers = _window(full, spec)
         return cls(
             family=family, layers=_size(hf, "num_hidden_layers"), width=width, heads=heads, kv_heads=int(kv_heads),
-            head_width=int(head_width), ff_width=ff_width, vocab=_size(hf, "vocab_size"),
-            tied=bool(full.get("tie_word_embeddings", False)), qkv_bias=bias or family == "qwen2",
-            o_bias=bias and family != "glm4_moe", rotated=rotated,
-            mlp_bias=bool(hf.get("mlp_bias", False)) and family == "llama",
-            delta=_delta(full) if family in _DELTA else None, gated=family in _DELTA, centred=family in _DELTA,
-            qk_norm=family in ("qwen3", "qwen3_moe", "olmoe", *_DELTA)
-            or (bool(full.get("use_qk_norm", False)) and family != "llama4_text"),
-            chunks=_chunks(full) if family == "llama4_text" else None,
-            norm_eps=float(full.get("rms_norm_eps", 1e-6)), window=window,
-            rope=_rope(full, latent.rotated if latent else rotated or int(head_width)), latent=latent,
-            window_layers=window_layers, sinks=family == "gpt_oss", whole_qk_norm=family == "olmoe", experts=experts,
+            head_width=int(head_width), ff_width=_size(full, spec.ff_width), vocab=_size(hf, "vocab_size"),
+            tied=bool(full.get("tie_word_embeddings", False)), qkv_bias=_is_on(spec.qkv_bias, full),
+            o_bias=_is_on(spec.o_bias, full), mlp_bias=_is_on(spec.mlp_bias, full),
+            qk_norm=_is_on(spec.qk_norm, full), whole_qk_norm=spec.whole_qk_norm, centred=spec.centred,
+            gated=spec.gated, sinks=spec.sinks, norm_eps=float(full.get("rms_norm_eps", 1e-6)),
+            rope=_rope(full, latent.rotated if latent else rotated or int(head_width)), rotated=rotated,
+            window=window, window_layers=window_layers, experts=_experts(hf, full, spec), latent=latent,
+            delta=_delta(full, spec) if spec.delta else None, chunks=_chunks(full) if spec.chunks else None,
         )  # fmt: skip
 
     @property
@@ -478,6 +343,11 @@ class ModelShape:
         return flop
 
 
+def _is_on(switch: Switch, full: HF) -> bool:
+    """Return whether a switch of a family is on, which a key of config.json may decide."""
+    return bool(full.get(switch, False)) if isinstance(switch, str) else switch
+
+
 def _size(hf: HF, key: str) -> int:
     value = hf.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -500,6 +370,7 @@ _ROPE_NEEDS = {
     "linear": ("factor",),
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
 }
 
 
@@ -511,39 +382,39 @@ def _rope(hf: HF, width: int) -> RopeShape:
     """
     given, kind = rope_settings(hf), rope_kind(hf)
     theta = given.get("rope_theta", hf.get("rope_theta"))
-    theta = 10000.0 if theta is None else float(theta)
-    needed = _ROPE_NEEDS.get(kind, ())
-    for key in needed:
+    read: dict[str, Any] = {"theta": 10000.0 if theta is None else float(theta)}
+    for key in _ROPE_NEEDS.get(kind, ()):
         if not isinstance(given.get(key), int | float):
             found = f"{key} is {given.get(key)!r} in config.json"
             raise ConfigError(f"RoPE type {kind!r}", found, f"give {key} a number")
-    factors = {key: float(given[key]) for key in needed}
+        read[key] = float(given[key])
     if kind in ("default", "linear"):
-        return RopeShape(kind, theta, **factors)  # type: ignore[arg-type]
-    positions = hf["max_position_embeddings"]
-    if kind == "dynamic":
-        return RopeShape(kind, theta, **factors, original_max=int(positions))  # type: ignore[arg-type]
-    original = hf.get("original_max_position_embeddings") or given.get("original_max_position_embeddings") or positions
-    if kind == "llama3":
-        return RopeShape(kind, theta, **factors, original_max=int(original))  # type: ignore[arg-type]
-    if kind == "yarn" and "factor" not in given:
-        raise ConfigError("RoPE type 'yarn'", "no factor in config.json", "give factor a number")
-    factor = float(given.get("factor") or positions / original)
-    scale = given.get("attention_factor")
+        return RopeShape(kind, **read)
+    key, positions = "original_max_position_embeddings", hf["max_position_embeddings"]
+    original = positions if kind == "dynamic" else hf.get(key) or given.get(key) or positions
+    read["original_max"] = int(original)
     if kind == "yarn":
-        scale = _yarn_scale(given, factor) if scale is None else float(scale)
-        fast, slow = float(given.get("beta_fast") or 32), float(given.get("beta_slow") or 1)
-        more = {"scale": scale, "beta_fast": fast, "beta_slow": slow, "truncate": bool(given.get("truncate", True))}
-        return RopeShape(kind, theta, factor, original_max=int(original), **more)  # type: ignore[arg-type]
+        scale = given.get("attention_factor")
+        read["scale"] = _yarn_scale(given, read["factor"]) if scale is None else float(scale)
+        read |= {"beta_fast": float(given.get("beta_fast") or 32), "beta_slow": float(given.get("beta_slow") or 1)}
+        read["truncate"] = bool(given.get("truncate", True))
+    if kind == "longrope":
+        read |= _longrope(given, float(given.get("factor") or positions / original), original, width)
+    return RopeShape(kind, **read)
+
+
+def _longrope(given: HF, factor: float, original: float, width: int) -> dict[str, Any]:
+    """Return the fields of a longrope: its two lists of factors, and the scale of cosines and sines."""
+    scale = given.get("attention_factor")
     if scale is None:
         scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    both = {}
+    read: dict[str, Any] = {"factor": factor, "scale": float(scale)}
     for key in ("short_factor", "long_factor"):
         if not isinstance(given.get(key), list) or len(given[key]) != width // 2:
             found = f"{key} is {one_line(repr(given.get(key)), 60)} in config.json"
-            raise ConfigError(f"RoPE type {kind!r}", found, f"give {key} {width // 2} numbers")
-        both[key] = tuple(map(float, given[key]))
-    return RopeShape(kind, theta, factor, original_max=int(original), scale=float(scale), **both)  # type: ignore[arg-type]
+            raise ConfigError("RoPE type 'longrope'", found, f"give {key} {width // 2} numbers")
+        read[key] = tuple(map(float, given[key]))
+    return read
 
 
 def _yarn_scale(given: HF, factor: float) -> float:
@@ -556,7 +427,7 @@ def _yarn_scale(given: HF, factor: float) -> float:
     return scale(one) / scale(other) if one and other else scale(1.0)
 
 
-def _delta(full: HF) -> DeltaShape:
+def _delta(full: HF, spec: FamilySpec) -> DeltaShape:
     """Read the layers of a delta rule, every one but each fourth unless listed."""
     L, every = _size(full, "num_hidden_layers"), _size(full, "full_attention_interval")
     kinds = full.get("layer_types") or ["linear_attention" if (i + 1) % every else "full_attention" for i in range(L)]
@@ -568,11 +439,11 @@ def _delta(full: HF) -> DeltaShape:
         layers=tuple(i for i, kind in zip(range(L), kinds, strict=False) if kind == "linear_attention"),
         key_heads=key_heads, heads=heads, key=_size(full, "linear_key_head_dim"),
         value=_size(full, "linear_value_head_dim"), taps=_size(full, "linear_conv_kernel_dim"),
-        by_key_head=full["model_type"] == "qwen3_next",
+        by_key_head=spec.by_key_head,
     )  # fmt: skip
 
 
-def _latent(full: HF) -> LatentShape:
+def _latent(full: HF, spec: FamilySpec) -> LatentShape:
     """Read the sizes of latent attention; with YaRN scores have the square of its factor for all values of a head."""
     rope, rank = rope_settings(full), full["q_lora_rank"]
     factor, by = float(rope.get("factor") or 1.0), float(rope.get("mscale_all_dim") or 0.0)
@@ -584,7 +455,7 @@ def _latent(full: HF) -> LatentShape:
     return LatentShape(
         q_rank=None if rank is None else _size(full, "q_lora_rank"), kv_rank=_size(full, "kv_lora_rank"),
         plain=_size(full, "qk_nope_head_dim"), rotated=rotated, value=_size(full, "v_head_dim"),
-        interleaved=full["model_type"] == "deepseek_v2" or bool(full["rope_interleave"]),
+        interleaved=_is_on(spec.interleaved, full),
         scale=(0.1 * by * math.log(factor) + 1.0) ** 2 if grown else 1.0,
     )  # fmt: skip
 
@@ -610,46 +481,45 @@ def _chunks(full: HF) -> ChunkShape:
     )  # fmt: skip
 
 
-def _experts(hf: HF, full: HF) -> ExpertsShape | None:
+def _experts(hf: HF, full: HF, spec: FamilySpec) -> ExpertsShape | None:
     """Read the experts of a family that has them, in layers `decoder_sparse_step` apart but for `mlp_only_layers`."""
-    key = next((key for given in (hf, full) for key in EXPERTS if given.get(key) is not None), "")
-    if full["model_type"] not in MIXTURES or not full.get(key):
+    key, e = next((key for given in (hf, full) for key in EXPERTS if given.get(key) is not None), ""), spec.experts
+    if e is None or not full.get(key):
         return None
-    count, active = _size(full, key), _size(full, "num_experts_per_tok")
+    count, active, layers = _size(full, key), _size(full, "num_experts_per_tok"), _expert_layers(full, e)
     if active > count:
         found = f"{key} {count}, num_experts_per_tok {active}"
         raise ConfigError("experts from config.json", found, "give num_experts_per_tok at most the number of experts")
-    scaled, listed = full["model_type"] == "llama4_text", full.get("moe_layers")
-    step, dense = full.get("decoder_sparse_step") or 1, set(full.get("mlp_only_layers") or ())
-    step = _size(full, "interleave_moe_layer_step") if scaled else step
-    layers = range(_size(full, "num_hidden_layers"))
-    first = int(full.get("first_k_dense_replace") or 0)
-    sigmoid = full["model_type"] in _SIGMOID
-    balanced = not (sigmoid or scaled)  # by a loss, in transformers
-    groups = 1 if full.get("topk_method") == "greedy" else int(full.get("n_group") or 1)
-    kinds = full.get("mlp_layer_types")
-    dense |= {i for i, kind in enumerate(kinds or ()) if kind == "dense"}
-    if scaled and listed is not None:
-        dense, step = {*layers} - {*listed}, 1
-    first = first if kinds is None else 0
-    sparse = tuple(i for i in layers if i not in dense and (i + 1) % step == 0 and i >= first)
-    if scaled and not sparse:
+    if e.router == "logits" and not layers:
         return None
+    groups = 1 if full.get("topk_method") == "greedy" else int(full.get("n_group") or 1)
+    sigmoid = e.router == "sigmoid"
     if count % groups or (sigmoid and count // groups < 2):
         do = "give n_group a divisor with two experts or more in a group"
         raise ConfigError("experts from config.json", f"{key} {count}, n_group {groups}", do)
-    width = "moe_intermediate_size" if "moe_intermediate_size" in full else "intermediate_size"
+    balanced = full.get("output_router_logits") and e.router == "softmax"  # by a loss, in transformers
     return ExpertsShape(
-        layers=sparse, count=count, active=active,
-        ff_width=_size(full, width), normalised=bool(full.get("norm_topk_prob", False)),
-        balance=float(full["router_aux_loss_coef"]) if full.get("output_router_logits") and balanced else 0.0,
-        biases=full["model_type"] == "gpt_oss", sigmoid=sigmoid, scale=float(full.get("routed_scaling_factor") or 1.0),
-        groups=groups, active_groups=int(full.get("topk_group") or 1),
+        layers=layers, count=count, active=active, ff_width=_size(full, e.width),
+        normalised=bool(full.get("norm_topk_prob", False)),
+        balance=float(full["router_aux_loss_coef"]) if balanced else 0.0, biases=e.biases, sigmoid=sigmoid,
+        scale=float(full.get("routed_scaling_factor") or 1.0), groups=groups,
+        active_groups=int(full.get("topk_group") or 1),
         shared_width=int(full.get("shared_expert_intermediate_size") or 0)
-        or int(full.get("n_shared_experts") or 0) * _size(full, width),
-        shared_gate=full["model_type"] in _DELTA, scaled_input=scaled,
+        or int(full.get("n_shared_experts") or 0) * _size(full, e.width),
+        shared_gate=e.shared_gate, scaled_input=e.router == "logits",
         clamp=(float(full["swiglu_alpha"]), float(full["swiglu_limit"])) if "swiglu_limit" in full else None,
     )  # fmt: skip
+
+
+def _expert_layers(full: HF, e: ExpertsSpec) -> tuple[int, ...]:
+    """Return the layers that have experts, by whichever keys a family has for that."""
+    layers, kinds = range(_size(full, "num_hidden_layers")), full.get("mlp_layer_types")
+    if (listed := full.get(e.listed)) is not None:
+        return tuple(i for i in layers if i in listed)
+    dense = {*(full.get("mlp_only_layers") or ()), *(i for i, kind in enumerate(kinds or ()) if kind == "dense")}
+    step = full.get(e.step) or 1
+    first = int(full.get("first_k_dense_replace") or 0) if kinds is None else 0
+    return tuple(i for i in layers if i not in dense and (i + 1) % step == 0 and i >= first)
 
 
 def _rotary_part(full: HF) -> float:
@@ -658,24 +528,18 @@ def _rotary_part(full: HF) -> float:
     return float(part)
 
 
-def _window(full: HF) -> tuple[int | None, tuple[int, ...]]:
+def _window(full: HF, spec: FamilySpec) -> tuple[int | None, tuple[int, ...]]:
     """Return the sliding window, and the layers that have it."""
-    family, window, layers = full["model_type"], full.get("sliding_window"), range(full["num_hidden_layers"])
-    if family in ("llama", "olmoe", "glm4_moe", "llama4_text", *_LATENT, *_DELTA) or window is None:
+    window, layers, rule = full.get("sliding_window"), range(full["num_hidden_layers"]), spec.window
+    switched_off = rule in ("switched", "upper") and not full.get("use_sliding_window", False)
+    if rule == "none" or window is None or switched_off:
         return None, ()
-    if family in ("mistral", "mixtral"):
-        return int(window), tuple(layers)
-    kinds = full.get("layer_types")
-    if family == "gpt_oss":
-        kinds = kinds or ["full_attention" if i % 2 else "sliding_attention" for i in layers]
-    elif not full.get("use_sliding_window", False):
-        return None, ()
-    if family == "qwen3_moe":
-        slides = tuple(layers)
-    elif kinds is None:
-        slides = tuple(layers[int(full["max_window_layers"]) :])
-    else:
+    kinds = full.get("layer_types") if rule in ("upper", "alternate") else None
+    if kinds:
         slides = tuple(i for i, kind in zip(layers, kinds, strict=False) if kind == "sliding_attention")
+    else:
+        begin, step = int(full["max_window_layers"]) if rule == "upper" else 0, 2 if rule == "alternate" else 1
+        slides = tuple(layers[begin::step])
     return (int(window), slides) if slides else (None, ())
 
 
@@ -689,37 +553,35 @@ def native_obstacle(hf: HF) -> str | None:
         return found
     hf = as_text(hf)
     family = hf.get("model_type")
-    if family not in ARCHITECTURES:
-        return f"model_type {family!r}, where our decoder has {', '.join(ARCHITECTURES)}"
+    spec = FAMILIES.get(str(family))
+    if spec is None:
+        return f"model_type {family!r}, where our decoder has {', '.join(FAMILIES)}"
+    if (found := _rope_obstacle(hf, spec)) is not None:
+        return found
+    for key, allowed, instead in limits(str(family)):
+        unread = key == "first_k_dense_replace" and hf.get("mlp_layer_types")
+        if key in hf and hf[key] not in allowed and not unread:
+            return f"{key} {hf[key]!r}, {instead}"
+    if spec.latent and hf.get("num_key_value_heads") not in (None, hf.get("num_attention_heads")):
+        return f"num_key_value_heads {hf['num_key_value_heads']}, fewer or more than heads, beside a latent"
+    odd = sorted(set(hf.get("layer_types") or ()) - {"full_attention", spec.other_layers})
+    return f"layer types {', '.join(map(repr, odd))}" if odd else None
+
+
+def _rope_obstacle(hf: HF, spec: FamilySpec) -> str | None:
+    """Return the reason why our decoder does not compute the rotary embedding of a family's config.json."""
     rope, kind = rope_settings(hf), rope_kind(hf)
     if any(isinstance(value, Mapping) for value in rope.values()):
         return "RoPE parameters that differ between layers"
-    if kind in FOREIGN_ROPE_KINDS:
-        return f"RoPE type {kind!r}, where our decoder has {', '.join(ROPE_KINDS)}"
-    if kind not in ROPE_KINDS:
+    if kind not in (*ROPE_KINDS, *FOREIGN_ROPE_KINDS):
         found = f"known here: {', '.join(ROPE_KINDS)}; known to transformers too: {', '.join(FOREIGN_ROPE_KINDS)}"
-        raise NeedsError(f"RoPE type {kind!r} in a {family} model", found, "correct rope_type in config.json")
+        raise NeedsError(f"RoPE type {kind!r} in a {hf['model_type']} model", found, "correct rope_type in config.json")
+    if kind not in spec.rope_kinds:
+        return f"RoPE type {kind!r}, where our decoder has {', '.join(spec.rope_kinds)}"
     partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0) and family not in _PARTIAL:
+    if partial not in (None, 1, 1.0) and not spec.partial_rotary:
         return f"partial_rotary_factor {partial}: only a part of each head is rotated"
-    if hf.get("hidden_act", "silu") not in ("silu", "swish"):
-        return f"hidden_act {hf['hidden_act']!r}, where our decoder has silu"
-    if hf.get("attention_dropout"):
-        return f"attention_dropout {hf['attention_dropout']}, which our decoder does not have"
-    for key in ("clip_qkv", "router_jitter_noise"):
-        if hf.get(key):
-            return f"{key} {hf[key]}, which our decoder does not have"
-    for key, agreed in _AGREED.get(family, {}).items():
-        if hf.get(key) not in (None, *agreed) and not (key == "first_k_dense_replace" and hf.get("mlp_layer_types")):
-            return f"{key} {hf[key]!r}, where our decoder has {' or '.join(map(repr, agreed))} in a {family} model"
-    if family in _LATENT and hf.get("num_key_value_heads") not in (None, hf.get("num_attention_heads")):
-        return f"num_key_value_heads {hf['num_key_value_heads']}, fewer or more than heads, beside a latent"
-    if family == "llama4_text" and kind in ("yarn", "longrope"):
-        return f"RoPE type {kind!r}, which scales what the norms of queries and keys get in a {family} model"
-    other = "linear_attention" if family in _DELTA else "sliding_attention"
-    known = {"full_attention", "chunked_attention" if family == "llama4_text" else other}
-    odd = sorted(set(hf.get("layer_types") or ()) - known)
-    return f"layer types {', '.join(map(repr, odd))}" if odd else None
+    return None
 
 
 def sdpa_obstacle(hf: HF) -> str | None:
@@ -745,10 +607,11 @@ def refuse_foreign(hf: HF) -> None:
     kind, multimodal, text = str(hf.get("model_type", "")), is_multimodal(hf), as_text(hf)
     asked = f"to train a model of type {kind!r}"
     dense = "choose a text-only causal language model (architecture ...ForCausalLM)"
+    spec = FAMILIES.get(str(text.get("model_type")))
     found = next((f"{key} = {text[key]}" for key in EXPERTS if text.get(key) not in (None, 0, 1)), None)
-    if (found is not None or "moe" in kind) and text.get("model_type") not in MIXTURES:
+    if (found is not None or "moe" in kind) and (spec is None or spec.experts is None):
         do = f"choose a dense model, or one of type {', '.join(MIXTURES)}"
-        missing = _MISSING.get(str(text.get("model_type")))
+        missing = LACKING.get(str(text.get("model_type")))
         lacking = "" if missing is None else f": {missing}"
         raise NeedsError(asked, f"a mixture of experts ({found or kind}) that our decoder does not have{lacking}", do)
     for key in OTHER_MEDIA if not multimodal else ():
@@ -763,8 +626,8 @@ def refuse_foreign(hf: HF) -> None:
             raise NeedsError(asked, f"architecture {name}, which is not a causal language model", dense)
     given = [each.get("quantization_config") for each in (hf, text)]
     config = next((each for each in given if each is not None), None)
-    read = isinstance(config, dict) and config.get("quant_method") == "mxfp4" and text.get("model_type") == "gpt_oss"
-    if config is not None and not read:  # MXFP4 of gpt-oss is exact in bfloat16, which it is read as
+    packed = isinstance(config, dict) and config.get("quant_method") == "mxfp4"
+    if config is not None and not (packed and spec is not None and spec.mxfp4):
         method = config.get("quant_method", "unnamed") if isinstance(config, dict) else f"of no mapping, {config!r}"
         do = "start from the unquantised checkpoint; a technique quantises the frozen base while it is loaded"
         do = "add --with nf4 --with lora" if method == "bitsandbytes" and not multimodal else do

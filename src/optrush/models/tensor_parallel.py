@@ -15,7 +15,7 @@ Legend: B rows, T tokens, D width, n ranks of the axis.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -219,44 +219,28 @@ def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gathered(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor, None]:
-        return _scattered(incoming[0], ctx.group), None
+def _same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.view_as(x)
 
 
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _scattered(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor, None]:
-        return _gathered(incoming[0], ctx.group), None
+Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+def _function(there: Collective, back: Collective) -> type[torch.autograd.Function]:
+    """Return the function whose gradient takes the way back."""
 
-    @staticmethod
-    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor, None]:
-        return _summed(incoming[0], ctx.group), None
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+            ctx.group = group
+            return there(x, group)
+
+        @staticmethod
+        def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor, None]:
+            return back(incoming[0], ctx.group), None
+
+    return Function
 
 
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _summed(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor, None]:
-        return incoming[0], None
+_Gather, _Scatter = _function(_gathered, _scattered), _function(_scattered, _gathered)
+_Copy, _Sum = _function(_same, _summed), _function(_summed, _same)

@@ -3,7 +3,7 @@
 Such a model is a language model, towers that turn images (video, audio) into embeddings, and projections between. On
 rows of text the towers compute nothing: what is trained is the language model alone, and everything else remains as
 published. In transformers they have the language model at `model.language_model` and its head at `lm_head`, but for
-those of `INSIDE`; in files there are three layouts (`LAYOUTS`).
+those with the head inside; in files there are three layouts (`LAYOUTS`).
 """
 
 from __future__ import annotations
@@ -11,40 +11,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from optrush.models.families import FAMILIES, FLAT, HEAD_INSIDE, MULTIMODAL, NEEDED, SAME
+
 HF = Mapping[str, Any]  # a config.json
-# Models whose language model our own decoder has, by model_type of the whole: transformers' class.
-MULTIMODAL = {
-    "internvl": "InternVLForConditionalGeneration",
-    "llava": "LlavaForConditionalGeneration",
-    "llava_next": "LlavaNextForConditionalGeneration",
-    "llava_onevision": "LlavaOnevisionForConditionalGeneration",
-    "mistral3": "Mistral3ForConditionalGeneration",
-    "qwen2_vl": "Qwen2VLForConditionalGeneration",
-    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
-    "qwen3_vl": "Qwen3VLForConditionalGeneration",
-    "qwen3_5": "Qwen3_5ForConditionalGeneration",
-    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
-    "kimi_k25": "Kimi_K25ForConditionalGeneration",
-    "llama4": "Llama4ForConditionalGeneration",
-}
-# Language models that compute, on text, what a family of text computes: the three positions of a token (time, height,
-# width), by which parts of its head are rotated, are one and the same there.
-SAME = {
-    "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2",
-    "qwen3_vl_text": "qwen3", "kimi_k2": "deepseek_v3",
-}  # fmt: skip
-FLAT = ("qwen2_vl", "qwen2_5_vl")  # may have the language model's keys at the top of config.json
-# Keys without which the defaults of a nested configuration, one for each class, would decide. The classes of OWN have
-# the configuration of their family of text.
-OWN = ("qwen3_5_text", "qwen3_5_moe_text", "deepseek_v3", "llama4_text")
-NEEDED = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
-    "rms_norm_eps",
-)  # fmt: skip
-NEEDED_OF = {"mistral": ("head_dim", "sliding_window"), "qwen3": ("head_dim",)}
 PREFIX, HEAD = "model.language_model.", "lm_head."
 LAYOUTS = ((PREFIX, HEAD), ("language_model.model.", "language_model.lm_head."), ("model.", HEAD))
-INSIDE = ("llama4",)  # whose language model has its head inside, in transformers too: the second layout
 BLOCKS = ("layers.", "embed_tokens.", "norm.")  # of the last layout, whose prefix the towers can have too
 OTHER_MEDIA = ("vision_config", "audio_config", "speech_config", "image_token_id", "text_config")
 
@@ -57,7 +28,7 @@ def is_multimodal(hf: HF) -> bool:
 
 def prefixes(hf: HF) -> tuple[str, str]:
     """Return the prefixes of a language model's tensors and of its head's in transformers' model of a config.json."""
-    return LAYOUTS[-1 if not is_multimodal(hf) else 1 if hf["model_type"] in INSIDE else 0]
+    return LAYOUTS[-1 if not is_multimodal(hf) else 1 if hf["model_type"] in HEAD_INSIDE else 0]
 
 
 def text_config(hf: Any) -> Any:
@@ -71,11 +42,10 @@ def as_text(hf: HF) -> HF:
         return hf
     text = text_config(hf)
     kind = str(text.get("model_type", ""))
-    found = {key: value for key, value in text.items() if key not in (*OTHER_MEDIA, "architectures")}
-    found["model_type"] = SAME.get(kind, kind)
+    family, unread = SAME.get(kind, (kind, ()))
+    found = {key: value for key, value in text.items() if key not in (*OTHER_MEDIA, "architectures", *unread)}
+    found["model_type"] = family
     found["tie_word_embeddings"] = bool(hf.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
-    if found["model_type"] == "qwen2" and kind in SAME:
-        found.pop("head_dim", None)  # their attention divides the width by the heads
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(rope := found.get(key), dict):
             rope = {name: value for name, value in rope.items() if not name.startswith("mrope")}
@@ -90,8 +60,8 @@ def nested_obstacle(hf: HF) -> str | None:
             f"model_type {hf.get('model_type')!r}, where our decoder has {', '.join(MULTIMODAL)} of those with images"
         )
     text = as_text(hf)
-    needed = () if text["model_type"] in OWN else (*NEEDED, *NEEDED_OF.get(text["model_type"], ()))
-    missing = [key for key in needed if key not in text]
+    spec = FAMILIES.get(text["model_type"])
+    missing = [key for key in (NEEDED if spec is None else spec.nested) if key not in text]
     if not any("rope_theta" in part for part in (text, text.get("rope_parameters") or {})):
         missing.append("rope_theta")
     return f"{missing[0]} is not in its text_config" if missing else None

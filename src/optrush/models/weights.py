@@ -30,8 +30,9 @@ from optrush.files import parse_json
 from optrush.kernels import mxfp4, nf4
 from optrush.models.decoder import Decoder, Linear
 from optrush.models.experts import Experts
-from optrush.models.shapes import ARCHITECTURES, HF, ModelShape, native_obstacle
-from optrush.models.text_part import LAYOUTS, MULTIMODAL, text_config
+from optrush.models.families import ARCHITECTURES, FAMILIES, FamilySpec
+from optrush.models.shapes import HF, ModelShape, native_obstacle
+from optrush.models.text_part import LAYOUTS, text_config
 
 if TYPE_CHECKING:
     from optrush.models.source import Growth
@@ -40,8 +41,6 @@ Shape = tuple[int, ...]
 Initializer = Callable[[Tensor, Shape], None]
 """Fills a tensor with the rectangle of one parameter that begins at an offset and has the tensor's shape."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-# Families with layers that predict further tokens.
-LATER_LAYERS = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 CHUNK_rows = 32768  # rows read at a time, where all rows of an embedding or head are
 EDGE_bytes = 4096  # at either end of a tensor, in a fingerprint
 
@@ -149,7 +148,7 @@ def refuse_more_layers(stored: Folder | PackedFolder, hf: HF) -> None:
 
 def leave_later_layers(stored: Folder | PackedFolder, shape: ModelShape) -> list[str]:
     """Remove layers behind the last one, which predict further tokens and are not trained; return their tensors."""
-    if not isinstance(stored, Folder) or shape.family not in LATER_LAYERS:
+    if not isinstance(stored, Folder) or not FAMILIES[shape.family].later_layers:
         return []
     layers = ((name, re.match(r"model\.layers\.(\d+)\.", name)) for name in stored.files)
     found = [name for name, match in layers if match is not None and int(match[1]) >= shape.layers]
@@ -333,44 +332,6 @@ class WeightMap:
             source.tensors.clear()
 
 
-_BLOCK_NAMES = {
-    "norm1": ("input_layernorm",),
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "q": ("self_attn.q_proj",),
-    "q_a": ("self_attn.q_a_proj",),
-    "q_a_norm": ("self_attn.q_a_layernorm",),
-    "q_b": ("self_attn.q_b_proj",),
-    "kv_a": ("self_attn.kv_a_proj_with_mqa",),
-    "kv_a_norm": ("self_attn.kv_a_layernorm",),
-    "kv_b": ("self_attn.kv_b_proj",),
-    "q_norm": ("self_attn.q_norm",),
-    "k_norm": ("self_attn.k_norm",),
-    "o": ("self_attn.o_proj",),
-    "sinks": ("self_attn",),  # whose own parameter it is
-    "norm2": ("post_attention_layernorm",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-    "shared_gate": ("mlp.shared_expert_gate",),
-}
-# Of experts: the module, and the names of gate, up and down in it.
-_EXPERTS = ("mlp", "experts.{}.gate_proj.weight", "experts.{}.up_proj.weight", "experts.{}.down_proj.weight")
-_EXPERTS_OF = {
-    "mixtral": ("block_sparse_moe", "experts.{}.w1.weight", "experts.{}.w3.weight", "experts.{}.w2.weight"),
-}  # fmt: skip
-# Of the others, what a family calls a layer's parameters.
-_LAYER_NAMES = {
-    "gpt_oss": {
-        "router": "mlp.router.weight", "router_bias": "mlp.router.bias", "gate_up": "mlp.experts.gate_up_proj",
-        "gate_up_bias": "mlp.experts.gate_up_proj_bias", "down": "mlp.experts.down_proj",
-        "down_bias": "mlp.experts.down_proj_bias",
-    },
-    "llama4_text": {
-        "router": "feed_forward.router.weight", "gate_up": "feed_forward.experts.gate_up_proj",
-        "down": "feed_forward.experts.down_proj",
-    },
-}  # fmt: skip
-
-
 def native_entries(
     model: Decoder, stored: Collection[str] = (), prefixes: tuple[str, str] = LAYOUTS[-1]
 ) -> dict[str, WeightEntry]:
@@ -381,28 +342,26 @@ def native_entries(
         prefixes: of the names of tensors, and of the head's.
     """
     entries: dict[str, WeightEntry] = {}
-    (prefix, head), family = prefixes, model.shape.family
+    (prefix, head), spec = prefixes, FAMILIES[model.shape.family]
     outer = {"embedding": f"{prefix}embed_tokens.", "norm": f"{prefix}norm.", "head": head}
-    feed = ".feed_forward." if family == "llama4_text" else ".mlp."
-    beside = "shared_expert." if model.shape.delta is not None or family == "llama4_text" else "shared_experts."
     for name, parameter in model.named_parameters():
         owner, _, kind = name.rpartition(".")
         shape, module = tuple(parameter.shape), model.get_submodule(owner)
         if isinstance(module, Experts):
-            entries[name] = _experts_entry(f"{prefix}layers.{owner.split('.')[1]}", kind, shape, family, stored)
+            entries[name] = _experts_entry(f"{prefix}layers.{owner.split('.')[1]}", kind, shape, spec, stored)
             continue
         if owner in outer:
             names = [outer[owner] + kind]
         else:
             _, number, *inside = owner.split(".")
             layer, part = f"{prefix}layers.{number}", inside[-1] if inside else "sinks"
+            mlp = spec.feed_forward
+            if spec.experts is not None and model.get_submodule(f"blocks.{number}").shared:
+                mlp += f".{spec.experts.shared_name}"
             if inside[:1] == ["delta"]:
                 names = [".".join((layer, "linear_attn", *inside[1:], kind))]
             else:
-                names = [f"{layer}.{hf}.{kind}" for hf in _BLOCK_NAMES[part]]
-            if part in ("gate_up", "down"):
-                shared = model.get_submodule(f"blocks.{number}").shared
-                names = [name.replace(".mlp.", feed + beside * bool(shared)) for name in names]
+                names = [f"{layer}.{hf.format(mlp=mlp)}.{kind}" for hf in spec.names[part]]
         rows, groups = [shape[0]], 1
         if isinstance(module, Linear):
             rows, groups = [n for _, n in module.output_splits], module.groups
@@ -410,27 +369,28 @@ def native_entries(
     return entries
 
 
-def _experts_entry(layer: str, kind: str, shape: Shape, family: str, stored: Collection[str]) -> WeightEntry:
+# Parameters of which an expert has one value, by their names in the router.
+_ROUTER = {"router": "weight", "router_bias": "bias", "correction": "e_score_correction_bias"}
+
+
+def _experts_entry(layer: str, kind: str, shape: Shape, spec: FamilySpec, stored: Collection[str]) -> WeightEntry:
     """Return the entry of one of the parameters of a layer's experts."""
-    if family in _LAYER_NAMES:
-        name = f"{layer}.{_LAYER_NAMES[family][kind]}"
-        if kind in ("gate_up", "down"):  # of gpt_oss rows of gate and up in turn, as here
-            groups = shape[1] // 2 if kind == "gate_up" and family != "gpt_oss" else 1
-            return ExpertsEntry(shape, ((name, shape[1] // groups),), groups, True, True)
-        return WeightEntry(shape, ((name, shape[0]),))
-    module = "mlp"
-    stacked = not stored or f"{layer}.mlp.experts.gate_up_proj" in stored
-    if not stacked:
-        module, *each = _EXPERTS_OF.get(family, _EXPERTS)
-    if own := {"correction": "e_score_correction_bias", "router": "weight"}.get(kind):
-        return WeightEntry(shape, ((f"{layer}.{module}.gate.{own}", shape[0]),))
-    groups = shape[1] // 2 if kind == "gate_up" else 1
-    if stacked:
-        return ExpertsEntry(shape, ((f"{layer}.mlp.experts.{kind}_proj", shape[1] // groups),), groups, True)
-    pieces = [(f"{layer}.{module}.{name}", 1) for name in each[:2]]
-    if kind == "down":
-        pieces = [(f"{layer}.{module}.{each[2]}", shape[1])]
-    return ExpertsEntry(shape, tuple(pieces), groups)
+    e, module = spec.experts, f"{layer}.{spec.feed_forward}"
+    assert e is not None
+    stacked = e.apart is None or not stored or f"{module}.experts.gate_up_proj" in stored
+    if e.apart is not None and not stacked:
+        module = f"{layer}.{e.apart[0]}"
+    if kind in _ROUTER:
+        return WeightEntry(shape, ((f"{module}.{e.router_name}.{_ROUTER[kind]}", shape[0]),))
+    if kind.endswith("_bias"):
+        return WeightEntry(shape, ((f"{module}.experts.{kind.replace('_bias', '_proj_bias')}", shape[0]),))
+    groups = shape[1] // 2 if kind == "gate_up" and not e.interleaved else 1
+    if e.apart is None or stacked:
+        pieces = ((f"{module}.experts.{kind}_proj", shape[1] // groups),)
+        return ExpertsEntry(shape, pieces, groups, True, e.transposed)
+    names = e.apart[1:3] if kind == "gate_up" else e.apart[3:]
+    rows = 1 if kind == "gate_up" else shape[1]
+    return ExpertsEntry(shape, tuple((f"{module}.experts.{{}}.{name}.weight", rows) for name in names), groups)
 
 
 def weights_fingerprint(folder: Path | None, seed: int) -> str:
@@ -574,7 +534,7 @@ def _config_bytes(hf: HF, dtype: str, architecture: str, base: Path | None) -> b
         text = config["text_config"]
         config["text_config"] = {**text, **{key: dtype for key in TYPE_KEYS if key in text}}
     if not config.get("architectures"):
-        config["architectures"] = [architecture or {**ARCHITECTURES, **MULTIMODAL}[config["model_type"]]]
+        config["architectures"] = [architecture or ARCHITECTURES[config["model_type"]]]
     published = b"" if base is None else (base / CONFIG).read_bytes()
     if published and json.loads(published) == config:
         return published

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from optrush.models.experts import Experts, Grouped
+from optrush.models.families import FamilySpec
 from optrush.models.weights import Initializer, Shape, WeightMap, seeded_generator
 from optrush.peft.adapter import AdapterToggle, fill_constant
 from optrush.peft.lora import Settings
@@ -33,13 +34,13 @@ class ExpertsLora(nn.Module):
 
     def __init__(
         self, experts: Experts, module: str, names: Collection[str], switch: AdapterToggle, settings: Settings,
-        family: str,
+        spec: FamilySpec,
     ) -> None:  # fmt: skip
         """module: transformers' name of the experts."""
         super().__init__()
         self.module, self.switch, self.s = module, switch, settings
-        self.interleaved = family == "gpt_oss"  # rows of gate and up alternate there, as here
-        self.swapped = family == "llama4_text"
+        assert spec.experts is not None
+        self.interleaved, self.swapped = spec.experts.interleaved, spec.experts.untold
         self.kinds = [kind for kind in KINDS if f"{kind}_proj" in names]
         self.parameters_of = [f"{'.'.join(module.split('.')[-2:])}.{kind}_proj" for kind in self.kinds]
         at: dict[str, Any] = {"device": torch.device("meta"), "dtype": settings.dtype}
@@ -130,15 +131,15 @@ class ExpertsLora(nn.Module):
 
 def place(
     model: nn.Module, recipe: WeightMap, names: Collection[str], switch: AdapterToggle, settings: Settings, seed: int,
-    family: str,
+    spec: FamilySpec,
 ) -> int:  # fmt: skip
     """Attach adapters to the experts of each layer; return how many layers have some."""
     changed = 0
     for name, experts in model.named_modules():
         if isinstance(experts, Experts):
             layer = ".".join(recipe.entries[f"{name}.router"].pieces[0][0].split(".")[:-3])
-            module = f"{layer}.{'feed_forward' if family == 'llama4_text' else 'mlp'}.experts"
-            adapter = ExpertsLora(experts, module, names, switch, settings, family)
+            module = f"{layer}.{spec.feed_forward}.experts"
+            adapter = ExpertsLora(experts, module, names, switch, settings, spec)
             experts.adapter = adapter
             recipe.fillers.update({f"{name}.adapter.{own}": fill for own, fill in adapter.fillers(seed)})
             changed += 1

@@ -60,7 +60,7 @@ class Form:
     def quantize_in_turn(self, matrices: Iterable[Tensor]) -> dict[str, Tensor]:
         """Quantize matrices as the one that has them one below the other; one of them is dense at a time."""
         if self.bits == 4:
-            return nf4.quantize_nf4_in_turn(matrices, self.double)
+            return nf4.quantize_nf4(matrices, self.double)
         made = [int8.quantize_int8(values) for values in matrices]
         return {name: torch.cat([parts[name] for parts in made]) for name in made[0]}
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from optrush.planner.ledger import Rule, live, retype
-from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
+from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, Trainer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +42,9 @@ class Amp(Technique):
     numerics = Numerics.SAME_MATHS
     claims = frozenset({Part.PRECISION})
 
+    def describe(self, spec: ModelSpec) -> ModelSpec:
+        return replace(spec, narrow_stream=self.stream == "half")
+
     def needs(self, env: Environment) -> Iterator[Requirement]:
         asked, do = "`amp` keeps float32 weights", "leave `model.dtype` out, or `amp`"
         yield Requirement(env.dtype == "float32", asked, f"`model.dtype: {env.dtype}`", do)
@@ -72,7 +75,7 @@ class Amp(Technique):
         trainer.precision = torch.bfloat16 if self.dtype == "bf16" else torch.float16
         trainer.autocast = True  # the owner of the data axis may realise it instead
         if self.stream == "half":
-            half, trainer.narrow_stream = trainer.precision, True
+            half = trainer.precision
             trainer.model.embedding.register_forward_hook(lambda module, inputs, out: out.to(half))
         return 1
 

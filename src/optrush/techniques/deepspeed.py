@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
@@ -226,11 +225,11 @@ class DeepSpeed(Technique):
         deepspeed.init_distributed(dist_init_required=False, verbose=False)
         half = trainer.precision if trainer.autocast else None
         if half is not None:
-            trainer.autocast, trainer.narrow_stream = False, True
+            trainer.autocast = False
             trainer.model.embedding.register_forward_hook(lambda module, inputs, out: out.to(half))
         if half is not None or self.stage == 3:
             config = self.engine_config(trainer) if self.stage == 3 else None
-            trainer.materialise = partial(zero.materialise, trainer, config, half)
+            trainer.storage = zero.ModuleByModule(config, half)
         return sum(1 for _ in trainer.model.parameters())
 
     def optimizer(self, trainer: Trainer) -> int:

@@ -162,7 +162,7 @@ class Fsdp(Technique):
         policy = MixedPrecisionPolicy()
         if trainer.autocast:  # the gathered weights are cast once, instead of at every use
             policy = MixedPrecisionPolicy(param_dtype=trainer.precision, reduce_dtype=torch.float32)
-            trainer.autocast, trainer.narrow_stream = False, True  # it casts what enters a block
+            trainer.autocast = False  # it casts what enters a block
         cut: dict[str, Any] = {"mesh": trainer.world.shards(), "mp_policy": policy}
         model = trainer.model
         for block in model.blocks.values():
@@ -174,10 +174,10 @@ class Fsdp(Technique):
             for module in dict.fromkeys((model.embedding, model.head)):
                 if module.weight is not None:  # a stage of a pipeline may be without
                     fully_shard(module, reshard_after_forward=self.stage == 3 and module is not model.head, **cut)
-        for root in trainer.fsdp_roots:
+        for root in trainer.roots:
             if not isinstance(root, FSDPModule):
                 fully_shard(root, reshard_after_forward=False, **cut)
-        found = (m for root in trainer.fsdp_roots for m in root.modules() if isinstance(m, FSDPModule))
+        found = (m for root in trainer.roots for m in root.modules() if isinstance(m, FSDPModule))
         groups = list(dict.fromkeys(found))
         if self.gather == "copies":
             self._copy_by_engines(trainer)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
+from optrush.technique import Environment, Numerics, Requirement, Technique, Trainer
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,6 @@ class Loader(Technique):
     summary = "worker processes make batches ahead, in page-locked memory"
     source = "https://docs.pytorch.org/docs/stable/data.html#multi-process-data-loading"
     numerics = Numerics.EXACT
-    claims = frozenset({Part.LOADING})
     searched = False  # the plan does not price the host's work
 
     def needs(self, env: Environment) -> Iterator[Requirement]:

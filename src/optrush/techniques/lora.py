@@ -233,9 +233,11 @@ class Lora(Technique):
             adapted.place(name, linear, adapter, recipe, adapter.fillers(name, linear, recipe, trainer.config.seed))
         layers = 0
         if inside and shape is not None:
+            from optrush.models.families import FAMILIES
             from optrush.peft import experts
 
-            layers = experts.place(model, recipe, inside, switch, settings, trainer.config.seed, shape.family)
+            spec = FAMILIES[shape.family]
+            layers = experts.place(model, recipe, inside, switch, settings, trainer.config.seed, spec)
         if self.init is not None and not self.splits_base:
             begun = io.load_adapter(self.name, self.init, model, recipe, trained)
             for name, whole in begun.items():

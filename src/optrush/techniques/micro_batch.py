@@ -39,14 +39,12 @@ class MicroBatch(Technique):
     searched = False  # a search finds its micro-batches itself
 
     def wrap_window(self, trainer: Trainer) -> int:
-        halving = Halving(trainer)
-        trainer.shrink_micro_batch = halving.smaller
         if trainer.world.ranks > 1 or ONCE & trainer.env.claimed:
             several = trainer.world.ranks > 1
             why = "several ranks wait for each other" if several else "it is not run as often as one likes"
             trainer.notes.append(f"out of memory after step 0 ends the run, resumably: in the middle of a window {why}")
             return 1
-        halving.around()
+        Halving(trainer).around()
         return 3
 
 
@@ -58,12 +56,6 @@ class Halving:
 
     def around(self) -> None:
         self.trainer.forward_backward, self.trainer.eval_loss = self._gradients, self._losses
-
-    def smaller(self) -> int | None:
-        """Return the next size: at most half the rows, dividing a rank's rows of a step; None if there is none."""
-        env = self.trainer.env
-        share = env.rows // env.data_ranks
-        return max((n for n in range(1, env.micro_rows // 2 + 1) if share % n == 0), default=None)
 
     def _gradients(self, batches: list[Batch], terms: int | Tensor) -> Tensor:
         while True:
@@ -91,7 +83,7 @@ class Halving:
         """Return what ran out of memory; raise any other error, or one that no smaller micro-batch can avoid."""
         from optrush.trainer.trainer import exhausted
 
-        if not exhausted(error) or self.smaller() is None:
+        if not exhausted(error) or self.trainer.env.fewer_rows is None:
             raise error
         return first_line(error)
 
@@ -101,7 +93,7 @@ class Halving:
 
         import torch
 
-        trainer, rows = self.trainer, self.smaller()
+        trainer, rows = self.trainer, self.trainer.env.fewer_rows
         assert rows is not None
         trainer.zero_grad()
         gc.collect()

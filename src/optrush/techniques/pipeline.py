@@ -209,7 +209,7 @@ class Pipeline(Technique):
         run = pipeline.Pipeline(trainer, parts, len(stages), *CLASSES[self.schedule])
         if tied:
             run.tie("embedding.weight")
-        trainer.fsdp_roots = [*parts]
+        trainer.roots = [*parts]
         trainer.forward_backward, trainer.eval_loss = run.forward_backward, run.eval_loss
         return len(parts)
 

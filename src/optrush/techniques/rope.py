@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from optrush.errors import ConfigError, NeedsError
-from optrush.models.shapes import ARCHITECTURES, rope_kind, rope_settings
+from optrush.models.families import FAMILIES
+from optrush.models.shapes import rope_kind, rope_settings
 from optrush.technique import Environment, Numerics, Technique
 
 
@@ -80,7 +81,7 @@ class Rope(Technique):
         """Return the rotary settings of a model, or raise NeedsError for what has none that this kind can change."""
         family, given = hf.get("model_type"), rope_settings(hf)
         asked, do = f"`rope` in a model of type {family!r}", "leave rope out, or take another model"
-        if not given and "rope_theta" not in hf and family not in ARCHITECTURES:
+        if not given and "rope_theta" not in hf and family not in FAMILIES:
             raise NeedsError(asked, "no rotary positions in its config.json", do)
         if any(isinstance(value, Mapping) for value in given.values()):
             raise NeedsError(asked, "RoPE parameters that differ between layers", do)

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from optrush import console
@@ -39,7 +38,7 @@ from optrush.models.text_part import text_config
 from optrush.models.weights import refuse_frozen, weights_fingerprint
 from optrush.objectives import check_layout, dpo, figures, loss_of
 from optrush.optim.adamw import AdamW
-from optrush.technique import SUMMED, Edit, Technique
+from optrush.technique import Edit, Technique
 from optrush.trainer import distributed
 from optrush.trainer.distributed import World
 from optrush.trainer.teacher import StoringPass, add_teacher
@@ -48,7 +47,6 @@ from optrush.trainer.trainer import (
     Trainer,
     eval_loss,
     forward_backward,
-    grad_norm,
     loss,
     optimizer_step,
     zero_grad,
@@ -67,6 +65,21 @@ def join_ranks(prepared: Decided) -> ProcessGroup:
     """Apply the process stage, then join the process group."""
     edits = [Edit.of("process", t, n) for t in prepared.techniques if (n := t.process(prepared.env))]
     return ProcessGroup(distributed.join(prepared.env.device.kind, prepared.config.train.timeout), tuple(edits))
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """What a trainer is built from, and how much of it is built."""
+
+    prepared: Decided
+    started: ProcessGroup
+    world: World
+    training: bool
+    data: str | None
+    progress: Callable[[str], None] | None
+    today: datetime.date | None
+    objective: Callable[[Any, Tensor, Batch], Tensor] | None
+    first_steps: int | None
 
 
 def build(
@@ -94,35 +107,25 @@ def build(
     started = started or join_ranks(prepared)
     distributed.under_way("reading the data and the model")
     world = distributed.build_mesh(prepared.env.axes, started.device)
-    trainer, held_out = distributed.agreed(
-        lambda: _opened(prepared, started, world, training, data, progress, today, objective)
-    )
+    a = Assembly(prepared, started, world, training, data, progress, today, objective, first_steps)
+    trainer, held_out = distributed.agreed(lambda: _opened(a))
     held_out = held_out if first_steps is None else None
     held_tokens, settings = None, prepared.config.distill
     if prepared.teacher is not None and settings is not None and settings.store is not None and objective is None:
-        held_tokens = _store_tokens(trainer, prepared.teacher, held_out, training, first_steps)
-    distributed.agreed(lambda: _completed(trainer, prepared, held_out, held_tokens, training, objective is None))
+        held_tokens = _store_tokens(a, trainer, prepared.teacher, held_out)
+    distributed.agreed(lambda: _completed(a, trainer, held_out, held_tokens))
     distributed.check_equal(trainer.fingerprints)
     return trainer
 
 
-def _opened(
-    prepared: Decided,
-    started: ProcessGroup,
-    world: World,
-    training: bool,
-    data: str | None,
-    progress: Callable[[str], None] | None,
-    today: datetime.date | None,
-    objective: Callable[[Any, Tensor, Batch], Tensor] | None,
-) -> tuple[Trainer, SampleSource | None]:
+def _opened(a: Assembly) -> tuple[Trainer, SampleSource | None]:
     """Open the model on the meta device and the data; return the trainer so far, and the samples held out.
 
     Contains no collective: an error of one rank must not leave the others waiting in one.
     """
-    config, env, hf = prepared.config, prepared.env, prepared.hf
+    prepared, config, env, hf = a.prepared, a.prepared.config, a.prepared.env, a.prepared.hf
     console.loading(f"opening the model {config.model.path or config.model.shape} and its tokenizer")
-    tokens = open_tokens(config, prepared.folder, today)
+    tokens = open_tokens(config, prepared.folder, a.today)
     dtype, growth = getattr(torch, config.model.dtype), prepared.growth
     model, recipe = load(prepared.folder, hf, config.model.implementation, dtype, config.seed, growth)
     if prepared.scored:
@@ -131,19 +134,19 @@ def _opened(
         check_positions(model.config.to_dict(), config.batch.seq, f"`batch.seq: {config.batch.seq}`")
     assert isinstance(model.embedding.weight, Tensor)
     vocab = model.embedding.weight.shape[0]
-    trainer = Trainer(config, env, world, hf, model, recipe, vocab=vocab)
-    trainer.applied, trainer.fsdp_roots = [*prepared.applied, *started.applied], [model]
+    trainer = Trainer(config, env, a.world, hf, model, recipe, vocab=vocab, roots=[model])
+    trainer.applied = [*prepared.applied, *a.started.applied]
     trainer.tokenizer = None if tokens is None else tokens.tokenizer
     _note_model(trainer, growth)
-    _defaults(trainer, objective)
+    _defaults(trainer, a.objective)
     _stage(trainer, prepared.techniques, "data")
     check_layout(config, trainer.layout)
     console.loading(f"reading the data: {_named(config)}")
-    sources = read_sources(config, tokens, vocab, progress, data, cut=trainer.layout.uncut or not training)
-    trainer.sources = sources
-    held_out = _held_out(sources, training)
+    whole = trainer.layout.uncut or not a.training
+    trainer.sources = sources = read_sources(config, tokens, vocab, a.progress, a.data, cut=whole)
+    held_out = _held_out(sources, a.training)
     trainer.notes.append(f"data: {sources.summary}")
-    trainer.fingerprints = fingerprints(trainer, tokens, sources, today)
+    trainer.fingerprints = fingerprints(trainer, tokens, sources, a.today)
     trainer.stream = sampler.Stream(
         sources.train, trainer.layout, T=env.seq, rows=env.rows, seed=config.seed, cost=model.flops,
         most_bad=config.data.most_bad,
@@ -158,43 +161,33 @@ def _stage(trainer: Trainer, techniques: Sequence[Technique], name: str) -> None
 
 
 def _store_tokens(
-    trainer: Trainer,
-    teacher: tuple[Path | None, dict[str, Any]],
-    held_out: SampleSource | None,
-    training: bool,
-    first_steps: int | None,
+    a: Assembly, trainer: Trainer, teacher: tuple[Path | None, dict[str, Any]], held_out: SampleSource | None
 ) -> StoredTokens | None:
     """Give the stream what is stored of the teacher, made before where it is missing; return that of `held_out`."""
     storing, train = StoringPass(trainer, teacher), trainer.sources.train
-    if first_steps is not None:
+    if a.first_steps is not None:
         length = trainer.config.train
         plan = trainer.stream.plan(None if length.steps else length.epochs, length.steps)
-        steps = range(min(first_steps, plan.steps))
+        steps = range(min(a.first_steps, plan.steps))
         numbers = [s for k in steps for row in trainer.stream.step(k, plan) for s, _ in row]
         trainer.stream.stored = storing.stored_in_memory(train, numbers)
         return None
-    wanted = [*([train] if training else []), *([] if held_out is None else [held_out])]
+    wanted = [*([train] if a.training else []), *([] if held_out is None else [held_out])]
     found = storing.stored(wanted)
-    trainer.stream.stored = found[0] if training else None
+    trainer.stream.stored = found[0] if a.training else None
     return None if held_out is None else found[-1]
 
 
-def _completed(
-    trainer: Trainer,
-    prepared: Decided,
-    held_out: SampleSource | None,
-    held_tokens: StoredTokens | None,
-    training: bool,
-    own: bool,
-) -> None:
+def _completed(a: Assembly, trainer: Trainer, held_out: SampleSource | None, held_tokens: StoredTokens | None) -> None:
     """Apply the stages and give the model bytes. Contains no collective, as `_opened`."""
-    config, env, world, model = prepared.config, prepared.env, trainer.world, trainer.model
+    prepared, training, model, world = a.prepared, a.training, trainer.model, a.world
+    config, env = prepared.config, prepared.env
     stage = partial(_stage, trainer, prepared.techniques)
     for name in ("model", "peft", "split", "loss", "recompute", "compile", "shard"):
         stage(name)
         if name == "peft":  # while every rank has the whole model: its cost deals rows to ranks
             model.frozen_flops = frozen_flops(model)
-        _other_model(trainer, prepared, name, own)
+        _other_model(a, trainer, name)
     if prepared.growth is not None and training:
         refuse_frozen(model, trainer.weight_map, prepared.growth)
     if held_out is not None:
@@ -233,18 +226,14 @@ def _held_out(sources: Sources, training: bool) -> SampleSource | None:
     return held_out
 
 
-def _other_model(trainer: Trainer, prepared: Decided, stage: str, own: bool) -> None:
-    """Give the loss its second model after the stage that settles the first: an adapter's base, or a teacher.
-
-    Args:
-        own: the loss is the objective's.
-    """
-    settings, untrained = prepared.config.referenced, trainer.adapters_disabled
+def _other_model(a: Assembly, trainer: Trainer, stage: str) -> None:
+    """Give the loss its second model after the stage that settles the first: an adapter's base, or a teacher."""
+    settings, untrained = a.prepared.config.referenced, trainer.adapters_disabled
     if stage == "peft" and settings is not None and dpo.by_adapter(settings, untrained):
         assert untrained is not None
         trainer.loss = partial(dpo.loss_with_reference, trainer.loss, trainer.model, untrained)
-    if stage == "loss" and prepared.teacher is not None and own:
-        add_teacher(trainer, *prepared.teacher)
+    if stage == "loss" and a.prepared.teacher is not None and a.objective is None:
+        add_teacher(trainer, *a.prepared.teacher)
 
 
 def _named(config: Config) -> str:
@@ -278,21 +267,7 @@ def _refuse_without_effect(trainer: Trainer, techniques: Sequence[Technique]) ->
 
 
 def _defaults(trainer: Trainer, objective: Callable[[Any, Tensor, Batch], Tensor] | None) -> None:
-    device, mesh = trainer.world.device, trainer.world.flat(*SUMMED)
-    group = None if mesh is None or mesh.size() == 1 else mesh.get_group()
-
-    def share(t: Tensor) -> Tensor:
-        if group is not None:
-            dist.all_reduce(t, group=group)
-        return t
-
-    def total(n: int) -> int:
-        flags = [trainer.stopping == 1, trainer.stopping == 2, trainer.starved]
-        n, told, failed, starved = distributed.host_sum([n * trainer.world.first, *flags])
-        trainer.starved = starved > 0
-        trainer.stopped = 2 if failed else 1 if told else trainer.stopped
-        return n
-
+    device = trainer.world.device
     trainer.metrics = {name: torch.zeros((), device=device) for name in figures(trainer.config)}
     if trainer.env.shape is not None and trainer.env.shape.experts is not None:
         trainer.metrics.update((name, torch.zeros((), device=device)) for name in LOAD_FIGURES)
@@ -301,36 +276,21 @@ def _defaults(trainer: Trainer, objective: Callable[[Any, Tensor, Batch], Tensor
         trainer.loss_from_hidden = partial(objective, trainer.model.head)
         trainer.notes.append(f"the loss is {getattr(objective, '__qualname__', objective)}, not the objective's own")
     trainer.loss = partial(loss, trainer)
-    trainer.materialise = partial(materialise, trainer)
     trainer.place = lambda batch: batch.to(device)
     trainer.forward_backward = partial(forward_backward, trainer)
     trainer.eval_loss = partial(eval_loss, trainer)
     trainer.optimizer_step = partial(optimizer_step, trainer)
     trainer.zero_grad = partial(zero_grad, trainer)
-    trainer.grad_norm = partial(grad_norm, trainer)
-    trainer.all_reduce_int, trainer.all_reduce = total, share
     trainer.scale = torch.ones((), device=device)
     trainer.lr = torch.zeros((), device=device)
     trainer.loss_is_finite = torch.ones((), dtype=torch.bool, device=device)
-
-
-def materialise(trainer: Trainer) -> None:
-    """Allocate this rank's slices, redo ties, fill the weights from the weight map."""
-    model = trainer.model
-    for root in trainer.fsdp_roots:
-        root.to_empty(device=trainer.world.device)
-    model.tie()  # allocation made two tensors of one, unless sharding holds them together
-    model.restore_buffers(trainer.world.device)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            trainer.weight_map.fill(name, distributed.local(p.detach()), distributed.offset(p))
 
 
 def settle_weights(trainer: Trainer) -> None:
     """Allocate and fill the weights, fix `trainer.trained`."""
     # Before, for an engine may flatten what it allocates. Biases of experts have rows, too.
     matrices = {name for name, p in trainer.model.named_parameters() if p.dim() > 1 and not name.endswith("bias")}
-    trainer.materialise()
+    trainer.storage.materialise(trainer)
     trainer.weight_map.release()
     learned = [(name, p) for name, p in trainer.model.named_parameters() if p.requires_grad]
     trainer.trained = [TrainedParam(name, p, decays=name in matrices) for name, p in learned]

@@ -314,7 +314,7 @@ def _snapshot(trainer: Trainer, step: int, meta: Meta, spared: int | None) -> Sn
         "config": trainer.config.model_dump(mode="json", by_alias=True),
         "fingerprints": dict(meta.fingerprints),
     }  # fmt: skip
-    folder, mine = Path(trainer.config.output) / FOLDER, [s for s in trainer.read_slices(slices(trainer)) if s.saves]
+    folder, mine = Path(trainer.config.output) / FOLDER, [s for s in trainer.storage.read(slices(trainer)) if s.saves]
     return Snapshot(folder, step, trainer.world.rank, mine, body, trainer.config.train.keep, spared)
 
 
@@ -777,7 +777,7 @@ def _load(trainer: Trainer, manifest: Manifest, names: set[str], kind: str = "")
             if (tuple(entry.shape), entry.dtype) != (s.whole, dtype):
                 found = f"is {tuple(entry.shape)} {entry.dtype}, this run needs {s.whole} {dtype}"
                 raise _foreign(manifest, f"{entry.pieces[0].file}: the tensor `{s.name}` {found}")
-            with trainer.filling(s) as box:
+            with trainer.storage.filling(s) as box:
                 for piece in entry.pieces:
                     shared = overlap(box.offset, box.shape, tuple(piece.offset), tuple(piece.shape))
                     if shared is None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
 import torch
@@ -112,6 +113,12 @@ class World:
         if self.mesh is None:
             return None
         return self.mesh["_".join(a for a in self.mesh.mesh_dim_names or () if a in axes)]
+
+    @cached_property
+    def summing(self) -> dist.ProcessGroup | None:
+        """The ranks with gradients of the same weights by other tokens; None: there is only this one."""
+        mesh = self.flat(*SUMMED)
+        return None if mesh is None or mesh.size() == 1 else mesh.get_group()
 
 
 TIMEOUT_S = 600.0  # the default of `train.timeout`

@@ -222,7 +222,7 @@ class Meter:
                 found = f"not finite and skipped at steps {steps}: samples of rank {self.trainer.world.rank}: {named}"
                 do = "lower optim.lr, or look at those rows: optrush data show CONFIG; the weights are as before them"
                 self.failure = RunError(f"{len(self.bad)} updates in a row", found, do)
-                self.trainer.stopping = 2
+                self.trainer.stop.told = 2
 
 
 def _now(device: torch.device) -> Moment:

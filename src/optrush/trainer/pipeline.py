@@ -23,7 +23,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from optrush.data.batch import Batch, Documents
 from optrush.models.decoder import Decoder
-from optrush.trainer.trainer import Trainer
+from optrush.trainer.trainer import Trainer, begin_window
 
 
 class Stage(nn.Module):
@@ -127,12 +127,7 @@ class Pipeline:
     def forward_backward(self, batches: list[Batch], terms: int | Tensor) -> Tensor:
         """Run a window as `trainer.forward_backward`."""
         trainer = self.trainer
-        trainer.zero_grad()
-        device = trainer.world.device
-        if not isinstance(terms, Tensor):
-            terms = torch.full((), max(terms, 1), dtype=torch.float32, device=device)
-        if not trainer.model.training:
-            trainer.model.train()
+        terms = begin_window(trainer, terms)
         self.factor = trainer.scale / terms
         with trainer.grad_sync(False):  # the schedule orders the backward passes
             total = self._window(batches, True)
@@ -174,7 +169,7 @@ class Pipeline:
         if key not in self.made:
             trainer, model = self.trainer, self.trainer.model
             assert isinstance(model, Decoder)
-            shape, dtype = (B, T // model.stream_ranks, model.shape.width), trainer.stream_dtype
+            shape, dtype = (B, T // model.stream_ranks, model.shape.width), stream_dtype(trainer)
             states = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
             number = torch.empty(1, device="meta", requires_grad=True)
             stages = [
@@ -203,6 +198,14 @@ class Pipeline:
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
             mine += theirs
+
+
+def stream_dtype(trainer: Trainer) -> torch.dtype:
+    """Return the type of what flows between blocks of our decoder."""
+    # Where autocast does not realise the products' type, the owner of the data axis casts what enters a block to it.
+    if trainer.precision is not None and (trainer.env.spec.narrow_stream or not trainer.autocast):
+        return trainer.precision
+    return next(iter(trainer.model.blocks.values())).get_parameter("norm1.weight").dtype
 
 
 def _nothing(action: Any, context: Any) -> None:

@@ -151,7 +151,7 @@ def run(request: RunRequest) -> Outcome:
             session.evaluate_untrained()
             train(trainer, session.meter, plan, session.save)
         session.check_ended_well()
-        if trainer.stopped:
+        if trainer.stop.agreed:
             return session.stopped()
         distributed.under_way("the export")
         export_best(trainer, session.meter.last or plan.done, request.resolved.folder, session.best)
@@ -326,7 +326,7 @@ def build_to_fit(
         if refusal is None:
             return trainer, plan
         refusal.everywhere = True
-        smaller = trainer.shrink_micro_batch()
+        smaller = trainer.env.fewer_rows if Part.MICRO_BATCH in trainer.env.claimed else None
         if smaller is None:
             raise refusal
         try:
@@ -400,7 +400,7 @@ def _largest_step(trainer: Trainer, plan: RunPlan) -> None:
     if trainer.evaluation is not None:
         trainer.eval_loss([next(iter(trainer.evaluation))])
     if largest := max(checkpoint.slices(trainer), key=lambda s: math.prod(s.whole), default=None):
-        trainer.read_slices([largest])[0].local.detach().cpu()  # a save has one tensor on the host at a time
+        trainer.storage.read([largest])[0].local.detach().cpu()  # a save has one tensor on the host at a time
     if trainer.world.device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -471,8 +471,7 @@ def _out_of_memory(trainer: Trainer, failure: str) -> UserError:
     if rows > 1 and Part.UPDATE in env.claimed:  # its owner needs a step to be one micro-batch
         ways.append(f"take batch.tokens: {rows // 2 * env.data_ranks * T}, and batch.micro_tokens with it")
     elif rows > 1:
-        fewer = max(n for n in range(1, rows // 2 + 1) if env.rows // env.data_ranks % n == 0)
-        ways.append(f"take batch.micro_tokens: {fewer * T}, or auto")
+        ways.append(f"take batch.micro_tokens: {(env.fewer_rows or 1) * T}, or auto")
     if Part.ACTIVATION_CHECKPOINTING not in env.claimed:
         ways.append("--with recompute")
     if rows == 1:
@@ -586,8 +585,8 @@ class Session:
         """Save the step with the best held-out loss so far, also where no save is due; end the run if it is over."""
         if self.patience is not None:
             self.patience.add(loss)
-            self.trainer.complete = self.patience.exhausted
-            if self.trainer.complete and step < self.plan.total:
+            self.trainer.stop.complete = self.patience.exhausted
+            if self.trainer.stop.complete and step < self.plan.total:
                 done, least = self.patience.since, self.patience.least
                 text = f"{done} evaluation{'s' * (done > 1)} without a held-out loss below {least:.4f}"
                 self.meter.write({"step": step, "stopped_early": text})
@@ -624,7 +623,7 @@ class Session:
         self.meter.skips()  # waits for the flags of the last steps, so that every rank has the same failure
         if self.meter.failure is not None:
             raise self.meter.failure
-        if self.trainer.stopped and self.meter.last in self.unsaved:
+        if self.trainer.stop.agreed and self.meter.last in self.unsaved:
             found, do = self.unsaved[self.meter.last], f"make room there; {run_dir.resume_line(self.output)}"
             raise RunError("the save when the run was stopped", found, do)
 
@@ -693,7 +692,7 @@ def find_patience(trainer: Trainer, plan: RunPlan, manifest: checkpoint.Manifest
         return None
     alike = manifest is not None and run_dir.comparable(trainer.config, trainer.fingerprints, manifest)
     patience = run_dir.Patience(rule, run_dir.held_out_losses(Path(trainer.config.output)) if alike else ())
-    trainer.complete = plan.done > 0 and patience.exhausted
+    trainer.stop.complete = plan.done > 0 and patience.exhausted
     return patience
 
 
@@ -714,7 +713,7 @@ def batches(trainer: Trainer, plan: RunPlan) -> Iterator[list[Batch]]:
     world, micro_rows = trainer.world, trainer.env.micro_rows
     return trainer.stream.run(
         plan.length, plan.done, rank=world.data_rank, ranks=world.data_ranks, micro_rows=micro_rows,
-        loading=replace(trainer.loading, stopping=lambda: trainer.stopping == 1),
+        loading=replace(trainer.loading, stopping=lambda: trainer.stop.told == 1),
     )  # fmt: skip
 
 
@@ -748,14 +747,14 @@ def stop_signals(trainer: Trainer) -> Iterator[None]:
     terminals = [fd for fd in (1, 2) if os.isatty(fd)]
 
     def handle(number: int, _: object) -> None:
-        if number == signal.SIGINT and trainer.stopping:
+        if number == signal.SIGINT and trainer.stop.told:
             raise KeyboardInterrupt
         if number == signal.SIGHUP:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             for fd in terminals:
                 os.dup2(nowhere, fd)
             os.close(nowhere)
-        trainer.stopping = max(trainer.stopping, 1)
+        trainer.stop.told = max(trainer.stop.told, 1)
 
     numbers = stop_numbers()
     before = [signal.signal(n, handle) for n in numbers]

@@ -101,6 +101,46 @@ class State(Protocol):
     def load(self, saved: dict[str, Any]) -> None: ...
 
 
+class Storage:
+    """Who allocates the weights, and reads and writes values that no tensor of the model has: here tensors have all.
+
+    Every rank calls each method, in the same order.
+    """
+
+    def materialise(self, trainer: Trainer) -> None:
+        """Allocate this rank's slices, redo ties, fill the weights from the weight map; before, all is on meta."""
+        model = trainer.model
+        for root in trainer.roots:
+            root.to_empty(device=trainer.world.device)
+        model.tie()  # allocation made two tensors of one, unless sharding holds them together
+        model.restore_buffers(trainer.world.device)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                trainer.weight_map.fill(name, distributed.local(p.detach()), distributed.offset(p))
+
+    def read(self, mine: list[Slice]) -> list[Slice]:
+        """Return this rank's slices with their values, before a save."""
+        return mine
+
+    def filling(self, s: Slice) -> AbstractContextManager[Slice]:
+        """Return what a checkpoint fills within the context in place of one of this rank's slices."""
+        return nullcontext(s)
+
+    def gathered(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
+        """Hold parameters whole within the context, with the values that an export writes."""
+        return nullcontext()
+
+
+@dataclass
+class Stop:
+    """Why the step under way is the last."""
+
+    told: Literal[0, 1, 2] = 0  # this rank must stop: 1 by a signal, 2 the run has failed
+    agreed: Literal[0, 1, 2] = 0  # the same, of all ranks
+    starved: bool = False  # a rank that must stop has no batch for the step under way, which is given up
+    complete: bool = False  # on every rank: `train.stop_after` ended the run
+
+
 def host_memory() -> HostMemory:
     """Return what this process may have of its host's memory."""
     return HostMemory.of(int(os.environ.get("LOCAL_WORLD_SIZE", launched()[1])))
@@ -125,8 +165,6 @@ class Trainer:
     """This rank's held-out batches, the same number on every rank; None: the run holds nothing out."""
 
     # callables
-    materialise: Callable[[], None] = None  # type: ignore[assignment]
-    """Allocates this rank's part of the weights and fills it from the weight map; before, all is on the meta device."""
     place: Callable[[Batch], Batch] = None  # type: ignore[assignment]
     """A micro-batch of the host -> this rank's part of it, on the device: called by what runs a window."""
     batches: Iterator[list[Batch]] = field(default_factory=lambda: iter(()))
@@ -148,8 +186,6 @@ class Trainer:
     """Before step n (from 1): learning rate and random state are functions of it."""
 
     # slots
-    shrink_micro_batch: Callable[[], int | None] = lambda: None
-    """Rows of the micro-batch to take after one that did not fit; None: there is none, or it is configured."""
     log_event: Callable[[dict[str, Any]], None] = lambda what: None
     """Logs an event of the run: a line of metrics.jsonl and of the screen."""
     adapters_disabled: Callable[[], AbstractContextManager[None]] | None = None
@@ -158,18 +194,8 @@ class Trainer:
     """Around one micro-batch's forward and backward; `last` is where gradients are summed over the data axes."""
     zero_grad: Callable[[], None] = None  # type: ignore[assignment]
     """Forgets all gradients, half-summed ones too; raises where it cannot."""
-    all_reduce_int: Callable[[int], int] = None  # type: ignore[assignment]
-    """Sum of a host integer over the data axes; carries the stop flag along."""
-    all_reduce: Callable[[Tensor], Tensor] = None  # type: ignore[assignment]
-    """Sum of a device tensor over the data axes."""
-    grad_norm: Callable[[], Tensor] = None  # type: ignore[assignment]
-    """() float32: the norm of all gradients as they are (scaled), over all axes of the mesh."""
-    read_slices: Callable[[list[Slice]], list[Slice]] = lambda mine: mine
-    """Takes this rank's slices and returns them with their values, before a save; every rank calls it."""
-    filling: Callable[[Slice], AbstractContextManager[Slice]] = nullcontext
-    """Takes one of this rank's slices and returns what a checkpoint fills within the context."""
-    gathered: Callable[[Iterable[nn.Parameter]], AbstractContextManager[None]] = lambda parameters: nullcontext()
-    """Holds parameters whole within the context, with the values that an export writes; every rank calls it."""
+    storage: Storage = field(default_factory=Storage)
+    """Who allocates the weights, and reads and writes their values and the optimizer's states."""
     scale: Tensor = None  # type: ignore[assignment]  # () float32, the loss scale
     lr: Tensor = None  # type: ignore[assignment]  # () float32
     optimizer_factory: Callable[[Sequence[TrainedParam], OptimizerFactory], Optimizer] = build_optimizer
@@ -179,7 +205,6 @@ class Trainer:
     host_memory: HostMemory = field(default_factory=host_memory)  # of which who keeps data there takes its part
     precision: torch.dtype | None = None  # of products; realised by autocast, or by the owner of the data axis
     autocast: bool = False  # precision is still to be realised by autocast
-    narrow_stream: bool = False  # what flows between blocks has this precision, too
     loss_is_finite: Tensor = None  # type: ignore[assignment]  # () bool, the window's loss was finite; set by forward_backward
     metrics: dict[str, Tensor] = field(default_factory=dict)
     """The objective's other metrics, by the names of metrics.jsonl: () float32 on the device, sums over this
@@ -187,7 +212,7 @@ class Trainer:
     max_skipped_updates: int = 3  # skipped updates in a row that end the run
 
     # descriptions
-    fsdp_roots: list[nn.Module] = field(default_factory=list)  # modules that the loop calls, and so what is sharded
+    roots: list[nn.Module] = field(default_factory=list)  # modules that the loop calls, and so what is sharded
     trained: list[TrainedParam] = field(default_factory=list)
     counted_elsewhere: frozenset[str] = frozenset()  # names of `trained` that another stage of a pipeline holds, too
     vocab: int = 0  # V, of the embedding, whichever rank holds it
@@ -197,19 +222,7 @@ class Trainer:
     state: dict[str, State] = field(default_factory=dict)
     applied: list[Edit] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    stopping: Literal[0, 1, 2] = 0  # this rank must stop: 1 by a signal, 2 the run has failed
-    starved: bool = False  # a rank that must stop has no batch for the step under way, which is given up
-    stopped: Literal[0, 1, 2] = 0  # what all ranks agreed on: the step under way is the last
-    complete: bool = False  # on every rank: `train.stop_after` ended the run with the step under way
-
-    @property
-    def stream_dtype(self) -> torch.dtype:
-        """Return the type of what flows between blocks of our decoder."""
-        if self.narrow_stream and self.precision is not None:
-            return self.precision
-        block = next(iter(self.model.blocks.values()))
-        norm = block.get_parameter("norm1.weight")
-        return norm.dtype
+    stop: Stop = field(default_factory=Stop)
 
     @property
     def rounding(self) -> Rounding:
@@ -225,6 +238,40 @@ class Trainer:
             return False
         copies = set(mesh.mesh_dim_names or ()) - {"pp"}  # axes along which it is the same; stages have their own
         return not any(self.world.at(axis) for axis in copies - t.cut_over)
+
+    def all_reduce(self, t: Tensor) -> Tensor:
+        """Sum a device tensor over the data axes, in place; return it."""
+        if (group := self.world.summing) is not None:
+            torch.distributed.all_reduce(t, group=group)
+        return t
+
+    def all_reduce_int(self, n: int) -> int:
+        """Return the sum of a host integer over the data axes; ranks agree on stopping along with it."""
+        stop = self.stop
+        flags = [stop.told == 1, stop.told == 2, stop.starved]
+        n, told, failed, starved = distributed.host_sum([n * self.world.first, *flags])
+        stop.starved = starved > 0
+        stop.agreed = 2 if failed else 1 if told else stop.agreed
+        return n
+
+    @torch.no_grad()
+    def grad_norm(self) -> Tensor:
+        """Return () float32, the norm of all gradients as they are (scaled), over all axes of the mesh.
+
+        It is the root of the summed squares: of equal copies one rank counts, and all ranks' counts are summed.
+        """
+        device = self.world.device
+        total = torch.zeros((), device=device)
+        grads = [t.grad for t in self.trained if t.grad is not None and t.grad.numel() and self.counts(t)]
+        if grads and device.type == "cuda":
+            total += torch.stack(torch._foreach_norm(grads, 2, torch.float32)).square().sum()
+        elif grads:
+            # On CPU that sum runs over a whole matrix in one float32, 1e-5 off; row by row it is exact to 1e-7.
+            rows = [torch.linalg.vector_norm(g, dim=-1, dtype=torch.float32) for g in grads]
+            total += torch.stack([r.double().square().sum() for r in rows]).sum().float()
+        if self.world.mesh is not None:
+            torch.distributed.all_reduce(total)
+        return total.sqrt()
 
     def describe(self) -> str:
         """Return what was changed, by which technique and kernel, and what was left as it is, with the reason."""
@@ -276,15 +323,22 @@ def loss(trainer: Trainer, batch: Batch) -> Tensor:
     return total + penalty
 
 
-def forward_backward(trainer: Trainer, batches: list[Batch], terms: int | Tensor) -> Tensor:
-    """Accumulate the gradients of the micro-batches; return the sum of their losses divided by `terms`."""
+def begin_window(trainer: Trainer, terms: int | Tensor) -> Tensor:
+    """Clear gradients and metrics, set the training mode; return the number of terms () float32 on the device."""
     trainer.zero_grad()
     for figure in trainer.metrics.values():
         figure.zero_()
-    if not isinstance(terms, Tensor):  # filled in on the device: copying a number there would wait for it
-        terms = torch.full((), max(terms, 1), dtype=torch.float32, device=trainer.world.device)
     if not trainer.model.training:  # train() walks thousands of modules
         trainer.model.train()
+    if isinstance(terms, Tensor):
+        return terms
+    # Filled in on the device: copying a number there would wait for it.
+    return torch.full((), max(terms, 1), dtype=torch.float32, device=trainer.world.device)
+
+
+def forward_backward(trainer: Trainer, batches: list[Batch], terms: int | Tensor) -> Tensor:
+    """Accumulate the gradients of the micro-batches; return the sum of their losses divided by `terms`."""
+    terms = begin_window(trainer, terms)
     total = torch.zeros((), device=trainer.world.device)
     for i, host in enumerate(batches):
         batch = trainer.place(host)
@@ -324,23 +378,6 @@ def zero_grad(trainer: Trainer) -> None:
         t.parameter.grad = None
 
 
-@torch.no_grad()
-def grad_norm(trainer: Trainer) -> Tensor:
-    """Return the root of the summed squares: of equal copies one rank counts, and all ranks' counts are summed."""
-    device = trainer.world.device
-    total = torch.zeros((), device=device)
-    grads = [t.grad for t in trainer.trained if t.grad is not None and t.grad.numel() and trainer.counts(t)]
-    if grads and device.type == "cuda":
-        total += torch.stack(torch._foreach_norm(grads, 2, torch.float32)).square().sum()
-    elif grads:
-        # On CPU that sum runs over a whole matrix in one float32, 1e-5 off; row by row it is exact to 1e-7.
-        rows = [torch.linalg.vector_norm(g, dim=-1, dtype=torch.float32) for g in grads]
-        total += torch.stack([r.double().square().sum() for r in rows]).sum().float()
-    if trainer.world.mesh is not None:
-        torch.distributed.all_reduce(total)
-    return total.sqrt()
-
-
 # --- The loop: when to evaluate, when to save, when to stop.
 #
 # No technique's name occurs here: techniques replaced the trainer's callables before step 0.
@@ -362,10 +399,10 @@ class RunPlan:
     def steps(self) -> Iterator[int]:
         """Step numbers from 1; ends early, on the same step everywhere, when the ranks agreed to stop."""
         for n in range(self.done + 1, self.total + 1):
-            if self.trainer.complete:
+            if self.trainer.stop.complete:
                 return
             yield n
-            if self.trainer.stopped:
+            if self.trainer.stop.agreed:
                 return
 
     def evaluates(self, step: int) -> bool:
@@ -374,9 +411,9 @@ class RunPlan:
         return step == self.total or _due(step, self.trainer.config.train.eval_cadence(self.total), self.total)
 
     def saves(self, step: int) -> bool:
-        if self.trainer.stopped:
-            return self.trainer.stopped == 1  # a failed run leaves its last good checkpoint the newest
-        last = step == self.total or self.trainer.complete
+        if self.trainer.stop.agreed:
+            return self.trainer.stop.agreed == 1  # a failed run leaves its last good checkpoint the newest
+        last = step == self.total or self.trainer.stop.complete
         return last or _due(step, self.trainer.config.train.save_every, self.total)
 
 
@@ -403,10 +440,10 @@ def train(trainer: Trainer, meter: Meter, plan: RunPlan, save: Callable[[int], N
             with meter.waiting():
                 batches = next(trainer.batches)  # this rank's micro-batches of one step
         except NoBatch:
-            trainer.starved = True
+            trainer.stop.starved = True
         under_way("the sum of the targets", step)
         terms = trainer.all_reduce_int(sum(b.n_terms for b in batches))  # over the data axes; a host integer
-        if trainer.starved:  # a rank was told to stop and has no batch: the step before is the last, on all ranks
+        if trainer.stop.starved:  # a rank was told to stop and has no batch: the step before is the last, on all ranks
             if step - 1 > plan.done:
                 save(step - 1)
             return

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from optrush.data.batch import Batch
-from optrush.trainer.trainer import TrainedParam, Trainer
+from optrush.trainer.trainer import Storage, TrainedParam, Trainer, begin_window
 
 if TYPE_CHECKING:
     from optrush.kernels.adamw import Rounding
@@ -40,7 +40,7 @@ class ZeroParam(TrainedParam):
 
     @property
     def local(self) -> Tensor:
-        """Return this rank's rows, on the meta device: `Engine.read_slices` reads them, `Engine.filling` sets them."""
+        """Return this rank's rows, on the meta device: `Engine.read` reads them, `Engine.filling` sets them."""
         first, end = self._rows
         return torch.empty((end - first, *self.full_shape[1:]), dtype=torch.float32, device="meta")
 
@@ -50,7 +50,7 @@ class ZeroParam(TrainedParam):
 
     @property
     def whole(self) -> Tensor:
-        return self.engine.read(self)
+        return self.engine.read_whole(self)
 
     @property
     def whole_grad(self) -> Tensor | None:
@@ -92,30 +92,33 @@ def quiet() -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 
-def materialise(trainer: Trainer, config: Mapping[str, Any] | None, half: torch.dtype | None) -> None:
-    """Allocate and fill the weights module by module, so that one module's are whole or in float32 at a time.
+@dataclass(frozen=True)
+class ModuleByModule(Storage):
+    """Weights that are filled module by module, so that one module's are whole or in float32 at a time."""
 
-    Args:
-        config: DeepSpeed's, to cut them over the ranks (stage 3); None: every rank keeps them whole.
-        half: the type that float32 weights are cast to. Where a trained one loses anything, its values are kept on the
-            host until the engine has float32 weights.
-    """
-    model, device = trainer.model, trainer.world.device
-    names = {id(p): name for name, p in model.named_parameters()}  # of tied parameters the first
-    for path, module in list(model.named_modules()):
-        full = {n: f"{path}.{n}" if path else n for n, _ in module.named_parameters(recurse=False)}
-        own = [n for n, p in module.named_parameters(recurse=False) if names.get(id(p)) == full[n]]
-        if not own:
-            continue  # a tied one is its owner's
-        for p in module.parameters(recurse=False) if half is not None else ():
-            p.data = p.data.to(half)
-        module.to_empty(device=device, recurse=False)
-        for n in own:
-            _fill(trainer, full[n], module.get_parameter(n))
-        if config is not None:
-            _partition([module.get_parameter(n) for n in own], config)
-    model.tie()
-    model.restore_buffers(device)
+    config: Mapping[str, Any] | None  # DeepSpeed's, to cut them over the ranks (stage 3); None: ranks keep them whole
+    half: torch.dtype | None
+    """The type that float32 weights are cast to. Where a trained one loses anything, its values are kept on the host
+    until the engine has float32 weights."""
+
+    def materialise(self, trainer: Trainer) -> None:
+        """Allocate, fill and cut one module after another."""
+        model, device = trainer.model, trainer.world.device
+        names = {id(p): name for name, p in model.named_parameters()}  # of tied parameters the first
+        for path, module in list(model.named_modules()):
+            full = {n: f"{path}.{n}" if path else n for n, _ in module.named_parameters(recurse=False)}
+            own = [n for n, p in module.named_parameters(recurse=False) if names.get(id(p)) == full[n]]
+            if not own:
+                continue  # a tied one is its owner's
+            for p in module.parameters(recurse=False) if self.half is not None else ():
+                p.data = p.data.to(self.half)
+            module.to_empty(device=device, recurse=False)
+            for n in own:
+                _fill(trainer, full[n], module.get_parameter(n))
+            if self.config is not None:
+                _partition([module.get_parameter(n) for n in own], self.config)
+        model.tie()
+        model.restore_buffers(device)
 
 
 @torch.no_grad()
@@ -150,7 +153,7 @@ def _partition(parameters: list[Any], config: Mapping[str, Any]) -> None:
     )
 
 
-class Engine:
+class Engine(Storage):
     """What runs a trainer's windows and updates, and reads and writes what it holds: an `Optimizer` to the others."""
 
     reads_host = True
@@ -190,7 +193,7 @@ class Engine:
         trainer.optimizer = self
         trainer.forward_backward = self.forward_backward
         trainer.optimizer_step, trainer.zero_grad = self.optimizer_step, self.zero_grad
-        trainer.read_slices, trainer.filling, trainer.gathered = self.read_slices, self.filling, self.gathered
+        trainer.storage = self
 
     def evaluate(self) -> None:
         """Start DeepSpeed's engine without an optimizer; replace the evaluation."""
@@ -230,14 +233,10 @@ class Engine:
         A loss that is not finite makes all gradients so, by which the engine skips the update.
         """
         trainer, engine = self.trainer, self.engine
-        self.zero_grad()
-        for figure in trainer.metrics.values():
-            figure.zero_()
-        device = trainer.world.device
-        if not isinstance(terms, Tensor):
-            terms = torch.full((), max(terms, 1), dtype=torch.float32, device=device)
-        if not (engine.training and trainer.model.training):
+        terms = begin_window(trainer, terms)
+        if not engine.training:
             engine.train()
+        device = trainer.world.device
         total, mean = torch.zeros((), device=device), torch.zeros((), device=device)
         factor = trainer.scale * (trainer.world.ranks / terms)  # the engine averages over ranks, the contract sums
         self.open = True
@@ -299,7 +298,7 @@ class Engine:
 
     # What the engine holds, whole, one tensor at a time.
 
-    def read(self, t: ZeroParam, state: str | None = None) -> Tensor:
+    def read_whole(self, t: ZeroParam, state: str | None = None) -> Tensor:
         """Return the float32 values or a state of a parameter, whole, on the device; every rank calls it."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -362,12 +361,12 @@ class Engine:
 
     # Checkpoints and exports.
 
-    def read_slices(self, mine: list[Slice]) -> list[Slice]:
+    def read(self, mine: list[Slice]) -> list[Slice]:
         """Return the slices with their values, on the host; every rank calls it, in the same order."""
         return [replace(s, local=self._read_rows(s)) for s in mine]
 
     def _read_rows(self, s: Slice) -> Tensor:
-        whole = self.read(*self._named(s.name))
+        whole = self.read_whole(*self._named(s.name))
         box = tuple(slice(first, first + n) for first, n in zip(s.offset, s.shape, strict=True))
         return whole[box].to("cpu", copy=True)
 
@@ -397,7 +396,7 @@ class Engine:
         with zero.GatheredParameters(frozen, enabled=self.stage == 3 and bool(frozen)):
             kept = [p.data for p in trained]
             for p in trained:
-                p.data = self.read(self.by_id[id(p)])
+                p.data = self.read_whole(self.by_id[id(p)])
             yield
             for p, data in zip(trained, kept, strict=True):
                 p.data = data

@@ -1,4 +1,4 @@
-"""The adapter: GPT-2, Gemma 2 and Gemma 3 (text) against transformers itself; what its probe refuses."""
+"""`HFModel`: GPT-2, Gemma 2 and Gemma 3 (text) against transformers itself; what its probe refuses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshes import further
 from optrush.errors import NeedsError
-from optrush.models.hf import HFModel, adapt, load, probe_model
+from optrush.models.hf import HFModel, load, load_hf, probe_model
 
 from parity_models import (
     FAMILIES,
@@ -155,7 +155,7 @@ def test_the_same_attributes_as_our_decoder(model):
     assert all(name in dict(ours.named_modules()) for name, _ in ours.linears())
     matrices = sum(p.numel() for n, p in theirs.named_parameters() if p.ndim == 2 and ("h." in n or "layers." in n))
     assert ours.matrix_parameters == matrices + theirs.lm_head.weight.numel()
-    with pytest.raises(NeedsError, match="the adapter has masked, sdpa"):
+    with pytest.raises(NeedsError, match="transformers' models have masked, sdpa"):
         ours.set_attention("varlen")
 
 
@@ -185,7 +185,7 @@ def test_export_reloads_to_the_bit(model, tmp_path):
     compare_export(theirs, ours, recipe, hf, tmp_path)
 
 
-def test_a_native_family_through_the_adapter(tmp_path):
+def test_a_native_family_through_transformers(tmp_path):
     """The same file through both implementations: equal to rounding."""
     hf = save(reference(FAMILIES["qwen3"]), tmp_path)
     batch = packed([[5, 7, 3], [12, 2]], 16, 61)
@@ -205,7 +205,7 @@ def test_the_edited_config_counts(tmp_path):
     hf = save(reference(MODELS["gemma3"]), tmp_path)
     for theta in (100.0, 1000.0):
         hf["rope_parameters"]["full_attention"]["rope_theta"] = theta
-        ours, _ = adapt(tmp_path, json.loads(json.dumps(hf)), torch.float32, 0)
+        ours, _ = load_hf(tmp_path, json.loads(json.dumps(hf)), torch.float32, 0)
         ours.restore_buffers(torch.device("cpu"))
         assert ours.model.rotary_emb.full_attention_inv_freq[1].item() == pytest.approx(theta ** (-1 / 4))
 

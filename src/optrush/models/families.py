@@ -1,0 +1,332 @@
+"""Say of each family of our own decoder what its config.json means and what its files call a tensor. Pure Python.
+
+A family whose blocks have no new part is one entry of `FAMILIES`: `ModelShape.read`, the refusals, the names of tensors
+and exports read it here, and nowhere else is a family known by its name.
+
+A switch is on, off, or the key of config.json that decides. A key of `defaults` is one that config.json may leave out,
+with the value of transformers' configuration class (versions 5.17 to 5.23).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+Switch = bool | str
+Values = Mapping[str, tuple[Any, ...]]  # of keys of config.json, what each may be
+ROPE_KINDS = ("default", "linear", "llama3", "dynamic", "yarn", "longrope")
+FOREIGN_ROPE_KINDS = ("proportional",)  # computed by transformers only
+# Keys of a nested configuration without which the defaults of its class would decide, and each class has its own.
+NEEDED = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
+    "rms_norm_eps",
+)  # fmt: skip
+# What files call the parts of a layer; {mlp} is the module of the dense feed-forward part, or of shared experts.
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "norm1": ("input_layernorm",),
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "q": ("self_attn.q_proj",),
+    "q_a": ("self_attn.q_a_proj",),
+    "q_a_norm": ("self_attn.q_a_layernorm",),
+    "q_b": ("self_attn.q_b_proj",),
+    "kv_a": ("self_attn.kv_a_proj_with_mqa",),
+    "kv_a_norm": ("self_attn.kv_a_layernorm",),
+    "kv_b": ("self_attn.kv_b_proj",),
+    "q_norm": ("self_attn.q_norm",),
+    "k_norm": ("self_attn.k_norm",),
+    "o": ("self_attn.o_proj",),
+    "sinks": ("self_attn",),  # whose own parameter it is
+    "norm2": ("post_attention_layernorm",),
+    "gate_up": ("{mlp}.gate_proj", "{mlp}.up_proj"),
+    "down": ("{mlp}.down_proj",),
+    "shared_gate": ("mlp.shared_expert_gate",),
+}
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """The routed experts of a family.
+
+    Files have one tensor of each kind for all experts of a layer, or three for each expert in `apart`: the module, and
+    the names of gate, up and down.
+    """
+
+    router: Literal["softmax", "sigmoid", "logits"] = "softmax"  # what scores experts
+    width: str = "moe_intermediate_size"  # the key of an expert's feed-forward width
+    step: str = "decoder_sparse_step"  # the key of the distance between layers with experts
+    listed: str = ""  # the key that lists those layers
+    biases: bool = False
+    shared_gate: bool = False  # what every token passes is gated by a sigmoid
+    shared_name: str = "shared_experts"  # the module of what every token passes
+    router_name: str = "gate"
+    apart: tuple[str, str, str, str] | None = ("mlp", "gate_proj", "up_proj", "down_proj")
+    transposed: bool = False  # a tensor of all experts is (N, width, rows)
+    interleaved: bool = False  # rows of gate and up alternate in it, as here
+    untold: bool = False  # transformers' class does not say that it is transposed, so PEFT swaps A and B
+
+
+@dataclass(frozen=True)
+class FamilySpec:
+    """One family of our own decoder."""
+
+    architecture: str  # transformers' class
+    defaults: Mapping[str, Any]
+    qkv_bias: Switch = False
+    o_bias: Switch = False
+    mlp_bias: Switch = False
+    qk_norm: Switch = False
+    whole_qk_norm: bool = False  # one norm over all heads of a token
+    centred: bool = False  # norms multiply by 1 + weight
+    gated: bool = False  # attention's output is gated
+    sinks: bool = False  # a learnt logit for each head, to no token
+    partial_rotary: bool = False  # a part of each head is rotated
+    rope_kinds: tuple[str, ...] = ROPE_KINDS
+    window: Literal["none", "all", "switched", "upper", "alternate"] = "none"
+    """Which layers have the sliding window: all; all if `use_sliding_window`; then those of `layer_types`, or from
+    `max_window_layers` on; those of `layer_types`, or every other one from the first on."""
+    latent: bool = False  # keys and values come from a latent
+    interleaved: Switch = "rope_interleave"  # rotated values of latent attention are neighbouring pairs
+    delta: bool = False  # layers of a delta rule
+    by_key_head: bool = False  # whose first products have the rows of a key head at a time
+    chunks: bool = False  # layers that attend within chunks, and layers without rotary embedding
+    experts: ExpertsSpec | None = None
+    ff_width: str = "intermediate_size"  # the key of the feed-forward width of dense layers
+    feed_forward: str = "mlp"  # the module of it
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: NAMES)
+    mxfp4: bool = False  # experts are published in 4 bits, which bfloat16 has exactly
+    later_layers: bool = False  # files may have layers that predict further tokens
+    # Keys that published code reads and transformers does not, or the other way round: the values on which both agree.
+    agreed: Values = field(default_factory=dict)
+    nested: tuple[str, ...] = NEEDED  # keys that a model of images must give for its language model
+    gguf: str = ""  # the architecture in GGUF files; empty: none are written
+    gguf_pairs: bool = False  # rotated values are neighbouring pairs there
+
+    @property
+    def other_layers(self) -> str:
+        """The type of layers besides full attention."""
+        return "linear_attention" if self.delta else "chunked_attention" if self.chunks else "sliding_attention"
+
+
+_BIASED: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
+_QWEN = {
+    "num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28,
+}  # fmt: skip
+_QWEN_DELTA = FamilySpec(
+    "Qwen3_5ForCausalLM",
+    {
+        "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 32768, "partial_rotary_factor": 0.25,
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "full_attention_interval": 4,
+    },
+    **_BIASED, qk_norm=True, centred=True, gated=True, partial_rotary=True, delta=True, later_layers=True, nested=(),
+)  # fmt: skip
+_QWEN_NEXT = replace(
+    _QWEN_DELTA,
+    architecture="Qwen3NextForCausalLM",
+    defaults={
+        **_QWEN_DELTA.defaults, "num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "norm_topk_prob": True,
+        "router_aux_loss_coef": 0.001,
+    },
+    by_key_head=True, experts=ExpertsSpec(shared_gate=True, shared_name="shared_expert"), nested=NEEDED,
+)  # fmt: skip
+_DEEPSEEK = FamilySpec(
+    "DeepseekV3ForCausalLM",
+    {
+        "num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 4096, "q_lora_rank": 1536,
+        "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+        "rope_interleave": True, "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+        "n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3,
+        "norm_topk_prob": True, "router_aux_loss_coef": 0.0,
+    },
+    **_BIASED, latent=True, experts=ExpertsSpec("sigmoid"), later_layers=True, nested=(),
+    agreed={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
+)  # fmt: skip
+
+FAMILIES: dict[str, FamilySpec] = {
+    "llama": FamilySpec(
+        "LlamaForCausalLM", {"num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048},
+        **_BIASED, mlp_bias="mlp_bias", gguf="LLAMA", gguf_pairs=True,
+    ),
+    "mistral": FamilySpec(
+        "MistralForCausalLM",
+        {"num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072, "sliding_window": 4096},
+        window="all", nested=(*NEEDED, "head_dim", "sliding_window"), gguf="LLAMA", gguf_pairs=True,
+    ),
+    "qwen2": FamilySpec(
+        "Qwen2ForCausalLM", {**_QWEN, "head_dim": None}, qkv_bias=True, window="upper", gguf="QWEN2",
+    ),
+    "qwen3": FamilySpec(
+        "Qwen3ForCausalLM", {**_QWEN, "head_dim": 128},
+        **_BIASED, qk_norm=True, window="upper", nested=(*NEEDED, "head_dim"), gguf="QWEN3",
+    ),
+    "mixtral": FamilySpec(
+        "MixtralForCausalLM",
+        {
+            "num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True,
+            "router_aux_loss_coef": 0.001,
+        },
+        window="all",
+        experts=ExpertsSpec(width="intermediate_size", apart=("block_sparse_moe", "w1", "w3", "w2")),
+    ),
+    "olmoe": FamilySpec(
+        "OlmoeForCausalLM",
+        {
+            "num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+            "num_experts": 64, "num_experts_per_tok": 8, "router_aux_loss_coef": 0.01,
+        },
+        **_BIASED, qk_norm=True, whole_qk_norm=True, experts=ExpertsSpec(width="intermediate_size"),
+    ),
+    "qwen3_moe": FamilySpec(
+        "Qwen3MoeForCausalLM",
+        {
+            "num_key_value_heads": 4, "head_dim": None, "max_position_embeddings": 32768, "sliding_window": 4096,
+            "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "router_aux_loss_coef": 0.001,
+        },
+        **_BIASED, qk_norm=True, window="switched", experts=ExpertsSpec(),
+    ),
+    "gpt_oss": FamilySpec(
+        "GptOssForCausalLM",
+        {
+            "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0, "sliding_window": 128, "num_local_experts": 128, "num_experts_per_tok": 4,
+            "norm_topk_prob": True, "router_aux_loss_coef": 0.001, "attention_bias": True, "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0, "rope_parameters": {
+                "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        **_BIASED, sinks=True, window="alternate",
+        experts=ExpertsSpec(
+            width="intermediate_size", biases=True, router_name="router", apart=None, transposed=True,
+            interleaved=True,
+        ),
+        mxfp4=True,
+    ),
+    "glm4_moe": FamilySpec(
+        "Glm4MoeForCausalLM",
+        {
+            "num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+            "n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1,
+            "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+            "norm_topk_prob": True, "use_qk_norm": False, "partial_rotary_factor": 0.5, "router_aux_loss_coef": 0.0,
+        },
+        qkv_bias="attention_bias", qk_norm="use_qk_norm", partial_rotary=True, experts=ExpertsSpec("sigmoid"),
+        later_layers=True,
+    ),
+    "deepseek_v2": replace(
+        _DEEPSEEK,
+        architecture="DeepseekV2ForCausalLM",
+        defaults={
+            **_DEEPSEEK.defaults, "max_position_embeddings": 2048, "n_routed_experts": 64, "num_experts_per_tok": None,
+            "moe_intermediate_size": 1407, "n_shared_experts": 2, "routed_scaling_factor": 1.0, "n_group": None,
+            "topk_group": None, "topk_method": "greedy", "first_k_dense_replace": 0, "norm_topk_prob": False,
+        },
+        interleaved=True, experts=ExpertsSpec(), later_layers=False, nested=NEEDED,
+        agreed={
+            "scoring_func": ("softmax",), "topk_method": ("greedy", "group_limited_greedy"), "moe_layer_freq": (1,),
+            "norm_topk_prob": (False,), "mlp_bias": (False,),
+        },
+    ),
+    "deepseek_v3": _DEEPSEEK,
+    "glm4_moe_lite": replace(
+        _DEEPSEEK,
+        architecture="Glm4MoeLiteForCausalLM",
+        defaults={
+            **_DEEPSEEK.defaults, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "q_lora_rank": 768,
+            "qk_nope_head_dim": 192, "v_head_dim": 256, "n_routed_experts": 64, "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1536, "routed_scaling_factor": 1.8, "n_group": 1, "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+        nested=NEEDED,
+        agreed={
+            "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "first_k_dense_replace": (1,),
+            "moe_layer_freq": (1,),
+        },
+    ),
+    "youtu": FamilySpec(
+        "YoutuForCausalLM",
+        {
+            "num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 131072, "q_lora_rank": 1536,
+            "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+            "rope_interleave": True, "tie_word_embeddings": True,
+        },
+        **_BIASED, latent=True,
+    ),
+    "qwen3_next": _QWEN_NEXT,
+    "qwen3_5_text": _QWEN_DELTA,
+    "qwen3_5_moe_text": replace(
+        _QWEN_NEXT,
+        architecture="Qwen3_5MoeForCausalLM",
+        defaults={**_QWEN_NEXT.defaults, "num_experts": 256, "num_experts_per_tok": 8},
+        by_key_head=False, ff_width="moe_intermediate_size", nested=(),
+        agreed={"decoder_sparse_step": (1,), "mlp_only_layers": ([],), "norm_topk_prob": (True,)},
+    ),
+    "llama4_text": FamilySpec(
+        "Llama4ForCausalLM",
+        {
+            "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0, "intermediate_size": 8192, "intermediate_size_mlp": 16384, "num_local_experts": 16,
+            "num_experts_per_tok": 1, "interleave_moe_layer_step": 1, "router_aux_loss_coef": 0.001,
+            "no_rope_layer_interval": 4, "attention_chunk_size": 8192, "attn_temperature_tuning": True,
+            "floor_scale": 8192, "attn_scale": 0.1, "use_qk_norm": True, "n_shared_experts": 1,
+        },
+        **_BIASED, chunks=True, ff_width="intermediate_size_mlp", feed_forward="feed_forward", nested=(),
+        rope_kinds=("default", "linear", "llama3", "dynamic"),  # others scale what the norms of queries and keys get
+        experts=ExpertsSpec(
+            "logits", width="intermediate_size", step="interleave_moe_layer_step", listed="moe_layers",
+            shared_name="shared_expert", router_name="router", apart=None, transposed=True, untold=True,
+        ),
+    ),
+}  # fmt: skip
+MIXTURES = tuple(name for name, spec in FAMILIES.items() if spec.experts is not None)
+LACKING = {  # families of experts, and what of them our decoder does not have
+    "kimi_linear": "a delta rule with a decay for each channel, latent attention without RoPE",
+}
+# As `limits`, of every family.
+PLAIN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("hidden_act", ("silu", "swish"), "where our decoder has silu"),
+    ("attention_dropout", (None, 0), "which our decoder does not have"),
+    ("clip_qkv", (None, 0), "which our decoder does not have"),
+    ("router_jitter_noise", (None, 0), "which our decoder does not have"),
+)
+
+
+def limits(family: str) -> Iterator[tuple[str, tuple[Any, ...], str]]:
+    """Yield keys of a family's config.json, the values that our decoder represents, and what it has instead of others.
+
+    A key that is left out is always fine.
+    """
+    yield from PLAIN
+    for key, agreed in FAMILIES[family].agreed.items():
+        yield key, (None, *agreed), f"where our decoder has {' or '.join(map(repr, agreed))} in a {family} model"
+
+
+# Models of images and text whose language model our own decoder has: transformers' class.
+MULTIMODAL = {
+    "internvl": "InternVLForConditionalGeneration",
+    "llava": "LlavaForConditionalGeneration",
+    "llava_next": "LlavaNextForConditionalGeneration",
+    "llava_onevision": "LlavaOnevisionForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "kimi_k25": "Kimi_K25ForConditionalGeneration",
+    "llama4": "Llama4ForConditionalGeneration",
+}
+ARCHITECTURES = {**{name: spec.architecture for name, spec in FAMILIES.items()}, **MULTIMODAL}
+FLAT = ("qwen2_vl", "qwen2_5_vl")  # may have the language model's keys at the top of config.json
+HEAD_INSIDE = ("llama4",)  # whose language model has its head inside, in transformers too
+# Language models that compute, on text, what a family of text computes, and the keys that they do not read: the three
+# positions of a token (time, height, width), by which parts of its head are rotated, are one and the same there. The
+# attention of qwen2's divides the width by the heads.
+SAME: dict[str, tuple[str, tuple[str, ...]]] = {
+    **dict.fromkeys((*FLAT, "qwen2_vl_text", "qwen2_5_vl_text"), ("qwen2", ("head_dim",))),
+    "qwen3_vl_text": ("qwen3", ()),
+    "kimi_k2": ("deepseek_v3", ()),
+}
