@@ -26,8 +26,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from optrush.bench import record
-from optrush.bench.worker import MetricLines
+from optrush.benchmark import record
+from optrush.benchmark.worker import MetricLines
 from optrush.config import Config, dump_config, parse_config
 from optrush.data import sample
 from optrush.data.sampler import reading

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from optrush.bench import ladder
-from optrush.bench.record import Record, read_records
+from optrush.benchmark import ladder
+from optrush.benchmark.record import Record, read_records
 from optrush.config import Config, current_techniques
 
 GIB = 2**30

@@ -11,7 +11,7 @@ from typing import Any
 
 import cells
 
-from optrush.bench.record import Record, read_records
+from optrush.benchmark.record import Record, read_records
 
 RESULTS = Path(__file__).parent / "results"
 LINK = "../../benchmarks/results"

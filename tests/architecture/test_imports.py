@@ -46,12 +46,12 @@ PURE = (
 FOUNDATION = ("models", "kernels", "objectives", "optim", "data")  # import nothing of the trainer
 ABOVE = (
     "techniques", "trainer.trainer", "trainer.build", "trainer.run", "trainer.metrics", "trainer.checkpoint",
-    "trainer.run_dir", "export", "restore", "generate", "cli",
+    "trainer.run_dir", "exporting", "restore", "generation", "cli",
 )  # fmt: skip
 # Modules whose code and strings name no technique.
 TECHNIQUE_FREE = (
     "trainer.trainer", "trainer.run", "trainer.metrics", "trainer.build", "trainer.checkpoint", "trainer.distributed",
-    "resolve", "export", "technique", "planner.cost", "model_card", "restore", "generate",
+    "resolve", "exporting", "technique", "planner.cost", "model_card", "restore", "generation",
 )  # fmt: skip
 
 

@@ -37,7 +37,7 @@ from optrush.data.sampler import Loading, Stream
 from optrush.data.schema import Chat, Completion, Message, Pair, RowLocation, RowRules, Text, parse_row
 from optrush.data.tokenize import identity
 from optrush.errors import ConfigError, DataError, UserError
-from optrush.generate import GenerationModel, find_model
+from optrush.generation import GenerationModel, find_model
 from optrush.models import tiny
 from optrush.resolve import check_fields
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForSequenceClassification
 from meshes import further
 from optrush.config import Config, dump_config
 from optrush.errors import NeedsError
-from optrush.export import export_run, write_model
+from optrush.exporting import export_run, write_model
 from optrush.models.hf import load_plain
 from optrush.objectives import FIGURES
 from optrush.objectives.reward import last_scores

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from optrush.errors import NeedsError
-from optrush.export import write_adapter
+from optrush.exporting import write_adapter
 from optrush.resolve import resolve
 from optrush.technique import instantiate
 from optrush.techniques import ALL

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from optrush import hardware
-from optrush.bench.record import Record, read_records
+from optrush.benchmark.record import Record, read_records
 from optrush.config import parse_config
 from optrush.errors import ConfigError, NeedsError
 from optrush.models.shapes import SHAPES, ModelShape

@@ -535,7 +535,7 @@ def _links_text(c: Calibration) -> list[str]:
 
 def _refine(records: Path, device: Device, out: Path | None, as_json: bool) -> None:
     """Fit the device's calibration to records, and write it where that makes the errors smaller."""
-    from optrush.bench.record import RECORDS, read_records
+    from optrush.benchmark.record import RECORDS, read_records
     from optrush.planner import calibration
     from optrush.planner.refine import refine, root_mean_square
 

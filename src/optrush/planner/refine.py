@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import yaml
 
 from optrush import hardware
-from optrush.bench.record import Record
+from optrush.benchmark.record import Record
 from optrush.config import Config, current_techniques, parse_config
 from optrush.errors import ConfigError, UserError
 from optrush.hardware import Device
