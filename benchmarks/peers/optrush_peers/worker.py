@@ -1,8 +1,8 @@
 """Train one rung with another system, once, in a process of its own: `python -m optrush_peers.worker REQUEST RESULT`.
 
 The initial weights and rows -> the system's own loop, a clock around each step -> RESULT.json, as
-optrush.benchmark.worker writes it. There is no proof of what it learns; its first loss, what it trains and in which precision are
-compared with ours. torch is imported late: some systems must be imported before it.
+optrush.benchmark.worker writes it. There is no proof of what it learns; its first loss, what it trains and in which
+precision are compared with ours. torch is imported late: some systems must be imported before it.
 """
 
 from __future__ import annotations
