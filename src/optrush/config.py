@@ -496,7 +496,7 @@ def parse_config(
             chosen[key] = parse_scalar(value)
         data["with"][name] = chosen
     for flag, name in [*(("--with", w.partition(":")[0]) for w in withs), *(("--without", w) for w in withouts)]:
-        refuse_renamed(name, f"{flag} {name}")
+        refuse_method(name, f"{flag} {name}")
     for name in withouts:
         held = _section(data, "with", f"--without {name}")
         if name not in held:
@@ -511,49 +511,15 @@ def parse_config(
         raise explain(error, where, lines, flags, Config) from None
 
 
-# Techniques that are options of another one now: its name, the option with its value, and the old option it takes over.
-RENAMED: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
-    "fused-block": ("fused-kernels", {"mlp": "triton"}, {"impl": "mlp"}),
-    "fused-norm": ("fused-kernels", {"norm": True}, {}),
-    "fused-rotation": ("fused-kernels", {"rope": True}, {}),
-    "max-autotune": ("compile", {"autotune": True}, {}),
-    "stochastic-rounding": ("bf16", {"rounding": "stochastic"}, {}),
-    "kahan": ("bf16", {"rounding": "kahan"}, {}),
-}
-
-
-def refuse_renamed(name: str, place: str) -> None:
-    """Raise ConfigError for a technique that is an option of another one now, with the spelling that does the same.
+def refuse_method(name: str, place: str) -> None:
+    """Raise ConfigError for a method that is named as a technique, with its spelling.
 
     Args:
-        place: where the name stands: a flag and the name, or a description of its place in the YAML.
+        place: a flag and the name, or a description of its place in the YAML.
     """
     if name in METHODS.keys() - METHODS["lora"].keys():
         spelling = f"--set method={name}" if place.startswith("--") else f"method: {name}"
         raise ConfigError(place, "a method, which several techniques make together", f"write `{spelling}`")
-    if name in RENAMED:
-        new, options, _ = RENAMED[name]
-        if "mlp" not in options and new == "fused-kernels":  # its default is another one of its options
-            options = {"mlp": "none", **options}
-        spelled = {key: str(value).lower() for key, value in options.items()}
-        spelling = f"{new}: {{{', '.join(f'{key}: {value}' for key, value in spelled.items())}}}"
-        if place.startswith("--with "):
-            spelling = f"--with {new}:{','.join(f'{key}={value}' for key, value in spelled.items())}"
-        elif place.startswith("--without "):
-            spelling = f"--without {new}"
-        raise ConfigError(place, f"now an option of `{new}`", f"write `{spelling}`")
-
-
-def current_techniques(with_: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the techniques of an older run by the names of today, for what reads the records of that run."""
-    techniques: dict[str, dict[str, Any]] = {}
-    if "fused-block" not in with_ and {"fused-norm", "fused-rotation"} & with_.keys():
-        techniques["fused-kernels"] = {"mlp": "none"}
-    for name, given in with_.items():
-        new, options, taken = RENAMED.get(name, (name, {}, {}))
-        options = {**options, **{taken.get(key, key): value for key, value in given.items()}}
-        techniques[new] = {**techniques.get(new, {}), **options}
-    return techniques
 
 
 def parse_yaml(text: str, where: str, own: bool = False) -> tuple[dict[str, Any], dict[Keys, int]]:

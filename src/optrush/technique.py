@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_type_hints
 
 import optrush
-from optrush.config import Config, accepted, foreign_spelling, nearest, refuse_renamed
+from optrush.config import Config, accepted, foreign_spelling, nearest, refuse_method
 from optrush.errors import ConfigError, ConflictError, NeedsError
 from optrush.hardware import CPU, Device
 from optrush.planner.ledger import Rule, replaced
@@ -453,7 +453,7 @@ def instantiate(classes: Sequence[type[Technique]], wanted: Mapping[str, Mapping
     """
     known = {c.name: c for c in classes}
     for name in wanted:
-        refuse_renamed(name, f"the technique `{name}`")
+        refuse_method(name, f"the technique `{name}`")
         if name not in known:
             hint = foreign_spelling(name, True) or nearest(name, known)
             raise ConfigError(f"the technique `{name}`", "no such technique", hint)

@@ -15,10 +15,8 @@ from pydantic import BaseModel
 
 from optrush.config import (
     FOREIGN,
-    RENAMED,
     Config,
     Keys,
-    current_techniques,
     dump_config,
     parse_config,
     parse_scalar,
@@ -194,48 +192,6 @@ def test_examples_are_valid(example: Path) -> None:
     owned = [part for t in instantiate(ALL, found.with_) for part in t.claims]
     assert len(owned) == len(set(owned)) and len(EXAMPLES) >= 3
     assert found.batch.tokens % (found.batch.micro_tokens or found.batch.seq) == 0
-
-
-SPELLINGS = {
-    "fused-block": "fused-kernels: {mlp: triton}",
-    "fused-norm": "fused-kernels: {mlp: none, norm: true}",
-    "fused-rotation": "fused-kernels: {mlp: none, rope: true}",
-    "max-autotune": "compile: {autotune: true}",
-    "stochastic-rounding": "bf16: {rounding: stochastic}",
-    "kahan": "bf16: {rounding: kahan}",
-}
-
-
-@pytest.mark.parametrize("name", RENAMED)
-def test_the_old_name_of_a_technique_is_refused_with_the_new_spelling(name: str) -> None:
-    old, new = run(f"with: {{{name}: }}\n"), RENAMED[name][0]
-    options = SPELLINGS[name].partition(": ")[2].strip("{}")
-    flag = f"--with {new}:{options.replace(', ', ',').replace(': ', '=')}"
-    for place, spelling, refused in (
-        (f"the technique `{name}`", SPELLINGS[name], lambda: instantiate(ALL, old.with_)),
-        (f"--with {name}", flag, lambda: run(withs=[f"{name}:impl=triton"])),
-        (f"--without {name}", f"--without {new}", lambda: run(withouts=[name])),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            refused()
-        assert caught.value.asked == place and caught.value.do == f"write `{spelling}`"
-        assert caught.value.found == f"now an option of `{new}`"
-    from_yaml = run(f"with: {{{SPELLINGS[name]}}}\n").with_
-    assert from_yaml == run(withs=[flag.removeprefix("--with ")]).with_ and {*from_yaml} == {new}
-
-
-def test_older_runs_have_the_techniques_of_today() -> None:
-    old = {"bf16": {}, "kahan": {}, "compile": {"scope": "model"}, "max-autotune": {}, "fused-block": {"impl": "quack"}}
-    new = {
-        "bf16": {"rounding": "kahan"},
-        "compile": {"scope": "model", "autotune": True},
-        "fused-kernels": {"mlp": "quack"},
-    }
-    assert current_techniques(old) == new == current_techniques(new)
-    assert current_techniques({"fused-norm": {}, "fused-rotation": {}}) == {
-        "fused-kernels": {"mlp": "none", "norm": True, "rope": True}
-    }
-    assert current_techniques({"stochastic-rounding": {}}) == {"bf16": {"rounding": "stochastic"}}
 
 
 @pytest.mark.parametrize(
