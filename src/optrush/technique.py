@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_type_hints
 
 import optrush
-from optrush.config import Config, accepted, foreign_spelling, nearest, refuse_method
+from optrush.config import Config, accepted, nearest, refuse_method
 from optrush.errors import ConfigError, ConflictError, NeedsError
+from optrush.foreign_keys import foreign_spelling
 from optrush.hardware import CPU, Device
 from optrush.planner.ledger import Rule, replaced
 
