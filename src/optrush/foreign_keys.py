@@ -25,7 +25,8 @@ class Rule:
 
     to: str = ""  # a place
     values: Mapping[Any, Any] | None = None  # the value there, by the value here; others are refused
-    idle: str = ""  # why the key has no effect here
+    idle: str = ""  # why the key, or a value that is not one of `values`, has no effect here
+    note: str = ""  # what is different here, where the value has a place
     only: tuple[Any, ...] = ()  # values without an effect; others are refused
     do: str = ""  # instead of a value that is refused
     null: str = ""  # what null means, where that is not the tool's default: it is refused
@@ -113,6 +114,10 @@ DTYPES = {
 }
 FIRST = {True: None, **{name: name for name in ("pissa", "olora", *(f"pissa_niter_{n}" for n in range(1, 100)))}}
 LOSSES = to("@loss", {name: name for name in ("sigmoid", "ipo", "orpo", "simpo")}, do="dpo.loss: sigmoid or ipo")
+TEMPLATE = Rule(
+    "model.chat_template", {"chatml": "chatml"}, "the chat template of the model's own tokenizer is taken",
+    "chatml: a text begins with the tokenizer's begin-of-text token, where it has one",
+)  # fmt: skip
 PRECOMPUTED = to("*.reference", {True: "precomputed", False: None})
 
 # Arguments of transformers' trainer, which LLaMA-Factory, TRL and most scripts take.
@@ -234,7 +239,7 @@ LLAMA_FACTORY = TRAINER | table({
     "pissa_init": to("@pissa", FLAG), "pissa_iter": "@pissa_iter",
     "pissa_convert": idle("an adapter is always written for the published weights"),
     "upcast_layernorm": idle("norms are computed in float32"), "dataset": "@data", "eval_dataset": "@held_out",
-    "dataset_dir": "@dataset_dir", "val_size": "data.eval", "template": "@template", "cutoff_len": "batch.seq",
+    "dataset_dir": "@dataset_dir", "val_size": "data.eval", "template": TEMPLATE, "cutoff_len": "batch.seq",
     "packing neat_packing": on("packing"), "train_on_prompt": to("data.train_on", {True: "all", False: None}),
     "mask_history": to("data.train_on", {True: "last", False: None}), "flash_attn": to("with", ATTENTION),
     "enable_liger_kernel": on("fused-loss"), "disable_gradient_checkpointing": to(
@@ -253,7 +258,8 @@ LLAMA_FACTORY = TRAINER | table({
 AXOLOTL = TRAINER | table({
     "base_model": "model.path", "revision_of_model": "model.revision", "tokenizer_config": "@tokenizer",
     "model_type": idle("config.json names the class"), "tokenizer_type": idle("the tokenizer's files name the class"),
-    "tokens": "model.add_tokens", "special_tokens": "@special", "eot_tokens": "@eot", "chat_template": "@template",
+    "tokens": "model.add_tokens", "special_tokens": idle(
+        "the tokenizer's own are taken, and no token is padding"), "eot_tokens": "@eot", "chat_template": TEMPLATE,
     "chat_template_jinja": only(do="write it into a file: model.chat_template"),
     "datasets": "@datasets", "pretraining_dataset": "@pretraining", "test_datasets": "@held_out",
     "val_set_size": "data.eval", "sequence_len": "batch.seq", "sample_packing": on("packing"),
@@ -410,7 +416,7 @@ FORMS: dict[str, Form] = {
     **dict.fromkeys(("@datasets", "@pretraining", "@held_out"), Form((list, dict, str))),
     **dict.fromkeys(("@data", "with.lora.targets"), Form((str, list))), "with.lora.save": Form(
         (str, list), split_names),
-    "@special": Form((dict,)), "@plugins": Form((list,)),
+    "@plugins": Form((list,)),
     "@dataset_dir": Form((str,)), "model.add_tokens": Form(
         (list,), do="list the tokens to add: [<a>, <b>]"), "optim.clip": Form((int, float), _clip),
     "data.eval": Form((int, float, str), _share), "model.revision": Form(
@@ -455,20 +461,20 @@ CHAT_SOURCE = Tool("axolotl's datasets", _SOURCE | table({
 }))  # fmt: skip
 TEXT_SOURCE = Tool("axolotl's datasets", _SOURCE | table({
     " ".join(LEARNING): idle("axolotl does not read it of rows of this type")}))  # fmt: skip
-FACTORY_COLUMNS = {
-    "prompt": "instruction", "query": "input", "response": "output", "messages": "messages", "system": "system",
-    "tools": "tools", "chosen": "chosen", "rejected": "rejected", "kto_tag": "label",
-}  # fmt: skip
-# Columns that LLaMA-Factory does not read where its list names others and not these.
-FACTORY_UNNAMED = ("query", "system")
-# Its tags: the keys of a turn, and the roles; with those that rows may have without being named here.
-FACTORY_KEYS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "role_tag": ("role", ("role", "from")), "content_tag": ("content", ("content", "value")),
-}  # fmt: skip
-FACTORY_ROLES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "user_tag": ("user", ("user", "human")), "assistant_tag": ("assistant", ("assistant", "gpt")),
-    "system_tag": ("system", ("system",)), "observation_tag": ("tool", ("tool", "observation")),
-}  # fmt: skip
+# Of an entry of LLaMA-Factory's list of data sets: the columns of its rows, and the keys and roles of their turns.
+FACTORY_COLUMNS = Tool("LLaMA-Factory's columns", table({
+    "prompt": "columns.instruction", "query": "columns.input", "response": "columns.output",
+    "messages": "columns.messages", "system": "columns.system", "tools": "columns.tools", "chosen": "columns.chosen",
+    "rejected": "columns.rejected", "kto_tag": "columns.label",
+    "history": only(do="write the rows as messages, with their earlier turns"),
+    "images videos audios": only(do="train on text, without images and audio"),
+}))  # fmt: skip
+FACTORY_TAGS = Tool("LLaMA-Factory's tags", table({
+    "role_tag": "@role", "content_tag": "@content", "user_tag": "user", "assistant_tag": "assistant",
+    "system_tag": "system", "observation_tag": "tool", "function_tag": idle("a turn that calls tools keeps its role"),
+}))  # fmt: skip
+# Columns that LLaMA-Factory does not read where its list names others and not these; ours by theirs.
+FACTORY_UNNAMED = {"query": "input", "system": "system"}
 FACTORY_REFUSED = {
     "folder": "name the files: --data", "script_url": "save the rows as a file: --data",
     "num_samples": "give data.max_samples for all rows",

@@ -14,7 +14,6 @@ import yaml
 from pydantic import BaseModel
 
 from optrush.config import (
-    FOREIGN,
     Config,
     Keys,
     dump_config,
@@ -23,6 +22,7 @@ from optrush.config import (
     yaml_keys,
 )
 from optrush.errors import ConfigError
+from optrush.foreign_keys import TOOLS, foreign_spelling
 from optrush.models.source import locate
 from optrush.technique import instantiate
 from optrush.techniques import ALL
@@ -207,6 +207,14 @@ def test_examples_are_valid(example: Path) -> None:
         ("train: {num_train_epochs: 2}", "train: {epochs: 2}"),
         ("with: {qlora: {}}", "method: qlora"),
         ("resume_from_checkpoint: true", "--resume auto"),
+        ("early_stopping_threshold: 0.1", "train: {stop_after: {evals: N, min_delta: 0.1}}"),
+        ("load_in_8bit: true", "with: {int8: {}, lora: {}}"),
+        ("optimizer: paged_adamw_8bit", "with: {adam8bit: {}, paged-states: {}}"),
+        ("flash_attention: true", "with: {attention: {impl: varlen}}"),
+        ("adapter: qlora", "method: qlora"),
+        ("lora_alpha: 16", "with: {lora: {alpha: 16}}"),
+        ("gradient_checkpointing: true", "with: {recompute: {}}"),
+        ("lr_scheduler_type: constant_with_warmup", "optim: {schedule: constant}"),
     ],
 )
 def test_spellings_of_other_tools_are_answered_with_ours(line: str, write: str) -> None:
@@ -216,18 +224,19 @@ def test_spellings_of_other_tools_are_answered_with_ours(line: str, write: str) 
     with pytest.raises(ConfigError) as found:
         instantiate(ALL, parse_config(yaml.safe_dump(whole), "run.yaml").with_)
     assert write in found.value.do
-    if found.value.do.startswith("write `") and "N" not in write:
+    if found.value.do.startswith("write `") and "N" not in write and "paged" not in write:
         theirs = yaml.safe_load(found.value.do.split("`")[1].partition(" (")[0])
         instantiate(ALL, parse_config(yaml.safe_dump({**base, **theirs}), "run.yaml").with_)
 
 
 def test_every_answer_names_keys_that_there_are() -> None:
     techniques = {t.name: {f.name for f in dataclasses.fields(t)} for t in ALL}
-    for key, form in FOREIGN.items():
-        line = form.format("1").partition(" (")[0].partition(", where")[0]
-        if line.startswith("no key"):
-            continue
-        ((section, fields),) = yaml.safe_load(line).items()
+    rules = {key: rule for tool in TOOLS.values() for key, rule in tool.keys.items()}
+    answers = {key: foreign_spelling(key, next(iter(rule.values or (1,)))) for key, rule in rules.items()}
+    lines = {key: answer.split("`")[1] for key, answer in answers.items() if answer and answer.startswith("write `")}
+    assert len(lines) > 100
+    for key, line in lines.items():
+        ((section, fields),) = yaml.safe_load(line.partition(" (")[0].partition(", where")[0]).items()
         if section == "with":
             assert all(set(options) <= techniques[name] for name, options in fields.items()), key
         elif isinstance(fields, dict):

@@ -35,9 +35,8 @@ from optrush.foreign_keys import (
     CHAT_SOURCE,
     CHATS,
     FACTORY_COLUMNS,
-    FACTORY_KEYS,
     FACTORY_REFUSED,
-    FACTORY_ROLES,
+    FACTORY_TAGS,
     FACTORY_UNNAMED,
     FOREIGN,
     FORMS,
@@ -264,10 +263,11 @@ class _Facts:
             if value is not False:
                 raise self.refuse(key, f"a key of {self.tool.name} without a counterpart", self.hint(key))
             self.notes.append(f"{self.prefix}{key}: off there, and absent here")
-        elif rule.idle:
+        elif rule.idle and value not in (rule.values or ()):
             self.notes.append(f"{self.prefix}{key}: {rule.idle}")
         elif rule.to:
             self.put(key, rule.to, self.valued(key, value, rule))
+            self.notes += [rule.note] if rule.note else []
         elif not any(value == v and type(value) is type(v) for v in rule.only):
             raise self.refuse(key, f"{value!r}, which has no counterpart", rule.do or LEAVE)
 
@@ -291,10 +291,9 @@ class _Facts:
         if rule.values is None:
             return value
         value = value[0] if isinstance(value, list) and len(value) == 1 else value
-        value = {"true": True, "True": True, "false": False, "False": False}.get(value, value) if isinstance(
-            value, str) else value  # fmt: skip
+        truth = {"true": True, "false": False}.get(str(value).lower(), value)
         for known, ours in rule.values.items():
-            if known == value and isinstance(known, bool) == isinstance(value, bool):
+            if known == truth and (isinstance(known, bool) or not isinstance(truth, bool)):
                 return ours
         choices = ", ".join(str(v).lower() if isinstance(v, bool) else str(v) for v in rule.values)
         raise self.refuse(key, f"{value!r}, which has no counterpart", rule.do or f"take one of {choices}")
@@ -376,16 +375,9 @@ class _Composer:
         model = self.tree["model"]
         if "path" not in model:
             raise self.refuse("model", "none is named", "name one")
-        if (template := self.get("@template")) == "chatml":
-            model["chat_template"] = "chatml"
-            self.notes.append("chatml: a text begins with the tokenizer's begin-of-text token, where it has one")
-        elif template is not None:
-            self.notes.append(f"{template}: the chat template of the model's own tokenizer is taken")
         if (tokenizer := self.get("@tokenizer")) not in (None, model["path"]):
             found = f"{tokenizer}, another tokenizer than the model's"
             raise self.refuse("@tokenizer", found, "put its files into the model's folder")
-        for name, token in self.get("@special", {}).items():
-            self.notes.append(f"special_tokens.{name}: {token}; the tokenizer's own is taken, and no token is padding")
 
     # Data
 
@@ -472,7 +464,7 @@ class _Composer:
             source = CHAT_SOURCE if kind in CHATS else TEXT_SOURCE
             facts = _read_keys(entry, source, self.place, f"datasets[{n}].")
             self.notes += facts.notes
-            self._columns_of(facts.of, kind in PAIRS and self.get("objective") is not None)
+            self._axolotl_columns(facts.of, kind in PAIRS and self.get("objective") is not None)
             if kind in CHATS:
                 self._learning(entry, n)
             elif objective == "sft":
@@ -483,25 +475,27 @@ class _Composer:
         self.tree.setdefault("objective", objectives.pop())
         return paths
 
-    def _columns_of(self, source: Mapping[str, Any], pairs: bool) -> None:
-        """Note what the keys of a source's rows are.
+    def _axolotl_columns(self, source: dict[str, Any], pairs: bool) -> None:
+        """Note the columns of a source; `pairs`: its conversations are the prompts of pairs."""
+        key = source.setdefault("@messages", "messages")
+        compared = pairs or (self.get("objective") is not None and key not in ("messages", "conversations"))
+        source[f"columns.{'prompt' if compared else 'messages'}"] = key
+        source |= {
+            f"@{ours}": theirs for ours, theirs in source.get("@keys", {}).items() if ours in ("role", "content")
+        }
+        self._columns_of(source, source.get("@roles", {}), pairs)
 
-        Args:
-            pairs: its conversations are the prompts of pairs.
-        """
-        key = source.get("@messages", "messages")
+    def _columns_of(self, source: Mapping[str, Any], roles: Mapping[str, list[str]], pairs: bool) -> None:
+        """Note what the keys of a source's rows and of their turns are, and the names of their roles."""
         for ours in ("role", "content"):
-            theirs = source.get("@keys", {}).get(ours) or source.get(f"@{ours}", ours)
-            if theirs not in ("role", "content", "from", "value"):
-                self._turn_key(theirs, ours, key, pairs)
-        if pairs:
-            self.columns[key] = "prompt"
-        elif key not in ("messages", "conversations"):
-            self.columns[key] = "prompt" if self.get("objective") else "messages"
-        self.columns |= {theirs: name.removeprefix("columns.") for name, theirs in source.items()
-                         if name.startswith("columns.") and name != f"columns.{theirs}"}  # fmt: skip
-        for role, names in source.get("@roles", {}).items():
-            self.roles |= {name: role for name in names if name != role and name not in ("human", "gpt")}
+            if (theirs := source.get(f"@{ours}", ours)) not in ("role", "content", "from", "value"):
+                self._turn_key(theirs, ours, source.get("@messages", ""), pairs)
+        for name, theirs in source.items():
+            ours = name.removeprefix("columns.")
+            if ours != name and theirs not in (ours, "conversations" if ours == "messages" else ours):
+                self.columns[theirs] = ours
+        for role, names in roles.items():
+            self.roles |= {name: role for name in names if name not in (role, "human", "gpt", "observation")}
 
     def _turn_key(self, theirs: str, ours: str, key: str, pairs: bool) -> None:
         """Note what a key of turns is, in the lists that rows have them in; `key` has a row's conversation."""
@@ -563,11 +557,11 @@ class _Composer:
         columns = dict(entry.get("columns") or {})
         if sharegpt or ranking:
             columns.setdefault(*(("messages", "conversations") if sharegpt else ("prompt", "instruction")))
-        self._tags(entry.get("tags") or {}, columns.get("messages", ""), ranking)
-        for column, theirs in columns.items():
-            ours = self._factory_column(name, column, ranking)
-            if theirs not in (ours, "conversations" if ours == "messages" else ours):
-                self.columns[theirs] = ours
+        found = _read_keys(columns, FACTORY_COLUMNS, self.place, f"{name}.columns.").of
+        tags = _read_keys(entry.get("tags") or {}, FACTORY_TAGS, self.place, f"{name}.tags.").of
+        read = {self._factory_column(ours, ranking): theirs for ours, theirs in found.items()}
+        roles = {role: [theirs] for role, theirs in tags.items() if role[0] != "@"}
+        self._columns_of({**read, **tags, "@messages": columns.get("messages", "")}, roles, ranking)
         source = entry.get("hf_hub_url") or str(listed.parent / entry.get("file_name", name))
         if ranking and not sharegpt and "system" not in {*columns, *_first_row(source)}:
             found = f"{name} has pairs of texts, which no chat template renders here"
@@ -577,15 +571,12 @@ class _Composer:
             self._unnamed(source, entry)
         return self._origin({"path": source, "split": entry.get("split"), "name": entry.get("subset")})
 
-    def _factory_column(self, name: str, column: str, ranking: bool) -> str:
-        """Return what a column of LLaMA-Factory's list is here."""
-        if column == "history":
-            raise self.refuse("@data", f"{name} has history: earlier turns", "write the rows as messages")
-        if column not in FACTORY_COLUMNS:
-            raise self.refuse("@data", f"{name} has {column}", "train on text, without images and audio")
-        if column == "prompt" and self.get("objective") == "pretrain":
-            return "text"
-        return "prompt" if ranking and column in ("messages", "prompt") else FACTORY_COLUMNS[column]
+    def _factory_column(self, ours: str, ranking: bool) -> str:
+        """Return the place of a column of LLaMA-Factory's list for this objective."""
+        if ranking and ours in ("columns.messages", "columns.instruction"):
+            return "columns.prompt"
+        pretrain = self.get("objective") == "pretrain" and ours == "columns.instruction"
+        return "columns.text" if pretrain else ours
 
     def _check_named(self, listed: Path, name: str, entry: Any) -> None:
         """Check that a data set of LLaMA-Factory's list is a mapping, and its parts are names."""
@@ -597,21 +588,10 @@ class _Composer:
             return
         raise self.refuse("@data", f"{name} is {entry!r} in {listed}", "give names: columns: {prompt: instruction}")
 
-    def _tags(self, tags: Mapping[str, str], key: str, pairs: bool) -> None:
-        """Note what LLaMA-Factory's names for the keys and the roles of a turn are."""
-        for tag, name in tags.items():
-            if tag not in {*FACTORY_KEYS, *FACTORY_ROLES, "function_tag"}:
-                raise self.refuse("@data", f"tags: {tag}, which is not known here", LEAVE)
-            if tag in FACTORY_KEYS and name not in FACTORY_KEYS[tag][1]:
-                self._turn_key(name, FACTORY_KEYS[tag][0], key, pairs)
-            if tag in FACTORY_ROLES and name not in FACTORY_ROLES[tag][1]:
-                self.roles[name] = FACTORY_ROLES[tag][0]
-
     def _unnamed(self, source: str, entry: Mapping[str, Any]) -> None:
         """Leave out columns that LLaMA-Factory does not read, and note how it joins those that it does."""
         named, row = entry.get("columns"), _first_row(source)
-        for column in FACTORY_UNNAMED:
-            ours = FACTORY_COLUMNS[column]
+        for column, ours in FACTORY_UNNAMED.items():
             read = column in named if named else column == "query"
             if not read and ours in row:
                 self.columns[ours] = "ignore"
@@ -627,19 +607,16 @@ class _Composer:
         objective = tree.setdefault("objective", "sft")
         if objective == "ipo":
             objective, loss = "dpo", "ipo"
-        elif objective == "dpo" and loss in ("orpo", "simpo"):
-            objective = loss
-        elif loss in ("orpo", "simpo"):
-            loss = None  # of pairs, which there are none of
+        if objective == "dpo" and loss in ("orpo", "simpo"):
+            objective, loss = loss, None
         tree["objective"] = objective
-        section = SECTIONS.get(objective)
-        settings = {name[2:]: value for name, value in self.facts.of.items() if name[0] == "*" and value is not None}
-        settings |= {"loss": loss} if loss not in (None, objective) else {}
-        for name, value in settings.items():
-            if section is not None and name in section.model_fields:
-                tree.setdefault(objective, {})[name] = value
+        settings = {name: value for name, value in self.facts.of.items() if name[0] == "*" and value is not None}
+        for name, value in {**settings, **({} if loss is None else {"*.loss": loss})}.items():
+            section = SECTIONS.get(objective)
+            if section is not None and name[2:] in section.model_fields:
+                tree.setdefault(objective, {})[name[2:]] = value
             else:
-                key = self.facts.by.get(f"*.{name}", self.facts.by.get("@loss", name))
+                key = self.facts.by.get("@loss" if name == "*.loss" else name)
                 self.notes.append(f"{key}: no effect on {objective}")
         if tree.get("distill", {}).get("temperature", 1) != 1:
             self.notes.append("temperature: the loss is multiplied by its square here, as in its source")
