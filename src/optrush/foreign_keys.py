@@ -402,27 +402,25 @@ def split_names(value: str | list[Any]) -> list[str]:
     return [str(name).strip(" ,") for name in (value.split(",") if isinstance(value, str) else value)]
 
 
-_WHOLE, _NUMBER, _MORE = Form((int,)), Form((int, float), float), Form((int, float), lambda n: float(n) or None)
 _COUNT = Form((int,), lambda n: n if n > 0 else None)
-FORMS: dict[str, Form] = {
-    **dict.fromkeys(("@rows", "@all_rows", "@accumulate", "@pissa_iter", "@ranks", "batch.seq", "with.lora.rank",
-                     "data.max_samples", "train.stop_after"), _WHOLE),
-    **dict.fromkeys(("@warmup_steps", "@warmup_ratio", "@beta1", "@beta2", "@eval_steps", "@save_steps", "@evals",
-                     "@saves", "with.lora.alpha", "with.lora.dropout", "optim.lr", "optim.weight_decay", "optim.eps",
-                     "train.epochs", "train.timeout", "*.beta", "*.label_smoothing", "*.desirable_weight",
-                     "*.undesirable_weight", "*.gamma", "*.center", "distill.temperature"), _NUMBER),
-    **dict.fromkeys(("with.lora.lr_ratio", "with.neftune.alpha"), _MORE),
-    **dict.fromkeys(("train.steps", "with.loader.workers"), _COUNT),
-    **dict.fromkeys(("@datasets", "@pretraining", "@held_out"), Form((list, dict, str))),
-    **dict.fromkeys(("@data", "with.lora.targets"), Form((str, list))), "with.lora.save": Form(
-        (str, list), split_names),
-    "@plugins": Form((list,)),
-    "@dataset_dir": Form((str,)), "model.add_tokens": Form(
-        (list,), do="list the tokens to add: [<a>, <b>]"), "optim.clip": Form((int, float), _clip),
-    "data.eval": Form((int, float, str), _share), "model.revision": Form(
-        (str, int, float), lambda name: None if name == "main" else str(name)),
-    "data.clean.tokens": Form((int, float), lambda least: [least, None] if least else None),
-}  # fmt: skip
+_MORE = Form((int, float), lambda n: float(n) or None)
+_LEAST = Form((int, float), lambda least: [least, None] if least else None)
+_REVISION = Form((str, int, float), lambda name: None if name == "main" else str(name))
+FORMS: dict[str, Form] = spread({
+    "@rows @all_rows @accumulate @pissa_iter @ranks batch.seq with.lora.rank data.max_samples train.stop_after":
+        Form((int,)),
+    "@warmup_steps @warmup_ratio @beta1 @beta2 @eval_steps @save_steps @evals @saves with.lora.alpha with.lora.dropout "
+    "optim.lr optim.weight_decay optim.eps train.epochs train.timeout *.beta *.label_smoothing *.desirable_weight "
+    "*.undesirable_weight *.gamma *.center distill.temperature": Form((int, float), float),
+    "with.lora.lr_ratio with.neftune.alpha": _MORE, "train.steps with.loader.workers": _COUNT,
+    "@datasets @pretraining @held_out": Form((list, dict, str)), "@data with.lora.targets": Form((str, list)),
+    "with.lora.save": Form((str, list), split_names), "@plugins": Form((list,)), "model.revision": _REVISION,
+    "model.add_tokens": Form((list,), do="list the tokens to add: [<a>, <b>]"), "optim.clip": Form((int, float), _clip),
+    "data.eval": Form((int, float, str), _share), "data.clean.tokens": _LEAST,
+    "@keys @roles @columns @tags": Form((dict,)), "@dataset_dir @messages @role @content file_name hf_hub_url "
+    "columns.text columns.instruction columns.input columns.output columns.messages columns.system columns.tools "
+    "columns.chosen columns.rejected columns.label": Form((str,)),
+})  # fmt: skip
 
 # --- rows
 
@@ -461,7 +459,14 @@ CHAT_SOURCE = Tool("axolotl's datasets", _SOURCE | table({
 }))  # fmt: skip
 TEXT_SOURCE = Tool("axolotl's datasets", _SOURCE | table({
     " ".join(LEARNING): idle("axolotl does not read it of rows of this type")}))  # fmt: skip
-# Of an entry of LLaMA-Factory's list of data sets: the columns of its rows, and the keys and roles of their turns.
+# An entry of LLaMA-Factory's list of data sets; the columns of its rows, and the keys and roles of their turns.
+FACTORY_ENTRY = Tool("LLaMA-Factory's list", table({
+    "file_name": "file_name", "hf_hub_url": "hf_hub_url", "split": "split", "subset": "name", "columns": "@columns",
+    "tags": "@tags", "formatting": "@formatting", "ranking": "@ranking",
+    "ms_hub_url om_hub_url": idle("hf_hub_url or file_name is read"), "cloud_file_name script_url": only(
+        do="save the rows as a file: --data"), "folder": only(do="name the files: --data"),
+    "num_samples": only(do="give data.max_samples for all rows"),
+}))  # fmt: skip
 FACTORY_COLUMNS = Tool("LLaMA-Factory's columns", table({
     "prompt": "columns.instruction", "query": "columns.input", "response": "columns.output",
     "messages": "columns.messages", "system": "columns.system", "tools": "columns.tools", "chosen": "columns.chosen",
@@ -475,10 +480,6 @@ FACTORY_TAGS = Tool("LLaMA-Factory's tags", table({
 }))  # fmt: skip
 # Columns that LLaMA-Factory does not read where its list names others and not these; ours by theirs.
 FACTORY_UNNAMED = {"query": "input", "system": "system"}
-FACTORY_REFUSED = {
-    "folder": "name the files: --data", "script_url": "save the rows as a file: --data",
-    "num_samples": "give data.max_samples for all rows",
-}  # fmt: skip
 
 # --- hints for a YAML of ours
 

@@ -19,41 +19,11 @@ from typing import Annotated, Any, get_args
 import typer
 import yaml
 
+from optrush import foreign_keys as foreign
 from optrush.cli.import_sharding import Sharding, read_sharding
-from optrush.config import (
-    COMPARED,
-    JUDGED,
-    SECTIONS,
-    Config,
-    parse_config,
-    parse_scalar,
-    parse_yaml,
-    refuse_secrets,
-)
+from optrush.config import COMPARED, JUDGED, SECTIONS, Config, parse_config, parse_scalar, parse_yaml, refuse_secrets
 from optrush.errors import ConfigError, UserError
-from optrush.foreign_keys import (
-    CHAT_SOURCE,
-    CHATS,
-    FACTORY_COLUMNS,
-    FACTORY_REFUSED,
-    FACTORY_TAGS,
-    FACTORY_UNNAMED,
-    FOREIGN,
-    FORMS,
-    LEAVE,
-    LOGGED,
-    LOGGER,
-    PAIRS,
-    ROW_KINDS,
-    SHARDED,
-    SPEED,
-    TEXT_SOURCE,
-    TOOLS,
-    Rule,
-    Tool,
-    ToolName,
-    split_names,
-)
+from optrush.foreign_keys import LEAVE, Rule, Tool, ToolName, split_names
 
 Notes = list[str]
 ALIKE = 0.9  # of difflib's ratio: a slip of the keyboard and not another word
@@ -137,7 +107,7 @@ def translate(file: Path, tool: ToolName | None = None, data: str | None = None,
     given, lines = _read(file)
     kind = tool or _recognised(given, file)
     place = _Place(file, lines)
-    facts = _read_keys(given, TOOLS[kind], place)
+    facts = _read_keys(given, foreign.TOOLS[kind], place)
     if data is not None:
         for name in ("@data", "@datasets", "@pretraining", "@data_config", "@data_split", "@dataset_dir"):
             facts.of.pop(name, None)
@@ -196,7 +166,7 @@ def _arguments(text: str, file: Path) -> dict[str, Any]:
                       ("config_file", "config_file")):  # fmt: skip
         if name in launcher:
             given[key] = launcher[name]
-    if sharded := {key: value for key, value in launcher.items() if SHARDED.match(key)}:
+    if sharded := {key: value for key, value in launcher.items() if foreign.SHARDED.match(key)}:
         given["accelerate launch"] = sharded
     return given | dict(_pairs(words[at + 1 :]))
 
@@ -254,7 +224,7 @@ class _Facts:
 
     def add(self, key: str, value: Any) -> None:
         """Add a key's value, or note that it has no effect; raise ConfigError for one without a counterpart."""
-        rule = self.tool.keys.get(key) or (LOGGED if LOGGER.match(key) else None)
+        rule = self.tool.keys.get(key) or (foreign.LOGGED if foreign.LOGGER.match(key) else None)
         if value is None and rule is not None and rule.null:
             raise self.refuse(key, f"null: {rule.null}", rule.do)
         if value is None or value in ("", [], {}):
@@ -263,7 +233,7 @@ class _Facts:
             if value is not False:
                 raise self.refuse(key, f"a key of {self.tool.name} without a counterpart", self.hint(key))
             self.notes.append(f"{self.prefix}{key}: off there, and absent here")
-        elif rule.idle and value not in (rule.values or ()):
+        elif rule.idle and value not in [*(rule.values or ())]:
             self.notes.append(f"{self.prefix}{key}: {rule.idle}")
         elif rule.to:
             self.put(key, rule.to, self.valued(key, value, rule))
@@ -276,12 +246,12 @@ class _Facts:
 
     def hint(self, key: str) -> str:
         """Return what to do with an unknown key: the known one that is spelled nearly alike, if any."""
-        close = () if FOREIGN.match(key) else difflib.get_close_matches(key, self.tool.keys, 1, ALIKE)
+        close = () if foreign.FOREIGN.match(key) else difflib.get_close_matches(key, self.tool.keys, 1, ALIKE)
         return LEAVE + "".join(f"; did you mean `{name}`?" for name in close)
 
     def valued(self, key: str, value: Any, rule: Rule) -> Any:
         """Return a value as the rule translates it, or raise ConfigError."""
-        if (form := FORMS.get(rule.to)) is not None:
+        if (form := foreign.FORMS.get(rule.to)) is not None:
             if not isinstance(value, form.kinds) or isinstance(value, bool):
                 raise self.refuse(key, f"{value!r}", form.do or f"give {form.words}")
             try:
@@ -407,9 +377,10 @@ class _Composer:
 
     def _held_out(self, given: Any) -> str:
         entry = given[0] if isinstance(given, list) and len(given) == 1 else given
-        entry = {"path": entry} if isinstance(entry, str) else entry
-        path = self._origin(entry) if isinstance(entry, dict) and isinstance(entry.get("path"), str) else None
-        if not isinstance(path, str) or not (path.startswith("hub:") or Path(path).suffix or Path(path).exists()):
+        path = (
+            self._origin(entry if isinstance(entry, dict) else {"path": entry}) if isinstance(entry, str | dict) else ""
+        )
+        if not (path.startswith("hub:") or Path(path).suffix or Path(path).exists()):
             do = "name one file of held-out rows, or give a share: data.eval: 0.05"
             raise self.refuse("@held_out", f"{given!r}", do)
         return path
@@ -431,7 +402,9 @@ class _Composer:
         """Return one source as our data.path has it."""
         from optrush.data.readers import HUB, HUB_SET
 
-        path, split, config = entry["path"], entry.get("split"), entry.get("name")
+        path, split, config = (entry.get(key) for key in ("path", "split", "name"))
+        if not isinstance(path, str) or not path:
+            raise self.refuse("path", f"{path!r}", "name a file or a data set of the hub")
         if files := entry.get("data_files"):
             listed = [files] if isinstance(files, str) else list(files)
             if len(listed) > 1:
@@ -450,22 +423,22 @@ class _Composer:
         objectives, paths = set(), []
         for n, entry in enumerate(entries):
             if not isinstance(entry, str | dict):
-                raise self.refuse(f"datasets[{n}]", repr(entry), "name a file or a data set of the hub")
+                raise self.refuse(f"datasets[{n}]", f"{entry!r}", "name a file or a data set of the hub")
             entry = {"path": entry} if isinstance(entry, str) else dict(entry)
             kind = entry.pop("type", None) or ("pretrain" if self.get("@pretraining") else None)
             if isinstance(kind, dict):
                 entry, kind = {**kind, **entry}, "alpaca"
-            if kind not in ROW_KINDS:
-                do = f"write the rows as messages, or take one of {', '.join(sorted(ROW_KINDS))}"
+            if not isinstance(kind, str) or kind not in foreign.ROW_KINDS:
+                do = f"write the rows as messages, or take one of {', '.join(sorted(foreign.ROW_KINDS))}"
                 raise self.refuse(f"datasets[{n}].type", f"{kind!r}, rows that are not known here", do)
-            objective, columns = ROW_KINDS[kind]
+            objective, columns = foreign.ROW_KINDS[kind]
             objectives.add(objective)
             self.columns |= columns
-            source = CHAT_SOURCE if kind in CHATS else TEXT_SOURCE
+            source = foreign.CHAT_SOURCE if kind in foreign.CHATS else foreign.TEXT_SOURCE
             facts = _read_keys(entry, source, self.place, f"datasets[{n}].")
             self.notes += facts.notes
-            self._axolotl_columns(facts.of, kind in PAIRS and self.get("objective") is not None)
-            if kind in CHATS:
+            self._axolotl_columns(facts.of, kind in foreign.PAIRS and self.get("objective") is not None)
+            if kind in foreign.CHATS:
                 self._learning(entry, n)
             elif objective == "sft":
                 self.notes.append(f"datasets[{n}].type: headings of a prompt are those of the model's chat template")
@@ -549,27 +522,27 @@ class _Composer:
 
     def _factory_source(self, name: str, entry: Any, listed: Path) -> Any:
         """Return one source of LLaMA-Factory's list, and note its columns, tags and roles."""
-        self._check_named(listed, name, entry)
-        for key, do in FACTORY_REFUSED.items():
-            if entry.get(key) is not None:
-                raise self.refuse("@data", f"{name} has {key}: {entry[key]!r}", do)
-        sharegpt, ranking = entry.get("formatting") == "sharegpt", bool(entry.get("ranking"))
-        columns = dict(entry.get("columns") or {})
+        if not isinstance(entry, dict):
+            raise self.refuse("@data", f"{name} is {entry!r} in {listed}", "give a mapping: file_name: rows.jsonl")
+        place = _Place(listed, {})
+        given = _read_keys(entry, foreign.FACTORY_ENTRY, place, f"{name}.").of
+        sharegpt, ranking = given.get("@formatting") == "sharegpt", bool(given.get("@ranking"))
+        columns = given.get("@columns", {})
         if sharegpt or ranking:
-            columns.setdefault(*(("messages", "conversations") if sharegpt else ("prompt", "instruction")))
-        found = _read_keys(columns, FACTORY_COLUMNS, self.place, f"{name}.columns.").of
-        tags = _read_keys(entry.get("tags") or {}, FACTORY_TAGS, self.place, f"{name}.tags.").of
+            columns = dict([("messages", "conversations") if sharegpt else ("prompt", "instruction")]) | columns
+        found = _read_keys(columns, foreign.FACTORY_COLUMNS, place, f"{name}.columns.").of
+        tags = _read_keys(given.get("@tags", {}), foreign.FACTORY_TAGS, place, f"{name}.tags.").of
         read = {self._factory_column(ours, ranking): theirs for ours, theirs in found.items()}
         roles = {role: [theirs] for role, theirs in tags.items() if role[0] != "@"}
         self._columns_of({**read, **tags, "@messages": columns.get("messages", "")}, roles, ranking)
-        source = entry.get("hf_hub_url") or str(listed.parent / entry.get("file_name", name))
+        source = given.get("hf_hub_url") or str(listed.parent / given.get("file_name", name))
         if ranking and not sharegpt and "system" not in {*columns, *_first_row(source)}:
             found = f"{name} has pairs of texts, which no chat template renders here"
             do = "give each row a `system`, which may be empty, and name it: columns: {system: system}"
             raise self.refuse("@data", found, do)
         if self.get("objective", "sft") == "sft":
-            self._unnamed(source, entry)
-        return self._origin({"path": source, "split": entry.get("split"), "name": entry.get("subset")})
+            self._unnamed(source, given)
+        return self._origin({**given, "path": source})
 
     def _factory_column(self, ours: str, ranking: bool) -> str:
         """Return the place of a column of LLaMA-Factory's list for this objective."""
@@ -578,26 +551,16 @@ class _Composer:
         pretrain = self.get("objective") == "pretrain" and ours == "columns.instruction"
         return "columns.text" if pretrain else ours
 
-    def _check_named(self, listed: Path, name: str, entry: Any) -> None:
-        """Check that a data set of LLaMA-Factory's list is a mapping, and its parts are names."""
-        given = entry if isinstance(entry, dict) else {}
-        tables = [given.get(key) or {} for key in ("columns", "tags")]
-        names = [given[key] for key in ("file_name", "hf_hub_url") if given.get(key) is not None]
-        names += [value for table in tables if isinstance(table, dict) for value in table.values()]
-        if given and all(isinstance(table, dict) for table in tables) and all(isinstance(n, str) for n in names):
-            return
-        raise self.refuse("@data", f"{name} is {entry!r} in {listed}", "give names: columns: {prompt: instruction}")
-
-    def _unnamed(self, source: str, entry: Mapping[str, Any]) -> None:
+    def _unnamed(self, source: str, given: Mapping[str, Any]) -> None:
         """Leave out columns that LLaMA-Factory does not read, and note how it joins those that it does."""
-        named, row = entry.get("columns"), _first_row(source)
-        for column, ours in FACTORY_UNNAMED.items():
+        named, row = given.get("@columns"), _first_row(source)
+        for column, ours in foreign.FACTORY_UNNAMED.items():
             read = column in named if named else column == "query"
             if not read and ours in row:
                 self.columns[ours] = "ignore"
             elif not read and not Path(source).is_file():
                 self.notes.append(f"dataset: here a column {ours!r} of {source} is read, there it is not")
-        if entry.get("formatting", "alpaca") == "alpaca":
+        if given.get("@formatting", "alpaca") == "alpaca":
             self.notes.append("dataset: an empty line is between instruction and input, where theirs is a line break")
 
     # Objective, sizes, optimizer
@@ -773,7 +736,7 @@ class _Composer:
         for plugin in self.get("@plugins", []):
             if not re.search(r"\.(liger|cut_cross_entropy|kernels|swanlab)\.", str(plugin)):
                 raise self.refuse("@plugins", f"{plugin}", LEAVE)
-            self.notes.append(f"plugins: {plugin}: {SPEED.idle}")
+            self.notes.append(f"plugins: {plugin}: {foreign.SPEED.idle}")
 
     def _sharding(self) -> None:
         sharding: Sharding | None = None
