@@ -517,7 +517,7 @@ def foreign_spelling(key: str, value: Any) -> str | None:
         return "leave it out: so it is unless something else is written"
     if rule.to == "with" and not isinstance(value, dict):
         return None
-    line = line.format(inline_yaml(value))
+    line = line.format(inline_yaml(value.removeprefix("@") if isinstance(value, str) else value))
     return line if line.startswith("no key") else f"write `{line}`"
 
 

@@ -214,7 +214,7 @@ def test_examples_are_valid(example: Path) -> None:
         ("adapter: qlora", "method: qlora"),
         ("lora_alpha: 16", "with: {lora: {alpha: 16}}"),
         ("gradient_checkpointing: true", "with: {recompute: {}}"),
-        ("lr_scheduler_type: constant_with_warmup", "optim: {schedule: constant}"),
+        ("lr_scheduler_type: constant", "optim: {schedule: constant}"),
     ],
 )
 def test_spellings_of_other_tools_are_answered_with_ours(line: str, write: str) -> None:
