@@ -324,10 +324,8 @@ class _Composer:
         part = self.tree
         for section in sections:
             part = part.setdefault(section, {})
-        if isinstance(part.get(last), dict):
-            part[last] |= copy.deepcopy(value)
-        else:
-            part[last] = copy.deepcopy(value)
+        known = part.get(last, {})
+        part[last] = known | copy.deepcopy(value) if isinstance(value, dict) else value
 
     def refuse(self, name: str, found: str, do: str) -> ConfigError:
         """Return the error of a key, or of the key that gave a place."""
@@ -377,9 +375,8 @@ class _Composer:
 
     def _held_out(self, given: Any) -> str:
         entry = given[0] if isinstance(given, list) and len(given) == 1 else given
-        path = (
-            self._origin(entry if isinstance(entry, dict) else {"path": entry}) if isinstance(entry, str | dict) else ""
-        )
+        entry = {"path": entry} if isinstance(entry, str) else entry
+        path = self._origin(entry) if isinstance(entry, dict) else ""
         if not (path.startswith("hub:") or Path(path).suffix or Path(path).exists()):
             do = "name one file of held-out rows, or give a share: data.eval: 0.05"
             raise self.refuse("@held_out", f"{given!r}", do)
@@ -532,7 +529,10 @@ class _Composer:
             columns = dict([("messages", "conversations") if sharegpt else ("prompt", "instruction")]) | columns
         found = _read_keys(columns, foreign.FACTORY_COLUMNS, place, f"{name}.columns.").of
         tags = _read_keys(given.get("@tags", {}), foreign.FACTORY_TAGS, place, f"{name}.tags.").of
-        read = {self._factory_column(ours, ranking): theirs for ours, theirs in found.items()}
+        moved = {"columns.instruction": "columns.text"} if self.get("objective") == "pretrain" else {}
+        if ranking:
+            moved = dict.fromkeys(("columns.messages", "columns.instruction"), "columns.prompt")
+        read = {moved.get(ours, ours): theirs for ours, theirs in found.items()}
         roles = {role: [theirs] for role, theirs in tags.items() if role[0] != "@"}
         self._columns_of({**read, **tags, "@messages": columns.get("messages", "")}, roles, ranking)
         source = given.get("hf_hub_url") or str(listed.parent / given.get("file_name", name))
@@ -543,13 +543,6 @@ class _Composer:
         if self.get("objective", "sft") == "sft":
             self._unnamed(source, given)
         return self._origin({**given, "path": source})
-
-    def _factory_column(self, ours: str, ranking: bool) -> str:
-        """Return the place of a column of LLaMA-Factory's list for this objective."""
-        if ranking and ours in ("columns.messages", "columns.instruction"):
-            return "columns.prompt"
-        pretrain = self.get("objective") == "pretrain" and ours == "columns.instruction"
-        return "columns.text" if pretrain else ours
 
     def _unnamed(self, source: str, given: Mapping[str, Any]) -> None:
         """Leave out columns that LLaMA-Factory does not read, and note how it joins those that it does."""
@@ -566,21 +559,19 @@ class _Composer:
     # Objective, sizes, optimizer
 
     def _objective(self) -> None:
-        tree, loss = self.tree, self.get("@loss")
-        objective = tree.setdefault("objective", "sft")
+        tree, settings = self.tree, {name: value for name, value in self.facts.of.items()
+                                    if name[0] == "*" and value is not None}  # fmt: skip
+        objective, loss = tree.get("objective", "sft"), settings.get("*.loss")
         if objective == "ipo":
-            objective, loss = "dpo", "ipo"
-        if objective == "dpo" and loss in ("orpo", "simpo"):
-            objective, loss = loss, None
-        tree["objective"] = objective
-        settings = {name: value for name, value in self.facts.of.items() if name[0] == "*" and value is not None}
-        for name, value in {**settings, **({} if loss is None else {"*.loss": loss})}.items():
-            section = SECTIONS.get(objective)
+            objective, settings["*.loss"] = "dpo", "ipo"
+        elif objective == "dpo" and loss in ("orpo", "simpo"):
+            objective = settings.pop("*.loss")
+        tree["objective"], section = objective, SECTIONS.get(objective)
+        for name, value in settings.items():
             if section is not None and name[2:] in section.model_fields:
-                tree.setdefault(objective, {})[name[2:]] = value
+                self.set(f"{objective}.{name[2:]}", value)
             else:
-                key = self.facts.by.get("@loss" if name == "*.loss" else name)
-                self.notes.append(f"{key}: no effect on {objective}")
+                self.notes.append(f"{self.facts.by.get(name, name)}: no effect on {objective}")
         if tree.get("distill", {}).get("temperature", 1) != 1:
             self.notes.append("temperature: the loss is multiplied by its square here, as in its source")
 
