@@ -495,6 +495,12 @@ LINES: dict[str, str] = {
     "@four": "method: qlora", "@eight": "with: {{int8: {{}}, lora: {{}}}}",
     "@adapter": "method: {}", "@recompute": "with: {}", "@data": "data: {{path: {}}}",
     "@datasets": "data: {{path: {}}}", "@held_out": "data: {{eval: {}}}",
+    "@evals": "train: {{eval_every: N}}, where N is 1 / ({} x epochs)",
+    "@saves": "train: {{save_every: N}}, where N is 1 / ({} x epochs)",
+    "@linear": "with: {{lora: {{targets: all-linear}}}}", "*.gamma": "simpo: {{gamma: {}}}",
+    "*.center": "reward: {{center: {}}}", **{f"*.{name}": f"{section}: {{{{{name}: {{}}}}}}" for section, name in (
+        ("dpo", "beta"), ("dpo", "loss"), ("dpo", "label_smoothing"), ("dpo", "reference"),
+        ("kto", "desirable_weight"), ("kto", "undesirable_weight"))},
 }  # fmt: skip
 MORE = {
     "early_stopping_threshold": "train: {{stop_after: {{evals: N, min_delta: {}}}}}", "report_to": "tracker: {}",
@@ -516,7 +522,9 @@ def foreign_spelling(key: str, value: Any) -> str | None:
     if value in (None, {}):
         return "leave it out: so it is unless something else is written"
     if rule.to == "with" and not isinstance(value, dict):
-        return None
+        if value is not True:
+            return None
+        value = next(filter(None, known.values()))
     line = line.format(inline_yaml(value.removeprefix("@") if isinstance(value, str) else value))
     return line if line.startswith("no key") else f"write `{line}`"
 
