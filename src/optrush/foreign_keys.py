@@ -36,7 +36,7 @@ def to(place: str, values: Mapping[Any, Any] | None = None, do: str = "") -> Rul
     return Rule(to=place, values=values, do=do)
 
 
-def idle(reason: str) -> Rule:
+def listed(reason: str) -> Rule:
     return Rule(idle=reason)
 
 
@@ -58,7 +58,7 @@ def spread(values: Mapping[str, T]) -> dict[str, T]:
     return {name: value for names, value in values.items() for name in names.split()}
 
 
-def table(fates: Mapping[str, str | Rule]) -> Table:
+def rules_of(fates: Mapping[str, str | Rule]) -> Table:
     """Return the rule of each key; a fate may be a place alone."""
     return {name: to(fate) if isinstance(fate, str) else fate for name, fate in spread(fates).items()}
 
@@ -67,22 +67,22 @@ LEAVE = "leave it out: optrush has no counterpart"
 NO_IMAGES = only(do="leave it out: models of images are not trained here")
 NO_OPTIONS = only(do="leave it out: a schedule has no options here, and decays to 0")
 DROPPED = only(do="leave it out: what is too long is left out whole")
-LOGGED = idle("the name of a log; `tracker:` reports a run (docs/trackers.md)")
-PATHS = idle("where files are kept does not change the training")
-SPEED = idle("a choice of kernels: `optrush plan` finds the fastest set for this machine")
-ELSEWHERE = idle("speed or memory of another trainer")
-EVALUATION = idle("evaluation takes the sizes and the precision of training")
-LAYOUT = idle("evaluation takes the layout of training")
-RECOMPUTED = idle("how torch recomputes: gradients are the same")
-COMPILED = idle("`compile` has settings of its own")
-READING = idle("rows are read and tokenised by `data.workers` processes")
-GENERATED = idle("no text is generated while training: `optrush generate` answers prompts afterwards")
-PACKED = idle("packing counts the tokens of the rows, and has its own window")
-TOKENIZER = idle("tokenizer.json of the model's folder is read")
-DEVICES = idle("a rank has one device: --ranks N, and `ddp` or `fsdp` follow")
-REFERENCE = idle("the reference is computed in batches of training's size")
-HUB_ACCESS = idle("access to the hub: the environment's HF_TOKEN is used")
-TEMPLATED = idle("the chat template of the model renders the rows")
+LOGGED = listed("the name of a log; `tracker:` reports a run (docs/trackers.md)")
+PATHS = listed("where files are kept does not change the training")
+SPEED = listed("a choice of kernels: `optrush plan` finds the fastest set for this machine")
+ELSEWHERE = listed("speed or memory of another trainer")
+EVALUATION = listed("evaluation takes the sizes and the precision of training")
+LAYOUT = listed("evaluation takes the layout of training")
+RECOMPUTED = listed("how torch recomputes: gradients are the same")
+COMPILED = listed("`compile` has settings of its own")
+READING = listed("rows are read and tokenised by `data.workers` processes")
+GENERATED = listed("no text is generated while training: `optrush generate` answers prompts afterwards")
+PACKED = listed("packing counts the tokens of the rows, and has its own window")
+TOKENIZER = listed("tokenizer.json of the model's folder is read")
+DEVICES = listed("a rank has one device: --ranks N, and `ddp` or `fsdp` follow")
+REFERENCE = listed("the reference is computed in batches of training's size")
+HUB_ACCESS = listed("access to the hub: the environment's HF_TOKEN is used")
+TEMPLATED = listed("the chat template of the model renders the rows")
 ON, OFF = (True, "true", "True", 1), (False, "false", "False", 0)
 ABSENT = only(*OFF, do=LEAVE)
 ALWAYS = only(*ON, do=LEAVE)
@@ -121,7 +121,7 @@ TEMPLATE = Rule(
 PRECOMPUTED = to("*.reference", {True: "precomputed", False: None})
 
 # Arguments of transformers' trainer, which LLaMA-Factory, TRL and most scripts take.
-TRAINER = table({
+TRAINER = rules_of({
     "model_name_or_path": "model.path", "model_revision": "model.revision", "output_dir": "output", "seed": "seed",
     "data_seed": only(42, None, do="seed: the data's is the run's"),
     "per_device_train_batch_size": "@rows", "gradient_accumulation_steps": "@accumulate",
@@ -148,36 +148,36 @@ TRAINER = table({
     "do_train": ALWAYS, "do_predict": only(*OFF, do="optrush eval"),
     "predict_with_generate": only(*OFF, do="optrush generate answers a file of prompts"),
     "resume_from_checkpoint": NOT_RESUMED, "label_smoothing_factor": only(0, 0.0, do=LEAVE),
-    "do_eval": idle("held-out loss is measured where `data.eval` names rows"),
-    "push_to_hub": idle("optrush export RUN --push ORG/NAME does so afterwards"),
+    "do_eval": listed("held-out loss is measured where `data.eval` names rows"),
+    "push_to_hub": listed("optrush export RUN --push ORG/NAME does so afterwards"),
     "gradient_checkpointing_kwargs": RECOMPUTED, "torch_compile_backend torch_compile_mode": COMPILED,
-    "tf32": idle("float32 products stay float32 unless a precision is chosen"), "fp8_backend": SPEED,
-    "fp8_enable_fsdp_float8_all_gather": idle("`fsdp` decides in which precision weights are gathered"),
-    "fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params": idle("`fsdp: {}` shards block by block"),
-    "trust_remote_code": idle("no code from a model's folder runs"),
+    "tf32": listed("float32 products stay float32 unless a precision is chosen"), "fp8_backend": SPEED,
+    "fp8_enable_fsdp_float8_all_gather": listed("`fsdp` decides in which precision weights are gathered"),
+    "fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params": listed("`fsdp: {}` shards block by block"),
+    "trust_remote_code": listed("no code from a model's folder runs"),
     "report_to run_name logging_dir project plot_loss include_num_input_tokens_seen log_level disable_tqdm "
     "logging_first_step logging_strategy trackio_space_id include_tokens_per_second log_on_each_node": LOGGED,
     "hub_model_id hub_strategy hub_private_repo hub_token": HUB_ACCESS,
     "per_device_eval_batch_size eval_accumulation_steps bf16_full_eval": EVALUATION,
     "dataset_num_proc preprocessing_num_workers": READING,
-    "remove_unused_columns": idle("keys of the rows that are not read are named in the run's log"),
-    "overwrite_cache": idle("tokenised rows are cached by what they are made of"), "use_cache": GENERATED,
-    "use_fast_tokenizer": TOKENIZER, "save_safetensors": idle("weights are written as safetensors"),
-    "average_tokens_across_devices": idle("the loss is divided by the targets of all ranks"), "local_rank": DEVICES,
+    "remove_unused_columns": listed("keys of the rows that are not read are named in the run's log"),
+    "overwrite_cache": listed("tokenised rows are cached by what they are made of"), "use_cache": GENERATED,
+    "use_fast_tokenizer": TOKENIZER, "save_safetensors": listed("weights are written as safetensors"),
+    "average_tokens_across_devices": listed("the loss is divided by the targets of all ranks"), "local_rank": DEVICES,
     "dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor ddp_find_unused_parameters "
     "low_cpu_mem_usage ddp_bucket_cap_mb": ELSEWHERE,
-    "save_only_model": idle("a checkpoint has all that a run needs to go on"),
+    "save_only_model": listed("a checkpoint has all that a run needs to go on"),
     "lora_r lora_rank": "with.lora.rank", "lora_alpha": "with.lora.alpha", "lora_dropout": "with.lora.dropout",
     "use_rslora": to("with.lora.rslora", FLAG), "use_dora": to("with.lora.dora", FLAG),
     "load_in_4bit": to("@four", FLAG), "load_in_8bit": to("@eight", FLAG), "loraplus_lr_ratio": "with.lora.lr_ratio",
-    "loraplus_lr_embedding": idle("an embedding has no adapter here"),
+    "loraplus_lr_embedding": listed("an embedding has no adapter here"),
 }) | {"accelerate launch": to("@launcher")}  # fmt: skip
-TRL = TRAINER | table({
+TRL = TRAINER | rules_of({
     "model_name": "model.path", "use_peft": to("@adapter", {True: "lora", False: None}),
     "lora_target_modules": "with.lora.targets", "lora_modules_to_save": "with.lora.save",
     "lora_task_type": only("CAUSAL_LM", do=LEAVE), "dtype torch_dtype": to("@pure", DTYPES),
     "bnb_4bit_quant_type": only("nf4", do="nf4 is the one type of four bits here"),
-    "use_bnb_nested_quant": to("@double", BOOL), "bnb_4bit_quant_storage": idle("codes are bytes here"),
+    "use_bnb_nested_quant": to("@double", BOOL), "bnb_4bit_quant_storage": listed("codes are bytes here"),
     "dataset_name": "@data", "dataset_config": "@data_config", "dataset_train_split": "@data_split",
     "dataset_test_split": "@test_split", "dataset_streaming": to("data.stream", FLAG),
     "dataset_text_field": "@text_field",
@@ -186,38 +186,38 @@ TRL = TRAINER | table({
     "packing_strategy": only("bfd", do="leave it out: rows are filled best fit first"),
     "truncation_mode": only("keep_start", do="data.too_long: truncate keeps the beginning"),
     "completion_only_loss": to("@answers", BOOL), "assistant_only_loss": to("@assistant", FLAG),
-    "chat_template_path": "model.chat_template", "eos_token": idle("the tokenizer's own ends a text"),
-    "pad_token": idle("no token is padding here"), "pad_to_multiple_of": idle("padding has its own width here"),
-    "shuffle_dataset": idle("every epoch is shuffled, by the seed"),
-    "ignore_bias_buffers": idle("`ddp` sends no buffers"), "num_processes": "@ranks",
-    "accelerate_config": "@accelerate", "env": idle("set variables where the command is run"),
+    "chat_template_path": "model.chat_template", "eos_token": listed("the tokenizer's own ends a text"),
+    "pad_token": listed("no token is padding here"), "pad_to_multiple_of": listed("padding has its own width here"),
+    "shuffle_dataset": listed("every epoch is shuffled, by the seed"),
+    "ignore_bias_buffers": listed("`ddp` sends no buffers"), "num_processes": "@ranks",
+    "accelerate_config": "@accelerate", "env": listed("set variables where the command is run"),
     "liger_kernel_config": SPEED, "learning_rate_scheduler_kwargs": NO_OPTIONS,
 })  # fmt: skip
-TRL_SFT = TRL | table({
+TRL_SFT = TRL | rules_of({
     "loss_type": only("nll", "chunked_nll", do="leave it out: the loss is the mean over target tokens"),
 })  # fmt: skip
-TRL_DPO = TRL | table({
+TRL_DPO = TRL | rules_of({
     "beta": "*.beta", "loss_type": LOSSES, "label_smoothing": "*.label_smoothing", "disable_dropout": ALWAYS,
     "precompute_ref_log_probs": PRECOMPUTED, "max_prompt_length max_completion_length": DROPPED,
     "f_divergence_type": only("reverse_kl", do=LEAVE), "sync_ref_model use_weighting": ABSENT,
     "precompute_ref_batch_size": REFERENCE,
 })  # fmt: skip
-TRL_KTO = TRL | table({
+TRL_KTO = TRL | rules_of({
     "beta": "*.beta", "desirable_weight": "*.desirable_weight", "undesirable_weight": "*.undesirable_weight",
     "loss_type": only("kto", do=LEAVE), "disable_dropout": ALWAYS, "precompute_ref_log_probs": PRECOMPUTED,
     "max_prompt_length max_completion_length": DROPPED, "precompute_ref_batch_size": REFERENCE,
 })  # fmt: skip
-TRL_REWARD = TRL | table({
+TRL_REWARD = TRL | rules_of({
     "center_rewards_coefficient": "*.center", "disable_dropout": ALWAYS, "lora_task_type": only("SEQ_CLS", do=LEAVE),
 })  # fmt: skip
-TRL_GKD = TRL_SFT | table({
+TRL_GKD = TRL_SFT | rules_of({
     "teacher_model_name_or_path": "distill.teacher", "temperature": "distill.temperature",
     "beta": to("distill.divergence", {0: "forward", 1: "reverse"}, do="beta: 0 (forward) or 1 (reverse)"),
     "lmbda": only(0, 0.0, do="lmbda: 0 learns from the rows; else that share of the answers is generated in training"),
     "seq_kd": only(*OFF, do="write the teacher's answers first: optrush generate"), "disable_dropout": ALWAYS,
-    "max_new_tokens": idle("no answer is generated while training"),
+    "max_new_tokens": listed("no answer is generated while training"),
 })  # fmt: skip
-SCRIPT = TRL_SFT | table({  # of scripts that call themselves train.py
+SCRIPT = TRL_SFT | rules_of({  # of scripts that call themselves train.py
     "model model_id base_model": "model.path", "data data_path dataset train_file": "@data",
     "eval_file validation_file eval_split val_split validation_split eval_ratio val_set_size": "data.eval",
     "num_samples limit": "data.max_samples", "train_on_prompt train_on_prompts train_on_inputs": to(
@@ -230,15 +230,15 @@ SCRIPT = TRL_SFT | table({  # of scripts that call themselves train.py
     "resume": only(*OFF, do="leave it out, and run: optrush train --resume auto"),
     "lora": to("@adapter", {True: "lora", False: None}), "qlora": to("@adapter", {True: "qlora", False: None}),
 })  # fmt: skip
-LLAMA_FACTORY = TRAINER | table({
+LLAMA_FACTORY = TRAINER | rules_of({
     "stage": to("objective", {"sft": "sft", "pt": "pretrain", "dpo": "dpo", "kto": "kto", "rm": "reward"}),
     "finetuning_type": to("@adapter", {"full": None, "lora": "lora"}, do="finetuning_type: full or lora"),
     "lora_target": "with.lora.targets", "additional_target": "with.lora.save",
     "adapter_name_or_path": "with.lora.init", "quantization_bit": to("@bits", {4: 4, 8: 8}),
     "quantization_method": only("bnb", "bitsandbytes", do="nf4, int8"), "double_quantization": to("@double", BOOL),
     "pissa_init": to("@pissa", FLAG), "pissa_iter": "@pissa_iter",
-    "pissa_convert": idle("an adapter is always written for the published weights"),
-    "upcast_layernorm": idle("norms are computed in float32"), "dataset": "@data", "eval_dataset": "@held_out",
+    "pissa_convert": listed("an adapter is always written for the published weights"),
+    "upcast_layernorm": listed("norms are computed in float32"), "dataset": "@data", "eval_dataset": "@held_out",
     "dataset_dir": "@dataset_dir", "val_size": "data.eval", "template": TEMPLATE, "cutoff_len": "batch.seq",
     "packing neat_packing": on("packing"), "train_on_prompt": to("data.train_on", {True: "all", False: None}),
     "mask_history": to("data.train_on", {True: "last", False: None}), "flash_attn": to("with", ATTENTION),
@@ -248,17 +248,17 @@ LLAMA_FACTORY = TRAINER | table({
     "kto_rejected_weight": "*.undesirable_weight", "simpo_gamma": "*.gamma", "pref_ftx": only(0, 0.0, do=LEAVE),
     "dpo_label_smoothing": "*.label_smoothing", "tokenized_path cache_dir": PATHS,
     "use_unsloth create_new_adapter": ABSENT, "use_kv_cache": GENERATED,
-    "enable_thinking": idle("rows are rendered as they are"), "use_reentrant_gc": RECOMPUTED,
+    "enable_thinking": listed("rows are rendered as they are"), "use_reentrant_gc": RECOMPUTED,
     "export_dir": only(do="leave it out, and run: optrush export RUN"),
     "infer_backend": only(do="this is no training: optrush chat"),
     "ref_model": only(do="leave it out: the reference is the model that training begins with"),
     "freeze_vision_tower image_max_pixels video_max_pixels": NO_IMAGES, "early_stopping_steps": "train.stop_after",
-    "reserved_label_len": idle("a document is cut at its end"), "preprocessing_batch_size": READING,
+    "reserved_label_len": listed("a document is cut at its end"), "preprocessing_batch_size": READING,
 })  # fmt: skip
-AXOLOTL = TRAINER | table({
+AXOLOTL = TRAINER | rules_of({
     "base_model": "model.path", "revision_of_model": "model.revision", "tokenizer_config": "@tokenizer",
-    "model_type": idle("config.json names the class"), "tokenizer_type": idle("the tokenizer's files name the class"),
-    "tokens": "model.add_tokens", "special_tokens": idle(
+    "model_type tokenizer_type": listed("the files of the model's folder name the class"),
+    "tokens": "model.add_tokens", "special_tokens": listed(
         "the tokenizer's own are taken, and no token is padding"), "eot_tokens": "@eot", "chat_template": TEMPLATE,
     "chat_template_jinja": only(do="write it into a file: model.chat_template"),
     "datasets": "@datasets", "pretraining_dataset": "@pretraining", "test_datasets": "@held_out",
@@ -283,31 +283,31 @@ AXOLOTL = TRAINER | table({
     "flash_attention": on("attention", impl="varlen"), "sdp_attention xformers_attention": on(
         "attention", impl="sdpa"), "pad_to_sequence_len": to("@whole_rows", BOOL), "plugins": "@plugins",
     "cut_cross_entropy liger_fused_linear_cross_entropy": on("fused-loss"),
-    "auto_resume_from_checkpoints": idle("optrush train --resume auto goes on"),
-    "strict": idle("keys are always checked"),
-    "quantize_moe_experts": idle("experts are held in the bits of the linears beside them"),
+    "auto_resume_from_checkpoints": listed("optrush train --resume auto goes on"),
+    "strict": listed("keys are always checked"),
+    "quantize_moe_experts": listed("experts are held in the bits of the linears beside them"),
     "liger_glu_activation liger_rms_norm liger_layer_norm liger_rope liger_cross_entropy liger_rms_norm_gated "
     "lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel unsloth_lora_mlp flash_attn_cross_entropy "
     "flash_attn_rms_norm flash_attn_fuse_mlp flash_attn_fuse_qkv flash_optimum flex_attn_compile_kwargs use_kernels "
     "fused_attn_kernel use_scattermoe use_sonicmoe experts_implementation moe_bnb_fast": SPEED,
-    "resize_token_embeddings_to_32x": idle("the embedding keeps its size"),
-    "tokenizer_use_fast tokenizer_legacy": TOKENIZER, "tiled_mlp": ELSEWHERE, "fsdp_version": idle("`fsdp` is FSDP2"),
+    "resize_token_embeddings_to_32x": listed("the embedding keeps its size"),
+    "tokenizer_use_fast tokenizer_legacy": TOKENIZER, "tiled_mlp": ELSEWHERE, "fsdp_version": listed("`fsdp` is FSDP2"),
     "streaming_multipack_buffer_size sample_packing_eff_est total_num_tokens": PACKED, "eval_batch_size": EVALUATION,
     "eval_sample_packing": LAYOUT, "dataset_processes": READING,
     "device_map ddp experimental_skip_move_to_device": DEVICES,
     "gpu_memory_limit": only(do="leave it out, and add `with: {memory-cap: {mib: N}}`"),
     "bnb_config_kwargs": only(do="leave it out, and give `with: {nf4: {double: false}}`"),
     "dataset_prepared_path torchdistx_path": PATHS, "push_dataset_to_hub hf_use_auth_token": HUB_ACCESS,
-    "debug": idle("--debug shows tracebacks"), "shuffle_merged_datasets": only(*ON, do="rows are always shuffled"),
-    "loss_watchdog_threshold loss_watchdog_patience": idle("a loss that is not finite stops a run"),
-    "save_first_step": idle("`train.save_every` says when checkpoints are written"),
+    "debug": listed("--debug shows tracebacks"), "shuffle_merged_datasets": only(*ON, do="rows are always shuffled"),
+    "loss_watchdog_threshold loss_watchdog_patience": listed("a loss that is not finite stops a run"),
+    "save_first_step": listed("`train.save_every` says when checkpoints are written"),
     "max_packed_sequence_len": only(do="sample_packing: true"), "processor_type": NO_IMAGES,
     "skip_prepare_dataset": only(*OFF, do="leave it out: models of images are not trained here"),
     "curriculum_sampling relora gptq lora_fan_in_fan_out": ABSENT,
-    "lora_on_cpu": idle("where an adapter is merged: `optrush export` merges one"),
+    "lora_on_cpu": listed("where an adapter is merged: `optrush export` merges one"),
     "cosine_min_lr_ratio cosine_constant_lr_ratio": only(
         0, 0.0, do="leave it out: a cosine has no floor here, and decays to 0"),
-    "eval_max_new_tokens eval_table_size": GENERATED, "gpu_count": idle("--ranks N"),
+    "eval_max_new_tokens eval_table_size": GENERATED, "gpu_count": listed("--ranks N"),
     "use_tensorboard use_wandb project_name": LOGGED,
 })  # fmt: skip
 # Known keys of these tools whose counterpart is missing: the refusal gives the reason, not the nearest spelling.
@@ -371,7 +371,7 @@ TOOLS: dict[ToolName, Tool] = {
 
 
 @dataclass(frozen=True)
-class Form:
+class ValueKind:
     """What a value of a place must be, and how it is written there; None leaves it out."""
 
     kinds: tuple[type, ...]
@@ -402,24 +402,25 @@ def split_names(value: str | list[Any]) -> list[str]:
     return [str(name).strip(" ,") for name in (value.split(",") if isinstance(value, str) else value)]
 
 
-_COUNT = Form((int,), lambda n: n if n > 0 else None)
-_MORE = Form((int, float), lambda n: float(n) or None)
-_LEAST = Form((int, float), lambda least: [least, None] if least else None)
-_REVISION = Form((str, int, float), lambda name: None if name == "main" else str(name))
-FORMS: dict[str, Form] = spread({
+_COUNT = ValueKind((int,), lambda n: n if n > 0 else None)
+_MORE = ValueKind((int, float), lambda n: float(n) or None)
+_LEAST = ValueKind((int, float), lambda least: [least, None] if least else None)
+_REVISION = ValueKind((str, int, float), lambda name: None if name == "main" else str(name))
+FORMS: dict[str, ValueKind] = spread({
     "@rows @all_rows @accumulate @pissa_iter @ranks batch.seq with.lora.rank data.max_samples train.stop_after":
-        Form((int,)),
+        ValueKind((int,)),
     "@warmup_steps @warmup_ratio @beta1 @beta2 @eval_steps @save_steps @evals @saves with.lora.alpha with.lora.dropout "
     "optim.lr optim.weight_decay optim.eps train.epochs train.timeout *.beta *.label_smoothing *.desirable_weight "
-    "*.undesirable_weight *.gamma *.center distill.temperature": Form((int, float), float),
+    "*.undesirable_weight *.gamma *.center distill.temperature": ValueKind((int, float), float),
     "with.lora.lr_ratio with.neftune.alpha": _MORE, "train.steps with.loader.workers": _COUNT,
-    "@datasets @pretraining @held_out": Form((list, dict, str)), "@data with.lora.targets": Form((str, list)),
-    "with.lora.save": Form((str, list), split_names), "@plugins": Form((list,)), "model.revision": _REVISION,
-    "model.add_tokens": Form((list,), do="list the tokens to add: [<a>, <b>]"), "optim.clip": Form((int, float), _clip),
-    "data.eval": Form((int, float, str), _share), "data.clean.tokens": _LEAST,
-    "@keys @roles @columns @tags": Form((dict,)), "@dataset_dir @messages @role @content file_name hf_hub_url "
+    "@datasets @pretraining @held_out": ValueKind((list, dict, str)), "@data with.lora.targets": ValueKind((str, list)),
+    "with.lora.save": ValueKind((str, list), split_names), "@plugins": ValueKind((list,)), "model.revision": _REVISION,
+    "model.add_tokens": ValueKind((list,), do="list the tokens to add: [<a>, <b>]"),
+    "optim.clip": ValueKind((int, float), _clip), "data.eval": ValueKind((int, float, str), _share),
+    "data.clean.tokens": _LEAST,
+    "@keys @roles @columns @tags": ValueKind((dict,)), "@dataset_dir @messages @role @content file_name hf_hub_url "
     "columns.text columns.instruction columns.input columns.output columns.messages columns.system columns.tools "
-    "columns.chosen columns.rejected columns.label": Form((str,)),
+    "columns.chosen columns.rejected columns.label": ValueKind((str,)),
 })  # fmt: skip
 
 # --- rows
@@ -441,7 +442,7 @@ ROW_KINDS: dict[str, tuple[str, dict[str, str]]] = {
     **dict.fromkeys(("chatml.icr", "llama3.icr"), ("dpo", {"input": "prompt"})),
 }  # fmt: skip
 LEARNING = ("roles_to_train", "train_on_eos", "train_on_eot", "drop_system_message", "message_field_training")
-_SOURCE = table({
+_SOURCE = rules_of({
     "path": "path", "split": "split", "name": "name", "data_files": "data_files", "field_messages": "@messages",
     "message_property_mappings": "@keys", "message_field_role": "@role", "message_field_content": "@content",
     "roles": "@roles", "field text_column": "columns.text", "field_chosen": "columns.chosen",
@@ -451,60 +452,59 @@ _SOURCE = table({
     "preprocess_shards": TEMPLATED,
 })  # fmt: skip
 # An entry of axolotl's `datasets`: of conversations, and of other rows.
-CHAT_SOURCE = Tool("axolotl's datasets", _SOURCE | table({
+CHAT_SOURCE = Tool("axolotl's datasets", _SOURCE | rules_of({
     "roles_to_train": "@learnt", "message_field_training": "@mark", "drop_system_message": only(
         *OFF, do="take the system's message out of the rows"),
     **{key: only("turn", do=f"{key}: turn, for the ends of the answers alone are learnt")
        for key in ("train_on_eos", "train_on_eot")},
 }))  # fmt: skip
-TEXT_SOURCE = Tool("axolotl's datasets", _SOURCE | table({
-    " ".join(LEARNING): idle("axolotl does not read it of rows of this type")}))  # fmt: skip
+TEXT_SOURCE = Tool("axolotl's datasets", _SOURCE | rules_of({
+    " ".join(LEARNING): listed("axolotl does not read it of rows of this type")}))  # fmt: skip
 # An entry of LLaMA-Factory's list of data sets; the columns of its rows, and the keys and roles of their turns.
-FACTORY_ENTRY = Tool("LLaMA-Factory's list", table({
+FACTORY_ENTRY = Tool("LLaMA-Factory's list", rules_of({
     "file_name": "file_name", "hf_hub_url": "hf_hub_url", "split": "split", "subset": "name", "columns": "@columns",
     "tags": "@tags", "formatting": "@formatting", "ranking": "@ranking",
-    "ms_hub_url om_hub_url": idle("hf_hub_url or file_name is read"), "cloud_file_name script_url": only(
+    "ms_hub_url om_hub_url": listed("hf_hub_url or file_name is read"), "cloud_file_name script_url": only(
         do="save the rows as a file: --data"), "folder": only(do="name the files: --data"),
     "num_samples": only(do="give data.max_samples for all rows"),
 }))  # fmt: skip
-FACTORY_COLUMNS = Tool("LLaMA-Factory's columns", table({
+FACTORY_COLUMNS = Tool("LLaMA-Factory's columns", rules_of({
     "prompt": "columns.instruction", "query": "columns.input", "response": "columns.output",
     "messages": "columns.messages", "system": "columns.system", "tools": "columns.tools", "chosen": "columns.chosen",
     "rejected": "columns.rejected", "kto_tag": "columns.label",
     "history": only(do="write the rows as messages, with their earlier turns"),
     "images videos audios": only(do="train on text, without images and audio"),
 }))  # fmt: skip
-FACTORY_TAGS = Tool("LLaMA-Factory's tags", table({
+FACTORY_TAGS = Tool("LLaMA-Factory's tags", rules_of({
     "role_tag": "@role", "content_tag": "@content", "user_tag": "user", "assistant_tag": "assistant",
-    "system_tag": "system", "observation_tag": "tool", "function_tag": idle("a turn that calls tools keeps its role"),
+    "system_tag": "system", "observation_tag": "tool", "function_tag": listed("a turn that calls tools keeps its role"),
 }))  # fmt: skip
 # Columns that LLaMA-Factory does not read where its list names others and not these; ours by theirs.
 FACTORY_UNNAMED = {"query": "input", "system": "system"}
 
 # --- hints for a YAML of ours
 
-# What to write for a value that several keys of ours make together; {} is it.
-LINES: dict[str, str] = {
-    "model.path": "model: {}", "@rows": "batch: {{micro_tokens: N}}, where N is {} rows x batch.seq",
-    "@all_rows": "batch: {{tokens: N}}, where N is {} rows x batch.seq x ranks",
-    "@accumulate": "batch: {{tokens: N}}, where N is {} x batch.micro_tokens x ranks",
-    "@warmup_ratio": "optim: {{warmup: {}}}", "@warmup_steps": "optim: {{warmup: {}}}",
-    "@eval_steps": "train: {{eval_every: {}}}", "@save_steps": "train: {{save_every: {}}}",
-    "@bf16": "with: {{amp: {{}}}} (float32 weights), or with: {{bf16: {{}}}} (all in bf16)",
-    "@pure": "with: {{bf16: {{}}}} (all in bf16), or with: {{amp: {{}}}} (float32 weights)",
-    "@four": "method: qlora", "@eight": "with: {{int8: {{}}, lora: {{}}}}",
-    "@adapter": "method: {}", "@recompute": "with: {}", "@data": "data: {{path: {}}}",
-    "@datasets": "data: {{path: {}}}", "@held_out": "data: {{eval: {}}}",
-    "@evals": "train: {{eval_every: N}}, where N is 1 / ({} x epochs)",
-    "@saves": "train: {{save_every: N}}, where N is 1 / ({} x epochs)",
-    "@linear": "with: {{lora: {{targets: all-linear}}}}", "*.gamma": "simpo: {{gamma: {}}}",
-    "*.center": "reward: {{center: {}}}", **{f"*.{name}": f"{section}: {{{{{name}: {{}}}}}}" for section, name in (
-        ("dpo", "beta"), ("dpo", "loss"), ("dpo", "label_smoothing"), ("dpo", "reference"),
-        ("kto", "desirable_weight"), ("kto", "undesirable_weight"))},
+# The place that is nearest to a value which is combined with others, or to a key that `optrush import` only lists.
+NEAREST = {
+    "model.path": "model", "@warmup_ratio": "optim.warmup", "@warmup_steps": "optim.warmup", "@adapter": "method",
+    "@eval_steps": "train.eval_every", "@save_steps": "train.save_every", "@data": "data.path", "@recompute": "with",
+    "@datasets": "data.path", "@held_out": "data.eval", "report_to": "tracker", "*.gamma": "simpo.gamma",
+    "*.center": "reward.center", "*.beta": "dpo.beta", "*.loss": "dpo.loss", "*.reference": "dpo.reference",
+    "*.label_smoothing": "dpo.label_smoothing", "*.desirable_weight": "kto.desirable_weight",
+    "*.undesirable_weight": "kto.undesirable_weight",
 }  # fmt: skip
-MORE = {
-    "early_stopping_threshold": "train: {{stop_after: {{evals: N, min_delta: {}}}}}", "report_to": "tracker: {}",
-    "resume_from_checkpoint": "no key: optrush train CONFIG --resume auto",
+# Lines for those whose value is another one here.
+LINES = {
+    "@rows": "batch: {micro_tokens: N}, where N is VALUE rows x batch.seq",
+    "@all_rows": "batch: {tokens: N}, where N is VALUE rows x batch.seq x ranks",
+    "@accumulate": "batch: {tokens: N}, where N is VALUE x batch.micro_tokens x ranks",
+    "@evals": "train: {eval_every: N}, where N is 1 / (VALUE x epochs)",
+    "@saves": "train: {save_every: N}, where N is 1 / (VALUE x epochs)",
+    "@bf16": "with: {amp: {}} (float32 weights), or with: {bf16: {}} (all in bf16)",
+    "@pure": "with: {bf16: {}} (all in bf16), or with: {amp: {}} (float32 weights)",
+    "@four": "method: qlora", "@eight": "with: {int8: {}, lora: {}}", "@linear": "with: {lora: {targets: all-linear}}",
+    "early_stopping_threshold": "train: {stop_after: {evals: N, min_delta: VALUE}}",
+    "data.clean.tokens": "data: {clean: {tokens: [VALUE, null]}}",
 }  # fmt: skip
 
 
@@ -512,7 +512,10 @@ def foreign_spelling(key: str, value: Any) -> str | None:
     """Return what to write for a key of another tool; None if no tool has it, or its value has no place of its own."""
     name = key.lower().replace("-", "_")
     rule = next((tool.keys[name] for tool in TOOLS.values() if name in tool.keys), Rule())
-    line = MORE.get(name) or LINES.get(rule.to) or _own_line(rule.to)
+    place = NEAREST.get(name) or NEAREST.get(rule.to, rule.to)
+    line = LINES.get(name) or LINES.get(rule.to) or _line(place)
+    if name == "resume_from_checkpoint":
+        return "no key: optrush train CONFIG --resume auto"
     if not line or rule.to == key:
         return None
     if value is False:
@@ -521,20 +524,19 @@ def foreign_spelling(key: str, value: Any) -> str | None:
     value = known.get(value if isinstance(value, str | int | float) else "", known.get(True, value))
     if value in (None, {}):
         return "leave it out: so it is unless something else is written"
-    if rule.to == "with" and not isinstance(value, dict):
+    if place == "with" and not isinstance(value, dict):
         if value is not True:
             return None
         value = next(filter(None, known.values()))
-    line = line.format(inline_yaml(value.removeprefix("@") if isinstance(value, str) else value))
-    return line if line.startswith("no key") else f"write `{line}`"
+    return f"write `{line.replace('VALUE', inline_yaml(value.removeprefix('@') if isinstance(value, str) else value))}`"
 
 
-def _own_line(place: str) -> str:
-    """Return the line of a place in our YAML, {} for the value; empty for what has no line."""
+def _line(place: str) -> str:
+    """Return the line of a place in our YAML; empty for what has no place there."""
     if place[:1] in ("", "@", "*"):
         return ""
     first, *rest = place.split(".")
-    return f"{first}: {''.join(f'{{{{{part}: ' for part in rest)}{{}}{'}}' * len(rest)}"
+    return f"{first}: {''.join('{' + part + ': ' for part in rest)}VALUE{'}' * len(rest)}"
 
 
 def inline_yaml(value: Any) -> str:
