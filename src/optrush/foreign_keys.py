@@ -112,7 +112,10 @@ DTYPES = {
     for torch in ("", "torch.")
     for name in ("bfloat16", "float16", "float32", "auto")
 }
-FIRST = {True: None, **{name: name for name in ("pissa", "olora", *(f"pissa_niter_{n}" for n in range(1, 100)))}}
+FIRST: dict[Any, Any] = {
+    True: None,
+    **{name: name for name in ("pissa", "olora", *(f"pissa_niter_{n}" for n in range(1, 100)))},
+}
 LOSSES = to("*.loss", {name: name for name in ("sigmoid", "ipo", "orpo", "simpo")}, do="dpo.loss: sigmoid or ipo")
 TEMPLATE = Rule(
     "model.chat_template", {"chatml": "chatml"}, "the chat template of the model's own tokenizer is taken",
