@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from optrush import hardware
-from optrush.bench import record
-from optrush.bench.runner import LATE, run_worker, stop_on_signals
+from optrush.benchmark import record
+from optrush.benchmark.runner import LATE, run_worker, stop_on_signals
 from optrush.config import Config, dump_config, parse_config
 from optrush.decide import decide, spelled_out
 from optrush.errors import UserError, one_line

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from optrush.bench import record
-from optrush.bench.runner import run_worker
+from optrush.benchmark import record
+from optrush.benchmark.runner import run_worker
 from optrush.config import Config, dump_config, parse_config
 from optrush.errors import UserError
 from optrush.planner.search import predict

@@ -28,8 +28,8 @@ from typing import Any
 
 import recipes
 
-from optrush.bench import record
-from optrush.bench.worker import MetricLines
+from optrush.benchmark import record
+from optrush.benchmark.worker import MetricLines
 from optrush.config import Config, dump_config, parse_config
 from optrush.data.sampler import reading
 from optrush.decide import decide

@@ -7,13 +7,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from optrush.bench import ladder
-from optrush.bench.record import Record, read_records
-from optrush.config import Config, current_techniques
+from optrush.benchmark import ladder
+from optrush.benchmark.record import Record, read_records
+from optrush.config import Config
 
 GIB = 2**30
 NONE = "No rung of a committed climb differs from another in it alone."
+# Names of older records: the technique and the option that the name is today, and the old option that it takes over.
+OLDER: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
+    "fused-block": ("fused-kernels", {"mlp": "triton"}, {"impl": "mlp"}),
+    "fused-norm": ("fused-kernels", {"norm": True}, {}),
+    "fused-rotation": ("fused-kernels", {"rope": True}, {}),
+    "max-autotune": ("compile", {"autotune": True}, {}),
+    "stochastic-rounding": ("bf16", {"rounding": "stochastic"}, {}),
+    "kahan": ("bf16", {"rounding": "kahan"}, {}),
+}
 
 
 def pages(results: Path, names: list[str], link: str) -> dict[str, str]:
@@ -39,7 +49,14 @@ def pages(results: Path, names: list[str], link: str) -> dict[str, str]:
 
 def renamed(r: Record) -> Record:
     """Return a record with the names that its techniques have today."""
-    return replace(r, config={**r.config, "with": current_techniques(r.config.get("with", {}))})
+    older, techniques = r.config.get("with", {}), dict[str, dict[str, Any]]()
+    if "fused-block" not in older and {"fused-norm", "fused-rotation"} & older.keys():
+        techniques["fused-kernels"] = {"mlp": "none"}
+    for name, given in older.items():
+        new, options, taken = OLDER.get(name, (name, {}, {}))
+        options = {**options, **{taken.get(key, key): value for key, value in given.items()}}
+        techniques[new] = {**techniques.get(new, {}), **options}
+    return replace(r, config={**r.config, "with": techniques})
 
 
 def alone(before: Record, after: Record) -> str:

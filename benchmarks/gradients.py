@@ -36,9 +36,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optrush import export
-from optrush.bench import ladder, record, results, worker
-from optrush.bench.worker import exported_gradients, sketch
+from optrush import exporting
+from optrush.benchmark import ladder, record, results, worker
+from optrush.benchmark.worker import exported_gradients, sketch
 from optrush.config import Config, dump_config, parse_config
 from optrush.data.sampler import reading
 from optrush.decide import decide
@@ -64,7 +64,7 @@ def trained(config: Config, folder: Path) -> dict[str, Any]:
     with reading(trainer.batches):
         lines = worker.loop(trainer, plan).lines
     (folder / "model").mkdir()
-    weights.export_weights(folder / "model", export.published_tensors(trainer), trainer.weight_map, trainer.hf)
+    weights.export_weights(folder / "model", exporting.published_tensors(trainer), trainer.weight_map, trainer.hf)
     if trainer.tokenizer is not None:
         trainer.tokenizer.save_pretrained(folder / "model")
     return {"steps": plan.total, "losses": [lines[0]["loss"], lines[-1]["loss"]]}

@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from optrush.bench import record, worker
+from optrush.benchmark import record, worker
 from optrush.config import Config, Training, parse_config
 from optrush.data.sampler import reading
 from optrush.decide import decide

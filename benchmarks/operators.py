@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optrush.bench import record
+from optrush.benchmark import record
 from optrush.data.batch import IGNORE, Documents
 from optrush.kernels import cross_entropy, linear_cross_entropy, swiglu, swiglu_quack
 from optrush.kernels.attention import ATTENTIONS

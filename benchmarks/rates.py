@@ -31,7 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from optrush.bench import record, trial, tune
+from optrush.benchmark import record, trial, tune
 from optrush.config import Config, dump_config, parse_config
 from optrush.decide import decide
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
-from optrush.bench import ladder
-from optrush.bench.record import Record, read_records
+from optrush.benchmark import ladder
+from optrush.benchmark.record import Record, read_records
 from optrush.config import Config
 from optrush.planner.cost import PARTS
 from optrush.planner.search import Prediction, predict

@@ -15,7 +15,7 @@ from typing import Any, Self
 PATIENCE_S = 300.0
 IMPORTED = [  # once, before the first rank is forked; none of them starts a thread
     "torch", "torch.distributed.tensor", "torch.distributed.fsdp", "transformers.modeling_utils", "optrush.techniques",
-    "optrush.trainer.run", "optrush.export", "tensorboard.summary.writer.record_writer", "pytest", "hypothesis",
+    "optrush.trainer.run", "optrush.exporting", "tensorboard.summary.writer.record_writer", "pytest", "hypothesis",
 ]  # fmt: skip
 
 

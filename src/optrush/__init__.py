@@ -16,8 +16,6 @@ docs/python.md describes them. `import optrush` loads nothing; each function loa
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,36 +26,13 @@ __version__ = "0.1.0"
 __all__ = ["Callback", "Config", "Plan", "Sampling", "bench", "evaluate", "export", "generate", "plan", "train", "tune"]
 
 _PLACES = {"Config": "config", "Sampling": "config"}  # else `api`
-_BOTH = ("bench", "export", "generate")  # functions of `api` whose names modules of the package have, too
-
-
-class _CallableModule(ModuleType):
-    """A module that can be called: the function of its name in `optrush.api`."""
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        function = getattr(importlib.import_module("optrush.api"), self.__name__.rpartition(".")[2])
-        return function(*arguments, **options)
-
-
-class _Package(ModuleType):
-    """The package, which makes those modules callable when the import system binds them."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _BOTH and isinstance(value, ModuleType):
-            value.__class__ = _CallableModule
-        super().__setattr__(name, value)
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'optrush' has no attribute {name!r}")
-    if name in _BOTH:
-        return importlib.import_module(f"optrush.{name}")
     return getattr(importlib.import_module(f"optrush.{_PLACES.get(name, 'api')}"), name)
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-sys.modules[__name__].__class__ = _Package

@@ -21,11 +21,11 @@ from optrush.errors import ConfigError, ConflictError, DataError, NeedsError, Us
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from optrush.bench.record import Record
-    from optrush.bench.tune import Tuned
+    from optrush.benchmark.record import Record
+    from optrush.benchmark.tune import Tuned
     from optrush.data.batch import Batch
-    from optrush.export import Delivered
-    from optrush.generate import Answer
+    from optrush.exporting import Delivered
+    from optrush.generation import Answer
     from optrush.planner.sets import Prediction, SearchResult
     from optrush.trainer.run import Outcome
     from optrush.trainer.trainer import Evaluated
@@ -254,8 +254,8 @@ def bench(
     Example:
         >>> [(r.rung, r.tokens_per_s) for r in bench("first.yaml", "ladder")]
     """
-    from optrush.bench.ladder import find_ladder
-    from optrush.bench.runner import ProgressBoard, run_ladder
+    from optrush.benchmark.ladder import find_ladder
+    from optrush.benchmark.runner import ProgressBoard, run_ladder
 
     chosen = _config(config)
     with ProgressBoard() as board:
@@ -283,8 +283,8 @@ def tune(config: Configuration, out: str | Path, *, budget_s: float = 600.0, ran
     Example:
         >>> train(tune("first.yaml", "first.tuned.yaml").config)
     """
-    from optrush.bench.runner import ProgressBoard
-    from optrush.bench.tune import tune_config
+    from optrush.benchmark.runner import ProgressBoard
+    from optrush.benchmark.tune import tune_config
 
     with ProgressBoard() as board:
         return tune_config(_config(config), Path(out), board, budget_s=budget_s, ranks=ranks)
@@ -309,7 +309,7 @@ def export(
     Example:
         >>> export("runs/first", "exported", dtype="bfloat16").out
     """
-    from optrush.export import export_run
+    from optrush.exporting import export_run
 
     return export_run(
         Path(run), None if out is None else Path(out), checkpoint=None if checkpoint is None else str(checkpoint),
@@ -340,7 +340,7 @@ def generate(
         >>> generate("runs/first", ["How do I cook rice?"], sampling=Sampling(greedy=True))[0].text
     """
     from optrush.data.schema import RowLocation
-    from optrush.generate import find_model, generate_answers, read_prompt
+    from optrush.generation import find_model, generate_answers, read_prompt
 
     found = [
         read_prompt(RowLocation(Path("prompts"), n + 1), {"prompt" if isinstance(p, str) else "messages": p}, plain)

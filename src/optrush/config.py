@@ -30,6 +30,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from optrush.errors import ConfigError
+from optrush.foreign_keys import foreign_spelling, inline_yaml
 
 Keys = tuple[str | int, ...]  # the place of a value in the YAML
 _KINDS = ("map", "seq", "str", "int", "float", "bool", "null", "timestamp")
@@ -459,7 +460,7 @@ def parse_config(
             chosen[key] = parse_scalar(value)
         data["with"][name] = chosen
     for flag, name in [*(("--with", w.partition(":")[0]) for w in withs), *(("--without", w) for w in withouts)]:
-        refuse_renamed(name, f"{flag} {name}")
+        refuse_method(name, f"{flag} {name}")
     for name in withouts:
         held = _section(data, "with", f"--without {name}")
         if name not in held:
@@ -474,49 +475,15 @@ def parse_config(
         raise explain(error, where, lines, flags, Config) from None
 
 
-# Techniques that are options of another one now: its name, the option with its value, and the old option it takes over.
-RENAMED: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
-    "fused-block": ("fused-kernels", {"mlp": "triton"}, {"impl": "mlp"}),
-    "fused-norm": ("fused-kernels", {"norm": True}, {}),
-    "fused-rotation": ("fused-kernels", {"rope": True}, {}),
-    "max-autotune": ("compile", {"autotune": True}, {}),
-    "stochastic-rounding": ("bf16", {"rounding": "stochastic"}, {}),
-    "kahan": ("bf16", {"rounding": "kahan"}, {}),
-}
-
-
-def refuse_renamed(name: str, place: str) -> None:
-    """Raise ConfigError for a technique that is an option of another one now, with the spelling that does the same.
+def refuse_method(name: str, place: str) -> None:
+    """Raise ConfigError for a method that is named as a technique, with its spelling.
 
     Args:
-        place: where the name stands: a flag and the name, or a description of its place in the YAML.
+        place: a flag and the name, or a description of its place in the YAML.
     """
     if name in METHODS.keys() - METHODS["lora"].keys():
         spelling = f"--set method={name}" if place.startswith("--") else f"method: {name}"
         raise ConfigError(place, "a method, which several techniques make together", f"write `{spelling}`")
-    if name in RENAMED:
-        new, options, _ = RENAMED[name]
-        if "mlp" not in options and new == "fused-kernels":  # its default is another one of its options
-            options = {"mlp": "none", **options}
-        spelled = {key: str(value).lower() for key, value in options.items()}
-        spelling = f"{new}: {{{', '.join(f'{key}: {value}' for key, value in spelled.items())}}}"
-        if place.startswith("--with "):
-            spelling = f"--with {new}:{','.join(f'{key}={value}' for key, value in spelled.items())}"
-        elif place.startswith("--without "):
-            spelling = f"--without {new}"
-        raise ConfigError(place, f"now an option of `{new}`", f"write `{spelling}`")
-
-
-def current_techniques(with_: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the techniques of an older run by the names of today, for what reads the records of that run."""
-    techniques: dict[str, dict[str, Any]] = {}
-    if "fused-block" not in with_ and {"fused-norm", "fused-rotation"} & with_.keys():
-        techniques["fused-kernels"] = {"mlp": "none"}
-    for name, given in with_.items():
-        new, options, taken = RENAMED.get(name, (name, {}, {}))
-        options = {**options, **{taken.get(key, key): value for key, value in given.items()}}
-        techniques[new] = {**techniques.get(new, {}), **options}
-    return techniques
 
 
 def parse_yaml(text: str, where: str, own: bool = False) -> tuple[dict[str, Any], dict[Keys, int]]:
@@ -711,92 +678,11 @@ def _whole_section(root: type[BaseModel], path: Keys, given: Any, flag: str | No
     if found is None or given is None:
         return f"give a mapping {{KEY: VALUE}} with the keys {', '.join(keys)}"
     if flag is not None:
-        return f"write `--set {name}.{keys[0]}={_one_line(given)}`"
-    text = f"{{{keys[0]}: {_one_line(given)}}}"
+        return f"write `--set {name}.{keys[0]}={inline_yaml(given)}`"
+    text = f"{{{keys[0]}: {inline_yaml(given)}}}"
     if part is Training:  # a number of steps is likelier than of epochs
-        return f"write `{name}: {{steps: {_one_line(given)}}}` or `{name}: {text}`"
+        return f"write `{name}: {{steps: {inline_yaml(given)}}}` or `{name}: {text}`"
     return f"write `{path[-1]}: {text}`" if isinstance(path[-1], str) else f"write `{text}`"  # an item of a list
-
-
-# Keys of other tools (TRL and transformers, axolotl, LLaMA-Factory, PEFT): the line to write here; {} is their value.
-FOREIGN = {
-    "learning_rate": "optim: {{lr: {}}}",
-    "lr_scheduler_type": "optim: {{schedule: {}}}",
-    "lr_scheduler": "optim: {{schedule: {}}}",
-    "warmup_ratio": "optim: {{warmup: {}}}",
-    "warmup_steps": "optim: {{warmup: {}}}",
-    "weight_decay": "optim: {{weight_decay: {}}}",
-    "adam_epsilon": "optim: {{eps: {}}}",
-    "max_grad_norm": "optim: {{clip: {}}}",
-    "num_train_epochs": "train: {{epochs: {}}}",
-    "num_epochs": "train: {{epochs: {}}}",
-    "max_steps": "train: {{steps: {}}}",
-    "logging_steps": "train: {{log_every: {}}}",
-    "eval_steps": "train: {{eval_every: {}}}",
-    "save_steps": "train: {{save_every: {}}}",
-    "save_total_limit": "train: {{keep: {}}}",
-    "early_stopping_patience": "train: {{stop_after: {}}}",
-    "early_stopping_threshold": "train: {{stop_after: {{evals: N, min_delta: {}}}}}",
-    "output_dir": "output: {}",
-    "base_model": "model: {}",
-    "model_name_or_path": "model: {}",
-    "model_name": "model: {}",
-    "model_id": "model: {}",
-    "dataset": "data: {{path: {}}}",
-    "dataset_name": "data: {{path: {}}}",
-    "val_set_size": "data: {{eval: {}}}",
-    "val_size": "data: {{eval: {}}}",
-    "max_seq_length": "batch: {{seq: {}}}",
-    "max_length": "batch: {{seq: {}}}",
-    "sequence_len": "batch: {{seq: {}}}",
-    "cutoff_len": "batch: {{seq: {}}}",
-    "per_device_train_batch_size": "batch: {{micro_tokens: N}}, where N is {} rows x batch.seq",
-    "micro_batch_size": "batch: {{micro_tokens: N}}, where N is {} rows x batch.seq",
-    "gradient_accumulation_steps": "batch: {{tokens: N}}, where N is {} x batch.micro_tokens x ranks",
-    "bf16": "with: {{amp: {{}}}} (float32 weights), or with: {{bf16: {{}}}} (all in bf16)",
-    "fp16": "with: {{amp: {{dtype: fp16}}}}",
-    "fp8": "with: {{fp8: {{}}}}",
-    "load_in_4bit": "method: qlora",
-    "load_in_8bit": "with: {{int8: {{}}, lora: {{}}}}",
-    "qlora": "method: qlora",
-    "lora": "method: lora",
-    "adapter": "method: {}",
-    "lora_target": "with: {{lora: {{targets: {}}}}}",
-    "datasets": "data: {{path: {}}}",
-    "lora_r": "with: {{lora: {{rank: {}}}}}",
-    "lora_rank": "with: {{lora: {{rank: {}}}}}",
-    "lora_alpha": "with: {{lora: {{alpha: {}}}}}",
-    "lora_dropout": "with: {{lora: {{dropout: {}}}}}",
-    "lora_target_modules": "with: {{lora: {{targets: {}}}}}",
-    "loraplus_lr_ratio": "with: {{lora: {{lr_ratio: {}}}}}",
-    "neftune_noise_alpha": "with: {{neftune: {{alpha: {}}}}}",
-    "gradient_checkpointing": "with: {{recompute: {{}}}}",
-    "sample_packing": "with: {{packing: {{}}}}",
-    "packing": "with: {{packing: {{}}}}",
-    "torch_compile": "with: {{compile: {{}}}}",
-    "flash_attention": "with: {{attention: {{}}}}",
-    "flash_attn": "with: {{attention: {{}}}}",
-    "attn_implementation": "with: {{attention: {{}}}}",
-    "streaming": "data: {{stream: {}}}",
-    "report_to": "tracker: {}",
-    "resume_from_checkpoint": "no key: optrush train CONFIG --resume auto",
-}
-
-
-def foreign_spelling(key: str, value: Any) -> str | None:
-    """Return what to write for a key of another tool; None if it is not one that is known."""
-    form = FOREIGN.get(key.lower().replace("-", "_"))
-    if form is None:
-        return None
-    if value is False:
-        return "leave it out: it is off unless it is written"
-    line = form.format(_one_line(value))
-    return line if line.startswith("no key") else f"write `{line}`"
-
-
-def _one_line(value: Any) -> str:
-    """Return a value as YAML in one line."""
-    return yaml.safe_dump(value, default_flow_style=True, width=sys.maxsize).removesuffix("\n...\n").strip()
 
 
 def _path(loc: Keys) -> Keys:

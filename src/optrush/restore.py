@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from optrush.config import SECTIONS, BatchSize, Config, Data, current_techniques, parse_config
+from optrush.config import SECTIONS, BatchSize, Config, Data, parse_config
 from optrush.decide import changed, decide
 from optrush.errors import CheckpointError, ConfigError
 from optrush.files import parse_json
@@ -47,8 +47,7 @@ def open_run(place: Path) -> tuple[Path, Config]:
         text = file.read_text("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}", f"not UTF-8: {error.reason}", "restore it from a checkpoint's manifest") from None
-    config = parse_config(text, str(file), own=True)
-    return folder, changed(config, {"with": current_techniques(config.with_)})
+    return folder, parse_config(text, str(file), own=True)
 
 
 def choose_checkpoint(folder: Path, name: str | None) -> tuple[Manifest, tuple[tuple[str, str], ...]]:

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_type_hints
 
 import optrush
-from optrush.config import Config, accepted, foreign_spelling, nearest, refuse_renamed
+from optrush.config import Config, accepted, nearest, refuse_method
 from optrush.errors import ConfigError, ConflictError, NeedsError
+from optrush.foreign_keys import foreign_spelling
 from optrush.hardware import CPU, Device
 from optrush.planner.ledger import Rule, replaced
 
@@ -128,7 +129,6 @@ class ModelSpec:
     adapters_removable: bool = False  # the model before training can be run: `Trainer.adapters_disabled` is set
     narrow_stream: bool = False  # what flows between blocks has the products' type
     rounding: Literal["nearest", "stochastic", "kahan"] = "nearest"  # of updated bfloat16 weights
-    gathered_in_place: bool = False  # shards of blocks are read where they are, and not sent by collectives
 
     def with_linears(self, names: Iterable[str] = LINEARS, **changes: Any) -> Self:
         """Return the description with these fields of these linears changed."""
@@ -460,7 +460,7 @@ def instantiate(classes: Sequence[type[Technique]], wanted: Mapping[str, Mapping
     """
     known = {c.name: c for c in classes}
     for name in wanted:
-        refuse_renamed(name, f"the technique `{name}`")
+        refuse_method(name, f"the technique `{name}`")
         if name not in known:
             hint = foreign_spelling(name, True) or nearest(name, known)
             raise ConfigError(f"the technique `{name}`", "no such technique", hint)

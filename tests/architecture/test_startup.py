@@ -65,4 +65,4 @@ def test_commands_without_torch() -> None:
 
 def test_training_imports_no_compiler_and_no_sharding() -> None:
     """Nor the libraries of tokenizers and reports, which take a second or more and are not always used."""
-    assert loaded("import optrush.trainer.run, optrush.bench.worker", OFTEN_UNUSED) == []
+    assert loaded("import optrush.trainer.run, optrush.benchmark.worker", OFTEN_UNUSED) == []

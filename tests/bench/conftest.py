@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from optrush.bench import runner
+from optrush.benchmark import runner
 from optrush.cli import app
 from optrush.report import bench
 

@@ -17,7 +17,7 @@ import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
 from optrush import technique
-from optrush.bench import ladder
+from optrush.benchmark import ladder
 from optrush.config import parse_config
 from optrush.data import sample
 from optrush.decide import decide

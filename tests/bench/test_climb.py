@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from meshes import further
-from optrush.bench import runner
-from optrush.bench.record import Record, read_records
+from optrush.benchmark import runner
+from optrush.benchmark.record import Record, read_records
 from optrush.errors import DataError
 
 from toy import Fakes, Found, ladder, put, records
@@ -311,7 +311,7 @@ def test_resume_refuses_another_climb(call: Call, fakes: Fakes, monkeypatch: pyt
     ):
         found = climb(call, "--cumulative-only", "--resume", *flags, **changes)
         assert found.code == 2 and said in found.err, found.err
-    from optrush.bench import record
+    from optrush.benchmark import record
 
     monkeypatch.setattr(record, "source", lambda: {"commit": None, "clean": None, "digest": "another"})
     found = climb(call, "--cumulative-only", "--resume")

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from optrush import config
-from optrush.bench import ladder
+from optrush.benchmark import ladder
 from optrush.cli.bench import bench
 from optrush.config import Config
 from optrush.decide import changed

@@ -15,9 +15,9 @@ import yaml
 
 from meshes import further
 from optrush import config
-from optrush.bench import record, runner, worker
-from optrush.bench.worker import ProfiledSpan as Span
-from optrush.bench.worker import RegionMarks
+from optrush.benchmark import record, runner, worker
+from optrush.benchmark.worker import ProfiledSpan as Span
+from optrush.benchmark.worker import RegionMarks
 from optrush.config import Config
 from optrush.decide import decide
 from optrush.errors import RunError

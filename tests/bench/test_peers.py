@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from optrush import config, hardware
-from optrush.bench import peer, results, runner
-from optrush.bench.ladder import Longest
-from optrush.bench.peer import build_peer, training_facts
+from optrush.benchmark import peer, results, runner
+from optrush.benchmark.ladder import Longest
+from optrush.benchmark.peer import build_peer, training_facts
 from optrush.errors import ConfigError, NeedsError, RunError
 from optrush.report import bench
 from optrush.report import bench as summaries
@@ -418,7 +418,7 @@ def by_the_trainer(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 def test_the_trainer_trains_as_we_do(adapter: str | None, by_the_trainer: dict[str | None, dict[str, Any]]) -> None:
     found = by_the_trainer[adapter]
     assert found["seen"]["weights"] == "float32" and len(found["step_s"]) == 2 and len(found["losses"]) == 3
-    from optrush.bench import worker
+    from optrush.benchmark import worker
 
     with_ = {"amp": {}} | ({} if adapter is None else {"lora": {"rank": 16, "alpha": 16}})
     ours = worker.measure(run(**{"with": with_}), run(), 1, 0, 0)

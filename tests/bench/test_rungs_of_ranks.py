@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from optrush.bench import ladder as ladders
-from optrush.bench import runner, tune, worker
-from optrush.bench.ladder import parse_ladder, resolve_rungs
+from optrush.benchmark import ladder as ladders
+from optrush.benchmark import runner, tune, worker
+from optrush.benchmark.ladder import parse_ladder, resolve_rungs
 from optrush.config import dump_config
 from optrush.errors import ConfigError
 from optrush.report.bench import _scaling_chart, ladder_summary, read_rungs

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from meshes import further
-from optrush.bench import results
-from optrush.bench.worker import SKETCH_PIECE, SKETCH_WIDTH, sketch
+from optrush.benchmark import results
+from optrush.benchmark.worker import SKETCH_PIECE, SKETCH_WIDTH, sketch
 from optrush.trainer.trainer import Trainer
 
 SHAPES = {"embedding": (1000, 96), "norm": (96,), "matrix": (900, 5000), "one": ()}

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from optrush import config
-from optrush.bench import results
-from optrush.bench.results import Figures
+from optrush.benchmark import results
+from optrush.benchmark.results import Figures
 from optrush.config import Config
 from optrush.technique import Numerics
 from optrush.techniques import ALL

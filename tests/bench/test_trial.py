@@ -17,10 +17,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from optrush import files
-from optrush.bench import runner, trial
-from optrush.bench.record import MEASURED
-from optrush.bench.trial import Draw, Progress, Snapshot
-from optrush.bench.tune import RATES
+from optrush.benchmark import runner, trial
+from optrush.benchmark.record import MEASURED
+from optrush.benchmark.trial import Draw, Progress, Snapshot
+from optrush.benchmark.tune import RATES
 from optrush.config import Config, parse_config
 from optrush.errors import ConfigError
 from optrush.trainer.run import batches

@@ -13,8 +13,8 @@ import pytest
 import yaml
 from test_climb import stop_when_it_hangs
 
-from optrush.bench import tune
-from optrush.bench.record import read_records
+from optrush.benchmark import tune
+from optrush.benchmark.record import read_records
 from optrush.config import parse_config
 from optrush.planner import search
 from optrush.planner.search import Candidate, SearchResult

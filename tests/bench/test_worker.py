@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from optrush.bench import record, results, worker
-from optrush.bench.worker import sketch
+from optrush.benchmark import record, results, worker
+from optrush.benchmark.worker import sketch
 from optrush.config import Config
 from optrush.data.schema import Document
 from optrush.decide import decide

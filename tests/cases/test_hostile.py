@@ -259,7 +259,7 @@ def test_links_of_other_programs(box: Box, tmp_path: Path) -> None:
 def test_a_link_out_of_the_folder_of_a_bench(name: str, tmp_path: Path) -> None:
     from types import SimpleNamespace
 
-    from optrush.bench.runner import _check_folder
+    from optrush.benchmark.runner import _check_folder
     from optrush.errors import ConfigError
 
     state: Any = SimpleNamespace(out=tmp_path / "out", asked="--out")

@@ -39,7 +39,7 @@ from optrush.data.schema import Chat, Completion, Message, Pair, RowLocation, Ro
 from optrush.data.tokenize import identity
 from optrush.decide import check_fields
 from optrush.errors import ConfigError, DataError, UserError
-from optrush.generate import GenerationModel, find_model
+from optrush.generation import GenerationModel, find_model
 from optrush.models import tiny
 
 WHERE = RowLocation(Path("rows.jsonl"), 7)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from optrush import hardware
 from optrush.cli import plan as command
 from optrush.cli.options import read_run
 from optrush.planner import calibration
@@ -99,7 +98,6 @@ def test_refusals_before_a_minute_is_spent(
     assert "no rates of this device" in refused(call, "calibrate", "--ranks", "2")
     assert "one process exchanges nothing" in refused(call, "calibrate", "--ranks", "1")
     assert "links have no shapes" in refused(call, "calibrate", "--ranks", "2", write())
-    assert "--ranks with --from" in refused(call, "calibrate", "--ranks", "2", "--from", "there")
     assert "found with these rates" in refused(call, "calibrate", write(), "--set", "batch.micro_tokens=auto")
     monkeypatch.setenv("OPTRUSH_CACHE", str(here / "there.json"))
     assert "$OPTRUSH_CACHE" in refused(call, "calibrate")
@@ -126,24 +124,3 @@ def test_a_damaged_one_is_named(call: Call, write: Callable[..., str], kept: Pat
     assert (
         f"no prediction: the calibration {kept / 'bad.json'}: damaged: not JSON" in call("train", run, "--dry-run").out
     )
-
-
-def test_rates_are_fitted_to_records(
-    call: Call, write: Callable[..., str], kept: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Prints the errors, and writes what makes them smaller; a second time nothing does."""
-    monkeypatch.setattr(hardware, "first_device", lambda: hardware.NAMED["h200"])
-    kept.mkdir(parents=True)
-    calibration.write_calibration(calibration.read_calibration(RESULTS / "h200-calibration.json"), kept / "h200.json")
-    records = RESULTS / "h200-memory"
-    found = call("calibrate", "--from", str(records), "--json")
-    assert found.code == 0, found.err
-    told = json.loads(found.out)
-    assert told["after"]["root_mean_square"] < told["before"]["root_mean_square"] and told["before"]["records"] == 7
-    assert (calibration.read_calibration(Path(told["file"])).fitted or "").startswith("7 records of 2026-11-")
-    (kept / "h200.json").unlink()
-    again = call("calibrate", "--from", str(records / "records.jsonl"))
-    assert again.code == 0 and "7 records, planned against measured\n  root mean square error: " in again.out
-    assert "--from with a CONFIG" in refused(call, "calibrate", write(), "--from", str(records))
-    assert "--from with --seconds" in refused(call, "calibrate", "--seconds", "5", "--from", str(records))
-    assert "no records.jsonl" in refused(call, "calibrate", "--from", str(kept))

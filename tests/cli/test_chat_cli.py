@@ -19,7 +19,7 @@ from trained import run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from meshes import further
-from optrush import generate
+from optrush import generation
 from optrush.cli import chat
 from optrush.config import Sampling
 from optrush.console import shown
@@ -77,7 +77,7 @@ def test_the_answers_are_transformers_own(seed: int | None, call: Call, trained:
     flags = [flag for q in questions for flag in ("--message", q)]
     found = asked(call, str(trained), "--base", *drawn, "--system", "Be brief.", *flags, *SHORT)
     assert found["models"] == ["tiny", str(trained)] and found["system"] == "Be brief."
-    base, _ = generate.locate(yaml_run(trained))
+    base, _ = generation.locate(yaml_run(trained))
     assert base is not None
     for n, folder in enumerate((base, trained / "model")):
         turns = [{"role": "system", "content": "Be brief."}]
@@ -91,7 +91,7 @@ def test_the_answers_are_transformers_own(seed: int | None, call: Call, trained:
 
 
 def yaml_run(folder: Path) -> Any:
-    return generate.open_run(folder)[1]
+    return generation.open_run(folder)[1]
 
 
 def test_the_seed(call: Call, trained: Path) -> None:
@@ -113,7 +113,7 @@ def test_where_an_answer_ends(trained: Path, here: Path) -> None:
     for listed in ([2], None):
         config = json.loads((folder / "generation_config.json").read_text()) | {"eos_token_id": listed}
         (folder / "generation_config.json").write_text(json.dumps(config))
-        speaker = generate.GenerationModel(generate.find_model("model"))  # of no run, whatever its name
+        speaker = generation.GenerationModel(generation.find_model("model"))  # of no run, whatever its name
         assert sorted(speaker.tokenizer.convert_ids_to_tokens(speaker.stops)) == sorted(ends)
     end = speaker.tokenizer.convert_tokens_to_ids(tiny.END)
     answer = speaker._answer(torch.tensor([300, 301, end, 302]))
@@ -130,7 +130,7 @@ def test_where_an_answer_ends(trained: Path, here: Path) -> None:
 
 def test_streaming(trained: Path) -> None:
     """The pieces are the answer, and Ctrl-C ends it and keeps what is there."""
-    speaker = generate.GenerationModel(generate.find_model(str(trained)))
+    speaker = generation.GenerationModel(generation.find_model(str(trained)))
     ids, pieces = speaker.ids("Salt the water", RowLocation(Path("x"), 1)), list[str]()
     sampling = Sampling(temperature=1.0, max_tokens=30)
     whole = speaker.stream(ids, sampling, 0, pieces.append)
@@ -166,13 +166,13 @@ def test_no_control_character_reaches_a_terminal(
     seen = shown(ESCAPES)
     assert not set(seen) & set("\x1b\x07\x9b\u202e\r\x00")
     assert seen.endswith(KEPT)
-    whole = generate.Answer(ESCAPES, 3, "stop")
+    whole = generation.Answer(ESCAPES, 3, "stop")
 
-    def stream(self: Any, ids: Any, sampling: Any, seed: int, told: Callable[[str], None]) -> generate.Answer:
+    def stream(self: Any, ids: Any, sampling: Any, seed: int, told: Callable[[str], None]) -> generation.Answer:
         told(ESCAPES)
         return whole
 
-    monkeypatch.setattr(generate.GenerationModel, "stream", stream)
+    monkeypatch.setattr(generation.GenerationModel, "stream", stream)
     for columns in (False, True):
         if columns:
             monkeypatch.setenv("COLUMNS", "120")
@@ -227,7 +227,7 @@ def test_set() -> None:
     assert start.changed("greedy=true").greedy
     for wrong in ("temperature", "temperature=", "temperature=0", "top_k=-1", "max_tokens=0", "max_tokens=1.5",
                   "greedy=1", "top_p=true"):  # fmt: skip
-        with pytest.raises(generate.ConfigError):
+        with pytest.raises(generation.ConfigError):
             start.changed(wrong)
 
 
@@ -257,8 +257,8 @@ def test_the_base_speaks_the_template_of_what_was_trained(trained: Path, model: 
     settings = json.loads((bare / "tokenizer_config.json").read_text())
     del settings["chat_template"]
     (bare / "tokenizer_config.json").write_text(json.dumps(settings))
-    own = generate.GenerationModel(generate.find_model(str(trained)))
-    base = generate.GenerationModel(generate.find_model("bare"), own.tokenizer.chat_template)
+    own = generation.GenerationModel(generation.find_model(str(trained)))
+    base = generation.GenerationModel(generation.find_model("bare"), own.tokenizer.chat_template)
     turn = ([Message("user", "Hi")], RowLocation(Path("x"), 1))
     rendered = own.tokenizer.apply_chat_template(
         [{"role": "user", "content": "Hi"}], add_generation_prompt=True, return_dict=True
@@ -347,5 +347,5 @@ def test_an_adapter_on_its_base(call: Call, cache: Path, here: Path, monkeypatch
     assert "no adapter_model.safetensors that can be read" in refused(call, "bare", *flags)
     (here / "bare" / "adapter" / "adapter_config.json").write_text("[")
     assert "adapter_config.json is no JSON" in refused(call, "bare/adapter", *flags)
-    monkeypatch.setattr(generate, "library", lambda name: None)
+    monkeypatch.setattr(generation, "library", lambda name: None)
     assert "python -m pip install peft" in refused(call, "bare", *flags)

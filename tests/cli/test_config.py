@@ -14,17 +14,15 @@ import yaml
 from pydantic import BaseModel
 
 from optrush.config import (
-    FOREIGN,
-    RENAMED,
     Config,
     Keys,
-    current_techniques,
     dump_config,
     parse_config,
     parse_scalar,
     yaml_keys,
 )
 from optrush.errors import ConfigError
+from optrush.foreign_keys import TOOLS, foreign_spelling
 from optrush.models.source import locate
 from optrush.technique import instantiate
 from optrush.techniques import ALL
@@ -196,48 +194,6 @@ def test_examples_are_valid(example: Path) -> None:
     assert found.batch.tokens % (found.batch.micro_tokens or found.batch.seq) == 0
 
 
-SPELLINGS = {
-    "fused-block": "fused-kernels: {mlp: triton}",
-    "fused-norm": "fused-kernels: {mlp: none, norm: true}",
-    "fused-rotation": "fused-kernels: {mlp: none, rope: true}",
-    "max-autotune": "compile: {autotune: true}",
-    "stochastic-rounding": "bf16: {rounding: stochastic}",
-    "kahan": "bf16: {rounding: kahan}",
-}
-
-
-@pytest.mark.parametrize("name", RENAMED)
-def test_the_old_name_of_a_technique_is_refused_with_the_new_spelling(name: str) -> None:
-    old, new = run(f"with: {{{name}: }}\n"), RENAMED[name][0]
-    options = SPELLINGS[name].partition(": ")[2].strip("{}")
-    flag = f"--with {new}:{options.replace(', ', ',').replace(': ', '=')}"
-    for place, spelling, refused in (
-        (f"the technique `{name}`", SPELLINGS[name], lambda: instantiate(ALL, old.with_)),
-        (f"--with {name}", flag, lambda: run(withs=[f"{name}:impl=triton"])),
-        (f"--without {name}", f"--without {new}", lambda: run(withouts=[name])),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            refused()
-        assert caught.value.asked == place and caught.value.do == f"write `{spelling}`"
-        assert caught.value.found == f"now an option of `{new}`"
-    from_yaml = run(f"with: {{{SPELLINGS[name]}}}\n").with_
-    assert from_yaml == run(withs=[flag.removeprefix("--with ")]).with_ and {*from_yaml} == {new}
-
-
-def test_older_runs_have_the_techniques_of_today() -> None:
-    old = {"bf16": {}, "kahan": {}, "compile": {"scope": "model"}, "max-autotune": {}, "fused-block": {"impl": "quack"}}
-    new = {
-        "bf16": {"rounding": "kahan"},
-        "compile": {"scope": "model", "autotune": True},
-        "fused-kernels": {"mlp": "quack"},
-    }
-    assert current_techniques(old) == new == current_techniques(new)
-    assert current_techniques({"fused-norm": {}, "fused-rotation": {}}) == {
-        "fused-kernels": {"mlp": "none", "norm": True, "rope": True}
-    }
-    assert current_techniques({"stochastic-rounding": {}}) == {"bf16": {"rounding": "stochastic"}}
-
-
 @pytest.mark.parametrize(
     ("line", "write"),
     [
@@ -251,6 +207,17 @@ def test_older_runs_have_the_techniques_of_today() -> None:
         ("train: {num_train_epochs: 2}", "train: {epochs: 2}"),
         ("with: {qlora: {}}", "method: qlora"),
         ("resume_from_checkpoint: true", "--resume auto"),
+        ("early_stopping_threshold: 0.1", "train: {stop_after: {evals: N, min_delta: 0.1}}"),
+        ("load_in_8bit: true", "with: {int8: {}, lora: {}}"),
+        ("optimizer: paged_adamw_8bit", "with: {adam8bit: {}, paged-states: {}}"),
+        ("flash_attention: true", "with: {attention: {impl: varlen}}"),
+        ("flash_attn: true", "with: {attention: {impl: varlen}}"),
+        ("evals_per_epoch: 4", "train: {eval_every: N}"),
+        ("rl_beta: 0.2", "dpo: {beta: 0.2}"),
+        ("adapter: qlora", "method: qlora"),
+        ("lora_alpha: 16", "with: {lora: {alpha: 16}}"),
+        ("gradient_checkpointing: true", "with: {recompute: {}}"),
+        ("lr_scheduler_type: constant", "optim: {schedule: constant}"),
     ],
 )
 def test_spellings_of_other_tools_are_answered_with_ours(line: str, write: str) -> None:
@@ -260,18 +227,19 @@ def test_spellings_of_other_tools_are_answered_with_ours(line: str, write: str) 
     with pytest.raises(ConfigError) as found:
         instantiate(ALL, parse_config(yaml.safe_dump(whole), "run.yaml").with_)
     assert write in found.value.do
-    if found.value.do.startswith("write `") and "N" not in write:
+    if found.value.do.startswith("write `") and "N" not in write and "paged" not in write:
         theirs = yaml.safe_load(found.value.do.split("`")[1].partition(" (")[0])
         instantiate(ALL, parse_config(yaml.safe_dump({**base, **theirs}), "run.yaml").with_)
 
 
 def test_every_answer_names_keys_that_there_are() -> None:
     techniques = {t.name: {f.name for f in dataclasses.fields(t)} for t in ALL}
-    for key, form in FOREIGN.items():
-        line = form.format("1").partition(" (")[0].partition(", where")[0]
-        if line.startswith("no key"):
-            continue
-        ((section, fields),) = yaml.safe_load(line).items()
+    rules = {key: rule for tool in TOOLS.values() for key, rule in tool.keys.items()}
+    answers = {key: foreign_spelling(key, next(iter(rule.values or (1,)))) for key, rule in rules.items()}
+    lines = {key: answer.split("`")[1] for key, answer in answers.items() if answer and answer.startswith("write `")}
+    assert len(lines) > 100
+    for key, line in lines.items():
+        ((section, fields),) = yaml.safe_load(line.partition(" (")[0].partition(", where")[0]).items()
         if section == "with":
             assert all(set(options) <= techniques[name] for name, options in fields.items()), key
         elif isinstance(fields, dict):

@@ -278,7 +278,7 @@ def test_a_merged_model_is_measured_without_adapters(call: Call, write: Write, h
 @pytest.mark.slow
 def test_a_rung_is_measured_and_proved(here: Path) -> None:
     """Over two layouts the same pairs: the same losses."""
-    from optrush.bench import worker
+    from optrush.benchmark import worker
 
     with_: dict[str, Any] = {"packing": {}, "lora": {}}
 

@@ -17,7 +17,7 @@ from trained import run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from meshes import further
-from optrush import export, model_card, restore
+from optrush import exporting, model_card, restore
 from optrush.config import Config
 from optrush.errors import NeedsError
 from optrush.models import fp8_folder
@@ -118,7 +118,7 @@ def test_shards(call: Call, trained: Path, here: Path) -> None:
 
 def damage(tensor: str, how: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., None]:
     """After the weights were written, one tensor of the folder is another."""
-    real = export.write_generation
+    real = exporting.write_generation
 
     def write(job: Any, folder: Path, source: Path | None) -> None:
         real(job, folder, source)
@@ -163,7 +163,7 @@ def last_bits(t: torch.Tensor) -> torch.Tensor:
 def test_a_tensor_that_is_not_what_was_written_is_red(
     tensor: str, how: Any, dtype: str, call: Call, trained: Path, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export, "write_generation", damage(tensor, how))
+    monkeypatch.setattr(exporting, "write_generation", damage(tensor, how))
     found = call("export", "run", "--out", "bad", "--dtype", dtype)
     assert found.code == 1 and found.out == "", found
     assert f"is not the trained model: {tensor} was written otherwise" in found.err
@@ -190,8 +190,8 @@ def test_other_logits_are_red(
     dtype: str, tensor: str, how: Any, call: Call, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the bytes are what was meant and what was meant is wrong, as by a wrong layout."""
-    monkeypatch.setattr(export, "write_generation", damage(tensor, how))
-    monkeypatch.setattr(export, "demand_bytes", lambda *_: None)
+    monkeypatch.setattr(exporting, "write_generation", damage(tensor, how))
+    monkeypatch.setattr(exporting, "demand_bytes", lambda *_: None)
     found = call("export", "run", "--out", "bad", "--dtype", dtype)
     assert found.code == 1 and found.out == "", found
     assert "is not the trained model: logits after reloading" in found.err and "largest difference" in found.err
@@ -199,7 +199,7 @@ def test_other_logits_are_red(
 
 def test_a_nan_is_red() -> None:
     one = torch.randn(3, 5)
-    found = export.compare([one], [one.clone().fill_(float("nan"))], "", torch.float32, True)
+    found = exporting.compare([one], [one.clone().fill_(float("nan"))], "", torch.float32, True)
     assert not found.sound
 
 
@@ -407,7 +407,7 @@ def test_data_that_cannot_be_read_is_not_there(call: Call, trained: Path, monkey
     def fail(*_: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(export.readers, "attempts", fail)
+    monkeypatch.setattr(exporting.readers, "attempts", fail)
     assert "random tokens" in exported(call, "run")["compared"]["texts"]
 
 
@@ -425,7 +425,7 @@ def test_nothing_is_left_of_what_failed(call: Call, trained: Path, here: Path, m
         def fail(*_: Any, error: BaseException = error) -> None:
             raise error
 
-        monkeypatch.setattr(export, "write_generation", fail)
+        monkeypatch.setattr(exporting, "write_generation", fail)
         found = call("export", "run")
         assert found.code == code and said in found.err and found.out == ""
     assert not (trained / "model").exists() and not list(trained.glob("*.tmp"))

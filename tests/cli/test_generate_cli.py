@@ -13,11 +13,11 @@ import torch
 from trained import ROWS, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from optrush import generate
+from optrush import generation
 from optrush.config import Sampling
 from optrush.data.schema import Message
 from optrush.errors import DataError
-from optrush.generate import prompts
+from optrush.generation import prompts
 
 from clirun import Found, write_rows
 
@@ -100,7 +100,7 @@ def test_a_neighbour_takes_no_room(trained: Path, here: Path) -> None:
     folder = shutil.copytree(trained / "model", here / "m")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 24}))
-    speaker = generate.GenerationModel(generate.find_model("m"))
+    speaker = generation.GenerationModel(generation.find_model("m"))
     speaker.stops = []
     prompts = [list(range(300, 300 + n)) for n in (20, 4, 22, 5)]
     sampling = Sampling(greedy=True, max_tokens=12)
@@ -122,7 +122,7 @@ def test_how_to_draw_is_the_flags_word(trained: Path, here: Path) -> None:
                       "typical_p": 0.1, "do_sample": True, "max_length": 7, "stop_strings": ["a"]},
                  {"repetition_penalty": 9.0}):  # fmt: skip
         file.write_text(json.dumps(given | more))
-        speaker = generate.GenerationModel(generate.find_model("m"))
+        speaker = generation.GenerationModel(generation.find_model("m"))
         answers.append([
             speaker.answers(prompts, Sampling(greedy=greedy, temperature=2.0, top_p=1.0, max_tokens=9), 3)
             for greedy in (True, False)
@@ -204,13 +204,13 @@ def test_what_is_refused(call: Call, trained: Path, here: Path) -> None:
 
 
 def test_out_of_memory(call: Call, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from optrush import generate
+    from optrush import generation
 
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     write_rows(here / "p.jsonl", [{"messages": [USER]}])
-    monkeypatch.setattr(generate.GenerationModel, "answers", full)
+    monkeypatch.setattr(generation.GenerationModel, "answers", full)
     found = call("generate", "tiny", "--prompts", "p.jsonl", "--out", "a.jsonl")
     assert found.code == 1 and "out of memory with 8 prompts at once; take --batch 4" in found.err
     found = call("generate", "tiny", "--prompts", "p.jsonl", "--out", "a.jsonl", "--batch", "1")

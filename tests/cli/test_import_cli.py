@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
-from optrush.cli.import_config import _facts, _Place, translate
-from optrush.cli.import_keys import SPEED, TOOLS
-from optrush.config import Config, parse_config
+from optrush.cli.import_config import _Place, _read_keys, translate
+from optrush.config import SECTIONS, Config, parse_config
 from optrush.data.schema import Chat, Message, Pair, RowLocation, parse_row, row_rules
 from optrush.decide import decide
 from optrush.errors import ConfigError
+from optrush.foreign_keys import SPEED, TOOLS
 from optrush.hardware import parse_hardware
 from optrush.technique import instantiate
 from optrush.techniques import ALL
@@ -189,7 +189,8 @@ def test_no_default_replaces_a_given_value() -> None:
         for tool in TOOLS.values()
         for key, rule in tool.keys.items()
         for value, ours in (rule.values or {}).items()
-        if ours is None and _facts({key: value}, tool, place, []).get(rule.to) is not None
+        if ours is None
+        and _read_keys({**dict.fromkeys(tool.needed, 0), key: value}, tool, place).of.get(rule.to) is not None
     ]
     assert not found
 
@@ -321,10 +322,13 @@ def test_arguments_of_a_script(here: Path) -> None:
         ({"lora_target_linear": None, "lora_target_modules": ["q_proj", "down_proj"],
           "lora_target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}, "lora_target_modules"),
         ({"processor_type": "AutoProcessor"}, "processor_type"),
-        ({"datasets": [{"path": "a", "type": "jeopardy"}]}, "datasets[0].type"), ({"val_set_size": 200}, "data.eval"),
+        ({"datasets": [{"path": "a", "type": "jeopardy"}]}, "datasets[0].type"),
+        ({"val_set_size": 200}, "val_set_size"),
         ({"datasets": [{"path": "a", "type": "alpaca", "odd": 1}]}, "datasets[0].odd"),
         ({"datasets": [{"path": "a/b", "type": "alpaca", "split": "train+test"}]}, "split"),
-        ({"datasets": [1]}, "datasets[0]"),
+        ({"datasets": [1]}, "datasets[0]"), ({"datasets": [{"type": "alpaca"}]}, "path"),
+        ({"datasets": [{"path": "a", "type": ["alpaca"]}]}, "datasets[0].type"),
+        ({"datasets": [{"path": "a", "type": "completion", "field": ["body"]}]}, "datasets[0].field"),
         ({"deepspeed": {"zero_optimization": {"stage": 12}}}, "zero_optimization.stage"),
         ({"adapter": None}, "load_in_4bit"), ({"gradient_accumulation_steps": 2, "batch_size": "x"}, "batch_size"),
         ({"deepspeed": "zero3_offload.json"}, "deepspeed"), ({"plugins": ["their.own.Plugin"]}, "plugins"),
@@ -601,7 +605,7 @@ def test_what_axolotl_does_not_read_is_listed(here: Path) -> None:
 def test_a_list_of_other_things_is_refused(here: Path, entry: Any) -> None:
     (here / "dataset_info.json").write_text(json.dumps({"dishes": entry}))
     Path("f.yaml").write_text(yaml.safe_dump(FACTORY | {"dataset": "dishes", "dataset_dir": str(here)}))
-    with pytest.raises(ConfigError, match="dishes is "):
+    with pytest.raises(ConfigError, match=r"dishes(\.| is )"):
         translate(Path("f.yaml"), tool="llama-factory")
 
 
@@ -628,15 +632,25 @@ def test_what_is_of_no_tool(here: Path, text: str, says: str) -> None:
 
 
 def test_every_place_exists() -> None:
-    """A mapped key leads to a key of ours, or to a fact."""
-    places = {"@with"} | {rule.to for tool in TOOLS.values() for rule in tool.keys.values() if rule.to}
+    """A mapped key leads to a key of ours, an option of a technique, or a value that others are combined with."""
+    techniques = {t.name: {f.name for f in dataclasses.fields(t)} for t in ALL}
+    places = {rule.to for tool in TOOLS.values() for rule in tool.keys.values() if rule.to}
     for place in places | {key for tool in TOOLS.values() for key in tool.defaults}:
-        part: Any = Config
-        for name in [] if place.startswith("@") else place.split("."):
-            fields = part.model_fields
-            assert name in fields, place
-            part = next((m for m in [fields[name].annotation, *getattr(fields[name].annotation, "__args__", ())]
-                         if hasattr(m, "model_fields")), None)  # fmt: skip
-    wanted = [v for tool in TOOLS.values() for r in tool.keys.values() if r.to == "@with" for v in r.values.values()]
+        first, _, rest = place.partition(".")
+        if first == "with" and rest:
+            technique, option = rest.split(".")
+            assert option in techniques[technique], place
+        elif first == "*":
+            assert any(rest in section.model_fields for section in SECTIONS.values()), place
+        elif first != "with" and not first.startswith("@"):
+            part: Any = Config
+            for name in place.split("."):
+                assert name in part.model_fields, place
+                kinds = [
+                    part.model_fields[name].annotation,
+                    *getattr(part.model_fields[name].annotation, "__args__", ()),
+                ]
+                part = next((m for m in kinds if hasattr(m, "model_fields")), None)
+    wanted = [v for tool in TOOLS.values() for r in tool.keys.values() if r.to == "with" for v in r.values.values()]
     for with_ in wanted:
         assert all(dataclasses.is_dataclass(t) for t in instantiate(ALL, with_))

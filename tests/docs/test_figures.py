@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from optrush.bench import ladder
+from optrush.benchmark import ladder
 from optrush.config import parse_config
 from optrush.techniques import ALL
 

@@ -17,7 +17,7 @@ from tensorboard.summary.writer import record_writer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from optrush import export
+from optrush import exporting
 from optrush.cli import app
 from optrush.trainer import build, metrics, run
 from optrush.trainer.checkpoint import find_checkpoints, verify
@@ -26,7 +26,7 @@ from harness import RAISED, ended, fork, launch_env, wait_until
 
 WORDS = 250
 # What the command line imports late, a child finds in place.
-LOADED = (build, metrics, export, run, event_pb2, summary_pb2, record_writer)
+LOADED = (build, metrics, exporting, run, event_pb2, summary_pb2, record_writer)
 
 
 def write_model(folder: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from optrush.bench import worker
+from optrush.benchmark import worker
 from optrush.config import parse_config
 from optrush.data.batch import Batch
 from optrush.decide import decide

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from meshes import further
-from optrush import export
+from optrush import exporting
 from optrush.decide import decide
 from optrush.errors import ConfigError, NeedsError
 from optrush.models.experts import TILE, balance_loss, grouped_matmul, load_figures, route_by_logits
@@ -142,7 +142,7 @@ def test_layers_that_predict_further_tokens(family: str, name: str, tmp_path: Pa
     save_file(tensors, file)
     ours, recipe = load(tmp_path, hf, None, torch.float32, 0)
     materialise(ours, recipe)
-    export.export_weights(tmp_path / "out", ((n, p.data) for n, p in ours.named_parameters()), recipe, hf)
+    exporting.export_weights(tmp_path / "out", ((n, p.data) for n, p in ours.named_parameters()), recipe, hf)
     out = load_file(tmp_path / "out" / "model.safetensors")
     assert out.keys() == tensors.keys() and all(torch.equal(out[name], tensors[name]) for name in tensors)
 
@@ -189,7 +189,7 @@ def test_an_export_has_the_layout_of_its_base(name: str, stacked: bool, tmp_path
     theirs = reference(EXPERTS[name])
     ours, recipe, hf = opened(theirs, tmp_path / "base", stacked)
     named = ((n, p.data) for n, p in ours.named_parameters())
-    export.export_weights(tmp_path / "out", named, recipe, hf)
+    exporting.export_weights(tmp_path / "out", named, recipe, hf)
     base, out = (load_file(tmp_path / folder / "model.safetensors") for folder in ("base", "out"))
     assert any(".experts.0." in key for key in base) != stacked
     assert base.keys() == out.keys() and all(torch.equal(base[key], out[key]) for key in base)
@@ -323,7 +323,7 @@ def test_adapters_of_the_attention(moe: Path, tmp_path: Path) -> None:
     assert any("experts" in note for note in trainer.notes)
     folder = tmp_path / "adapter"
     folder.mkdir()
-    values = export.trained_parameters(trainer)
+    values = exporting.trained_parameters(trainer)
     io.save_adapter(folder, trainer.model, trainer.weight_map, values, str(moe / "untied"))
     adapted = load_file(folder / "adapter_model.safetensors")
     assert not any("expert" in key for key in adapted)
@@ -395,7 +395,7 @@ def test_adapters_of_experts(family: str, targets: Any, moe: Path, tmp_path: Pat
     assert not any(experts.gate_up.requires_grad or experts.down.requires_grad for experts in frozen)
     folder = tmp_path / "adapter"
     folder.mkdir()
-    values = export.trained_parameters(trainer)
+    values = exporting.trained_parameters(trainer)
     io.save_adapter(folder, trainer.model, trainer.weight_map, values, str(box / "untied"))
     base = AutoModelForCausalLM.from_pretrained(box / "untied", dtype=torch.float32)
     theirs = PeftModel.from_pretrained(base, folder, is_trainable=True).eval()
@@ -419,11 +419,11 @@ def test_adapters_of_experts(family: str, targets: Any, moe: Path, tmp_path: Pat
     mine = dict(again.model.named_parameters())
     assert all(torch.equal(mine[name], value) for name, value in values.items())
     merged = theirs.merge_and_unload().state_dict()
-    for name, full in export.published_tensors(trainer):
+    for name, full in exporting.published_tensors(trainer):
         for hf_name, part in trainer.weight_map.split(name, full):
             if hf_name in merged:  # stacked
                 torch.testing.assert_close(part, merged[hf_name], rtol=1e-5, atol=1e-6)
-    export.export_weights(tmp_path / "out", export.published_tensors(trainer), trainer.weight_map, trainer.hf)
+    exporting.export_weights(tmp_path / "out", exporting.published_tensors(trainer), trainer.weight_map, trainer.hf)
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     torch.testing.assert_close(reloaded(batch.tokens).logits, want, rtol=1e-5, atol=close)
 

@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 from transformers.core_model_loading import revert_weight_conversion
 
 from meshes import further
-from optrush import export
+from optrush import exporting
 from optrush.decide import decide
 from optrush.errors import DataError, NeedsError
 from optrush.models.decoder import Decoder
@@ -252,7 +252,7 @@ def test_a_run_with_adapters(case: str, dtype: str, wholes: dict[str, tuple[Path
             want = full(input_ids=ids).logits
             torch.testing.assert_close(adapted(input_ids=ids).logits, want, rtol=1e-5, atol=1e-5)
         assert (full(input_ids=ids).logits - before).abs().max() > 0.01
-    done = export.export_run(out, tmp_path / "again")
+    done = exporting.export_run(out, tmp_path / "again")
     assert done.compared is not None and done.compared.sound
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from meshes import further
-from optrush import export
+from optrush import exporting
 from optrush.config import parse_config
 from optrush.decide import decide
 from optrush.errors import ConfigError, NeedsError
@@ -93,8 +93,8 @@ def test_experts_that_stay_as_they_are(boxes: tuple[Path, Path], tmp_path: Path)
         for (_, linear), (_, other) in zip(plain.model.linears(), trainer.model.linears(), strict=True):
             linear.weight.copy_(other.dequantized(torch.float32))
     assert alike(played(trainer), played(plain))
-    tensors = export.published_tensors(trainer)
-    export.export_weights(tmp_path / "out", tensors, trainer.weight_map, trainer.hf, base=boxes[0] / "untied")
+    tensors = exporting.published_tensors(trainer)
+    exporting.export_weights(tmp_path / "out", tensors, trainer.weight_map, trainer.hf, base=boxes[0] / "untied")
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     batch = micro(trainer)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from optrush import config
 from optrush.errors import NeedsError
-from optrush.export import write_model
+from optrush.exporting import write_model
 from optrush.peft import io
 from optrush.peft.adapter import outside
 

@@ -20,7 +20,7 @@ from meshes import further
 from optrush.config import Config, dump_config
 from optrush.decide import decide
 from optrush.errors import NeedsError
-from optrush.export import export_run, write_model
+from optrush.exporting import export_run, write_model
 from optrush.models.hf import load_plain
 from optrush.objectives import FIGURES
 from optrush.objectives.reward import last_scores

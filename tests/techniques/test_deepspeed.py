@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from meshes import MeshCase, follows, further, prove, saved, train
 from optrush import technique
-from optrush.bench.worker import proof_window
+from optrush.benchmark.worker import proof_window
 from optrush.decide import decide
 from optrush.errors import ConflictError, NeedsError
 from optrush.hardware import GIB, NAMED

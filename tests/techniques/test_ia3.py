@@ -7,7 +7,7 @@ import torch
 
 from optrush.decide import decide
 from optrush.errors import NeedsError
-from optrush.export import write_adapter
+from optrush.exporting import write_adapter
 from optrush.technique import instantiate
 from optrush.techniques import ALL
 from optrush.techniques.ia3 import Ia3

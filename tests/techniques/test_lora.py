@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from meshes import further
 from optrush.decide import decide
 from optrush.errors import ConfigError, ConflictError, NeedsError
-from optrush.export import write_adapter
+from optrush.exporting import write_adapter
 from optrush.models import activation_offload
 from optrush.models.weights import Memory, WeightMap, native_entries
 from optrush.peft import io

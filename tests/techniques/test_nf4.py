@@ -19,7 +19,7 @@ from meshes import further
 from optrush.config import dump_config
 from optrush.decide import decide
 from optrush.errors import ConflictError, NeedsError
-from optrush.export import write_model
+from optrush.exporting import write_model
 from optrush.hardware import NAMED
 from optrush.kernels import nf4
 from optrush.models.experts import Experts

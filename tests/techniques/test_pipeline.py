@@ -13,7 +13,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from meshes import MeshCase, follows, further, prove, saved, train
 from optrush.decide import changed, decide
 from optrush.errors import NeedsError
-from optrush.export import export_run
+from optrush.exporting import export_run
 from optrush.hardware import NAMED
 from optrush.planner import baseline
 from optrush.planner.ledger import line_bytes, peak_memory

@@ -211,7 +211,6 @@ def test_what_does_not_go_with_it(box, options, with_, found):
 def test_needs(box):
     env = decide(golden_run(box, fsdp={}, quantised_links={}), ranks=2).env
     others = {
-        "reads shards where they are": {"spec": dataclasses.replace(env.spec, gathered_in_place=True)},
         "runs through transformers": {"native": False},
         "over other ranks": {
             "claimed": env.claimed | {next(p for p in type(next(iter(env.claimed))) if p.name == "TP")}

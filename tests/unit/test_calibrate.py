@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from optrush import hardware
-from optrush.bench.record import Record, read_records
 from optrush.config import parse_config
 from optrush.decide import with_setting
 from optrush.errors import ConfigError, NeedsError
 from optrush.models.shapes import SHAPES, ModelShape
-from optrush.planner import calibrate, calibration, cost, refine, search
+from optrush.planner import calibrate, calibration, cost, search
 from optrush.planner.calibrate import Bench, Load
 from optrush.planner.calibration import AttentionRate, Calibration, ProductRate
 from optrush.planner.ledger import BFLOAT16, WorkItem, apply_rules
@@ -463,54 +462,6 @@ def test_the_ceiling_by_part() -> None:
     assert all(found.ceiling_s[part] > 0 for part in cost.PARTS)
     steps = sum(e.seconds for e in found.work if e.name in ("update", "norm"))
     assert found.ceiling_s["optimizer"] == pytest.approx(steps * cost.MOVING["cuda"])
-
-
-# --- rates that are fitted to records
-
-
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-
-
-@pytest.fixture
-def records() -> list[Record]:
-    """Of one H200: rungs whose steps are mostly products, mostly bytes, and mostly operators to start."""
-    names = ("float32, eager", "mixed precision", "compile", "recompute, T=4096", "pure bf16", "FlashAttention 4")
-    return [r for r in read_records(RESULTS / "h200-single-gpu") if r.rung in names]
-
-
-def test_rates_move_to_what_records_show(records: list[Record]) -> None:
-    """Steps as another device would take them, with a third less of products and half the bandwidth: it is found."""
-    c = calibration.read_calibration(RESULTS / "h200-calibration.json")
-    keep(c)
-    there = refine.scaled(c, [0.65, 0.65, 1.0, 0.5, 1.0])
-    truth = {r.rung: refine._observe(r, H200).predicted_s(H200, there) for r in records}
-    seen = [dataclasses.replace(r, step_s=[[truth[r.rung]]]) for r in records]
-    found = refine.refine(seen, H200)
-    assert found.better and not found.left_out
-    assert refine.root_mean_square(found.before) > 0.3 and refine.root_mean_square(found.after) < 0.02
-    assert found.factors["products"] == pytest.approx(0.65, rel=0.1)
-    assert found.factors["copies"] == pytest.approx(0.5, rel=0.1) and 0.7 < found.factors["launches"] < 1.4
-    keep(found.calibration)
-    again = calibration.for_device(H200)
-    assert again is not None and again.source.endswith("fitted to 6 records of 2026-11-24"), again.source
-    assert refine.refine(seen, H200).before == pytest.approx(found.after), "the plan goes by them"
-
-
-def test_what_is_not_fitted(records: list[Record]) -> None:
-    with pytest.raises(ConfigError, match="NVIDIA H200 has no calibration"):
-        refine.refine(records, H200)
-    keep(calibration.read_calibration(RESULTS / "h200-calibration.json"))
-    for changes in ({"device": "NVIDIA H100 80GB HBM3"}, {"device": "cpu", "environment": {"cpu": "Other, 2 threads"}}):
-        with pytest.raises(ConfigError, match="was measured on"):
-            refine.refine([records[0], dataclasses.replace(records[1], **changes)], H200)
-    unlike: list[dict[str, Any]] = [
-        {"error": "failed"}, {"peer": "trainer"}, {"ranks": 2}, {"longest_seq": 8192}, {"red": ["wrong: losses"]}
-    ]  # fmt: skip
-    others = [dataclasses.replace(records[0], **changes) for changes in unlike]
-    found = refine.refine([*records[:2], *others], H200)
-    assert len(found.before) == 2 and len(found.left_out) == 5, found.left_out
-    with pytest.raises(ConfigError, match=r"no record whose steps can be predicted: .*another system"):
-        refine.refine(others, H200)
 
 
 # --- links

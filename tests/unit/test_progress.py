@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from optrush import console
-from optrush.bench import runner
-from optrush.bench.results import BenchState
+from optrush.benchmark import runner
+from optrush.benchmark.results import BenchState
 from optrush.config import Training
 from optrush.planner import search
 from optrush.report.run import RunLog, off_plan

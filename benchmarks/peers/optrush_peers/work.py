@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from optrush.bench.peer import Peer, training_facts
+from optrush.benchmark.peer import Peer, training_facts
 from optrush.config import Config
 from optrush.hardware import Device
 from optrush.technique import Requirement, library

@@ -1,8 +1,8 @@
 """Train one rung with another system, once, in a process of its own: `python -m optrush_peers.worker REQUEST RESULT`.
 
-The initial weights and rows -> the system's own loop, a clock around each step -> RESULT.json, as optrush.bench.worker
-writes it. There is no proof of what it learns; its first loss, what it trains and in which precision are compared with
-ours. torch is imported late: some systems must be imported before it.
+The initial weights and rows -> the system's own loop, a clock around each step -> RESULT.json, as
+optrush.benchmark.worker writes it. There is no proof of what it learns; its first loss, what it trains and in which
+precision are compared with ours. torch is imported late: some systems must be imported before it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optrush import hardware
-from optrush.bench.peer import build_peer
-from optrush.bench.record import answer_request
+from optrush.benchmark.peer import build_peer
+from optrush.benchmark.record import answer_request
 from optrush.config import Config, parse_config
 from optrush.errors import RunError
 from optrush.launch import launched
@@ -104,14 +104,14 @@ def rows(config: Config, hf: dict[str, Any], folder: Path, steps: int) -> Iterat
 
 
 def result(system: System, work: Work, device: hardware.Device, warmup: int) -> dict[str, Any]:
-    """Return the result of a finished run, with the keys of optrush.bench.worker.
+    """Return the result of a finished run, with the keys of optrush.benchmark.worker.
 
     Raises:
         RunError: the system took another number of steps.
     """
     import torch
 
-    from optrush.bench.worker import versions
+    from optrush.benchmark.worker import versions
     from optrush.trainer.metrics import peak_memory, resident
 
     if len(work.seconds) != len(work.batches):

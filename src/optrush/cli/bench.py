@@ -17,7 +17,7 @@ from optrush.hardware import GIB
 from optrush.launch import launched
 
 if TYPE_CHECKING:
-    from optrush.bench.runner import PlannedRung
+    from optrush.benchmark.runner import PlannedRung
 
 
 def bench(
@@ -64,8 +64,8 @@ def bench(
     run = read_run(config, set_, with_, without)
     if launched()[1] > 1:
         raise ConfigError("optrush bench", f"a launcher has started {launched()[1]} ranks", "start it alone")
-    from optrush.bench.ladder import find_ladder
-    from optrush.bench.runner import ProgressBoard, plan_rungs, print_table, run_ladder
+    from optrush.benchmark.ladder import find_ladder
+    from optrush.benchmark.runner import ProgressBoard, plan_rungs, print_table, run_ladder
 
     written = find_ladder(ladder, run)
     if dry_run:

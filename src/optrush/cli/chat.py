@@ -36,7 +36,7 @@ from optrush.errors import ConfigError, UserError
 if TYPE_CHECKING:
     from optrush.config import Sampling
     from optrush.data.schema import Message
-    from optrush.generate import Answer, GenerationModel, ModelSource, Prompt
+    from optrush.generation import Answer, GenerationModel, ModelSource, Prompt
 
 
 WIDE = 100  # columns of a terminal from which two answers are printed in columns
@@ -76,7 +76,7 @@ def chat(
     from optrush.config import Sampling
 
     sampling = Sampling(temperature, top_p, top_k, max_tokens, greedy)
-    from optrush.generate import GenerationModel, base_of, find_model
+    from optrush.generation import GenerationModel, base_of, find_model
 
     source = find_model(model)
     sources = [base_of(source, "--base"), source] if base else [source]
@@ -152,7 +152,7 @@ class Conversation:
         Raises:
             ConfigError: no such command, or it cannot be done.
         """
-        from optrush.generate import home
+        from optrush.generation import home
 
         name, _, rest = line[1:].partition(" ")
         rest = rest.strip()
@@ -330,8 +330,8 @@ def generate(
     from optrush.config import Sampling
 
     sampling = Sampling(temperature, top_p, top_k, max_tokens, greedy)
-    from optrush.generate import base_of, find_model
-    from optrush.generate import prompts as read
+    from optrush.generation import base_of, find_model
+    from optrush.generation import prompts as read
 
     source = find_model(model)
     other = base_of(source, "--base") if base else None if against is None else find_model(against)
@@ -355,7 +355,7 @@ def _write_answers(
     out: Path,
 ) -> dict[str, Any]:  # fmt: skip
     """Generate with one model after the other, and write each row when its answer is complete."""
-    from optrush.generate import generate_answers, template_of
+    from optrush.generation import generate_answers, template_of
 
     how: dict[str, Any] = {"sampling": sampling, "seed": seed, "batch": batch}
     others = None
@@ -437,7 +437,7 @@ def export_command(
         void = "--adapter" if adapter else f"--dtype {dtype}" if dtype is not None else "--max-shard-gb"
         written = f"the whole model in {'--gguf-type' if to == 'gguf' else '8-bit floats'} is written"
         raise ConfigError(f"{void} with --to {to}", written, f"leave {void} out")
-    from optrush.export import check_push, export_run, push_to_hub
+    from optrush.exporting import check_push, export_run, push_to_hub
 
     if push is not None:
         check_push(push)
@@ -468,7 +468,7 @@ def _converted(
     verifies: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Export as a GGUF file, or in 8-bit floats where that has no type; return what --json prints."""
-    from optrush.export import export_fp8, export_gguf
+    from optrush.exporting import export_fp8, export_gguf
 
     if gguf_type is not None:
         file, tensors = export_gguf(run, out, gguf_type, checkpoint=checkpoint, verifies=verifies)

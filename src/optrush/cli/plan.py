@@ -23,7 +23,6 @@ from optrush.launch import NOT_SHARED, launched
 if TYPE_CHECKING:
     from optrush.config import Config
     from optrush.decide import Decided
-    from optrush.hardware import Device
     from optrush.planner.answer import Answer, Way
     from optrush.planner.calibration import Calibration
     from optrush.planner.sets import Candidate, Prediction
@@ -430,12 +429,6 @@ def calibrate(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="write it to this file too; it must be new")
     ] = None,
-    records: Annotated[
-        Path | None,
-        typer.Option(
-            "--from", metavar="RECORDS", help="measure nothing: fit the rates kept for this device to a bench's records"
-        ),
-    ] = None,
     ranks: Annotated[
         int, typer.Option("--ranks", min=1, help="measure what this many processes, one a GPU, exchange, and only that")
     ] = 1,
@@ -455,9 +448,6 @@ def calibrate(
 
     --ranks N measures what N ranks of this machine exchange (all-reduce, all-gather, reduce-scatter), and adds it to
     the rates kept for this device, which must be there.
-
-    --from measures nothing: it moves the rates kept for this device so that the steps of records, as a bench and a
-    tuning write them, are predicted better; the errors before and after are printed.
     """
     config = None if path is None else read_run(path, set_, with_, without)
     if path is None and (set_ or with_ or without):
@@ -465,9 +455,8 @@ def calibrate(
     if ranks == 1 and given(context, ["ranks"]):
         raise ConfigError("--ranks 1", "one process exchanges nothing", "take two or more, or leave it out")
     if ranks > 1:
-        if path is not None or records is not None:
-            found_too = "a CONFIG" if path is not None else "--from"
-            raise ConfigError(f"--ranks with {found_too}", "links have no shapes", "leave one of the two out")
+        if path is not None:
+            raise ConfigError("--ranks with a CONFIG", "links have no shapes", "leave one of the two out")
         _calibrate_links(ranks, seconds if given(context, ["seconds"]) else LINK_S, out, as_json)
         return
     if launched()[1] > 1:
@@ -481,12 +470,6 @@ def calibrate(
     for folder in (calibration.folder(), *(() if out is None else (out.absolute().parent,))):
         calibration.check_writable(folder)  # before a minute is spent
     device = first_device()
-    if records is not None:
-        if path is not None or (void := given(context, ["seconds"])):
-            found_too = "a CONFIG" if path is not None else void[0]
-            raise ConfigError(f"--from with {found_too}", "records bring their own", "leave one of the two out")
-        _refine(records, device, out, as_json)
-        return
     with _progress() as report:
         found = measure_rates(loads(config, device), device, seconds, report)
     file = calibration.path(found)
@@ -533,41 +516,6 @@ def _links_text(c: Calibration) -> list[str]:
         *lines,
         *(f"{r.operation:<16} {r.bytes_s / 1e9:9.3g} GB/s, {r.latency_s * 1e6:9.3g} us at least" for r in c.links),
     ]
-
-
-def _refine(records: Path, device: Device, out: Path | None, as_json: bool) -> None:
-    """Fit the device's calibration to records, and write it where that makes the errors smaller."""
-    from optrush.bench.record import RECORDS, read_records
-    from optrush.planner import calibration
-    from optrush.planner.refine import refine, root_mean_square
-
-    folder = records.parent if records.name == RECORDS else records
-    found = refine(read_records(folder), device)
-    file = calibration.path(found.calibration)
-    errors = {
-        name: {"root_mean_square": root_mean_square(e), "largest": max(map(abs, e)), "records": len(e)}
-        for name, e in (("before", found.before), ("after", found.after))
-    }
-    for target in (file, *(() if out is None else (out,))) if found.better else ():
-        calibration.write_calibration(found.calibration, target)
-    left_out = list(found.left_out)
-    if as_json:
-        written = str(file) if found.better else None
-        print(json.dumps({**errors, "factors": found.factors, "left_out": left_out, "file": written}))
-        return
-    before, after = errors["before"], errors["after"]
-    print(
-        "\n".join(
-            [*(f"left out: {text}" for text in left_out), f"{len(found.before)} records, planned against measured"]
-        )
-    )
-    for name in ("root_mean_square", "largest"):
-        print(f"  {name.replace('_', ' ')} error: {before[name]:.1%} -> {after[name]:.1%}")
-    if not found.better:
-        print("the rates stay as they are: no others come nearer")
-        return
-    print("rates times " + ", ".join(f"{factor:.2f} ({kind})" for kind, factor in found.factors.items()))
-    print(f"kept in {file}", file=sys.stderr)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from optrush.errors import ConfigError, NeedsError, RunError, reason
 
 if TYPE_CHECKING:
-    from optrush.generate import ModelSource
+    from optrush.generation import ModelSource
 
 PACKAGE = "lm_eval"
 BATCH = 8  # requests at a time

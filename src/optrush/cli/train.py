@@ -231,7 +231,7 @@ def _eval_tasks(
 ) -> None:
     """Measure the configuration's model, or another one, on public tasks."""
     from optrush.cli import tasks as harness
-    from optrush.generate import find_model
+    from optrush.generation import find_model
 
     if data is not None or ranks > 1:
         found = "--data: tasks have rows of their own" if data is not None else f"--ranks {ranks}: they run on one"

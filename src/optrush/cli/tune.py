@@ -17,7 +17,7 @@ from optrush.hardware import GIB
 from optrush.launch import launched
 
 if TYPE_CHECKING:
-    from optrush.bench.tune import Tuned
+    from optrush.benchmark.tune import Tuned
 
 SECONDS = {"s": 1, "m": 60, "h": 3600}
 
@@ -62,8 +62,8 @@ def tune(
         other = "--lr" if batch and lr else "--dry-run" if dry_run else f"--ranks {ranks}"
         found = "one process measures, and nothing is planned"
         raise ConfigError(f"--{'batch' if batch else 'lr'} with {other}", found, "give it alone")
-    from optrush.bench.runner import ProgressBoard
-    from optrush.bench.tune import tune_config, tune_number
+    from optrush.benchmark.runner import ProgressBoard
+    from optrush.benchmark.tune import tune_config, tune_number
 
     if batch or lr:
         kind: Literal["batch", "lr"] = "batch" if batch else "lr"

@@ -111,7 +111,6 @@ class Calibration:
     to_device_bytes_s: Rate | None  # from pinned memory of the host; None on a CPU
     from_device_bytes_s: Rate | None
     launch_s: Rate  # the host's time to start one operator
-    fitted: str | None = None  # to which records the rates were moved afterwards
     links: tuple[LinkRate, ...] = ()  # of the last number of ranks for which they were measured
     format: Literal[1] = FORMAT
 
@@ -119,9 +118,8 @@ class Calibration:
     def source(self) -> str:
         """A sentence on the source of the rates."""
         driver = "" if self.driver is None else f", driver {self.driver}"
-        fitted = "" if self.fitted is None else f", fitted to {self.fitted}"
         links = f", links of {self.links[0].ranks} ranks" if self.links else ""
-        return f"measured on {self.date[:10]} with torch {self.torch}{driver}{links}{fitted}"
+        return f"measured on {self.date[:10]} with torch {self.torch}{driver}{links}"
 
     @property
     def link_bytes_s(self) -> float | None:

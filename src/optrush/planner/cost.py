@@ -51,7 +51,6 @@ MICRO_S, STEP_S = 2e-3, 5e-3
 
 Basis = Literal["datasheet", "calibrated"]
 ATTENTIONS = ("attention", "flash2", "flash4", "masked")  # units of attention that keeps no scores
-LINKS = ("link", "copy")  # units of what crosses to other devices
 # Of the seconds of NCCL's kernels, what products and copies beside them take longer: it uses their multiprocessors and
 # memory (two H100, 8B with adapters under fsdp against ddp: benchmarks/results/2xh100-links.jsonl).
 # It uses as many as the link needs: over one of less than that machine's rate it disturbs as much less of the time
@@ -299,7 +298,7 @@ def efforts(ledger: Ledger, device: Device, tokens: float, rates: Rates | None =
     listed = []
     for work, times, alone, started in _each(ledger, tokens, rates):
         flop, moved = work.flop * times, work.values * ledger.bytes_per_value[work.role] * times
-        place: Literal["device", "link"] = "link" if work.unit in LINKS else "device"
+        place: Literal["device", "link"] = "link" if work.unit == "link" else "device"
         if alone and math.isfinite(alone):
             listed.append(WorkTime(work.name, flop, moved, 0.0, alone, place, work.reason))
         if started:
@@ -327,9 +326,9 @@ def step_seconds(ledger: Ledger, device: Device, tokens: float, rates: Rates | N
         read += work.reads * times
         window += alone if _in_window(work) else 0.0  # it may be without end
         per = "step" if work.per == "step" else "micro"
-        if work.unit in LINKS and not work.awaited:
+        if work.unit == "link" and not work.awaited:
             linked[per] += alone
-            disturbed += alone * contention * (work.unit == "link")
+            disturbed += alone * contention
         else:
             computed[per] += alone
     computed["micro"] += min(disturbed, CONTENTION * sum(computed.values()))
@@ -358,7 +357,7 @@ def seconds_by_part(ledger: Ledger, tokens: float, rates: Rates) -> dict[str, fl
     """Return the device's seconds of a step for each of `PARTS`, at these rates."""
     by_part = dict.fromkeys(PARTS, 0.0)
     for work, _, alone, _ in _each(ledger, tokens, rates):
-        if work.unit not in LINKS:  # in parallel with them
+        if work.unit != "link":  # in parallel with them
             by_part[_part(work)] += alone
     by_part["optimizer"] += _host_traffic(ledger, tokens, rates)[1].seconds
     return by_part
@@ -398,7 +397,7 @@ def _each(ledger: Ledger, tokens: float, rates: Rates) -> Iterator[tuple[WorkIte
     for work in ledger.work:
         if not work.gone:
             times = work.times * counts[work.per]
-            speed = rates.link_bytes_s if work.unit in LINKS else rates.bytes_s
+            speed = rates.link_bytes_s if work.unit == "link" else rates.bytes_s
             moved = work.values * ledger.bytes_per_value[work.role] * times
             alone = 0.0 if not moved else math.inf if speed is None else moved / speed
             if work.entering:  # while ranks of one host exchange, hosts do
@@ -412,7 +411,7 @@ def _each(ledger: Ledger, tokens: float, rates: Rates) -> Iterator[tuple[WorkIte
 
 def _in_window(work: WorkItem) -> bool:
     """Return whether the device does it in every micro-batch, and nothing else meanwhile."""
-    return work.per != "step" and (work.unit not in LINKS or work.awaited)
+    return work.per != "step" and (work.unit != "link" or work.awaited)
 
 
 def _waiting(ledger: Ledger) -> float:

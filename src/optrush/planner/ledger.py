@@ -110,7 +110,7 @@ class WorkItem:
     flop: float = 0.0
     # The flop; product8: of 8-bit values; flash2, flash4: FlashAttention of that version; masked: attention by a mask;
     # link: to other ranks by NCCL; copy: to other ranks by copy engines.
-    unit: Literal["product", "product8", "attention", "flash2", "flash4", "masked", "link", "copy"] = "product"
+    unit: Literal["product", "product8", "attention", "flash2", "flash4", "masked", "link"] = "product"
     values: float = 0.0  # read and written in device memory
     role: Role = "byte"
     launches: float = 0.0  # operators that the host starts, or as many as take it as long

@@ -16,7 +16,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from optrush.bench import record
+from optrush.benchmark import record
 from optrush.errors import ConfigError, DataError
 from optrush.files import write_whole
 from optrush.hardware import GIB

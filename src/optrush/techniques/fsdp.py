@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -10,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from optrush.errors import NeedsError
 from optrush.planner.ledger import Line, Role, Rule, WorkItem, add, cut, like, live
-from optrush.technique import SUMMED, Environment, ModelSpec, Numerics, Part, Requirement, Technique, Trainer
+from optrush.technique import SUMMED, Environment, Numerics, Part, Requirement, Technique, Trainer
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -30,8 +28,6 @@ class Fsdp(Technique):
     sync `last` sums gradients once a window, and holds whole gradients until then; `each` after every micro-batch.
     With `replicate: N` the model is cut over 1/N of the ranks and held N times (hybrid sharding): gathers stay within a
     group of neighbouring ranks, and only gradients, summed there first, cross between groups.
-    With gather `copies` the blocks' shards are read by the GPUs' copy engines, not by NCCL's kernels, which take
-    multiprocessors from the products (trainer/copy_gather.py). The GPUs of a group must be in one host.
 
     Source: Zhao et al., https://arxiv.org/abs/2304.11277; stages as in ZeRO, https://arxiv.org/abs/1910.02054
     Memory: 16/n bytes a parameter on n ranks of a group; gathered: two blocks (stage 3) or the whole model (stage 2),
@@ -43,7 +39,6 @@ class Fsdp(Technique):
     stage: Literal[2, 3] = 3
     sync: Literal["last", "each"] = "last"
     replicate: Annotated[int, Field(ge=1)] = 1
-    gather: Literal["nccl", "copies"] = "nccl"
 
     name = "fsdp"
     summary = "parameters, gradients and states cut over the ranks (FSDP2, ZeRO stage 2 or 3)"
@@ -56,16 +51,9 @@ class Fsdp(Technique):
     def axes(self) -> dict[str, int]:
         return {"rep": self.replicate}
 
-    def describe(self, spec: ModelSpec) -> ModelSpec:
-        return replace(spec, gathered_in_place=self.gather == "copies")
-
     def needs(self, env: Environment) -> Iterator[Requirement]:
         do = "start it with --ranks 2 or torchrun, or leave fsdp out"
         yield Requirement(env.gradient_ranks > 1, "`fsdp` cuts the model over several ranks", env.alone, do)
-        if self.gather == "copies":
-            found, do = f"{env.device.name}, no CUDA device", "leave gather out: nccl, the default, works everywhere"
-            met = env.device.kind == "cuda"
-            yield Requirement(met, "`fsdp: gather: copies` uses the copy engines of NVIDIA GPUs", found, do)
         asked = f"`fsdp: replicate: {self.replicate}` cuts the model over the ranks of a group"
         found = f"{env.gradient_ranks} ranks in {self.replicate} groups"
         do = f"take {2 * self.replicate} ranks or another multiple of that, a smaller replicate, or ddp"
@@ -121,16 +109,15 @@ class Fsdp(Technique):
         why = f"weights gathered {'twice' if times == 2 else 'once'} a micro-batch"
         quantized = any(linear.weight == "quantized" for linear in env.spec.linears.values())
         stored: Role = "stored" if quantized else "product"
-        copies = self.gather == "copies"
         hosts, entering = env.over_hosts("dp", "ep", "cp")
-        parts: list[tuple[str, str, Role, Literal["link", "copy"]]] = [
-            ("weights.blocks", "gather.blocks", stored, "copy" if copies else "link"),
-            ("weights.[!b]*", "gather.ends", "product", "link"),
+        parts: list[tuple[str, str, Role]] = [
+            ("weights.blocks", "gather.blocks", stored),
+            ("weights.[!b]*", "gather.ends", "product"),
         ]
         moved = "gathered shards copied to where the weights are, and a shard to where it is sent from"
-        for match, name, role, unit in parts:
+        for match, name, role in parts:
             steps = times * (hosts - 1) * (L if name == "gather.blocks" else 2)
-            work = WorkItem(name, why, "micro", unit=unit, values=times * share * held, role=role)
+            work = WorkItem(name, why, "micro", unit="link", values=times * share * held, role=role)
             yield like(match, replace(work, entering=times * entering * held, steps=steps))
             again = 2.0 * times * (1 + 1 / n) * held
             yield like(match, WorkItem(f"{name}.copied", moved, "micro", values=again, role=role))
@@ -140,9 +127,6 @@ class Fsdp(Technique):
         yield add(WorkItem("gather.launches", why, "micro", launches=HOOKS * 2 * groups))
         per: Literal["micro", "step"] = "micro" if self.sync == "each" else "step"
         yield add(WorkItem("gather.reduce.launches", "hooks around a reduction", per, launches=REDUCTION * groups))
-        if copies:
-            why = "two buffers of a gathered block, which the other ranks can read"
-            yield like("weights.blocks", Line("buffers.gather", why, 2.0 / L, stored, "always"))
         work = WorkItem("reduce", "gradients reduced", per, unit="link", values=share * held, role="gradient")
         yield like("gradients.*", replace(work, entering=entering * held, steps=(hosts - 1) * L))
         if self.replicate > 1:
@@ -179,8 +163,6 @@ class Fsdp(Technique):
                 fully_shard(root, reshard_after_forward=False, **cut)
         found = (m for root in trainer.roots for m in root.modules() if isinstance(m, FSDPModule))
         groups = list(dict.fromkeys(found))
-        if self.gather == "copies":
-            self._copy_by_engines(trainer)
         for m in groups:
             m.set_gradient_divide_factor(1.0)  # the contract: collectives sum
             # Not the scaled sum, which FSDP takes for this factor on NCCL: gloo has none, and with bfloat16 weights the
@@ -219,27 +201,6 @@ class Fsdp(Technique):
             own = cut | {"mesh": mesh, "ignored_params": rest}
             fully_shard(module, reshard_after_forward=self.stage == 3, **own)
         return alone
-
-    def _copy_by_engines(self, trainer: Trainer) -> None:
-        """Gather blocks by copies; embedding and head by NCCL: they are few, and their buffers would be large."""
-        from optrush.trainer.copy_gather import CopyGather
-
-        mesh = trainer.world.shards()
-        assert mesh is not None
-        here, group = int(os.environ.get("LOCAL_WORLD_SIZE", trainer.world.ranks)), mesh.size(mesh.ndim - 1)
-        if here < group:
-            asked, found = (
-                "`fsdp: gather: copies` reads the memory of the other GPUs",
-                f"{here} of {group} in this host",
-            )
-            raise NeedsError(asked, found, f"leave gather out, or take fsdp:replicate={trainer.world.ranks // here}")
-
-        def count(many: int) -> None:
-            trainer.outside_bytes += many
-
-        gather = CopyGather(mesh.get_group(mesh.ndim - 1), count)
-        for block in trainer.model.blocks.values():
-            block.set_custom_all_gather(gather)  # type: ignore[operator]
 
     def _slots(self, trainer: Trainer, groups: list[Any]) -> None:
         from optrush.trainer.distributed import sum_together

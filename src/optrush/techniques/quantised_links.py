@@ -55,9 +55,6 @@ class QuantisedLinks(Technique):
         yield env.needs_dense("`quantised-links` packs the matrices of dense blocks")
         found, do = "a technique that cuts matrices over other ranks, too", "leave one of the two out"
         yield Requirement(Part.TP not in env.claimed, "`quantised-links` packs whole rows", found, do)
-        found, do = "fsdp:gather=copies, which reads shards where they are", "leave gather out, or this"
-        met = self.weights == "none" or not env.spec.gathered_in_place
-        yield Requirement(met, "`quantised-links: weights: int8`", found, do)
         stored = any(linear.weight == "quantized" for linear in env.spec.linears.values())
         found, do = "frozen weights in 4 or 8 bits, whose bytes travel as they are", "leave one of the two out"
         yield Requirement(not stored, "`quantised-links` rounds dense weights", found, do)

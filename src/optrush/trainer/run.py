@@ -35,7 +35,7 @@ from optrush.data.sampler import ROOM, reading
 from optrush.data.schema import Document
 from optrush.decide import Decided, changed, resized
 from optrush.errors import CheckpointError, ConfigError, NeedsError, RunError, UserError, first_line
-from optrush.export import write_model
+from optrush.exporting import write_model
 from optrush.hardware import GIB
 from optrush.launch import stop_numbers, unjoinable
 from optrush.objectives import unit

@@ -19,10 +19,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from optrush.bench import ladder
-from optrush.bench.ladder import Ladder, Rung
-from optrush.bench.peer import UNCOMPARED
-from optrush.bench.record import Record, Verdict
+from optrush.benchmark import ladder
+from optrush.benchmark.ladder import Ladder, Rung
+from optrush.benchmark.peer import UNCOMPARED
+from optrush.benchmark.record import Record, Verdict
 from optrush.config import Config, dump_config, parse_yaml
 from optrush.decide import with_rate
 from optrush.technique import ModelSpec, Numerics, Part, Technique, instantiate

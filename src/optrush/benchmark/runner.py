@@ -31,11 +31,11 @@ from rich.table import Table
 from rich.text import Text
 
 from optrush import hardware
-from optrush.bench import ladder, record
-from optrush.bench.ladder import Ladder, Longest, Rung
-from optrush.bench.peer import Peer, worker_path
-from optrush.bench.record import RECORDS, RUNGS, Record, write_records
-from optrush.bench.results import BenchState
+from optrush.benchmark import ladder, record
+from optrush.benchmark.ladder import Ladder, Longest, Rung
+from optrush.benchmark.peer import Peer, worker_path
+from optrush.benchmark.record import RECORDS, RUNGS, Record, write_records
+from optrush.benchmark.results import BenchState
 from optrush.config import Config, dump_config
 from optrush.console import err
 from optrush.decide import decide
@@ -46,7 +46,7 @@ from optrush.launch import FAILED_GRACE_S, rank_environments
 from optrush.planner import calibration
 
 STOPPED = 143  # the exit code of a bench that a signal stopped
-COMMAND = [sys.executable, "-m", "optrush.bench.worker"]
+COMMAND = [sys.executable, "-m", "optrush.benchmark.worker"]
 QUIET = {"KINETO_LOG_LEVEL": "6"}  # otherwise the profiler's log would be reported as the error of a dead process
 TAIL = 5  # lines of standard error in the report of a process without a result
 LOCK = ".lock"

@@ -46,7 +46,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationError
 
-from optrush.bench.peer import CHECKOUT, Peer, build_peer, find_peers
+from optrush.benchmark.peer import CHECKOUT, Peer, build_peer, find_peers
 from optrush.config import (
     Config,
     Keys,

@@ -1,4 +1,4 @@
-"""Measure what batch and which learning rate a run should have, in a process: `python -m optrush.bench.trial IN OUT`.
+"""Measure the batch and the learning rate of a run, in a process: `python -m optrush.benchmark.trial IN OUT`.
 
 `batch`: the gradient noise scale. A gradient of B tokens is the whole data's gradient G and noise of variance S / B.
 From its squared length at two sizes of B both follow; at B = S / |G|^2 noise and gradient are equal. Much smaller
@@ -29,8 +29,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from optrush import files
-from optrush.bench.record import MEASURED, STATES, Keep, answer_request
-from optrush.bench.worker import MetricLines
+from optrush.benchmark.record import MEASURED, STATES, Keep, answer_request
+from optrush.benchmark.worker import MetricLines
 from optrush.config import Config, parse_config
 from optrush.data.batch import Batch
 from optrush.data.sampler import reading

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from optrush.bench import ladder, record, runner
-from optrush.bench.ladder import Ladder, LadderEntry, Rung
-from optrush.bench.record import MEASURED, RUNGS, STATES, Record
-from optrush.bench.results import BenchState, faster
-from optrush.bench.runner import ProgressBoard
+from optrush.benchmark import ladder, record, runner
+from optrush.benchmark.ladder import Ladder, LadderEntry, Rung
+from optrush.benchmark.record import MEASURED, RUNGS, STATES, Record
+from optrush.benchmark.results import BenchState, faster
+from optrush.benchmark.runner import ProgressBoard
 from optrush.config import Config, dump_config, parse_config
 from optrush.console import duration, say
 from optrush.data import readers
@@ -496,7 +496,7 @@ def _run_trial(request: dict[str, Any], folder: Path, kind: str, budget_s: float
     """Return the result of a process; what it measures is stored by itself."""
     try:
         with runner.stop_on_signals():
-            result = runner.run_worker(request, 2 * budget_s + 120, module="optrush.bench.trial")
+            result = runner.run_worker(request, 2 * budget_s + 120, module="optrush.benchmark.trial")
     except SystemExit:
         say("stopped; the same command goes on")
         raise

@@ -1,4 +1,4 @@
-"""Measure one rung, once, in a process of its own: `python -m optrush.bench.worker REQUEST.json RESULT.json`.
+"""Measure one rung, once, in a process of its own: `python -m optrush.benchmark.worker REQUEST.json RESULT.json`.
 
 resolve -> build -> copy the initial state to the host -> the proof: a few training steps on documents that are the same
 in every rung -> restore the initial state -> warm up and time, through the real training loop -> RESULT.json -> a few
@@ -27,8 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optrush.bench.peer import training_facts
-from optrush.bench.record import Keep, answer_request, describe_error
+from optrush.benchmark.peer import training_facts
+from optrush.benchmark.record import Keep, answer_request, describe_error
 from optrush.config import Config, parse_config
 from optrush.data import sampler
 from optrush.data.batch import Batch

@@ -1,0 +1,547 @@
+"""Tables of the keys of other trainers: for each the place of its value in our YAML, or why it has none here.
+
+`optrush import` translates files by them; a YAML with such a key is answered with our spelling. A place is a dotted
+path of our YAML, `*.NAME` a key of the objective's own section, and `@NAME` a value that `cli.import_config` combines
+with others: rows and accumulated batches become slots, checkpoints an epoch a fraction of the run. Defaults of a tool
+that differ from ours are listed with it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import yaml
+
+ToolName = Literal["axolotl", "llama-factory", "trl-sft", "trl-dpo", "trl-kto", "trl-reward", "trl-gkd", "train.py"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What one key of another tool becomes."""
+
+    to: str = ""  # a place
+    values: Mapping[Any, Any] | None = None  # the value there, by the value here; others are refused
+    idle: str = ""  # why the key, or a value that is not one of `values`, has no effect here
+    note: str = ""  # what is different here, where the value has a place
+    only: tuple[Any, ...] = ()  # values without an effect; others are refused
+    do: str = ""  # instead of a value that is refused
+    null: str = ""  # what null means, where that is not the tool's default: it is refused
+
+
+def to(place: str, values: Mapping[Any, Any] | None = None, do: str = "") -> Rule:
+    return Rule(to=place, values=values, do=do)
+
+
+def listed(reason: str) -> Rule:
+    return Rule(idle=reason)
+
+
+def only(*values: Any, do: str) -> Rule:
+    return Rule(only=values, do=do)
+
+
+def on(technique: str, **options: Any) -> Rule:
+    """Return the rule of a key that switches a technique on or off."""
+    return to("with", {True: {technique: options}, False: {}})
+
+
+Table = dict[str, Rule]
+T = TypeVar("T")
+
+
+def spread(values: Mapping[str, T]) -> dict[str, T]:
+    """Return a mapping whose keys are names separated by spaces as one of single names."""
+    return {name: value for names, value in values.items() for name in names.split()}
+
+
+def rules_of(fates: Mapping[str, str | Rule]) -> Table:
+    """Return the rule of each key; a fate may be a place alone."""
+    return {name: to(fate) if isinstance(fate, str) else fate for name, fate in spread(fates).items()}
+
+
+LEAVE = "leave it out: optrush has no counterpart"
+NO_IMAGES = only(do="leave it out: models of images are not trained here")
+NO_OPTIONS = only(do="leave it out: a schedule has no options here, and decays to 0")
+DROPPED = only(do="leave it out: what is too long is left out whole")
+LOGGED = listed("the name of a log; `tracker:` reports a run (docs/trackers.md)")
+PATHS = listed("where files are kept does not change the training")
+SPEED = listed("a choice of kernels: `optrush plan` finds the fastest set for this machine")
+ELSEWHERE = listed("speed or memory of another trainer")
+EVALUATION = listed("evaluation takes the sizes and the precision of training")
+LAYOUT = listed("evaluation takes the layout of training")
+RECOMPUTED = listed("how torch recomputes: gradients are the same")
+COMPILED = listed("`compile` has settings of its own")
+READING = listed("rows are read and tokenised by `data.workers` processes")
+GENERATED = listed("no text is generated while training: `optrush generate` answers prompts afterwards")
+PACKED = listed("packing counts the tokens of the rows, and has its own window")
+TOKENIZER = listed("tokenizer.json of the model's folder is read")
+DEVICES = listed("a rank has one device: --ranks N, and `ddp` or `fsdp` follow")
+REFERENCE = listed("the reference is computed in batches of training's size")
+HUB_ACCESS = listed("access to the hub: the environment's HF_TOKEN is used")
+TEMPLATED = listed("the chat template of the model renders the rows")
+ON, OFF = (True, "true", "True", 1), (False, "false", "False", 0)
+ABSENT = only(*OFF, do=LEAVE)
+ALWAYS = only(*ON, do=LEAVE)
+NOT_RESUMED = only(*OFF, "auto", do="leave it out, and run: optrush train --resume auto")
+BOOL = {True: True, False: False}
+FLAG = {True: True, False: None}  # off is what it is where it is left out
+
+SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "@constant", "constant_with_warmup": "constant"}
+OPTIMIZERS: dict[str, dict[str, Any]] = spread({
+    "adamw_torch_fused adamw_apex_fused": {"fused-adamw": {}}, "adamw_torch adamw_hf adamw": {},
+    "adamw_8bit adamw_bnb_8bit adamw_torch_8bit": {"adam8bit": {}}, "adamw_torch_4bit": {"adam4bit": {}},
+    "paged_adamw_8bit": {"adam8bit": {}, "paged-states": {}}, "muon": {"muon": {}},
+    "paged_adamw_32bit paged_adamw": {"fused-adamw": {}, "paged-states": {}},
+})  # fmt: skip
+ATTENTION = spread({
+    "flash_attention_2 flash_attention_3 fa2 fa3 kernels-community/vllm-flash-attn3 kernels-community/flash-attn2 "
+    "kernels-community/flash-attn3 kernels-community/flash-attn": {"attention": {"impl": "varlen"}},
+    "sdpa auto flex_attention xformers": {"attention": {"impl": "sdpa"}},
+    "eager disabled": {"attention": {"impl": "masked"}},
+})  # fmt: skip
+RECOMPUTE: dict[Any, dict[str, Any]] = {
+    True: {"recompute": {}}, False: {}, "unsloth": {"recompute": {}}, "offload": {"offload-activations": {}},
+}  # fmt: skip
+BF16: dict[Any, Any] = {**FLAG, "auto": True, "full": True}
+DTYPES = {
+    f"{torch}{name}": True if name == "bfloat16" else None
+    for torch in ("", "torch.")
+    for name in ("bfloat16", "float16", "float32", "auto")
+}
+FIRST: dict[Any, Any] = {
+    True: None,
+    **{name: name for name in ("pissa", "olora", *(f"pissa_niter_{n}" for n in range(1, 100)))},
+}
+LOSSES = to("*.loss", {name: name for name in ("sigmoid", "ipo", "orpo", "simpo")}, do="dpo.loss: sigmoid or ipo")
+TEMPLATE = Rule(
+    "model.chat_template", {"chatml": "chatml"}, "the chat template of the model's own tokenizer is taken",
+    "chatml: a text begins with the tokenizer's begin-of-text token, where it has one",
+)  # fmt: skip
+PRECOMPUTED = to("*.reference", {True: "precomputed", False: None})
+
+# Arguments of transformers' trainer, which LLaMA-Factory, TRL and most scripts take.
+TRAINER = rules_of({
+    "model_name_or_path": "model.path", "model_revision": "model.revision", "output_dir": "output", "seed": "seed",
+    "data_seed": only(42, None, do="seed: the data's is the run's"),
+    "per_device_train_batch_size": "@rows", "gradient_accumulation_steps": "@accumulate",
+    "learning_rate": "optim.lr", "lr_scheduler_type": to("optim.schedule", SCHEDULES),
+    "lr_scheduler_kwargs": NO_OPTIONS, "warmup_ratio": "@warmup_ratio", "warmup_steps": "@warmup_steps",
+    "weight_decay": "optim.weight_decay", "adam_beta1": "@beta1", "adam_beta2": "@beta2", "adam_epsilon": "optim.eps",
+    "max_grad_norm": "optim.clip", "num_train_epochs": "train.epochs", "max_steps": "train.steps",
+    "logging_steps": "train.log_every", "eval_strategy evaluation_strategy": "@eval_strategy",
+    "eval_steps": "@eval_steps", "save_strategy": "@save_strategy", "save_steps": "@save_steps",
+    "save_total_limit": "train.keep", "load_best_model_at_end": to("train.best", BOOL),
+    "overwrite_output_dir": to("train.clean", FLAG), "early_stopping_patience": "train.stop_after",
+    "metric_for_best_model": only("loss", "eval_loss", do="leave it out: the best is the least held-out loss"),
+    "greater_is_better": only(*OFF, do="leave it out: the best is the least held-out loss"),
+    "bf16": to("@bf16", BF16), "fp16": on("amp", dtype="fp16"), "pure_bf16": to("@pure", FLAG), "fp8": on("fp8"),
+    "optim": to("with", OPTIMIZERS), "attn_implementation": to("with", ATTENTION),
+    "gradient_checkpointing": to("@recompute", RECOMPUTE), "activation_offloading": on("offload-activations"),
+    "torch_compile": on("compile"), "use_liger_kernel use_liger": on("fused-loss"), "group_by_length": on(
+        "sort-by-length"), "train_sampling_strategy": to("with", {
+        "random": {}, "group_by_length": {"sort-by-length": {}}}),
+    "deepspeed fsdp": "@sharding", "fsdp_config": "@fsdp_config", "config_file": "@accelerate",
+    "dataloader_num_workers": "with.loader.workers",
+    "max_samples max_train_samples": "data.max_samples", "streaming": to("data.stream", FLAG),
+    "neftune_noise_alpha": "with.neftune.alpha", "ddp_timeout": "train.timeout",
+    "do_train": ALWAYS, "do_predict": only(*OFF, do="optrush eval"),
+    "predict_with_generate": only(*OFF, do="optrush generate answers a file of prompts"),
+    "resume_from_checkpoint": NOT_RESUMED, "label_smoothing_factor": only(0, 0.0, do=LEAVE),
+    "do_eval": listed("held-out loss is measured where `data.eval` names rows"),
+    "push_to_hub": listed("optrush export RUN --push ORG/NAME does so afterwards"),
+    "gradient_checkpointing_kwargs": RECOMPUTED, "torch_compile_backend torch_compile_mode": COMPILED,
+    "tf32": listed("float32 products stay float32 unless a precision is chosen"), "fp8_backend": SPEED,
+    "fp8_enable_fsdp_float8_all_gather": listed("`fsdp` decides in which precision weights are gathered"),
+    "fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params": listed("`fsdp: {}` shards block by block"),
+    "trust_remote_code": listed("no code from a model's folder runs"),
+    "report_to run_name logging_dir project plot_loss include_num_input_tokens_seen log_level disable_tqdm "
+    "logging_first_step logging_strategy trackio_space_id include_tokens_per_second log_on_each_node": LOGGED,
+    "hub_model_id hub_strategy hub_private_repo hub_token": HUB_ACCESS,
+    "per_device_eval_batch_size eval_accumulation_steps bf16_full_eval": EVALUATION,
+    "dataset_num_proc preprocessing_num_workers": READING,
+    "remove_unused_columns": listed("keys of the rows that are not read are named in the run's log"),
+    "overwrite_cache": listed("tokenised rows are cached by what they are made of"), "use_cache": GENERATED,
+    "use_fast_tokenizer": TOKENIZER, "save_safetensors": listed("weights are written as safetensors"),
+    "average_tokens_across_devices": listed("the loss is divided by the targets of all ranks"), "local_rank": DEVICES,
+    "dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor ddp_find_unused_parameters "
+    "low_cpu_mem_usage ddp_bucket_cap_mb": ELSEWHERE,
+    "save_only_model": listed("a checkpoint has all that a run needs to go on"),
+    "lora_r lora_rank": "with.lora.rank", "lora_alpha": "with.lora.alpha", "lora_dropout": "with.lora.dropout",
+    "use_rslora": to("with.lora.rslora", FLAG), "use_dora": to("with.lora.dora", FLAG),
+    "load_in_4bit": to("@four", FLAG), "load_in_8bit": to("@eight", FLAG), "loraplus_lr_ratio": "with.lora.lr_ratio",
+    "loraplus_lr_embedding": listed("an embedding has no adapter here"),
+}) | {"accelerate launch": to("@launcher")}  # fmt: skip
+TRL = TRAINER | rules_of({
+    "model_name": "model.path", "use_peft": to("@adapter", {True: "lora", False: None}),
+    "lora_target_modules": "with.lora.targets", "lora_modules_to_save": "with.lora.save",
+    "lora_task_type": only("CAUSAL_LM", do=LEAVE), "dtype torch_dtype": to("@pure", DTYPES),
+    "bnb_4bit_quant_type": only("nf4", do="nf4 is the one type of four bits here"),
+    "use_bnb_nested_quant": to("@double", BOOL), "bnb_4bit_quant_storage": listed("codes are bytes here"),
+    "dataset_name": "@data", "dataset_config": "@data_config", "dataset_train_split": "@data_split",
+    "dataset_test_split": "@test_split", "dataset_streaming": to("data.stream", FLAG),
+    "dataset_text_field": "@text_field",
+    "max_length max_seq_length": Rule("batch.seq", null="rows of any length", do="give a length"),
+    "packing padding_free": on("packing"), "eval_packing": LAYOUT,
+    "packing_strategy": only("bfd", do="leave it out: rows are filled best fit first"),
+    "truncation_mode": only("keep_start", do="data.too_long: truncate keeps the beginning"),
+    "completion_only_loss": to("@answers", BOOL), "assistant_only_loss": to("@assistant", FLAG),
+    "chat_template_path": "model.chat_template", "eos_token": listed("the tokenizer's own ends a text"),
+    "pad_token": listed("no token is padding here"), "pad_to_multiple_of": listed("padding has its own width here"),
+    "shuffle_dataset": listed("every epoch is shuffled, by the seed"),
+    "ignore_bias_buffers": listed("`ddp` sends no buffers"), "num_processes": "@ranks",
+    "accelerate_config": "@accelerate", "env": listed("set variables where the command is run"),
+    "liger_kernel_config": SPEED, "learning_rate_scheduler_kwargs": NO_OPTIONS,
+})  # fmt: skip
+TRL_SFT = TRL | rules_of({
+    "loss_type": only("nll", "chunked_nll", do="leave it out: the loss is the mean over target tokens"),
+})  # fmt: skip
+TRL_DPO = TRL | rules_of({
+    "beta": "*.beta", "loss_type": LOSSES, "label_smoothing": "*.label_smoothing", "disable_dropout": ALWAYS,
+    "precompute_ref_log_probs": PRECOMPUTED, "max_prompt_length max_completion_length": DROPPED,
+    "f_divergence_type": only("reverse_kl", do=LEAVE), "sync_ref_model use_weighting": ABSENT,
+    "precompute_ref_batch_size": REFERENCE,
+})  # fmt: skip
+TRL_KTO = TRL | rules_of({
+    "beta": "*.beta", "desirable_weight": "*.desirable_weight", "undesirable_weight": "*.undesirable_weight",
+    "loss_type": only("kto", do=LEAVE), "disable_dropout": ALWAYS, "precompute_ref_log_probs": PRECOMPUTED,
+    "max_prompt_length max_completion_length": DROPPED, "precompute_ref_batch_size": REFERENCE,
+})  # fmt: skip
+TRL_REWARD = TRL | rules_of({
+    "center_rewards_coefficient": "*.center", "disable_dropout": ALWAYS, "lora_task_type": only("SEQ_CLS", do=LEAVE),
+})  # fmt: skip
+TRL_GKD = TRL_SFT | rules_of({
+    "teacher_model_name_or_path": "distill.teacher", "temperature": "distill.temperature",
+    "beta": to("distill.divergence", {0: "forward", 1: "reverse"}, do="beta: 0 (forward) or 1 (reverse)"),
+    "lmbda": only(0, 0.0, do="lmbda: 0 learns from the rows; else that share of the answers is generated in training"),
+    "seq_kd": only(*OFF, do="write the teacher's answers first: optrush generate"), "disable_dropout": ALWAYS,
+    "max_new_tokens": listed("no answer is generated while training"),
+})  # fmt: skip
+SCRIPT = TRL_SFT | rules_of({  # of scripts that call themselves train.py
+    "model model_id base_model": "model.path", "data data_path dataset train_file": "@data",
+    "eval_file validation_file eval_split val_split validation_split eval_ratio val_set_size": "data.eval",
+    "num_samples limit": "data.max_samples", "train_on_prompt train_on_prompts train_on_inputs": to(
+        "data.train_on", {True: "all", False: "assistant"}),
+    "block_size model_max_length seq_len max_seq_len context_length": "batch.seq",
+    "batch_size micro_batch_size": "@rows", "gradient_accumulation": "@accumulate", "lr": "optim.lr",
+    "epochs num_epochs": "train.epochs", "clean clean_output clean_output_dir": to("train.clean", FLAG),
+    "gpu_memory_fraction memory_fraction max_memory_fraction": "with.memory-cap.fraction",
+    "gpu_memory_mib memory_mib max_memory_mib": "with.memory-cap.mib", "output": "output", "tracker": LOGGED,
+    "resume": only(*OFF, do="leave it out, and run: optrush train --resume auto"),
+    "lora": to("@adapter", {True: "lora", False: None}), "qlora": to("@adapter", {True: "qlora", False: None}),
+})  # fmt: skip
+LLAMA_FACTORY = TRAINER | rules_of({
+    "stage": to("objective", {"sft": "sft", "pt": "pretrain", "dpo": "dpo", "kto": "kto", "rm": "reward"}),
+    "finetuning_type": to("@adapter", {"full": None, "lora": "lora"}, do="finetuning_type: full or lora"),
+    "lora_target": "with.lora.targets", "additional_target": "with.lora.save",
+    "adapter_name_or_path": "with.lora.init", "quantization_bit": to("@bits", {4: 4, 8: 8}),
+    "quantization_method": only("bnb", "bitsandbytes", do="nf4, int8"), "double_quantization": to("@double", BOOL),
+    "pissa_init": to("@pissa", FLAG), "pissa_iter": "@pissa_iter",
+    "pissa_convert": listed("an adapter is always written for the published weights"),
+    "upcast_layernorm": listed("norms are computed in float32"), "dataset": "@data", "eval_dataset": "@held_out",
+    "dataset_dir": "@dataset_dir", "val_size": "data.eval", "template": TEMPLATE, "cutoff_len": "batch.seq",
+    "packing neat_packing": on("packing"), "train_on_prompt": to("data.train_on", {True: "all", False: None}),
+    "mask_history": to("data.train_on", {True: "last", False: None}), "flash_attn": to("with", ATTENTION),
+    "enable_liger_kernel": on("fused-loss"), "disable_gradient_checkpointing": to(
+        "@recompute", {True: {}, False: {"recompute": {}}}), "use_muon": on("muon"),
+    "pref_beta": "*.beta", "pref_loss": LOSSES, "kto_chosen_weight": "*.desirable_weight",
+    "kto_rejected_weight": "*.undesirable_weight", "simpo_gamma": "*.gamma", "pref_ftx": only(0, 0.0, do=LEAVE),
+    "dpo_label_smoothing": "*.label_smoothing", "tokenized_path cache_dir": PATHS,
+    "use_unsloth create_new_adapter": ABSENT, "use_kv_cache": GENERATED,
+    "enable_thinking": listed("rows are rendered as they are"), "use_reentrant_gc": RECOMPUTED,
+    "export_dir": only(do="leave it out, and run: optrush export RUN"),
+    "infer_backend": only(do="this is no training: optrush chat"),
+    "ref_model": only(do="leave it out: the reference is the model that training begins with"),
+    "freeze_vision_tower image_max_pixels video_max_pixels": NO_IMAGES, "early_stopping_steps": "train.stop_after",
+    "reserved_label_len": listed("a document is cut at its end"), "preprocessing_batch_size": READING,
+})  # fmt: skip
+AXOLOTL = TRAINER | rules_of({
+    "base_model": "model.path", "revision_of_model": "model.revision", "tokenizer_config": "@tokenizer",
+    "model_type tokenizer_type": listed("the files of the model's folder name the class"),
+    "tokens": "model.add_tokens", "special_tokens": listed(
+        "the tokenizer's own are taken, and no token is padding"), "eot_tokens": "@eot", "chat_template": TEMPLATE,
+    "chat_template_jinja": only(do="write it into a file: model.chat_template"),
+    "datasets": "@datasets", "pretraining_dataset": "@pretraining", "test_datasets": "@held_out",
+    "val_set_size": "data.eval", "sequence_len": "batch.seq", "sample_packing": on("packing"),
+    "excess_length_strategy": to("data.too_long", {"drop": "drop", "truncate": "truncate"}),
+    "min_sample_len": "data.clean.tokens", "dataset_exact_deduplication": to("data.clean.exact_duplicates", FLAG),
+    "micro_batch_size": "@rows", "batch_size": "@all_rows", "num_epochs": "train.epochs", "evals_per_epoch": "@evals",
+    "saves_per_epoch": "@saves", "optimizer": to("with", OPTIMIZERS), "lr_scheduler": to("optim.schedule", SCHEDULES),
+    "adam_eps": "optim.eps", "bf16": to("@pure", BF16), "bfloat16": to("@pure", FLAG),
+    "torch_dtype": to("@pure", DTYPES), "float16": only(*OFF, do="fp16: true"),
+    "adapter": to("@adapter", {"lora": "lora", "qlora": "qlora"}, do="adapter: lora or qlora, or none"),
+    "lora_target_modules": "with.lora.targets", "lora_target_linear": to("@linear", BOOL),
+    "lora_target_parameters": "@parameters", "lora_modules_to_save": "with.lora.save",
+    "lora_model_dir": "with.lora.init", "peft_use_rslora": to("with.lora.rslora", FLAG),
+    "peft_use_dora": to("with.lora.dora", FLAG), "peft_init_lora_weights": to(
+        "with.lora.init", FIRST, do="peft_init_lora_weights: true, pissa, pissa_niter_N or olora"),
+    "train_on_inputs": to("data.train_on", {True: "all", False: None}),
+    "rl": to("objective", {name: name for name in ("dpo", "ipo", "kto", "orpo", "simpo")}),
+    "reward_model": to("objective", {True: "reward", False: None}), "rl_beta": "*.beta",
+    "kto_desirable_weight": "*.desirable_weight", "kto_undesirable_weight": "*.undesirable_weight",
+    "center_rewards_coefficient": "*.center", "dpo_label_smoothing": "*.label_smoothing",
+    "flash_attention": on("attention", impl="varlen"), "sdp_attention xformers_attention": on(
+        "attention", impl="sdpa"), "pad_to_sequence_len": to("@whole_rows", BOOL), "plugins": "@plugins",
+    "cut_cross_entropy liger_fused_linear_cross_entropy": on("fused-loss"),
+    "auto_resume_from_checkpoints": listed("optrush train --resume auto goes on"),
+    "strict": listed("keys are always checked"),
+    "quantize_moe_experts": listed("experts are held in the bits of the linears beside them"),
+    "liger_glu_activation liger_rms_norm liger_layer_norm liger_rope liger_cross_entropy liger_rms_norm_gated "
+    "lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel unsloth_lora_mlp flash_attn_cross_entropy "
+    "flash_attn_rms_norm flash_attn_fuse_mlp flash_attn_fuse_qkv flash_optimum flex_attn_compile_kwargs use_kernels "
+    "fused_attn_kernel use_scattermoe use_sonicmoe experts_implementation moe_bnb_fast": SPEED,
+    "resize_token_embeddings_to_32x": listed("the embedding keeps its size"),
+    "tokenizer_use_fast tokenizer_legacy": TOKENIZER, "tiled_mlp": ELSEWHERE, "fsdp_version": listed("`fsdp` is FSDP2"),
+    "streaming_multipack_buffer_size sample_packing_eff_est total_num_tokens": PACKED, "eval_batch_size": EVALUATION,
+    "eval_sample_packing": LAYOUT, "dataset_processes": READING,
+    "device_map ddp experimental_skip_move_to_device": DEVICES,
+    "gpu_memory_limit": only(do="leave it out, and add `with: {memory-cap: {mib: N}}`"),
+    "bnb_config_kwargs": only(do="leave it out, and give `with: {nf4: {double: false}}`"),
+    "dataset_prepared_path torchdistx_path": PATHS, "push_dataset_to_hub hf_use_auth_token": HUB_ACCESS,
+    "debug": listed("--debug shows tracebacks"), "shuffle_merged_datasets": only(*ON, do="rows are always shuffled"),
+    "loss_watchdog_threshold loss_watchdog_patience": listed("a loss that is not finite stops a run"),
+    "save_first_step": listed("`train.save_every` says when checkpoints are written"),
+    "max_packed_sequence_len": only(do="sample_packing: true"), "processor_type": NO_IMAGES,
+    "skip_prepare_dataset": only(*OFF, do="leave it out: models of images are not trained here"),
+    "curriculum_sampling relora gptq lora_fan_in_fan_out": ABSENT,
+    "lora_on_cpu": listed("where an adapter is merged: `optrush export` merges one"),
+    "cosine_min_lr_ratio cosine_constant_lr_ratio": only(
+        0, 0.0, do="leave it out: a cosine has no floor here, and decays to 0"),
+    "eval_max_new_tokens eval_table_size": GENERATED, "gpu_count": listed("--ranks N"),
+    "use_tensorboard use_wandb project_name": LOGGED,
+})  # fmt: skip
+# Known keys of these tools whose counterpart is missing: the refusal gives the reason, not the nearest spelling.
+FOREIGN = re.compile(
+    r"(lora_target_parameters|unfrozen_parameters|"
+    r"freeze_|image|video|audio|vision|qat|ebft|expert|moe|galore|apollo_|badam|lisa_"
+    r"|oft_|kt_|reinit_weights|reward_model|process_reward|num_labels|diffusion|relora|gptq|vllm|"
+    r"trl$|quantize_|onebit|tensor_parallel|context_parallel|dp_(shard|replicate)|llmcompressor|lora_qkv|reward|"
+    r"dft|eaft|asft)"
+)
+# Options of `accelerate launch` that shard a model.
+SHARDED = re.compile(r"use_fsdp|use_deepspeed|fsdp_|zero_stage|offload_|deepspeed_config_file")
+LOGGER = re.compile(r"(wandb|mlflow|comet|swanlab|use_swanlab|trackio|use_otel|otel|use_mlflow|use_comet|ray_|use_ray)")
+
+
+@dataclass(frozen=True)
+class Tool:
+    """Another trainer: its keys, those of its defaults that are not ours, by place, and keys that must be given."""
+
+    name: str
+    keys: Table
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    needed: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # what the key is if left out, what to do
+
+
+_TRAINER: dict[str, Any] = {
+    "@beta1": 0.9, "@beta2": 0.999, "seed": 42, "optim.schedule": "linear", "@rows": 8, "train.epochs": 3.0,
+    "train.keep": None, "train.best": False, "@save_strategy": "steps", "@save_steps": 500, "@logged": 500,
+}  # fmt: skip
+_TRL: dict[str, Any] = {
+    **_TRAINER, "batch.seq": 1024, "@recompute": {"recompute": {}}, "@bf16": True, "@double": False,
+    "with.lora.rank": 16, "with.lora.alpha": 32.0, "with.lora.dropout": 0.05, "with.lora.targets": "peft",
+    "output": "runs/trl", "@logged": 10, "@test_split": "test",
+}  # fmt: skip
+_SFT: dict[str, Any] = {**_TRL, "optim.lr": 2e-5, "data.too_long": "truncate", "data.train_on": "@rows"}
+TOOLS: dict[ToolName, Tool] = {
+    "axolotl": Tool("axolotl", AXOLOTL, {
+        "@beta1": 0.9, "@beta2": 0.999, "seed": 42, "optim.schedule": "cosine", "train.best": False, "@double": True,
+        "data.too_long": "drop", "batch.seq": 512, "with.lora.rank": 8, "with.lora.alpha": 8.0,
+        "with.lora.dropout": 0.0, "@rows": 1, "output": "runs/axolotl", "optim.lr": 5e-5, "@save_strategy": "epoch",
+        "@logged": 500,
+    }),
+    "llama-factory": Tool("llama-factory", LLAMA_FACTORY, {
+        **_TRAINER, "batch.seq": 2048, "data.too_long": "truncate", "optim.lr": 5e-5, "with.lora.rank": 8,
+        "with.lora.dropout": 0.0, "with.lora.targets": "all", "@double": True, "@recompute": {"recompute": {}},
+        "output": "runs/llama-factory", "@adapter": "lora",
+    }),
+    "trl-sft": Tool("trl-sft", TRL_SFT, _SFT),
+    "trl-dpo": Tool("trl-dpo", TRL_DPO, {**_TRL, "optim.lr": 1e-6, "objective": "dpo"}),
+    "trl-kto": Tool("trl-kto", TRL_KTO, {**_TRL, "optim.lr": 1e-6, "objective": "kto"}),
+    "trl-reward": Tool("trl-reward", TRL_REWARD, {**_TRL, "optim.lr": 1e-4, "objective": "reward"}),
+    "trl-gkd": Tool("trl-gkd", TRL_GKD, {**_SFT, "objective": "distill", "distill.temperature": 0.9}, {
+        "lmbda": ("0.5: half of the answers are generated while training", "lmbda: 0 learns from the rows"),
+        "beta": ("0.5: between both divergences", "beta: 0 (forward) or 1 (reverse)"),
+    }),
+    "train.py": Tool("train.py", SCRIPT, {**_SFT, "@test_split": None}),
+}  # fmt: skip
+
+
+# --- values
+
+
+@dataclass(frozen=True)
+class ValueKind:
+    """What a value of a place must be, and how it is written there; None leaves it out."""
+
+    kinds: tuple[type, ...]
+    read: Callable[[Any], Any] = lambda value: value  # raises ValueError with what to do
+    do: str = ""  # instead of a value of another kind
+
+    @property
+    def words(self) -> str:
+        """The kinds in words."""
+        names = {int: "a whole number", float: "a number", list: "a list", dict: "a mapping", str: "a text"}
+        return " or ".join(names[kind] for kind in self.kinds)
+
+
+def _share(value: Any) -> Any:
+    if isinstance(value, int | float) and value >= 1:
+        raise ValueError("give the share of the rows that is held out, such as 0.05")
+    return value or None
+
+
+def _clip(value: float) -> float:
+    if not value:
+        raise ValueError("optim.clip: null clips nothing")
+    return float(value)
+
+
+def split_names(value: str | list[Any]) -> list[str]:
+    """Return the names of a list, or of a text with commas."""
+    return [str(name).strip(" ,") for name in (value.split(",") if isinstance(value, str) else value)]
+
+
+_COUNT = ValueKind((int,), lambda n: n if n > 0 else None)
+_MORE = ValueKind((int, float), lambda n: float(n) or None)
+_LEAST = ValueKind((int, float), lambda least: [least, None] if least else None)
+_REVISION = ValueKind((str, int, float), lambda name: None if name == "main" else str(name))
+FORMS: dict[str, ValueKind] = spread({
+    "@rows @all_rows @accumulate @pissa_iter @ranks batch.seq with.lora.rank data.max_samples train.stop_after":
+        ValueKind((int,)),
+    "@warmup_steps @warmup_ratio @beta1 @beta2 @eval_steps @save_steps @evals @saves with.lora.alpha with.lora.dropout "
+    "optim.lr optim.weight_decay optim.eps train.epochs train.timeout *.beta *.label_smoothing *.desirable_weight "
+    "*.undesirable_weight *.gamma *.center distill.temperature": ValueKind((int, float), float),
+    "with.lora.lr_ratio with.neftune.alpha": _MORE, "train.steps with.loader.workers": _COUNT,
+    "@datasets @pretraining @held_out": ValueKind((list, dict, str)), "@data with.lora.targets": ValueKind((str, list)),
+    "with.lora.save": ValueKind((str, list), split_names), "@plugins": ValueKind((list,)), "model.revision": _REVISION,
+    "model.add_tokens": ValueKind((list,), do="list the tokens to add: [<a>, <b>]"),
+    "optim.clip": ValueKind((int, float), _clip), "data.eval": ValueKind((int, float, str), _share),
+    "data.clean.tokens": _LEAST,
+    "@keys @roles @columns @tags": ValueKind((dict,)), "@dataset_dir @messages @role @content file_name hf_hub_url "
+    "columns.text columns.instruction columns.input columns.output columns.messages columns.system columns.tools "
+    "columns.chosen columns.rejected columns.label": ValueKind((str,)),
+})  # fmt: skip
+
+# --- rows
+
+# Kinds of axolotl's rows that are conversations.
+CHATS = ("chat_template", "sharegpt", "chat_template.default", "chat_template.argilla")
+# Those of them whose rows are a conversation with two answers, where the objective compares answers.
+PAIRS = ("chat_template", "chat_template.default")
+# Kinds of axolotl's rows: the objective, and what the keys of a row are where their names are others.
+ROW_KINDS: dict[str, tuple[str, dict[str, str]]] = {
+    **dict.fromkeys(("alpaca", "alpaca:chat", "alpaca:phi", *CHATS), ("sft", {})),
+    "alpaca_chat.load_qa": ("sft", {"question": "instruction", "answer": "output"}),
+    **dict.fromkeys(("completion", "pretrain"), ("pretrain", {})),
+    "gpteacher": ("sft", {"response": "output"}),
+    **dict.fromkeys(("chatml.ultra", "llama3.ultra", "chatml.default", "user_defined.default",
+                     "bradley_terry.chat_template"), ("dpo", {})),
+    **dict.fromkeys(("chatml.intel", "llama3.intel"), ("dpo", {"question": "prompt"})),
+    **dict.fromkeys(("chatml.argilla", "llama3.argilla"), ("kto", {"instruction": "prompt"})),
+    **dict.fromkeys(("chatml.icr", "llama3.icr"), ("dpo", {"input": "prompt"})),
+}  # fmt: skip
+LEARNING = ("roles_to_train", "train_on_eos", "train_on_eot", "drop_system_message", "message_field_training")
+_SOURCE = rules_of({
+    "path": "path", "split": "split", "name": "name", "data_files": "data_files", "field_messages": "@messages",
+    "message_property_mappings": "@keys", "message_field_role": "@role", "message_field_content": "@content",
+    "roles": "@roles", "field text_column": "columns.text", "field_chosen": "columns.chosen",
+    "field_rejected": "columns.rejected", "field_instruction": "columns.instruction", "field_input": "columns.input",
+    "field_output": "columns.output", "field_system": "columns.system",
+    "ds_type format no_input_format chat_template field_thinking template_thinking_key trust_remote_code "
+    "preprocess_shards": TEMPLATED,
+})  # fmt: skip
+# An entry of axolotl's `datasets`: of conversations, and of other rows.
+CHAT_SOURCE = Tool("axolotl's datasets", _SOURCE | rules_of({
+    "roles_to_train": "@learnt", "message_field_training": "@mark", "drop_system_message": only(
+        *OFF, do="take the system's message out of the rows"),
+    **{key: only("turn", do=f"{key}: turn, for the ends of the answers alone are learnt")
+       for key in ("train_on_eos", "train_on_eot")},
+}))  # fmt: skip
+TEXT_SOURCE = Tool("axolotl's datasets", _SOURCE | rules_of({
+    " ".join(LEARNING): listed("axolotl does not read it of rows of this type")}))  # fmt: skip
+# An entry of LLaMA-Factory's list of data sets; the columns of its rows, and the keys and roles of their turns.
+FACTORY_ENTRY = Tool("LLaMA-Factory's list", rules_of({
+    "file_name": "file_name", "hf_hub_url": "hf_hub_url", "split": "split", "subset": "name", "columns": "@columns",
+    "tags": "@tags", "formatting": "@formatting", "ranking": "@ranking",
+    "ms_hub_url om_hub_url": listed("hf_hub_url or file_name is read"), "cloud_file_name script_url": only(
+        do="save the rows as a file: --data"), "folder": only(do="name the files: --data"),
+    "num_samples": only(do="give data.max_samples for all rows"),
+}))  # fmt: skip
+FACTORY_COLUMNS = Tool("LLaMA-Factory's columns", rules_of({
+    "prompt": "columns.instruction", "query": "columns.input", "response": "columns.output",
+    "messages": "columns.messages", "system": "columns.system", "tools": "columns.tools", "chosen": "columns.chosen",
+    "rejected": "columns.rejected", "kto_tag": "columns.label",
+    "history": only(do="write the rows as messages, with their earlier turns"),
+    "images videos audios": only(do="train on text, without images and audio"),
+}))  # fmt: skip
+FACTORY_TAGS = Tool("LLaMA-Factory's tags", rules_of({
+    "role_tag": "@role", "content_tag": "@content", "user_tag": "user", "assistant_tag": "assistant",
+    "system_tag": "system", "observation_tag": "tool", "function_tag": listed("a turn that calls tools keeps its role"),
+}))  # fmt: skip
+# Columns that LLaMA-Factory does not read where its list names others and not these; ours by theirs.
+FACTORY_UNNAMED = {"query": "input", "system": "system"}
+
+# --- hints for a YAML of ours
+
+# The place that is nearest to a value which is combined with others, or to a key that `optrush import` only lists.
+NEAREST = {
+    "model.path": "model", "@warmup_ratio": "optim.warmup", "@warmup_steps": "optim.warmup", "@adapter": "method",
+    "@eval_steps": "train.eval_every", "@save_steps": "train.save_every", "@data": "data.path", "@recompute": "with",
+    "@datasets": "data.path", "@held_out": "data.eval", "report_to": "tracker", "*.gamma": "simpo.gamma",
+    "*.center": "reward.center", "*.beta": "dpo.beta", "*.loss": "dpo.loss", "*.reference": "dpo.reference",
+    "*.label_smoothing": "dpo.label_smoothing", "*.desirable_weight": "kto.desirable_weight",
+    "*.undesirable_weight": "kto.undesirable_weight",
+}  # fmt: skip
+# Lines for those whose value is another one here.
+LINES = {
+    "@rows": "batch: {micro_tokens: N}, where N is VALUE rows x batch.seq",
+    "@all_rows": "batch: {tokens: N}, where N is VALUE rows x batch.seq x ranks",
+    "@accumulate": "batch: {tokens: N}, where N is VALUE x batch.micro_tokens x ranks",
+    "@evals": "train: {eval_every: N}, where N is 1 / (VALUE x epochs)",
+    "@saves": "train: {save_every: N}, where N is 1 / (VALUE x epochs)",
+    "@bf16": "with: {amp: {}} (float32 weights), or with: {bf16: {}} (all in bf16)",
+    "@pure": "with: {bf16: {}} (all in bf16), or with: {amp: {}} (float32 weights)",
+    "@four": "method: qlora", "@eight": "with: {int8: {}, lora: {}}", "@linear": "with: {lora: {targets: all-linear}}",
+    "early_stopping_threshold": "train: {stop_after: {evals: N, min_delta: VALUE}}",
+    "data.clean.tokens": "data: {clean: {tokens: [VALUE, null]}}",
+}  # fmt: skip
+
+
+def foreign_spelling(key: str, value: Any) -> str | None:
+    """Return what to write for a key of another tool; None if no tool has it, or its value has no place of its own."""
+    name = key.lower().replace("-", "_")
+    rule = next((tool.keys[name] for tool in TOOLS.values() if name in tool.keys), Rule())
+    place = NEAREST.get(name) or NEAREST.get(rule.to, rule.to)
+    line = LINES.get(name) or LINES.get(rule.to) or _line(place)
+    if name == "resume_from_checkpoint":
+        return "no key: optrush train CONFIG --resume auto"
+    if not line or rule.to == key:
+        return None
+    if value is False:
+        return "leave it out: it is off unless it is written"
+    known = rule.values or {}
+    value = known.get(value if isinstance(value, str | int | float) else "", known.get(True, value))
+    if value in (None, {}):
+        return "leave it out: so it is unless something else is written"
+    if place == "with" and not isinstance(value, dict):
+        if value is not True:
+            return None
+        value = next(filter(None, known.values()))
+    return f"write `{line.replace('VALUE', inline_yaml(value.removeprefix('@') if isinstance(value, str) else value))}`"
+
+
+def _line(place: str) -> str:
+    """Return the line of a place in our YAML; empty for what has no place there."""
+    if place[:1] in ("", "@", "*"):
+        return ""
+    first, *rest = place.split(".")
+    return f"{first}: {''.join('{' + part + ': ' for part in rest)}VALUE{'}' * len(rest)}"
+
+
+def inline_yaml(value: Any) -> str:
+    """Return a value as YAML in one line."""
+    return yaml.safe_dump(value, default_flow_style=True, width=sys.maxsize).removesuffix("\n...\n").strip()
