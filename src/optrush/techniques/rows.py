@@ -15,7 +15,7 @@ from optrush.technique import Environment, Numerics, Part, Requirement, Techniqu
 Window = Annotated[int, Field(ge=1)]  # samples that are laid out together
 
 
-class Rows(Technique):
+class LayoutTechnique(Technique):
     """Base: a layout of rows, whose options are the layout's fields."""
 
     numerics = Numerics.SAME_MATHS
@@ -37,7 +37,7 @@ class Rows(Technique):
 
 
 @dataclass(frozen=True)
-class Pad(Rows):
+class Pad(LayoutTechnique):
     """Cuts each micro-batch to its longest document (a multiple of 64), instead of padding every row to T.
 
     Source: Vaswani et al. 2017, section 5.1, and every trainer since: https://arxiv.org/abs/1706.03762
@@ -56,7 +56,7 @@ class Pad(Rows):
 
 
 @dataclass(frozen=True)
-class SortByLength(Rows):
+class SortByLength(LayoutTechnique):
     """Sorts a window of the epoch's random order by length, cuts it into steps, and shuffles the steps.
 
     Source: Khomenko et al. 2016, https://arxiv.org/abs/1708.05604 ("bucketing")
@@ -76,7 +76,7 @@ class SortByLength(Rows):
 
 
 @dataclass(frozen=True)
-class Wrap(Rows):
+class Wrap(LayoutTechnique):
     """Concatenates the documents of a window and cuts rows of T tokens; a token attends to all before it in its row.
 
     Documents end with their own end-of-text or end-of-turn token, which separates them. A row that begins inside a
@@ -111,7 +111,7 @@ class Wrap(Rows):
 
 
 @dataclass(frozen=True)
-class Packing(Rows):
+class Packing(LayoutTechnique):
     """Fills rows with whole documents, best fit over a window of the epoch; positions restart with each document.
 
     Source: Krell et al., https://arxiv.org/abs/2107.02027
