@@ -26,6 +26,7 @@ from optrush.errors import ConfigError, ConflictError, NeedsError
 from optrush.foreign_keys import foreign_spelling
 from optrush.hardware import CPU, Device
 from optrush.planner.ledger import Rule, replaced
+from optrush.planner.optimizer import OptimizerSpec, optimizer_rules
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -404,9 +405,17 @@ class Technique:
         """Return the device as the run may use it, which the plan is computed for."""
         return device
 
+    def optimizer_spec(self, env: Environment) -> OptimizerSpec | None:
+        """Return what a plan must know of an optimizer that this technique sets, or of where and when it steps."""
+        return None
+
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """Yield rules on the ledger's lines and work, each with its reason. May not import torch."""
-        yield from ()
+        """Yield rules on the ledger's lines and work, each with its reason. May not import torch.
+
+        Here: the rules that follow from `optimizer_spec`.
+        """
+        if (spec := self.optimizer_spec(env)) is not None:
+            yield from optimizer_rules(spec, early=Part.UPDATE in env.claimed)
 
     def quality(self, env: Environment) -> str:
         """Return what it costs in quality, in a few words; empty: nothing."""

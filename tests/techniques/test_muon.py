@@ -293,7 +293,7 @@ def test_temporaries_are_as_predicted(device, products):
             ours.step(torch.tensor(1.0), torch.tensor(1.0), flag)
         peak = tracker.measured().peak - sum(t.nbytes for t in held)
     rules = TheTechnique().predict(setup(shape, device))
-    (line,) = [e for r in rules for e in r.entries if isinstance(e, Line) and e.name == "update.orthogonal"]
+    (line,) = [e for r in rules for e in r.entries if isinstance(e, Line) and e.name == "update.workspace"]
     assert peak == pytest.approx(4 * line.values, rel=0.1)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as F
 from peft import PeftModel
 from safetensors import safe_open
 from torch._dynamo.utils import counters
@@ -33,11 +34,14 @@ from optrush.trainer.trainer import Storage, evaluate
 
 from golden import make_golden
 from golden.make_golden import SIZES
+from heldout import worse
 from memory import Tracker, known
 from trials import apart, assembled, golden_run, micro, shaped, steps, weights
 
 FORMS = {"nf4": {"nf4": {}}, "single": {"nf4": {"double": False}}, "int8": {"int8": {}}}
 LORA = {"lora": {"rank": 4, "alpha": 16.0}}
+TRAINED = {"lora": {"rank": 8, "save": ["embed_tokens", "lm_head"]}}
+MARGIN = 0.03  # nats a token, of the mean over the seeds; a seed alone twice
 MIXTURES = {
     "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
     "gpt_oss": {
@@ -534,3 +538,27 @@ def test_experts_merged_and_exported(routed, tmp_path, family, lora):
         want = job.model.head.logits(job.model(batch.tokens, batch.positions, batch.documents))[:1, first]
         for model in (merged, theirs):
             assert apart(model(batch.tokens[:1, first]).logits, want) < 1e-5
+
+
+# How far they are from the model of the file, and how they learn.
+
+
+@pytest.mark.parametrize(("form", "off"), [("int8", 0.01), ("nf4", 0.15)])
+def test_how_far_weights_and_hidden_states_are(box, form, off):
+    """A bound for each: halved, these fail."""
+    plain = assembled(golden_run(box, packed=True, lora={}))
+    ours = assembled(golden_run(box, packed=True, lora={}, **FORMS[form]))
+    for (_, a), (_, b) in zip(ours.model.linears(), plain.model.linears(), strict=True):
+        dense = a.dequantized(torch.float32)
+        assert off / 4 < (dense - b.weight).norm() / b.weight.norm() < off
+    batch = next(plain.batches)[0]
+    with torch.no_grad():
+        x, y = (j.model(batch.tokens, batch.positions, batch.documents).flatten() for j in (ours, plain))
+    assert F.cosine_similarity(x, y, dim=0) > 1 - off
+
+
+@pytest.mark.parametrize("form", ["nf4", "int8"])
+@pytest.mark.slow
+def test_held_out_loss_over_seeds(box, form):
+    off = worse(box, base=TRAINED, learnt=0.7, **FORMS[form])
+    assert sum(off) / len(off) < MARGIN and max(off) < 2 * MARGIN

@@ -18,6 +18,7 @@ from functools import cache
 from optrush.models.shapes import DeltaShape, ExpertsShape, ModelShape
 from optrush.planner import ledger
 from optrush.planner.ledger import ComputedIn, Entry, Ledger, Line, Live, Role, Rule, Side, WorkItem
+from optrush.planner.optimizer import MOMENTS, MOVED
 from optrush.technique import Environment, Part, Teacher, Technique
 
 DELTA_CHUNK = 64  # tokens a chunk (models/delta_rule.py)
@@ -87,10 +88,10 @@ def _parameters(s: ModelShape) -> Iterator[Line]:
     # The gradient of a tied weight begins at the head and ends at the embedding (`_rest`).
     end: ComputedIn = "throughout" if s.tied else "after"
     computed: dict[str, ComputedIn] = {"head": "before", "norm": "before", "embedding": end}
-    kinds: tuple[tuple[str, Role, Live, int, str], ...] = (
+    kinds: tuple[tuple[str, Role, Live, float, str], ...] = (
         ("weights", "weight", "always", 1, "a value each"),
         ("gradients", "gradient", "gradient", 1, "a value each, from its backward pass to the update"),
-        ("states", "state", "always", 2, "AdamW: a mean and a mean square each"),
+        ("states", "state", "always", MOMENTS, "AdamW: a mean and a mean square each"),
     )
     for kind, role, live, each, why in kinds:
         for part, values, count in parts:
@@ -308,22 +309,10 @@ def _work(s: ModelShape, T: int, native: bool, padding: float) -> Iterator[WorkI
     why = "weights read, their copies written"
     yield WorkItem("casts", why, "micro", values=1.5 * (s.block_matrices + D * V), role="cast")
     why = "weights, gradients, states: read and written"
-    yield WorkItem("update", why, "step", values=7 * s.parameters, role="weight")
+    yield WorkItem("update", why, "step", values=MOVED * s.parameters, role="weight")
     why, launches = "the same one operator at a time", 14 * (L * 9 + 2)
     yield WorkItem("update.loop", why, "step", values=11 * s.parameters, role="weight", launches=launches)
     yield WorkItem("norm", "gradients read for their norm", "step", values=s.parameters, role="gradient")
-
-
-def rounded_update(env: Environment) -> Iterator[Rule]:
-    """Yield rules that replace the baseline's update where bfloat16 weights are not rounded to the nearest."""
-    yield ledger.live("update.loop", "float32 inside, and no temporaries of whole parameters", gone=True)
-    if env.device.kind == "cpu":
-        # 100 ns a weight on one core, torch 2.13; expressed as values moved at the assumed rate of a CPU.
-        why = "random bits and roundings, one operator at a time"
-        yield ledger.like("weights.*", WorkItem("update.rounding", why, "step", values=400, role="wide"))
-    elif Part.OPTIMIZER not in env.claimed:
-        launches = 3.0 * (env.blocks * 9 + 2)
-        yield ledger.add(WorkItem("update.launches", "a kernel for each parameter", "step", launches=launches))
 
 
 def _teacher(teacher: Teacher, shape: ModelShape) -> Iterator[Rule]:

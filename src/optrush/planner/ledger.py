@@ -194,9 +194,9 @@ def live(
 _EDITS: Mapping[str, Callable[[Any, Any], Any]] = {
     **dict.fromkeys(("gone", "recomputed", "freed_on_update", "gathered", "in_flight"), max),
     **dict.fromkeys(("most_tokens", "blocks_on_device"), min),
-    **dict.fromkeys(("unit", "live", "role"), lambda _, new: new),
+    **dict.fromkeys(("unit", "live", "role", "reason"), lambda _, new: new),
     "gathered_in": lambda old, new: new or old,
-    "times": operator.mul,
+    **dict.fromkeys(("times", "values"), operator.mul),
     "cut": operator.or_,
 }
 

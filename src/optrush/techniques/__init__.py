@@ -1,4 +1,4 @@
-"""The techniques, one a file. The order of ALL is the ladder's order; adding one is a file and a line here.
+"""The techniques. The order of ALL is the ladder's order; adding one is a file and a line here.
 
 Other packages add theirs through the entry point group `optrush.techniques` (docs/python.md).
 """
@@ -10,10 +10,8 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 
 from optrush.technique import Technique
-from optrush.techniques.adam4bit import Adam4bit
-from optrush.techniques.adam8bit import Adam8bit
+from optrush.techniques.adam8bit import Adam4bit, Adam8bit
 from optrush.techniques.amp import Amp
-from optrush.techniques.apollo import Apollo
 from optrush.techniques.attention import Attention
 from optrush.techniques.bf16 import Bf16
 from optrush.techniques.compile import Compile
@@ -28,7 +26,6 @@ from optrush.techniques.fused_adamw import FusedAdamW
 from optrush.techniques.fused_kernels import FusedKernels
 from optrush.techniques.fused_loss import FusedLoss
 from optrush.techniques.ia3 import Ia3
-from optrush.techniques.int8 import Int8
 from optrush.techniques.loader import Loader
 from optrush.techniques.longlora import LongLora
 from optrush.techniques.lora import Lora
@@ -36,21 +33,18 @@ from optrush.techniques.memory_cap import MemoryCap
 from optrush.techniques.micro_batch import MicroBatch
 from optrush.techniques.muon import Muon
 from optrush.techniques.neftune import Neftune
-from optrush.techniques.nf4 import Nf4
+from optrush.techniques.nf4 import Int8, Nf4
 from optrush.techniques.offload_activations import OffloadActivations
-from optrush.techniques.packing import Packing
-from optrush.techniques.pad import Pad
 from optrush.techniques.paged_states import PagedStates
 from optrush.techniques.pipeline import Pipeline
 from optrush.techniques.quantised_activations import QuantisedActivations
 from optrush.techniques.quantised_links import QuantisedLinks
 from optrush.techniques.recompute import Recompute
 from optrush.techniques.rope import Rope
+from optrush.techniques.rows import Packing, Pad, SortByLength, Wrap
 from optrush.techniques.selective_recompute import SelectiveRecompute
-from optrush.techniques.sort_by_length import SortByLength
 from optrush.techniques.tensor import TensorParallel
 from optrush.techniques.update_in_backward import UpdateInBackward
-from optrush.techniques.wrap import Wrap
 
 OWN: tuple[type[Technique], ...] = (
     Amp,
@@ -65,7 +59,6 @@ OWN: tuple[type[Technique], ...] = (
     Adam8bit,
     Adam4bit,
     Muon,
-    Apollo,
     Attention,
     LongLora,
     FusedKernels,

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from optrush.errors import NeedsError
 from optrush.planner.ledger import Line, Role, Rule, WorkItem, add, cut, like, live
+from optrush.planner.optimizer import OptimizerSpec
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, library
 
 if TYPE_CHECKING:
@@ -126,6 +127,10 @@ class DeepSpeed(Technique):
 
     # What it predicts.
 
+    def optimizer_spec(self, env: Environment) -> OptimizerSpec:
+        resident = None if self.offload == "none" else 0
+        return OptimizerSpec("one kernel makes no temporaries", resident=resident, loop=False)
+
     def predict(self, env: Environment) -> Iterator[Rule]:
         """Yield shares of everything, what is whole besides, buffers, and what the link carries."""
         n, frozen = env.gradient_ranks, Part.ADAPTERS in env.claimed
@@ -143,7 +148,7 @@ class DeepSpeed(Technique):
                 yield like(f"weights.{part}", Line(f"copies.{part}", why, 1.0, "product", "always", blocks=blocks))
         if self.stage == 3:
             yield from self._gathered(env, "weights" if frozen else "copies")
-        yield live("update.loop", "one kernel makes no temporaries", gone=True)
+        yield from super().predict(env)
         yield live("update*", "a rank updates its share", times=1 / n)
         yield live("norm", "of a rank's share", times=1 / n)
         sizes = self.sizes(env)
@@ -172,7 +177,6 @@ class DeepSpeed(Technique):
 
     def _offloaded(self, copied: bool) -> Iterator[Rule]:
         """Yield what is in host memory."""
-        yield live("states.*", "on the host", blocks_on_device=0)
         if self.stage == 3:
             yield live("gradients.*", "on the host, once a block has made them", blocks_on_device=0)
         if copied:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from optrush.planner.ledger import Rule, live
+from optrush.planner.optimizer import OptimizerSpec
 from optrush.technique import Environment, Numerics, Part, Technique, Trainer, compilers
 
 
@@ -27,8 +26,8 @@ class FusedAdamW(Technique):
     numerics = Numerics.SAME_MATHS
     claims = frozenset({Part.OPTIMIZER})
 
-    def predict(self, env: Environment) -> Iterator[Rule]:
-        yield live("update.loop", "one kernel makes no temporaries", gone=True)
+    def optimizer_spec(self, env: Environment) -> OptimizerSpec:
+        return OptimizerSpec("one kernel makes no temporaries", loop=False)
 
     def optimizer(self, trainer: Trainer) -> int:
         import torch

@@ -10,7 +10,8 @@ from pydantic import Field
 
 from optrush.errors import NeedsError
 from optrush.models.shapes import ModelShape
-from optrush.planner.ledger import Line, Rule, WorkItem, add, like, live
+from optrush.planner.ledger import Rule, WorkItem, add
+from optrush.planner.optimizer import OptimizerSpec, States
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 ROOM = 1 << 25  # elements of the matrices that are updated at a time: their temporaries are small next to a model
@@ -47,24 +48,23 @@ class Muon(Technique):
         yield Requirement(not env.sharded, "`muon` makes whole matrices orthogonal", found, do)
         yield env.needs_no_kahan(self.name)
 
+    def optimizer_spec(self, env: Environment) -> OptimizerSpec:
+        why = "momenta, and steps before and after the products, one operator at a time"
+        steps = WorkItem("update.steps", why, "step", values=30.0, role="wide")
+        workspace = {}
+        if env.shape is not None:  # float32 steps, and what makes them orthogonal: in bfloat16, on a CPU in float32
+            width = 3.0 if env.device.kind == "cuda" else 5.0
+            workspace = {"blocks": width * at_once(env.shape, alone=Part.UPDATE in env.claimed)}
+        why = "a momentum for each parameter; those of a shape are stepped together"
+        return OptimizerSpec(why, {"blocks": States(1.0)}, loop=False, work={"blocks": steps}, workspace=workspace)
+
     def predict(self, env: Environment) -> Iterator[Rule]:
         """Of a model through transformers the sizes are not known here: without its FLOPs and temporaries."""
-        yield live("states.blocks", "one momentum instead of two moments", gone=True)
-        why = "a momentum for each parameter of the blocks"
-        yield like("weights.blocks", Line("states.momentum", why, 1.0, "state", "always"))
-        yield live("update.loop", "all matrices of a shape together, the rest in one kernel", gone=True)
-        why = "momenta, and steps before and after the products, one operator at a time"
-        yield like("weights.blocks", WorkItem("update.steps", why, "step", values=30.0, role="wide"))
-        if env.shape is not None:
-            s = env.shape
+        yield from super().predict(env)
+        if (s := env.shape) is not None:
             flop = s.layers * sum(2.0 * r * r * (2 * c + r) for r, c in map(sorted, pieces(s))) * self.iterations
             why = f"{self.iterations} iterations of three products for each matrix"
             yield add(WorkItem("update.orthogonal", why, "step", flop=flop, launches=35 * 4 * s.layers))
-            why = "float32 steps of the matrices under way, and what makes them orthogonal"
-            width = 3.0 if env.device.kind == "cuda" else 5.0  # products of bfloat16, or of float32
-            early = Part.UPDATE in env.claimed
-            values = width * at_once(s, alone=early)
-            yield add(Line("update.orthogonal", why, values, "wide", "backward" if early else "update"))
 
     def optimizer(self, trainer: Trainer) -> int:
         import torch

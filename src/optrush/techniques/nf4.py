@@ -1,20 +1,46 @@
-"""4-bit weights of the linears and experts under what is trained: QLoRA's base."""
+"""Weights of the linears and experts under what is trained in 4 bits, as QLoRA has them, or in 8."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from optrush.errors import ConfigError
 from optrush.peft import ledger
 from optrush.planner.ledger import Rule
 from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, Trainer
 
+if TYPE_CHECKING:
+    from optrush.peft.quantized import Form
+
+
+class StoredInBits(Technique):
+    """Base: frozen weights of the linears in fewer bits, made dense where they multiply."""
+
+    numerics = Numerics.DIFFERENT_MATHS
+    claims = frozenset({Part.LINEARS})
+    wants = frozenset({Part.TRAINED})
+    searched = False  # changes what is computed
+
+    def describe(self, spec: ModelSpec) -> ModelSpec:
+        return spec.with_linears(weight="quantized")
+
+    def forms(self) -> tuple[Form, Form | None]:
+        """Return the form of linears, and that of experts if it is another one."""
+        raise AssertionError("each form is a technique")
+
+    def peft(self, trainer: Trainer) -> int:
+        ledger.demand_compilers(self.name, trainer.env.device)
+        from optrush.peft.quantized import quantize_model
+
+        form, of_experts = self.forms()
+        return quantize_model(trainer.model, trainer.weight_map, form, trainer.precision, of_experts)
+
 
 @dataclass(frozen=True)
-class Nf4(Technique):
+class Nf4(StoredInBits):
     """Holds the weights of linears and experts as 4-bit NormalFloat, and makes each dense while it multiplies.
 
     Quantised while they are read, a tensor at a time, to the bytes that bitsandbytes makes; folders that bitsandbytes
@@ -37,13 +63,6 @@ class Nf4(Technique):
     name = "nf4"
     summary = "frozen weights of the linears in 4-bit NormalFloat, dense while they multiply"
     source = "https://arxiv.org/abs/2305.14314"
-    numerics = Numerics.DIFFERENT_MATHS
-    claims = frozenset({Part.LINEARS})
-    wants = frozenset({Part.TRAINED})
-    searched = False  # changes what is computed
-
-    def describe(self, spec: ModelSpec) -> ModelSpec:
-        return spec.with_linears(weight="quantized")
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         experts = None if env.shape is None else env.shape.experts
@@ -84,9 +103,37 @@ class Nf4(Technique):
         del hf["quantization_config"]
         return 1
 
-    def peft(self, trainer: Trainer) -> int:
-        ledger.demand_compilers(self.name, trainer.env.device)
-        from optrush.peft.quantized import Form, quantize_model
+    def forms(self) -> tuple[Form, Form | None]:
+        from optrush.peft.quantized import Form
 
-        experts = Form(4, floats=True) if self.experts == "mxfp4" else None
-        return quantize_model(trainer.model, trainer.weight_map, Form(4, self.double), trainer.precision, experts)
+        return Form(4, self.double), Form(4, floats=True) if self.experts == "mxfp4" else None
+
+
+@dataclass(frozen=True)
+class Int8(StoredInBits):
+    """Holds the weights of linears and experts as integers of a byte with a scale a row; dense while they multiply.
+
+    Quantised while they are read, a tensor at a time. Another technique determines what is trained; embedding, norms
+    and head stay as they are, and so do the products' inputs.
+
+    Source: Dettmers et al., https://arxiv.org/abs/2208.07339
+    Memory: 8 + 32 / D bits a weight of linears and experts; and one dense linear, or all gates and ups of a layer's
+        experts, while they multiply.
+    Work: a linear's codes read and its dense weight written, once a forward pass and once a backward pass.
+    Differs from the source: products run in the type of their inputs, which are not quantised.
+    """
+
+    name = "int8"
+    summary = "frozen weights of the linears in 8-bit integers, dense while they multiply"
+    source = "https://arxiv.org/abs/2208.07339"
+
+    def quality(self, env: Environment) -> str:
+        return "8-bit base"
+
+    def predict(self, env: Environment) -> Iterator[Rule]:
+        yield from ledger.predict_quantized(env, 1 + (4 / env.shape.width if env.shape else 0))
+
+    def forms(self) -> tuple[Form, Form | None]:
+        from optrush.peft.quantized import Form
+
+        return Form(8), None

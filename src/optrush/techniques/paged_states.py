@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from optrush.errors import NeedsError
-from optrush.planner.ledger import Line, Rule, add, live
+from optrush.planner.optimizer import OptimizerSpec
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 if TYPE_CHECKING:
@@ -48,9 +48,8 @@ class PagedStates(Technique):
     def needs(self, env: Environment) -> Iterator[Requirement]:
         yield env.needs_gpu(self.name)
 
-    def predict(self, env: Environment) -> Iterator[Rule]:
-        yield live("states.*", "on the host", blocks_on_device=0)
-        yield add(Line("paging", "states of two pieces under way", 2 * 2 * PIECE, "state", "always"))
+    def optimizer_spec(self, env: Environment) -> OptimizerSpec:
+        return OptimizerSpec("on the host", resident=2 * PIECE)
 
     def buses(self, trainer: Trainer) -> tuple[Bus, Bus]:
         """Return what copies to the device, and what copies from it."""

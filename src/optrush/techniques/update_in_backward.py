@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from optrush.errors import NeedsError
-from optrush.planner.ledger import Rule, live
+from optrush.planner.optimizer import OptimizerSpec
 from optrush.technique import RANK_PARTS, Environment, Numerics, Part, Requirement, Technique, Trainer
 
 if TYPE_CHECKING:
@@ -49,9 +49,8 @@ class UpdateInBackward(Technique):
         met = not RANK_PARTS & env.claimed
         yield Requirement(met, "`update-in-backward` on one device", found, "leave one of the two out")
 
-    def predict(self, env: Environment) -> Iterator[Rule]:
-        yield live("gradients.*", "freed as soon as its parameter was updated", freed_on_update=True)
-        yield live("update.loop", "of the embedding, which is updated last", live="end")
+    def optimizer_spec(self, env: Environment) -> OptimizerSpec:
+        return OptimizerSpec("freed as soon as its parameter was updated", in_backward=True)
 
     def wrap_step(self, trainer: Trainer) -> int:
         import torch

@@ -1,0 +1,75 @@
+"""Turn the facts of an optimizer into rules on the ledger: its states, its step, its workspace. Pure.
+
+Only this module names the ledger's lines of an optimizer. A technique that sets one, or changes how it runs, returns an
+`OptimizerSpec` (`Technique.optimizer_spec`) and writes no rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from optrush.planner.ledger import Kind, Line, Live, Role, Rule, WorkItem, add, like, live
+
+# AdamW, for each trained value: its moments, and the values of a weight's width that its step reads and writes (weight
+# and both moments twice, the gradient once).
+MOMENTS, MOVED = 2.0, 7.0
+
+
+@dataclass(frozen=True)
+class States:
+    """Values that an optimizer keeps for each trained value."""
+
+    values: float = MOMENTS
+    role: Role | None = None  # gives their bytes (planner/ledger.py); None: the run's own, as AdamW's have
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """Facts from which the plan of an optimizer follows. The defaults are the baseline's, AdamW in a loop.
+
+    Keys of mappings are parts of the model: "blocks", "embedding", "head", or "*" for all parameters.
+    """
+
+    reason: str  # in a few words
+    # What it keeps, and where.
+    states: Mapping[str, States] = field(default_factory=dict)  # parts that are not named keep AdamW's
+    resident: float | None = None  # trained values whose states are on the device at a time, others' on the host
+    # What steps.
+    loop: bool = True  # operators, a parameter at a time; False: kernels over many, without copies of whole parameters
+    moved: float = MOVED  # values of a weight's width, for each trained value
+    work: Mapping[str, WorkItem] = field(default_factory=dict)  # work besides; its `values` are for each trained value
+    in_backward: bool = False  # a parameter is stepped, and its gradient freed, as soon as this is computed
+    # What it needs meanwhile.
+    workspace: Mapping[str, float] = field(default_factory=dict)  # float32 values while it steps that part
+
+
+def optimizer_rules(spec: OptimizerSpec, *, early: bool) -> Iterator[Rule]:
+    """Yield the rules that follow from an optimizer's facts.
+
+    Args:
+        early: the run updates parameters in its backward pass, by this technique or another.
+    """
+    for part, kept in spec.states.items():
+        changes: dict[str, Any] = {} if kept.role is None else {"role": kept.role}
+        changes |= {"reason": spec.reason, "values": kept.values / MOMENTS}
+        yield Rule(Kind.LIVE, spec.reason, f"states.{part}", changes=changes)
+    if spec.resident is not None:
+        yield live("states.*", spec.reason, blocks_on_device=0)
+    if spec.resident:
+        yield add(Line("paging", "states of two pieces under way", MOMENTS * spec.resident, "state", "always"))
+    if not spec.loop:
+        yield live("update.loop", spec.reason, gone=True)
+    if spec.moved != MOVED:
+        yield live("update", spec.reason, times=spec.moved / MOVED)
+    for part, item in spec.work.items():
+        yield like(f"weights.{part}", item)
+    if spec.in_backward:
+        yield live("gradients.*", spec.reason, freed_on_update=True)
+        yield live("update.loop", "of the embedding, which is updated last", live="end")
+    if spec.workspace and not early:
+        yield add(Line("update.workspace", spec.reason, max(spec.workspace.values()), "wide", "update"))
+    for part, values in spec.workspace.items() if early else ():
+        when: Live = "backward" if part == "blocks" else "end"
+        yield add(Line(f"update.workspace.{part}", spec.reason, values, "wide", when))

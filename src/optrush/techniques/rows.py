@@ -1,0 +1,134 @@
+"""How documents are laid out in rows: four kinds of one technique, each with its layout of data/packing.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from optrush.errors import ConfigError
+from optrush.planner.ledger import Rule, live
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
+
+Window = Annotated[int, Field(ge=1)]  # samples that are laid out together
+
+
+class LayoutTechnique(Technique):
+    """Base: a layout of rows, whose options are the layout's fields."""
+
+    numerics = Numerics.SAME_MATHS
+    proof = "tests/techniques/test_layouts.py"
+    verified_on: ClassVar[tuple[str, ...]] = ("cpu",)
+    claims = frozenset({Part.BATCH_LAYOUT})
+    searched = False  # packing fills rows better
+    padding: ClassVar[tuple[float, str]]  # the share of it that is left, of one document a row, and why
+
+    def predict(self, env: Environment) -> Iterator[Rule]:
+        share, why = self.padding
+        yield live("padding", why, times=share)
+
+    def data(self, trainer: Trainer) -> int:
+        from optrush.data.packing import LAYOUTS
+
+        trainer.layout = replace(LAYOUTS[self.name], **vars(self))
+        return 1
+
+
+@dataclass(frozen=True)
+class Pad(LayoutTechnique):
+    """Cuts each micro-batch to its longest document (a multiple of 64), instead of padding every row to T.
+
+    Source: Vaswani et al. 2017, section 5.1, and every trainer since: https://arxiv.org/abs/1706.03762
+    Memory: at most that of B x T slots, in the micro-batch that has a document of T tokens.
+    Work: B x longest slots a micro-batch; the share of real tokens is mean length / E[longest of B].
+    """
+
+    name = "pad"
+    summary = "one document a row, padded to the longest of the micro-batch"
+    source = "https://arxiv.org/abs/1706.03762"
+    claims = frozenset({Part.BATCH_LAYOUT, Part.ROW_WIDTH})
+
+    def predict(self, env: Environment) -> Iterator[Rule]:
+        B = env.micro_rows
+        yield live("padding", "up to the longest of a micro-batch, for lengths spread evenly", times=(B - 1) / B)
+
+
+@dataclass(frozen=True)
+class SortByLength(LayoutTechnique):
+    """Sorts a window of the epoch's random order by length, cuts it into steps, and shuffles the steps.
+
+    Source: Khomenko et al. 2016, https://arxiv.org/abs/1708.05604 ("bucketing")
+    Memory: at most that of B x T slots, in the micro-batches of the longest documents.
+    Work: B x longest slots a micro-batch, of which nearly all are real: neighbours in the sorted window differ little.
+    Differs from the source: whole steps are alike in length, not only micro-batches, so that ranks wait less for each
+        other; the loss of neighbouring steps varies more for it.
+    """
+
+    window: Window = 65536
+
+    name = "sort-by-length"
+    summary = "one document a row, documents of like length share a step"
+    source = "https://arxiv.org/abs/1708.05604"
+    claims = frozenset({Part.BATCH_LAYOUT, Part.ROW_WIDTH})
+    padding = (0.1, "documents of a micro-batch are nearly as long as each other")
+
+
+@dataclass(frozen=True)
+class Wrap(LayoutTechnique):
+    """Concatenates the documents of a window and cuts rows of T tokens; a token attends to all before it in its row.
+
+    Documents end with their own end-of-text or end-of-turn token, which separates them. A row that begins inside a
+    document repeats its last `overlap` tokens as context, not learnt again; with 1, every target is learnt once.
+
+    Source: Brown et al. 2020, section 2.1 and appendix B, https://arxiv.org/abs/2005.14165
+    Memory: unchanged for the same rows x T.
+    Work: every slot is real, but for what `overlap` repeats; attention runs over whole rows: T per token instead of
+        the document's length.
+    Differs from the source: the overlap, which is the usual stride for documents longer than a row.
+    """
+
+    overlap: Annotated[int, Field(ge=0)] = 1
+    window: Window = 65536
+
+    name = "wrap"
+    summary = "documents one after the other, cut into full rows; they see each other"
+    source = "https://arxiv.org/abs/2005.14165"
+    numerics = Numerics.DIFFERENT_MATHS
+    padding = (0.02, "rows are full, but for what overlap repeats")
+
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        do = f"take fewer than {env.seq}, or a longer batch.seq"
+        yield Requirement(self.overlap < env.seq, f"`wrap: overlap {self.overlap}`", f"rows of {env.seq} tokens", do)
+
+    def data(self, trainer: Trainer) -> int:
+        how = trainer.config.data.too_long
+        if how in ("drop", "truncate"):
+            found = "rows that cut documents themselves: none is too long"
+            raise ConfigError(f"`wrap` with `data.too_long: {how}`", found, "leave data.too_long out, or take packing")
+        return super().data(trainer)
+
+
+@dataclass(frozen=True)
+class Packing(LayoutTechnique):
+    """Fills rows with whole documents, best fit over a window of the epoch; positions restart with each document.
+
+    Source: Krell et al., https://arxiv.org/abs/2107.02027
+    Memory: unchanged for the same rows x T.
+    Work: a step of R rows does R*T token slots either way; real tokens in them rise from the mean length / T to
+        nearly 1. Attention falls with the sum of squared lengths where the kernel takes the documents.
+    Differs from the source: best fit decreasing on counts of lengths, within windows of the epoch's random order; the
+        rows of a window are shuffled, so that no length has its place in the epoch.
+    """
+
+    window: Window = 65536
+
+    name = "packing"
+    summary = "several documents a row, isolated, positions restarted"
+    source = "https://arxiv.org/abs/2107.02027"
+    proof = "tests/golden/test_golden.py"
+    verified_on = ("cpu", "gpu")
+    claims = frozenset({Part.BATCH_LAYOUT, Part.PACKED_ROWS})
+    searched = True
+    padding = (0.02, "rows hold several documents, and little else")
