@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field
 
 from optrush.models.shapes import ModelShape
-from optrush.planner.ledger import Line, Rule, WorkItem, add, like, live
+from optrush.planner.ledger import Line, Rule, WorkItem, add, like, live, tagged
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 LAUNCHES = 340  # for all matrices together: powers by squaring
@@ -50,7 +50,7 @@ class Apollo(Technique):
         yield live("update.loop", "some rows at a time, and norms in one kernel", gone=True)
         yield live("update", "weights and gradients only", times=3 / 7)
         why = "gradients once more, and steps one operator at a time"
-        yield like("weights.*", WorkItem("update.steps", why, "step", values=15.0, role="wide"))
+        yield like(tagged("weights"), WorkItem("update.steps", why, "step", values=15.0, role="wide", of=("update",)))
         if env.shape is None:
             return
         s, flop = env.shape, 0.0
@@ -61,12 +61,13 @@ class Apollo(Technique):
             values = sum(2.0 * rows * min(columns, self.rank) for rows, columns in shapes)
             why = "two moments of a sketch of each row"
             yield live(f"states.{part}", why, gone=True)
-            yield add(Line(f"states.rows of {part}", why, values, "wide", "always"))
+            yield add(Line(f"states.rows of {part}", why, values, "wide", "always", of=("states",)))
         vectors = s.parameters - s.width - sum(rows * columns for shapes in whole.values() for rows, columns in shapes)
         why = "AdamW: a mean and a mean square each"
-        yield add(Line("states.vectors of blocks", why, 2.0 * vectors, "state", "always"))
+        yield add(Line("states.vectors of blocks", why, 2.0 * vectors, "state", "always", of=("states",)))
         launches = LAUNCHES + 40 * (4 * s.layers + 1)
-        yield add(WorkItem("update.sketch", "gradients times signs", "step", flop=flop, launches=launches))
+        why = "gradients times signs"
+        yield add(WorkItem("update.sketch", why, "step", flop=flop, launches=launches, of=("update",)))
         why = "float32 copies of the rows under way"
         line = Line("update.rows", why, 3.0 * min(ROOM, s.vocab * s.width), "wide", "update")
         if Part.UPDATE not in env.claimed:

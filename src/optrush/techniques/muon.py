@@ -64,7 +64,8 @@ class Muon(Technique):
         if (s := env.shape) is not None:
             flop = s.layers * sum(2.0 * r * r * (2 * c + r) for r, c in map(sorted, pieces(s))) * self.iterations
             why = f"{self.iterations} iterations of three products for each matrix"
-            yield add(WorkItem("update.orthogonal", why, "step", flop=flop, launches=35 * 4 * s.layers))
+            launches = 35 * 4 * s.layers
+            yield add(WorkItem("update.orthogonal", why, "step", flop=flop, launches=launches, of=("update",)))
 
     def optimizer(self, trainer: Trainer) -> int:
         import torch
