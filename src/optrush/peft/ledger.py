@@ -50,14 +50,8 @@ DENSE = tuple(f"dense.{name}" for name in LINEARS[4:])  # of a model with expert
 SETS = {"attention": LINEARS[:4], "mlp": LINEARS[4:], "experts": ("gate_up_proj", "down_proj"), "dense": DENSE}
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 SPLITS = r"pissa|olora|pissa_niter_[1-9]\d?"  # values of `init` that split the weights themselves
-TILE = 64  # an adapter's rows fill whole tiles of a product behind a weight; else a compiler would pad, and copy
 WHOLE = (EMBEDDING, HEAD, "norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm",
          "q_a_layernorm", "kv_a_layernorm")  # fmt: skip
-
-
-def tiles(many: int) -> int:
-    """Round up to whole tiles."""
-    return many + -many % TILE
 
 
 def last(module: str) -> str:

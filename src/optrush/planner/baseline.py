@@ -18,21 +18,7 @@ from typing import Literal
 
 from optrush.models.shapes import DeltaShape, ExpertsShape, ModelShape
 from optrush.planner import ledger
-from optrush.planner.ledger import (
-    WAYS,
-    ComputedIn,
-    Entry,
-    Ledger,
-    Line,
-    Live,
-    Role,
-    Rule,
-    Side,
-    Tag,
-    WorkItem,
-    at_head,
-    tagged,
-)
+from optrush.planner.ledger import WAYS, ComputedIn, Entry, Ledger, Line, Live, Role, Rule, Side, Tag, Way, WorkItem
 from optrush.planner.optimizer import MOMENTS, MOVED
 from optrush.technique import Environment, Part, Teacher, Technique
 
@@ -248,11 +234,11 @@ def _head(s: ModelShape) -> Iterator[Line]:
     yield line("input", "the last norm's input and its copy, 2 D", 2 * D, "residual", "saved", "stream")
     yield line("hidden", "what enters the head, D", D, "product", "saved")
     yield line("hidden gradient", "the gradient that leaves the head, D", D, "residual", "backward")
-    yield at_head("logits", "V, and their gradient in their place", V, "product", "logits")
+    yield ledger.at_head("logits", "V, and their gradient in their place", V, "product", "logits")
     why = "the softmax and two gradients of it, 2 V in float32"
-    yield at_head("logits.eager", why, 2 * V, "wide", "logits", "fusable")
+    yield ledger.at_head("logits.eager", why, 2 * V, "wide", "logits", "fusable")
     why = "and where logits are narrower, what makes them 3 V in float32"
-    yield at_head("logits.cast.eager", why, V, "narrowing", "logits", "fusable")
+    yield ledger.at_head("logits.cast.eager", why, V, "narrowing", "logits", "fusable")
 
 
 def _rest(s: ModelShape, cuda: bool) -> Iterator[Line]:
@@ -277,44 +263,24 @@ def _rest(s: ModelShape, cuda: bool) -> Iterator[Line]:
 
 def _work(s: ModelShape, T: int, native: bool, padding: float) -> Iterator[WorkItem]:
     D, F, V, L = s.width, s.active_width, s.vocab, s.layers
-    q, kv, delta = s.heads * s.head_width, s.key_width, s.delta
     o = sum(linear.weights for name, linear in s.linears.items() if name in ("o", "out_proj")) / L
     mixing = sum(linear.weights for linear in s.linears.values() if linear.module not in ("gate_up", "down")) / L
-    qkv, scores = mixing - o, s.heads * T * s.attention_layers
-
-    def moved(name: str, reason: str, values: float, *of: Tag, role: Role = "product") -> WorkItem:
-        return WorkItem(name, reason, "token", values=values, role=role, of=of)
-
+    one = "the same one operator at a time"
     yield WorkItem("padding", "slots that hold no token", "token", padding=padding)
-    for way, each in zip(WAYS, (2, 4), strict=True):
-        for name, weights in (("qkv", qkv), ("o", o), ("gate_up", 2 * D * F), ("down", F * D)):
+    for name, weights in (("qkv", mixing - o), ("o", o), ("gate_up", 2 * D * F), ("down", F * D)):
+        for way, each in zip(WAYS, (2, 4), strict=True):
             why = f"{each} a weight of the blocks"
             yield WorkItem(f"{way}.{name}", why, "token", each * L * weights, of=(way, "products"))
-    flop = 2 * T * (q + s.attended_width) * s.attention_layers  # of a query: with a key, and with a value
-    why = "every score, masked or not: 4 T H E a block"
-    yield WorkItem("forward.scores", why, "token", flop, of=("forward", "attention"))
-    yield WorkItem("backward.scores", "8 T H E a block", "token", 2 * flop, of=("backward", "attention"))
-    why = "scores written, scaled, masked, made probabilities, cast, read"
-    yield moved("forward.scores.moved", why, 10 * scores, "forward", "scores", role="wide")
-    why = "gradients of the scores, likewise"
-    yield moved("backward.scores.moved", why, 11 * scores, "backward", "scores", role="wide")
-    stream, same = "the stream between blocks, read by norms and sums and written by sums", "norms, rotation, gating"
-    heads, one = D + 2 * (q + kv), "the same one operator at a time"
-    for way, streams, gates, eager in zip(WAYS, (5, 9), (3, 6), (75, 150), strict=True):
-        why = stream if way == "forward" else f"{stream}, and its gradient"
-        yield moved(f"{way}.elementwise.stream", why, L * streams * D, way, "elementwise", role="residual")
-        yield moved(f"{way}.elementwise", same, L * (heads + gates * F), way, "elementwise")
-        yield moved(f"{way}.eager", one, L * eager * D, way, "elementwise", "fusable", role="plain")
-    for way, each in zip(WAYS, (45, 90), strict=True):
-        why = f"about {each} operators a block"
-        yield WorkItem(f"{way}.launches", why, "micro", launches=each * L, of=(way, "launches", "fusable"))
-    if delta is not None:
-        yield from _delta_rule_work(delta, T)
+    for way in WAYS:
+        yield from _between_products(s, T, way)
+    if s.delta is not None:
+        yield from _delta_rule_work(s.delta, T)
     if s.experts is not None:
         yield from _experts_work(s, s.experts)
     yield WorkItem("head.products", "6 a weight of the head", "token", 6 * D * V, of=("loss",))
-    yield moved("head.moved", "logits, their softmax and their gradients", 4 * V, "loss", role="wide")
-    yield moved("head.eager", one, 6 * V, "loss", "fusable", role="wide")
+    why = "logits, their softmax and their gradients"
+    yield WorkItem("head.moved", why, "token", values=4 * V, role="wide", of=("loss",))
+    yield WorkItem("head.eager", one, "token", values=6 * V, role="wide", of=("loss", "fusable"))
     why = "weights read, their copies written"
     yield WorkItem("casts", why, "micro", values=1.5 * (s.block_matrices + D * V), role="cast")
     why = "weights, gradients, states: read and written"
@@ -324,11 +290,35 @@ def _work(s: ModelShape, T: int, native: bool, padding: float) -> Iterator[WorkI
     yield WorkItem("norm", "gradients read for their norm", "step", values=s.parameters, role="gradient")
 
 
+def _between_products(s: ModelShape, T: int, way: Way) -> Iterator[WorkItem]:
+    """Yield the work of attention, and of what moves values between the products, in one pass."""
+    L, back, q = s.layers, way == "backward", s.heads * s.head_width
+
+    def moved(name: str, reason: str, values: float, *of: Tag, role: Role = "product") -> WorkItem:
+        return WorkItem(f"{way}.{name}", reason, "token", values=values, role=role, of=(way, *of))
+
+    flop = 2 * T * (q + s.attended_width) * s.attention_layers  # of a query: with a key, and with a value
+    why, times = ("8 T H E a block", 2) if back else ("every score, masked or not: 4 T H E a block", 1)
+    yield WorkItem(f"{way}.scores", why, "token", times * flop, of=(way, "attention"))
+    scores, why = s.heads * T * s.attention_layers, "scores written, scaled, masked, made probabilities, cast, read"
+    why = "gradients of the scores, likewise" if back else why
+    yield moved("scores.moved", why, (11 if back else 10) * scores, "scores", role="wide")
+    why = "the stream between blocks, read by norms and sums and written by sums" + ", and its gradient" * back
+    yield moved("elementwise.stream", why, L * (9 if back else 5) * s.width, "elementwise", role="residual")
+    each = s.width + 2 * (q + s.key_width) + (6 if back else 3) * s.active_width
+    yield moved("elementwise", "norms, rotation, gating", L * each, "elementwise")
+    why = "the same one operator at a time"
+    yield moved("eager", why, times * 75 * L * s.width, "elementwise", "fusable", role="plain")
+    why, of = f"about {times * 45} operators a block", (way, "launches", "fusable")
+    yield WorkItem(f"{way}.launches", why, "micro", launches=times * 45 * L, of=of)
+
+
 def _delta_rule_work(d: DeltaShape, T: int) -> Iterator[WorkItem]:
     layers, E, W, C = len(d.layers), d.key, d.value, DELTA_CHUNK
     flop = 2.0 * d.heads * (2 * C * E + C * (E + W) / 2 + C * W + 3 * E * W) * layers
     values, chunks = layers * (4.0 * d.channels + d.heads * (5 * C + 9 * E + 6 * W)), layers * T / C
-    for way, times, again in zip(WAYS, (1, 2), ("", ", twice"), strict=True):
+    for way, times in zip(WAYS, (1, 2), strict=True):
+        again = ", twice" * (times - 1)
         why = f"products of a chunk, its system, and the state{again}"
         yield WorkItem(f"{way}.rule", why, "token", times * flop, of=(way, "delta"))
         why = f"what a chunk reads and writes{again}"
@@ -339,26 +329,26 @@ def _delta_rule_work(d: DeltaShape, T: int) -> Iterator[WorkItem]:
 
 def _experts_work(s: ModelShape, e: ExpertsShape) -> Iterator[WorkItem]:
     D, sparse, k = s.width, len(e.layers), e.active
-    routed = 6 * k * e.ff_width * D * sparse
-    for way, each, rows in zip(WAYS, (2, 4), (11, 12), strict=True):
-        why = f"{each} a weight of the routers"
-        yield WorkItem(f"{way}.router", why, "token", each * sparse * D * e.count, of=(way, "experts"))
+    for way, each in zip(WAYS, (2, 4), strict=True):
+        why, flop = f"{each} a weight of the routers", each * sparse * D * e.count
+        yield WorkItem(f"{way}.router", why, "token", flop, of=(way, "experts"))
+    for way, each in zip(WAYS, (2, 4), strict=True):
         # torch's grouped product has some 0.83 of the rate of a single one (551 to 714 TFLOP/s at 30B-A3B's shapes).
-        why = "products of groups of rows, slower than one product"
-        yield WorkItem(f"{way}.grouped", why, "token", each / 10 * routed, of=(way, "experts", "products"))
+        why, flop = "products of groups of rows, slower than one product", each / 10 * 6 * k * e.ff_width * D * sparse
+        yield WorkItem(f"{way}.grouped", why, "token", flop, of=(way, "experts", "products"))
+    for way, rows in zip(WAYS, (11, 12), strict=True):
         # Three times what is moved: sorting, and rows read by number, which reach half of the memory's rate
         # (benchmarks/results/h100-experts.jsonl: a layer less its products).
-        why = "rows put in the order of experts, and their sums"
-        values = sparse * rows * k * D
+        why, values = "rows put in the order of experts, and their sums", sparse * rows * k * D
         yield WorkItem(f"{way}.rows", why, "token", values=values, role="product", of=(way, "experts"))
 
 
 def _teacher(teacher: Teacher, shape: ModelShape) -> Iterator[Rule]:
     """Yield the memory and work of a frozen second model, whose logits are made a chunk at a time."""
     chunk = teacher.chunk
-    yield ledger.live(tagged("logits"), "of one chunk at a time", most_tokens=chunk)
+    yield ledger.live(ledger.tagged("logits"), "of one chunk at a time", most_tokens=chunk)
     why = "probabilities of both models and their difference, of a chunk, 4 V in float32"
-    yield ledger.add(at_head("compared", why, 4 * shape.vocab, "wide", most_tokens=chunk))
+    yield ledger.add(ledger.at_head("compared", why, 4 * shape.vocab, "wide", most_tokens=chunk))
     yield ledger.head_gradient()
     if teacher.stored is not None:
         why = f"the teacher's {teacher.stored} likeliest tokens of each, as many bytes a target on the disk"
@@ -382,8 +372,8 @@ def _objective(env: Environment, shape: ModelShape) -> Iterator[Rule]:
         return
     if env.scored:
         why = "a score of each token, in place of logits"
-        yield ledger.live(tagged("loss"), why, gone=True)
-        yield ledger.live(tagged("tied") if shape.tied else tagged("head"), why, gone=True)
+        yield ledger.live(ledger.tagged("loss"), why, gone=True)
+        yield ledger.live(ledger.tagged("tied") if shape.tied else ledger.tagged("head"), why, gone=True)
         if shape.tied:
             yield ledger.live("casts.head", why, gone=True)
         return
@@ -392,6 +382,6 @@ def _objective(env: Environment, shape: ModelShape) -> Iterator[Rule]:
         why = "losses token by token: a chunk's logits are made again in the backward pass, 2 a weight of the head"
         yield ledger.add(WorkItem("head.again", why, "token", flop, of=("loss",)))
     if env.reference not in (None, "precomputed") and env.spec.adapters_removable:
-        yield ledger.live(tagged("forward"), "and once more without what is trained, as the reference", times=2)
+        yield ledger.live(ledger.tagged("forward"), "and once more without what is trained, as the reference", times=2)
         why = "the head of that pass, 2 a weight of it"
         yield ledger.add(WorkItem("reference.head", why, "token", flop, of=("loss",)))

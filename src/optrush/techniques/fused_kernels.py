@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from optrush.errors import NeedsError
-from optrush.peft.ledger import demand_compilers, tiles
+from optrush.hardware import tiles
+from optrush.peft.ledger import demand_compilers
 from optrush.planner.ledger import WAYS, Line, Rule, WorkItem, add, like, live, tagged
 from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, Trainer
 

@@ -176,20 +176,19 @@ class Lora(Technique):
             saved("low", why, low + rows * self.dora, L, "adapters"),
             Line("saved.laid", copies, laid, "product", "saved", blocks=L, of=("saved", "adapters")),
         )
-        for way, each, kernels, moved in zip(WAYS, (2, 4), (3, 7), (there, back), strict=True):
+        for way, each in zip(WAYS, (2, 4), strict=True):
             why = f"{each} a value of A and of B over all rows"
             yield add(WorkItem(f"{way}.adapters", why, "token", each * laid, of=(way,)))
-            if moved:
-                why = "rows of the experts, whose adapters' products are apart from theirs"
-                yield add(WorkItem(f"{way}.adapters.rows", why, "token", values=moved, role="product", of=(way,)))
+        for way, values in zip(WAYS, (there, back), strict=True):
+            why = "rows of the experts, whose adapters' products are apart from theirs"
+            if values:
+                yield add(WorkItem(f"{way}.adapters.rows", why, "token", values=values, role="product", of=(way,)))
+        for way, kernels in zip(WAYS, (3, 7), strict=True):
             factor = OURS if Part.COMPILED in env.claimed else 1.0  # else assumed, not measured
             why, launches = f"{kernels} kernels a linear", factor * kernels * sum(keep.values())
             yield add(WorkItem(f"{way}.adapters.launches", why, "micro", launches=launches, of=(way, "launches")))
-            if self.dora:
-                why = f"a linear's sum, or its gradients: {each} values read and written"
-                yield add(WorkItem(f"{way}.scaled", why, "token", values=each * rows, role="product", of=(way,)))
         if self.dora:
-            yield from _lengths(env, crossed, weights)
+            yield from _lengths(env, crossed, weights, rows)
 
     def peft(self, trainer: Trainer) -> int:
         from optrush.peft import adapter as adapted
@@ -269,14 +268,16 @@ class Lora(Technique):
         return 1
 
 
-def _lengths(env: Environment, crossed: float, weights: float) -> Iterator[Rule]:
-    """Yield the work of the lengths of rows, which is of weights and not of tokens."""
+def _lengths(env: Environment, crossed: float, weights: float, rows: float) -> Iterator[Rule]:
+    """Yield the work of the lengths of rows, which is of weights, and of scaling each token's sums by them."""
 
     def work(name: str, why: str, flop: float = 0.0, values: float = 0.0, role: Role = "product") -> Rule:
         return add(WorkItem(f"forward.{name}", why, "micro", flop, values=values, role=role, of=("forward",)))
 
     yield work("lengths", "W A^T and B (A A^T), the second in float32", 2 * crossed)
     yield work("measured", "W read twice for lengths", values=2 * weights)
+    for way, each, why in zip(WAYS, (2, 4), ("the sum read and written", "both gradients of a product"), strict=True):
+        yield add(WorkItem(f"{way}.scaled", why, "token", values=each * rows, role="product", of=(way,)))
     if Part.LINEARS in env.claimed:
         why = "W made dense once more, for the lengths"
         yield work("measured.packed", why, values=weights, role="stored")
