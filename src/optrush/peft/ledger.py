@@ -15,7 +15,6 @@ from optrush.planner.ledger import (
     OURS,
     WAYS,
     Line,
-    Match,
     Role,
     Rule,
     Tag,
@@ -235,8 +234,8 @@ def _learnt(
              of=("states", "adapters")),
     )  # fmt: skip
     share = (values + beside) / s.parameters
-    update: Match | str = tagged("update") if Part.OPTIMIZER in env.claimed else "update"  # or update.adapters, below
-    for match in (update, "norm", *([tagged("reduce")] if Part.DATA in env.claimed else [])):
+    updated = [tagged("update")] if Part.OPTIMIZER in env.claimed else ["update", "norm"]  # else update.adapters, below
+    for match in (*updated, *([tagged("reduce")] if Part.DATA in env.claimed else [])):
         yield live(match, "of what is trained", times=share)
     if Part.OPTIMIZER not in env.claimed:
         largest = s.vocab * s.width if beside else max(size for size, _ in learnt)
@@ -245,9 +244,9 @@ def _learnt(
         why = "two temporaries of the largest parameter that is trained"
         launches, moved = (3.0, 7.0) if narrow else (14.0, 11.0)  # one kernel a parameter makes no temporaries
         yield add(
-            Line("update.adapters", why, 0 if narrow else 2 * largest, weight, "update", of=("update",)),
+            Line("update.adapters", why, 0 if narrow else 2 * largest, weight, "update", of=("update", "adapters")),
             WorkItem("update.adapters", "one operator at a time", "step", values=moved * (values + beside), role=weight,
-                 launches=launches * tensors, of=("update",)),
+                 launches=launches * tensors, of=("update", "adapters")),
         )  # fmt: skip
 
 

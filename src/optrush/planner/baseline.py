@@ -86,7 +86,7 @@ def _parameters(s: ModelShape) -> Iterator[Line]:
         ("blocks", s.block_parameters, s.layers, ("blocks",)),
         ("embedding", vocabulary, 1, ("embedding",)),
         ("head", 0 if s.tied else vocabulary, 1, ("head",)),
-        ("norm", s.width, 1, ()),
+        ("norm", s.width, 1, ("norm",)),
     )
     # The gradient of a tied weight begins at the head and ends at the embedding (`_rest`).
     end: ComputedIn = "throughout" if s.tied else "after"
@@ -287,7 +287,8 @@ def _work(s: ModelShape, T: int, native: bool, padding: float) -> Iterator[WorkI
     yield WorkItem("update", why, "step", values=MOVED * s.parameters, role="weight", of=("update",))
     values, launches = 11 * s.parameters, 14 * (L * 9 + 2)
     yield WorkItem("update.loop", one, "step", values=values, role="weight", launches=launches, of=("update",))
-    yield WorkItem("norm", "gradients read for their norm", "step", values=s.parameters, role="gradient")
+    why = "gradients read for their norm"
+    yield WorkItem("norm", why, "step", values=s.parameters, role="gradient", of=("update",))
 
 
 def _between_products(s: ModelShape, T: int, way: Way) -> Iterator[WorkItem]:

@@ -154,7 +154,6 @@ class DeepSpeed(Technique):
             yield from self._gathered(env, "weights" if frozen else "copies")
         yield from super().predict(env)
         yield live(tagged("update"), "a rank updates its share", times=1 / n)
-        yield live("norm", "of a rank's share", times=1 / n)
         sizes = self.sizes(env)
         why = f"a bucket of {sizes.reduced:,} gradients, in float32"
         yield add(Line("buckets.reduce", why, sizes.reduced, "wide", "always"))

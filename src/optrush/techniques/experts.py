@@ -83,8 +83,7 @@ class ExpertParallel(Technique):
         if "dp" not in env.sharded:  # else these are of a rank's share already
             largest, outer = 2 * e.count * s.width * e.ff_width, s.vocab * s.width
             yield cut("update.loop", axis, max(outer, largest) / max(outer, largest / n), why)
-            for match in (tagged("update"), "norm"):
-                yield live(match, why, times=1 - mine / s.parameters)
+            yield live(tagged("update"), why, times=1 - mine / s.parameters)
         yield from _fewer(env, s, n)
         k, D = e.active, s.width
         places, share = "the order of the rows that arrive, and their weights, 5 k", sparse / L

@@ -116,7 +116,6 @@ class Fsdp(Technique):
         yield live(tagged("casts"), "the gathered weights are cast, no copies beside them", gone=True)
         yield cut("update.loop", "dp", n, "of a rank's share")
         yield live(tagged("update"), "a rank updates its share", times=1 / n)
-        yield live("norm", "of a rank's share", times=1 / n)
         share = (n - 1) / n
         times = 2 if self.stage == 3 else 1
         why = f"weights gathered {'twice' if times == 2 else 'once'} a micro-batch"

@@ -167,7 +167,7 @@ class Pipeline(Technique):
             outside = s.vocab * s.width
             blocks = s.parameters - outside * (1 if tied else 2)
             share = (share * blocks + outside * (begins + (ends and not (tied and begins)))) / s.parameters
-        held: list[Match | str] = [tagged("update"), "norm", "casts"]
+        held: list[Match | str] = [tagged("update"), "casts"]
         held += [tagged("reduce")] if Part.DATA in env.claimed else []
         held += [tagged("gather")] if "dp" in env.sharded else []
         for match in held:

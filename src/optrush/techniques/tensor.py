@@ -117,7 +117,6 @@ class TensorParallel(Technique):
             yield live(cut_too, "of a rank's rows or columns", times=1 / n)
         yield live(tagged("loss"), "of a rank's share of the vocabulary", times=1 / n)
         yield live(tagged("update"), "a rank updates its share", times=1 / n)
-        yield live("norm", "of a rank's share", times=1 / n)
         hosts, entering = env.over_hosts("tp")
         why = "the stream gathered and summed around both parts of a block"
         for way, ends in zip(WAYS, (0, 4), strict=True):  # what the ends of the model send is never computed again
