@@ -133,8 +133,7 @@ def together(names: Iterable[str], mesh: dict[str, dict[str, Any]]) -> tuple[str
 
 def cases() -> Iterator[tuple[dict[str, Any], int]]:
     """Yield `with:` and ranks of every case that a test holds to one process."""
-    if (folder := str(ROOT / "tests")) not in sys.path:
-        sys.path.append(folder)
+    sys.path += [str(ROOT / folder) for folder in ("tests", "examples/plugin-optimizer")]
     from meshes import MeshCase
 
     for file in sorted((ROOT / "tests/techniques").glob("test_*.py")):

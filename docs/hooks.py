@@ -33,7 +33,7 @@ def lay_out(folder: Path) -> Path:
 def pages() -> list[str]:
     """Return the pages that a reader may come to, committed or made here."""
     committed = [p for p in (ROOT / "docs").rglob("*.md") if p.parent.name != "reference"]
-    outside = [*ROOT.glob("*.md"), ROOT / "benchmarks/README.md", ROOT / "examples/README.md"]
+    outside = [*ROOT.glob("*.md"), ROOT / "benchmarks/README.md", *ROOT.glob("examples/**/README.md")]
     return sorted(str(p.relative_to(ROOT)) for p in committed + outside) + list(MADE)
 
 

@@ -22,10 +22,12 @@ from optrush.techniques import ALL
 from optrush.trainer import run as fit
 from optrush.trainer.build import build
 from optrush.trainer.trainer import RunPlan, Trainer, set_step
+from optrush_apollo import Apollo
 
 from golden.make_golden import BETAS, DECAY, EPS, LR, PER_STEP, SEED, STEPS, WARMUP, Case, T
 
 UNTIED = Case(False)
+KNOWN = (*ALL, Apollo)  # the package's own, and the optimizer of examples/plugin-optimizer
 FASTEST = (  # as --with takes them: what benchmarks/llama1b-peers.yaml has, with a chunk for small models
     "fused-adamw", "bf16", "attention:impl=fa4", "fused-kernels:mlp=quack,norm=true,rope=true", "compile",
     "fused-loss:impl=quack,chunk=512",
@@ -97,7 +99,7 @@ def metrics(config: Config, classes: Sequence[type[Technique]] = ALL) -> list[di
     return lines
 
 
-def assembled(config: Config | ResolvedConfig, classes: Sequence[type[Technique]] = ALL, **options: Any) -> Trainer:
+def assembled(config: Config | ResolvedConfig, classes: Sequence[type[Technique]] = KNOWN, **options: Any) -> Trainer:
     """A job whose `batches` and `begin` are those of the run."""
     prepared = resolve(config, classes) if isinstance(config, Config) else config
     trainer = build(prepared, **options)

@@ -31,7 +31,7 @@ class ClipValues(Technique):
     summary = "each gradient value clipped to a range"
     source = "https://www.fit.vut.cz/study/phd-thesis/283/.en"
     numerics = Numerics.DIFFERENT_MATHS
-    proof = "tests/unit/test_python_api.py"
+    proof = "tests/plugins/test_plugins.py"
     verified_on = ("cpu",)
     searched = False  # a matter of taste: a plan neither adds nor removes it
 

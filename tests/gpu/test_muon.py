@@ -13,6 +13,8 @@ from optrush.resolve import resolve
 from optrush.trainer.build import build
 from optrush.trainer.trainer import Trainer, set_step
 
+from trials import KNOWN
+
 pytestmark = [
     pytest.mark.filterwarnings("default"),  # compilers and drivers warn of what is not ours
     pytest.mark.gpu,
@@ -51,7 +53,7 @@ def test_the_kernel_has_the_references_bits(size):
 
 
 def job_of(*withs: str) -> Trainer:
-    trainer = build(resolve(parse_config(BASE, "test", withs=withs)))
+    trainer = build(resolve(parse_config(BASE, "test", withs=withs), KNOWN))
     trainer.set_step = partial(set_step, trainer, steps=6)
     return trainer
 
@@ -106,7 +108,7 @@ def job_on_cpu(name: str) -> Trainer:
     trainer = job_of(name)
     for t in trainer.trained:
         t.parameter.data = t.parameter.data.cpu()
-    (technique,) = resolve(parse_config(BASE, "test", withs=(name,))).techniques
+    (technique,) = resolve(parse_config(BASE, "test", withs=(name,)), KNOWN).techniques
     technique.optimizer(trainer)
     return trainer
 

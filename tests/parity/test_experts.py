@@ -440,7 +440,6 @@ def test_adapters_of_experts(family: str, targets: Any, moe: Path, tmp_path: Pat
         ({"ia3": {}}, "`ia3`"),
         ({"fp8": {}}, "`fp8`"),
         ({"muon": {}}, "`muon`"),
-        ({"apollo": {}}, "`apollo`"),
         ({"fused_kernels": {"mlp": "quack"}}, "mlp=quack"),
         ({"selective_recompute": {}}, "selective-recompute"),
     ],

@@ -248,9 +248,7 @@ def test_what_it_refuses_on_a_gpu(shape, more, found):
     assert found in error.value.found and error.value.do
 
 
-@pytest.mark.parametrize(
-    "other", ["ddp", "fsdp", "fused-adamw", "adam8bit", "adam4bit", "muon", "apollo", "update-in-backward"]
-)
+@pytest.mark.parametrize("other", ["ddp", "fsdp", "fused-adamw", "adam8bit", "adam4bit", "muon", "update-in-backward"])
 def test_its_optimizer_and_its_axis_are_its_own(box, other):
     with pytest.raises(ConflictError):
         resolve(golden_run(box, packed=True, sets=["batch.tokens=1536"], **zero(2), **{other: {}}), ranks=2)

@@ -20,16 +20,16 @@ from optrush.models.decoder import build_decoder
 from optrush.models.shapes import SHAPES
 from optrush.optim.adam8bit import Adam4bit, Adam8bit
 from optrush.optim.adamw import AdamW
-from optrush.optim.apollo import Apollo
 from optrush.optim.muon import Muon, Pieces
 from optrush.planner import search
 from optrush.technique import library
 from optrush.trainer import checkpoint
+from optrush_apollo.optimizer import Apollo
 
 import optimizers
 from heldout import SEEDS, float32, held_out
 from optimizers import OPTIM, SIZES, everything, parameters, same, stepped
-from trials import assembled, golden_run, steps, weights, whole
+from trials import KNOWN, assembled, golden_run, steps, weights, whole
 
 PIECES = {"a": Pieces(4, (3, 2, 1)), "odd": Pieces(1, (33,))}
 
@@ -76,7 +76,7 @@ CASES = {
     # the limit and AdamW's first ones are as large as the rate, Muon's a fifth of it, Muon ends 0.17 nats above.)
     "apollo": Case(
         apollo, {"apollo": {"rank": 16}}, rooms=True, rate="3e-2", margin=0.01,
-        break_=lambda m: m.setattr("optrush.optim.apollo._row_norms", lambda x: torch.ones(len(x), 1)),
+        break_=lambda m: m.setattr("optrush_apollo.optimizer._row_norms", lambda x: torch.ones(len(x), 1)),
     ),
     "muon": Case(
         muon, {"muon": {}}, rooms=True, rows=False, rate="3e-2", margin=0.01,
@@ -297,7 +297,7 @@ def test_states_are_as_predicted(name, shape, precision):
     text = f"{{model: {{shape: {shape}}}, objective: pretrain, data: {{random: 4}}, output: x}}"
     options = {n.replace("_", "-"): o for n, o in CASES[name].with_.items()}
     withs = [precision] * bool(precision) + [n + "".join(f":{k}={v}" for k, v in o.items()) for n, o in options.items()]
-    plan = search.predict(parse_config(text, "test", (), withs), "h200", 1)
+    plan = search.predict(parse_config(text, "test", (), withs), "h200", 1, KNOWN)
     model = build_decoder(SHAPES[shape], torch.bfloat16 if precision else torch.float32)
     params = [
         SimpleNamespace(name=n, local=p.detach(), decays=p.dim() > 1, full_shape=tuple(p.shape), offset=(0,) * p.dim())
@@ -316,7 +316,7 @@ def test_states_are_as_predicted(name, shape, precision):
 def test_kahan_is_refused(box, name):
     (technique,) = CASES[name].with_
     with pytest.raises(NeedsError, match=f"`{technique}` has no place for remainders") as error:
-        search.predict(golden_run(box, bf16={"rounding": "kahan"}, **CASES[name].with_), "h200")
+        search.predict(golden_run(box, bf16={"rounding": "kahan"}, **CASES[name].with_), "h200", classes=KNOWN)
     assert "what rounding took" in error.value.found and "bf16:rounding=stochastic" in error.value.do
 
 

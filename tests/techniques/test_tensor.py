@@ -159,7 +159,6 @@ REFUSED = [
     ({}, {"muon": {}}, (), 2, "cuts them over the ranks"),
     ({}, {"adam8bit": {}}, (), 2, "by columns"),
     ({}, {"adam4bit": {}}, (), 2, "by columns"),
-    ({}, {"apollo": {}}, (), 2, "by columns"),
     ({}, {"update-in-backward": {}}, ("optim.clip=null",), 2, "over ranks"),
     ({}, {"compile": {"scope": "model"}}, (), 2, "several ranks"),
     ({}, {}, ("model.implementation=transformers",), 2, "through transformers"),

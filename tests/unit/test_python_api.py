@@ -1,12 +1,9 @@
-"""The functions of `optrush` from Python: docs/python.md as written, callbacks, rows, losses, a plug-in."""
+"""The functions of `optrush` from Python: docs/python.md as written, callbacks, rows, losses."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -71,62 +68,3 @@ def test_a_module_of_the_name_of_a_function_is_both() -> None:
             from optrush import api
 
             assert getattr(api, name).__doc__
-
-
-def run(*arguments: str, folder: Path, path: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(path)])}
-    command = [sys.executable, "-m", "optrush", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-
-
-def installed(folder: Path, entry: str) -> Path:
-    """A folder on the path that has the example as an installed package has it."""
-    facts = folder / "optrush_plugin_example-0.1.0.dist-info"
-    facts.mkdir(parents=True)
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: optrush-plugin-example\nVersion: 0.1.0\n")
-    (facts / "entry_points.txt").write_text(f"[optrush.techniques]\n{entry}\n")
-    example = ROOT / "examples" / "plugin" / "clip_values.py"
-    (folder / "clip_values.py").write_text(example.read_text("utf-8"))
-    return folder
-
-
-def plugin(folder: Path) -> Path:
-    """The example as it is installed, and a run with it."""
-    entry = (ROOT / "examples" / "plugin" / "pyproject.toml").read_text("utf-8")
-    found = re.search(r'techniques"\]\n(\S+) = "(\S+)"', entry)
-    assert found is not None
-    (folder / "run.yaml").write_text(json.dumps({**CONFIG, "with": {"clip-values": {"limit": 1e-9}}}))
-    return installed(folder / "path", f"{found[1]} = {found[2]}")
-
-
-def test_a_technique_of_another_package(tmp_path: Path) -> None:
-    """Listed, planned, trained with an effect."""
-    path = plugin(tmp_path)
-    listed = json.loads(run("techniques", "--json", folder=tmp_path, path=path).stdout)
-    assert "clip-values" in json.dumps(listed)
-    planned = run("plan", "run.yaml", "--hardware", "h200", folder=tmp_path, path=path)
-    assert planned.returncode == 0, planned.stderr
-    trained = run("train", "run.yaml", folder=tmp_path, path=path)
-    assert trained.returncode == 0 and "clip-values (limit=1e-09): 1 change" in trained.stderr, trained.stderr
-    norms = [json.loads(x)["grad_norm"] for x in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert all(0 < norm < 1e-5 for norm in norms), "every value is clipped before the norm is taken"
-
-
-@pytest.mark.slow
-def test_a_technique_of_another_package_is_a_rung(tmp_path: Path) -> None:
-    """Of the ladder of its configuration."""
-    path = plugin(tmp_path)
-    climbed = run("bench", "run.yaml", "--out", "ladder", "--repeats", "1", "--cumulative-only",
-                  folder=tmp_path, path=path)  # fmt: skip
-    records = [json.loads(x) for x in (tmp_path / "ladder" / "records.jsonl").read_text().splitlines()]
-    assert "clip-values" in json.dumps(records[-1]["rung"]) and not any(r["error"] for r in records), climbed.stderr
-
-
-@pytest.mark.parametrize(("entry", "why"), [
-    ("clip-values = no_module:X", "ModuleNotFoundError"),
-    ("other = clip_values:ClipValues", "is not the entry point's"),
-    ("clip-values = clip_values:Field", "no subclass"),
-])  # fmt: skip
-def test_a_technique_that_cannot_be_loaded_is_named(tmp_path: Path, entry: str, why: str) -> None:
-    found = run("techniques", "--json", folder=tmp_path, path=installed(tmp_path / "path", entry))
-    assert found.returncode == 0 and why in found.stderr and "optrush-plugin-example is left out" in found.stderr

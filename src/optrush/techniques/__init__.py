@@ -12,7 +12,6 @@ from importlib.metadata import entry_points
 from optrush.technique import Technique
 from optrush.techniques.adam8bit import Adam4bit, Adam8bit
 from optrush.techniques.amp import Amp
-from optrush.techniques.apollo import Apollo
 from optrush.techniques.attention import Attention
 from optrush.techniques.bf16 import Bf16
 from optrush.techniques.compile import Compile
@@ -60,7 +59,6 @@ OWN: tuple[type[Technique], ...] = (
     Adam8bit,
     Adam4bit,
     Muon,
-    Apollo,
     Attention,
     LongLora,
     FusedKernels,

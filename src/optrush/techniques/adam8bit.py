@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, Literal
 
 from optrush.planner.ledger import Role, WorkItem
 from optrush.planner.optimizer import OptimizerSpec, States
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
-
-if TYPE_CHECKING:
-    from optrush.kernels.adam8bit import Bits
 
 
 class AdamInBits(Technique):
@@ -21,7 +18,7 @@ class AdamInBits(Technique):
     claims = frozenset({Part.OPTIMIZER})
     searched = False
     last_resort = True
-    bits: ClassVar[Bits]
+    bits: ClassVar[Literal[8, 4]]
     role: ClassVar[Role]  # of its codes with their scales
     kept: ClassVar[str]
     codes: ClassVar[tuple[float, str]]  # reading and writing them: values moved in the same time, and why

@@ -23,13 +23,10 @@ class Rows(Technique):
     verified_on: ClassVar[tuple[str, ...]] = ("cpu",)
     claims = frozenset({Part.BATCH_LAYOUT})
     searched = False  # packing fills rows better
-
-    def padding(self, env: Environment) -> tuple[float, str]:
-        """Return what is left of the padding of one document a row, as a share, and why."""
-        raise AssertionError("each layout is a technique")
+    padding: ClassVar[tuple[float, str]]  # the share of it that is left, of one document a row, and why
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        share, why = self.padding(env)
+        share, why = self.padding
         yield live("padding", why, times=share)
 
     def data(self, trainer: Trainer) -> int:
@@ -53,9 +50,9 @@ class Pad(Rows):
     source = "https://arxiv.org/abs/1706.03762"
     claims = frozenset({Part.BATCH_LAYOUT, Part.ROW_WIDTH})
 
-    def padding(self, env: Environment) -> tuple[float, str]:
+    def predict(self, env: Environment) -> Iterator[Rule]:
         B = env.micro_rows
-        return (B - 1) / B, "up to the longest of a micro-batch, for lengths spread evenly"
+        yield live("padding", "up to the longest of a micro-batch, for lengths spread evenly", times=(B - 1) / B)
 
 
 @dataclass(frozen=True)
@@ -75,9 +72,7 @@ class SortByLength(Rows):
     summary = "one document a row, documents of like length share a step"
     source = "https://arxiv.org/abs/1708.05604"
     claims = frozenset({Part.BATCH_LAYOUT, Part.ROW_WIDTH})
-
-    def padding(self, env: Environment) -> tuple[float, str]:
-        return 0.1, "documents of a micro-batch are nearly as long as each other"
+    padding = (0.1, "documents of a micro-batch are nearly as long as each other")
 
 
 @dataclass(frozen=True)
@@ -101,13 +96,11 @@ class Wrap(Rows):
     summary = "documents one after the other, cut into full rows; they see each other"
     source = "https://arxiv.org/abs/2005.14165"
     numerics = Numerics.DIFFERENT_MATHS
+    padding = (0.02, "rows are full, but for what overlap repeats")
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         do = f"take fewer than {env.seq}, or a longer batch.seq"
         yield Requirement(self.overlap < env.seq, f"`wrap: overlap {self.overlap}`", f"rows of {env.seq} tokens", do)
-
-    def padding(self, env: Environment) -> tuple[float, str]:
-        return 0.02, "rows are full, but for what overlap repeats"
 
     def data(self, trainer: Trainer) -> int:
         how = trainer.config.data.too_long
@@ -138,6 +131,4 @@ class Packing(Rows):
     verified_on = ("cpu", "gpu")
     claims = frozenset({Part.BATCH_LAYOUT, Part.PACKED_ROWS})
     searched = True
-
-    def padding(self, env: Environment) -> tuple[float, str]:
-        return 0.02, "rows hold several documents, and little else"
+    padding = (0.02, "rows hold several documents, and little else")

@@ -12,19 +12,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from optrush.config import Optim, parse_config
-from optrush.errors import ConfigError, NeedsError
+from optrush.errors import ConfigError, ConflictError, NeedsError
+from optrush.hardware import NAMED
 from optrush.models.shapes import SHAPES, ModelShape
-from optrush.optim.apollo import Apollo
 from optrush.planner import search
 from optrush.planner.ledger import Line
 from optrush.resolve import resolve
-from optrush.technique import Part
-from optrush.techniques.apollo import ROOM
-from optrush.techniques.apollo import Apollo as TheTechnique
+from optrush.technique import Environment, Part
+from optrush_apollo import ROOM
+from optrush_apollo import Apollo as TheTechnique
+from optrush_apollo.optimizer import Apollo
 
 from memory import Tracker
 from optimizers import OPTIM, parameters
-from trials import assembled, golden_run, steps, weights
+from trials import KNOWN, assembled, golden_run, steps, weights
 
 RANK = 8
 SIZES = {"a": (24, 300), "odd": (33, 57), "b": (40, 300), "narrow": (50, 8), "norm": (24,)}
@@ -171,10 +172,38 @@ def test_what_it_refuses(box):
     assert "no matrix of this model has more than 96 columns" in error.value.found
     assert "a smaller rank" in error.value.do
     with pytest.raises(ConfigError, match="rank"):
-        resolve(golden_run(box, apollo={"rank": 0}))
+        resolve(golden_run(box, apollo={"rank": 0}), KNOWN)
+
+
+REFUSED = [  # techniques besides, ranks, what is found
+    ({"paged_states": {}}, 1, "a technique that keeps them elsewhere"),
+    ({"lora": {}}, 1, "a technique that freezes them"),
+    ({"tensor": {}}, 2, "by columns"),
+]
+
+
+@pytest.mark.parametrize(("with_", "ranks", "found"), REFUSED, ids=str)
+def test_what_it_does_not_go_with(box, with_, ranks, found):
+    with pytest.raises(NeedsError) as error:
+        resolve(golden_run(box, packed=True, apollo={}, **with_), KNOWN, ranks=ranks, device=NAMED["h200"])
+    assert found in error.value.found and error.value.do
+
+
+def test_it_does_not_reach_experts():
+    (need,) = [n for n in TheTechnique().needs(settled(ModelShape.read(SHAPES["qwen3-30b-a3b"]))) if not n.met]
+    assert "experts" in need.found and need.do
+
+
+def test_another_optimizer_is_a_conflict(box):
+    with pytest.raises(ConflictError, match="the optimizer"):
+        resolve(golden_run(box, packed=True, apollo={}, muon={}), KNOWN)
 
 
 # What the plan says.
+
+
+def settled(shape):
+    return Environment(NAMED["h200"], 1, 2048, 16, 4, 1.0, "float32", True, shape.layers, shape=shape)
 
 
 def setup(shape, device="cuda"):
@@ -192,7 +221,9 @@ def test_states_are_as_predicted(shape, with_):
     """Those of an optimizer of that shape, to the byte."""
     text = f"{{model: {{shape: {shape}}}, objective: pretrain, data: {{random: 4}}, output: x, with: {{{with_}}}}}"
     found = sum(
-        s.bytes for s in search.predict(parse_config(text, "test"), "h200", 1).lines if s.name.startswith("states.")
+        s.bytes
+        for s in search.predict(parse_config(text, "test"), "h200", 1, KNOWN).lines
+        if s.name.startswith("states.")
     )
     s = ModelShape.read(SHAPES[shape])
     rank, norm = (256, 2) if "256" in with_ else (64, 4)
@@ -226,12 +257,12 @@ def test_temporaries_are_as_predicted():
         with tracker:
             ours.step(torch.tensor(1.0), torch.tensor(1.0), torch.tensor(False))
         peak = tracker.measured().peak - sum(x.nbytes for x in held)
-    assert peak == pytest.approx(4 * entries()[Line, "update.rows"].values, rel=0.1)
+    assert peak == pytest.approx(4 * entries()[Line, "update.workspace"].values, rel=0.1)
 
 
 def test_temporaries_beside_updates_in_the_backward_pass():
     """Of a block's matrix while blocks go back, of the embedding after them."""
     early = setup(ModelShape.read(SHAPES["llama-3.2-1b"]))
     early.claimed = frozenset({Part.UPDATE})
-    lines = [e for r in TheTechnique().predict(early) for e in r.entries if e.name.startswith("update.rows")]
+    lines = [e for r in TheTechnique().predict(early) for e in r.entries if e.name.startswith("update.workspace")]
     assert [line.live for line in lines] == ["backward", "end"] and lines[0].values == lines[1].values > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
@@ -10,7 +9,8 @@ from typing import Annotated
 from pydantic import Field
 
 from optrush.models.shapes import ModelShape
-from optrush.planner.ledger import Line, Rule, WorkItem, add, like, live, tagged
+from optrush.planner.ledger import Line, Rule, WorkItem, add
+from optrush.planner.optimizer import OptimizerSpec, States
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 LAUNCHES = 340  # for all matrices together: powers by squaring
@@ -33,9 +33,10 @@ class Apollo(Technique):
     rank: Annotated[int, Field(ge=1)] = 64
 
     name = "apollo"
-    summary = "gradients as long as AdamW's steps, from a sketch of each row: hardly any states"
+    summary = "scales each gradient row to AdamW's step, estimated by random projection; almost no states"
     source = "https://arxiv.org/abs/2412.05270"
     numerics = Numerics.DIFFERENT_MATHS
+    proof = "tests/plugins/test_apollo.py"
     claims = frozenset({Part.OPTIMIZER})
     searched = False  # another path of the weights, and another learning rate
 
@@ -45,41 +46,42 @@ class Apollo(Technique):
         yield env.needs_no_kahan(self.name)
         yield env.needs_whole_rows(self.name)
 
-    def predict(self, env: Environment) -> Iterator[Rule]:
+    def optimizer_spec(self, env: Environment) -> OptimizerSpec:
         """Of a model through transformers the rows are not known here: its states are left as AdamW's, too large."""
-        yield live("update.loop", "some rows at a time, and norms in one kernel", gone=True)
-        yield live("update", "weights and gradients only", times=3 / 7)
         why = "gradients once more, and steps one operator at a time"
-        yield like(tagged("weights"), WorkItem("update.steps", why, "step", values=15.0, role="wide", of=("update",)))
-        if env.shape is None:
+        steps = WorkItem("update.steps", why, "step", values=15.0, role="wide")
+        states, workspace = {}, {}
+        if (s := env.shape) is not None:
+            kept = s.layers * sum(2.0 * rows * min(columns, self.rank) for rows, columns in matrices(s))
+            states["blocks"] = States(kept / s.block_parameters, "wide")
+            for part in ends(s):
+                states[part] = States(2.0 * min(s.width, self.rank) / s.width, "wide")
+            largest = 3.0 * min(ROOM, s.vocab * s.width)  # float32 copies of the rows under way
+            workspace = {"blocks": largest, "embedding": largest}
+        why = "two moments of a sketch of each row, and some rows at a time"
+        return OptimizerSpec(why, states, loop=False, moved=3.0, work={"*": steps}, workspace=workspace)
+
+    def predict(self, env: Environment) -> Iterator[Rule]:
+        yield from super().predict(env)
+        if (s := env.shape) is None:
             return
-        s, flop = env.shape, 0.0
-        whole = {"blocks": [(s.layers * rows, columns) for rows, columns in matrices(s)]}
-        whole |= {part: [(s.vocab, s.width)] for part in ("embedding", "head") if part == "embedding" or not s.tied}
-        for part, shapes in whole.items():
-            flop += sum(2.0 * rows * columns * self.rank for rows, columns in shapes if columns > self.rank)
-            values = sum(2.0 * rows * min(columns, self.rank) for rows, columns in shapes)
-            why = "two moments of a sketch of each row"
-            yield live(f"states.{part}", why, gone=True)
-            yield add(Line(f"states.rows of {part}", why, values, "wide", "always", of=("states",)))
-        vectors = s.parameters - s.width - sum(rows * columns for shapes in whole.values() for rows, columns in shapes)
-        why = "AdamW: a mean and a mean square each"
-        yield add(Line("states.vectors of blocks", why, 2.0 * vectors, "state", "always", of=("states",)))
+        stored = [(s.layers * rows, columns) for rows, columns in matrices(s)] + [(s.vocab, s.width)] * len(ends(s))
+        vectors = s.parameters - s.width - sum(rows * columns for rows, columns in stored)
+        yield add(
+            Line(
+                "states.vectors of blocks", "AdamW: two moments each", 2.0 * vectors, "state", "always", of=("states",)
+            )
+        )
+        flop = sum(2.0 * rows * columns * self.rank for rows, columns in stored if columns > self.rank)
         launches = LAUNCHES + 40 * (4 * s.layers + 1)
-        why = "gradients times signs"
-        yield add(WorkItem("update.sketch", why, "step", flop=flop, launches=launches, of=("update",)))
-        why = "float32 copies of the rows under way"
-        line = Line("update.rows", why, 3.0 * min(ROOM, s.vocab * s.width), "wide", "update")
-        if Part.UPDATE not in env.claimed:
-            yield add(line)
-        else:
-            last = dataclasses.replace(line, name="update.rows of the embedding", live="end")
-            yield add(dataclasses.replace(line, live="backward"), last)
+        yield add(
+            WorkItem("update.sketch", "gradients times signs", "step", flop=flop, launches=launches, of=("update",))
+        )
 
     def optimizer(self, trainer: Trainer) -> int:
         import torch
 
-        from optrush.optim.apollo import Apollo as Optimizer
+        from optrush_apollo.optimizer import Apollo as Optimizer
 
         if any(t.local.dtype == torch.bfloat16 for t in trainer.trained):
             self.demand_triton(trainer.env.device)
@@ -95,3 +97,8 @@ def matrices(s: ModelShape) -> list[tuple[int, int]]:
     """Rows and columns of the matrices of one block, as they are stored."""
     D, F, q, kv = s.width, s.ff_width, s.heads * s.head_width, s.kv_heads * s.head_width
     return [(q + 2 * kv, D), (D, q), (2 * F, D), (D, F)]
+
+
+def ends(s: ModelShape) -> tuple[str, ...]:
+    """Return the parts outside the blocks that have matrices."""
+    return ("embedding",) if s.tied else ("embedding", "head")

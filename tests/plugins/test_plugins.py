@@ -1,0 +1,156 @@
+"""Techniques of other packages: the examples as installed packages, and the page about optimizers as it is written."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from optrush.techniques import ALL
+
+from plugged import EXAMPLES, ROOT, installed, optrush
+from trials import assembled, golden_run, steps
+
+CONFIG: dict[str, Any] = {
+    "model": "tiny", "objective": "sft", "data": {"sample": "recipes", "max_samples": 20, "too_long": "split"},
+    "batch": {"seq": 128, "tokens": 128}, "train": {"steps": 2, "export": False}, "output": "out",
+}  # fmt: skip
+PACKAGES: dict[str, tuple[str, dict[str, Any], str]] = {  # name -> folder, options, what a run says
+    "clip-values": ("plugin", {"limit": 1e-9}, "clip-values (limit=1e-09): 1 change"),
+    "apollo": ("plugin-optimizer", {"rank": 16}, "apollo sketches"),
+}
+each = pytest.mark.parametrize("name", PACKAGES)
+
+
+def plugged(folder: Path, name: str) -> Path:
+    """A run with the technique of an example, and the example installed; return where."""
+    source, options, _ = PACKAGES[name]
+    (folder / "run.yaml").write_text(json.dumps({**CONFIG, "with": {name: options}}))
+    return installed(EXAMPLES / source, folder / "path")
+
+
+@each
+def test_a_technique_of_another_package(tmp_path: Path, name: str) -> None:
+    """Listed, planned, trained with an effect."""
+    path = plugged(tmp_path, name)
+    listed = json.loads(optrush("techniques", "--json", folder=tmp_path, path=path).stdout)
+    assert name in json.dumps(listed)
+    planned = optrush("plan", "run.yaml", "--hardware", "h200", folder=tmp_path, path=path)
+    assert planned.returncode == 0, planned.stderr
+    trained = optrush("train", "run.yaml", folder=tmp_path, path=path)
+    assert trained.returncode == 0 and PACKAGES[name][2] in trained.stderr, trained.stderr
+    lines = [json.loads(x) for x in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    if name == "clip-values":
+        assert all(0 < line["grad_norm"] < 1e-5 for line in lines), "clipped before the norm is taken"
+
+
+def rung_of(folder: Path) -> dict[str, Any]:
+    """The last rung of a ladder without errors."""
+    records = [json.loads(x) for x in (folder / "ladder" / "records.jsonl").read_text().splitlines()]
+    assert not any(r["error"] for r in records), records
+    return dict(records[-1])
+
+
+@pytest.mark.slow
+@each
+def test_a_technique_of_another_package_is_a_rung(tmp_path: Path, name: str) -> None:
+    """Of the ladder of its configuration."""
+    path = plugged(tmp_path, name)
+    optrush("bench", "run.yaml", "--out", "ladder", "--repeats", "1", "--cumulative-only", folder=tmp_path, path=path)
+    assert name in json.dumps(rung_of(tmp_path)["rung"])
+
+
+@pytest.mark.parametrize(("entry", "reason"), [
+    ("clip-values = no_module:X", "ModuleNotFoundError"),
+    ("other = clip_values:ClipValues", "is not the entry point's"),
+    ("clip-values = clip_values:Field", "no subclass"),
+])  # fmt: skip
+def test_a_technique_that_cannot_be_loaded_is_named(tmp_path: Path, entry: str, reason: str) -> None:
+    path = installed(EXAMPLES / "plugin", tmp_path / "path", entry)
+    listed = optrush("techniques", "--json", folder=tmp_path, path=path)
+    assert listed.returncode == 0 and reason in listed.stderr and "optrush-plugin-example is left out" in listed.stderr
+
+
+# The page: files and commands as they stand there.
+
+
+def written(folder: Path) -> list[list[str]]:
+    """Write the files of the page into a folder; return its commands."""
+    text = (ROOT / "docs" / "optimizer.md").read_text("utf-8")
+    for name, content in re.findall(r"```\w+\n# (\S+\.\w+)\n(.*?)```", text, re.DOTALL):
+        (folder / name).write_text(content)
+    (commands,) = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    return [shlex.split(line) for line in commands.splitlines()]
+
+
+def test_the_page_leads_from_nothing_to_a_ladder(tmp_path: Path) -> None:
+    commands = written(tmp_path)
+    assert commands[0] == ["python", "-m", "pip", "install", "-e", "."]
+    path = installed(tmp_path, tmp_path / "path")
+    said = {}
+    for program, *arguments in commands[1:]:
+        assert program == "optrush"
+        ended = optrush(*arguments, folder=tmp_path, path=path)
+        said[arguments[0]] = ended.stdout + ended.stderr
+        assert arguments[0] == "bench" or ended.returncode == 0, ended.stderr
+    assert list(said) == ["techniques", "plan", "train", "bench"]
+    assert "lion" in said["techniques"] and "optimizer  lion (momentum=0.99): 1 change" in said["train"]
+    planned = json.loads(optrush("plan", "run.yaml", "--hardware", "h200", "--json", folder=tmp_path, path=path).stdout)
+    kept = {line["name"]: line["bytes"] for line in planned["lines"]}
+    assert kept["states.blocks"] == kept["weights.blocks"], "one state per weight"
+    rung = rung_of(tmp_path)
+    assert "lion" in json.dumps(rung["rung"]) and rung["verdict"] != "red", said["bench"]
+
+
+@pytest.fixture(scope="module")
+def lion(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The technique of the page, loaded here."""
+    folder = tmp_path_factory.mktemp("lion")
+    written(folder)
+    sys.path.insert(0, str(folder))
+    yield __import__("optrush_lion").Lion
+    sys.path.remove(str(folder))
+
+
+def test_the_optimizer_of_the_page_is_lion(box: Path, lion: Any) -> None:
+    """The paper's program 1, on the gradients of three steps; a skipped step changes nothing."""
+    trainer = assembled(golden_run(box, lion={}), (*ALL, lion))
+    weights = {t.name: t.local.clone() for t in trainer.trained}
+    averages = {name: torch.zeros_like(w) for name, w in weights.items()}
+    inner, decay = trainer.optimizer.step, trainer.config.optim.weight_decay
+
+    def watched(lr: Any, scale: Any, skipped: Any) -> None:
+        before = [t.local.clone() for t in trainer.trained]
+        inner(lr, scale, torch.tensor(True))
+        assert all(torch.equal(t.local, b) for t, b in zip(trainer.trained, before, strict=True))
+        for t in trainer.trained:
+            g, m, w = t.grad / scale, averages[t.name], weights[t.name]
+            w.sub_(lr * ((0.9 * m + 0.1 * g).sign() + (decay if t.decays else 0.0) * w))
+            m.mul_(0.99).add_(0.01 * g)
+        inner(lr, scale, skipped)
+
+    trainer.optimizer.step = watched
+    list(steps(trainer, 3))
+    for t in trainer.trained:
+        torch.testing.assert_close(t.local, weights[t.name], rtol=1e-5, atol=1e-6, msg=t.name)
+        state = trainer.optimizer.state()[t.name]["average"]
+        torch.testing.assert_close(state, averages[t.name], rtol=1e-5, atol=1e-7, msg=t.name)
+
+
+def losses(box: Path, folder: str, with_: dict[str, Any]) -> list[float]:
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    lion = __import__("optrush_lion").Lion
+    return [f[0] for f in steps(assembled(golden_run(box, packed=True, lion={}, **with_), (*ALL, lion)), 3)]
+
+
+def test_the_optimizer_of_the_page_is_sharded(box: Path, pair: Any, tmp_path: Path) -> None:
+    written(tmp_path)
+    one, two = losses(box, str(tmp_path), {}), pair(losses, box, str(tmp_path), {"fsdp": {}})
+    assert all(side == pytest.approx(one, rel=1e-4) for side in two)
