@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
-from typing import Any
+import re
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -261,3 +263,21 @@ def test_every_technique_predicts(cls):
         rules = list(t.predict(env))
         assert rules and all(r.reason for r in rules)
         apply_rules(baseline.entries(LLAMA, 2048, native=True, cuda=True), FLOAT32, rules)
+
+
+def test_every_tag_is_in_the_documentation():
+    text = (Path(__file__).parents[2] / "docs/plan.md").read_text("utf-8")
+    table = text.partition("| tags | of what |")[2].partition("\n\n")[0]
+    named = [tag for row in table.splitlines()[2:] for tag in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    assert sorted(named) == sorted(get_args(ledger.Tag))
+
+
+def test_no_entry_is_without_tags_that_rules_look_for():
+    """What names say of the lines of the baseline, tags say too."""
+    for shape in map(ModelShape.read, SHAPES.values()):
+        for entry in baseline.entries(shape, 2048, native=True, cuda=True):
+            kind, _, rest = entry.name.partition(".")
+            if rest and kind not in ("working", "feed", "head"):
+                assert kind in entry.of, entry.name
+            assert ("launches" in entry.of) == entry.name.endswith(".launches"), entry.name
+            assert kind != "head" or "loss" in entry.of, entry.name
