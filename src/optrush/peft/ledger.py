@@ -11,22 +11,8 @@ from typing import TYPE_CHECKING
 from optrush.config import nearest
 from optrush.errors import NeedsError
 from optrush.hardware import Device
-from optrush.planner.ledger import (
-    OURS,
-    WAYS,
-    Line,
-    Role,
-    Rule,
-    Tag,
-    WorkItem,
-    add,
-    freeze_rule,
-    like,
-    live,
-    retype,
-    saved,
-    tagged,
-)
+from optrush.planner import ledger
+from optrush.planner.ledger import WAYS, Line, Role, Rule, Tag, WorkItem, add, like, live, saved, tagged
 from optrush.technique import LINEARS as technique_linears
 from optrush.technique import Environment, Part, Requirement, compilers
 
@@ -161,7 +147,7 @@ def predict_frozen(
     """
     trained: dict[Tag, bool] = {"embedding": EMBEDDING in save, "head": HEAD in save}
     why, stays = "frozen: no gradient, no state", "frozen: held in the products' type, and so never cast"
-    yield freeze_rule(tagged(no=("adapters", *(part for part, learns in trained.items() if learns))), why)
+    yield ledger.freeze_rule(tagged(no=("adapters", *(part for part, learns in trained.items() if learns))), why)
     if Part.LINEARS not in env.claimed:  # else the technique that stores them has rules
         yield live("weights.blocks", stays, role="product")
     if not trained["embedding"]:
@@ -272,11 +258,11 @@ def expert_share(shape: ModelShape | None) -> float:
 def predict_quantized(env: Environment, width_bytes: float) -> Iterator[Rule]:
     """Yield the rules for blocks whose weights take `width_bytes` each; their norms' few values are counted alike."""
     why = f"frozen, in {8 * width_bytes:.3f} bits each"
-    yield retype({"stored": width_bytes}, why)
+    yield ledger.retype({"stored": width_bytes}, why)
     yield live("weights.blocks", why, role="stored")
     yield live("casts.blocks", "made dense in the products' type, never cast", gone=True)
     routed = env.shape is not None and env.shape.experts is not None
-    launches = OURS * (6.0 if routed else 7.0) * env.blocks  # one for each of q, k, v, o, gate, up, down
+    launches = ledger.OURS * (6.0 if routed else 7.0) * env.blocks  # one for each of q, k, v, o, gate, up, down
     for way in WAYS:
         why = "codes of a linear read, to make it dense"
         yield like("casts.blocks", WorkItem(f"{way}.packed", why, "micro", values=1.0, role="stored", of=(way,)))

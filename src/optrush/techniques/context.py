@@ -8,20 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from optrush.planner.ledger import (
-    COLLECTIVE_LAUNCHES,
-    WAYS,
-    Line,
-    Role,
-    Rule,
-    Way,
-    WorkItem,
-    add,
-    cut,
-    live,
-    saved,
-    tagged,
-)
+from optrush.planner import ledger
+from optrush.planner.ledger import WAYS, Line, Role, Rule, Way, WorkItem, add, cut, live, saved, tagged
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique
 
 if TYPE_CHECKING:
@@ -222,7 +210,7 @@ def _exchange(env: Environment, why: str, values: float, whole: float, awaited: 
 
 def _started(env: Environment, calls: int) -> Iterator[Rule]:
     """Yield what the host takes to start so many collectives of a block, each way."""
-    launches = COLLECTIVE_LAUNCHES * calls * env.blocks
+    launches = ledger.COLLECTIVE_LAUNCHES * calls * env.blocks
     for way in WAYS:
         why, of = "the host starts collectives", (way, "exchange", "launches")
         yield add(WorkItem(f"{way}.exchange.launches", why, "micro", launches=launches, of=of))

@@ -152,14 +152,10 @@ class Pipeline(Technique):
         tied, elsewhere = env.shape is not None and env.shape.tied, "on another rank"
         if not ends:
             yield live(tagged("loss"), elsewhere, gone=True)
-            yield live("casts.head", elsewhere, gone=True)
-            for kind in ("weights", "gradients", "states"):
-                yield live(f"{kind}.norm", elsewhere, gone=True)
-                if not tied:
-                    yield live(f"{kind}.head", elsewhere, gone=True)
+            yield live(tagged("norm"), elsewhere, gone=True)
+            yield live(tagged("head"), elsewhere, gone=True)
         if not (begins or (ends and tied)):
-            for kind in ("weights", "gradients", "states"):
-                yield live(f"{kind}.embedding", elsewhere, gone=True)
+            yield live(tagged("embedding"), elsewhere, gone=True)
         if not (begins and ends):
             yield live(tagged("tied"), "the two gradients are on different ranks", gone=True)
         s = env.shape

@@ -8,19 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from optrush.planner.ledger import (
-    COLLECTIVE_LAUNCHES,
-    WAYS,
-    Rule,
-    WorkItem,
-    add,
-    at_head,
-    cut,
-    head_gradient,
-    like,
-    live,
-    tagged,
-)
+from optrush.planner import ledger
+from optrush.planner.ledger import COLLECTIVE_LAUNCHES, WAYS, Rule, WorkItem, add, cut, like, live, tagged
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 if TYPE_CHECKING:
@@ -99,11 +88,8 @@ class TensorParallel(Technique):
         """Yield a rank's shares, and the stream's way over the link, for which the products wait."""
         n, L, D = self.size, env.blocks, 0 if env.shape is None else env.shape.width
 
-        tied = env.shape is not None and env.shape.tied
-        for kind in ("weights", "gradients", "states"):  # of the baseline: adapters are whole on every rank
-            for part in ("blocks", "embedding", *(() if tied else ("head",))):
-                yield cut(f"{kind}.{part}", "tp", n, "a rank holds its rows or columns")
-        yield cut(tagged("casts"), "tp", n, "a rank's rows or columns")
+        for part in (tagged("blocks"), tagged("embedding"), tagged("head")):  # adapters are whole on every rank
+            yield cut(part, "tp", n, "a rank holds its rows or columns")
         yield cut("update.loop", "tp", n, "of a rank's rows")
         yield cut(tagged("tied"), "tp", n, "a rank's rows of the vocabulary")
         yield cut(tagged("heads"), "tp", n, "a rank's own heads")
@@ -184,11 +170,11 @@ def _loss(env: Environment) -> Iterator[Rule]:
     why = "logits, exponentials and three terms of their gradient in float32, and a mask, at once, 5.25 V"
     # Less one of the two gradients in the products' type that a chunk counts, which is not there yet.
     values = 4.75 if Part.HEAD in env.claimed else 5.25
-    yield like("head.logits", at_head("logits.across", why, values, "wide", "logits"))
+    yield like("head.logits", ledger.at_head("logits.across", why, values, "wide", "logits"))
     why = "operators of a chunk, one at a time, beside what a compiled one reads and writes"
     yield like("head.logits", WorkItem("head.across", why, "token", values=20.0, role="wide", of=("loss",)))
     if Part.HEAD not in env.claimed and Part.ADAPTERS not in env.claimed:
-        yield head_gradient()
+        yield ledger.head_gradient()
 
 
 def _sizes(s: ModelShape) -> tuple[tuple[str, int], ...]:
