@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 import pytest
 
 from optrush.config import Config, parse_config
+from optrush.hardware import parse_hardware
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.planner import ledger, search
 from optrush.planner.frozen import frozen_parameters
@@ -81,7 +82,7 @@ def test_memory(names: tuple[str, ...], shape: str, monkeypatch: pytest.MonkeyPa
 def test_a_checkpoint_has_what_is_trained() -> None:
     shape = ModelShape.read(SHAPES["llama-3.2-1b"])
     frozen = sum(n for name, n in shape.named_parameters() if name.startswith("embedding.") or fnmatchcase(name, EIGHT))
-    ((book,), *_) = search.books_of(run(EIGHT, "embedding.*"), search.parse_hardware("h200")[0], 1, CLASSES)
+    ((book,), *_) = search.books_of(run(EIGHT, "embedding.*"), parse_hardware("h200")[0], 1, CLASSES)
     assert ledger.saved_bytes(book) == pytest.approx((shape.parameters - frozen) * 6)
 
 

@@ -424,12 +424,10 @@ class ModelShape:
         yield "o", LinearShape("o", self.attended_width, {"o_proj": D}, attending, self.o_bias)
         if d is not None:
             z = d.heads * d.value
-            inputs = {"qkv": d.channels, "z": z, "b": d.heads, "a": d.heads}
-            inputs = {"qkvz": d.channels + z, "ba": 2 * d.heads} if d.by_key_head else inputs
-            for name, width, outputs in (
-                *((f"in_proj_{n}", D, rows) for n, rows in inputs.items()),
-                ("out_proj", z, D),
-            ):
+            rows = {"qkv": d.channels, "z": z, "b": d.heads, "a": d.heads}
+            rows = {"qkvz": d.channels + z, "ba": 2 * d.heads} if d.by_key_head else rows
+            sizes = {f"in_proj_{part}": (D, outputs) for part, outputs in rows.items()} | {"out_proj": (z, D)}
+            for name, (width, outputs) in sizes.items():
                 yield name, LinearShape(f"delta.{name}", width, {name: outputs}, mixed)
         sparse = () if self.experts is None else self.experts.layers
         shared = 0 if self.experts is None else self.experts.shared_width

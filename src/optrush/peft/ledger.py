@@ -268,8 +268,7 @@ def predict_quantized(env: Environment, width_bytes: float) -> Iterator[Rule]:
         yield like("casts.blocks", WorkItem(f"{way}.packed", why, "micro", values=1.0, role="stored", of=(way,)))
         why = "the dense weight of a linear written"
         yield like("casts.blocks", WorkItem(f"{way}.unpacked", why, "micro", values=1.0, role="product", of=(way,)))
-        name, why, of = f"{way}.unpacking.launches", "a kernel for each piece", (way, "launches")
-        yield add(WorkItem(name, why, "micro", launches=launches, of=of))
+        yield add(ledger.launched(way, "unpacking.launches", "a kernel for each piece", launches))
     if env.shape is not None:
         s = env.shape
         largest = max(linear.inputs * linear.outputs for linear in s.linears.values())

@@ -111,7 +111,9 @@ def _block(s: ModelShape, T: int, native: bool, cuda: bool) -> Iterator[Line]:
     D, F = s.width, s.active_width
 
     def saved(name: str, reason: str, values: float, *of: Tag, role: Role = "product") -> Line:
-        return ledger.saved(name, reason, s.layers * values, s.layers, *of, role=role, side="feed" * ("mlp" in of))
+        return ledger.saved(
+            name, reason, s.layers * values, s.layers, *of, role=role, side="feed" if "mlp" in of else ""
+        )
 
     yield Line("input", "what enters a block, D", s.layers * D, "residual", "saved", True, s.layers, of=("stream",))
     yield saved("middle", "what its feed-forward part adds to, D", D, "stream", "product-output")
@@ -191,7 +193,7 @@ def _routed(s: ModelShape, e: ExpertsShape) -> Iterator[Line]:
     D, share, k = s.width, len(e.layers) / s.layers, e.active
 
     def saved(name: str, reason: str, values: float, *of: Tag, role: Role = "product") -> Line:
-        return ledger.saved(name, reason, s.layers * values, s.layers, "experts", *of, role=role, side="feed")
+        return ledger.saved(name, reason, s.layers * values, s.layers, "experts", *of, role=role)
 
     yield saved("routed", "rows of a token's experts, k D", share * k * D, "product-input")
     if e.scaled_input:
@@ -310,8 +312,7 @@ def _between_products(s: ModelShape, T: int, way: Way) -> Iterator[WorkItem]:
     yield moved("elementwise", "norms, rotation, gating", L * each, "elementwise")
     why = "the same one operator at a time"
     yield moved("eager", why, times * 75 * L * s.width, "elementwise", "fusable", role="plain")
-    why, of = f"about {times * 45} operators a block", (way, "launches", "fusable")
-    yield WorkItem(f"{way}.launches", why, "micro", launches=times * 45 * L, of=of)
+    yield ledger.launched(way, "launches", f"about {times * 45} operators a block", times * 45 * L, "fusable")
 
 
 def _delta_rule_work(d: DeltaShape, T: int) -> Iterator[WorkItem]:
@@ -324,15 +325,15 @@ def _delta_rule_work(d: DeltaShape, T: int) -> Iterator[WorkItem]:
         yield WorkItem(f"{way}.rule", why, "token", times * flop, of=(way, "delta"))
         why = f"what a chunk reads and writes{again}"
         yield WorkItem(f"{way}.rule.moved", why, "token", values=times * values, role="wide", of=(way, "delta"))
-        why, launches = f"{6 * times} operators a chunk of a row", 6 * times * chunks
-        yield WorkItem(f"{way}.rule.launches", why, "micro", launches=launches, of=(way, "delta", "launches"))
+        why = f"{6 * times} operators a chunk of a row"
+        yield ledger.launched(way, "rule.launches", why, 6 * times * chunks, "delta")
 
 
 def _experts_work(s: ModelShape, e: ExpertsShape) -> Iterator[WorkItem]:
     D, sparse, k = s.width, len(e.layers), e.active
     for way, each in zip(WAYS, (2, 4), strict=True):
-        why, flop = f"{each} a weight of the routers", each * sparse * D * e.count
-        yield WorkItem(f"{way}.router", why, "token", flop, of=(way, "experts"))
+        why = f"{each} a weight of the routers"
+        yield WorkItem(f"{way}.router", why, "token", each * sparse * D * e.count, of=(way, "experts"))
     for way, each in zip(WAYS, (2, 4), strict=True):
         # torch's grouped product has some 0.83 of the rate of a single one (551 to 714 TFLOP/s at 30B-A3B's shapes).
         why, flop = "products of groups of rows, slower than one product", each / 10 * 6 * k * e.ff_width * D * sparse

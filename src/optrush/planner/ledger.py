@@ -151,15 +151,19 @@ def _tags(name: str, of: tuple[Tag, ...], per_token: bool, per_block: bool) -> f
     return frozenset((f"'{name}'", *of, *["per-token"] * per_token, *["per-block"] * per_block))
 
 
-def saved(
-    name: str, reason: str, values: float, blocks: int, *of: Tag, role: Role = "product", side: Side = ""
-) -> Line:  # fmt: skip
+def saved(name: str, reason: str, values: float, blocks: int, *of: Tag, role: Role = "product") -> Line:
     """Return the line of what all blocks together keep of a token from their forward to their backward pass."""
+    side: Side = "feed" if "mlp" in of or "experts" in of else ""
     return Line(f"saved.{name}", reason, values, role, "saved", True, blocks, side=side, of=("saved", *of))
 
 
 Entry = Line | WorkItem
 Kind = enum.IntEnum("Kind", "ADD RETYPE FREEZE CUT LIVE")  # of rules, in the order in which they are applied
+
+
+def launched(way: Way, name: str, reason: str, launches: float, *of: Tag) -> WorkItem:
+    """Return the work of operators that the host starts in each micro-batch's pass."""
+    return WorkItem(f"{way}.{name}", reason, "micro", launches=launches, of=(way, "launches", *of))
 
 
 def at_head(

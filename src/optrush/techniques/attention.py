@@ -83,8 +83,8 @@ class Attention(Technique):
         masked = self.impl == "sdpa" and (Part.PACKED_ROWS in env.claimed or sinks or window or chunks)
         spread = not masked and {"sdpa": _ungrouped(env), "varlen": _older_torch() or sinks}.get(self.impl, False)
         whole = spread and not env.native  # transformers leaves it to torch, which then takes plain products
-        stay = ("heads",) if whole else ()
-        yield live(tagged("scores", no=stay), "scores stay on the chip, and the kernel keeps none", gone=True)
+        moved = tagged("scores", no=("heads",)) if whole else tagged("scores")
+        yield live(moved, "scores stay on the chip, and the kernel keeps none", gone=True)
         if masked:
             why, values = "the mask of rows with documents, a window, chunks or sinks, T a slot", env.blocks * env.seq
             if s is not None and sinks:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from optrush.planner.ledger import COMPILED, WAYS, Rule, WorkItem, add, live, tagged
+from optrush.planner.ledger import COMPILED, WAYS, Rule, add, launched, live, tagged
 from optrush.technique import (
     RANK_PARTS,
     Environment,
@@ -69,8 +69,7 @@ class Compile(Technique):
             yield live(tagged("fusable", "elementwise"), why, times=ON_CPU)
         for way, kernels in zip(WAYS, (16, 31), strict=True):
             why, launches = f"about {kernels} kernels a block", COMPILED * kernels * env.blocks
-            name, of = f"{way}.compiled.launches", (way, "launches")
-            yield add(WorkItem(name, why, "micro", launches=launches, of=of))
+            yield add(launched(way, "compiled.launches", why, launches))
 
     def compile(self, trainer: Trainer) -> int:
         import torch

@@ -212,8 +212,7 @@ def _started(env: Environment, calls: int) -> Iterator[Rule]:
     """Yield what the host takes to start so many collectives of a block, each way."""
     launches = ledger.COLLECTIVE_LAUNCHES * calls * env.blocks
     for way in WAYS:
-        why, of = "the host starts collectives", (way, "exchange", "launches")
-        yield add(WorkItem(f"{way}.exchange.launches", why, "micro", launches=launches, of=of))
+        yield add(ledger.launched(way, "exchange.launches", "the host starts collectives", launches, "exchange"))
 
 
 def _link(

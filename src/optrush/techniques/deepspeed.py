@@ -148,8 +148,9 @@ class DeepSpeed(Technique):
             parts += [] if env.shape is None or env.shape.tied else ["head"]
             why = "what products read, beside the float32 weights"
             for part in parts:
-                name, blocks, of = f"copies.{part}", env.blocks if part == "blocks" else 1, ("copies", part)
-                yield like(f"weights.{part}", Line(name, why, 1.0, "product", "always", blocks=blocks, of=of))
+                blocks = env.blocks if part == "blocks" else 1
+                line = Line(f"copies.{part}", why, 1.0, "product", "always", blocks=blocks, of=("copies", part))
+                yield like(f"weights.{part}", line)
         if self.stage == 3:
             yield from self._gathered(env, "weights" if frozen else "copies")
         yield from super().predict(env)

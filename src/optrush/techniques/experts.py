@@ -91,7 +91,7 @@ class ExpertParallel(Technique):
         yield add(
             Line("working.arriving", rows, share * k * D, "product", "forward", True),
             Line("feed.arriving", "and their gradients", share * k * D, "product", "backward", True, side="feed"),
-            saved("arriving", places, sparse * 5 * k, L, "experts", role="wide", side="feed"),
+            saved("arriving", places, sparse * 5 * k, L, "experts", role="wide"),
         )
         if "dp" in env.sharded and not env.blocks_alone:
             why = "experts are a group of their own in each layer"

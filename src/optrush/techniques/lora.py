@@ -12,7 +12,7 @@ from pydantic import Field
 
 from optrush.errors import NeedsError
 from optrush.peft import io, ledger
-from optrush.planner.ledger import OURS, WAYS, Line, Role, Rule, WorkItem, add, saved
+from optrush.planner.ledger import OURS, WAYS, Line, Role, Rule, WorkItem, add, launched, saved
 from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, Trainer
 
 if TYPE_CHECKING:
@@ -176,9 +176,9 @@ class Lora(Technique):
             saved("low", why, low + rows * self.dora, L, "adapters"),
             Line("saved.laid", copies, laid, "product", "saved", blocks=L, of=("saved", "adapters")),
         )
-        for way, each in zip(WAYS, (2, 4), strict=True):
-            why = f"{each} a value of A and of B over all rows"
-            yield add(WorkItem(f"{way}.adapters", why, "token", each * laid, of=(way,)))
+        for way, times in zip(WAYS, (2, 4), strict=True):
+            why = f"{times} a value of A and of B over all rows"
+            yield add(WorkItem(f"{way}.adapters", why, "token", times * laid, of=(way,)))
         for way, values in zip(WAYS, (there, back), strict=True):
             why = "rows of the experts, whose adapters' products are apart from theirs"
             if values:
@@ -186,7 +186,7 @@ class Lora(Technique):
         for way, kernels in zip(WAYS, (3, 7), strict=True):
             factor = OURS if Part.COMPILED in env.claimed else 1.0  # else assumed, not measured
             why, launches = f"{kernels} kernels a linear", factor * kernels * sum(keep.values())
-            yield add(WorkItem(f"{way}.adapters.launches", why, "micro", launches=launches, of=(way, "launches")))
+            yield add(launched(way, "adapters.launches", why, launches))
         if self.dora:
             yield from _lengths(env, crossed, weights, rows)
 

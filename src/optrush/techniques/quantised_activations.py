@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from optrush.planner.ledger import WAYS, Line, Rule, WorkItem, add, like, live, tagged
+from optrush.planner.ledger import WAYS, Line, Rule, WorkItem, add, launched, like, live, tagged
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 ONE = "leave one of the two out"
@@ -72,8 +72,8 @@ class QuantisedActivations(Technique):
             why = "saved values rounded, or made again, by several operators"
             work = WorkItem(f"{way}.rounded", why, "token", values=values, role="wide", of=(way,))
             yield like("saved.gate_up", work)
-            why, launches = "of 12 tensors a block", (16.0 if way == "forward" else 8.0) * 12 * L
-            yield add(WorkItem(f"{way}.rounded.launches", why, "micro", launches=launches, of=(way, "launches")))
+            launches = (16.0 if way == "forward" else 8.0) * 12 * L
+            yield add(launched(way, "rounded.launches", "of 12 tensors a block", launches))
 
     def wrap_step(self, trainer: Trainer) -> int:
         import torch

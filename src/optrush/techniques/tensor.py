@@ -113,8 +113,7 @@ class TensorParallel(Technique):
                 WorkItem(f"{way}.links", why, "token", unit="link", values=calls * D * (n - 1) / n, role="product",
                          of=(way, "exchange"), awaited=True, entering=calls * D * entering,
                          steps=calls * (hosts - 1.0)),
-                WorkItem(f"{way}.links.launches", "the host starts collectives", "micro", launches=started,
-                         of=(way, "exchange", "launches")),
+                ledger.launched(way, "links.launches", "the host starts collectives", started, "exchange"),
             )  # fmt: skip
 
     def split(self, trainer: Trainer) -> int:
