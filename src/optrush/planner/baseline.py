@@ -111,9 +111,7 @@ def _block(s: ModelShape, T: int, native: bool, cuda: bool) -> Iterator[Line]:
     D, F = s.width, s.active_width
 
     def saved(name: str, reason: str, values: float, *of: Tag, role: Role = "product") -> Line:
-        return ledger.saved(
-            name, reason, s.layers * values, s.layers, *of, role=role, side="feed" if "mlp" in of else ""
-        )
+        return ledger.saved(name, reason, s.layers * values, s.layers, *of, role=role)
 
     yield Line("input", "what enters a block, D", s.layers * D, "residual", "saved", True, s.layers, of=("stream",))
     yield saved("middle", "what its feed-forward part adds to, D", D, "stream", "product-output")
