@@ -13,6 +13,7 @@ RunError             the run itself failed (three bad updates in a row): exit co
 from __future__ import annotations
 
 LONGEST = 1000  # characters of a line
+NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
 
 def one_line(text: str, longest: int = 300) -> str:
@@ -30,6 +31,13 @@ def reason(error: BaseException) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's message; its class where it has none."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def exhausted(error: BaseException) -> bool:
+    """Return whether an error is a lack of memory, of the allocators of a GPU and a CPU and of CUDA's libraries."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY)
+    )
 
 
 def _cut(text: str, longest: int) -> str:

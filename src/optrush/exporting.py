@@ -27,7 +27,7 @@ from optrush.data import sample as recipes
 from optrush.data.batch import collate
 from optrush.data.chat_template import Tokens, turn_ends
 from optrush.data.schema import Document
-from optrush.errors import ConfigError, DataError, RunError, UserError
+from optrush.errors import ConfigError, DataError, RunError, UserError, exhausted
 from optrush.models import fp8_folder, gguf
 from optrush.models.experts import Experts
 from optrush.models.hf import load_plain
@@ -40,7 +40,7 @@ from optrush.restore import RebuiltModel, open_run, rebuild
 from optrush.tokenizer_files import copy_processor, copy_tokenizer
 from optrush.trainer import run_dir
 from optrush.trainer.distributed import agree, from_first, from_stages, gathered, is_gathered
-from optrush.trainer.trainer import Trainer, exhausted
+from optrush.trainer.trainer import Trainer
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 

@@ -26,14 +26,13 @@ from optrush.data.chat_template import Tokens, open_tokenizer, turn_ends
 from optrush.data.mask import Template, any_of
 from optrush.data.readers import read_rows
 from optrush.data.schema import Completion, Message, RowLocation, Text, parts_of
-from optrush.errors import ConfigError, DataError, NeedsError, RunError, first_line
+from optrush.errors import ConfigError, DataError, NeedsError, RunError, exhausted, first_line
 from optrush.files import parse_json
 from optrush.models.hf import load_plain
 from optrush.models.source import locate
 from optrush.restore import open_run
 from optrush.technique import library
 from optrush.trainer.run_dir import RUN
-from optrush.trainer.trainer import exhausted
 
 ADAPTER = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

@@ -23,6 +23,12 @@ from optrush.errors import ConfigError
 
 GIB = 2**30
 CONTEXT_BYTES = 800 << 20  # of a CUDA process on its device, in addition to torch's allocations
+TILE = 64  # rows or columns behind a matrix fill whole tiles of a product; else a compiler would pad, and copy
+
+
+def tiles(many: int) -> int:
+    """Round up to whole tiles."""
+    return many + -many % TILE
 
 
 @dataclass(frozen=True)

@@ -299,5 +299,9 @@ def test_a_process_writes_its_figures_before_it_is_profiled(monkeypatch: pytest.
 
 
 def test_the_head_of_a_pass_for_reference_is_the_heads_work() -> None:
-    works = [WorkItem(name, "", "token", 1.0) for name in ("head.products", "reference.head", "forward.qkv")]
+    works = (
+        WorkItem("head.products", "", "token", 1.0, of=("loss",)),
+        WorkItem("reference.head", "", "token", 1.0, of=("loss",)),
+        WorkItem("forward.qkv", "", "token", 1.0, of=("forward", "products")),
+    )
     assert [cost._part(w) for w in works] == ["head", "head", "products"]

@@ -16,14 +16,13 @@ from torch._dynamo.utils import counters
 from meshes import further
 from optrush.decide import decide
 from optrush.errors import NeedsError
-from optrush.hardware import parse_hardware
+from optrush.hardware import TILE, parse_hardware
 from optrush.kernels import lora_matmul, swiglu, swiglu_quack
 from optrush.kernels.lora_matmul import Padding, concat_in_padding, concat_padded, with_padding
 from optrush.models import activation_offload
 from optrush.models.decoder import Linear
 from optrush.peft import lora
 from optrush.peft.adapter import AdapterToggle, place
-from optrush.peft.ledger import TILE
 from optrush.peft.lora import Lora, Settings
 from optrush.peft.quantized import Form, QuantizedLinear
 from optrush.planner import baseline, search

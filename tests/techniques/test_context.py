@@ -14,7 +14,7 @@ from optrush.decide import decide
 from optrush.errors import NeedsError
 from optrush.kernels import attention, attention_varlen, context_parallel
 from optrush.planner import baseline
-from optrush.planner.ledger import FLOAT32, Line, apply_rules, cut, line_bytes, peak_memory
+from optrush.planner.ledger import FLOAT32, Line, apply_rules, cut, line_bytes, peak_memory, tagged
 from optrush.technique import in_order, instantiate
 from optrush.techniques import ALL
 from optrush.trainer.trainer import evaluate
@@ -182,7 +182,7 @@ def test_a_rank_of_four_has_a_quarter_of_all_that_grows_with_the_tokens():
 def test_a_chunk_of_the_loss_is_full_later():
     """Each rank fills its own: only a micro-batch of so many more tokens needs a whole chunk."""
     line = Line("chunk", "", 1.0, "byte", "head", True, most_tokens=100)
-    book = apply_rules([line], FLOAT32, [cut("*", "cp", 4, "", by_token=True)])
+    book = apply_rules([line], FLOAT32, [cut(tagged("per-token"), "cp", 4, "")])
     assert [peak_memory(book, tokens).bytes for tokens in (200, 400, 800)] == [50, 100, 100]
 
 

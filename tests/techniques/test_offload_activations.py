@@ -21,7 +21,7 @@ from meshes import further
 from optrush import hardware
 from optrush.cli.plan import memory_lines
 from optrush.decide import decide
-from optrush.errors import NeedsError
+from optrush.errors import NeedsError, exhausted
 from optrush.hardware import CPU, NAMED
 from optrush.models import activation_offload as module
 from optrush.models.activation_offload import Offload, Pages
@@ -31,7 +31,7 @@ from optrush.technique import Environment, Part, settle
 from optrush.techniques import ALL
 from optrush.techniques.offload_activations import OffloadActivations
 from optrush.trainer.run import RunRequest, run
-from optrush.trainer.trainer import evaluate, exhausted
+from optrush.trainer.trainer import evaluate
 
 from golden.make_golden import SIZES, T
 from trials import assembled, golden_run, shaped, steps, weights

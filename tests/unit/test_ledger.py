@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
-from typing import Any
+import re
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -27,6 +29,7 @@ from optrush.planner.ledger import (
     live,
     peak_memory,
     retype,
+    tagged,
 )
 from optrush.technique import Environment, Part, Technique, instantiate
 from optrush.techniques import ALL
@@ -89,18 +92,24 @@ def setup_of(with_: dict[str, dict[str, Any]]) -> Environment:
         retype({"byte": 2}, "two"),  # given below a second time
         live("no.such", "nothing", gone=True),
         cut("no.such", "dp", 2, "nothing"),
-        cut("casts", "dp", 2, "a name, no pattern"),
-        freeze_rule("no.such", "nothing"),
+        cut("casts", "dp", 2, "of that name there is work alone"),
+        freeze_rule("weights.blocks", "neither gradients nor states"),
         like("no.such", Line("new", "new", 1.0, "byte", "always")),
-        live("weights.*", "none of them is fusable", fusable=True, gone=True),
+        live(tagged("weights", "fusable"), "none of them is fusable", gone=True),
+        live(tagged("casts", no=("blocks", "head")), "there are no others", gone=True),
+        live(
+            tagged("scores", no=("saved", "forward", "backward"), but="working.scores.forward.held"),
+            "no field",
+            times=2,
+        ),
         add(Line("weights.blocks", "there is one of that name", 1.0, "byte", "always")),
     ],
-    ids=lambda rule: f"{rule.kind.name} {rule.match}",
+    ids=lambda rule: f"{rule.kind.name} {rule.match or ''}",
 )
 def test_a_rule_that_matches_nothing_raises(rule: Rule):
     entries = baseline.entries(LLAMA, 2048, native=True, cuda=True)
     rules = [rule, retype({"byte": 3}, "three")]
-    with pytest.raises(ValueError, match=r"nothing is called|different widths|two entries"):
+    with pytest.raises(ValueError, match=r"nothing to change|no line of the baseline|different widths|two entries"):
         apply_rules(entries, FLOAT32, rules)
 
 
@@ -112,7 +121,10 @@ def test_a_role_that_nothing_has():
 def test_gradients_that_end_where_they_are_made():
     """Of the blocks one at a time; what is made before them is gone then, what comes after them is not there yet."""
     places: tuple[ledger.ComputedIn, ...] = ("block", "before", "after", "throughout")
-    lines = [Line(f"g.{m}", m, 12.0, "byte", "gradient", blocks=4 if m == "block" else 1, computed=m) for m in places]
+    lines = [
+        Line(f"g.{m}", m, 12.0, "byte", "gradient", blocks=4 if m == "block" else 1, computed=m, of=("gradients",))
+        for m in places
+    ]
 
     def held_in(phase: str, *rules: Rule) -> list[float]:
         book = apply_rules(lines, FLOAT32, rules)
@@ -120,7 +132,7 @@ def test_gradients_that_end_where_they_are_made():
         shares = [ledger._shares(line, book.accumulation)[place] for line in book.lines]
         return [ledger.line_bytes(book, line) * share for line, share in zip(book.lines, shares)]
 
-    stepped = live("g.*", "updated at once", freed_on_update=True)
+    stepped = live(tagged("gradients"), "updated at once", freed_on_update=True)
     assert held_in("backward, last block", stepped) == [3, 0, 0, 12]
     assert held_in("backward, first block", stepped) == [3, 0, 0, 12]
     assert held_in("backward, embedding", stepped) == [0, 0, 12, 12]
@@ -128,17 +140,21 @@ def test_gradients_that_end_where_they_are_made():
     assert held_in("backward, first block") == [12, 12, 0, 12] and held_in("backward, embedding") == [12] * 4
     assert all(held_in(phase, stepped) == [0] * 4 for phase in ("forward", "head", "update"))
     assert held_in("update") == [12] * 4
-    assert held_in("update", live("g.*", "elsewhere", live="end")) == [0] * 4
+    assert held_in("update", live(tagged("gradients"), "elsewhere", live="end")) == [0] * 4
     coded = held_in("update", live("g.block", "a code", role="code"))
     assert coded == pytest.approx([12 * (1 + 4 / 256), 12, 12, 12])
 
 
-def test_freezing_leaves_no_gradient_and_no_state():
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_freezing_leaves_no_gradient_and_no_state(share):
+    """Nor does a checkpoint have what is frozen."""
     entries = baseline.entries(LLAMA, 2048, native=True, cuda=True)
-    book = apply_rules(entries, FLOAT32, [freeze_rule("blocks", "an adapter learns instead")])
+    book = apply_rules(entries, FLOAT32, [freeze_rule(tagged("blocks"), "an adapter learns instead", share)])
+    left = N - share * N_BLOCKS
     assert held(book, "weights") == 4 * N
-    assert held(book, "gradients") == 4 * (N - N_BLOCKS)
-    assert held(book, "states") == 8 * (N - N_BLOCKS)
+    assert held(book, "gradients") == 4 * left
+    assert held(book, "states") == 8 * left
+    assert ledger.saved_bytes(book) == 12 * left
 
 
 # --- on paper: docs/notation.md, 16 bytes a parameter and where they go
@@ -247,3 +263,21 @@ def test_every_technique_predicts(cls):
         rules = list(t.predict(env))
         assert rules and all(r.reason for r in rules)
         apply_rules(baseline.entries(LLAMA, 2048, native=True, cuda=True), FLOAT32, rules)
+
+
+def test_every_tag_is_in_the_documentation():
+    text = (Path(__file__).parents[2] / "docs/plan.md").read_text("utf-8")
+    table = text.partition("| tags | of what |")[2].partition("\n\n")[0]
+    named = [tag for row in table.splitlines()[2:] for tag in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    assert sorted(named) == sorted(get_args(ledger.Tag))
+
+
+def test_no_entry_is_without_tags_that_rules_look_for():
+    """What names say of the lines of the baseline, tags say too."""
+    for shape in map(ModelShape.read, SHAPES.values()):
+        for entry in baseline.entries(shape, 2048, native=True, cuda=True):
+            kind, _, rest = entry.name.partition(".")
+            if rest and kind not in ("working", "feed", "head"):
+                assert kind in entry.of, entry.name
+            assert ("launches" in entry.of) == entry.name.endswith(".launches"), entry.name
+            assert kind != "head" or "loss" in entry.of, entry.name

@@ -67,10 +67,12 @@ class Apollo(Technique):
             return
         stored = [(s.layers * rows, columns) for rows, columns in matrices(s)] + [(s.vocab, s.width)] * len(ends(s))
         vectors = s.parameters - s.width - sum(rows * columns for rows, columns in stored)
-        yield add(Line("states.vectors of blocks", "AdamW: two moments each", 2.0 * vectors, "state", "always"))
+        why = "AdamW: two moments each"
+        yield add(Line("states.vectors of blocks", why, 2.0 * vectors, "state", "always", of=("states",)))
         flop = sum(2.0 * rows * columns * self.rank for rows, columns in stored if columns > self.rank)
         launches = LAUNCHES + 40 * (4 * s.layers + 1)
-        yield add(WorkItem("update.sketch", "gradients times signs", "step", flop=flop, launches=launches))
+        why = "gradients times signs"
+        yield add(WorkItem("update.sketch", why, "step", flop=flop, launches=launches, of=("update",)))
 
     def optimizer(self, trainer: Trainer) -> int:
         import torch

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import optrush
-from optrush.errors import DataError, RunError, UserError
+from optrush.errors import DataError, RunError, UserError, exhausted
 from optrush.files import write_whole
 from optrush.launch import die_with_parent, launched
 from optrush.technique import library, package_digest
@@ -147,8 +147,6 @@ def answer_request(measure: Callable[[dict[str, Any], Keep], dict[str, Any]]) ->
 
 def describe_error(error: Exception) -> str:
     """Return an unexpected error in one line, with the place where it was raised."""
-    from optrush.trainer.trainer import exhausted  # imports torch, which is loaded where this is needed
-
     text = next(iter(str(error).splitlines()), "")
     if exhausted(error):
         return f"out of memory: {text or type(error).__name__}"

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from optrush.peft.ledger import TILE, tiles
+from optrush.hardware import TILE, tiles
 
 
 class Padding(NamedTuple):

@@ -285,25 +285,37 @@ class Decoder(nn.Module):
 def frozen_flops(model: Any) -> int:
     """Return the FLOPs a token that a model with frozen or adapted linears saves of 6 for each weight of its matrices.
 
-    A frozen weight has no gradient of its own: 4 instead of 6; an adapter's weights count 6 (docs/notation.md).
+    A frozen weight has no gradient of its own: 4 instead of 6; an adapter's weights count 6 (docs/notation.md). Below
+    the first block with a trained parameter nothing has a gradient, if the embedding is frozen: 2.
     """
     dense = isinstance(model, Decoder) and model.head.scores  # `ModelShape.flops` counts a head of V rows
     flop = 6 * (model.shape.vocab - 1) * model.shape.width if dense else 0
     flop += 0 if model.head.weight is None or model.head.weight.requires_grad else 2 * model.head.weight.numel()
+    below = _without_backward(model)
     for experts in (m for m in model.modules() if isinstance(m, Experts)):
-        active = experts.shape.active / experts.shape.count
-        flop += 0 if experts.router.requires_grad else 2 * experts.router.numel()
+        active, saved = experts.shape.active / experts.shape.count, 4 if experts in below else 2
+        flop += 0 if experts.router.requires_grad else saved * experts.router.numel()
         for kind, size in experts.sizes.items():
             if experts.quantized is not None or not experts.get_parameter(kind).requires_grad:
-                flop += round(2 * math.prod(size) * active)
+                flop += round(saved * math.prod(size) * active)
         if experts.adapter is not None:
             flop -= round(6 * active * sum(p.numel() for p in experts.adapter.parameters()))
     for _, linear in model.linears():
         if linear.quantized is not None or not linear.weight.requires_grad:
-            flop += 2 * linear.in_features * linear.out_features
+            flop += (4 if linear in below else 2) * linear.in_features * linear.out_features
         if linear.adapter is not None:
             flop -= 6 * sum(p.numel() for p in linear.adapter.parameters() if p.dim() > 1)
     return flop
+
+
+def _without_backward(model: Any) -> set[nn.Module]:
+    """Return what no backward pass goes through: the first blocks, while all of them and the embedding are frozen."""
+    frozen = set[nn.Module]()
+    for part in (model.embedding, *model.blocks.values()):
+        if any(p.requires_grad for p in part.parameters()):
+            break
+        frozen.update(part.modules())
+    return frozen
 
 
 def redo_ties(model: nn.Module, ties: tuple[tuple[str, str], ...]) -> None:

@@ -221,8 +221,9 @@ class DeltaRule(nn.Module):
         assert shape.delta is not None
         self.shape, self.eps = shape.delta, shape.norm_eps
         at: dict[str, Any] = {"device": device, "dtype": dtype}
-        for name, (width, rows) in shape.delta_linears.items():
-            setattr(self, name, Linear(width, ((name, rows),), bias=False, **at))
+        for name, linear in shape.linears.items():
+            if linear.module.startswith("delta."):
+                setattr(self, name, Linear(linear.inputs, tuple(linear.pieces.items()), bias=False, **at))
         self.conv1d = Convolution(shape.delta.channels, shape.delta.taps, **at)
         self.dt_bias = nn.Parameter(torch.empty(shape.delta.heads, **at))
         self.A_log = nn.Parameter(torch.empty(shape.delta.heads, **at))

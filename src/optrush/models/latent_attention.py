@@ -41,10 +41,9 @@ class LatentAttention(nn.Module):
         assert shape.latent is not None
         self.shape, self.heads = shape.latent, shape.heads
         at: dict[str, Any] = {"device": device, "dtype": dtype}
-        for name, (width, pieces) in shape.attention_linears.items():
-            if name != "o":
-                bias = shape.qkv_bias and name in ("q_a", "kv_a")
-                setattr(self, name, Linear(width, tuple(pieces.items()), bias=bias, **at))
+        for name, linear in shape.linears.items():
+            if linear.module.startswith("latent."):
+                setattr(self, name, Linear(linear.inputs, tuple(linear.pieces.items()), bias=linear.bias, **at))
         self.q_a_norm = None if self.shape.q_rank is None else RMSNorm(self.shape.q_rank, LATENT_EPS, **at)
         self.kv_a_norm = RMSNorm(self.shape.kv_rank, LATENT_EPS, **at)
 

@@ -7,9 +7,10 @@ N experts. The planner needs this module on a machine without torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from optrush.errors import ConfigError, NeedsError, one_line
 from optrush.models.config_json import EXPERTS
@@ -123,6 +124,26 @@ class ChunkShape:
     normed: bool  # queries and keys of rotated layers, by a norm without weights
 
 
+class LinearShape(NamedTuple):
+    """A linear of our decoder, in the layers that have it."""
+
+    module: str  # its name within a block: "latent.q_a"
+    inputs: int
+    pieces: dict[str, int]  # rows of each, by its published name; of dense parts beside experts that begins as "dense."
+    layers: tuple[int, ...]
+    bias: bool = False
+
+    @property
+    def outputs(self) -> int:
+        """Number of its rows."""
+        return sum(self.pieces.values())
+
+    @property
+    def weights(self) -> int:
+        """Number of weights in all layers."""
+        return self.inputs * self.outputs * len(self.layers)
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """The sizes of one decoder of a family that our own decoder represents."""
@@ -223,18 +244,6 @@ class ModelShape:
         return self.layers - (0 if self.delta is None else len(self.delta.layers))
 
     @property
-    def delta_linears(self) -> dict[str, tuple[int, int]]:
-        """Width and rows of the linears of a layer with a delta rule, by their published names."""
-        D, s = self.width, self.delta
-        if s is None:
-            return {}
-        z, o = s.heads * s.value, {"out_proj": (s.heads * s.value, D)}
-        if s.by_key_head:
-            return {"in_proj_qkvz": (D, s.channels + z), "in_proj_ba": (D, 2 * s.heads), **o}
-        gates = {"in_proj_b": (D, s.heads), "in_proj_a": (D, s.heads)}
-        return {"in_proj_qkv": (D, s.channels), "in_proj_z": (D, z), **gates, **o}
-
-    @property
     def attended_width(self) -> int:
         """Number of values that attention gives a token, of all heads."""
         return self.heads * (self.head_width if self.latent is None else self.latent.value)
@@ -246,19 +255,54 @@ class ModelShape:
             return self.kv_heads * self.head_width
         return (self.kv_heads * self.head_width + self.attended_width) / 2
 
-    @property
-    def attention_linears(self) -> dict[str, tuple[int, dict[str, int]]]:
-        """Width, and rows of each piece by its published name, of the linears of a block's attention."""
-        D, q, kv, s = self.width, self.heads * self.head_width, self.kv_heads * self.head_width, self.latent
-        o = {"o": (self.attended_width, {"o_proj": D})}
+    @cached_property
+    def linears(self) -> dict[str, LinearShape]:
+        """The linears of the blocks by name: "qkv", "o", "gate_up", "down", of other attention others.
+
+        Experts and their routers are none, but what every token passes beside them is, as `shared_gate_up`, and what
+        layers without experts have, as `dense_gate_up`.
+        """
+        return dict(self._linears())
+
+    def _linears(self) -> Iterator[tuple[str, LinearShape]]:
+        D, q, kv, s, d = (
+            self.width,
+            self.heads * self.head_width,
+            self.kv_heads * self.head_width,
+            self.latent,
+            self.delta,
+        )
+        every, mixed = tuple(range(self.layers)), () if d is None else d.layers
+        attending = tuple(i for i in every if i not in mixed)
         if s is None:
-            return {"qkv": (D, {"q_proj": q * (1 + self.gated), "k_proj": kv, "v_proj": kv}), **o}
-        queries = {"q": (D, {"q_proj": q})}
-        if s.q_rank is not None:
-            queries = {"q_a": (D, {"q_a_proj": s.q_rank}), "q_b": (s.q_rank, {"q_b_proj": q})}
-        both = self.heads * (s.plain + s.value)
-        kv_a = {"kv_a": (D, {"kv_a_proj_with_mqa": s.kv_rank + s.rotated})}
-        return {**queries, **kv_a, "kv_b": (s.kv_rank, {"kv_b_proj": both}), **o}
+            rows = {"q_proj": q * (1 + self.gated), "k_proj": kv, "v_proj": kv}
+            yield "qkv", LinearShape("qkv", D, rows, attending, self.qkv_bias)
+        else:
+            plain, rank = (D, "q_proj", q, False), s.q_rank
+            queries = {"q": plain} if rank is None else {
+                "q_a": (D, "q_a_proj", rank, self.qkv_bias), "q_b": (rank, "q_b_proj", q, False),
+            }  # fmt: skip
+            kv_a = (D, "kv_a_proj_with_mqa", s.kv_rank + s.rotated, self.qkv_bias)
+            both = (s.kv_rank, "kv_b_proj", self.heads * (s.plain + s.value), False)
+            for name, (inputs, piece, outputs, bias) in {**queries, "kv_a": kv_a, "kv_b": both}.items():
+                yield name, LinearShape(f"latent.{name}", inputs, {piece: outputs}, attending, bias)
+        yield "o", LinearShape("o", self.attended_width, {"o_proj": D}, attending, self.o_bias)
+        if d is not None:
+            z = d.heads * d.value
+            rows = {"qkv": d.channels, "z": z, "b": d.heads, "a": d.heads}
+            rows = {"qkvz": d.channels + z, "ba": 2 * d.heads} if d.by_key_head else rows
+            sizes = {f"in_proj_{part}": (D, outputs) for part, outputs in rows.items()} | {"out_proj": (z, D)}
+            for name, (width, outputs) in sizes.items():
+                yield name, LinearShape(f"delta.{name}", width, {name: outputs}, mixed)
+        sparse = () if self.experts is None else self.experts.layers
+        shared = 0 if self.experts is None else self.experts.shared_width
+        of, before = ("", "") if self.experts is None else ("dense_", "dense.")
+        dense = tuple(i for i in every if i not in sparse)
+        for name, F, layers in (("shared_", shared, sparse), (of, self.ff_width, dense)):
+            if F and layers:
+                pieces = {f"{before}gate_proj": F, f"{before}up_proj": F}
+                yield f"{name}gate_up", LinearShape("gate_up", D, pieces, layers, self.mlp_bias)
+                yield f"{name}down", LinearShape("down", F, {f"{before}down_proj": D}, layers, self.mlp_bias)
 
     @property
     def active_width(self) -> float:
@@ -284,50 +328,67 @@ class ModelShape:
 
     def _matrices(self, every: bool) -> int:
         D, e = self.width, self.experts
-        attention = sum(width * sum(pieces.values()) for width, pieces in self.attention_linears.values())
-        delta = sum(width * rows for width, rows in self.delta_linears.values())
-        mixing = self.attention_layers * attention + (self.layers - self.attention_layers) * delta
+        matrices = sum(linear.weights for linear in self.linears.values())
         if e is None:
-            return mixing + self.layers * 3 * D * self.ff_width
-        sparse, dense = len(e.layers), self.layers - len(e.layers)
-        experts = 3 * D * (e.ff_width * (e.count if every else e.active) + e.shared_width) + D * e.count
-        experts += D if e.shared_gate else 0
-        return mixing + sparse * experts + dense * 3 * D * self.ff_width
+            return matrices
+        each = 3 * D * e.ff_width * (e.count if every else e.active) + D * e.count + (D if e.shared_gate else 0)
+        return matrices + len(e.layers) * each
 
-    @property
+    def named_parameters(self) -> Iterator[tuple[str, int]]:
+        """Yield our decoder's name and the number of values of each parameter that is trained, a tied head's not."""
+        yield "embedding.weight", self.vocab * self.width
+        for layer in range(self.layers):
+            yield from ((f"blocks.{layer}.{name}", values) for name, values in self._of_layer(layer))
+        yield "norm.weight", self.width
+        if not self.tied:
+            yield "head.weight", self.vocab * self.width
+
+    def _of_layer(self, layer: int) -> Iterator[tuple[str, int]]:
+        D, E, d, e = self.width, self.head_width, self.delta, self.experts
+        mixed = d is not None and layer in d.layers
+        yield from (("norm1.weight", D), ("norm2.weight", D))
+        for linear in self.linears.values():
+            if layer in linear.layers:
+                yield f"{linear.module}.weight", linear.inputs * linear.outputs
+                if linear.bias:
+                    yield f"{linear.module}.bias", linear.outputs
+        if self.sinks:
+            yield "sinks", self.heads
+        if d is not None and mixed:
+            yield from (("delta.conv1d.weight", d.channels * d.taps), ("delta.norm.weight", d.value))
+            yield from (("delta.dt_bias", d.heads), ("delta.A_log", d.heads))
+        elif self.latent is not None:
+            yield "latent.kv_a_norm.weight", self.latent.kv_rank
+            if self.latent.q_rank is not None:
+                yield "latent.q_a_norm.weight", self.latent.q_rank
+        if self.qk_norm and not mixed:
+            yield "q_norm.weight", self.heads * E if self.whole_qk_norm else E
+            yield "k_norm.weight", self.kv_heads * E if self.whole_qk_norm else E
+        if e is not None and layer in e.layers:
+            yield "experts.router", e.count * D
+            for name, rows, columns in (("gate_up", 2 * e.ff_width, D), ("down", D, e.ff_width)):
+                yield f"experts.{name}", e.count * rows * columns
+                if e.biases:
+                    yield f"experts.{name}_bias", e.count * rows
+            if e.biases:
+                yield "experts.router_bias", e.count
+            if e.shared_gate and e.shared_width:
+                yield "shared_gate.weight", D
+
+    @cached_property
     def parameters(self) -> int:
         """Number of all parameters, a tied head counted once."""
-        D, E, F = self.width, self.head_width, self.ff_width
-        q, kv = self.heads * E, self.kv_heads * E
-        small = 0 if not self.qk_norm else q + kv if self.whole_qk_norm else 2 * E
-        small += self.heads if self.sinks else 0
-        biased = q * (1 + self.gated) + 2 * kv
-        if (s := self.latent) is not None:
-            small += s.kv_rank + (s.q_rank or 0)
-            biased = s.kv_rank + s.rotated + (s.q_rank or 0)
-        small += (biased if self.qkv_bias else 0) + (D if self.o_bias else 0)
-        outer = self.vocab * D * (1 if self.tied else 2)
-        e = self.experts
-        biases = len(e.layers) * e.count * (1 + 2 * e.ff_width + D) if e is not None and e.biases else 0
-        every = 2 * D + (2 * F + D if self.mlp_bias else 0)  # of a layer, whatever mixes its tokens
-        small = self.attention_layers * small + self.layers * every
-        if (d := self.delta) is not None:
-            small += len(d.layers) * (d.channels * d.taps + 2 * d.heads + d.value)
-        return self.block_matrices + small + biases + D + outer
+        return sum(values for _, values in self.named_parameters())
 
     @property
     def block_parameters(self) -> int:
         """Number of parameters of all blocks."""
         return self.parameters - self.vocab * self.width * (1 if self.tied else 2) - self.width
 
-    @property
+    @cached_property
     def expert_parameters(self) -> int:
         """Number of parameters that single experts have, without their routers."""
-        D, e = self.width, self.experts
-        if e is None:
-            return 0
-        each = 3 * D * e.ff_width + (2 * e.ff_width + D if e.biases else 0)
-        return len(e.layers) * e.count * each
+        return sum(n for name, n in self.named_parameters() if ".experts." in name and ".router" not in name)
 
     def flops(self, tokens: int, attended: int) -> int:
         """Return the FLOPs of a step's forward and backward pass: 6 N_mm a token, and causal attention.

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from optrush.config import nearest
 from optrush.errors import NeedsError
 from optrush.hardware import Device
-from optrush.planner.ledger import OURS, Line, Role, Rule, WorkItem, add, freeze_rule, like, live, retype
+from optrush.planner import ledger
+from optrush.planner.ledger import WAYS, Line, Role, Rule, Tag, WorkItem, add, like, live, saved, tagged
 from optrush.technique import LINEARS as technique_linears
 from optrush.technique import Environment, Part, Requirement, compilers
 
@@ -34,14 +35,8 @@ DENSE = tuple(f"dense.{name}" for name in LINEARS[4:])  # of a model with expert
 SETS = {"attention": LINEARS[:4], "mlp": LINEARS[4:], "experts": ("gate_up_proj", "down_proj"), "dense": DENSE}
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 SPLITS = r"pissa|olora|pissa_niter_[1-9]\d?"  # values of `init` that split the weights themselves
-TILE = 64  # an adapter's rows fill whole tiles of a product behind a weight; else a compiler would pad, and copy
 WHOLE = (EMBEDDING, HEAD, "norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm",
          "q_a_layernorm", "kv_a_layernorm")  # fmt: skip
-
-
-def tiles(many: int) -> int:
-    """Round up to whole tiles."""
-    return many + -many % TILE
 
 
 def last(module: str) -> str:
@@ -73,8 +68,8 @@ def names_of(shape: ModelShape | None) -> tuple[str, ...]:
     """Return the names of a block's linears without those of experts; those of most families, if unknown."""
     if shape is None:
         return LINEARS
-    attention = tuple(name for _, pieces in shape.attention_linears.values() for name in pieces)
-    return (*attention, *shape.delta_linears, *SETS["mlp"])
+    mixing = (linear.pieces for linear in shape.linears.values() if linear.module not in ("gate_up", "down"))
+    return (*(name for pieces in mixing for name in pieces), *SETS["mlp"])
 
 
 def targeted(targets: str | Sequence[str]) -> Iterator[tuple[str, int]]:
@@ -117,7 +112,7 @@ def require_targets(technique: str, env: Environment, targets: str | Sequence[st
         return require_names(technique, "targets", targets, known)
     attention = attention_of(known)
     wrong = next((name for name in chosen(targets, attention) if name in ("gate_proj", "up_proj")), None)
-    dense = [name for _, pieces in dense_sizes(env.shape).values() for name in pieces]
+    dense = any({*linear.pieces} & {*DENSE} for linear in env.shape.linears.values())
     if wrong is None and not dense and {*chosen(targets, attention)} & {*DENSE}:
         found, do = "every layer has experts, and none that all tokens share", "leave dense out"
         return Requirement(False, f"`{technique}:targets={targets}`", found, do)
@@ -137,47 +132,6 @@ def expert_sizes(shape: ModelShape, targets: str | Sequence[str]) -> Iterator[tu
     yield from ((name, *size) for name, size in sizes.items() if name in names)
 
 
-def dense_sizes(shape: ModelShape) -> dict[str, tuple[int, dict[str, int]]]:
-    """Return as `linear_sizes` the feed-forward parts of a model with experts that are none: shared ones, dense layers.
-
-    Their names begin as `shared` or `dense`, those of their pieces all as `dense`.
-    """
-    e, found = shape.experts, dict[str, tuple[int, dict[str, int]]]()
-    if e is None:
-        return found
-    widths = {"shared": e.shared_width, "dense": shape.ff_width if len(e.layers) < shape.layers else 0}
-    for name, F in widths.items():
-        if F:
-            found[f"{name}_gate_up"] = (shape.width, dict.fromkeys(DENSE[:2], F))
-            found[f"{name}_down"] = (F, {DENSE[2]: shape.width})
-    return found
-
-
-def linear_sizes(shape: ModelShape) -> dict[str, tuple[int, dict[str, int]]]:
-    """Return (width, rows of each piece) of a block's linears; of a model with experts those of `dense_sizes`, too.
-
-    Layers of a delta rule have others in place of attention's: see `layers_of`.
-    """
-    s = shape
-    attention = s.attention_linears | {name: (width, {name: rows}) for name, (width, rows) in s.delta_linears.items()}
-    if s.experts is not None:
-        return attention | dense_sizes(s)
-    return attention | {
-        "gate_up": (s.width, {"gate_proj": s.ff_width, "up_proj": s.ff_width}),
-        "down": (s.ff_width, {"down_proj": s.width}),
-    }
-
-
-def layers_of(shape: ModelShape, linear: str) -> int:
-    """Return the number of layers that have a linear of `linear_sizes`."""
-    if shape.delta is not None and linear in shape.delta_linears:
-        return len(shape.delta.layers)
-    if shape.experts is not None and linear in dense_sizes(shape):
-        sparse = len(shape.experts.layers)
-        return sparse if linear.startswith("shared") else shape.layers - sparse
-    return shape.attention_layers if linear in shape.attention_linears else shape.layers
-
-
 def predict_frozen(
     env: Environment, save: Sequence[str], learnt: Sequence[tuple[int, int]], keep: Collection[str],
     added: Collection[str] = (), narrow: bool = False,
@@ -191,9 +145,9 @@ def predict_frozen(
         added: linears of a block to whose output adapters add.
         narrow: adapters in the type of bf16's weights.
     """
-    trained = {"embedding": EMBEDDING in save, "head": HEAD in save}
+    trained: dict[Tag, bool] = {"embedding": EMBEDDING in save, "head": HEAD in save}
     why, stays = "frozen: no gradient, no state", "frozen: held in the products' type, and so never cast"
-    yield freeze_rule(f"[!a{''.join(name[0] for name, learns in trained.items() if learns)}]*", why)
+    yield ledger.freeze_rule(tagged(no=("adapters", *(part for part, learns in trained.items() if learns))), why)
     if Part.LINEARS not in env.claimed:  # else the technique that stores them has rules
         yield live("weights.blocks", stays, role="product")
     if not trained["embedding"]:
@@ -201,17 +155,18 @@ def predict_frozen(
     if not trained["head"] and env.shape is not None and not env.shape.tied:
         yield live("weights.head", stays, role="product")
     if not any(trained.values()):
-        yield live("tied.*", why, gone=True)
+        yield live(tagged("tied"), why, gone=True)
     yield live("casts.blocks", stays, gone=True)
     if env.shape is not None and env.shape.experts is not None:
         yield live("saved.entering router", "a frozen router's product does not save it", gone=True)
     if not trained["head"]:
-        yield live("casts*", stays, gone=True)
+        for copies in (tagged("casts"), "casts"):
+            yield live(copies, stays, gone=True)
         yield live("head.products", "the head's own gradient is not made", times=4 / 6)
         if Part.HEAD in env.claimed:
             yield live("head.gradient", "the head has none", gone=True)
-    yield live("backward.[qogd]*", "the weights' gradients are not made", times=0.5)
-    yield live("saved.normalised*", "only the norms' own gradients read it", gone=True)
+    yield live(tagged("backward", "products"), "the weights' gradients are not made", times=0.5)
+    yield live(tagged("normalised"), "only the norms' own gradients read it", gone=True)
     if env.shape is not None:
         yield from _inputs(env, env.shape, keep)
         yield from _learnt(env, env.shape, list(trained.values()), learnt, narrow)
@@ -220,33 +175,29 @@ def predict_frozen(
 
 def _inputs(env: Environment, shape: ModelShape, keep: Collection[str]) -> Iterator[Rule]:
     """Yield that a frozen product does not save its input; an adapter may."""
-    yield live("saved.normed", "no frozen product keeps what enters it", gone=True)
-    if shape.latent is not None:
-        yield live("saved.latents", "no frozen product keeps what enters it", gone=True)
-    if shape.experts is not None and "routed" not in keep:
-        yield live("saved.routed", "no frozen product keeps what enters it", gone=True)
-    if "down" not in keep:
-        yield live("saved.product", "no frozen product keeps what enters it", gone=True)
-    if "o" not in keep and Part.ATTENTION not in env.claimed:  # kernels save their output
-        yield live("saved.attended", "no frozen product keeps what enters it", gone=True)
+    kept: list[Tag] = [part for part, linear in OWN if linear in keep]
+    kept += ["heads"] if Part.ATTENTION in env.claimed else []  # kernels save their output
+    yield live(tagged("product-input", no=kept), "no frozen product keeps what enters it", gone=True)
     if shape.delta is not None:
         yield live("saved.rule.taps", "only the convolution's own gradient reads it", gone=True)
-        if "out_proj" not in keep:
-            yield live("saved.rule.leaves", "no frozen product keeps what enters it", gone=True)
-    L, widths = env.blocks, {name: width for name, (width, _) in linear_sizes(shape).items()}
+    L = env.blocks
     first = next((name for name in DELTA[:-1] if name in keep), "")  # they have one input
     counted = {name for name in keep if name.endswith("_down")} if "down" in keep else set()  # as `saved.product`
     for name in sorted(set(keep) - {"o", "down", "routed", *counted, *(set(DELTA) - {first})}):
-        why, many = f"what enters {name}, kept for its adapter", layers_of(shape, name)
-        yield add(Line(f"saved.enters.{name}", why, many * widths[name], "product", "saved", True, L))
+        why, linear = f"what enters {name}, kept for its adapter", shape.linears[name]
+        yield add(saved(f"enters.{name}", why, len(linear.layers) * linear.inputs, L))
 
 
 def _added(env: Environment, shape: ModelShape, added: Collection[str]) -> Iterator[Rule]:
     """Yield the work of adding for each linear, even 0, because a technique that owns its product may add there."""
-    for name, (_, pieces) in linear_sizes(shape).items():
-        values = 2.0 * layers_of(shape, name) * sum(pieces.values()) * (name in added)
+    for name, linear in shape.linears.items():
+        values = 2.0 * len(linear.layers) * linear.outputs * (name in added)
         why = "what a linear gave, read and written"
-        yield add(WorkItem(f"forward.added.{name}", why, "token", values=values, role="product"))
+        yield add(WorkItem(f"forward.added.{name}", why, "token", values=values, role="product", of=("forward",)))
+
+
+# Of what adapters may keep, the part of a block whose line the baseline has, and the linear that keeps it.
+OWN: tuple[tuple[Tag, str], ...] = (("mlp", "down"), ("heads", "o"), ("experts", "routed"), ("delta", "out_proj"))
 
 
 # Roles of the weights, gradients and states of adapters.
@@ -263,14 +214,15 @@ def _learnt(
     why = f"{values:,} parameters of adapters, in {'bfloat16' if narrow else 'float32'}"
     weight, gradient, state = _NARROW if narrow else _WIDE
     yield add(
-        Line("weights.adapters", why, values, weight, "always", blocks=L),
-        Line("gradients.adapters", why, values, gradient, "gradient", blocks=L),
-        Line("states.adapters", f"{why}: a mean and a mean square each", 2 * values, state, "always", blocks=L),
-    )
+        Line("weights.adapters", why, values, weight, "always", blocks=L, of=("weights", "adapters")),
+        Line("gradients.adapters", why, values, gradient, "gradient", blocks=L, of=("gradients", "adapters")),
+        Line("states.adapters", f"{why}: a mean and a mean square each", 2 * values, state, "always", blocks=L,
+             of=("states", "adapters")),
+    )  # fmt: skip
     share = (values + beside) / s.parameters
-    update = "update*" if Part.OPTIMIZER in env.claimed else "update"  # or update.adapters, below
-    for name in (update, "norm", *(["reduce*"] if Part.DATA in env.claimed else [])):
-        yield live(name, "of what is trained", times=share)
+    updated = [tagged("update")] if Part.OPTIMIZER in env.claimed else ["update", "norm"]  # else update.adapters, below
+    for match in (*updated, *([tagged("reduce")] if Part.DATA in env.claimed else [])):
+        yield live(match, "of what is trained", times=share)
     if Part.OPTIMIZER not in env.claimed:
         largest = s.vocab * s.width if beside else max(size for size, _ in learnt)
         tensors = float(sum(layers for _, layers in learnt) + sum(outer))
@@ -278,9 +230,9 @@ def _learnt(
         why = "two temporaries of the largest parameter that is trained"
         launches, moved = (3.0, 7.0) if narrow else (14.0, 11.0)  # one kernel a parameter makes no temporaries
         yield add(
-            Line("update.adapters", why, 0 if narrow else 2 * largest, weight, "update"),
+            Line("update.adapters", why, 0 if narrow else 2 * largest, weight, "update", of=("update", "adapters")),
             WorkItem("update.adapters", "one operator at a time", "step", values=moved * (values + beside), role=weight,
-                 launches=launches * tensors),
+                 launches=launches * tensors, of=("update", "adapters")),
         )  # fmt: skip
 
 
@@ -306,25 +258,21 @@ def expert_share(shape: ModelShape | None) -> float:
 def predict_quantized(env: Environment, width_bytes: float) -> Iterator[Rule]:
     """Yield the rules for blocks whose weights take `width_bytes` each; their norms' few values are counted alike."""
     why = f"frozen, in {8 * width_bytes:.3f} bits each"
-    yield retype({"stored": width_bytes}, why)
+    yield ledger.retype({"stored": width_bytes}, why)
     yield live("weights.blocks", why, role="stored")
     yield live("casts.blocks", "made dense in the products' type, never cast", gone=True)
     routed = env.shape is not None and env.shape.experts is not None
-    launches = OURS * (6.0 if routed else 7.0) * env.blocks  # one for each of q, k, v, o, gate, up, down
-    for way in ("forward", "backward"):
+    launches = ledger.OURS * (6.0 if routed else 7.0) * env.blocks  # one for each of q, k, v, o, gate, up, down
+    for way in WAYS:
         why = "codes of a linear read, to make it dense"
-        yield like("casts.blocks", WorkItem(f"{way}.packed", why, "micro", values=1.0, role="stored"))
+        yield like("casts.blocks", WorkItem(f"{way}.packed", why, "micro", values=1.0, role="stored", of=(way,)))
         why = "the dense weight of a linear written"
-        yield like("casts.blocks", WorkItem(f"{way}.unpacked", why, "micro", values=1.0, role="product"))
-        yield add(WorkItem(f"{way}.unpacking.launches", "a kernel for each piece", "micro", launches=launches))
+        yield like("casts.blocks", WorkItem(f"{way}.unpacked", why, "micro", values=1.0, role="product", of=(way,)))
+        yield add(ledger.launched(way, "unpacking.launches", "a kernel for each piece", launches))
     if env.shape is not None:
         s = env.shape
-        own = (s.heads * (1 + s.gated) + 2 * s.kv_heads) * s.head_width
-        rows = max(2 * s.ff_width, own, *(rows for _, rows in s.delta_linears.values()))
-        why = "the largest linear, dense while it multiplies"
-        if s.experts is not None:
-            rows = max(rows, 2 * s.experts.count * s.experts.ff_width)
-            why = "gate and up of a layer's experts, dense while they multiply"
-        largest = s.width * rows
-        for live_in in ("forward", "backward"):
-            yield add(Line(f"working.dense.{live_in}", why, largest, "product", live_in))
+        largest = max(linear.inputs * linear.outputs for linear in s.linears.values())
+        if s.experts is not None and (inside := 2 * s.experts.count * s.experts.ff_width * s.width) > largest:
+            largest, why = inside, "gate and up of a layer's experts, dense while they multiply"
+        for way in WAYS:
+            yield add(Line(f"working.dense.{way}", why, largest, "product", way))

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from optrush.hardware import TILE, tiles
 from optrush.kernels import compute_dtype, rms_norm, rope
 from optrush.kernels.attention import flash4
 from optrush.kernels.lora_matmul import (
@@ -38,7 +39,6 @@ from optrush.models.decoder import Block, Linear
 from optrush.models.weights import Initializer, Shape, WeightMap, seeded_generator
 from optrush.peft.adapter import AdapterToggle, LinearAdapter, fill_constant, fill_from
 from optrush.peft.decomposed import Decomposed
-from optrush.peft.ledger import TILE, tiles
 from optrush.peft.quantized import PackedLayout, unpacked
 
 # --- A frozen linear with a low-rank sum as one function, W x + U A x, forward and backward.

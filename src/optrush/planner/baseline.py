@@ -14,10 +14,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import Literal
 
 from optrush.models.shapes import DeltaShape, ExpertsShape, ModelShape
 from optrush.planner import ledger
-from optrush.planner.ledger import ComputedIn, Entry, Ledger, Line, Live, Role, Rule, Side, WorkItem
+from optrush.planner.ledger import WAYS, ComputedIn, Entry, Ledger, Line, Live, Role, Rule, Side, Tag, Way, WorkItem
 from optrush.planner.optimizer import MOMENTS, MOVED
 from optrush.technique import Environment, Part, Teacher, Technique
 
@@ -74,168 +75,185 @@ def entries(shape: ModelShape, T: int, *, native: bool, cuda: bool, padding: flo
 def _heap(line: Line, shape: ModelShape, T: int) -> float:
     if not line.per_token:
         return 1.0
-    if "scores" in line.name:  # (B, H, T, T) in float32
+    if "scores" in line.of:  # (B, H, T, T) in float32
         return HEAP_OF_SCORES if 4 * shape.heads * T * T < APART else 1.0
-    return HEAP_OF_SCORES if "spread" in line.name else HEAP
+    return HEAP_OF_SCORES if line.name == "saved.spread" else HEAP
 
 
 def _parameters(s: ModelShape) -> Iterator[Line]:
-    head = 0 if s.tied else s.vocab * s.width
-    embedding = s.vocab * s.width
-    blocks = s.block_parameters
-    matrices = s.block_matrices
-    parts = (("blocks", blocks, s.layers), ("embedding", embedding, 1), ("head", head, 1), ("norm", s.width, 1))
+    vocabulary = s.vocab * s.width
+    parts: tuple[tuple[str, int, int, tuple[Tag, ...]], ...] = (
+        ("blocks", s.block_parameters, s.layers, ("blocks",)),
+        ("embedding", vocabulary, 1, ("embedding",)),
+        ("head", 0 if s.tied else vocabulary, 1, ("head",)),
+        ("norm", s.width, 1, ("norm",)),
+    )
     # The gradient of a tied weight begins at the head and ends at the embedding (`_rest`).
     end: ComputedIn = "throughout" if s.tied else "after"
     computed: dict[str, ComputedIn] = {"head": "before", "norm": "before", "embedding": end}
-    kinds: tuple[tuple[str, Role, Live, float, str], ...] = (
+    kinds: tuple[tuple[Literal["weights", "gradients", "states"], Role, Live, float, str], ...] = (
         ("weights", "weight", "always", 1, "a value each"),
         ("gradients", "gradient", "gradient", 1, "a value each, from its backward pass to the update"),
         ("states", "state", "always", MOMENTS, "AdamW: a mean and a mean square each"),
     )
     for kind, role, live, each, why in kinds:
-        for part, values, count in parts:
+        for part, values, count, whose in parts:
             if values:
-                reason = f"{values:,} parameters: {why}"
+                reason, name, of = f"{values:,} parameters: {why}", f"{kind}.{part}", (kind, *whose)
                 when = computed.get(part, "block")
-                yield Line(f"{kind}.{part}", reason, each * values, role, live, blocks=count, computed=when)
+                yield Line(name, reason, each * values, role, live, blocks=count, computed=when, of=of)
     why = "copies of the matrices in the products' type, kept until their backward pass"
-    yield Line("casts.blocks", why, matrices, "cast", "saved", blocks=s.layers)
-    yield Line("casts.head", why, s.vocab * s.width, "cast", "saved")
+    yield Line("casts.blocks", why, s.block_matrices, "cast", "saved", blocks=s.layers, of=("casts", "blocks"))
+    yield Line("casts.head", why, vocabulary, "cast", "saved", of=("casts", "head"))
 
 
 def _block(s: ModelShape, T: int, native: bool, cuda: bool) -> Iterator[Line]:
-    D, F, q, kv = s.width, s.active_width, s.heads * s.head_width, s.key_width
+    D, F = s.width, s.active_width
 
-    def saved(name: str, reason: str, values: float, role: Role, fusable: bool = False, side: Side = "") -> Line:
-        values *= s.layers
-        return Line(f"saved.{name}", reason, values, role, "saved", True, s.layers, fusable=fusable, side=side)
+    def saved(name: str, reason: str, values: float, *of: Tag, role: Role = "product") -> Line:
+        return ledger.saved(name, reason, s.layers * values, s.layers, *of, role=role)
 
-    yield Line("input", "what enters a block, D", s.layers * D, "residual", "saved", True, s.layers)
-    yield saved("middle", "what its feed-forward part adds to, D", D, "product")
-    yield saved("middle.wide", "of which float32 is kept where products are narrower", D, "cast")
-    yield saved("widened", "float32 copies of both inside the norms, 2 D", 2 * D, "widening", True)
-    yield saved("normalised", "before the norms' weights, 2 D", 2 * D, "residual", True)
-    yield saved("normed", "what enters the products after the norms, 2 D", 2 * D, "product")
+    yield Line("input", "what enters a block, D", s.layers * D, "residual", "saved", True, s.layers, of=("stream",))
+    yield saved("middle", "what its feed-forward part adds to, D", D, "stream", "product-output")
+    yield saved("middle.wide", "of which float32 is kept where products are narrower", D, "stream", role="cast")
+    why = "float32 copies of both inside the norms, 2 D"
+    yield saved("widened", why, 2 * D, "stream", "widened", "fusable", role="widening")
+    why = "before the norms' weights, 2 D"
+    yield saved("normalised", why, 2 * D, "stream", "normalised", "fusable", role="residual")
+    yield saved("normed", "what enters the products after the norms, 2 D", 2 * D, "product-input")
     if not native:
-        yield saved("normed again", "autocast copies it for each product that reads it, 3 D", 3 * D, "cast", True)
-    full = s.attention_layers / s.layers  # share of the layers that have attention
-
-    def attention(name: str, reason: str, values: float, role: Role, fusable: bool = False) -> Line:
-        return saved(name, reason, full * values, role, fusable)
-
-    if s.chunks is not None and s.chunks.normed:
-        share = (s.layers - len(s.chunks.unrotated)) / s.layers
-        why = "what enters the norms of queries and keys, (H + K) E"
-        yield attention("entering heads", why, share * (q + kv), "residual", True)
-        yield attention("widened heads", "float32 copies inside these norms", share * (q + kv), "widening", True)
-    if s.qk_norm:
-        why = "what enters the norms of queries and keys, (H + K) E"
-        yield attention("entering heads", why, q + kv, "residual", True)
-        yield attention("widened heads", "float32 copies inside these norms, (H + K) E", q + kv, "widening", True)
-        yield attention("normalised heads", "before these norms' weights, (H + K) E", q + kv, "residual", True)
-    if (latent := s.latent) is not None:
-        ranks = latent.kv_rank + (latent.q_rank or 0)
-        entering = ranks + latent.rotated
-        yield attention("entering heads", "latents before their norms, and the shared key", entering, "residual")
-        yield attention("widened heads", "float32 copies inside these norms", ranks, "widening", True)
-        yield attention("normalised heads", "before these norms' weights", ranks, "residual", True)
-        yield attention("latents", "what enters the products after these norms", ranks, "product")
-    yield attention("heads", "queries, keys and values, (H + 2 K) E", q + 2 * kv, "product")
-    why, spread = "keys and values repeated for each query head, 2 (H - K) E", (s.heads - s.kv_heads) * s.head_width
-    yield attention("spread", why, 2 * spread, "product")
-    yield attention("scores.held", "probabilities, H T, in float32", s.heads * T, "wide")
-    yield attention("scores.cast.held", "probabilities again, in the products' type", s.heads * T, "narrowing", True)
-    yield attention("attended", "what enters the output product, H E", s.attended_width, "product")
-    if s.gated:
-        why = "the gate of its output, its sigmoid, and what that multiplies, 3 H E"
-        yield attention("output gate", why, 3 * s.attended_width, "product")
+        why = "autocast copies it for each product that reads it, 3 D"
+        yield saved("normed again", why, 3 * D, "fusable", role="cast")
+    yield from _attention(s, T)
     if s.delta is not None:
         yield from _delta_rule(s.delta, len(s.delta.layers))
-    yield saved("gate_up", "gate and up, 2 F", 2 * F, "product", side="feed")
-    yield saved("gated", "the gate after its activation, F", F, "product", True, "feed")
-    yield saved("product", "what enters the down product, F", F, "product", side="feed")
-
+    yield saved("gate_up", "gate and up, 2 F", 2 * F, "mlp", "product-output")
+    yield saved("gated", "the gate after its activation, F", F, "mlp", "fusable")
+    yield saved("product", "what enters the down product, F", F, "mlp", "product-input")
     if s.experts is not None:
         yield from _routed(s, s.experts)
 
-    def working(name: str, reason: str, values: float, role: Role, live: Live, side: Side = "") -> Line:
-        return Line(f"working.{name}", reason, values, role, live, True, fusable=True, side=side)
+    def working(name: str, reason: str, values: float, role: Role, live: Live, *of: Tag, side: Side = "") -> Line:
+        return Line(f"working.{name}", reason, values, role, live, True, side=side, of=("fusable", *of))
 
     scores = s.heads * T
-    yield working(
-        "scores.forward.held", "scores before the softmax, masked and not, 2 H T", 2 * scores, "wide", "forward"
-    )
+    why = "scores before the softmax, masked and not, 2 H T"
+    yield working("scores.forward.held", why, 2 * scores, "wide", "forward", "heads", "scores")
     # CUDA's backward softmax makes their product with the probabilities first, torch 2.11 (tests/gpu/test_kernels.py).
     copies = 3 if cuda else 2
     why = f"gradients of the scores, {copies} H T"
-    yield working("scores.backward.held", why, copies * scores, "wide", "backward", "scores")
-    yield working("forward", "gate, up and their product in flight, 2 F", 2 * F, "product", "forward")
-    yield Line("feed.gradients", "gradients of gate and up, 2 F", 2 * F, "product", "backward", True, side="feed")
+    yield working("scores.backward.held", why, copies * scores, "wide", "backward", "heads", "scores", side="scores")
+    yield working("forward", "gate, up and their product in flight, 2 F", 2 * F, "product", "forward", "mlp")
+    why = "gradients of gate and up, 2 F"
+    yield Line("feed.gradients", why, 2 * F, "product", "backward", True, side="feed", of=("mlp",))
+
+
+def _attention(s: ModelShape, T: int) -> Iterator[Line]:
+    """Yield what attention saves, a mean over the layers where some have none."""
+    q, kv = s.heads * s.head_width, s.key_width
+
+    def saved(name: str, reason: str, values: float, *of: Tag, role: Role = "product") -> Line:
+        return ledger.saved(name, reason, s.attention_layers * values, s.layers, *of, role=role)
+
+    def normed(entering: float, widened: float, weighed: float) -> Iterator[Line]:
+        why = "what enters the norms of queries and keys, (H + K) E, or of latents, with the shared key"
+        yield saved("entering heads", why, entering, *(("fusable",) if s.latent is None else ()), role="residual")
+        why = "float32 copies inside these norms"
+        yield saved("widened heads", why, widened, "widened", "fusable", role="widening")
+        if weighed:
+            why = "before these norms' weights"
+            yield saved("normalised heads", why, weighed, "normalised", "fusable", role="residual")
+
+    if s.chunks is not None and s.chunks.normed:
+        share = (s.layers - len(s.chunks.unrotated)) / s.layers
+        yield from normed(share * (q + kv), share * (q + kv), 0)
+    if s.qk_norm:
+        yield from normed(q + kv, q + kv, q + kv)
+    if (latent := s.latent) is not None:
+        ranks = latent.kv_rank + (latent.q_rank or 0)
+        yield from normed(ranks + latent.rotated, ranks, ranks)
+        yield saved("latents", "what enters the products after these norms", ranks, "product-input")
+    yield saved("heads", "queries, keys and values, (H + 2 K) E", q + 2 * kv, "heads", "product-output")
+    why, spread = "keys and values repeated for each query head, 2 (H - K) E", (s.heads - s.kv_heads) * s.head_width
+    yield saved("spread", why, 2 * spread, "heads")
+    yield saved("scores.held", "probabilities, H T, in float32", s.heads * T, "heads", "scores", role="wide")
+    why = "probabilities again, in the products' type"
+    yield saved("scores.cast.held", why, s.heads * T, "heads", "scores", "fusable", role="narrowing")
+    why = "what enters the output product, H E"
+    yield saved("attended", why, s.attended_width, "heads", "attention-output", "product-input")
+    if s.gated:
+        why = "the gate of its output, its sigmoid, and what that multiplies, 3 H E"
+        yield saved("output gate", why, 3 * s.attended_width, "heads")
 
 
 def _routed(s: ModelShape, e: ExpertsShape) -> Iterator[Line]:
     """Yield what layers with experts save besides what dense layers save, and what is in flight there."""
     D, share, k = s.width, len(e.layers) / s.layers, e.active
 
-    def saved(name: str, reason: str, values: float, role: Role) -> Line:
-        return Line(f"saved.{name}", reason, values * s.layers, role, "saved", True, s.layers, side="feed")
+    def saved(name: str, reason: str, values: float, *of: Tag, role: Role = "product") -> Line:
+        return ledger.saved(name, reason, s.layers * values, s.layers, "experts", *of, role=role)
 
-    yield saved("routed", "rows of a token's experts, k D", share * k * D, "product")
+    yield saved("routed", "rows of a token's experts, k D", share * k * D, "product-input")
     if e.scaled_input:
-        yield saved("weighed", "these rows before their experts' weights, k D", share * k * D, "product")
+        yield saved("weighed", "these rows before their experts' weights, k D", share * k * D)
     else:
-        yield saved("weighed", "the activation before its expert's weight, k F", s.active_width, "product")
-    yield saved("entering router", "a float32 copy of what enters the router, D", share * 2 * D, "widening")
+        yield saved("weighed", "the activation before its expert's weight, k F", s.active_width)
+    why = "a float32 copy of what enters the router, D"
+    yield saved("entering router", why, share * 2 * D, "widened", role="widening")
     why = "logits, probabilities and places of a token's experts, 2 N + 6 k"
-    yield saved("router", why, share * (2 * e.count + 6 * k), "wide")
+    yield saved("router", why, share * (2 * e.count + 6 * k), role="wide")
     why = "rows of a token's experts in flight, 2 k D"
-    yield Line("working.rows", why, 2 * share * k * D, "product", "forward", True)
-    yield Line("feed.rows", why, 2 * share * k * D, "product", "backward", True, side="feed")
+    yield Line("working.rows", why, 2 * share * k * D, "product", "forward", True, of=("experts",))
+    yield Line("feed.rows", why, 2 * share * k * D, "product", "backward", True, side="feed", of=("experts",))
 
 
 def _delta_rule(d: DeltaShape, layers: int) -> Iterator[Line]:
     """Yield what layers of a delta rule save, by torch's operators (models/delta_rule.py)."""
 
-    def saved(name: str, reason: str, values: float, role: Role) -> Line:
-        return Line(f"saved.rule.{name}", reason, layers * values, role, "saved", True, layers)
+    def saved(name: str, reason: str, values: float, *of: Tag, role: Role = "product") -> Line:
+        return ledger.saved(f"rule.{name}", reason, layers * values, layers, "delta", *of, role=role)
 
-    yield saved("taps", "what enters the convolution, once a tap", d.taps * d.channels, "product")
-    yield saved("mixed", "what leaves the convolution", d.channels, "product")
-    yield saved("pairs", "products of two tokens of a chunk, 5 H C", 5 * d.heads * DELTA_CHUNK, "wide")
+    yield saved("taps", "what enters the convolution, once a tap", d.taps * d.channels)
+    yield saved("mixed", "what leaves the convolution", d.channels)
+    yield saved("pairs", "products of two tokens of a chunk, 5 H C", 5 * d.heads * DELTA_CHUNK, role="wide")
     why = "queries, keys and values of a chunk, and what its system gives, H (6 E + 3 W)"
     states = d.heads * d.key * d.value / DELTA_CHUNK
-    yield saved("heads", why, d.heads * (6 * d.key + 3 * d.value) + 2 * d.key_heads * d.key + states, "wide")
-    yield saved("gated", "what the norm and the gate keep, H W each", 3 * d.heads * d.value, "wide")
-    yield saved("gate", "the gate of what the rule gives, H W", d.heads * d.value, "product")
-    yield saved("leaves", "what enters the output product, H W", d.heads * d.value, "product")
+    heads = d.heads * (6 * d.key + 3 * d.value) + 2 * d.key_heads * d.key + states
+    yield saved("heads", why, heads, role="wide")
+    yield saved("gated", "what the norm and the gate keep, H W each", 3 * d.heads * d.value, role="wide")
+    yield saved("gate", "the gate of what the rule gives, H W", d.heads * d.value)
+    yield saved("leaves", "what enters the output product, H W", d.heads * d.value, "product-input")
 
 
 def _head(s: ModelShape) -> Iterator[Line]:
     D, V = s.width, s.vocab
 
-    def line(name: str, reason: str, values: float, role: Role, live: Live, fusable: bool = False) -> Line:
-        return Line(f"head.{name}", reason, values, role, live, True, fusable=fusable)
+    def line(name: str, reason: str, values: float, role: Role, live: Live, *of: Tag) -> Line:
+        return Line(f"head.{name}", reason, values, role, live, True, of=("loss", *of))
 
-    yield line("input", "the last norm's input and its copy, 2 D", 2 * D, "residual", "saved")
+    yield line("input", "the last norm's input and its copy, 2 D", 2 * D, "residual", "saved", "stream")
     yield line("hidden", "what enters the head, D", D, "product", "saved")
     yield line("hidden gradient", "the gradient that leaves the head, D", D, "residual", "backward")
-    yield line("logits", "V, and their gradient in their place", V, "product", "head")
-    yield line("logits.eager", "the softmax and two gradients of it, 2 V in float32", 2 * V, "wide", "head", True)
+    yield ledger.at_head("logits", "V, and their gradient in their place", V, "product", "logits")
+    why = "the softmax and two gradients of it, 2 V in float32"
+    yield ledger.at_head("logits.eager", why, 2 * V, "wide", "logits", "fusable")
     why = "and where logits are narrower, what makes them 3 V in float32"
-    yield line("logits.cast.eager", why, V, "narrowing", "head", True)
+    yield ledger.at_head("logits.cast.eager", why, V, "narrowing", "logits", "fusable")
 
 
 def _rest(s: ModelShape, cuda: bool) -> Iterator[Line]:
     # The two gradients of a tied weight: the head's waits for the embedding's, the last one, and is added.
     values = s.vocab * s.width if s.tied else 0
-    yield Line("tied.embedding", "the embedding's own gradient, V D, beside the head's", values, "gradient", "end")
-    yield Line("tied.sum", "and their sum, where it is not made in place, V D", values, "gradient", "end")
+    why = "the embedding's own gradient, V D, beside the head's"
+    yield Line("tied.embedding", why, values, "gradient", "end", of=("tied",))
+    yield Line("tied.sum", "and their sum, where it is not made in place, V D", values, "gradient", "end", of=("tied",))
     experts = 1 if s.experts is None else s.experts.count
     largest = max(s.vocab * s.width, experts * s.width * 2 * (s.experts or s).ff_width)
-    yield Line("update.loop", "two temporaries of the largest parameter", 2 * largest, "weight", "update")
+    why = "two temporaries of the largest parameter"
+    yield Line("update.loop", why, 2 * largest, "weight", "update", of=("update",))
     yield Line("angles", "cosines and sines, 2 E", 2 * s.rotated_width, "residual", "always", True)
-    yield Line("stream gradient", "the gradient that enters the embedding, D", s.width, "residual", "end", True)
+    why = "the gradient that enters the embedding, D"
+    yield Line("stream gradient", why, s.width, "residual", "end", True, of=("stream",))
     yield Line("batch", "tokens, labels, positions, documents", 28, "byte", "always", True)
     if cuda:
         yield Line("runtime", "workspaces of the products' library", CUBLAS_BYTES, "byte", "always")
@@ -245,84 +263,93 @@ def _rest(s: ModelShape, cuda: bool) -> Iterator[Line]:
 
 def _work(s: ModelShape, T: int, native: bool, padding: float) -> Iterator[WorkItem]:
     D, F, V, L = s.width, s.active_width, s.vocab, s.layers
-    q, kv, linears = s.heads * s.head_width, s.key_width, s.attention_linears
-    weights: dict[str, float] = {name: width * sum(pieces.values()) for name, (width, pieces) in linears.items()}
-    o, full = weights.pop("o"), s.attention_layers / L
-    scores = s.heads * T * s.attention_layers
-    qkv, o, delta = full * sum(weights.values()), full * o, s.delta
-    if delta is not None:
-        out = s.delta_linears["out_proj"]
-        inner = sum(width * rows for width, rows in s.delta_linears.values()) - out[0] * out[1]
-        qkv, o = qkv + (1 - full) * inner, o + (1 - full) * out[0] * out[1]
-
-    def moved(name: str, reason: str, values: float, role: Role = "product", fusable: bool = False) -> WorkItem:
-        return WorkItem(name, reason, "token", values=values, role=role, fusable=fusable)
-
+    o = sum(linear.weights for name, linear in s.linears.items() if name in ("o", "out_proj")) / L
+    mixing = sum(linear.weights for linear in s.linears.values() if linear.module not in ("gate_up", "down")) / L
+    one = "the same one operator at a time"
     yield WorkItem("padding", "slots that hold no token", "token", padding=padding)
-    for name, each in (("qkv", qkv), ("o", o), ("gate_up", 2 * D * F), ("down", F * D)):
-        yield WorkItem(f"forward.{name}", "2 a weight of the blocks", "token", 2 * L * each)
-        yield WorkItem(f"backward.{name}", "4 a weight of the blocks", "token", 4 * L * each)
-    flop = 2 * T * (q + s.attended_width) * s.attention_layers  # of a query: with a key, and with a value
-    yield WorkItem("forward.scores", "every score, masked or not: 4 T H E a block", "token", flop)
-    why = "scores written, scaled, masked, made probabilities, cast, read"
-    yield moved("forward.scores.moved", why, 10 * scores, "wide")
-    stream = "the stream between blocks, read by norms and sums and written by sums"
-    yield moved("forward.elementwise.stream", stream, L * 5 * D, "residual")
-    yield moved("forward.elementwise", "norms, rotation, gating", L * (D + 2 * (q + kv) + 3 * F))
-    yield moved("forward.eager", "the same one operator at a time", L * 75 * D, "plain", True)
-    yield WorkItem("forward.launches", "about 45 operators a block", "micro", launches=45 * L, fusable=True)
-    yield WorkItem("backward.scores", "8 T H E a block", "token", 2 * flop)
-    yield moved("backward.scores.moved", "gradients of the scores, likewise", 11 * scores, "wide")
-    yield moved("backward.elementwise.stream", f"{stream}, and its gradient", L * 9 * D, "residual")
-    yield moved("backward.elementwise", "norms, rotation, gating", L * (D + 2 * (q + kv) + 6 * F))
-    yield moved("backward.eager", "the same one operator at a time", L * 150 * D, "plain", True)
-    yield WorkItem("backward.launches", "about 90 operators a block", "micro", launches=90 * L, fusable=True)
-    if delta is not None:
-        E, W, C = delta.key, delta.value, DELTA_CHUNK
-        rule = 2.0 * delta.heads * (2 * C * E + C * (E + W) / 2 + C * W + 3 * E * W) * len(delta.layers)
-        why = "products of a chunk, its system, and the state"
-        yield WorkItem("forward.rule", why, "token", rule)
-        yield WorkItem("backward.rule", f"{why}, twice", "token", 2 * rule)
-        values = len(delta.layers) * (4.0 * delta.channels + delta.heads * (5 * C + 9 * E + 6 * W))
-        yield moved("forward.rule.moved", "what a chunk reads and writes", values, "wide")
-        yield moved("backward.rule.moved", "likewise, twice", 2 * values, "wide")
-        chunks = len(delta.layers) * T / C
-        yield WorkItem("forward.rule.launches", "6 operators a chunk of a row", "micro", launches=6 * chunks)
-        yield WorkItem("backward.rule.launches", "12 operators a chunk of a row", "micro", launches=12 * chunks)
+    for name, weights in (("qkv", mixing - o), ("o", o), ("gate_up", 2 * D * F), ("down", F * D)):
+        for way, each in zip(WAYS, (2, 4), strict=True):
+            why = f"{each} a weight of the blocks"
+            yield WorkItem(f"{way}.{name}", why, "token", each * L * weights, of=(way, "products"))
+    for way in WAYS:
+        yield from _between_products(s, T, way)
+    if s.delta is not None:
+        yield from _delta_rule_work(s.delta, T)
     if s.experts is not None:
-        e = s.experts
-        sparse, k, N = len(e.layers), e.active, e.count
-        yield WorkItem("forward.router", "2 a weight of the routers", "token", 2 * sparse * D * N)
-        yield WorkItem("backward.router", "4 a weight of the routers", "token", 4 * sparse * D * N)
-        # torch's grouped product has some 0.83 of the rate of a single one (551 to 714 TFLOP/s at 30B-A3B's shapes).
-        why, routed = "products of groups of rows, slower than one product", 6 * k * e.ff_width * D * sparse
-        yield WorkItem("forward.grouped", why, "token", 0.2 * routed)
-        yield WorkItem("backward.grouped", why, "token", 0.4 * routed)
-        # Three times what is moved: sorting, and rows read by number, which reach half of the memory's rate
-        # (benchmarks/results/h100-experts.jsonl: a layer less its products).
-        why = "rows put in the order of experts, and their sums"
-        yield moved("forward.rows", why, sparse * 11 * k * D)
-        yield moved("backward.rows", why, sparse * 12 * k * D)
-    yield WorkItem("head.products", "6 a weight of the head", "token", 6 * D * V)
-    yield moved("head.moved", "logits, their softmax and their gradients", 4 * V, "wide")
-    yield moved("head.eager", "the same one operator at a time", 6 * V, "wide", True)
+        yield from _experts_work(s, s.experts)
+    yield WorkItem("head.products", "6 a weight of the head", "token", 6 * D * V, of=("loss",))
+    why = "logits, their softmax and their gradients"
+    yield WorkItem("head.moved", why, "token", values=4 * V, role="wide", of=("loss",))
+    yield WorkItem("head.eager", one, "token", values=6 * V, role="wide", of=("loss", "fusable"))
     why = "weights read, their copies written"
     yield WorkItem("casts", why, "micro", values=1.5 * (s.block_matrices + D * V), role="cast")
     why = "weights, gradients, states: read and written"
-    yield WorkItem("update", why, "step", values=MOVED * s.parameters, role="weight")
-    why, launches = "the same one operator at a time", 14 * (L * 9 + 2)
-    yield WorkItem("update.loop", why, "step", values=11 * s.parameters, role="weight", launches=launches)
-    yield WorkItem("norm", "gradients read for their norm", "step", values=s.parameters, role="gradient")
+    yield WorkItem("update", why, "step", values=MOVED * s.parameters, role="weight", of=("update",))
+    values, launches = 11 * s.parameters, 14 * (L * 9 + 2)
+    yield WorkItem("update.loop", one, "step", values=values, role="weight", launches=launches, of=("update",))
+    why = "gradients read for their norm"
+    yield WorkItem("norm", why, "step", values=s.parameters, role="gradient", of=("update",))
+
+
+def _between_products(s: ModelShape, T: int, way: Way) -> Iterator[WorkItem]:
+    """Yield the work of attention, and of what moves values between the products, in one pass."""
+    L, back, q = s.layers, way == "backward", s.heads * s.head_width
+
+    def moved(name: str, reason: str, values: float, *of: Tag, role: Role = "product") -> WorkItem:
+        return WorkItem(f"{way}.{name}", reason, "token", values=values, role=role, of=(way, *of))
+
+    flop = 2 * T * (q + s.attended_width) * s.attention_layers  # of a query: with a key, and with a value
+    why, times = ("8 T H E a block", 2) if back else ("every score, masked or not: 4 T H E a block", 1)
+    yield WorkItem(f"{way}.scores", why, "token", times * flop, of=(way, "attention"))
+    scores, why = s.heads * T * s.attention_layers, "scores written, scaled, masked, made probabilities, cast, read"
+    why = "gradients of the scores, likewise" if back else why
+    yield moved("scores.moved", why, (11 if back else 10) * scores, "scores", role="wide")
+    why = "the stream between blocks, read by norms and sums and written by sums" + ", and its gradient" * back
+    yield moved("elementwise.stream", why, L * (9 if back else 5) * s.width, "elementwise", role="residual")
+    each = s.width + 2 * (q + s.key_width) + (6 if back else 3) * s.active_width
+    yield moved("elementwise", "norms, rotation, gating", L * each, "elementwise")
+    why = "the same one operator at a time"
+    yield moved("eager", why, times * 75 * L * s.width, "elementwise", "fusable", role="plain")
+    yield ledger.launched(way, "launches", f"about {times * 45} operators a block", times * 45 * L, "fusable")
+
+
+def _delta_rule_work(d: DeltaShape, T: int) -> Iterator[WorkItem]:
+    layers, E, W, C = len(d.layers), d.key, d.value, DELTA_CHUNK
+    flop = 2.0 * d.heads * (2 * C * E + C * (E + W) / 2 + C * W + 3 * E * W) * layers
+    values, chunks = layers * (4.0 * d.channels + d.heads * (5 * C + 9 * E + 6 * W)), layers * T / C
+    for way, times in zip(WAYS, (1, 2), strict=True):
+        again = ", twice" * (times - 1)
+        why = f"products of a chunk, its system, and the state{again}"
+        yield WorkItem(f"{way}.rule", why, "token", times * flop, of=(way, "delta"))
+        why = f"what a chunk reads and writes{again}"
+        yield WorkItem(f"{way}.rule.moved", why, "token", values=times * values, role="wide", of=(way, "delta"))
+        why = f"{6 * times} operators a chunk of a row"
+        yield ledger.launched(way, "rule.launches", why, 6 * times * chunks, "delta")
+
+
+def _experts_work(s: ModelShape, e: ExpertsShape) -> Iterator[WorkItem]:
+    D, sparse, k = s.width, len(e.layers), e.active
+    for way, each in zip(WAYS, (2, 4), strict=True):
+        why = f"{each} a weight of the routers"
+        yield WorkItem(f"{way}.router", why, "token", each * sparse * D * e.count, of=(way, "experts"))
+    for way, each in zip(WAYS, (2, 4), strict=True):
+        # torch's grouped product has some 0.83 of the rate of a single one (551 to 714 TFLOP/s at 30B-A3B's shapes).
+        why, flop = "products of groups of rows, slower than one product", each / 10 * 6 * k * e.ff_width * D * sparse
+        yield WorkItem(f"{way}.grouped", why, "token", flop, of=(way, "experts", "products"))
+    for way, rows in zip(WAYS, (11, 12), strict=True):
+        # Three times what is moved: sorting, and rows read by number, which reach half of the memory's rate
+        # (benchmarks/results/h100-experts.jsonl: a layer less its products).
+        why, values = "rows put in the order of experts, and their sums", sparse * rows * k * D
+        yield WorkItem(f"{way}.rows", why, "token", values=values, role="product", of=(way, "experts"))
 
 
 def _teacher(teacher: Teacher, shape: ModelShape) -> Iterator[Rule]:
     """Yield the memory and work of a frozen second model, whose logits are made a chunk at a time."""
     chunk = teacher.chunk
-    yield ledger.live("head.logits*", "of one chunk at a time", most_tokens=chunk)
+    yield ledger.live(ledger.tagged("logits"), "of one chunk at a time", most_tokens=chunk)
     why = "probabilities of both models and their difference, of a chunk, 4 V in float32"
-    yield ledger.add(Line("head.compared", why, 4 * shape.vocab, "wide", "head", True, most_tokens=chunk))
-    why = "the head's gradient, summed over chunks in float32, D V"
-    yield ledger.like("casts.head", Line("head.gradient", why, 1.0, "wide", "head"))
+    yield ledger.add(ledger.at_head("compared", why, 4 * shape.vocab, "wide", most_tokens=chunk))
+    yield ledger.head_gradient()
     if teacher.stored is not None:
         why = f"the teacher's {teacher.stored} likeliest tokens of each, as many bytes a target on the disk"
         yield ledger.add(Line("teacher.stored", why, teacher.record_bytes, "byte", "always", True))
@@ -345,14 +372,16 @@ def _objective(env: Environment, shape: ModelShape) -> Iterator[Rule]:
         return
     if env.scored:
         why = "a score of each token, in place of logits"
-        yield ledger.live("head.*", why, gone=True)
-        yield ledger.live("casts.head", why, gone=True)
-        yield ledger.live("tied.*" if shape.tied else "[!c]*.head", why, gone=True)
+        yield ledger.live(ledger.tagged("loss"), why, gone=True)
+        yield ledger.live(ledger.tagged("tied") if shape.tied else ledger.tagged("head"), why, gone=True)
+        if shape.tied:
+            yield ledger.live("casts.head", why, gone=True)
         return
     flop = 2 * shape.width * shape.vocab
     if Part.HEAD in env.claimed:
         why = "losses token by token: a chunk's logits are made again in the backward pass, 2 a weight of the head"
-        yield ledger.add(WorkItem("head.again", why, "token", flop))
+        yield ledger.add(WorkItem("head.again", why, "token", flop, of=("loss",)))
     if env.reference not in (None, "precomputed") and env.spec.adapters_removable:
-        yield ledger.live("forward.*", "and once more without what is trained, as the reference", times=2)
-        yield ledger.add(WorkItem("reference.head", "the head of that pass, 2 a weight of it", "token", flop))
+        yield ledger.live(ledger.tagged("forward"), "and once more without what is trained, as the reference", times=2)
+        why = "the head of that pass, 2 a weight of it"
+        yield ledger.add(WorkItem("reference.head", why, "token", flop, of=("loss",)))

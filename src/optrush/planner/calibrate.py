@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from optrush.config import Config
-from optrush.errors import ConfigError, NeedsError
+from optrush.errors import ConfigError, NeedsError, exhausted
 from optrush.hardware import GIB, Device
 from optrush.models.shapes import ModelShape
 from optrush.models.source import locate
@@ -36,7 +36,6 @@ from optrush.planner.calibration import (
     torch_version,
 )  # fmt: skip
 from optrush.planner.cost import linears
-from optrush.trainer.trainer import exhausted
 
 ROUNDS = 3
 WARM_S = 0.1  # share of the time before the rounds, in which clocks and temperature settle

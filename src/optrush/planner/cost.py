@@ -108,11 +108,10 @@ class WorkTime:
 
 def linears(shape: ModelShape) -> dict[str, tuple[int, int]]:
     """Return (outputs, inputs) of each kind of linear, by the last part of the work's name in the ledger."""
-    D, F = shape.width, shape.ff_width
-    all_ = shape.attention_linears
-    rows = sum(width * sum(pieces.values()) for name, (width, pieces) in all_.items() if name != "o") // D
+    D, F, all_ = shape.width, shape.ff_width, shape.linears
+    inner = sum(linear.weights for linear in all_.values() if linear.module == "qkv" or "latent." in linear.module)
     return {
-        "qkv": (rows, D),
+        "qkv": (inner // (D * shape.attention_layers), D),
         "o": (D, shape.attended_width),
         "gate_up": (2 * F, D),
         "down": (D, F),
@@ -383,9 +382,9 @@ def _host_traffic(ledger: Ledger, tokens: float, rates: Rates) -> tuple[WorkTime
 def _part(work: WorkItem) -> str:
     if work.per == "step":
         return "optimizer"
-    if "head" in work.name.split("."):  # that of a reference pass, too
+    if "loss" in work.of:
         return "head"
-    if work.unit in ATTENTIONS or ".scores" in work.name:
+    if "attention" in work.of or "scores" in work.of:
         return "attention"
     return "products" if work.flop else "elementwise"
 

@@ -2,8 +2,9 @@
 
 `baseline.entries` builds the lines of a run without techniques; each technique's `predict` yields rules; `apply_rules`
 applies them by kind (add, retype, freeze, cut, live), so that the order of techniques never matters; `peak_memory` and
-`cost.step_seconds` evaluate the result for a micro-batch of a given size. A rule that matches nothing raises, so that a
-prediction cannot drift from the code it predicts. Pure arithmetic, per rank.
+`cost.step_seconds` evaluate the result for a micro-batch of a given size. A rule is about the one entry of a name, or
+about all that have some tags and none of others; one that matches nothing raises, so that a prediction cannot drift
+from the code it predicts. Pure arithmetic, per rank.
 
 Bytes are resolved last: a line has a role (the kind of its values), and precision defines the bytes of a value of each
 role. A technique that adds a line is therefore independent of the precision of the run.
@@ -18,7 +19,6 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -59,6 +59,20 @@ ComputedIn = Literal["block", "before", "after", "throughout"]
 Side = Literal["", "feed", "scores"]
 """Of a block's backward pass: the feed-forward part's, which comes first, or that of attention with whole scores."""
 
+Way = Literal["forward", "backward"]
+WAYS: tuple[Way, Way] = ("forward", "backward")
+Tag = Literal[
+    "weights", "gradients", "states", "casts", "copies", "blocks", "embedding", "head", "norm", "adapters", "tied",
+    "saved", "stream", "heads", "mlp", "experts", "delta", "mask", "scores",
+    "product-input", "product-output", "attention-output", "normalised", "widened",
+    "loss", "logits", "vocabulary",
+    "forward", "backward", "update", "reduce", "gather",
+    "products", "attention", "elementwise", "launches", "exchange",
+    "fusable", "per-token", "per-block",
+]  # fmt: skip
+"""What an entry is, by which rules find it; a table is in docs/plan.md. An entry has `per-token` where it is counted by
+tokens, and `per-block` where each block has a part of it; other tags are written beside it."""
+
 
 @dataclass(frozen=True)
 class Line:
@@ -72,9 +86,9 @@ class Line:
     per_token: bool = False  # values of one token of a micro-batch; else of the model
     blocks: int = 1  # equal parts, one a block; 1: outside the blocks
     most_tokens: float = math.inf  # that a chunked operator holds at once
-    fusable: bool = False  # exists because operators run one at a time
     computed: ComputedIn = "block"  # of gradients
     side: Side = ""
+    of: tuple[Tag, ...] = ()
     # what rules change
     gone: bool = False
     freed_on_update: bool = False  # a gradient that is in memory only while it is computed
@@ -86,8 +100,9 @@ class Line:
     gathered_in: tuple[str, ...] = ()  # beginnings of the phases in which they are; none: all but the update
 
     @property
-    def by_token(self) -> bool:
-        return self.per_token
+    def tags(self) -> frozenset[str]:
+        """Return what rules find it by: its name in quotes, too."""
+        return _tags(self.name, self.of, self.per_token, self.blocks > 1)
 
     @property
     def here(self) -> float:
@@ -117,7 +132,7 @@ class WorkItem:
     reads: float = 0.0  # values that the host reads before it starts more, so that the device waits for it
     padding: float = 0.0  # share of the slots that hold no token
     waiting: float = 0.0  # share of a window in which this rank waits for others
-    fusable: bool = False
+    of: tuple[Tag, ...] = ()
     awaited: bool = False  # of a link: products wait for it, where others run beside it
     entering: float = 0.0  # of a link: values that enter each host from others
     steps: float = 0.0  # of a link: those over the network between hosts, of a micro-batch or a step
@@ -126,12 +141,57 @@ class WorkItem:
     times: float = 1.0
 
     @property
-    def by_token(self) -> bool:
-        return self.per == "token"
+    def tags(self) -> frozenset[str]:
+        """Return what rules find it by: its name in quotes, too."""
+        return _tags(self.name, self.of, self.per == "token", False)
+
+
+@cache  # of a few hundred entries, for all sets of a search
+def _tags(name: str, of: tuple[Tag, ...], per_token: bool, per_block: bool) -> frozenset[str]:
+    return frozenset((f"'{name}'", *of, *["per-token"] * per_token, *["per-block"] * per_block))
+
+
+def saved(name: str, reason: str, values: float, blocks: int, *of: Tag, role: Role = "product") -> Line:
+    """Return the line of what all blocks together keep of a token from their forward to their backward pass."""
+    side: Side = "feed" if "mlp" in of or "experts" in of else ""
+    return Line(f"saved.{name}", reason, values, role, "saved", True, blocks, side=side, of=("saved", *of))
 
 
 Entry = Line | WorkItem
 Kind = enum.IntEnum("Kind", "ADD RETYPE FREEZE CUT LIVE")  # of rules, in the order in which they are applied
+
+
+def launched(way: Way, name: str, reason: str, launches: float, *of: Tag) -> WorkItem:
+    """Return the work of operators that the host starts in each micro-batch's pass."""
+    return WorkItem(f"{way}.{name}", reason, "micro", launches=launches, of=(way, "launches", *of))
+
+
+def at_head(
+    name: str, reason: str, values: float, role: Role, *of: Tag, most_tokens: float = math.inf
+) -> Line:  # fmt: skip
+    """Return the line of what the loss holds of a token, a multiple of the vocabulary."""
+    tags: tuple[Tag, ...] = ("loss", "vocabulary", *of)
+    return Line(f"head.{name}", reason, values, role, "head", True, most_tokens=most_tokens, of=tags)
+
+
+class Match(NamedTuple):
+    """What a rule is about: the entries that have all of some tags and none of others."""
+
+    every: frozenset[str]
+    none: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        without = f", none of {', '.join(sorted(self.none))}" if self.none else ""
+        return f"{', '.join(sorted(self.every))}{without}"
+
+
+def tagged(*tags: Tag, no: Iterable[Tag] = (), but: str = "") -> Match:
+    """Match the entries that have all of these tags and none of `no`, but for one of a name."""
+    return Match(frozenset(tags), frozenset((*no, *[f"'{but}'"] * bool(but))))
+
+
+def _named(match: Match | str) -> Match:
+    return Match(frozenset((f"'{match}'",))) if isinstance(match, str) else match
 
 
 @dataclass(frozen=True)
@@ -140,13 +200,13 @@ class Rule:
 
     kind: Kind
     reason: str
-    match: str = ""  # a pattern over names
+    match: Match | None = None
     entries: tuple[Entry, ...] = ()
     bytes_per_value: Mapping[Role, float] = field(default_factory=dict)
     changes: Mapping[str, Any] = field(default_factory=dict)
-    fusable: bool = False  # of what matches, only what is fusable
-    by_token: bool = False  # of what matches, only what is counted by tokens
-    in_blocks: bool = False  # of what matches, only what blocks have parts of
+
+
+# Each takes the exact name of an entry, or `tagged`.
 
 
 def add(*entries: Entry) -> Rule:
@@ -154,9 +214,9 @@ def add(*entries: Entry) -> Rule:
     return Rule(Kind.ADD, "; ".join(e.reason for e in entries), entries=entries)
 
 
-def like(match: str, entry: Entry) -> Rule:
+def like(match: Match | str, entry: Entry) -> Rule:
     """Add an entry with `entry.values` times the values of the matching lines of the baseline."""
-    return Rule(Kind.ADD, entry.reason, match, (entry,))
+    return Rule(Kind.ADD, entry.reason, _named(match), (entry,))
 
 
 def retype(widths: Mapping[Role, float], reason: str) -> Rule:
@@ -164,30 +224,33 @@ def retype(widths: Mapping[Role, float], reason: str) -> Rule:
     return Rule(Kind.RETYPE, reason, bytes_per_value=widths)
 
 
-def freeze_rule(match: str, reason: str) -> Rule:
-    """Remove gradients and states of the parameters that match, which are not trained."""
-    return Rule(Kind.FREEZE, reason, match)
+def freeze_rule(match: Match | str, reason: str, share: float = 1.0) -> Rule:
+    """Remove a share of the gradients and states that match: those of parameters that are not trained."""
+    changes = {"gone": True} if share == 1 else {"values": 1 - share}
+    return Rule(Kind.FREEZE, reason, _named(match), changes=changes)
 
 
 def cut(
-    match: str, axis: str, ranks: float, reason: str, gathered: float = 0, during: tuple[str, ...] = (), *,
-    by_token: bool = False, in_blocks: bool = False,
-) -> Rule:  # fmt: skip
+    match: Match | str, axis: str, ranks: float, reason: str, gathered: float = 0, during: tuple[str, ...] = ()
+) -> Rule:
     """Divide what matches over the ranks of an axis; of its `blocks` parts, `gathered` are whole along dp at once.
 
     Args:
         during: beginnings of the phases in which they are whole; none: all but the update.
     """
     changes = {"cut": {axis: ranks}, "gathered": gathered, "gathered_in": during}
-    return Rule(Kind.CUT, reason, match, changes=changes, by_token=by_token, in_blocks=in_blocks)
+    return Rule(Kind.CUT, reason, _named(match), changes=changes)
 
 
-def live(
-    match: str, reason: str, *, fusable: bool = False, by_token: bool = False, in_blocks: bool = False, **changes: Any
-) -> Rule:
+def live(match: Match | str, reason: str, /, **changes: Any) -> Rule:
     """Change fields of what matches, combined with their old values by `_EDITS`."""
     assert changes.keys() <= _EDITS.keys() - {"cut", "gathered", "gathered_in"}, changes
-    return Rule(Kind.LIVE, reason, match, changes=changes, fusable=fusable, by_token=by_token, in_blocks=in_blocks)
+    return Rule(Kind.LIVE, reason, _named(match), changes=changes)
+
+
+def head_gradient(why: str = "the head's gradient, summed over chunks in float32, D V", role: Role = "wide") -> Rule:
+    """Return the rule that adds the gradient of the head as a loss in chunks makes it."""
+    return like("casts.head", Line("head.gradient", why, 1.0, role, "head", of=("loss", "vocabulary")))
 
 
 # How the old value of a field and a rule's are combined. Rules of one kind commute, so that their order never matters.
@@ -250,7 +313,7 @@ def apply_rules(
     Raises:
         ValueError: a rule matches nothing, or two contradict each other.
     """
-    entries, plain = list(baseline), tuple([e.name for e in baseline])
+    entries, plain = list(baseline), tuple([e.tags for e in baseline])
     changed: dict[Role, float] = {}
     ordered = sorted(rules, key=lambda r: r.kind)
     roles: set[Role] = set()
@@ -264,17 +327,13 @@ def apply_rules(
                     raise ValueError(f"two rules give {role!r} different widths ({rule.reason})")
                 if role not in roles:
                     raise ValueError(f"nothing has the role {role!r} ({rule.reason})")
-    names = tuple(e.name for e in entries)
+    tags = tuple([e.tags for e in entries])
     edits: dict[int, dict[str, Any]] = {}  # by place: the fields that differ from the entry's
     for rule in ordered:
-        if rule.kind > Kind.RETYPE:
-            places: Sequence[int] = _places(rule.kind is Kind.FREEZE, rule.match, names)
-            if rule.kind is Kind.CUT or rule.in_blocks or rule.fusable or rule.by_token:
-                places = [i for i in places if _matches(rule, entries[i])]
-            if not places:
-                raise ValueError(f"nothing is called {rule.match!r} ({rule.reason})")
-            for i in places:
-                _edit(rule, entries[i], edits.setdefault(i, {}))
+        if rule.match is not None and rule.kind is not Kind.ADD:
+            places = _places(rule.match, rule.kind is Kind.FREEZE, tags)
+            if not sum([_edit(rule, entries[i], edits.setdefault(i, {})) for i in places]):
+                raise ValueError(f"nothing to change is {rule.match} ({rule.reason})")
     for i, fields in edits.items():
         entries[i] = replaced(entries[i], **fields)
     doubled = [name for name, n in Counter((type(e), e.name) for e in entries).items() if n > 1]
@@ -299,12 +358,12 @@ def with_accumulation(ledger: Ledger, accumulation: int) -> Ledger:
     return replaced(ledger, accumulation=accumulation)  # the same bytes, which are not computed again
 
 
-def _added(rule: Rule, baseline: Sequence[Entry], names: tuple[str, ...]) -> tuple[Entry, ...]:
-    if not rule.match:
+def _added(rule: Rule, baseline: Sequence[Entry], tags: tuple[frozenset[str], ...]) -> tuple[Entry, ...]:
+    if rule.match is None:
         return rule.entries
-    values = sum(e.values for i in _places(False, rule.match, names) if isinstance(e := baseline[i], Line))
+    values = sum(e.values for i in _places(rule.match, False, tags) if isinstance(e := baseline[i], Line))
     if not values:
-        raise ValueError(f"nothing is called {rule.match!r} ({rule.reason})")
+        raise ValueError(f"no line of the baseline is {rule.match} ({rule.reason})")
     return tuple(_times(e, values) for e in rule.entries)
 
 
@@ -314,33 +373,19 @@ def _times(entry: Entry, values: float) -> Entry:
     return replaced(entry, values=entry.values * values)
 
 
-def _matches(rule: Rule, entry: Entry) -> bool:
-    """Return whether a rule is about an entry of a name that matches."""
-    if rule.kind is Kind.CUT and not isinstance(entry, Line):
-        return False
-    if rule.in_blocks and not (isinstance(entry, Line) and entry.blocks > 1):
-        return False
-    return (entry.fusable or not rule.fusable) and (entry.by_token or not rule.by_token)
-
-
 @cache  # for all sets of a search that have the same entries
-def _places(frozen: bool, pattern: str, names: tuple[str, ...]) -> tuple[int, ...]:
-    """Return the places of the names that match; of what is frozen, of its gradients and states."""
-    patterns = (f"gradients.{pattern}", f"states.{pattern}") if frozen else (pattern,)
-    return tuple(i for i, name in enumerate(names) if any(_named(name, p) for p in patterns))
+def _places(match: Match, freezes: bool, tags: tuple[frozenset[str], ...]) -> tuple[int, ...]:
+    """Return the places of what matches; if it is to be frozen, of gradients and states alone."""
+    places = (i for i, own in enumerate(tags) if match.every <= own and match.none.isdisjoint(own))
+    return tuple(i for i in places if not freezes or not tags[i].isdisjoint(("gradients", "states")))
 
 
-@cache  # a search repeats the same few hundred calls for each of its sets
-def _named(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern)
-
-
-def _edit(rule: Rule, entry: Entry, fields: dict[str, Any]) -> None:
-    """Combine a rule's changes with the fields that earlier rules gave an entry."""
-    changes: Mapping[str, Any] = {"gone": True} if rule.kind is Kind.FREEZE else rule.changes
-    for name, value in changes.items():
-        if hasattr(entry, name):  # some fields are of lines only, or of work only
-            fields[name] = _EDITS[name](fields.get(name, getattr(entry, name)), value)
+def _edit(rule: Rule, entry: Entry, fields: dict[str, Any]) -> bool:
+    """Combine a rule's changes with the fields that earlier rules gave an entry; return whether it has such fields."""
+    known = [name for name in rule.changes if hasattr(entry, name)]  # some are of lines only, or of work only
+    for name in known:
+        fields[name] = _EDITS[name](fields.get(name, getattr(entry, name)), rule.changes[name])
+    return bool(known)
 
 
 # --- evaluation
@@ -488,10 +533,15 @@ def with_copy(ledger: Ledger, *, cuda: bool) -> Ledger:
 
 def saved_bytes(ledger: Ledger) -> float:
     """Return the bytes of this rank's part of a checkpoint: trained weights, and the states of their optimizer."""
-    gradients = [line.name for line in ledger.lines if line.name.startswith("gradients.") and not line.gone]
-    trained = {name.partition(".")[2] for name in gradients}
-    names = {f"{kind}.{part}" for kind in ("weights", "states") for part in trained}
-    return sum(line_bytes(ledger, line) for line in ledger.lines if line.name in names)
+    lines = {line.name: line for line in ledger.lines if not line.gone}
+    total = 0.0
+    for line in lines.values():
+        learnt = lines.get(line.name.replace("weights.", "gradients.")) if "weights" in line.of else None
+        if learnt is not None:  # of a part that is frozen in parts, as many values as have a gradient
+            total += line_bytes(ledger, line) * learnt.values / (line.values or 1)
+        elif "states" in line.of:
+            total += line_bytes(ledger, line)
+    return total
 
 
 def _shares(line: Line, accumulation: int) -> tuple[float, ...]:

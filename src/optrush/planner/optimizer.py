@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from optrush.planner.ledger import Kind, Line, Live, Role, Rule, WorkItem, add, like, live
+from optrush.planner.ledger import Line, Live, Match, Role, Rule, WorkItem, add, like, live, replaced, tagged
 
 # AdamW, for each trained value: its moments, and the values of a weight's width that its step reads and writes (weight
 # and both moments twice, the gradient once).
@@ -54,9 +54,9 @@ def optimizer_rules(spec: OptimizerSpec, *, early: bool) -> Iterator[Rule]:
     for part, kept in spec.states.items():
         changes: dict[str, Any] = {} if kept.role is None else {"role": kept.role}
         changes |= {"reason": spec.reason, "values": kept.values / MOMENTS}
-        yield Rule(Kind.LIVE, spec.reason, f"states.{part}", changes=changes)
+        yield live(_of("states", part), spec.reason, **changes)
     if spec.resident is not None:
-        yield live("states.*", spec.reason, blocks_on_device=0)
+        yield live(tagged("states"), spec.reason, blocks_on_device=0)
     if spec.resident:
         yield add(Line("paging", "states of two pieces under way", MOMENTS * spec.resident, "state", "always"))
     if not spec.loop:
@@ -64,12 +64,16 @@ def optimizer_rules(spec: OptimizerSpec, *, early: bool) -> Iterator[Rule]:
     if spec.moved != MOVED:
         yield live("update", spec.reason, times=spec.moved / MOVED)
     for part, item in spec.work.items():
-        yield like(f"weights.{part}", item)
+        yield like(_of("weights", part), replaced(item, of=("update",)))
     if spec.in_backward:
-        yield live("gradients.*", spec.reason, freed_on_update=True)
+        yield live(tagged("gradients"), spec.reason, freed_on_update=True)
         yield live("update.loop", "of the embedding, which is updated last", live="end")
     if spec.workspace and not early:
         yield add(Line("update.workspace", spec.reason, max(spec.workspace.values()), "wide", "update"))
     for part, values in spec.workspace.items() if early else ():
         when: Live = "backward" if part == "blocks" else "end"
         yield add(Line(f"update.workspace.{part}", spec.reason, values, "wide", when))
+
+
+def _of(kind: Literal["weights", "states"], part: str) -> Match | str:
+    return tagged(kind) if part == "*" else f"{kind}.{part}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from optrush.errors import NeedsError
-from optrush.planner.ledger import Line, Rule, add, live
+from optrush.planner.ledger import Rule, add, live, saved, tagged
 from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, Trainer, library
 
 
@@ -83,15 +83,14 @@ class Attention(Technique):
         masked = self.impl == "sdpa" and (Part.PACKED_ROWS in env.claimed or sinks or window or chunks)
         spread = not masked and {"sdpa": _ungrouped(env), "varlen": _older_torch() or sinks}.get(self.impl, False)
         whole = spread and not env.native  # transformers leaves it to torch, which then takes plain products
-        if not whole:
-            yield live("*.scores*.held", "the kernel keeps no scores", gone=True)
-        yield live("*.scores*.moved", "scores stay on the chip", gone=True)
+        moved = tagged("scores", no=("heads",)) if whole else tagged("scores")
+        yield live(moved, "scores stay on the chip, and the kernel keeps none", gone=True)
         if masked:
             why, values = "the mask of rows with documents, a window, chunks or sinks, T a slot", env.blocks * env.seq
             if s is not None and sinks:
                 why, values = "the mask of each head, with its sink, H T a slot", values * s.heads
-            yield add(Line("saved.mask", why, values, "product", "saved", True, env.blocks))
-            yield live("*.scores", "whole scores, where the mask lets nothing through too", unit="masked")
+            yield add(saved("mask", why, values, env.blocks, "mask"))
+            yield live(tagged("attention"), "whole scores, where the mask lets nothing through too", unit="masked")
         else:
             if not spread:
                 yield live("saved.spread", "the kernel groups the query heads itself", gone=True)
@@ -99,7 +98,7 @@ class Attention(Technique):
             why = f"the half behind the diagonal is skipped{between}"
             hopper = env.device.capability >= (9, 0)
             unit = {"varlen": "flash2", "fa4": "flash4"}.get(self.impl, "attention") if hopper else "attention"
-            yield live("*.scores", why, times=_pairs(env), unit=unit)
+            yield live(tagged("attention"), why, times=_pairs(env), unit=unit)
 
     def packages(self) -> tuple[tuple[str, str], ...]:
         rule = (("flash-linear-attention", "fla"),) if self.delta == "fla" else ()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from optrush.errors import NoEffectError
-from optrush.planner.ledger import Line, Role, Rule, WorkItem, add, like, retype
+from optrush.planner.ledger import Line, Role, Rule, WorkItem, add, like, retype, tagged
 from optrush.planner.optimizer import OptimizerSpec
 from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, Trainer
 
@@ -68,12 +68,14 @@ class Bf16(Technique):
         yield retype({"narrowing": 2, "widening": 2, "plain": 2.5}, "norms and softmax still run in float32")
         if self.rounding != "nearest" and env.device.kind != "cpu" and Part.OPTIMIZER not in env.claimed:
             launches = 3.0 * (env.blocks * 9 + 2)
-            yield add(WorkItem("update.launches", "a kernel for each parameter", "step", launches=launches))
+            why = "a kernel for each parameter"
+            yield add(WorkItem("update.launches", why, "step", launches=launches, of=("update", "launches")))
         if self.rounding == "kahan":
             why = "what rounding took from each weight"
-            yield like("weights.*", Line("states.compensation", why, 1.0, "weight", "always"))
+            yield like(tagged("weights"), Line("states.compensation", why, 1.0, "weight", "always", of=("states",)))
             why = "the same read and written"
-            yield like("weights.*", WorkItem("update.compensation", why, "step", values=2.0, role="weight"))
+            work = WorkItem("update.compensation", why, "step", values=2.0, role="weight", of=("update",))
+            yield like(tagged("weights"), work)
 
     def model(self, trainer: Trainer) -> int:
         import torch

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from optrush.planner.ledger import COMPILED, Rule, WorkItem, add, live
+from optrush.planner.ledger import COMPILED, WAYS, Rule, add, launched, live, tagged
 from optrush.technique import (
     RANK_PARTS,
     Environment,
@@ -65,18 +65,16 @@ class Compile(Technique):
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         why = "fused into their neighbours, and computed again where the backward pass needs them"
-        yield live("saved.*", why, fusable=True, gone=True)
-        yield live("working.*", why, fusable=True, gone=True)
+        cpu = env.device.kind == "cpu"
+        yield live(tagged("fusable", no=("elementwise",) if cpu else ()), why, gone=True)
         if self.scope == "blocks":
             yield live("saved.middle.wide", "the product that was added is kept instead", gone=True)
-        cpu = env.device.kind == "cpu"
-        yield live("[hl]*.eager" if cpu else "*.eager", why, gone=True)
         if cpu:
-            yield live("[fb]*ward.eager", "fused; most of it came from the cache before", times=ON_CPU)
-        yield live("*.launches", why, fusable=True, gone=True)
-        for way, kernels in (("forward", 16), ("backward", 31)):
+            why = "fused; most of it came from the cache before"
+            yield live(tagged("fusable", "elementwise"), why, times=ON_CPU)
+        for way, kernels in zip(WAYS, (16, 31), strict=True):
             why, launches = f"about {kernels} kernels a block", COMPILED * kernels * env.blocks
-            yield add(WorkItem(f"{way}.compiled.launches", why, "micro", launches=launches))
+            yield add(launched(way, "compiled.launches", why, launches))
 
     def compile(self, trainer: Trainer) -> int:
         import torch

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from optrush.planner.ledger import COLLECTIVE_LAUNCHES, Line, Role, Rule, WorkItem, add, cut, live
+from optrush.planner import ledger
+from optrush.planner.ledger import WAYS, Line, Role, Rule, Way, WorkItem, add, cut, live, saved, tagged
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique
 
 if TYPE_CHECKING:
@@ -123,8 +124,8 @@ class Context(Technique):
         """
         n = self.size
         why = f"a rank has 1/{n} of the tokens"
-        yield cut("*", "cp", n, why, by_token=True)
-        yield live("*", why, by_token=True, times=1 / n)
+        yield cut(tagged("per-token"), "cp", n, why)
+        yield live(tagged("per-token"), why, times=1 / n)
         if env.shape is None:
             return
         s = env.shape
@@ -133,10 +134,10 @@ class Context(Technique):
             keys = max(kv, n * s.head_width)
             each = 2 * (q + keys)
             why = "heads sent and received, 2 (2 H + 2 K) E, when the feed-forward part is done"
-            yield add(Line("exchange", why, 2 * each, "product", "backward", True, side="scores"))
+            yield add(Line("exchange", why, 2 * each, "product", "backward", True, side="scores", of=("heads",)))
             if keys > kv:
                 why, values = "keys and values repeated for more ranks, 2 (n - K) E", 2 * (keys - kv) * env.blocks
-                yield add(Line("saved.repeated", why, values, "product", "saved", True, env.blocks))
+                yield add(saved("repeated", why, values, env.blocks, "heads"))
             why, hosts = "heads to other ranks, and back", env.over_hosts("cp")[0]
             yield from _exchange(env, why, each * (n - 1) / n, each * n / hosts, awaited=True)
             yield from _started(env, 2)
@@ -146,30 +147,27 @@ class Context(Technique):
             yield from _started(env, 1)
         else:
             older = env.device.capability >= (9, 0)
-            yield live("*.scores*.held", "the kernel keeps no scores", gone=True)
-            yield live("*.scores*.moved", "scores stay on the chip", gone=True)
+            yield live(tagged("scores"), "the kernel keeps no scores: they stay on the chip", gone=True)
             yield live("saved.spread", "heads are repeated while they are read", gone=True)
             why, unit = "the half behind the diagonal is skipped", "flash2" if older else "attention"
-            yield live("*.scores", why, times=0.5, unit=unit)
+            yield live(tagged("attention"), why, times=0.5, unit=unit)
             why = "keys and values here and under way, and their gradients, 8 K E"
-            yield add(Line("ring", why, 8 * kv, "wide", "backward", True))
+            yield add(Line("ring", why, 8 * kv, "wide", "backward", True, of=("heads",)))
             yield from _exchange(env, "keys and values to the next rank", 2 * kv * (n - 1), 2 * kv * n)
             yield from _started(env, n - 1)
             why, values = "and their gradients, home again", 2 * kv * n * env.blocks
-            yield add(_link(env, "backward.exchange.gradients", why, values, values, "wide"))
+            yield add(_link(env, "backward", "exchange.gradients", why, values, values, "wide"))
 
     def _whole_rows(self, env: Environment, q: int, kv: int) -> Iterator[Rule]:
         n, L = self.size, env.blocks
 
-        def saved(name: str, why: str, values: float) -> Rule:
-            return add(Line(f"saved.{name}", why, values * L, "product", "saved", True, L))
-
-        yield saved("whole keys", "keys and values of the other ranks, 2 K E (n - 1)", 2 * kv * (n - 1))
+        why = "keys and values of the other ranks, 2 K E (n - 1)"
+        yield add(saved("whole keys", why, L * 2 * kv * (n - 1), L, "heads"))
         if env.spec.attention in ("masked", "sdpa") and q > kv:
             why = "and repeated for each query head, 2 (H - K) E (n - 1)"
-            yield saved("whole spread", why, 2 * (q - kv) * (n - 1))
+            yield add(saved("whole spread", why, L * 2 * (q - kv) * (n - 1), L, "heads"))
         if env.spec.attention == "sdpa" and Part.PACKED_ROWS not in env.claimed:
-            yield saved("whole mask", "the mask of a rank's queries, T a slot", env.seq)
+            yield add(saved("whole mask", "the mask of a rank's queries, T a slot", L * env.seq, L, "mask"))
 
     def split(self, trainer: Trainer) -> int:
         from optrush.kernels import attention, context_parallel
@@ -207,30 +205,23 @@ class Context(Technique):
 def _exchange(env: Environment, why: str, values: float, whole: float, awaited: bool = False) -> Iterator[Rule]:
     """Yield what every block sends for each token, forward and backward."""
     values, whole = values * env.blocks, whole * env.blocks
-    yield add(*(_link(env, f"{way}.exchange", why, values, whole, awaited=awaited) for way in ("forward", "backward")))
+    yield add(*(_link(env, way, "exchange", why, values, whole, awaited=awaited) for way in WAYS))
 
 
 def _started(env: Environment, calls: int) -> Iterator[Rule]:
     """Yield what the host takes to start so many collectives of a block, each way."""
-    launches = COLLECTIVE_LAUNCHES * calls * env.blocks
-    for way in ("forward", "backward"):
-        yield add(WorkItem(f"{way}.exchange.launches", "the host starts collectives", "micro", launches=launches))
+    launches = ledger.COLLECTIVE_LAUNCHES * calls * env.blocks
+    for way in WAYS:
+        yield add(ledger.launched(way, "exchange.launches", "the host starts collectives", launches, "exchange"))
 
 
 def _link(
-    env: Environment, name: str, why: str, values: float, whole: float, role: Role = "product", awaited: bool = False
-) -> WorkItem:
+    env: Environment, way: Way, name: str, why: str, values: float, whole: float, role: Role = "product",
+    awaited: bool = False,
+) -> WorkItem:  # fmt: skip
     """Return what a token's values cost on the link, and of `whole` what enters a host, if the ranks span several."""
     hosts, entering = env.over_hosts("cp")
-    steps = 2.0 * (hosts - 1) * env.blocks
     return WorkItem(
-        name,
-        why,
-        "token",
-        unit="link",
-        values=values,
-        role=role,
-        awaited=awaited,
-        entering=whole * entering,
-        steps=steps,
-    )
+        f"{way}.{name}", why, "token", unit="link", values=values, role=role, of=(way, "exchange"), awaited=awaited,
+        entering=whole * entering, steps=2.0 * (hosts - 1) * env.blocks,
+    )  # fmt: skip

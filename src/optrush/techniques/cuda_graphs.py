@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from optrush.errors import NeedsError, first_line
-from optrush.planner.ledger import Line, Rule, WorkItem, add, live
+from optrush.planner.ledger import Line, Rule, WorkItem, add, live, tagged
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class CudaGraphs(Technique):
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         n = env.accumulation
-        yield live("*.launches", "started as one graph", gone=True)
+        yield live(tagged("launches"), "started as one graph", gone=True)
         yield add(
             WorkItem("window", "one graph, and copies of its batches", "step", launches=1 + 10 * n),
             Line("window.batches", "copies of the window's batches, at fixed places", 28 * n, "byte", "always", True),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from optrush.planner.ledger import Line, Rule, WorkItem, add, like
+from optrush.planner.ledger import Line, Rule, WorkItem, add, like, tagged
 from optrush.technique import SUMMED, Environment, Numerics, Part, Requirement, Technique
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ class Ddp(Technique):
         why, held = "2 (n-1)/n of the gradients' bytes to other ranks", 1 / env.axes.get("tp", 1)
         hosts, entering = env.over_hosts(*SUMMED)
         work = WorkItem("reduce", why, "step", unit="link", values=2 * (n - 1) / n * held, role="gradient")
-        work = replace(work, entering=2 * entering * held, steps=2 * (hosts - 1) * env.blocks)
-        yield like("gradients.*", work)
+        work = replace(work, entering=2 * entering * held, steps=2 * (hosts - 1) * env.blocks, of=("reduce",))
+        yield like(tagged("gradients"), work)
 
     def wrap_step(self, trainer: Trainer) -> int:
         buckets = Buckets(trainer.trained, trainer.world, self.bucket_mib << 20)

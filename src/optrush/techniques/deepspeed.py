@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 
 from optrush.errors import NeedsError
-from optrush.planner.ledger import Line, Role, Rule, WorkItem, add, cut, like, live
+from optrush.planner.ledger import Line, Match, Role, Rule, Tag, WorkItem, add, cut, like, live, tagged
 from optrush.planner.optimizer import OptimizerSpec
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, library
 
@@ -134,55 +134,60 @@ class DeepSpeed(Technique):
     def predict(self, env: Environment) -> Iterator[Rule]:
         """Yield shares of everything, what is whole besides, buffers, and what the link carries."""
         n, frozen = env.gradient_ranks, Part.ADAPTERS in env.claimed
-        yield cut("states.*", "dp", n, "a rank updates its share")
+        yield cut(tagged("states"), "dp", n, "a rank updates its share")
         if self.stage > 1:
             why, whole = "reduced as soon as a block has made them", self.stage == 3
-            yield cut("gradients.*", "dp", n, why, gathered=1, during=("backward",) if whole else ())
+            yield cut(tagged("gradients"), "dp", n, why, gathered=1, during=("backward",) if whole else ())
             if whole:
-                yield live("gradients.*", "in one flat buffer that stays", live="always")
-        yield live("casts.*", "products read what is gathered, no copies beside it", gone=True)
+                yield live(tagged("gradients"), "in one flat buffer that stays", live="always")
+        yield live(tagged("casts"), "products read what is gathered, no copies beside it", gone=True)
         if not frozen:
-            yield cut("weights.*", "dp", n, "a rank updates its share of the float32 weights")
-            for part in ("blocks", "embedding", *([] if env.shape is None or env.shape.tied else ["head"])):
-                why, blocks = "what products read, beside the float32 weights", env.blocks if part == "blocks" else 1
-                yield like(f"weights.{part}", Line(f"copies.{part}", why, 1.0, "product", "always", blocks=blocks))
+            yield cut(tagged("weights"), "dp", n, "a rank updates its share of the float32 weights")
+            parts: list[Tag] = ["blocks", "embedding"]
+            parts += [] if env.shape is None or env.shape.tied else ["head"]
+            why = "what products read, beside the float32 weights"
+            for part in parts:
+                blocks = env.blocks if part == "blocks" else 1
+                line = Line(f"copies.{part}", why, 1.0, "product", "always", blocks=blocks, of=("copies", part))
+                yield like(f"weights.{part}", line)
         if self.stage == 3:
             yield from self._gathered(env, "weights" if frozen else "copies")
         yield from super().predict(env)
-        yield live("update*", "a rank updates its share", times=1 / n)
-        yield live("norm", "of a rank's share", times=1 / n)
+        yield live(tagged("update"), "a rank updates its share", times=1 / n)
         sizes = self.sizes(env)
         why = f"a bucket of {sizes.reduced:,} gradients, in float32"
         yield add(Line("buckets.reduce", why, sizes.reduced, "wide", "always"))
         if self.hpz > 1:
             why = f"the second copy of the weights, cut over {self.hpz} ranks"
-            yield like("weights.*", Line("secondary", why, 1 / self.hpz, "product", "always"))
+            yield like(tagged("weights"), Line("secondary", why, 1 / self.hpz, "product", "always"))
         if self.offload != "none":
             yield from self._offloaded(not frozen)
         yield from self._links(env, n)
 
-    def _gathered(self, env: Environment, kind: str) -> Iterator[Rule]:
+    def _gathered(self, env: Environment, kind: Literal["weights", "copies"]) -> Iterator[Rule]:
         """Yield the share of what stage 3 cuts, and what of it is whole while it is used."""
         n, tied = env.gradient_ranks, env.shape is None or env.shape.tied
         ends, whole = "embedding and head are whole while they are used", "a block's weights are whole while it runs"
         why, phases = f"{whole}, and the next block's ahead of it", ("forward", "backward")
         yield cut(f"{kind}.blocks", "dp", n, why, gathered=min(env.blocks, 2), during=phases)
         if kind == "weights" or not tied:
-            yield cut(f"{kind}.[!be]*", "dp", n, ends, gathered=1)
+            yield cut(tagged(kind, no=("blocks", "embedding")), "dp", n, ends, gathered=1)
         during = () if tied else ("forward", "backward, embedding")
         yield cut(f"{kind}.embedding", "dp", n, ends, gathered=1, during=during)
         # A gather of several weights has one buffer, which is freed when the last of them has been used.
         why = "the buffers in which embedding and head arrived, with weights whose turn is still to come"
-        yield like("weights.[!b]*", Line("head.arriving", why, 1.0, "product", "head"))
+        arriving = Line("head.arriving", why, 1.0, "product", "head", of=("loss",))
+        yield like(tagged("weights", no=("blocks",)), arriving)
 
     def _offloaded(self, copied: bool) -> Iterator[Rule]:
         """Yield what is in host memory."""
         if self.stage == 3:
-            yield live("gradients.*", "on the host, once a block has made them", blocks_on_device=0)
+            yield live(tagged("gradients"), "on the host, once a block has made them", blocks_on_device=0)
         if copied:
-            yield live("weights.*", "the float32 weights: on the host", blocks_on_device=0)
+            yield live(tagged("weights"), "the float32 weights: on the host", blocks_on_device=0)
         if self.offload == "all":
-            yield live("copies.*" if copied else "weights.*", "on the host until they are gathered", blocks_on_device=0)
+            kind: Tag = "copies" if copied else "weights"
+            yield live(tagged(kind), "on the host until they are gathered", blocks_on_device=0)
 
     def _links(self, env: Environment, n: int) -> Iterator[Rule]:
         """Yield what the ranks send each other."""
@@ -192,15 +197,15 @@ class DeepSpeed(Technique):
         why, times = ("weights gathered twice", 2) if self.stage == 3 else ("updated weights gathered", 1)
         gathers: Literal["micro", "step"] = "micro" if self.stage == 3 else "step"
         reduces: Literal["micro", "step"] = "step" if self.stage == 1 else "micro"
-        parts: list[tuple[str, str, Role]] = [
-            ("weights.blocks", "gather.blocks", stored), ("weights.[!b]*", "gather.ends", "product"),
+        parts: list[tuple[Match | str, str, Role]] = [
+            ("weights.blocks", "gather.blocks", stored), (tagged("weights", no=("blocks",)), "gather.ends", "product"),
         ]  # fmt: skip
         for match, name, role in parts if self.stage == 3 or Part.ADAPTERS not in env.claimed else ():
             steps = times * (hosts - 1) * (env.blocks if name == "gather.blocks" else 2)
-            work = WorkItem(name, why, gathers, unit="link", values=times * share, role=role)
+            work = WorkItem(name, why, gathers, unit="link", values=times * share, role=role, of=("gather",))
             yield like(match, replace(work, entering=times * entering, steps=steps))
-        work = WorkItem("reduce", "gradients reduced", reduces, unit="link", values=share, role="wide")
-        yield like("gradients.*", replace(work, entering=entering, steps=(hosts - 1) * env.blocks))
+        work = WorkItem("reduce", "gradients reduced", reduces, unit="link", values=share, role="wide", of=("reduce",))
+        yield like(tagged("gradients"), replace(work, entering=entering, steps=(hosts - 1) * env.blocks))
 
     # What it does.
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from optrush.models.shapes import ModelShape
-from optrush.planner.ledger import Line, Rule, WorkItem, add, cut, live
+from optrush.planner.ledger import WAYS, Line, Rule, Tag, WorkItem, add, cut, live, saved, tagged
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 ELSE = "leave experts out"
@@ -83,17 +83,16 @@ class ExpertParallel(Technique):
         if "dp" not in env.sharded:  # else these are of a rank's share already
             largest, outer = 2 * e.count * s.width * e.ff_width, s.vocab * s.width
             yield cut("update.loop", axis, max(outer, largest) / max(outer, largest / n), why)
-            for name in ("update*", "norm"):
-                yield live(name, why, times=1 - mine / s.parameters)
+            yield live(tagged("update"), why, times=1 - mine / s.parameters)
         yield from _fewer(env, s, n)
         k, D = e.active, s.width
         places, share = "the order of the rows that arrive, and their weights, 5 k", sparse / L
+        rows = "rows before they are in their experts' order, k D"
         yield add(
-            Line("working.arriving", "rows before they are in their experts' order, k D", share * k * D, "product",
-                 "forward", True),
+            Line("working.arriving", rows, share * k * D, "product", "forward", True),
             Line("feed.arriving", "and their gradients", share * k * D, "product", "backward", True, side="feed"),
-            Line("saved.arriving", places, sparse * 5 * k, "wide", "saved", True, L, side="feed"),
-        )  # fmt: skip
+            saved("arriving", places, sparse * 5 * k, L, "experts", role="wide"),
+        )
         if "dp" in env.sharded and not env.blocks_alone:
             why = "experts are a group of their own in each layer"
             yield live("gather.launches", why, times=1 + sparse / (L + 2))
@@ -101,19 +100,21 @@ class ExpertParallel(Technique):
         why = "the numbers of rows, which the host reads in each layer before it sends them, once a micro-batch"
         yield add(WorkItem("counts.reads", why, "micro", reads=float(sparse)))
         hosts, entering = env.over_hosts(axis)
-        for way in ("forward", "backward"):
+        for way in WAYS:
             # As in the baseline twice what is moved, for rows that are read by number.
             order, moved = "rows that arrive put in the order of the experts here, and back", 8.0 * k * D * sparse
-            yield add(WorkItem(f"{way}.rows.arriving", order, "token", values=moved, role="product"))
-        for name, times, why in (
-            ("forward.rows.links", 1, "rows to the ranks of their experts"),
-            ("returned.links", 1, "products of the forward pass back, which no second one sends"),
-            ("backward.rows.links", 2, "gradients of products to the ranks of their experts, of rows back"),
-        ):
+            yield add(WorkItem(f"{way}.rows.arriving", order, "token", values=moved, role="product", of=(way,)))
+        sent: tuple[tuple[str, tuple[Tag, ...], int, str], ...] = (
+            ("forward.rows.links", ("forward", "exchange"), 1, "rows to the ranks of their experts"),
+            ("returned.links", ("exchange",), 1, "products of the forward pass back, which no second one sends"),
+            ("backward.rows.links", ("backward", "exchange"), 2,
+             "gradients of products to the ranks of their experts, of rows back"),
+        )  # fmt: skip
+        for name, of, times, why in sent:
             each = 1.0 * times * k * D * sparse
             yield add(
                 WorkItem(
-                    name, why, "token", unit="link", values=each * (n - 1) / n, role="product",
+                    name, why, "token", unit="link", values=each * (n - 1) / n, role="product", of=of,
                     awaited=True, entering=each * n / hosts * entering, steps=2.0 * times * sparse * (hosts - 1),
                 )
             )  # fmt: skip

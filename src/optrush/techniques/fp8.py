@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from optrush.planner.ledger import Line, Role, Rule, WorkItem, like, live
+from optrush.planner.ledger import WAYS, Line, Role, Rule, Tag, WorkItem, like, live, saved
 from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, Trainer
 
 ALL, MLP = ("qkv", "o", "gate_up", "down"), ("gate_up", "down")
@@ -67,8 +67,9 @@ class Fp8(Technique):
         if Part.ADAPTERS not in env.claimed:  # frozen products keep no input anyway
             yield from self._kept(env)
         if env.device.kind == "cuda":  # elsewhere the products are float32
-            for name in self._chosen:
-                yield live(f"*ward.{name}", "multiplied in 8 bits", unit="product8")
+            for way in WAYS:
+                for name in self._chosen:
+                    yield live(f"{way}.{name}", "multiplied in 8 bits", unit="product8")
         for name in self._chosen:
             for kind, (line, share), moved in (("inputs", ENTERS[name], 7.0), ("gradients", LEAVES[name], 6.0)):
                 work = WorkItem(
@@ -88,7 +89,8 @@ class Fp8(Technique):
         yield live("saved.product", why, role="byte") if product else live("saved.product", again, gone=True)
         if compiled:  # one block's backward pass makes it, or its gradient, in the products' type
             values = (0.5 if product else 1.0) / blocks  # beyond the 8 bits
-            yield like("saved.product", Line("feed.again", again, values, "product", "backward", True, side="feed"))
+            line = Line("feed.again", again, values, "product", "backward", True, side="feed", of=("mlp",))
+            yield like("saved.product", line)
         if normed and self.targets == "all":
             yield live("saved.normed", why, role="byte")
         else:
@@ -96,13 +98,13 @@ class Fp8(Technique):
         if self.targets == "mlp":
             halves: tuple[tuple[str, Role], ...] = (("qkv", "product"), ("gate_up", "byte"))
             for name, role in halves[: 2 if normed else 1]:
-                line = Line(f"saved.normed.{name}", f"what enters {name}, D", 0.5, role, "saved", True, blocks)
-                yield like("saved.normed", line)
+                yield like("saved.normed", saved(f"normed.{name}", f"what enters {name}, D", 0.5, blocks, role=role))
         if compiled:
             yield live("casts.blocks", "the rounded ones are made of the weights again", gone=True)
             if self.targets == "mlp":
                 why = "copies of the other matrices in the products' type"
-                others = Line("casts.blocks.others", why, 1 - MLP_SHARE, "cast", "saved", blocks=blocks)
+                of: tuple[Tag, ...] = ("casts", "blocks")
+                others = Line("casts.blocks.others", why, 1 - MLP_SHARE, "cast", "saved", blocks=blocks, of=of)
                 yield like("casts.blocks", others)
 
     @property

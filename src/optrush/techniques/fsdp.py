@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from optrush.planner.ledger import Line, Role, Rule, WorkItem, add, cut, like, live
+from optrush.planner.ledger import Line, Match, Role, Rule, Tag, WorkItem, add, cut, like, live, tagged
 from optrush.technique import SUMMED, Environment, Numerics, Part, Requirement, Technique, Trainer
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Fsdp(Technique):
         shared = 1 - env.blocks_alone
         yield cut("weights.blocks", "dp", n * env.blocks_held, whole, gathered=blocks * shared, during=during)
         ends = "embedding and head are whole while they are used"
-        yield cut("weights.[!be]*", "dp", n, ends, gathered=1)
+        yield cut(tagged("weights", no=("blocks", "embedding")), "dp", n, ends, gathered=1)
         tied = env.shape is None or env.shape.tied
         # While a block runs forward that of an untied embedding is cut again, and the head's is not yet gathered.
         during = ("backward, embedding",) if freed and not tied else ()
@@ -93,48 +93,52 @@ class Fsdp(Technique):
         held = 1 / env.axes.get("tp", 1)  # a rank's part of what its group has
         if not tied:  # a tied head is gathered with the embedding, where nothing else is in memory yet
             why = "the buffer in which the head's shards arrived, kept until the next gather"
-            yield like("weights.[!b]*", Line("head.arriving", why, 0.5 * held, "product", "head"))
+            arriving = Line("head.arriving", why, 0.5 * held, "product", "head", of=("loss",))
+            yield like(tagged("weights", no=("blocks",)), arriving)
         reduced = env.accumulation == 1 or self.sync == "each"
-        for part, ranks in (("blocks", n * env.blocks_held), ("[!b]*", n)):  # experts may be cut over some of n already
-            yield cut(f"states.{part}", "dp", ranks, "a rank updates its share")
-            if reduced:
-                why = "reduced as soon as a block has made them"
-                yield cut(f"gradients.{part}", "dp", ranks, why, gathered=shared if part == "blocks" else 1)
-        yield live("casts.*", "the gathered weights are cast, no copies beside them", gone=True)
+        cuts: list[tuple[Tag, str, float]] = [("states", "a rank updates its share", 0)]
+        cuts += [("gradients", "reduced as soon as a block has made them", 1)] if reduced else []
+        for kind, why, gathered in cuts:  # of blocks experts may be cut over some of the n ranks already
+            yield cut(tagged(kind, "blocks"), "dp", n * env.blocks_held, why, gathered=gathered * shared)
+            yield cut(tagged(kind, no=("blocks",)), "dp", n, why, gathered=gathered)
+        yield live(tagged("casts"), "the gathered weights are cast, no copies beside them", gone=True)
         yield cut("update.loop", "dp", n, "of a rank's share")
-        yield live("update*", "a rank updates its share", times=1 / n)
-        yield live("norm", "of a rank's share", times=1 / n)
+        yield live(tagged("update"), "a rank updates its share", times=1 / n)
         share = (n - 1) / n
         times = 2 if self.stage == 3 else 1
         why = f"weights gathered {'twice' if times == 2 else 'once'} a micro-batch"
         quantized = any(linear.weight == "quantized" for linear in env.spec.linears.values())
         stored: Role = "stored" if quantized else "product"
         hosts, entering = env.over_hosts("dp", "ep", "cp")
-        parts: list[tuple[str, str, Role]] = [
+        parts: list[tuple[Match | str, str, Role]] = [
             ("weights.blocks", "gather.blocks", stored),
-            ("weights.[!b]*", "gather.ends", "product"),
+            (tagged("weights", no=("blocks",)), "gather.ends", "product"),
         ]
         moved = "gathered shards copied to where the weights are, and a shard to where it is sent from"
         for match, name, role in parts:
             steps = times * (hosts - 1) * (L if name == "gather.blocks" else 2)
-            work = WorkItem(name, why, "micro", unit="link", values=times * share * held, role=role)
+            work = WorkItem(name, why, "micro", unit="link", values=times * share * held, role=role, of=("gather",))
             yield like(match, replace(work, entering=times * entering * held, steps=steps))
             again = 2.0 * times * (1 + 1 / n) * held
-            yield like(match, WorkItem(f"{name}.copied", moved, "micro", values=again, role=role))
+            copied = WorkItem(f"{name}.copied", moved, "micro", values=again, role=role, of=("gather",))
+            yield like(match, copied)
         why = "hooks around a gather: shards sent, copied, made parameters, and cut again"
         groups = L + 2.0
         # Twice: before a backward pass they run, too, where nothing is left to gather.
-        yield add(WorkItem("gather.launches", why, "micro", launches=HOOKS * 2 * groups))
+        launches = HOOKS * 2 * groups
+        yield add(WorkItem("gather.launches", why, "micro", launches=launches, of=("gather", "launches")))
         per: Literal["micro", "step"] = "micro" if self.sync == "each" else "step"
-        yield add(WorkItem("gather.reduce.launches", "hooks around a reduction", per, launches=REDUCTION * groups))
+        why, launches = "hooks around a reduction", REDUCTION * groups
+        yield add(WorkItem("gather.reduce.launches", why, per, launches=launches, of=("gather", "launches")))
         work = WorkItem("reduce", "gradients reduced", per, unit="link", values=share * held, role="gradient")
-        yield like("gradients.*", replace(work, entering=entering * held, steps=(hosts - 1) * L))
+        work = replace(work, entering=entering * held, steps=(hosts - 1) * L, of=("reduce",))
+        yield like(tagged("gradients"), work)
         if self.replicate > 1:
             why, each = "a rank's share of them, summed over the groups", 2 / n * held
             hosts, entering = env.over_hosts("rep")
             values = each * (1 - 1 / self.replicate)
-            work = WorkItem("reduce.replicas", why, per, unit="link", values=values, role="gradient")
-            yield like("gradients.*", replace(work, entering=each * entering, steps=2 * (hosts - 1) * L))
+            work = WorkItem("reduce.replicas", why, per, unit="link", values=values, role="gradient", of=("reduce",))
+            yield like(tagged("gradients"), replace(work, entering=each * entering, steps=2 * (hosts - 1) * L))
 
     def shard(self, trainer: Trainer) -> int:
         import torch

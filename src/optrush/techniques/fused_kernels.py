@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from optrush.errors import NeedsError
-from optrush.peft.ledger import demand_compilers, linear_sizes, tiles
-from optrush.planner.ledger import Line, Rule, WorkItem, add, like, live
+from optrush.hardware import tiles
+from optrush.peft.ledger import demand_compilers
+from optrush.planner.ledger import WAYS, Line, Rule, WorkItem, add, like, live, tagged
 from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, Trainer
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class FusedKernels(Technique):
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         done = 0.0 if env.device.kind == "cpu" else NORM * self.norm + ROPE * self.rope + GATE * (self.mlp != "none")
-        yield live("[fb]*ward.eager", "by kernels of their own", times=1 - done)
+        yield live(tagged("elementwise", "fusable"), "by kernels of their own", times=1 - done)
         if self.norm:
             why = "inside the kernel, recomputed in the backward pass"
             yield live("saved.widened", why, gone=True)
@@ -138,13 +139,11 @@ class FusedKernels(Technique):
         if recomputed:
             yield live("saved.product", why, gone=True)
         if not routed and (recomputed or (frozen and adapted and "down" not in adapted)):  # then it was not kept
-            product = Line("feed.product", why, 1.0 / env.blocks, "product", "backward", True, side="feed")
-            yield like("saved.product", product)
+            yield like("saved.product", _in_feed("product", why, env))
         yield live("saved.gated", why, gone=True)
         if kernel:
             why = "the gradient of the activation, which the kernel reads, F"
-            activation = Line("feed.activation", why, 1.0 / env.blocks, "product", "backward", True, side="feed")
-            yield like("saved.product", activation)
+            yield like("saved.product", _in_feed("activation", why, env))
 
     def packages(self) -> tuple[tuple[str, str], ...]:
         return (("quack-kernels", "kernels"),) if self.mlp == "quack" else ()
@@ -266,6 +265,10 @@ def _in_products(env: Environment, shape: ModelShape) -> bool:
     return plain and not env.claimed & {Part.ADAPTERS, Part.LINEARS, Part.EP}
 
 
+def _in_feed(name: str, why: str, env: Environment) -> Line:
+    return Line(f"feed.{name}", why, 1.0 / env.blocks, "product", "backward", True, side="feed", of=("mlp",))
+
+
 def _uncopied() -> Iterator[Rule]:
     """Yield that products read the tokens of experts' rows, and the gradients of their sums, by number.
 
@@ -274,8 +277,6 @@ def _uncopied() -> Iterator[Rule]:
     why = "products read tokens by number, and copy no rows"
     yield live("saved.routed", why, gone=True)
     yield live("saved.weighed", "weights multiply what leaves the down product", gone=True)
-    for name in ("working.rows", "feed.rows"):
-        yield live(name, f"{why}: of 2 k D one", times=0.5)
     for way in ("forward", "backward"):
         yield live(f"{way}.rows", f"{why}: sums alone", times=0.5)
 
@@ -300,28 +301,26 @@ def _adapters(env: Environment, shape: ModelShape) -> Iterator[Rule]:
     padding = {"norm": spec.norm == "fused", "attention": spec.attention == "fa4", "rope": spec.rope == "fused"}
     quantized = spec.linears["down"].weight != "dense"
     bare = bool(env.sharded) and not quantized  # no weight is padded
-    ways: tuple[tuple[Literal["forward", "backward"], dict[str, str]], ...]
-    ways = ("forward", INPUTS), ("backward", GRADIENTS)
-    for name, (width, pieces) in linear_sizes(shape).items():
-        many, rows = tiles(spec.linears[name].adapter_rows), sum(pieces.values())
-        feeds, biased = name in ("gate_up", "down"), {"qkv": shape.qkv_bias, "o": shape.o_bias}.get(name, False)
-        if not many or biased or (bare and not feeds):
+    for name, linear in shape.linears.items():
+        many, rows, width = tiles(spec.linears[linear.module].adapter_rows), linear.outputs, linear.inputs
+        if not many or (linear.bias and name in ("qkv", "o")) or (bare and linear.module not in ("gate_up", "down")):
             continue
         if name == "gate_up" or not bare:
             yield live(f"forward.added.{name}", "in the product itself", gone=True)
-        for way, writers in ways:
+        for way, writers in zip(WAYS, (INPUTS, GRADIENTS), strict=True):
             if name in writers and (bare or not padding.get(writers[name], False)):
                 n, what = (width, "input") if way == "forward" else (rows, "gradient")
                 why = f"{name}'s {what}, and A x or its gradient"
-                yield add(WorkItem(f"{way}.beside.{name}", why, "token", values=2.0 * L * n, role="product"))
+                yield add(WorkItem(f"{way}.beside.{name}", why, "token", values=2.0 * L * n, role="product", of=(way,)))
             if bare and way == ("forward" if name == "gate_up" else "backward"):
                 why, weight = f"{name}'s weight next to its adapter's", rows * width
-                moved = WorkItem(f"{way}.beside.weights", why, "micro", values=2.0 * L * weight, role="product")
+                values, of = 2.0 * L * weight, (way,)
+                moved = WorkItem(f"{way}.beside.weights", why, "micro", values=values, role="product", of=of)
                 yield add(Line(f"working.beside.{way}", why, weight, "product", way), moved)
         room += (rows + many * (name != "gate_up")) * (width + many) - rows * width
     if not (bare or quantized):
         why = "padding of weights for the matrices of their adapters, in whole tiles"
-        yield add(Line("weights.room", why, L * room, "product", "always", blocks=L))
+        yield add(Line("weights.room", why, L * room, "product", "always", blocks=L, of=("weights", "adapters")))
 
 
 def _rerun(env: Environment) -> bool:

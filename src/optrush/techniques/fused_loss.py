@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from optrush.errors import NeedsError
-from optrush.planner.ledger import Line, Role, Rule, like, live
+from optrush.planner.ledger import Role, Rule, at_head, head_gradient, like, live, tagged
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 # Logits of a chunk: 4,096 tokens of the largest usual vocabulary, above which no rung got faster; on a CPU 256.
@@ -72,25 +72,24 @@ class FusedLoss(Technique):
         """Yield the logits of a chunk, and of the one before where a micro-batch has several."""
         role: Role
         most = LIGER_CHUNK if self.impl == "liger" else self.tokens(env)
-        yield live("head.logits*", "of one chunk at a time", most_tokens=most)
+        yield live(tagged("logits"), "of one chunk at a time", most_tokens=most)
         yield live("tied.sum", "the head's gradient is added to in place", gone=True)
         if self.impl == "quack":
-            yield live("head.logits*.eager", "the products' epilogue does it", gone=True)
+            yield live(tagged("logits", "fusable"), "the products' epilogue does it", gone=True)
             yield live("head.moved", "written and read by products, which hide it", gone=True)
         else:
             why, values = "the gradients of a chunk's logits and of the one before, 2 V", 2.0
             if env.slots <= most:
                 why, values = "the gradients of the only chunk's logits, V", 1.0
-            yield like("head.logits", Line("head.chunk", why, values, "product", "head", True, most_tokens=most))
+            yield like("head.logits", at_head("chunk", why, values, "product", most_tokens=most))
             why = "operators of a chunk, one at a time"
-            chunk = Line("head.chunk.eager", why, 1.25, "wide", "head", True, most_tokens=most, fusable=True)
-            yield like("head.logits", chunk)
-        why, role = "the head's gradient, summed over chunks in float32, D V", "wide"
+            yield like("head.logits", at_head("chunk.eager", why, 1.25, "wide", "fusable", most_tokens=most))
         if self.impl == "quack" and env.slots <= most:
             # In the backward pass: what shards of the head arrived in, which is as large, has been freed by then.
             role = "cast" if "dp" in env.sharded and not (env.shape is None or env.shape.tied) else "gradient"
-            why = "the head's gradient, written once, D V"
-        yield like("casts.head", Line("head.gradient", why, 1.0, role, "head"))
+            yield head_gradient("the head's gradient, written once, D V", role)
+        else:
+            yield head_gradient()
 
     def tokens(self, env: Environment) -> int:
         """Return the tokens of a chunk: as given, else so that chunks of `LOGITS` divide a micro-batch evenly."""

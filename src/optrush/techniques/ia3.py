@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from optrush.peft import io, ledger
-from optrush.planner.ledger import Line, Rule, add
+from optrush.planner.ledger import Rule, add, saved
 from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, Trainer, refuse_unmet
 
 OURS = ("k_proj", "v_proj", "down_proj")
@@ -90,19 +90,18 @@ class Ia3(Technique):
         learnt: list[tuple[int, int]] = []
         known = ledger.names_of(env.shape)
         keep, left, names = set(), 0, {*ledger.chosen(self._targets(known), known)}
-        for linear, (width, pieces) in {} if env.shape is None else ledger.linear_sizes(env.shape).items():
-            mine = {name: n for name, n in pieces.items() if name in names}
+        for name, linear in {} if env.shape is None else env.shape.linears.items():
+            mine = {piece: n for piece, n in linear.pieces.items() if piece in names}
             if not mine:
                 continue
-            assert env.shape is not None
-            inputs, layers = bool({*mine} & {*self.feedforward}), ledger.layers_of(env.shape, linear)
-            learnt.append((width if inputs else sum(mine.values()), layers))
-            keep |= {linear} if inputs else set()
-            left += 0 if inputs else layers * sum(pieces.values())
+            inputs, layers = bool({*mine} & {*self.feedforward}), len(linear.layers)
+            learnt.append((linear.inputs if inputs else sum(mine.values()), layers))
+            keep |= {name} if inputs else set()
+            left += 0 if inputs else layers * linear.outputs
         yield from ledger.predict_frozen(env, (), learnt, keep)
         if left:
             why = "what a linear gave, before it is scaled"
-            yield add(Line("saved.left", why, left, "product", "saved", True, env.blocks))
+            yield add(saved("left", why, left, env.blocks, "adapters"))
 
     def peft(self, trainer: Trainer) -> int:
         from optrush.errors import NeedsError

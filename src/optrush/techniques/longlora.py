@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from optrush.planner.ledger import Line, Rule, add, live
+from optrush.planner.ledger import Line, Rule, add, live, saved, tagged
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 if TYPE_CHECKING:
@@ -77,31 +77,31 @@ class LongLora(Technique):
         """Yield scores and masks of G in place of T, and what the halves of the heads keep besides."""
         G, L = self.size(env), env.blocks
         share, packed = G / env.seq, Part.PACKED_ROWS in env.claimed
-        yield live("*.scores", f"within groups of {G} tokens", times=share)
-        yield live("*.scores.moved", f"within groups of {G} tokens", times=share)
+        for work in (tagged("attention"), tagged("scores", no=("heads",))):
+            yield live(work, f"within groups of {G} tokens", times=share)
         if env.shape is None:
             return
         s = env.shape
         q, kv = s.heads * s.head_width, s.kv_heads * s.head_width
         masked = "masked" in env.spec.attention
         if masked:
-            yield live("*.scores*.held", f"within groups of {G} tokens", gone=True)
-            why = f"probabilities within groups of {G} tokens, H G, in float32"
+            yield live(tagged("heads", "scores"), f"within groups of {G} tokens", gone=True)
+            why, scores = f"probabilities within groups of {G} tokens, H G, in float32", s.heads * G
             yield add(
-                Line("saved.shifted.scores", why, L * s.heads * G, "wide", "saved", True, L),
-                Line("saved.shifted.scores.cast", why, L * s.heads * G, "narrowing", "saved", True, L),
-                Line("working.shifted", why, 3 * s.heads * G, "wide", "backward", True, side="scores"),
+                saved("shifted.scores", why, L * scores, L, "heads", role="wide"),
+                saved("shifted.scores.cast", why, L * scores, L, "heads", role="narrowing"),
+                Line("working.shifted", why, 3 * scores, "wide", "backward", True, side="scores", of=("heads",)),
             )
         else:
             if packed:
                 yield live("saved.mask", f"within groups of {G} tokens", gone=True)
             why, many = f"masks within groups of {G} tokens, G a slot", 2 if packed else 1
-            yield add(Line("saved.shifted.mask", why, L * G * many, "product", "saved", True, L))
+            yield add(saved("shifted.mask", why, L * G * many, L, "mask"))
             if q > kv and not packed:
                 why = "keys and values of the shifted heads repeated for each query head, H - K"
-                yield add(Line("saved.shifted.spread", why, L * (q - kv), "product", "saved", True, L))
+                yield add(saved("shifted.spread", why, L * (q - kv), L, "heads"))
         why = "half of the heads in the order of their groups, and the output of both halves"
-        yield add(Line("saved.shifted.heads", why, L * ((q + 2 * kv) / 2 + q), "product", "saved", True, L))
+        yield add(saved("shifted.heads", why, L * ((q + 2 * kv) / 2 + q), L, "heads"))
 
     def model(self, trainer: Trainer) -> int:
         """Wrap the attention that all blocks have."""

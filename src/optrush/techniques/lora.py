@@ -12,7 +12,7 @@ from pydantic import Field
 
 from optrush.errors import NeedsError
 from optrush.peft import io, ledger
-from optrush.planner.ledger import OURS, Line, Rule, WorkItem, add
+from optrush.planner.ledger import OURS, WAYS, Line, Role, Rule, WorkItem, add, launched, saved
 from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, Trainer
 
 if TYPE_CHECKING:
@@ -141,13 +141,12 @@ class Lora(Technique):
         keep, r, laid, low, rows, weights, crossed = dict[str, int](), self.rank, 0, 0, 0, 0, 0
         there = back = 0  # values of a token's rows at experts that the passes read and write for the adapters alone
         known = ledger.names_of(env.shape)
-        for linear, (width, pieces) in {} if env.shape is None else ledger.linear_sizes(env.shape).items():
-            mine = [n for name, n in pieces.items() if name in ledger.chosen(self.targets, known)]
+        for name, linear in {} if env.shape is None else env.shape.linears.items():
+            mine = [n for piece, n in linear.pieces.items() if piece in ledger.chosen(self.targets, known)]
             if not mine:
                 continue
-            assert env.shape is not None
-            keep[linear] = layers = ledger.layers_of(env.shape, linear)
-            mine_rank, all_rows = len(mine) * r, sum(pieces.values())
+            keep[name] = layers = len(linear.layers)
+            mine_rank, all_rows, width = len(mine) * r, linear.outputs, linear.inputs
             each = [mine_rank * width, r * sum(mine), *([sum(mine)] if self.dora else [])]
             learnt += [(size, layers) for size in each]
             low += layers * mine_rank
@@ -174,31 +173,22 @@ class Lora(Technique):
         why = "A x of every adapter, n r values" + (", and what is scaled" if self.dora else "")
         copies = "A and B in the products' type, B over all rows"
         yield add(
-            Line("saved.low", why, low + rows * self.dora, "product", "saved", True, L),
-            Line("saved.laid", copies, laid, "product", "saved", blocks=L),
-            WorkItem("forward.adapters", "2 a value of A and of B over all rows", "token", 2 * laid),
-            WorkItem("backward.adapters", "4 likewise", "token", 4 * laid),
+            saved("low", why, low + rows * self.dora, L, "adapters"),
+            Line("saved.laid", copies, laid, "product", "saved", blocks=L, of=("saved", "adapters")),
         )
-        for way, values in (("forward", there), ("backward", back)) if there else ():
+        for way, times in zip(WAYS, (2, 4), strict=True):
+            why = f"{times} a value of A and of B over all rows"
+            yield add(WorkItem(f"{way}.adapters", why, "token", times * laid, of=(way,)))
+        for way, values in zip(WAYS, (there, back), strict=True):
             why = "rows of the experts, whose adapters' products are apart from theirs"
-            yield add(WorkItem(f"{way}.adapters.rows", why, "token", values=values, role="product"))
-        for way, kernels in (("forward", 3), ("backward", 7)):
+            if values:
+                yield add(WorkItem(f"{way}.adapters.rows", why, "token", values=values, role="product", of=(way,)))
+        for way, kernels in zip(WAYS, (3, 7), strict=True):
             factor = OURS if Part.COMPILED in env.claimed else 1.0  # else assumed, not measured
-            launches = factor * kernels * sum(keep.values())
-            yield add(WorkItem(f"{way}.adapters.launches", f"{kernels} kernels a linear", "micro", launches=launches))
+            why, launches = f"{kernels} kernels a linear", factor * kernels * sum(keep.values())
+            yield add(launched(way, "adapters.launches", why, launches))
         if self.dora:
-            yield add(
-                WorkItem("forward.lengths", "W A^T and B (A A^T), the second in float32", "micro", 2 * crossed),
-                WorkItem("forward.measured", "W read twice for lengths", "micro", values=2 * weights, role="product"),
-                WorkItem("forward.scaled", "the sum read and written", "token", values=2 * rows, role="product"),
-                WorkItem("backward.scaled", "both gradients of a product", "token", values=4 * rows, role="product"),
-            )
-        if self.dora and Part.LINEARS in env.claimed:
-            why = "W made dense once more, for the lengths"
-            yield add(
-                WorkItem("forward.measured.packed", why, "micro", values=weights, role="stored"),
-                WorkItem("forward.measured.unpacked", why, "micro", values=weights, role="product"),
-            )
+            yield from _lengths(env, crossed, weights, rows)
 
     def peft(self, trainer: Trainer) -> int:
         from optrush.peft import adapter as adapted
@@ -278,3 +268,19 @@ class Lora(Technique):
         b = {name for name in of if name.endswith((".b", "_b"))}
         trainer.optimizer = ScaledRates(trainer.optimizer, trainer.trained, self.lr_ratio, lambda t: t.name in b)
         return 1
+
+
+def _lengths(env: Environment, crossed: float, weights: float, rows: float) -> Iterator[Rule]:
+    """Yield the work of the lengths of rows, which is of weights, and of scaling each token's sums by them."""
+
+    def work(name: str, why: str, flop: float = 0.0, values: float = 0.0, role: Role = "product") -> Rule:
+        return add(WorkItem(f"forward.{name}", why, "micro", flop, values=values, role=role, of=("forward",)))
+
+    yield work("lengths", "W A^T and B (A A^T), the second in float32", 2 * crossed)
+    yield work("measured", "W read twice for lengths", values=2 * weights)
+    for way, each, why in zip(WAYS, (2, 4), ("the sum read and written", "both gradients of a product"), strict=True):
+        yield add(WorkItem(f"{way}.scaled", why, "token", values=each * rows, role="product", of=(way,)))
+    if Part.LINEARS in env.claimed:
+        why = "W made dense once more, for the lengths"
+        yield work("measured.packed", why, values=weights, role="stored")
+        yield work("measured.unpacked", why, values=weights)

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from optrush.errors import first_line
+from optrush.errors import exhausted, first_line
 from optrush.technique import Numerics, Part, Technique, Trainer
 
 if TYPE_CHECKING:
@@ -81,8 +81,6 @@ class Halving:
 
     def _exhausted(self, error: BaseException) -> str:
         """Return what ran out of memory; raise any other error, or one that no smaller micro-batch can avoid."""
-        from optrush.trainer.trainer import exhausted
-
         if not exhausted(error) or self.trainer.env.fewer_rows is None:
             raise error
         return first_line(error)

@@ -64,7 +64,8 @@ class Muon(Technique):
         if (s := env.shape) is not None:
             flop = s.layers * sum(2.0 * r * r * (2 * c + r) for r, c in map(sorted, pieces(s))) * self.iterations
             why = f"{self.iterations} iterations of three products for each matrix"
-            yield add(WorkItem("update.orthogonal", why, "step", flop=flop, launches=35 * 4 * s.layers))
+            launches = 35 * 4 * s.layers
+            yield add(WorkItem("update.orthogonal", why, "step", flop=flop, launches=launches, of=("update",)))
 
     def optimizer(self, trainer: Trainer) -> int:
         import torch
@@ -92,12 +93,10 @@ class Muon(Technique):
 
 def pieces(s: ModelShape) -> list[tuple[int, int]]:
     """Rows and columns of the matrices of one block, taken apart."""
-    D, F, q, kv = s.width, s.ff_width, s.heads * s.head_width, s.kv_heads * s.head_width
-    return [(q, D), (kv, D), (kv, D), (D, q), (F, D), (F, D), (D, F)]
+    return [(rows, linear.inputs) for linear in s.linears.values() for rows in linear.pieces.values()]
 
 
 def at_once(s: ModelShape, alone: bool) -> int:
     """Return the most elements that are updated together: all layers' of a shape, as many as have room, or one."""
-    sizes = [r * c for r, c in pieces(s)]
-    stored = [sum(sizes[:3]), sizes[3], sum(sizes[4:6]), sizes[6]]  # qkv, o, gate_up, down
+    stored = [linear.inputs * linear.outputs for linear in s.linears.values()]
     return max(n * (1 if alone else min(s.layers, max(1, ROOM // n))) for n in stored)

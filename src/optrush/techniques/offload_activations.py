@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from optrush.errors import NeedsError
-from optrush.planner.ledger import Rule, live
+from optrush.planner.ledger import Rule, live, tagged
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 if TYPE_CHECKING:
@@ -56,10 +56,10 @@ class OffloadActivations(Technique):
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         why = f"of {self.keep} blocks, and of one on its way; the others' lies on the host"
-        yield live("saved.*", why, blocks_on_device=self.keep)
+        yield live(tagged("saved"), why, blocks_on_device=self.keep)
         yield live("input", why, blocks_on_device=self.keep)
         if Part.COMPILED in env.claimed:  # autocast's copies stay, a compiled block's are saved like any value
-            yield live("casts.blocks*", why, blocks_on_device=self.keep)
+            yield live(tagged("casts", "blocks"), why, blocks_on_device=self.keep)
 
     def lane(self, trainer: Trainer) -> Lane:
         """Return what copies."""

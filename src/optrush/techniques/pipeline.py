@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from optrush.planner.ledger import Line, Rule, WorkItem, add, cut, live
+from optrush.planner.ledger import WAYS, Line, Match, Rule, WorkItem, add, cut, live, tagged
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 ELSE = "leave pipeline out"
@@ -120,11 +120,12 @@ class Pipeline(Technique):
         numbers = self.mine(rank)
         held = sum(len(stages[number]) for number in numbers)
         begins, ends = 0 in numbers, len(stages) - 1 in numbers
-        yield cut("*", "pp", L / held, f"a rank holds {held} of {L} blocks", in_blocks=True)
+        yield cut(tagged("per-block"), "pp", L / held, f"a rank holds {held} of {L} blocks")
         flight = self.in_flight(rank, m)
         why = f"{flight:g} micro-batches are under way"
-        yield live("*", why, in_blocks=True, in_flight=flight)
-        yield live("[bf][ao][cr]*ward.*", "of a rank's blocks", times=held / L)
+        yield live(tagged("per-block"), why, in_flight=flight)
+        for way in WAYS:
+            yield live(tagged(way), "of a rank's blocks", times=held / L)
         yield from self._ends(env, begins, ends, held / L)
         if env.shape is None:
             return
@@ -150,26 +151,23 @@ class Pipeline(Technique):
         """Yield what only the first and the last stage have, and a rank's share of the update."""
         tied, elsewhere = env.shape is not None and env.shape.tied, "on another rank"
         if not ends:
-            yield live("head.*", elsewhere, gone=True)
-            yield live("casts.head", elsewhere, gone=True)
-            for kind in ("weights", "gradients", "states"):
-                yield live(f"{kind}.norm", elsewhere, gone=True)
-                if not tied:
-                    yield live(f"{kind}.head", elsewhere, gone=True)
+            yield live(tagged("loss"), elsewhere, gone=True)
+            yield live(tagged("norm"), elsewhere, gone=True)
+            yield live(tagged("head"), elsewhere, gone=True)
         if not (begins or (ends and tied)):
-            for kind in ("weights", "gradients", "states"):
-                yield live(f"{kind}.embedding", elsewhere, gone=True)
+            yield live(tagged("embedding"), elsewhere, gone=True)
         if not (begins and ends):
-            yield live("tied.*", "the two gradients are on different ranks", gone=True)
+            yield live(tagged("tied"), "the two gradients are on different ranks", gone=True)
         s = env.shape
         if s is not None:
             outside = s.vocab * s.width
             blocks = s.parameters - outside * (1 if tied else 2)
             share = (share * blocks + outside * (begins + (ends and not (tied and begins)))) / s.parameters
-        for name in ("update*", "norm", "casts", *(["reduce*"] if Part.DATA in env.claimed else [])):
-            yield live(name, "of what a rank holds", times=share)
-        if "dp" in env.sharded:
-            yield live("gather.*", "of what a rank holds", times=share)
+        held: list[Match | str] = [tagged("update"), "casts"]
+        held += [tagged("reduce")] if Part.DATA in env.claimed else []
+        held += [tagged("gather")] if "dp" in env.sharded else []
+        for match in held:
+            yield live(match, "of what a rank holds", times=share)
 
     def _filled(self, env: Environment) -> Requirement:
         """Return the requirement of as many micro-batches as the schedule takes."""

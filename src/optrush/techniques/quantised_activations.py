@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from optrush.planner.ledger import Line, Rule, WorkItem, add, like, live
+from optrush.planner.ledger import WAYS, Line, Rule, WorkItem, add, launched, like, live, tagged
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 ONE = "leave one of the two out"
@@ -58,25 +58,22 @@ class QuantisedActivations(Technique):
         """Codes for all lines of a block but those of attention; float32 copies of what is narrower are not kept."""
         why = "kept in 8 bits, with a scale for 256 values"
         yield live("input", why, role="code")
-        # All but heads, spread, scores, attended, what is widened; masks and adapters' products stay, too.
-        for lines in ("saved.[!hsarwml]*", "saved.m[!a]*"):
-            yield live(lines, why, by_token=True, role="code")
+        yield live(tagged("saved", "per-token", no=("heads", "mask", "adapters", "widened")), why, role="code")
         if Part.ATTENTION not in env.claimed:  # else a kernel keeps its output
             yield live("saved.attended", why, role="code")
-        for copies in ("saved.widened*", "saved.middle.wide"):
+        for copies in (tagged("widened"), "saved.middle.wide"):
             yield live(copies, "the copy is what is rounded", gone=True)
         if env.shape is None:
             return
-        if env.shape.qk_norm:
-            yield live("saved.widened heads", "the copy is what is rounded", gone=True)
         F, L = env.shape.ff_width, env.blocks
         why = "what one operator reads, made again of its codes, 2 F"
-        yield add(Line("feed.again", why, 2 * F, "product", "backward", True, side="feed"))
-        for way, values in (("forward", 28.0), ("backward", 14.0)):  # of all lines, for each of gate and up
+        yield add(Line("feed.again", why, 2 * F, "product", "backward", True, side="feed", of=("mlp",)))
+        for way, values in zip(WAYS, (28.0, 14.0), strict=True):  # of all lines, for each of gate and up
             why = "saved values rounded, or made again, by several operators"
-            yield like("saved.gate_up", WorkItem(f"{way}.rounded", why, "token", values=values, role="wide"))
+            work = WorkItem(f"{way}.rounded", why, "token", values=values, role="wide", of=(way,))
+            yield like("saved.gate_up", work)
             launches = (16.0 if way == "forward" else 8.0) * 12 * L
-            yield add(WorkItem(f"{way}.rounded.launches", "of 12 tensors a block", "micro", launches=launches))
+            yield add(launched(way, "rounded.launches", "of 12 tensors a block", launches))
 
     def wrap_step(self, trainer: Trainer) -> int:
         import torch

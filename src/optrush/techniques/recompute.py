@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from optrush.planner.ledger import Rule, live
+from optrush.planner.ledger import Rule, live, tagged
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 
@@ -37,10 +37,10 @@ class Recompute(Technique):
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         share = env.blocks // self.every / env.blocks
-        yield live("saved.*", "kept by one block at a time, while it runs again", recomputed=share)
+        yield live(tagged("saved"), "kept by one block at a time, while it runs again", recomputed=share)
         if Part.COMPILED in env.claimed:  # else autocast keeps them until the micro-batch ends
-            yield live("casts.blocks*", "compiled blocks cast their weights again", recomputed=share)
-        yield live("forward.*", "the forward pass of these blocks runs twice", times=1 + share)
+            yield live(tagged("casts", "blocks"), "compiled blocks cast their weights again", recomputed=share)
+        yield live(tagged("forward"), "the forward pass of these blocks runs twice", times=1 + share)
 
     @classmethod
     def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:

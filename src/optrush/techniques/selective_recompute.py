@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from optrush.planner.ledger import Line, Rule, like, live
+from optrush.planner.ledger import Rule, like, live, saved, tagged
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 # Operators by how their "namespace::name" begins, so that a kernel's own operator need not be imported.
@@ -79,23 +79,22 @@ class SelectiveRecompute(Technique):
         why = "kept by one block at a time, while it runs again"
         again = "these operators of the forward pass run twice"
         if self.ops == "attention":
-            yield live("saved.[!a]*", why, recomputed=1.0)
-            yield live("forward.[!sd]*", again, times=2)
+            # Assumed, not measured: where rows of experts arrived is kept.
+            yield live(tagged("saved", no=("attention-output",), but="saved.arriving"), why, recomputed=1.0)
+            yield live(tagged("forward", no=("attention", "scores"), but="forward.down"), again, times=2)
         else:
-            yield live("saved.[!hmag]*", why, recomputed=1.0)  # all but heads, middle, attended, gate_up ...
-            yield live("saved.middle.wide", why, recomputed=1.0)
-            yield live("saved.[mg]a*[dk]", why, recomputed=1.0)  # ... gated, and a mask where there is one
-            yield live("forward.e*", again, times=2)
+            yield live(tagged("saved", no=("attention-output", "product-output")), why, recomputed=1.0)
+            yield from _cheap_again(env, again)
             yield live("forward.launches", again, times=1.5)
             if Part.TP in env.claimed:
-                yield live("forward.links", "the stream around kept products is gathered and summed again", times=2)
                 kept = "what attention's last product gave, of all tokens: kept before the ranks sum it"
                 yield live("saved.middle", kept, gone=True)
-                yield like("saved.middle", Line("saved.added", kept, 1.0, "product", "saved", True, env.blocks))
+                yield like("saved.middle", saved("added", kept, 1.0, env.blocks, "product-output"))
         if Part.COMPILED in env.claimed:  # else autocast holds the copies until the loss is there
-            yield live("casts.blocks*", "compiled blocks cast their weights again", recomputed=1.0)
+            yield live(tagged("casts", "blocks"), "compiled blocks cast their weights again", recomputed=1.0)
         if Part.ATTENTION not in env.claimed:  # plain products, which are not kept
-            yield live("forward.scores*", "attention by plain products runs twice", times=2)
+            for work in ("attention", "scores"):
+                yield live(tagged("forward", work), "attention by plain products runs twice", times=2)
 
     @classmethod
     def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
@@ -159,10 +158,11 @@ def _by_budget(budget: float, env: Environment) -> Iterator[Rule]:
     shape = env.shape
     if shape is None or budget == 1:  # assumed, not measured: an even share, and cheap operators run again first
         cheap = min(1.0, 3 * (1 - budget))
-        yield live("saved.*", f"of all but {budget:g}, kept by one block at a time", recomputed=1 - budget)
-        yield live("forward.e*", "elementwise operators run again first", times=1 + cheap)
+        yield live(tagged("saved"), f"of all but {budget:g}, kept by one block at a time", recomputed=1 - budget)
+        yield live(tagged("forward", "elementwise"), "elementwise operators run again first", times=1 + cheap)
         dear = max(0.0, 1 - 1.5 * budget)
-        yield live("forward.[!el]*", "products and attention, where that is not enough", times=1 + dear)
+        why = "products and attention, where that is not enough"
+        yield live(tagged("forward", no=("elementwise", "launches")), why, times=1 + dear)
         return
     heads = (shape.heads + 2 * shape.kv_heads) * shape.head_width
     # Values a token, FLOP a token (attention's of T = 4 D), and the work that runs again without them.
@@ -177,15 +177,25 @@ def _by_budget(budget: float, env: Environment) -> Iterator[Rule]:
     sets = [kept for n in range(4) for kept in combinations(outputs, n) if sum(outputs[k][0] for k in kept) <= room]
     kept = max(sets, key=lambda names: sum(outputs[k][1] for k in names))
     why = "kept by one block at a time, while it runs again"
-    yield live("saved.[!hagsm]*", why, recomputed=1.0)
-    yield live("saved.spread", why, recomputed=1.0)
+    cheap_to_make = tagged(
+        "saved", no=("product-output", "attention-output", "scores", "mask"), but="saved.middle.wide"
+    )
+    yield live(cheap_to_make, why, recomputed=1.0)
     if all_three + shape.width > room:  # for what the feed-forward part adds to, too
-        yield live("saved.middle*", why, recomputed=1.0)
-    yield live("forward.e*", "elementwise operators run twice", times=2)
+        for line in ("saved.middle", "saved.middle.wide"):
+            yield live(line, why, recomputed=1.0)
+    yield from _cheap_again(env, "elementwise operators run twice")
     for name, (_, _, work) in outputs.items():
         if name not in kept:
             yield live(f"saved.{name}", "does not fit into the budget whole", recomputed=1.0)
             yield live(f"forward.{work}", "runs twice", times=2)
+
+
+def _cheap_again(env: Environment, why: str) -> Iterator[Rule]:
+    """Yield that all runs again but products and attention."""
+    yield live(tagged("forward", "elementwise"), why, times=2)
+    if env.claimed & {Part.TP, Part.CP}:
+        yield live(tagged("forward", "exchange"), "what ranks exchange around kept products is sent again", times=2)
 
 
 def _products(blocks: Any) -> float:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from optrush.planner.ledger import COLLECTIVE_LAUNCHES, Line, Rule, WorkItem, add, cut, like, live
+from optrush.planner import ledger
+from optrush.planner.ledger import COLLECTIVE_LAUNCHES, WAYS, Rule, WorkItem, add, cut, like, live, tagged
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 if TYPE_CHECKING:
@@ -87,52 +88,33 @@ class TensorParallel(Technique):
         """Yield a rank's shares, and the stream's way over the link, for which the products wait."""
         n, L, D = self.size, env.blocks, 0 if env.shape is None else env.shape.width
 
-        def share(match: str, why: str) -> Rule:
-            return cut(match, "tp", n, why)
-
-        tied = env.shape is not None and env.shape.tied
-        for kind in ("weights", "gradients", "states"):  # of the baseline: adapters are whole on every rank
-            for part in ("blocks", "embedding", *(() if tied else ("head",))):
-                yield share(f"{kind}.{part}", "a rank holds its rows or columns")
-        yield share("casts.*", "a rank's rows or columns")
-        yield share("update.loop", "of a rank's rows")
-        yield share("tied.*", "a rank's rows of the vocabulary")
-        for line in ("heads", "spread", "scores*", "attended"):
-            yield share(f"saved.{line}", "a rank's own heads")
-        for line in ("gate_up", "gated", "product"):
-            yield share(f"saved.{line}", "a rank's share of the width")
-        yield share("working.*", "a rank's heads, and its share of the width")
-        yield share("feed.gradients", "a rank's share of the width")
-        yield share("head.[lcg]*", "a rank's share of the vocabulary")
+        for part in (tagged("blocks"), tagged("embedding"), tagged("head")):  # adapters are whole on every rank
+            yield cut(part, "tp", n, "a rank holds its rows or columns")
+        yield cut("update.loop", "tp", n, "of a rank's rows")
+        yield cut(tagged("tied"), "tp", n, "a rank's rows of the vocabulary")
+        yield cut(tagged("heads"), "tp", n, "a rank's own heads")
+        yield cut(tagged("mlp"), "tp", n, "a rank's share of the width")
+        yield cut(tagged("vocabulary"), "tp", n, "a rank's share of the vocabulary")
         yield from _loss(env)
         if self.sequence:
-            why = "a rank's share of the tokens"
-            for line in (
-                "input",
-                "saved.middle*",
-                "saved.widened",
-                "saved.normalised",
-                "head.input",
-                "stream gradient",
-            ):
-                yield share(line, why)
-        for way in ("forward", "backward"):
-            yield live(f"{way}.[!l]*", "of a rank's rows or columns", times=1 / n)
-            if Part.COMPILED in env.claimed:
-                yield live(f"{way}.compiled.launches", "the host starts as many kernels", times=n)
-        yield live("head.[!l]*", "of a rank's share of the vocabulary", times=1 / n)
-        yield live("update*", "a rank updates its share", times=1 / n)
-        yield live("norm", "of a rank's share", times=1 / n)
+            yield cut(tagged("stream"), "tp", n, "a rank's share of the tokens")
+        for way in WAYS:  # the host starts as many kernels
+            cut_too = tagged(way, no=("launches",), but=f"{way}.links")
+            yield live(cut_too, "of a rank's rows or columns", times=1 / n)
+        yield live(tagged("loss"), "of a rank's share of the vocabulary", times=1 / n)
+        yield live(tagged("update"), "a rank updates its share", times=1 / n)
         hosts, entering = env.over_hosts("tp")
         why = "the stream gathered and summed around both parts of a block"
-        for way, ends in (("forward", 0), ("backward", 4)):  # what the ends of the model send is never computed again
+        for way, ends in zip(WAYS, (0, 4), strict=True):  # what the ends of the model send is never computed again
             calls = 4 * L + ends
-            work = WorkItem(f"{way}.links", why, "token", unit="link", role="product", awaited=True)
-            values = calls * D * (n - 1) / n
-            yield add(replace(work, values=values, entering=calls * D * entering, steps=calls * (hosts - 1.0)))
             # Without sequence one sum instead of a gather and a scatter.
             started = COLLECTIVE_LAUNCHES * calls / (1 if self.sequence else 2)
-            yield add(WorkItem(f"{way}.links.launches", "the host starts collectives", "micro", launches=started))
+            yield add(
+                WorkItem(f"{way}.links", why, "token", unit="link", values=calls * D * (n - 1) / n, role="product",
+                         of=(way, "exchange"), awaited=True, entering=calls * D * entering,
+                         steps=calls * (hosts - 1.0)),
+                ledger.launched(way, "links.launches", "the host starts collectives", started, "exchange"),
+            )  # fmt: skip
 
     def split(self, trainer: Trainer) -> int:
         from optrush.models.decoder import Decoder
@@ -183,16 +165,15 @@ def _loss(env: Environment) -> Iterator[Rule]:
     """Yield what the loss over a cut vocabulary holds and moves: no compiler has it, for ranks exchange inside."""
     if env.teacher is not None or env.scored:
         return
-    yield live("head.*eager", "of another loss", gone=True)
+    yield live(tagged("loss", "fusable"), "of another loss", gone=True)
     why = "logits, exponentials and three terms of their gradient in float32, and a mask, at once, 5.25 V"
     # Less one of the two gradients in the products' type that a chunk counts, which is not there yet.
     values = 4.75 if Part.HEAD in env.claimed else 5.25
-    yield like("head.logits", Line("head.logits.across", why, values, "wide", "head", True))
+    yield like("head.logits", ledger.at_head("logits.across", why, values, "wide", "logits"))
     why = "operators of a chunk, one at a time, beside what a compiled one reads and writes"
-    yield like("head.logits", WorkItem("head.across", why, "token", values=20.0, role="wide"))
+    yield like("head.logits", WorkItem("head.across", why, "token", values=20.0, role="wide", of=("loss",)))
     if Part.HEAD not in env.claimed and Part.ADAPTERS not in env.claimed:
-        why = "the head's gradient, summed over chunks in float32, D V"
-        yield like("casts.head", Line("head.gradient", why, 1.0, "wide", "head"))
+        yield ledger.head_gradient()
 
 
 def _sizes(s: ModelShape) -> tuple[tuple[str, int], ...]:

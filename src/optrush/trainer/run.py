@@ -34,7 +34,7 @@ from optrush.data.batch import INVENTED, Batch
 from optrush.data.sampler import ROOM, reading
 from optrush.data.schema import Document
 from optrush.decide import Decided, changed, resized
-from optrush.errors import CheckpointError, ConfigError, NeedsError, RunError, UserError, first_line
+from optrush.errors import CheckpointError, ConfigError, NeedsError, RunError, UserError, exhausted, first_line
 from optrush.exporting import write_model
 from optrush.hardware import GIB
 from optrush.launch import stop_numbers, unjoinable
@@ -49,7 +49,7 @@ from optrush.trainer.distributed import local
 from optrush.trainer.metrics import Meter
 from optrush.trainer.run_dir import BestCheckpoint
 from optrush.trainer.trackers import Reporter, check_tracker, flat, open_reporter
-from optrush.trainer.trainer import RunPlan, Trainer, evaluate, exhausted, idle_settings, set_step, train
+from optrush.trainer.trainer import RunPlan, Trainer, evaluate, idle_settings, set_step, train
 
 RESUMABLE = 143  # exit code
 QUARANTINE = "quarantine.jsonl"

@@ -28,7 +28,7 @@ from optrush.data.dataset import SampleChunk, SampleSource
 from optrush.data.schema import Document
 from optrush.data.stored_tokens import FileLayout, StoredTokens, TokenFiles, record_type
 from optrush.data.tokenize import cache_root, no_room
-from optrush.errors import DataError, NeedsError, first_line
+from optrush.errors import DataError, NeedsError, exhausted, first_line
 from optrush.kernels.distillation import Blend, Compared, Lesson, likeliest
 from optrush.models.decoder import Decoder
 from optrush.models.hf import HFModel, load
@@ -38,7 +38,7 @@ from optrush.models.weights import value_files, weights_fingerprint
 from optrush.objectives.distill import loss_with_stored, loss_with_teacher
 from optrush.trainer import distributed
 from optrush.trainer.run_dir import free_space
-from optrush.trainer.trainer import Trainer, exhausted
+from optrush.trainer.trainer import Trainer
 
 FORMAT = 1  # part of every key
 

@@ -284,14 +284,6 @@ class Trainer:
 
 
 FEW = 5  # updates, below which a run that goes over its data is too short to learn much
-NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-
-
-def exhausted(error: BaseException) -> bool:
-    """Return whether an error is a lack of memory, of the allocators of a GPU and a CPU and of CUDA's libraries."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY)
-    )
 
 
 def set_step(trainer: Trainer, step: int, steps: int) -> None:
