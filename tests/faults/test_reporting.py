@@ -246,15 +246,15 @@ class Choosy(trackers.ReportClient):
 
 def stand_in() -> Choosy:
     """In a child: the tracker that is configured is one, and its library is not imported."""
-    opened, client = trackers.open_tracker, Choosy()
-    trackers.open_tracker = lambda options, output: opened(options, output) if options is None else client
+    opened, client = trackers.open_client, Choosy()
+    trackers.open_client = lambda options, output: opened(options, output) if options is None else client
     return client
 
 
 def reporter_of(output: Path, tracker: trackers.ReportClient, **options: Any) -> trackers.Reporter:
     """A reporter to a stand-in, connected."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trackers, "open_tracker", lambda *_: tracker)
+        patch.setattr(trackers, "open_client", lambda *_: tracker)
         reporter = trackers.Reporter(TrackerConfig(name="wandb", **options), output, CONFIG)
         reporter.connect()
     return reporter
@@ -299,27 +299,21 @@ def test_what_a_tracker_refuses_holds_up_nothing(tmp_path: Path, monkeypatch: py
     assert other != "fresh" and tracker.got == [1, 2, "run.yaml", "stopped"]
 
 
-def test_each_line_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_run(tmp_path, 1, 2)
+def test_a_full_queue_loses_lines_and_counts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tracker that takes nothing costs no memory beyond the queue, and a line that is in the file goes out once."""
+    monkeypatch.setattr(trackers, "QUEUED", 2)
+    write_run(tmp_path, 1)
     tracker = Choosy()
     reporter = reporter_of(tmp_path, tracker, artifacts="none")
-    monkeypatch.setattr(trackers, "EVERY_S", 99.0)  # the turns are taken here
+    for step in (1, 2, 3, 4):  # as many as fit wait, before the thread takes them
+        assert reporter.put({"step": step, "loss": 1.5, "note": "text"}) == ""
+    assert len(reporter.queue) == 2
+    reporter.status = "stopped"
     reporter.follow("fresh", 0, {})
-    assert reporter.turn()
-    read, loads = [0], json.loads
-
-    def counted(text: Any) -> Any:
-        read[0] += 1
-        return loads(text)
-
-    monkeypatch.setattr(trackers.json, "loads", counted)
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        for end in ("", '{"step": 3, "lo', 'ss": 1.5}\n'):
-            file.write(end)
-            file.flush()
-            assert reporter.turn()
-    assert tracker.got == [1, 2, "run.yaml", 3] and read == [1]
-    reporter.end()
+    assert reporter.end() == (
+        "Weights & Biases: 2 lines and 0 artifacts sent; 2 lines lost while 2 waited: metrics.jsonl has them"
+    )
+    assert tracker.got == [1, 2, "run.yaml", "stopped"]
 
 
 class Blocked(Choosy):

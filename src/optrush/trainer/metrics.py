@@ -15,10 +15,8 @@ peak_bytes: rank 0's most, so far: allocated by torch on CUDA, resident set of t
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import os
 import re
 import time
 from collections import deque
@@ -184,11 +182,8 @@ class Meter:
         waiting = bool(self.unwritten)
         self.unwritten += json.dumps(line, allow_nan=False) + "\n"
         with files.open_to_append(self.path) as file:
-            whole = file.tell()
             try:
-                if file.write(self.unwritten.encode()) < len(self.unwritten.encode()):  # up to the last free byte
-                    file.truncate(whole)
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                files.append_whole(file, self.unwritten.encode())
                 self.unwritten = ""
             except OSError as error:
                 if not waiting:

@@ -600,7 +600,7 @@ class Session:
             elif "loss" in line:
                 callback.step(line["step"], line)
         for reporter in self.reporters:
-            if trouble := reporter.news():
+            if trouble := reporter.put(line):
                 self.trainer.log_event({"tensorboard" if reporter.options is None else "tracker": trouble})
 
     @contextmanager
