@@ -128,6 +128,7 @@ class ModelSpec:
     linears: Mapping[str, LinearSpec] = dataclasses.field(default_factory=lambda: dict.fromkeys(LINEARS, LinearSpec()))
     adapters_removable: bool = False  # the model before training can be run: `Trainer.adapters_disabled` is set
     rounding: Literal["nearest", "stochastic", "kahan"] = "nearest"  # of updated bfloat16 weights
+    adds_unrounded: bool = False  # an adapter's output joins the linear's before either is rounded
     gathered_in_place: bool = False  # shards of blocks are read where they are, and not sent by collectives
 
     def with_linears(self, names: Iterable[str] = LINEARS, **changes: Any) -> Self:
