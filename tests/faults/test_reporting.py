@@ -299,21 +299,37 @@ def test_what_a_tracker_refuses_holds_up_nothing(tmp_path: Path, monkeypatch: py
     assert other != "fresh" and tracker.got == [1, 2, "run.yaml", "stopped"]
 
 
+class Away(Choosy):
+    """A tracker that takes no figures while it is away."""
+
+    away = True
+
+    def log_metrics(self, step: int, values: Any) -> None:
+        if self.away:
+            raise ConnectionError("nobody")
+        super().log_metrics(step, values)
+
+
 def test_a_full_queue_loses_lines_and_counts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tracker that takes nothing costs no memory beyond the queue, and a line that is in the file goes out once."""
-    monkeypatch.setattr(trackers, "QUEUED", 2)
-    write_run(tmp_path, 1)
-    tracker = Choosy()
+    """What did not fit before the tracker's run began is read from the file; what did not fit later is counted."""
+    for name, value in (("QUEUED", 2), ("EVERY_S", 0.01), ("LONGEST_S", 0.01)):
+        monkeypatch.setattr(trackers, name, value)
+    write_run(tmp_path, 1, 2, 3)
+    tracker = Away()
     reporter = reporter_of(tmp_path, tracker, artifacts="none")
-    for step in (1, 2, 3, 4):  # as many as fit wait, before the thread takes them
+    for step in (1, 2, 3):
         assert reporter.put({"step": step, "loss": 1.5, "note": "text"}) == ""
-    assert len(reporter.queue) == 2
-    reporter.status = "stopped"
+    assert len(reporter.queue) == 2 and reporter.lost == 1
     reporter.follow("fresh", 0, {})
+    wait_until(lambda: reporter.error, "the tracker was away")
+    assert reporter.put({"step": 4, "loss": 1.5}) == "ConnectionError: nobody"
+    assert reporter.put({"step": 5, "loss": 1.5}) == "" and len(reporter.queue) == 5
+    tracker.away = False
+    reporter.status = "stopped"
     assert reporter.end() == (
-        "Weights & Biases: 2 lines and 0 artifacts sent; 2 lines lost while 2 waited: metrics.jsonl has them"
+        "Weights & Biases: 3 lines and 0 artifacts sent; 2 lines lost while 2 waited: metrics.jsonl has them"
     )
-    assert tracker.got == [1, 2, "run.yaml", "stopped"]
+    assert tracker.got == [1, 2, 3, "run.yaml", "stopped"]
 
 
 class Blocked(Choosy):

@@ -151,9 +151,9 @@ class Reporter(threading.Thread):
             contact = threading.Thread(target=answer, name=TRACKER_THREAD, daemon=True)
             contact.start()
             contact.join(ANSWER_S)
-        if outcome[-1]:
+        if found := outcome[-1]:
             do = "start the server or correct its address and login, or set `tracker.offline: true`"
-            raise ConfigError("to report the run to `tracker`", outcome[-1], do)
+            raise ConfigError("to report the run to `tracker`", found, do)
 
     def follow(self, run_id: str, done: int, fingerprints: Mapping[str, str]) -> None:
         """Begin to report.
@@ -239,7 +239,7 @@ class Reporter(threading.Thread):
         """Send what is new: lines, then artifacts."""
         if not self.started:
             self.state["id"] = self.client.start(self.config, self.fresh, self.state)
-            self.started = True
+            self.started, self.lost = True, 0  # the file has what the queue had no room for until now
             self.queue.extendleft(reversed(self._written()))
             self._store()
         while self.queue:
