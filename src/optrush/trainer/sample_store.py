@@ -14,7 +14,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +52,7 @@ class SampleStore:
         """Return the samples of each file that a machine does not have."""
         lacking = []
         for file, (first, end) in enumerate(zip(self.firsts, self.firsts[1:])):
-            path = distributed.agreed(lambda file=file: self._intact(file) if _first_here() else self._path(file))
+            path = distributed.agreed(partial(self._intact, file))
             if not all(distributed.gather("" if path is None else "there")):
                 lacking.append(range(int(first), int(end)))
         return lacking
@@ -93,9 +93,9 @@ class SampleStore:
         return paths
 
     def _intact(self, file: int) -> Path | None:
-        """Return the path of a file after reading all of it; a damaged one is removed."""
+        """Return the path of a file; the first of a machine reads all of it, and removes a damaged one."""
         path = self._path(file)
-        if path is None or tokenize.intact(path):
+        if path is None or not _first_here() or tokenize.intact(path):
             return path
         path.unlink(missing_ok=True)
         return None
