@@ -1,4 +1,4 @@
-"""Write the pages of ladders and runs, and a ladder's charts: report.html, speed.png, memory.png.
+"""Write the pages of ladders and runs, and their charts: report.html; speed.png, memory.png; loss.png.
 
 A page is drawn from the folder's records alone, so it can be written again at any time. Everything is made before
 anything is written. A record may come from another machine or an older version; figures that are missing or no numbers
@@ -20,6 +20,7 @@ from optrush.bench import record
 from optrush.errors import ConfigError, DataError
 from optrush.files import write_whole
 from optrush.hardware import GIB
+from optrush.objectives import unit
 from optrush.planner.cost import PARTS
 from optrush.report import run
 from optrush.report.page import (
@@ -50,7 +51,7 @@ from optrush.report.page import (
     times,
 )  # fmt: skip
 
-PAGE, SPEED, MEMORY = "report.html", "speed.png", "memory.png"
+PAGE, SPEED, MEMORY, LOSS = "report.html", "speed.png", "memory.png", "loss.png"
 KINDS = {
     "cuda_allocated": "the most that torch had allocated on the GPU",
     "rss": "the most that the process held resident",
@@ -77,7 +78,7 @@ def write_bench(folder: Path) -> None:
 
 
 def write_run(folder: Path, ranks: int | None = None) -> None:
-    """Write report.html of a training run's folder from its run.yaml and metrics.jsonl.
+    """Write report.html and loss.png of a training run's folder from its run.yaml and metrics.jsonl.
 
     Args:
         ranks: of the run; None: unknown, and a run of several ranks has no prediction.
@@ -86,7 +87,11 @@ def write_run(folder: Path, ranks: int | None = None) -> None:
         UserError: run.yaml cannot be read, or a line of metrics.jsonl before the last is no metrics; nothing was
             written.
     """
-    write_whole(folder / PAGE, render("run.html.j2", **run.page_content(run.load_run(folder), ranks)))
+    log = run.load_run(folder)
+    page = render("run.html.j2", **run.page_content(log, ranks))
+    loss = run.loss_curves(log, title=log.name, unit=f"loss, {unit(log.config)}", height=300)
+    for name, content in ((LOSS, png(loss)), (PAGE, page)):
+        write_whole(folder / name, content)
 
 
 def write_many(folders: Sequence[Path], out: Path) -> None:

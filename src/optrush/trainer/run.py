@@ -37,13 +37,12 @@ from optrush.errors import CheckpointError, ConfigError, NeedsError, RunError, U
 from optrush.export import write_model
 from optrush.hardware import GIB
 from optrush.launch import stop_numbers, unjoinable
-from optrush.objectives import unit
 from optrush.report import data
 from optrush.report.bench import write_run
 from optrush.report.run import load_run, off_plan
 from optrush.resolve import ResolvedConfig, resized
 from optrush.technique import Part
-from optrush.trainer import checkpoint, distributed, dpo_reference, metrics, run_dir
+from optrush.trainer import checkpoint, distributed, dpo_reference, run_dir
 from optrush.trainer.build import ProcessGroup, build, join_ranks
 from optrush.trainer.distributed import local
 from optrush.trainer.metrics import Meter
@@ -646,7 +645,6 @@ class Session:
                     "off_plan" in note for note in run.notes
                 ):
                     self.meter.write({"step": self.meter.last or self.plan.done, "off_plan": off})
-                metrics.plot(self.output / "metrics.jsonl", self.output / "loss.png", unit(self.trainer.config))
                 write_run(self.output, self.trainer.world.ranks)
             except OSError as error:
                 do = f"make room, then: optrush report {self.output}"
