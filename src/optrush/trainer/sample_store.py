@@ -1,6 +1,6 @@
-"""Keep what a model says of each sample in files next to the tokenised data, and find it by the sample's number.
+"""Store the values that a model computes of each sample in files next to the tokenised data, by sample number.
 
-It keeps the log-probabilities of a reference (`dpo_reference`) and a teacher's likeliest tokens (`teacher`). Records
+Of a reference: the log-probabilities (`dpo_reference`); of a teacher: its likeliest tokens (`teacher`). Records
 are in the order of samples: the rows, their order and the ranks of a run do not matter. A file has whole samples. It is
 written whole or not at all, and its name holds the digest of its bytes; a damaged one is made again.
 """
@@ -131,7 +131,7 @@ def values_digest(folder: Path, cache: Path) -> str:
 
 
 def batches_of(trainer: Trainer, source: SampleSource, packed: bool, what: str) -> Iterator[Batch]:
-    """Return this rank's batches of one pass over all samples of a source, with a bar that says `what`."""
+    """Return this rank's batches of one pass over all samples of a source, with a progress bar that is named `what`."""
     rows = sampler.evaluation(
         source, T=trainer.env.seq, micro_rows=trainer.env.micro_rows, rank=trainer.world.data_rank,
         ranks=trainer.world.data_ranks, packed=packed,
