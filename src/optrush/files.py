@@ -6,6 +6,7 @@ the process there.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -115,6 +116,17 @@ def open_to_append(path: Path) -> IO[bytes]:
         OSError: it is a symbolic link (ELOOP), or cannot be written.
     """
     return open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644), "ab", buffering=0)
+
+
+def append_whole(file: IO[bytes], data: bytes) -> None:
+    """Append all of the data to an unbuffered file, or nothing; OSError where the disk has no room for it."""
+    size = file.tell()
+    try:
+        if file.write(data) < len(data):  # up to the last free byte
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        file.truncate(size)
+        raise
 
 
 def refuse_links(folder: Path, asked: str, names: Iterable[str], foreign: Collection[str] = ()) -> None:

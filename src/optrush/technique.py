@@ -130,6 +130,7 @@ class ModelSpec:
     adapters_removable: bool = False  # the model before training can be run: `Trainer.adapters_disabled` is set
     narrow_stream: bool = False  # what flows between blocks has the products' type
     rounding: Literal["nearest", "stochastic", "kahan"] = "nearest"  # of updated bfloat16 weights
+    adds_unrounded: bool = False  # an adapter's output joins the linear's before either is rounded
 
     def with_linears(self, names: Iterable[str] = LINEARS, **changes: Any) -> Self:
         """Return the description with these fields of these linears changed."""

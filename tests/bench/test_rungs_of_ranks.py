@@ -13,7 +13,7 @@ from optrush.benchmark import runner, tune, worker
 from optrush.benchmark.ladder import parse_ladder, resolve_rungs
 from optrush.config import dump_config
 from optrush.errors import ConfigError
-from optrush.report.bench import _scaling_chart, ladder_summary, read_rungs
+from optrush.report.bench import ladder_summary, read_rungs, scaling_chart
 
 from toy import ladder, parsed, put
 
@@ -99,7 +99,7 @@ def test_the_share_of_ideal_scaling() -> None:
     assert (one.scaling, two.scaling, two.predicted_scaling) == (None, 0.95, 1.0)
     failed = {**rows[1], "rung": "other", "peer": "trainer", "tokens_per_s": None, "error": "no"}
     shown = read_rungs([rows[0], failed])[0]
-    assert _scaling_chart(shown[1:]) is None and _scaling_chart([two]) is not None
+    assert scaling_chart(shown[1:]) is None and scaling_chart([two]) is not None
     assert "1 of other systems failed" in ladder_summary(shown)
 
 

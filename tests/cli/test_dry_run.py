@@ -258,30 +258,29 @@ def test_a_shape_has_no_weights(call: Call, write: Write) -> None:
 # --- memory and disk
 
 
-def test_memory_by_line(call: Call, write: Write, predicted: Callable[..., None]) -> None:
-    predicted()
+def test_memory_and_time_are_those_of_the_plan(call: Call, write: Write, predicted: Callable[..., None]) -> None:
+    """By the plan's own lines, biggest first; the small ones together."""
+    small = tuple(Item(f"weights.{i}", 1 << 20, "x") for i in range(5))
+    predicted(lines=(Item("states.blocks", 1 << 30, "two"), Item("weights.blocks", 3 << 30, "one"), *small))
     lines = told(call, write())["memory"]["lines"]
-    assert [i["name"] for i in lines] == ["weights.blocks", "states.blocks"], "biggest first"
-    text = shown(call, "run.yaml").splitlines()
-    assert "  4.00 GiB of 8.00 GiB, fits; cuda_allocated of a rank on NVIDIA H200, peak in the phase head" in text
-    weights_, states = (next(x for x in text if x.startswith(f"  {name}")) for name in ("weights.", "states."))
-    assert weights_.count("█") == 12 and states.count("█") == 4 and "3.00 GiB" in weights_ and "75%" in weights_
-    assert any("about 1.23K tokens a second (datasheet)" in x for x in text)
+    assert [i["name"] for i in lines][:2] == ["weights.blocks", "states.blocks"] and len(lines) == 7
+    text = shown(call, "run.yaml")
+    assert "\n  NVIDIA H200: 4.00 GiB, fits; the peak lies in: head\n" in text
+    weights_, states = (next(x for x in text.splitlines() if x.startswith(f"  {name}")) for name in ("weig", "stat"))
+    assert weights_.count("█") == 24 and states.count("█") == 8 and "3.00" in weights_ and "weights.4" not in text
+    assert "\n  smaller lines " in text and "\n  speed: about 1,234 tokens/s (basis: datasheet)\n" in text
+    assert "DOES NOT FIT" not in text
 
 
 def test_memory_that_does_not_fit(call: Call, write: Write, predicted: Callable[..., None]) -> None:
-    predicted(fits=False, capacity_bytes=2 << 30, tokens_per_s=None)
+    predicted(fits=False, capacity_bytes=2 << 30, room_bytes=1 << 30, tokens_per_s=None)
     text = shown(call, write())
-    assert "4.00 GiB of 2.00 GiB, DOES NOT FIT: smaller batch.micro_tokens" in text
-    assert "tokens a second" not in text
-
-
-def test_small_lines_are_told_together(call: Call, write: Write, predicted: Callable[..., None]) -> None:
-    lines = tuple(Item(f"weights.{i}", 1 << 20, "x") for i in range(15)) + (Item("states.x", 1 << 30, "y"),)
-    predicted(peak_bytes=sum(i.bytes for i in lines), lines=lines)
-    assert len(told(call, write())["memory"]["lines"]) == 16
+    assert "4.00 GiB of 1.0 usable (2.0 in all), does NOT fit" in text
+    assert "\n  DOES NOT FIT: smaller batch.micro_tokens" in text and "recompute beside" not in text
+    assert "tokens/s" not in text
+    predicted(fits=False, capacity_bytes=8 << 30, room_bytes=7 << 30, host_bytes=3 << 30, host_room_bytes=2 << 30)
     text = shown(call, "run.yaml")
-    assert re.search(r"^  4 smaller +4\.0 MiB", text, re.MULTILINE)
+    assert "DOES NOT FIT: recompute beside what is offloaded" in text and "smaller batch.micro" not in text
 
 
 def test_a_model_that_the_plan_does_not_know(call: Call, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:

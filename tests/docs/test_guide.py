@@ -78,7 +78,6 @@ def test_every_chapter_has_blocks() -> None:
 def test_every_block_runs(tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run, "write_run", lambda *_: None)  # a second of charts each; they have tests of their own
-    monkeypatch.setattr(run.metrics, "plot", lambda *_: None)
     torch.set_num_threads(1)
     names: dict[str, Any] = {}
     for page in PAGES:

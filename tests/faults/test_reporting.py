@@ -246,15 +246,15 @@ class Choosy(trackers.ReportClient):
 
 def stand_in() -> Choosy:
     """In a child: the tracker that is configured is one, and its library is not imported."""
-    opened, client = trackers.open_tracker, Choosy()
-    trackers.open_tracker = lambda options, output: opened(options, output) if options is None else client
+    opened, client = trackers.open_client, Choosy()
+    trackers.open_client = lambda options, output: opened(options, output) if options is None else client
     return client
 
 
 def reporter_of(output: Path, tracker: trackers.ReportClient, **options: Any) -> trackers.Reporter:
     """A reporter to a stand-in, connected."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trackers, "open_tracker", lambda *_: tracker)
+        patch.setattr(trackers, "open_client", lambda *_: tracker)
         reporter = trackers.Reporter(TrackerConfig(name="wandb", **options), output, CONFIG)
         reporter.connect()
     return reporter
@@ -299,27 +299,37 @@ def test_what_a_tracker_refuses_holds_up_nothing(tmp_path: Path, monkeypatch: py
     assert other != "fresh" and tracker.got == [1, 2, "run.yaml", "stopped"]
 
 
-def test_each_line_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_run(tmp_path, 1, 2)
-    tracker = Choosy()
+class Away(Choosy):
+    """A tracker that takes no figures while it is away."""
+
+    away = True
+
+    def log_metrics(self, step: int, values: Any) -> None:
+        if self.away:
+            raise ConnectionError("nobody")
+        super().log_metrics(step, values)
+
+
+def test_a_full_queue_loses_lines_and_counts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What did not fit before the tracker's run began is read from the file; what did not fit later is counted."""
+    for name, value in (("QUEUED", 2), ("EVERY_S", 0.01), ("LONGEST_S", 0.01)):
+        monkeypatch.setattr(trackers, name, value)
+    write_run(tmp_path, 1, 2, 3)
+    tracker = Away()
     reporter = reporter_of(tmp_path, tracker, artifacts="none")
-    monkeypatch.setattr(trackers, "EVERY_S", 99.0)  # the turns are taken here
+    for step in (1, 2, 3):
+        assert reporter.put({"step": step, "loss": 1.5, "note": "text"}) == ""
+    assert len(reporter.queue) == 2 and reporter.lost == 1
     reporter.follow("fresh", 0, {})
-    assert reporter.turn()
-    read, loads = [0], json.loads
-
-    def counted(text: Any) -> Any:
-        read[0] += 1
-        return loads(text)
-
-    monkeypatch.setattr(trackers.json, "loads", counted)
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        for end in ("", '{"step": 3, "lo', 'ss": 1.5}\n'):
-            file.write(end)
-            file.flush()
-            assert reporter.turn()
-    assert tracker.got == [1, 2, "run.yaml", 3] and read == [1]
-    reporter.end()
+    wait_until(lambda: reporter.error, "the tracker was away")
+    assert reporter.put({"step": 4, "loss": 1.5}) == "ConnectionError: nobody"
+    assert reporter.put({"step": 5, "loss": 1.5}) == "" and len(reporter.queue) == 5
+    tracker.away = False
+    reporter.status = "stopped"
+    assert reporter.end() == (
+        "Weights & Biases: 3 lines and 0 artifacts sent; 2 lines lost while 2 waited: metrics.jsonl has them"
+    )
+    assert tracker.got == [1, 2, 3, "run.yaml", "stopped"]
 
 
 class Blocked(Choosy):

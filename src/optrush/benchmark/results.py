@@ -141,7 +141,7 @@ def tolerances(before: Config, after: Config, classes: Sequence[type[Technique]]
     lower = any(config.model.dtype != "float32" for config in (before, after))
     lower = lower or any(Part.PRECISION in own for each in claims for own in each)
     adapted = all(any(Part.ADAPTERS in own for own in each) for each in claims)
-    one, other = (_described(config, classes).mlp == "quack" for config in (before, after))
+    one, other = (_described(config, classes).adds_unrounded for config in (before, after))
     return FLOAT32 if not lower else ADAPTED if adapted and one != other else LOWER
 
 

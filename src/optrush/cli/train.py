@@ -134,17 +134,19 @@ def _check_flags(
 
 def _show_dry_run(decided: Decided, start: Literal["auto"] | Path | None, as_json: bool) -> None:
     from optrush.cli.data import data_lines
+    from optrush.cli.plan import memory_lines, work_lines
     from optrush.console import use_color
     from optrush.trainer import dry_run
 
     config = decided.config
-    facts = dry_run.dry_run(decided, start, dry_run.launch_line(sys.argv[1:]))
+    facts, prediction = dry_run.dry_run(decided, start, dry_run.launch_line(sys.argv[1:]))
     if as_json:
         text = json.dumps(facts)
     else:
         page = {"rows": facts["rows"], "seq": config.batch.seq, "too_long": config.data.too_long}
         rows = ["random tokens: nothing to decode"] if facts["rows"] is None else data_lines(page, use_color())
-        text = dry_run.dry_run_text(facts, config, rows)
+        plan = () if prediction is None else (memory_lines(prediction), work_lines(prediction))
+        text = dry_run.dry_run_text(facts, config, rows, *([line[2:] for line in lines] for lines in plan))
     # The rows are the user's text, whatever the terminal can encode.
     print(text.encode(sys.stdout.encoding or "utf-8", "backslashreplace").decode(sys.stdout.encoding or "utf-8"))
 

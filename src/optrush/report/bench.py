@@ -1,4 +1,4 @@
-"""Write the pages of ladders and runs, and a ladder's charts: report.html, speed.png, memory.png.
+"""Write the pages of ladders and runs, and their charts: report.html; speed.png, memory.png; loss.png.
 
 A page is drawn from the folder's records alone, so it can be written again at any time. Everything is made before
 anything is written. A record may come from another machine or an older version; figures that are missing or no numbers
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from optrush.benchmark import record
 from optrush.errors import ConfigError, DataError
 from optrush.files import write_whole
 from optrush.hardware import GIB
+from optrush.objectives import unit
 from optrush.planner.cost import PARTS
 from optrush.report import run
 from optrush.report.page import (
@@ -50,7 +51,7 @@ from optrush.report.page import (
     times,
 )  # fmt: skip
 
-PAGE, SPEED, MEMORY = "report.html", "speed.png", "memory.png"
+PAGE, SPEED, MEMORY, LOSS = "report.html", "speed.png", "memory.png", "loss.png"
 KINDS = {
     "cuda_allocated": "the most that torch had allocated on the GPU",
     "rss": "the most that the process held resident",
@@ -70,14 +71,14 @@ def write_bench(folder: Path) -> None:
     cumulative = [r for r in shown if r.mode == "cumulative"]
     page = render("bench.html.j2", **_bench(records, shown, title, replaced))
     marks = "whiskers: quartiles; tick: predicted"
-    speeds = png(bars(_speed_rows(cumulative), title=f"{title}: tokens/s", axis=f"tokens/s, median; {marks}"))
-    peaks = png(bars(_memory_rows(cumulative), title=f"{title}: peak memory", axis="GiB; tick: predicted"))
-    for name, content in ((SPEED, speeds), (MEMORY, peaks), (PAGE, page)):
+    speeds = bars(_rows(cumulative, _speed_bar), title=f"{title}: tokens/s", axis=f"tokens/s, median; {marks}")
+    peaks = bars(_rows(cumulative, _memory_bar), title=f"{title}: peak memory", axis="GiB; tick: predicted")
+    for name, content in ((SPEED, png(speeds)), (MEMORY, png(peaks)), (PAGE, page)):
         write_whole(folder / name, content)
 
 
 def write_run(folder: Path, ranks: int | None = None) -> None:
-    """Write report.html of a training run's folder from its run.yaml and metrics.jsonl.
+    """Write report.html and loss.png of a training run's folder from its run.yaml and metrics.jsonl.
 
     Args:
         ranks: of the run; None: unknown, and a run of several ranks has no prediction.
@@ -86,7 +87,11 @@ def write_run(folder: Path, ranks: int | None = None) -> None:
         UserError: run.yaml cannot be read, or a line of metrics.jsonl before the last is no metrics; nothing was
             written.
     """
-    write_whole(folder / PAGE, render("run.html.j2", **run.page_content(run.load_run(folder), ranks)))
+    log = run.load_run(folder)
+    page = render("run.html.j2", **run.page_content(log, ranks))
+    loss = run.loss_curves(log, title=log.name, unit=f"loss, {unit(log.config)}", height=300)
+    for name, content in ((LOSS, png(loss)), (PAGE, page)):
+        write_whole(folder / name, content)
 
 
 def write_many(folders: Sequence[Path], out: Path) -> None:
@@ -220,12 +225,14 @@ class RungResult:
         return relative_error(self.predicted_speed, self.speed)
 
 
+def _latest(records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], Mapping[str, Any]]:
+    """Return the records by place; of a rung measured again the later one counts, in the place of the first."""
+    return {tuple(safe_text(r.get(k)) for k in ("case", "device", "mode", "rung", "peer")): r for r in records}
+
+
 def read_rungs(records: Sequence[Mapping[str, Any]]) -> tuple[list[RungResult], int]:
     """Return the rungs, each compared with the one it names, and how many records a later one of that rung replaced."""
-    latest: dict[tuple[str, ...], Mapping[str, Any]] = {}
-    for row in records:  # measured again: the later record counts, in the place of the first
-        latest[tuple(safe_text(row.get(k)) for k in ("case", "device", "mode", "rung", "peer"))] = row
-    found = {place: _rung(row) for place, row in latest.items()}
+    found = {place: _rung(row) for place, row in _latest(records).items()}
     # A rung may name a case of its own, and still be compared with a rung of another case.
     elsewhere = {(p[1], r.name): r for p, r in found.items() if r.mode == "cumulative" and not r.peer}
     compared: list[RungResult] = []
@@ -240,7 +247,7 @@ def read_rungs(records: Sequence[Mapping[str, Any]]) -> tuple[list[RungResult], 
             measured, planned = (None if share is None else share / rung.ranks for share in shares)
             rung = dataclasses.replace(rung, scaling=measured, predicted_scaling=planned)
         compared.append(rung)
-    return compared, len(records) - len(latest)
+    return compared, len(records) - len(found)
 
 
 def _rung(record: Mapping[str, Any]) -> RungResult:
@@ -346,14 +353,12 @@ def prediction_summary(shown: Sequence[RungResult]) -> str:
 
 def loss_summary(shown: Sequence[RungResult]) -> str:
     """Return the largest difference between any two rungs at one proof step in words."""
-    widest: tuple[float, int, str, str] | None = None
     steps = max((len(r.losses) for r in shown), default=0)
+    widest: tuple[float, int, str, str] | None = None
     for step in range(steps):
-        here = [(x, r.key) for r in shown if step < len(r.losses) and (x := r.losses[step]) is not None]
-        if len(here) > 1:
-            (low, under), (high, over) = min(here), max(here)
-            if widest is None or high - low > widest[0]:
-                widest = (high - low, step + 1, over, under)
+        here = sorted((x, r.key) for r in shown for x in r.losses[step : step + 1] if x is not None)
+        if len(here) > 1 and (widest is None or here[-1][0] - here[0][0] > widest[0]):
+            widest = here[-1][0] - here[0][0], step + 1, here[-1][1], here[0][1]
     gaps = sum(x is None for r in shown for x in r.losses)
     lost = f" {amount(gaps, 'loss was', 'losses were')} not finite." if gaps else ""
     if widest is None:
@@ -418,7 +423,8 @@ def versus_summary(pairs: Sequence[Versus]) -> str:
 def _bench(records: Sequence[Mapping[str, Any]], shown: list[RungResult], title: str, replaced: int) -> dict[str, Any]:
     cumulative = [r for r in shown if r.mode == "cumulative"]
     without = [r for r in shown if r.mode != "cumulative"]
-    drawn = [r for r in shown if not r.peer and any(x is not None for x in r.losses)]
+    own, ours = ([r for r in some if not r.peer] for some in (shown, cumulative))
+    drawn = [r for r in own if any(x is not None for x in r.losses)]
     kinds = sorted({r.memory_kind for r in shown if r.memory_kind})
     dates = sorted({safe_text(r["date"])[:10] for r in records if r["date"]})
     return {
@@ -433,15 +439,15 @@ def _bench(records: Sequence[Mapping[str, Any]], shown: list[RungResult], title:
         "versus_said": versus_summary(versus(shown)),
         "longest": [r for r in shown if r.longest is not None],
         "memory_said": "; ".join(KINDS.get(k, k) for k in kinds),
-        "speed_chart": bars_svg("Tokens a second of each rung", _speed_rows(cumulative)),
-        "memory_chart": bars_svg("Peak memory of each rung", _memory_rows(cumulative)),
-        "scaling_chart": _scaling_chart([r for r in shown if r.ranks > 1]),
-        "gains_chart": _gains_chart([r for r in cumulative if not r.peer]),
-        "predicted_said": prediction_summary([r for r in shown if not r.peer]),
-        "predicted_charts": _predicted_charts([r for r in shown if not r.peer]),
+        "speed_chart": bars_svg("Tokens a second of each rung", _rows(cumulative, _speed_bar)),
+        "memory_chart": bars_svg("Peak memory of each rung", _rows(cumulative, _memory_bar)),
+        "scaling_chart": scaling_chart([r for r in shown if r.ranks > 1]),
+        "gains_chart": bars_svg("Gain of each rung", _rows(ours, _gain_bar), log=True),
+        "predicted_said": prediction_summary(own),
+        "predicted_charts": _predicted_charts(own),
         "roof": roofline_section(records),
         "without": without,
-        "without_chart": _without_chart(without),
+        "without_chart": bars_svg(LOST, _rows(without, _without_bar), unit=" %"),
         "losses_said": loss_summary(drawn),
         "losses_chart": _losses_chart(drawn),
         "rungs": shown,
@@ -482,55 +488,62 @@ def environment(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return {key: "  |  ".join(values) for key, values in found.items()}
 
 
+# One bar for each rung. The verdict is mostly of the speed; next to memory its color would be misread.
+
+LOST = "What the full configuration loses without one technique"
+
+
+def _rows(shown: Iterable[RungResult], bar: Callable[[RungResult], BarRow]) -> list[BarRow]:
+    """Return the bar of each rung; a failed one has an empty bar and its reason."""
+    return [BarRow(r.key, f"failed: {cut_text(r.first_words, 60)}", failed=True) if r.failed else bar(r) for r in shown]
+
+
 def _note(rung: RungResult) -> str:
     return f" {rung.kind}" if rung.kind in ("noise", "red", "slower", "smaller") else ""
 
 
-def _failure(rung: RungResult) -> BarRow:
-    return BarRow(rung.key, f"failed: {cut_text(rung.first_words, 60)}", failed=True)
+def _grown(factor: float | None, before: str = " ") -> str:
+    return "" if factor is None else f"{before}{times(factor)}"
 
 
-def _speed_rows(shown: Sequence[RungResult]) -> list[BarRow]:
-    rows = []
-    for r in shown:
-        gain = f" {times(r.factor)}" if r.factor is not None else ""
-        bar = BarRow(r.key, f"{speed(r.speed)}{gain}{_note(r)}", ((0, r.speed or 0, r.kind),), r.low, r.high,
-                  r.predicted_speed)  # fmt: skip
-        rows.append(_failure(r) if r.failed else bar)
-    return rows
+def _speed_bar(r: RungResult) -> BarRow:
+    text = f"{speed(r.speed)}{_grown(r.factor)}{_note(r)}"
+    return BarRow(r.key, text, ((0, r.speed or 0, r.kind),), r.low, r.high, r.predicted_speed)
 
 
-def _memory_rows(shown: Sequence[RungResult]) -> list[BarRow]:
-    rows = []
-    for r in shown:
-        grown = f" {times(r.peak_factor)}" if r.peak_factor is not None else ""
-        # A verdict is mostly of the speed; next to memory its color would be misread.
-        color = r.kind if r.kind in ("red", "peer") else "base"
-        pieces = () if r.peak is None else ((0, r.peak / GIB, color),)
-        text = f"{gib(r.peak)} GiB{grown}" if r.peak is not None else "not measured"
-        predicted = None if r.predicted_peak is None else r.predicted_peak / GIB
-        rows.append(_failure(r) if r.failed else BarRow(r.key, text, pieces, predicted=predicted))
-    return rows
+def _memory_bar(r: RungResult) -> BarRow:
+    predicted = None if r.predicted_peak is None else r.predicted_peak / GIB
+    if r.peak is None:
+        return BarRow(r.key, "not measured", predicted=predicted)
+    color = r.kind if r.kind in ("red", "peer") else "base"
+    text = f"{gib(r.peak)} GiB{_grown(r.peak_factor)}"
+    return BarRow(r.key, text, ((0, r.peak / GIB, color),), predicted=predicted)
 
 
-def _gains_chart(shown: Sequence[RungResult]) -> Markup:
-    rows = []
-    for r in shown:
-        begin = r.since_speed if r.factor is not None and r.since_speed else r.speed
-        text = f"{times(r.factor)}{_note(r)}" if r.factor is not None else "begins here"
-        pieces = ((begin, r.speed, r.kind),) if begin and r.speed else ()
-        rows.append(_failure(r) if r.failed else BarRow(r.key, text, pieces))
-    return bars_svg("Gain of each rung", rows, log=True)
+def _gain_bar(r: RungResult) -> BarRow:
+    begin = r.since_speed if r.factor is not None and r.since_speed else r.speed
+    text = f"{times(r.factor)}{_note(r)}" if r.factor is not None else "begins here"
+    return BarRow(r.key, text, ((begin, r.speed, r.kind),) if begin and r.speed else ())
 
 
-def _scaling_chart(shown: Sequence[RungResult]) -> Markup | None:
+def _without_bar(r: RungResult) -> BarRow:
+    if r.factor is None:
+        return BarRow(r.key, percent(None))
+    change = 100 * (r.factor - 1)
+    color = r.kind if r.kind in ("red", "noise") else "slower" if change < 0 else "faster"
+    text = f"{percent(change, signed=True)}{_grown(r.peak_factor, ', peak ')}"
+    return BarRow(r.key, text, ((0, change, color),))
+
+
+def _scaling_bar(r: RungResult) -> BarRow:
+    share, planned = (None if x is None else 100 * x for x in (r.scaling, r.predicted_scaling))
+    text = f"{amount(r.ranks, 'rank')}, {percent(share)}"
+    return BarRow(r.key, text, () if share is None else ((0.0, share, "base"),), predicted=planned)
+
+
+def scaling_chart(shown: Sequence[RungResult]) -> Markup | None:
     """Return the chart of the shares of ideal scaling; None where no rung has one."""
-    rows = []
-    for r in shown:
-        text = f"{amount(r.ranks, 'rank')}, {percent(None if r.scaling is None else 100 * r.scaling)}"
-        pieces = () if r.scaling is None else ((0.0, 100 * r.scaling, "base"),)
-        tick = None if r.predicted_scaling is None else 100 * r.predicted_scaling
-        rows.append(_failure(r) if r.failed else BarRow(r.key, text, pieces, predicted=tick))
+    rows = _rows(shown, _scaling_bar)
     return bars_svg("Share of ideal scaling of each rung", rows, unit=" %") if any(r.scaling for r in shown) else None
 
 
@@ -542,27 +555,15 @@ def _predicted_charts(shown: Sequence[RungResult]) -> list[tuple[str, Markup]]:
     for heading, errors, band in (("Peak memory", peaks, PEAK_BAND), ("Tokens a second", speeds, None)):
         rows = []
         for r, (error, both) in zip(shown, errors):
-            text = "failed" if r.failed else "no prediction" if error is None else percent(error, signed=True)
-            color = "faster" if error is None or abs(error) <= PEAK_BAND else "slower"
-            name = r.key if error is None else f"{r.key} ({both})"
-            rows.append(BarRow(name, text, () if error is None else ((0, error, color),)))
+            if error is None:
+                rows.append(BarRow(r.key, "failed" if r.failed else "no prediction"))
+                continue
+            pieces = ((0, error, "faster" if abs(error) <= PEAK_BAND else "slower"),)
+            rows.append(BarRow(f"{r.key} ({both})", percent(error, signed=True), pieces))
         if any(row.pieces for row in rows):
             title = f"{heading}: prediction against measurement"
             drawn.append((heading, bars_svg(title, rows, unit=" %", band=band)))
     return drawn
-
-
-def _without_chart(shown: Sequence[RungResult]) -> Markup:
-    rows = []
-    for r in shown:
-        if r.factor is None:
-            rows.append(_failure(r) if r.failed else BarRow(r.key, percent(None)))
-            continue
-        change = 100 * (r.factor - 1)
-        grown = "" if r.peak_factor is None else f", peak {times(r.peak_factor)}"
-        color = r.kind if r.kind in ("red", "noise") else "slower" if change < 0 else "faster"
-        rows.append(BarRow(r.key, f"{percent(change, signed=True)}{grown}", ((0, change, color),)))
-    return bars_svg("What the full configuration loses without one technique", rows, unit=" %")
 
 
 def _losses_chart(shown: Sequence[RungResult]) -> Markup:
@@ -684,8 +685,7 @@ class Roof:
 
 def roofs(records: Sequence[Mapping[str, Any]]) -> list[Roof]:
     """Return the roofs of all rungs with steps and a ceiling; of a rung measured twice the later record counts."""
-    latest = {tuple(safe_text(r.get(k)) for k in ("case", "device", "mode", "rung", "peer")): r for r in records}
-    return [roof for record in latest.values() if (roof := _roof(record)) is not None]
+    return [roof for record in _latest(records).values() if (roof := _roof(record)) is not None]
 
 
 def _roof(record: Mapping[str, Any]) -> Roof | None:

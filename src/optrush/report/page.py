@@ -16,7 +16,6 @@ import math
 import re
 import unicodedata
 import warnings
-import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -426,38 +425,20 @@ def inline_svg(figure: Figure, title: str, description: str) -> Markup:
     It fetches nothing, its colors are the page's variables, and `title` and `description` are its texts for screen
     readers. Ids depend on the title alone: charts of one page must differ in it.
     """
-    root = ET.fromstring(_saved(figure, "svg", salt=title))
-    _plain_tree(root)
-    names = {color: name for name, color in LIGHT.items()}
-    used = set(re.findall(r"#([\w-]+)", " ".join(v for e in root.iter() for k, v in e.attrib.items() if k != "style")))
-    used |= set(re.findall(r"url\(#([\w-]+)\)", " ".join(e.get("style", "") for e in root.iter())))
-    for element in root.iter():
-        if element.get("id") not in used:
-            element.attrib.pop("id", None)
-        if style := element.get("style"):
-            variable = re.sub(r"#[0-9a-f]{6}\b", lambda m: f"var(--{names[m[0]]})" if m[0] in names else m[0], style)
-            element.set("style", variable)
-    width, height = (root.attrib.pop(k).removesuffix("pt") for k in ("width", "height"))
-    root.attrib.update({"role": "img", "class": "chart", "viewBox": f"0 0 {width} {height}"})
-    heads = [ET.Element("title"), ET.Element("desc")]
-    heads[0].text, heads[1].text = title, description
-    root[:] = [*heads, *root]
-    return Markup(ET.tostring(root, encoding="unicode", short_empty_elements=False))
+    svg = _saved(figure, "svg", salt=title).decode()
+    svg = re.sub(r"<metadata.*?</metadata>|<style.*?</style>|<!--.*?-->|\n *(?=<)", "", svg, flags=re.DOTALL)
+    names, used = {color: name for name, color in LIGHT.items()}, set(re.findall(r"#([\w-]+)", svg))
 
+    def plain(tag: re.Match[str]) -> str:
+        """Return a tag without name spaces and ids that nothing refers to; HTML needs none of them."""
+        text = re.sub(r' xmlns[\w:]*="[^"]*"| id="([^"]*)"', lambda m: m[0] if m[1] in used else "", tag[0])
+        text = re.sub(r"#[0-9a-f]{6}\b", lambda m: f"var(--{names[m[0]]})" if m[0] in names else m[0], text)
+        return text.replace("xlink:", "")
 
-def _plain_tree(element: ET.Element) -> None:
-    """Remove name spaces, metadata and the style sheet that matplotlib adds; HTML needs none of them."""
-    local = {key.rpartition("}")[2]: value for key, value in element.attrib.items()}
-    element.tag = element.tag.rpartition("}")[2]
-    element.attrib.clear()
-    element.attrib.update(local)
-    for child in list(element):
-        _plain_tree(child)
-        if child.tag in ("metadata", "style") or (child.tag in ("defs", "g") and not len(child)):
-            element.remove(child)
-    if element.text and not element.text.strip():
-        element.text = None
-    element.tail = "\n" if element.tag in ("g", "path", "text", "defs") else None
+    view, body = svg[svg.index(' viewBox="') :].split(">", 1)
+    head = Markup("<title>{}</title><desc>{}</desc>").format(title, description)
+    size = " ".join(view.split('"')[1].split())
+    return Markup(f'<svg role="img" class="chart" viewBox="{size}">{head}{re.sub("<[^>]*>", plain, body.strip())}')
 
 
 def _saved(figure: Figure, kind: str, salt: str = "", **options: Any) -> bytes:

@@ -35,6 +35,8 @@ from optrush.report.page import (
 )  # fmt: skip
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from optrush.planner.sets import Prediction
 
 RUN, METRICS = "run.yaml", "metrics.jsonl"
@@ -321,7 +323,8 @@ def _curves(run: RunLog) -> list[tuple[str, str, Markup]]:
     if run.median(busiest) is not None:
         shares += [("Busiest expert", "percent of a layer's tokens, mean over the layers", run.points(busiest, 100))]
         shares += [("Entropy of experts", "1: all have as many tokens", run.points(entropy))]
-    drawn = [("Loss", unit(run.config), _loss_chart(run))]
+    loss = inline_svg(loss_curves(run, height=260), "Loss", _ends(run.points("loss")))
+    drawn = [("Loss", unit(run.config), loss)]
     for heading, words, points in (
         ("Speed", "tokens/s of the whole job", run.points("tokens_per_s")),
         *shares,
@@ -335,11 +338,12 @@ def _curves(run: RunLog) -> list[tuple[str, str, Markup]]:
     return drawn
 
 
-def _loss_chart(run: RunLog) -> Markup:
+def loss_curves(run: RunLog, **style: Any) -> Figure:
+    """Draw training and held-out loss over the steps."""
     evals = _held_out(run)
     series = [Series("training loss", run.points("loss"))]
     series += [Series("held-out loss", evals, dots=True)] if evals else []
-    return inline_svg(curves(series, axis="step", height=260), "Loss", _ends(series[0].points))
+    return curves(series, axis="step", **style)
 
 
 def _ends(points: Points) -> str:

@@ -67,6 +67,7 @@ class FusedKernels(Technique):
         return replace(
             spec,
             mlp="torch" if self.mlp == "none" else self.mlp,
+            adds_unrounded=self.mlp == "quack",
             norm="fused" if self.norm else "torch",
             rope="fused" if self.rope else "torch",
         )

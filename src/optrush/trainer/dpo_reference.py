@@ -1,43 +1,37 @@
 """Compute the reference of `objective: dpo` and `kto` before step 0, where no adapter can be switched off.
 
 One pass of the untouched model over all pairs, shared by the ranks, before a checkpoint is restored over the weights.
-The result, two numbers a pair, is cached next to the tokenised data under a digest of all that determines it, and is
-part of the batches from then on. A file is written whole or not at all, and its name holds the digest of its bytes.
+The result, two numbers a pair, is kept under a digest of all that determines it (`sample_store`), and is part of the
+batches from then on.
 """
 
 from __future__ import annotations
 
 import gc
 import hashlib
-import io
-import json
-import os
-import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from optrush import console
-from optrush.data import readers, sampler, tokenize
 from optrush.data.batch import Batch
 from optrush.data.dataset import SampleSource
-from optrush.data.tokenize import cache_root, no_room
+from optrush.data.tokenize import cache_root
 from optrush.decide import Decided, with_reference
-from optrush.errors import ConfigError, UserError
-from optrush.files import sync_folder, write_whole
-from optrush.models.weights import value_files
+from optrush.errors import ConfigError
 from optrush.objectives import dpo
 from optrush.objectives.pairs import log_probabilities
 from optrush.technique import Numerics
 from optrush.trainer import distributed
 from optrush.trainer.build import build
+from optrush.trainer.sample_store import SamplePart, SampleStore, batches_of, values_digest
 from optrush.trainer.trainer import Trainer
 
 FORMAT = 2  # part of every key
+PAIR = np.dtype((np.float32, 2))  # of a record
 
 
 def fill_reference(trainer: Trainer, prepared: Decided, *, training: bool = True) -> None:
@@ -145,25 +139,18 @@ def _precomputed(prepared: Decided) -> Decided:
 
 def _found(trainer: Trainer, prepared: Decided, source: SampleSource, what: str) -> np.ndarray:
     """(samples, 2) float32: the log-probabilities of the chosen and the rejected document of each pair."""
-    folder, key = cache_root(trainer.config.data.cache) / "reference", _key(trainer, prepared, source)
-    kept = _kept(folder, key)
-    if all(distributed.gather("there" if kept is not None else "")):  # hosts may differ
-        assert kept is not None and kept.shape == (len(source), 2)
-        return kept
-    made, error = passed(trainer, source, what), None
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        try:
-            _keep(made, folder, key)
-        except OSError as e:
-            error = no_room(folder, e)
-    distributed.agree(error)
-    return made
+    folder = cache_root(trainer.config.data.cache) / "reference"
+    store = SampleStore(folder, _content(trainer, prepared, source), np.ones(len(source), np.int64), PAIR)
+    for samples in store.missing():
+        store.write(samples, passed(trainer, SamplePart(source, samples), what))
+    return store.loaded()
 
 
-def _key(trainer: Trainer, prepared: Decided, source: SampleSource) -> str:
-    """Hash what determines the figures: the pairs, the model, the precision and the maths."""
-    model = {k: v for k, v in trainer.fingerprints.items() if k in ("config", "tokenizer")}
-    model["base"] = _values(trainer, prepared)
+def _content(trainer: Trainer, prepared: Decided, source: SampleSource) -> list[Any]:
+    """Return what determines the figures: the pairs, the model, the precision and the maths."""
+    model = {k: v for k, v in trainer.fingerprints.items() if k in ("config", "tokenizer", "base")}
+    if prepared.folder is not None:  # a sample of its values would take one model for another
+        model["base"] = values_digest(prepared.folder, cache_root(trainer.config.data.cache))
     different = [t.name for t in prepared.techniques if t.numerics is Numerics.DIFFERENT_MATHS]
     other = {name: trainer.config.with_.get(name) for name in different}
     added = hashlib.sha256()  # what an adapter begins with may come from a file of its own
@@ -172,32 +159,12 @@ def _key(trainer: Trainer, prepared: Decided, source: SampleSource) -> str:
             added.update(t.local.float().cpu().numpy().tobytes())
     begun = sorted(set(distributed.gather(added.hexdigest())))
     types = trainer.config.model.dtype, str(trainer.precision)
-    content = [FORMAT, source.fingerprint, model, trainer.config.seed, *types, other, begun]
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _values(trainer: Trainer, prepared: Decided) -> str:
-    """Hash every byte of the model's files: a sample of them would take one model for another."""
-    if prepared.folder is None:
-        return trainer.fingerprints["base"]
-    found, error = "", None
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # once a machine; unchanged files are in the cache
-        try:
-            found = readers.files_fingerprint(value_files(prepared.folder), cache_root(trainer.config.data.cache))
-        except UserError as e:
-            error = e
-    distributed.agree(error)
-    return " ".join(sorted({*distributed.gather(found)} - {""}))
+    return [FORMAT, source.fingerprint, model, trainer.config.seed, *types, other, begun]
 
 
 def passed(trainer: Trainer, source: SampleSource, what: str) -> np.ndarray:
     """One forward pass over all pairs, through the same callables as an evaluation."""
-    world, env = trainer.world, trainer.env
-    rows = sampler.evaluation(
-        source, T=env.seq, micro_rows=env.micro_rows, rank=world.data_rank, ranks=world.data_ranks,
-        packed=trainer.model.supports_packing,
-    )  # fmt: skip
-    batches = console.passing(rows, rows.batches, f"the reference of {len(source):,} {what}")
+    batches = batches_of(trainer, source, trainer.model.supports_packing, f"the reference of {len(source):,} {what}")
     found = _scored(trainer, batches, len(source), lambda sample: sample)
     return np.asarray(trainer.all_reduce(found).cpu().numpy())  # each rank has its own pairs, and zeros
 
@@ -219,19 +186,3 @@ def _scored(trainer: Trainer, batches: Iterable[Batch], n: int, place: Callable[
     finally:
         trainer.loss_from_hidden = score
     return found
-
-
-def _kept(folder: Path, key: str) -> np.ndarray | None:
-    """Load an earlier run's result; None where there is none, or its bytes do not match the digest in its name."""
-    path = next(filter(tokenize.intact, folder.glob(f"{key}-*.npy")), None)
-    return None if path is None else np.asarray(np.load(path, allow_pickle=False))
-
-
-def _keep(made: np.ndarray, folder: Path, key: str) -> None:
-    file = io.BytesIO()
-    np.save(file, made, allow_pickle=False)
-    data = file.getvalue()
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{key}-{hashlib.sha256(data).hexdigest()[:32]}.npy"
-    write_whole(path, [data], folder / f"{key}{tokenize.TEMPORARY}{secrets.token_hex(4)}")
-    sync_folder(folder)

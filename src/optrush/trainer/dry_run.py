@@ -29,6 +29,7 @@ from optrush.launch import launched
 from optrush.models.text_part import text_config
 from optrush.objectives import check_layout
 from optrush.planner import search
+from optrush.planner.sets import Prediction
 from optrush.technique import RANK_PARTS, Teacher, instantiate
 from optrush.techniques import ALL
 from optrush.trainer import checkpoint, run_dir
@@ -40,11 +41,16 @@ if TYPE_CHECKING:
     from optrush.data.dataset import Dataset
 
 ROWS = 3  # that are shown
-BAR, LINES = 16, 12  # of the memory: characters of the longest bar, lines that are shown one by one
+PREDICTED = (
+    "peak_bytes", "memory_kind", "phase", "device", "capacity_bytes", "fits", "tokens_per_s", "basis", "host_bytes",
+    "host_room_bytes", "room_bytes", "rates_from",
+)  # fmt: skip
 
 
-def dry_run(resolved: Decided, resume: Literal["auto"] | Path | None, command: str) -> dict[str, Any]:
-    """Return the facts of a run without running it.
+def dry_run(
+    resolved: Decided, resume: Literal["auto"] | Path | None, command: str
+) -> tuple[dict[str, Any], Prediction | None]:
+    """Return the facts of a run and its prediction, if there is one, without running it.
 
     Args:
         command: the line that starts it.
@@ -77,12 +83,12 @@ def dry_run(resolved: Decided, resume: Literal["auto"] | Path | None, command: s
         first = [(b, row) for b, row in enumerate(stream.step(0, steps)) if row][:ROWS]
         source = _StreamedRows(stream.source.parts) if not stream.tokenized else stream.source
         rows = list(preview.describe_rows(cast("Dataset", source), tokens.tokenizer, first, env.seq))
-    memory = memory_facts(config, env.ranks)
+    memory, prediction = memory_facts(config, env.ranks)
     disk = disk_facts(resolved, steps.steps)
     if env.teacher is not None and env.teacher.stored is not None:
         disk |= stored_facts(config, env.teacher, sources)
     facts = data_facts(resolved, sources, stream, steps, 0 if manifest is None else manifest.step)
-    return {
+    found = {
         "decided": resolved.facts(),
         "config": absolute(config).model_dump(mode="json", by_alias=True),
         "memory": memory,
@@ -94,6 +100,7 @@ def dry_run(resolved: Decided, resume: Literal["auto"] | Path | None, command: s
         "occupied": there,
         "launch": command,
     }
+    return found, prediction
 
 
 class _StreamedRows(NamedTuple):
@@ -115,28 +122,15 @@ def _layout(resolved: Decided) -> RowLayout:
     return trainer.layout
 
 
-def memory_facts(config: Config, ranks: int) -> dict[str, Any]:
-    """Return the prediction for the worst rank, biggest line first; or why there is none."""
+def memory_facts(config: Config, ranks: int) -> tuple[dict[str, Any], Prediction | None]:
+    """Return the prediction for the worst rank as facts, biggest line first, and as it is; or why there is none."""
     try:
         found = search.predict(config, "auto", ranks)
     except UserError as error:
-        return {"unknown": f"{error.asked}: {error.found}"}
+        return {"unknown": f"{error.asked}: {error.found}"}, None
     lines = sorted(found.lines, key=lambda item: -item.bytes)
-    own = (
-        "peak_bytes",
-        "memory_kind",
-        "phase",
-        "device",
-        "capacity_bytes",
-        "fits",
-        "tokens_per_s",
-        "basis",
-        "host_bytes",
-        "host_room_bytes",
-        "room_bytes",
-    )
-    facts = {name: getattr(found, name) for name in (*own, "rates_from")}
-    return facts | {"lines": [{"name": i.name, "bytes": i.bytes, "reason": i.reason} for i in lines]}
+    facts = {name: getattr(found, name) for name in PREDICTED}
+    return facts | {"lines": [{"name": i.name, "bytes": i.bytes, "reason": i.reason} for i in lines]}, found
 
 
 def time_facts(memory: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
@@ -208,13 +202,20 @@ def data_facts(
 # --- the text
 
 
-def dry_run_text(facts: dict[str, Any], config: Config, rows: Iterable[str]) -> str:
-    """Format the facts for people. rows: the lines of facts["rows"], as `data show` prints them."""
+def dry_run_text(
+    facts: dict[str, Any], config: Config, rows: Iterable[str], memory: Iterable[str] = (), work: Iterable[str] = ()
+) -> str:
+    """Format the facts for people.
+
+    Args:
+        rows: the lines of facts["rows"], as `data show` prints them.
+        memory, work: the lines of the prediction, as `plan --details` prints them; none where there is none.
+    """
     parts = (
         ("configuration", dump_config(absolute(config)).rstrip().splitlines()),
         *([("decided", [f"{k}: {v}" for k, v in reasons.items()])] if (reasons := facts["decided"]["reasons"]) else []),
-        ("memory", _memory(facts["memory"])),
-        ("time", _time(facts["time"])),
+        ("memory", [*memory, *_memory(facts["memory"])]),
+        ("time", [*work, *_time(facts["time"])]),
         ("disk", _disk(facts["disk"])),
         ("data", _data(facts["data"])),
         ("first rows", rows),
@@ -229,35 +230,17 @@ def _size(n: float) -> str:
 
 
 def _memory(m: dict[str, Any]) -> list[str]:
+    """Return what is missing from the prediction's lines: why there are none, what to do where it does not fit."""
     if "unknown" in m:
         return [f"no prediction: {m['unknown']}"]
-    peak, capacity = m["peak_bytes"], m["capacity_bytes"]
-    hosted, host_room = m["host_bytes"], m["host_room_bytes"]
-    little = host_room is not None and hosted > host_room
-    fits = "capacity unknown" if capacity is None else f"of {_size(capacity)}, "
-    if capacity is not None and (m["fits"] or (m["room_bytes"] is not None and peak <= m["room_bytes"])):
-        fits += "fits"
-    elif capacity is not None:
-        fits += "DOES NOT FIT: smaller batch.micro_tokens or batch.seq, or a technique that saves memory"
-    lines = [f"{_size(peak)} {fits}; {m['memory_kind']} of a rank on {m['device']}, peak in the phase {m['phase']}"]
-    if hosted:
-        room = "" if host_room is None else f" of {_size(host_room)} that a process may have"
-        remedy = ": DOES NOT FIT: recompute beside what is offloaded, train.save: sync, or a host with more" * little
-        lines.append(f"and {_size(hosted)} of pinned host memory{room}{remedy}")
-    big, small = m["lines"][:LINES], m["lines"][LINES:]
-    if small:
-        rest = sum(i["bytes"] for i in small)
-        big = [*big, {"name": f"{len(small)} smaller", "bytes": rest, "reason": "all of them: --json"}]
-    wide = max((len(i["name"]) for i in big), default=0)
-    for item in big:
-        share = item["bytes"] / peak if peak else 0.0
-        bar = "█" * round(share * BAR)
-        lines.append(f"{item['name']:<{wide}}  {_size(item['bytes']):>10}  {bar:<{BAR}} {share:4.0%}  {item['reason']}")
-    if m["tokens_per_s"] is not None:
-        lines.append(f"about {console.count(m['tokens_per_s'])} tokens a second ({m['basis']})")
-        if m["rates_from"]:
-            lines.append(f"rates: {m['rates_from']}")
-    return lines
+    peak, room, host_room = m["peak_bytes"], m["room_bytes"], m["host_room_bytes"]
+    remedies = {
+        "smaller batch.micro_tokens or batch.seq, or a technique that saves memory": not m["fits"]
+        and (room is None or peak > room),
+        "recompute beside what is offloaded, train.save: sync, or a host with more memory": host_room is not None
+        and m["host_bytes"] > host_room,
+    }
+    return [f"DOES NOT FIT: {remedy}" for remedy, needed in remedies.items() if needed]
 
 
 def _time(t: dict[str, Any]) -> list[str]:

@@ -15,10 +15,8 @@ peak_bytes: rank 0's most, so far: allocated by torch on CUDA, resident set of t
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import os
 import re
 import time
 from collections import deque
@@ -33,7 +31,6 @@ from torch import Tensor
 from optrush import files
 from optrush.data.batch import Batch
 from optrush.errors import RunError
-from optrush.report.page import Series, curves, png, safe_text
 
 if TYPE_CHECKING:
     from optrush.trainer.trainer import Trainer
@@ -184,11 +181,8 @@ class Meter:
         waiting = bool(self.unwritten)
         self.unwritten += json.dumps(line, allow_nan=False) + "\n"
         with files.open_to_append(self.path) as file:
-            whole = file.tell()
             try:
-                if file.write(self.unwritten.encode()) < len(self.unwritten.encode()):  # up to the last free byte
-                    file.truncate(whole)
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                files.append_whole(file, self.unwritten.encode())
                 self.unwritten = ""
             except OSError as error:
                 if not waiting:
@@ -268,14 +262,3 @@ def _first_samples(samples: tuple[int, ...]) -> str:
 def _finite(value: float) -> float | None:
     """Return None for a number that is not finite: JSON has no NaN."""
     return value if math.isfinite(value) else None
-
-
-def plot(metrics: Path, picture: Path, unit: str) -> None:
-    """Draw training and held-out loss over the steps of metrics.jsonl; `unit` is the loss's."""
-    lines = [json.loads(text) for text in metrics.read_text().splitlines()]
-    train = [(m["step"], m["loss"]) for m in lines if m.get("loss") is not None]
-    evals = [(m["step"], m["eval_loss"]) for m in lines if m.get("eval_loss") is not None]
-    series = [Series("training loss", train), *([Series("held-out loss", evals, dots=True)] if evals else [])]
-    title = safe_text(metrics.resolve().parent.name)
-    drawn = png(curves(series, title=title, axis="step", unit=f"loss, {unit}", height=300))
-    files.write_whole(picture, drawn)

@@ -38,12 +38,11 @@ from optrush.errors import CheckpointError, ConfigError, NeedsError, RunError, U
 from optrush.exporting import write_model
 from optrush.hardware import GIB
 from optrush.launch import stop_numbers, unjoinable
-from optrush.objectives import unit
 from optrush.report import data
 from optrush.report.bench import write_run
 from optrush.report.run import load_run, off_plan
 from optrush.technique import Part
-from optrush.trainer import checkpoint, distributed, dpo_reference, metrics, run_dir
+from optrush.trainer import checkpoint, distributed, dpo_reference, run_dir
 from optrush.trainer.build import ProcessGroup, build, join_ranks
 from optrush.trainer.distributed import local
 from optrush.trainer.metrics import Meter
@@ -603,7 +602,7 @@ class Session:
             elif "loss" in line:
                 callback.step(line["step"], line)
         for reporter in self.reporters:
-            if trouble := reporter.news():
+            if trouble := reporter.put(line):
                 self.trainer.log_event({"tensorboard" if reporter.options is None else "tracker": trouble})
 
     @contextmanager
@@ -649,7 +648,6 @@ class Session:
                     "off_plan" in note for note in run.notes
                 ):
                     self.meter.write({"step": self.meter.last or self.plan.done, "off_plan": off})
-                metrics.plot(self.output / "metrics.jsonl", self.output / "loss.png", unit(self.trainer.config))
                 write_run(self.output, self.trainer.world.ranks)
             except OSError as error:
                 do = f"make room, then: optrush report {self.output}"

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,24 +18,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from optrush import console
 from optrush.config import Config
-from optrush.data import readers, sampler
 from optrush.data.batch import IGNORE, Batch
-from optrush.data.dataset import SampleChunk, SampleSource
-from optrush.data.schema import Document
-from optrush.data.stored_tokens import FileLayout, StoredTokens, TokenFiles, record_type
-from optrush.data.tokenize import cache_root, no_room
+from optrush.data.dataset import SampleSource
+from optrush.data.stored_tokens import StoredTokens, record_type
+from optrush.data.tokenize import cache_root
 from optrush.errors import DataError, NeedsError, exhausted, first_line
 from optrush.kernels.distillation import Blend, Compared, Lesson, likeliest
 from optrush.models.decoder import Decoder
 from optrush.models.hf import HFModel, load
 from optrush.models.shapes import sdpa_obstacle
 from optrush.models.text_part import text_config
-from optrush.models.weights import value_files, weights_fingerprint
+from optrush.models.weights import weights_fingerprint
 from optrush.objectives.distill import loss_with_stored, loss_with_teacher
 from optrush.trainer import distributed
 from optrush.trainer.run_dir import free_space
+from optrush.trainer.sample_store import SamplePart, SampleStore, batches_of, values_digest
 from optrush.trainer.trainer import Trainer
 
 FORMAT = 1  # part of every key
@@ -108,69 +104,51 @@ class StoringPass:
         """Return the records of each source, after the pass over what is not stored.
 
         Raises:
-            DataError: a file is damaged, or cannot be written.
+            DataError: a file cannot be written.
             NeedsError: the teacher cannot be loaded, or has too little memory.
         """
-        files = [self._files(source) for source in sources]
-        every = [(n, file) for n, of in enumerate(files) for file in range(len(of.layout))]
-        missing = [(n, file) for n, file in every if not self._there(files[n], file)]
+        stores = [self._store(source) for source in sources]
+        missing = [(n, samples) for n, store in enumerate(stores) for samples in store.missing()]
         if missing:
-            self._check_room([files[n].layout.samples(file) for n, file in missing], [files[n] for n, _ in missing])
+            self._check_room(stores[0].folder, sum(stores[n].n_records(samples) for n, samples in missing))
             teacher = distributed.agreed(lambda: load_teacher(self.trainer, *self.place))
-            for n, file in missing:
-                of = files[n]
-                samples = of.layout.samples(file)
-                records = self.made(teacher, sources[n], samples, of.layout.starts, of.record)
-                distributed.agreed(partial(self._write, of, file, records))
+            for n, samples in missing:
+                stores[n].write(samples, self.made(teacher, sources[n], samples))
             del teacher
             self._release()
-        self.trainer.notes.append(f"teacher: {sum(map(len, sources)):,} samples stored in {files[0].folder}")
-        return [of.opened() for of in files]
+        self.trainer.notes.append(f"teacher: {sum(map(len, sources)):,} samples stored in {stores[0].folder}")
+        return [StoredTokens(self._record, store.opened()) for store in stores]
 
     def stored_in_memory(self, source: SampleSource, samples: Iterable[int]) -> StoredTokens:
         """Return the records of a few samples, which no file is written of."""
         chosen = sorted(set(samples))
-        layout = FileLayout.of(source.targets(), self._record)
         teacher = distributed.agreed(lambda: load_teacher(self.trainer, *self.place))
-        records = self.made(teacher, source, chosen, layout.starts, self._record)
+        records = self.made(teacher, source, chosen)
         del teacher
         self._release()
-        ends = np.cumsum([layout.starts[i + 1] - layout.starts[i] for i in chosen])
+        ends = np.cumsum(source.targets()[chosen])
         found = dict(zip(chosen, np.split(records, ends[:-1]), strict=True))
         return StoredTokens(self._record, found.__getitem__)
 
-    def made(
-        self, teacher: Decoder | HFModel, source: SampleSource, samples: Sequence[int], starts: np.ndarray,
-        record: np.dtype,
-    ) -> np.ndarray:  # fmt: skip
-        """Return the records of these samples, one after the other, by a forward pass over them.
-
-        Args:
-            starts: (samples + 1,) int64, the first record of each sample of the source.
-        """
+    def made(self, teacher: Decoder | HFModel, source: SampleSource, samples: Sequence[int]) -> np.ndarray:
+        """Return the records of these samples, one after the other, by a forward pass over them."""
         trainer, settings = self.trainer, self.trainer.config.distill
         assert settings is not None and settings.store is not None
-        counts = np.array([starts[i + 1] - starts[i] for i in samples], np.int64)
-        begins = np.concatenate([[0], np.cumsum(counts)])
-        part, world = _Part(source, samples), trainer.world
-        rows = sampler.evaluation(
-            part, T=trainer.env.seq, micro_rows=trainer.env.micro_rows, rank=world.data_rank, ranks=world.data_ranks,
-            packed=teacher.supports_packing,
-        )  # fmt: skip
-        k = settings.store
-        ids = torch.zeros(int(begins[-1]), k, dtype=torch.int32)
-        log_p = torch.zeros(int(begins[-1]), k + 1)
+        part = SamplePart(source, samples)
+        begins = np.concatenate([[0], np.cumsum(part.targets(), dtype=np.int64)])
+        ids = torch.zeros(int(begins[-1]), settings.store, dtype=torch.int32)
+        log_p = torch.zeros(int(begins[-1]), settings.store + 1)
 
         def work() -> None:
-            for batch in console.passing(rows, rows.batches, f"the teacher over {len(part):,} samples"):
+            for batch in batches_of(trainer, part, teacher.supports_packing, f"the teacher over {len(part):,} samples"):
                 where = [np.arange(begins[i], begins[i + 1]) for i in batch.samples]
                 at = torch.from_numpy(np.concatenate([*where, np.zeros(0, np.int64)]))
                 ids[at], log_p[at] = self._likeliest(teacher, trainer.place(batch))
 
         distributed.agreed(partial(_enough_memory, work))
-        result = np.zeros(len(ids), record)
+        result = np.zeros(len(ids), self._record)
         for name, mine in (("ids", ids), ("log_p", log_p)):  # each rank has its own samples, and zeros
-            result[name] = trainer.all_reduce(mine.to(world.device)).cpu().numpy()
+            result[name] = trainer.all_reduce(mine.to(trainer.world.device)).cpu().numpy()
         return result
 
     @torch.no_grad()
@@ -194,41 +172,21 @@ class StoringPass:
         assert settings is not None and settings.store is not None
         return record_type(settings.store, 4 if settings.dtype == "float32" else 2)
 
-    def _files(self, source: SampleSource) -> TokenFiles:
-        folder = cache_root(self.trainer.config.data.cache) / "teacher"
-        layout = FileLayout.of(source.targets(), self._record)
-        return TokenFiles(folder, self._key(source), layout, self._record)
-
-    def _key(self, source: SampleSource) -> str:
-        """Hash what determines the records: the samples and their tokens, the teacher, and what is stored."""
+    def _store(self, source: SampleSource) -> SampleStore:
+        """Return the store of what determines the records: the samples and their tokens, the teacher, what is kept."""
         config, settings = self.trainer.config, self.trainer.config.distill
         assert settings is not None
-        folder, hf = self.place
+        (folder, hf), cache = self.place, cache_root(config.data.cache)
         cut = hashlib.sha256(source.lengths().tobytes() + source.targets().tobytes()).hexdigest()
         tokens = [self.trainer.fingerprints.get(name) for name in ("tokenizer", "template", "date")]
-        values = f"drawn, seed {config.seed}" if folder is None else self._values(folder)
+        values = f"drawn, seed {config.seed}" if folder is None else values_digest(folder, cache)
         made = settings.store, settings.temperature, settings.dtype, _common(self.trainer, hf)
         content = [FORMAT, source.fingerprint, cut, tokens, values, hf, made]
-        return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
+        return SampleStore(cache / "teacher", content, source.targets(), self._record)
 
-    def _values(self, folder: Path) -> str:
-        """Hash every byte of the teacher's files, once a machine; unchanged files are in the cache."""
-        cache = cache_root(self.trainer.config.data.cache)
-        mine = os.environ.get("LOCAL_RANK", "0") == "0"
-        found = distributed.agreed(lambda: readers.files_fingerprint(value_files(folder), cache) if mine else "")
-        return " ".join(sorted({*distributed.gather(found)} - {""}))
-
-    def _there(self, files: TokenFiles, file: int) -> bool:
-        """Return whether every machine has a file; its first rank reads all of it."""
-        mine = os.environ.get("LOCAL_RANK", "0") == "0"
-        path = distributed.agreed(lambda: files.path(file, whole=mine))
-        return all(distributed.gather("" if path is None else "there"))
-
-    def _check_room(self, samples: Sequence[range], files: Sequence[TokenFiles]) -> None:
+    def _check_room(self, folder: Path, records: int) -> None:
         """Raise DataError unless the cache's disk has room for what the pass will write."""
-        starts = [of.layout.starts for of in files]
-        records = sum(int(s[part.stop] - s[part.start]) for s, part in zip(starts, samples, strict=True))
-        there, free = free_space(files[0].folder)
+        there, free = free_space(folder)
         needed = records * self._record.itemsize
 
         def work() -> None:
@@ -239,47 +197,10 @@ class StoringPass:
 
         distributed.agreed(work)
 
-    def _write(self, files: TokenFiles, file: int, records: np.ndarray) -> None:
-        if os.environ.get("LOCAL_RANK", "0") == "0" and files.path(file, whole=False) is None:
-            try:
-                files.write(file, records)
-            except OSError as error:
-                raise no_room(files.folder, error) from None
-
     def _release(self) -> None:
         gc.collect()
         if self.trainer.world.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Some samples of a source, numbered anew."""
-
-    source: SampleSource
-    samples: Sequence[int]
-    parts: int = 1
-    fingerprint: str = ""
-    tokenized: bool = True
-
-    @property
-    def spans(self) -> tuple[tuple[int, float], ...]:
-        return ((len(self.samples), 1.0),)
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def lengths(self) -> np.ndarray:
-        return np.asarray(self.source.lengths()[np.asarray(self.samples)])
-
-    def targets(self) -> np.ndarray:
-        return np.asarray(self.source.targets()[np.asarray(self.samples)])
-
-    def documents(self, i: int) -> tuple[Document, ...]:
-        return self.source.documents(self.samples[i])
-
-    def read(self, numbers: Sequence[int]) -> SampleChunk:
-        return SampleChunk([(i, self.documents(i)) for i in numbers], len(numbers))
 
 
 def _enough_memory(work: Callable[[], None]) -> None:

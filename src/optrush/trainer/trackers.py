@@ -1,15 +1,12 @@
-"""Report a run to MLflow, Weights & Biases and TensorBoard, from a daemon thread of rank 0 for each of them.
+"""Report a run to TensorBoard, MLflow and Weights & Biases: a daemon thread of rank 0 and a bounded queue for each.
 
-The queue between the training and a thread is the run's own folder: the thread reads new lines of metrics.jsonl and new
-checkpoints, so nothing is copied, nothing is dropped and no step waits. A state file stores what the tracker has
-received; a resumed run goes on there. An exception of a tracker is logged once and retried. After the last step the
-tracker has END_S seconds without progress, then it is abandoned with its thread.
+The metrics put their lines into the queue and never wait. A line that finds it full is counted; metrics.jsonl has it.
+A state file stores what the tracker has; a resumed run sends the rest. An exception of a client is logged once and the
+call repeated. After the last step the tracker has END_S seconds without progress, then its thread is abandoned.
 """
 
 from __future__ import annotations
 
-import errno
-import io
 import json
 import math
 import os
@@ -18,11 +15,13 @@ import tempfile
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import file_digest, sha256
+from io import BytesIO
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from optrush import files
@@ -35,7 +34,8 @@ from optrush.trainer import distributed
 NAMES = {"mlflow": "MLflow", "wandb": "Weights & Biases"}
 FOLDER, STATE, BOARD = "tracker", "tracker.json", "tensorboard"  # in the run's folder
 PACKAGES = {"mlflow": ("mlflow-skinny", "mlflow"), "wandb": ("wandb",)}  # distributions; an error names the first
-EVERY_S, LONGEST_S = 1.0, 30.0  # between two looks at the folder; between two attempts after failures
+QUEUED = 100_000  # lines that wait for a tracker, at most
+EVERY_S, LONGEST_S = 1.0, 30.0  # between two turns of a thread; between two attempts after failures
 ANSWER_S = 10.0  # before step 0
 PATIENCE_S, END_S, SLOWEST_BYTES_S = 5.0, 25.0, 10e6  # at the end: retries; silence; added for a file that is sent
 
@@ -69,24 +69,23 @@ def check_tracker(config: Config) -> None:
     refuse_secrets(config)
     if config.tracker is None:
         return
-    name, uri = config.tracker.name, config.tracker.uri
-    asked = f"`tracker: {name}`"
+    name, uri, offline = config.tracker.name, config.tracker.uri, config.tracker.offline
+    asked, instead = f"`tracker: {name}`", "or set `tracker.offline: true`"
     if uri is not None and (urlsplit(uri).query or urlsplit(uri).fragment):
         do = "put a token into the tracker's own environment variable, and name the address alone"
         raise ConfigError("`tracker.uri`", "an address with more than host and path, which may be a token", do)
-    if uri is not None and config.tracker.offline:
+    if uri is not None and offline:
         raise ConfigError("`tracker.offline: true`", "a `tracker.uri` beside it", "leave one of them out")
     if all(library(package) is None for package in PACKAGES[name]):
         raise NeedsError(asked, f"the package {PACKAGES[name][0]} is not installed", f"pip install 'optrush[{name}]'")
-    if name != "mlflow" or config.tracker.offline:
-        return
     address = uri or os.environ.get("MLFLOW_TRACKING_URI", "")
+    if name != "mlflow" or offline or address.startswith(("http://", "https://", "databricks")):
+        return
     if not address:
         found = "no `tracker.uri`, and no MLFLOW_TRACKING_URI in the environment"
-        raise ConfigError(asked, found, "name the server, or set `tracker.offline: true`")
-    if not address.startswith(("http://", "https://", "databricks")):
-        do = "name a server, http://... or https://..., or set `tracker.offline: true`, which writes a database"
-        raise ConfigError(asked, f"the address {LOGIN.sub('***@', address)}, which is no server's", do)
+        raise ConfigError(asked, found, f"name the server, {instead}")
+    found = f"the address {LOGIN.sub('***@', address)}, which is no server's"
+    raise ConfigError(asked, found, f"name a server, http://... or https://..., {instead}, which writes a database")
 
 
 @contextmanager
@@ -110,7 +109,7 @@ def open_reporter(config: Config) -> Iterator[Reporter | None]:
 
 
 class Reporter(threading.Thread):
-    """The thread that follows a run's folder for one tracker; `status` is how the run ends, as far as is known."""
+    """The thread that reports to one tracker. `status` is how the run ends, as far as is known."""
 
     def __init__(self, options: TrackerConfig | None, output: Path, config: Config) -> None:
         """options: None for TensorBoard's files."""
@@ -119,10 +118,10 @@ class Reporter(threading.Thread):
         self.label = "TensorBoard" if options is None else NAMES[options.name]
         self.state_path = output / (f"{BOARD}/{STATE}" if options is None else STATE)
         self.config = config.model_dump(mode="json", by_alias=True)
-        self.ready, self.followed, self.ending = threading.Event(), threading.Event(), threading.Event()
-        self.refusal, self.trouble, self.error = "", "", ""  # at connecting; the first failure, until read; the last
-        self.fresh, self.started, self.offset = "", False, 0  # offset: bytes of metrics.jsonl that are reported
-        self.lines, self.artifacts = 0, 0
+        self.queue = deque[tuple[int, str, dict[str, float]]]()
+        self.lost, self.lines, self.artifacts = 0, 0, 0
+        self.ending, self.started, self.fresh = threading.Event(), False, ""
+        self.trouble, self.error = "", ""  # the first failure, until it is read; the last
         self.gone: list[str] = []  # checkpoints that were replaced before they were sent
         self.refused: dict[str, str] = {}  # artifacts that the tracker rejects, and why
         self.deadline, self.progress = math.inf, 0.0  # of `end`; when the tracker last received something
@@ -130,25 +129,34 @@ class Reporter(threading.Thread):
     # the training's side
 
     def connect(self) -> None:
-        """Import the library, and contact the server in the thread for ANSWER_S at most.
+        """Import the library, and contact the server for ANSWER_S at most.
 
         Raises:
             ConfigError: it does not answer, or refuses the login.
         """
-        found = f"{self.label} did not answer within {ANSWER_S:.0f} s"
+        outcome = [f"{self.label} did not answer within {ANSWER_S:.0f} s"]
+
+        def answer() -> None:
+            try:
+                self.client.answer()
+                outcome.append("")
+            except Exception as error:
+                outcome.append(_described(error))
+
         try:
-            self.tracker = open_tracker(self.options, self.output)
+            self.client = open_client(self.options, self.output)
         except Exception as error:  # of the library's import
-            found = _described(error)
+            outcome.append(_described(error))
         else:
-            self.start()
-            if self.ready.wait(ANSWER_S) and not self.refusal:
-                return
-        do = "start the server or correct its address and login, or set `tracker.offline: true`"
-        raise ConfigError("to report the run to `tracker`", self.refusal or found, do)
+            contact = threading.Thread(target=answer, name=TRACKER_THREAD, daemon=True)
+            contact.start()
+            contact.join(ANSWER_S)
+        if found := outcome[-1]:
+            do = "start the server or correct its address and login, or set `tracker.offline: true`"
+            raise ConfigError("to report the run to `tracker`", found, do)
 
     def follow(self, run_id: str, done: int, fingerprints: Mapping[str, str]) -> None:
-        """Report the run's folder from here on.
+        """Begin to report.
 
         A run that repeats steps with the same course repeats what the tracker has. With another configuration, data or
         model that history is wrong and cannot be deleted there, so a new run begins in the tracker.
@@ -174,10 +182,14 @@ class Reporter(threading.Thread):
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             pass  # none, or damaged: reported anew
         self.state["done"] = done
-        self.followed.set()
+        self.start()
 
-    def news(self) -> str:
-        """Return the first failure, once; never wait."""
+    def put(self, line: Mapping[str, Any]) -> str:
+        """Queue a line of metrics.jsonl if there is room; return the first failure of the tracker, once."""
+        if (item := _figures(line)) is not None and len(self.queue) < QUEUED:
+            self.queue.append(item)
+        else:
+            self.lost += item is not None
         trouble, self.trouble = self.trouble, ""
         return trouble
 
@@ -188,95 +200,76 @@ class Reporter(threading.Thread):
         self.ending.set()
         while self.is_alive() and time.monotonic() < self.deadline:
             self.join(0.1)
-        if self.is_alive() or self.refusal:
-            why = f" ({self.refusal})" if self.refusal else ""
-            return f"{self.label}: did not finish; it may lack the last figures and files of this run{why}"
-        text = f"{self.label}: {self.lines} lines and {self.artifacts} artifacts sent"
-        if self.gone:
-            text += f"; replaced before they were sent: {', '.join(self.gone)}"
-        if self.refused:
-            text += f"; not sent: {', '.join(self.refused)} ({self.error})"
-        left = sum(1 for _ in self._lines())
-        if self.error and (left or not self.refused):
-            text += f"; {left} lines not sent, nor what came after them ({self.error})"
-        return text
+        if self.is_alive():
+            return f"{self.label}: did not finish; it may lack the last figures and files of this run"
+        left = len(self.queue) if self.started else len(self._written())
+        waits = self.error and (left or not self.refused)
+        parts = {
+            f"{self.lines} lines and {self.artifacts} artifacts sent": True,
+            f"replaced before they were sent: {', '.join(self.gone)}": self.gone,
+            f"not sent: {', '.join(self.refused)} ({self.error})": self.refused,
+            f"{left} lines not sent, nor what came after them ({self.error})": waits,
+            f"{self.lost} lines lost while {QUEUED:,} waited: metrics.jsonl has them": self.lost,
+        }
+        return f"{self.label}: {'; '.join(text for text, holds in parts.items() if holds)}"
 
     # the thread's side
 
     def run(self) -> None:
-        """Contact the server, follow the folder until `end`, then flush and finish."""
-        try:
-            self.tracker.answer()
-        except Exception as error:
-            self.refusal = _described(error)
-            return
-        finally:
-            self.ready.set()
-        self.followed.wait()
+        """Send what comes until `end`, then flush and finish."""
         wait_s = EVERY_S
         while not self.ending.wait(wait_s):
-            wait_s = EVERY_S if self.turn() else min(2 * wait_s, LONGEST_S)
-        self._retry(lambda: self.turn(self.status))
-        if self.started:
-            self._retry(self._finish)
-
-    def turn(self, status: str | None = None) -> bool:
-        """Report what is new; return False if the tracker failed and the rest waits. status: how the run has ended."""
-        try:
+            wait_s = EVERY_S if self._tried(self._send) else min(2 * wait_s, LONGEST_S)
+        for work in (self._send, lambda: self.client.finish(self.status)):
+            while not self._tried(work) and time.monotonic() < self.progress + PATIENCE_S:
+                time.sleep(EVERY_S)
             if not self.started:
-                self.state["id"] = self.tracker.start(self.config, self.fresh, self.state)
-                self.started = True
-                self._store()
-            for step, mark, values in self._lines(advance=True):
-                self.tracker.log_metrics(step, values)
-                self.state["step"][mark] = step
-                self.lines += 1
-                self._store()
-            self.refused.clear()
-            for path, kind in self._pending(status):
-                if self._send(path, kind) and status is None:
-                    break  # metrics first
+                return
+
+    def _tried(self, work: Callable[[], object]) -> bool:
+        try:
+            work()
         except Exception as error:  # of a library or a server: none of them may end a run
-            return self._failed(error)
+            self._failed(error)
+            return False
         self.error = next(iter(self.refused.values()), "")
         return not self.refused
 
-    def _retry(self, work: Callable[[], bool]) -> None:
-        """Repeat the work until it succeeds, or nothing was received for PATIENCE_S."""
-        while not work() and time.monotonic() < self.progress + PATIENCE_S:
-            time.sleep(EVERY_S)
+    def _send(self) -> None:
+        """Send what is new: lines, then artifacts."""
+        if not self.started:
+            self.state["id"] = self.client.start(self.config, self.fresh, self.state)
+            self.started, self.lost = True, 0  # the file has what the queue had no room for until now
+            self.queue.extendleft(reversed(self._written()))
+            self._store()
+        while self.queue:
+            step, mark, values = self.queue[0]
+            if step > self.state["step"].get(mark, -1):  # else it was read from the file and queued, too
+                self.client.log_metrics(step, values)
+                self.state["step"][mark] = step
+                self.lines += 1
+                self._store()
+            self.queue.popleft()
+        self.refused.clear()
+        for path, kind in self._artifacts():
+            if self._sent(path, kind) and not self.ending.is_set():
+                break  # metrics first
 
-    def _finish(self) -> bool:
-        try:
-            self.tracker.finish(self.status)
-        except Exception as error:
-            return self._failed(error)
-        return True
-
-    def _failed(self, error: Exception) -> Literal[False]:
+    def _failed(self, error: Exception) -> str:
         text = _described(error)
         self.trouble, self.error = self.trouble if self.error else text, text
-        return False
+        return text
 
-    def _lines(self, advance: bool = False) -> Iterator[tuple[int, str, dict[str, float]]]:
-        """Yield the complete lines that are not reported yet: (step, kind of line, finite numbers)."""
+    def _written(self) -> list[tuple[int, str, dict[str, float]]]:
+        """Return the figures of metrics.jsonl that the tracker does not have."""
         try:
-            with (self.output / "metrics.jsonl").open("rb") as file:
-                file.seek(self.offset)
-                text = file.read()
+            text = (self.output / "metrics.jsonl").read_bytes()
         except FileNotFoundError:
-            return
-        for line in text[: text.rfind(b"\n") + 1].splitlines(keepends=True):
-            values = json.loads(line)
-            step = values.pop("step")
-            mark = next((m for m in ("loss", "eval_loss") if m in values), None)
-            if mark is not None and step > self.state["step"].get(mark, -1):
-                numbers = {k: float(v) for k, v in values.items() if isinstance(v, int | float)}
-                yield step, mark, {k: v for k, v in numbers.items() if math.isfinite(v)}
-            if advance:
-                self.offset += len(line)  # not if logging it raised
+            return []
+        items = (_figures(json.loads(line)) for line in text[: text.rfind(b"\n") + 1].splitlines())
+        return [i for i in items if i is not None and i[0] > self.state["step"].get(i[1], -1)]
 
-    def _pending(self, status: str | None) -> Iterator[tuple[Path, str]]:
+    def _artifacts(self) -> Iterator[tuple[Path, str]]:
         """Yield what may have to be sent: run.yaml, checkpoints, newest first (offline: those left at the end), model.
 
         A run that a signal stopped sends neither checkpoints nor model: it will be resumed.
@@ -284,27 +277,25 @@ class Reporter(threading.Thread):
         if self.options is None:
             return
         yield self.output / "run.yaml", "config"
-        ended = status in ("finished", "failed")
-        if self.options.artifacts == "all" and (ended or not (self.options.offline or status)):
+        status = self.status if self.ending.is_set() else None
+        due = status != "stopped" if status else not self.options.offline
+        if self.options.artifacts == "all" and due:
             paths = sorted((self.output / "checkpoints").glob("step-*"), reverse=True)
             yield from ((path, "checkpoint") for path in paths if "." not in path.name)
         if self.options.artifacts != "none" and status == "finished" and (self.output / "model").is_dir():
             yield self.output / "model", "model"
 
-    def _send(self, path: Path, kind: str) -> bool:
+    def _sent(self, path: Path, kind: str) -> bool:
         """Send an artifact unless the tracker has it with this content; return whether it was sent now."""
         try:
-            if kind == "model":  # hashing it takes a while, too
-                self.alive(size_bytes(path))
+            self.alive(size_bytes(path))  # hashing it takes a while, too
             digest = content_digest(path)
             if self.state["sent"].get(path.name) == digest:
                 return False
-            self.alive(size_bytes(path))
-            self.tracker.log_artifact(path, kind)
+            self.client.log_artifact(path, kind)
         except Exception as error:
             if path.exists():
-                self._failed(error)
-                self.refused[path.name] = _described(error)
+                self.refused[path.name] = self._failed(error)
             else:
                 self.gone.append(path.name)
             return False
@@ -345,7 +336,16 @@ def _described(error: Exception) -> str:
     return one_line(scrubbed(f"{type(error).__name__}: {error}"))
 
 
-def open_tracker(options: TrackerConfig | None, output: Path) -> ReportClient:
+def _figures(line: Mapping[str, Any]) -> tuple[int, str, dict[str, float]] | None:
+    """Return (step, kind of line, finite numbers) of a line of metrics.jsonl; None for a line about something else."""
+    mark = next((m for m in ("loss", "eval_loss") if m in line), None)
+    if mark is None:
+        return None
+    numbers = {k: float(v) for k, v in line.items() if k != "step" and isinstance(v, int | float)}
+    return line["step"], mark, {k: v for k, v in numbers.items() if math.isfinite(v)}
+
+
+def open_client(options: TrackerConfig | None, output: Path) -> ReportClient:
     """Import the library and build its client; TensorBoard's for None."""
     if options is None:
         return TensorBoard(output)
@@ -486,7 +486,6 @@ class TensorBoard(ReportClient):
 
     def __init__(self, output: Path) -> None:
         self.folder = output / BOARD
-        self.path: Path | None = None
 
     def start(self, config: Mapping[str, Any], fresh: str, state: dict[str, Any]) -> str:
         """Hide events after the last step that is certainly complete, and report those lines again."""
@@ -508,19 +507,11 @@ class TensorBoard(ReportClient):
         return fresh
 
     def _write(self, *events: dict[str, Any]) -> None:
-        """Append events; after an error the file is as it was."""
-        assert self.path is not None, "started"
-        records = io.BytesIO()
+        records = BytesIO()
         for event in events:
             self.records(records).write(self.events.Event(wall_time=time.time(), **event).SerializeToString())
         with files.open_to_append(self.path) as file:
-            whole = file.tell()
-            try:
-                if file.write(records.getvalue()) < records.tell():
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            except OSError:
-                file.truncate(whole)
-                raise
+            files.append_whole(file, records.getvalue())
 
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
         numbers = [self.summaries.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]

@@ -1,0 +1,172 @@
+"""Store the values that a model computes of each sample in files next to the tokenised data, by sample number.
+
+Of a reference: the log-probabilities (`dpo_reference`); of a teacher: its likeliest tokens (`teacher`). Records
+are in the order of samples: the rows, their order and the ranks of a run do not matter. A file has whole samples. It is
+written whole or not at all, and its name holds the digest of its bytes; a damaged one is made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+
+import numpy as np
+
+from optrush import console
+from optrush.data import readers, sampler, tokenize
+from optrush.data.batch import Batch
+from optrush.data.dataset import SampleChunk, SampleSource
+from optrush.data.schema import Document
+from optrush.files import sync_folder, write_whole
+from optrush.models.weights import value_files
+from optrush.trainer import distributed
+from optrush.trainer.trainer import Trainer
+
+FILE_BYTES = 2**27  # of one file, about
+OPEN = 64  # mapped files at a time: each holds a file descriptor
+
+
+class SampleStore:
+    """The files of one key. Every rank calls `missing` and `write`; the first of each machine reads and writes.
+
+    Args:
+        content: all that determines the records, as JSON.
+        counts: (samples,) records of each sample.
+    """
+
+    def __init__(self, folder: Path, content: object, counts: np.ndarray, record: np.dtype) -> None:
+        text = json.dumps(content, sort_keys=True, default=str)
+        self.folder, self.key, self.record = folder, hashlib.sha256(text.encode()).hexdigest()[:32], record
+        self.starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])  # the first record of each sample
+        file = self.starts[:-1] // max(1, FILE_BYTES // record.itemsize)
+        self.firsts = np.concatenate([[0], np.flatnonzero(np.diff(file)) + 1, [len(counts)]])  # sample of each file
+
+    def missing(self) -> list[range]:
+        """Return the samples of each file that a machine does not have."""
+        lacking = []
+        for file, (first, end) in enumerate(zip(self.firsts, self.firsts[1:])):
+            path = distributed.agreed(partial(self._intact, file))
+            if not all(distributed.gather("" if path is None else "there")):
+                lacking.append(range(int(first), int(end)))
+        return lacking
+
+    def write(self, samples: range, records: np.ndarray) -> None:
+        """Write the file of these samples.
+
+        Raises:
+            DataError: the disk does not take it.
+        """
+        distributed.agreed(lambda: self._write(int(np.searchsorted(self.firsts, samples.start)), records))
+
+    def n_records(self, samples: range) -> int:
+        """Return the number of records of samples that follow each other."""
+        return int(self.starts[samples.stop] - self.starts[samples.start])
+
+    def opened(self) -> Callable[[int], np.ndarray]:
+        """Return the function from a sample's number to its records; every file must be there."""
+        paths = self._paths()
+
+        def find(sample: int) -> np.ndarray:
+            file = int(np.searchsorted(self.firsts, sample, side="right")) - 1
+            before = int(self.starts[self.firsts[file]])
+            return _mapped(paths[file])[int(self.starts[sample]) - before : int(self.starts[sample + 1]) - before]
+
+        return find
+
+    def loaded(self) -> np.ndarray:
+        """Return all records; every file must be there."""
+        return np.concatenate([np.load(path, allow_pickle=False) for path in self._paths()])
+
+    def _path(self, file: int) -> Path | None:
+        return next(iter(sorted(self.folder.glob(f"{self.key}-{file}-*.npy"))), None)
+
+    def _paths(self) -> list[Path]:
+        paths = [path for file in range(len(self.firsts) - 1) if (path := self._path(file)) is not None]
+        assert len(paths) == len(self.firsts) - 1, "a file has not been written"
+        return paths
+
+    def _intact(self, file: int) -> Path | None:
+        """Return the path of a file; the first of a machine reads all of it, and removes a damaged one."""
+        path = self._path(file)
+        if path is None or not _first_here() or tokenize.intact(path):
+            return path
+        path.unlink(missing_ok=True)
+        return None
+
+    def _write(self, file: int, records: np.ndarray) -> None:
+        if not _first_here() or self._path(file) is not None:
+            return
+        buffer = io.BytesIO()
+        np.save(buffer, records, allow_pickle=False)
+        data = buffer.getbuffer()
+        path = self.folder / f"{self.key}-{file}-{hashlib.sha256(data).hexdigest()[:32]}.npy"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(path, [data], self.folder / f"{path.stem}{tokenize.TEMPORARY}{secrets.token_hex(4)}")
+            sync_folder(self.folder)
+        except OSError as error:
+            raise tokenize.no_room(self.folder, error) from None
+
+
+@lru_cache(OPEN)
+def _mapped(path: Path) -> np.ndarray:
+    return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+
+
+def _first_here() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def values_digest(folder: Path, cache: Path) -> str:
+    """Hash every byte of a model's files, once a machine; unchanged files are in the cache. Every rank calls it."""
+    digest = distributed.agreed(lambda: readers.files_fingerprint(value_files(folder), cache) if _first_here() else "")
+    return " ".join(sorted({*distributed.gather(digest)} - {""}))
+
+
+def batches_of(trainer: Trainer, source: SampleSource, packed: bool, what: str) -> Iterator[Batch]:
+    """Return this rank's batches of one pass over all samples of a source, with a progress bar that is named `what`."""
+    rows = sampler.evaluation(
+        source, T=trainer.env.seq, micro_rows=trainer.env.micro_rows, rank=trainer.world.data_rank,
+        ranks=trainer.world.data_ranks, packed=packed,
+    )  # fmt: skip
+    return iter(console.passing(rows, rows.batches, what))
+
+
+@dataclass(frozen=True)
+class SamplePart:
+    """Some samples of a source, numbered anew."""
+
+    source: SampleSource
+    samples: Sequence[int]
+    fingerprint: str = ""
+    tokenized: bool = True
+
+    @property
+    def parts(self) -> int:
+        return self.source.parts
+
+    @property
+    def spans(self) -> tuple[tuple[int, float], ...]:
+        return ((len(self.samples), 1.0),)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def lengths(self) -> np.ndarray:
+        return np.asarray(self.source.lengths()[np.asarray(self.samples)])
+
+    def targets(self) -> np.ndarray:
+        return np.asarray(self.source.targets()[np.asarray(self.samples)])
+
+    def documents(self, i: int) -> tuple[Document, ...]:
+        return self.source.documents(self.samples[i])
+
+    def read(self, numbers: Sequence[int]) -> SampleChunk:
+        return SampleChunk([(i, self.documents(i)) for i in numbers], len(numbers))
