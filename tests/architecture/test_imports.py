@@ -25,8 +25,6 @@ LONGEST_FILE, LONGEST_FUNCTION = 800, 80
 ONE_SUBJECT = {
     "cli/import_config.py": "the combining of facts, which tools give key by key, into one YAML",
     "config.py": "every key of the YAML, what it may hold, and its text",
-    "data/dataset.py": "samples, however they come to be: one chain from `data:` to documents by number",
-    "data/tokenize.py": "merged from several files; to be made smaller",
 }
 MOST_FILES = 212  # one a technique, and of a technique with kernels or modules of its own one more
 MOST_MODULES_IN_PACKAGE = 14  # directly in src/optrush, without __init__ and __main__

@@ -24,7 +24,7 @@ from torch import Tensor
 from optrush import console
 from optrush.data import readers, sampler, tokenize
 from optrush.data.batch import Batch
-from optrush.data.dataset import SampleSource
+from optrush.data.samples import SampleSource
 from optrush.data.tokenize import cache_root, no_room
 from optrush.decide import Decided, with_reference
 from optrush.errors import ConfigError, UserError

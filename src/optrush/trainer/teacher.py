@@ -24,7 +24,7 @@ from optrush import console
 from optrush.config import Config
 from optrush.data import readers, sampler
 from optrush.data.batch import IGNORE, Batch
-from optrush.data.dataset import SampleChunk, SampleSource
+from optrush.data.samples import SampleChunk, SampleSource
 from optrush.data.schema import Document
 from optrush.data.stored_tokens import FileLayout, StoredTokens, TokenFiles, record_type
 from optrush.data.tokenize import cache_root, no_room
