@@ -148,12 +148,12 @@ def stop_numbers() -> list[signal.Signals]:
     return numbers if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [*numbers, signal.SIGHUP]
 
 
-def die_with_parent(parent: int) -> None:
-    """Send this child process SIGTERM when its parent dies, even if the parent is killed.
+def die_with_parent(parent: int, number: signal.Signals = signal.SIGTERM) -> None:
+    """Send this child process a signal when its parent dies, even if the parent is killed.
 
     Args:
         parent: its process id, determined in the parent: if it died before this call, the child exits.
     """
-    _LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    _LIBC.prctl(1, number)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(128 + signal.SIGTERM)

@@ -34,7 +34,7 @@ from optrush.data.chat_template import Tokens, open_tokens
 from optrush.data.dataset import read_sources
 from optrush.data.packing import Packed, Padded
 from optrush.data.readers import attempts, chunks, find_files
-from optrush.data.sampler import Loading, Stream
+from optrush.data.sampler import Loading, Stream, stream_of
 from optrush.data.schema import Chat, Completion, Message, Pair, RowLocation, RowRules, Text, parse_row
 from optrush.data.tokenize import identity
 from optrush.decide import check_fields
@@ -534,7 +534,7 @@ def test_keys_that_are_not_read_are_named_with_how_many_rows_have_them(
 
 def streamed(sources: Any, steps: int = 40) -> tuple[Stream, list[str], Iterator[Any]]:
     """A stream's steps as a run reads them, and the lines that it reports."""
-    stream, lines = Stream(sources.train, Packed(window=50), T=64, rows=4, seed=0), list[str]()
+    stream, lines = stream_of(sources.train, Packed(window=50), T=64, rows=4, seed=0), list[str]()
     stream.report = lines.append
     batches = stream.run(stream.plan(steps=steps), 0, rank=0, ranks=1, micro_rows=4, loading=Loading())
     return stream, lines, batches

@@ -50,7 +50,7 @@ def test_for_people_and_for_the_plan(
     assert f"about {after.tokens_per_s:,.0f} tokens/s (basis: calibrated)" in shown
     assert f"  rates: {after.rates_from}" in shown and after.rates_from.startswith("measured on 2")
     dry = call("train", run, "--dry-run").out
-    assert "(calibrated)" in dry and "rates: measured on 2" in dry
+    assert "basis: calibrated" in dry and "rates: measured on 2" in dry
 
 
 def test_for_programs(call: Call, write: Callable[..., str], here: Path, kept: Path) -> None:

@@ -182,7 +182,7 @@ def test_every_objective(objective: str, call: Call, write: Write, here: Path) -
 
 
 def test_pairs_are_shown_together(call: Call, write: Write, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("optrush.data.dataset._Reading._suits", lambda self, *_: setattr(self, "parts", 2))
+    monkeypatch.setattr("optrush.data.samples.Maker.suits", lambda *_: None)
     rows = [{"prompt": f"{i} soups? ", "chosen": "Yes, two.", "rejected": "No."} for i in range(4)]
     write_rows(here / "pairs.jsonl", rows)
     config = write(data={"path": "pairs.jsonl", "eval": None})

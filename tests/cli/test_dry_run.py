@@ -274,7 +274,7 @@ def test_memory_and_time_are_those_of_the_plan(call: Call, write: Write, predict
 
 def test_memory_that_does_not_fit(call: Call, write: Write, predicted: Callable[..., None]) -> None:
     predicted(fits=False, capacity_bytes=2 << 30, room_bytes=1 << 30, tokens_per_s=None)
-    text = shown(call, write())
+    text = shown(call, write(batch={"micro_tokens": 128}))
     assert "4.00 GiB of 1.0 usable (2.0 in all), does NOT fit" in text
     assert "\n  DOES NOT FIT: smaller batch.micro_tokens" in text and "recompute beside" not in text
     assert "tokens/s" not in text

@@ -303,9 +303,9 @@ def stopping(step: int, rank: int | None = None) -> Callable[[], None]:
     """A `before` with which a run's one data worker is stopped ahead of a step, and reported when its batch is late."""
 
     def stop() -> None:
-        (worker,) = sampler._workers
+        ((worker,),) = (items.workers for items in sampler._pools)
         print(f"stopped ahead of step {step}: {worker.pid}", flush=True)
-        os.kill(worker.pid or 0, signal.SIGSTOP)
+        os.kill(worker.pid, signal.SIGSTOP)
 
     def before() -> None:
         sampler.LATE_S, sampler.REPEAT_S, sampler.GIVING_UP_S = 0.5, 0.5, 0.5

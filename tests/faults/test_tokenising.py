@@ -22,7 +22,8 @@ from optrush import files
 from optrush.config import parse_config
 from optrush.data import tokenize
 from optrush.data.chat_template import Tokens
-from optrush.data.tokenize import TokenizeWork, jobs, tokenized
+from optrush.data.schema import NO_RULES
+from optrush.data.tokenize import Missing, TokenizeWork, jobs, tokenized
 from optrush.errors import DataError
 
 from harness import run, told, wait_until
@@ -86,7 +87,7 @@ def shards(folder: Path) -> dict[str, tuple[int, int]]:
 def reference(model: Path, path: Path) -> list[str]:
     """The names, which hold the digests, of what one process makes without being disturbed."""
     work = given(model, path)
-    made = [s for job in jobs(work.files, "file") for s in tokenize.shards(job, work.tokens, "assistant", "file")]
+    made = [s for job in jobs(work.files, "file") for s in tokenize.shards(work.parsed(job), work.tokens, "assistant")]
     return [tokenize.shard_digest(s) for s in made]
 
 
@@ -130,7 +131,8 @@ def test_killed_at_every_call_that_changes_the_disk(
     monkeypatch.setattr(tokenize, "SHARD_tok", 2000)
     monkeypatch.setattr(tokenize, "BATCH_rows", 4)
     job = next(jobs(work.files, "file"))
-    whole = [tokenize.shard_digest(s) for s in tokenize.shards(job, work.tokens, "assistant", "file")]
+    whole = [tokenize.shard_digest(s) for s in tokenize.shards(work.parsed(job), work.tokens, "assistant")]
+    make = tokenize.ShardMaker(work.tokens, "assistant", "file", None, NO_RULES, folder)
     assert len(whole) > 2
     real: Callable[..., Any] = getattr(files, call)
 
@@ -147,14 +149,14 @@ def test_killed_at_every_call_that_changes_the_disk(
 
     def dying() -> None:
         setattr(files, call, end)
-        tokenize.commit_chunk(job, work.tokens, "assistant", "file", None, folder, 0, 0)
+        make(Missing(job, 0, 0))
 
     assert run(dying) == -signal.SIGKILL
     store = tokenize.ShardStore(folder)
     done, kept = store.begun[0], shards(folder)
     assert len(done) == (2 if (call, when) == ("rename_file", "after") else 1) and 0 not in store.whole
     skip = sum(tokenize.mapped(p).rows for p in done)
-    names, _ = tokenize.commit_chunk(job, work.tokens, "assistant", "file", None, folder, skip, len(done))
+    names, _ = make(Missing(job, skip, len(done)))
     assert digests([p.name for p in done] + names) == whole and kept.items() <= shards(folder).items()
 
 
@@ -181,14 +183,10 @@ def test_the_disk_is_full(model: Path, path: Path) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
         work = given(model, path)
-        work.folder.mkdir(parents=True)
-        (work.folder / "tokenizer.json").symlink_to(model / "tokenizer.json")  # is not what shall fail
-        Path.write_text = lambda *_: 0  # type: ignore[method-assign, assignment]
         with pytest.raises(DataError) as caught:
             list(tokenized(work))
         assert caught.value.found == os.strerror(errno.EFBIG) and "data.cache" in caught.value.do
         assert not list(work.folder.glob("*.safetensors")) + list(work.folder.glob(f"*{tokenize.TEMPORARY}*"))
 
     assert run(limited) == 0
-    (given(model, path).folder / "tokenizer.json").unlink()  # the link: the model's file must not be written
     assert list(tokenized(given(model, path)))

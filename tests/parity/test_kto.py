@@ -226,7 +226,7 @@ def test_rows(folder, tmp_path, kind):
         ({"prompt": "a", "completion": "b"}, "no 'label'"),
         ({"prompt": "a", "completion": "b", "label": "maybe"}, "neither true nor false"),
         ({"prompt": "a", "completion": "b", "label": True, "kto_tag": False}, "contradict"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "label": True}, "a pair with a label"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "label": True}, "and a label; keep one"),
         ({"text": "a", "label": True}, "a text"),
         ({"prompt": "w1 " * 30, "completion": "w2", "label": True}, "tokens"),
     ],

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
-from multiprocessing.context import ForkProcess
 from typing import Any
 
 import pytest
@@ -14,14 +12,14 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.utils import counters
 
+from optrush.data.sampler import reading
+
 
 @pytest.fixture(autouse=True)
 def _end_workers() -> Iterator[None]:
     yield
-    for process in multiprocessing.active_children():
-        if isinstance(process, ForkProcess):  # a server forks the ranks, and they stay
-            process.terminate()
-            process.join(2)
+    with reading(iter(())):
+        pass
 
 
 @pytest.fixture

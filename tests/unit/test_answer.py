@@ -133,7 +133,7 @@ def test_a_technique_of_another_method(method: str, name: str, do: str) -> None:
     [
         ("with: {qlora: {}}", "write `method: qlora`"),
         ("lora_r: 8", "write `with: {lora: {rank: 8}}`"),
-        ("bf16: true", "write `with: {amp: {}}"),
+        ("bf16: true", "with: {amp: {}} (float32 weights)"),
         ("model_name_or_path: x", "write `model: x`"),
     ],
 )

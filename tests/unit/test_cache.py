@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,10 +21,13 @@ from transformers import AutoTokenizer
 
 from optrush import files
 from optrush.config import parse_config
-from optrush.data import tokenize
+from optrush.data import pool, tokenize
 from optrush.data.chat_template import Tokens
-from optrush.data.tokenize import Progress, TokenizeWork, jobs, mapped, tokenized
+from optrush.data.schema import NO_RULES
+from optrush.data.tokenize import Missing, Progress, TokenizeWork, jobs, mapped, tokenized
 from optrush.errors import DataError
+
+from trials import alive
 
 TEXTS = [f"soup number {i}: " + "stir and wait. " * (i % 7) for i in range(60)]
 
@@ -58,10 +62,19 @@ def ids(made):
     return [s.ids[a:b].tolist() for s in found for a, b in zip(s.starts, s.starts[1:])]
 
 
+def whole(tokens, path, kept=None, skip=0):
+    """The shards of a file that one job has."""
+    (job,) = jobs_of(path, 1 << 30)
+    return tokenize.shards(islice(tokenize.parsed(job, "file", kept), skip, None), tokens, "assistant")
+
+
 def alone(tokens, path):
     """What this process makes of a file by itself."""
-    (job,) = jobs_of(path, 1 << 30)
-    return ids(tokenize.shards(job, tokens, "assistant", "file"))
+    return ids(whole(tokens, path))
+
+
+def maker(tokens, folder, kept=None):
+    return tokenize.ShardMaker(tokens, "assistant", "file", kept, NO_RULES, folder)
 
 
 def jobs_of(path, size):
@@ -76,7 +89,7 @@ def no_workers(monkeypatch):
     def refuse(*_):
         raise AssertionError("something was tokenised again")
 
-    monkeypatch.setattr(tokenize.Workers, "__enter__", refuse)
+    monkeypatch.setattr(tokenize.ShardMaker, "__call__", refuse)
 
 
 # --- jobs
@@ -115,23 +128,21 @@ def test_a_job_is_cut_into_shards_of_bounded_size(here, tokens, monkeypatch):
     path = written(here / "a.jsonl")
     monkeypatch.setattr(tokenize, "SHARD_tok", 200)
     monkeypatch.setattr(tokenize, "BATCH_rows", 4)
-    (job,) = jobs_of(path, 1 << 30)
-    made = list(tokenize.shards(job, tokens, "assistant", "file"))
+    made = list(whole(tokens, path))
     assert len(made) > 3 and [s.last for s in made] == [0] * (len(made) - 1) + [1]
     assert ids(made) == alone(tokens, path) and all(len(s.ids) < 400 for s in made)
-    rest = tokenize.shards(job, tokens, "assistant", "file", skip=made[0].rows)
+    rest = whole(tokens, path, skip=made[0].rows)
     assert [tokenize.shard_digest(s) for s in rest] == [tokenize.shard_digest(s) for s in made[1:]]
     monkeypatch.setattr(tokenize, "SHARD_rows", 8)
     bad = written(here / "bad.jsonl", [""] * 40)
-    made = list(tokenize.shards(jobs_of(bad, 1 << 30)[0], tokens, "assistant", "file"))
+    made = list(whole(tokens, bad))
     assert len(made) == 6 and sum(len(s.refusals([bad])) for s in made) == 40
 
 
 def test_rows_that_cleaning_took_out_are_counted_and_not_tokenised(here, tokens):
     path = written(here / "a.jsonl")
     kept = np.arange(60) % 3 > 0
-    (job,) = jobs_of(path, 1 << 30)
-    (made,) = tokenize.shards(job, tokens, "assistant", "file", [kept])
+    (made,) = whole(tokens, path, [kept])
     assert (made.rows, made.cleaned) == (40, 20) and made.numbers.tolist() == list(range(40))
     assert made.lines.tolist() == (np.flatnonzero(kept) + 1).tolist()
     through = list(tokenized(work(tokens, path, kept=[kept], cleaning="some")))
@@ -150,7 +161,7 @@ def test_workers_have_the_tokenizer_of_this_process(here, tiny_folder):
     turns = [{"role": "user", "content": "a soup?"}, {"role": "assistant", "content": "a soup."}]
     path.write_text("".join(json.dumps(row) + "\n" for row in [{"messages": turns}, {"text": "soup"}] * 20))
     given = Tokens(tokenizer, template)
-    made = ids(tokenized(work(given, path, workers=1)))
+    made = ids(tokenized(work(given, path, workers=2)))
     assert made == alone(given, path) != alone(Tokens(AutoTokenizer.from_pretrained(tiny_folder)), path)
 
 
@@ -183,43 +194,52 @@ def test_worker_processes_make_what_one_process_makes_and_only_once(here, tokens
 
 
 def test_a_file_that_changes_while_it_is_tokenised_is_refused_and_not_kept(here, tokens, monkeypatch):
-    path, begin = written(here / "a.jsonl"), tokenize.Workers.__enter__
+    path, begin = written(here / "a.jsonl"), pool.map_ahead
 
-    def changing(workers):
+    def changing(*args):
         path.write_text(path.read_text().swapcase())  # as long as it was
-        return begin(workers)
+        return begin(*args)
 
-    monkeypatch.setattr(tokenize.Workers, "__enter__", changing)
+    monkeypatch.setattr(pool, "map_ahead", changing)
     with pytest.raises(DataError) as caught:
-        list(tokenized(work(tokens, path)))
+        list(tokenized(work(tokens, path, workers=2)))
     assert str(path) in caught.value.asked and caught.value.found == "it changed meanwhile" and caught.value.do
     assert not list((here / "cache" / "tokens").glob("*/*.safetensors"))
-    monkeypatch.setattr(tokenize.Workers, "__enter__", begin)
+    monkeypatch.setattr(pool, "map_ahead", begin)
     assert ids(tokenized(work(tokens, path))) == alone(tokens, path)
 
 
 def test_workers_hold_no_torch_and_the_parent_starts_none_beyond_the_work(here, tokens, monkeypatch):
     """Importing torch would cost each process more memory than all that it does."""
     begun = []
-    real = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: begun.append(real(*a, **k)) or begun[-1])
+    real = pool.fresh
+    monkeypatch.setattr(pool, "fresh", lambda *given: begun.extend(real(*given)) or [*begun])
     made = tokenized(work(tokens, written(here / "a.jsonl"), workers=64))
     next(made)
     assert 1 < len(begun) <= 8
     maps = Path(f"/proc/{begun[0].pid}/maps").read_text()
     assert "tokenizers" in maps and "libtorch" not in maps
     made.close()
-    assert all(process.returncode is not None for process in begun)
+    assert not any(alive(worker.pid) for worker in begun)
+
+
+def test_little_data_is_tokenised_here(here, tokens, monkeypatch):
+    """An interpreter takes longer to start than this process to do what two jobs are."""
+    monkeypatch.setattr(pool, "fresh", None)
+    for texts, data in ((TEXTS[:15], {"workers": 9}), (TEXTS, {"workers": 1})):
+        path = written(here / "a.jsonl", texts)
+        made = list(tokenized(work(tokens, path, **data)))
+        assert all(isinstance(m, Path) for m in made) and len(made) > 1 and ids(made) == alone(tokens, path)
 
 
 def test_who_has_seen_enough_stops_the_rest(here, tokens):
-    made = tokenized(work(tokens, written(here / "a.jsonl", TEXTS * 20), workers=1))
+    made = tokenized(work(tokens, written(here / "a.jsonl", TEXTS * 20), workers=2))
     first = next(made)
     begun = first.parent / f"000009-000{tokenize.TEMPORARY}{tokenize.socket.gethostname()}-00ff"
     begun.touch()  # what a worker is about to write when it is stopped
     made.close()
     there = sorted(first.parent.glob("*.safetensors"))
-    assert there[0] == first and len(there) <= 3 and not list(first.parent.glob("complete-*"))
+    assert there[0] == first and len(there) <= 8 and not list(first.parent.glob("complete-*"))
     assert not list(first.parent.glob("*.tmp-*"))
 
 
@@ -248,7 +268,7 @@ def test_a_job_that_is_half_done_is_gone_on_with(here, tokens, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(tokenize, "SHARD_tok", 50)
         patch.setattr(tokenize, "BATCH_rows", 3)
-        tokenize.commit_chunk(job, tokens, "assistant", "file", [kept], given.folder, 0, 0)
+        maker(tokens, given.folder, [kept])(Missing(job, 0, 0))
     first, *rest = sorted(given.folder.glob("*.safetensors"))
     assert rest and mapped(first).rows and mapped(first).cleaned
     for other in rest:
@@ -256,8 +276,7 @@ def test_a_job_that_is_half_done_is_gone_on_with(here, tokens, monkeypatch):
     before = first.stat()
     made = list(tokenized(given))
     assert made[0] == first and first.stat() == before and mapped(made[1]).last
-    (whole,) = tokenize.shards(jobs_of(path, 1 << 30)[0], tokens, "assistant", "file", [kept])
-    assert ids(made) == ids([whole])
+    assert ids(made) == ids(whole(tokens, path, [kept]))
 
 
 def test_temporary_files_of_the_dead_are_removed(here, tokens):
@@ -311,7 +330,7 @@ def test_the_date_is_in_the_key_where_the_template_asks_for_it(here, tokens):
 
     assert folder(dated, day) == folder(dated, day) != folder(dated, datetime.date(2024, 3, 1)) != folder(dated, None)
     assert folder(None, day) == folder(None, None) == work(tokens, path).folder
-    made = list(tokenized(work(Tokens(tokens.tokenizer, dated, day), path)))  # the workers have that date too
+    made = list(tokenized(work(Tokens(tokens.tokenizer, dated, day), path, workers=2)))  # workers have that date too
     assert ids(made) == alone(tokens, path)
 
 
@@ -347,7 +366,7 @@ def test_a_full_disk(here, tokens, monkeypatch):
 
     monkeypatch.setattr(files, "write_piece", write)
     with pytest.raises(DataError) as caught:
-        tokenize.commit_chunk(next(jobs([path], "file")), tokens, "assistant", "file", None, here / "full", 0, 0)
+        maker(tokens, here / "full")(Missing(next(jobs([path], "file")), 0, 0))
     assert caught.value.args == (
         f"to keep the tokenised data in {here / 'full'}", "No space left on device",
         "free some space there, or name another: data.cache",
@@ -371,18 +390,18 @@ def test_a_damaged_file_is_named_whichever_worker_meets_it(here, tokens):
     path = written(here / "a.jsonl")
     (here / "b.jsonl.gz").write_bytes(b"no gzip at all" * 100)
     with pytest.raises(DataError, match=r"b\.jsonl\.gz"):
-        list(tokenized(work(tokens, path, here / "b.jsonl.gz")))
+        list(tokenized(work(tokens, path, here / "b.jsonl.gz", workers=2)))
 
 
 def test_a_worker_that_dies(here, tokens, monkeypatch, capfd):
-    given = work(tokens, written(here / "a.jsonl"))
+    given = work(tokens, written(here / "a.jsonl"), workers=2)
     with monkeypatch.context() as patch:
-        patch.setattr(tokenize, "WORKER", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+        patch.setattr(pool, "BEGIN", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
         with pytest.raises(DataError, match=r"was killed by signal 9 \(out of memory\?\)") as caught:
             list(tokenized(given))
     assert "a.jsonl from row 1 on" in caught.value.asked and "data.workers: 1" in caught.value.do
     with monkeypatch.context() as patch:
-        patch.setattr(tokenize, "WORKER", "raise SystemExit('these are its words')")
+        patch.setattr(pool, "BEGIN", "raise SystemExit('these are its words')")
         with pytest.raises(DataError, match="ended with code 1"):
             list(tokenized(given))
     assert "these are its words" in capfd.readouterr().err
@@ -418,7 +437,7 @@ def test_others_wait_and_say_so(here, tokens, monkeypatch):
 
 
 def test_who_waited_uses_what_the_other_made(here, tokens, monkeypatch):
-    given = work(tokens, written(here / "a.jsonl"))
+    given = work(tokens, written(here / "a.jsonl"), workers=2)
     made = tokenized(given)
     first = next(made)  # holds the lock from here on
     no_workers(monkeypatch)

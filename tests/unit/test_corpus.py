@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optrush.data import tokenize
-from optrush.data.dataset import Counts, Random, TokenShards, fit_row, held_rows, permutation, view
+from optrush.data.dataset import held_rows
+from optrush.data.samples import Random, TokenShards, permutation, view
 from optrush.data.schema import Document, RowLocation, bad_row
 from optrush.data.tokenize import Builder
 from optrush.errors import DataError
 
 quick = settings(database=None, max_examples=40)
 FILES = (Path("a.jsonl"), Path("b.jsonl"))
-WHERE = RowLocation(Path("some.jsonl"), 5)
 
 
 def document(n, learnt=None, base=0):
@@ -55,15 +55,28 @@ rows = st.lists(
 )
 
 
+def fitted(row, T, how):
+    """A row's pieces, and what is counted of it: (too long, truncated, dropped, targets lost)."""
+    if len(row) <= T:
+        return [row], [0, 0, 0, 0]
+    begins = {"split": range(0, len(row), T), "truncate": [0], "drop": []}[how]
+    found = [document(n := len(row.ids[at : at + T]), [i for i in range(1, n) if row.targets[at + i]], row.ids[at])
+             for at in begins]  # fmt: skip
+    kept = [piece for piece in found if piece.targets.any()]
+    lost = row.targets.sum() - sum(piece.targets.sum() for piece in kept)
+    return kept, [1, how == "truncate" and len(kept), (len(found) or 1) - len(kept), lost]
+
+
 @quick
 @given(st.lists(rows, min_size=1, max_size=4), st.integers(2, 45), st.sampled_from(["split", "drop", "truncate"]))
 def test_a_view_is_what_fitting_each_row_gives(shards, T, how):
     """The vectorised way against one row at a time, over any shards."""
-    counts, wanted, of = Counts(), [], []
-    for row, documents in enumerate(d for found in shards for d in found):
-        fitted = fit_row(documents, T, how, WHERE, counts)
-        wanted += fitted
-        of += [row] * len(fitted)
+    counts, wanted, of = np.zeros(4, int), [], []
+    for row, (whole,) in enumerate(d for found in shards for d in found):
+        cut, more = fitted(whole, T, how)
+        wanted += [(piece,) for piece in cut]
+        of += [row] * len(cut)
+        counts += more
     if not wanted:
         with pytest.raises(DataError, match="nothing is left"):
             view(shelf(*shards), T=T, how=how)
@@ -75,8 +88,8 @@ def test_a_view_is_what_fitting_each_row_gives(shards, T, how):
         assert corpus.lengths()[i] == sum(map(len, documents)) <= T
         assert corpus.targets()[i] == sum(d.targets.sum() for d in documents) > 0
         assert corpus.where(i).line == 10 * of[i] + 1
-    for name in ("too_long", "truncated", "dropped", "targets_lost"):
-        assert getattr(corpus.counts, name) == getattr(counts, name), name
+    c = corpus.counts
+    assert [c.too_long, c.truncated, c.dropped, c.targets_lost] == counts.tolist()
     assert corpus.counts.rows == sum(map(len, shards))
     assert (corpus.counts.tokens, corpus.counts.documents) == (corpus.lengths().sum(), len(corpus))
     whole = sum(int(d.targets.sum()) for found in shards for (d,) in found)
@@ -85,11 +98,9 @@ def test_a_view_is_what_fitting_each_row_gives(shards, T, how):
 
 def test_rows_too_long():
     short = (document(8),)
-    counts = Counts()
-    assert fit_row(short, 8, "error", WHERE, counts) == [short] and counts == Counts()
     with pytest.raises(DataError) as caught:
-        fit_row((document(9),), 8, "error", WHERE, counts)
-    assert caught.value.found == "9 tokens at some.jsonl:5" and "8" in caught.value.asked
+        view(shelf([(document(9),)]), T=8, how="error")
+    assert caught.value.found == "9 tokens at a.jsonl:1" and "8" in caught.value.asked
     assert all(choice in caught.value.do for choice in ("split", "drop", "truncate", "batch.seq"))
     with pytest.raises(DataError, match=r"9 tokens at a\.jsonl:11"):
         view(shelf([short, (document(9),), (document(10),)]), T=8, how="error")
@@ -123,10 +134,7 @@ def test_pairs():
         with pytest.raises(DataError, match="pairs of at most 9 tokens") as caught:
             view(shelf(both), T=9, how=how)
         assert caught.value.do.endswith("data.too_long: drop") and "a.jsonl:11" in caught.value.found
-        with pytest.raises(DataError, match="pairs of at most 9 tokens"):
-            fit_row(both[1], 9, how, WHERE, Counts())
-    counts = Counts()
-    assert fit_row(both[1], 9, "drop", WHERE, counts) == [] and (counts.dropped, counts.targets_lost) == (1, 8)
+    assert (corpus.counts.dropped, corpus.counts.targets_lost) == (1, 8)
 
 
 def test_pairs_do_not_mix_with_other_rows():
@@ -245,7 +253,7 @@ def test_one_bit_or_byte_less_is_found(tmp_path, where):
 
 
 def test_many_shards_do_not_keep_many_files_open(tmp_path, monkeypatch):
-    monkeypatch.setattr("optrush.data.dataset.OPEN", 3)
+    monkeypatch.setattr("optrush.data.samples.OPEN", 3)
     held = TokenShards(FILES)
     for k in range(9):
         held.add(tokenize.commit_shard(shelf([(document(5, base=k),)]).made[0], tmp_path, k, 0), None)

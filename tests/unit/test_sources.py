@@ -3,7 +3,6 @@
 import gzip
 import json
 import pickle
-from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -15,11 +14,12 @@ from meshes import further
 from optrush.config import parse_config
 from optrush.data import dataset, sample, tokenize
 from optrush.data.chat_template import Tokens
-from optrush.data.dataset import permutation, read_sources
+from optrush.data.dataset import read_sources
 from optrush.data.length_estimate import estimate
 from optrush.data.packing import Packed
 from optrush.data.readers import attempts, chunks
-from optrush.data.sampler import Loading, Stream, reading
+from optrush.data.sampler import Loading, reading, stream_of
+from optrush.data.samples import permutation
 from optrush.errors import ConfigError, DataError
 
 VOCAB = 32768
@@ -380,7 +380,7 @@ def test_bad_rows_of_a_stream(here, tokens, monkeypatch):
     assert [where.line for where, _ in part.refused] == [301, 302]
     assert part.counts is not None and (part.counts.rows, part.counts.refused) == (4, 2)
     for workers in (0, 2):  # each bad row is written down once, however often and by whomever it is read
-        steps = Stream(live, Packed(window=40), T=512, rows=4, seed=0, most_bad=0.5)
+        steps = stream_of(live, Packed(window=40), T=512, rows=4, seed=0, most_bad=0.5)
         steps.aside = here / f"aside-{workers}.jsonl"
         batches = steps.run(steps.plan(steps=40), 0, rank=0, ranks=1, micro_rows=4, loading=Loading(workers))
         with reading(batches):
@@ -388,7 +388,7 @@ def test_bad_rows_of_a_stream(here, tokens, monkeypatch):
         lines = [json.loads(line)["line"] for line in steps.aside.read_text().splitlines()]
         assert sorted(lines) == list(range(301, 301 + len(BAD)))
     few = read(tokens, "a.jsonl", stream=True, bad_rows="quarantine", most_bad=0.001).train
-    steps = Stream(few, Packed(), T=512, rows=4, seed=0, most_bad=0.001)
+    steps = stream_of(few, Packed(), T=512, rows=4, seed=0, most_bad=0.001)
     with pytest.raises(DataError, match=rf"{len(BAD)} of {len(few)}: a\.jsonl:"):
         next(steps.run(steps.plan(steps=1), 0, rank=0, ranks=1, micro_rows=4, loading=Loading()))
     long = written(here / "long.jsonl", [*texts(0, 250), {"text": "long " * 200}])
@@ -423,15 +423,14 @@ def test_an_index_is_eight_bytes_a_row_and_right_across_blocks(here, monkeypatch
     path = here / "a.jsonl"
     for end in ("", "\n"):
         path.write_text("\n".join(json.dumps(row) for row in texts(0, 9)) + end)
-        found = dataset.index(path, None)
+        found = dataset.index(path, None, "line", 1 << 20)
         assert len(found) == 9 and found.starts.nbytes == 80 and found.chosen is None
         lines = path.read_bytes().splitlines(keepends=True)
         assert [path.read_bytes()[a:b] for a, b in zip(found.starts, found.starts[1:])] == lines
 
 
-def test_an_index_of_cleaned_text_goes_by_parts(here, monkeypatch):
+def test_an_index_of_cleaned_text_goes_by_parts(here):
     """Cleaning counts the rows of each part from the part's first line on, blank lines or not."""
-    monkeypatch.setattr(dataset, "chunks", partial(chunks, size_bytes=60))
     path = here / "a.txt"
     path.write_text("".join(f"{text(i)}\n" + "\n" * (i % 3) for i in range(30)))
     lines, kept = [], np.zeros(200, bool)
@@ -439,7 +438,7 @@ def test_an_index_of_cleaned_text_goes_by_parts(here, monkeypatch):
         for k, (where, _) in enumerate(attempts(part, "line"), part.first - 1):
             kept[k] = where.line % 2
             lines += [where.line - 1] * (where.line % 2)
-    assert dataset.index(path, kept).chosen.tolist() == lines and 5 < len(lines) < 25
+    assert dataset.index(path, kept, "line", 60).chosen.tolist() == lines and 5 < len(lines) < 25
 
 
 def test_the_first_rows_are_looked_at_before_the_rest_is_tokenised(here, tokens, monkeypatch):

@@ -26,8 +26,9 @@ from optrush.files import parse_json
 if TYPE_CHECKING:
     from optrush.config import Config
     from optrush.data.chat_template import Tokens
-    from optrush.data.dataset import Dataset, Sources
+    from optrush.data.dataset import Sources
     from optrush.data.packing import RowLayout
+    from optrush.data.samples import Dataset
     from optrush.decide import Decided
 
 

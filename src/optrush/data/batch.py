@@ -77,6 +77,10 @@ class Batch:
     teacher_ids (B, T, k) int32: its likeliest tokens.
     teacher_log_p (B, T, k + 1): their log-probabilities, and that of all others together."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what rebuilds it in another process: arrays, for torch would send each tensor as an open file."""
+        return _rebuilt, (vars(self._each(Tensor.numpy)),)
+
     def parts(self, most: int) -> list[Batch]:
         """Return the batch in parts of at most `most` rows, in order; only of a batch on the host."""
         B = len(self.rows)
@@ -114,12 +118,16 @@ class Batch:
         """Return the batch in page-locked memory; torch's loader calls this method."""
         return self._each(lambda t: t.pin_memory())
 
-    def _each(self, move: Callable[[Tensor], Tensor]) -> Batch:
+    def _each(self, move: Callable[[Any], Any]) -> Batch:
         d = self.documents
         filled = None if d.filled is None else move(d.filled)
         documents = d._replace(starts=move(d.starts), ids=move(d.ids), filled=filled)
         moved: dict[str, Any] = {name: move(getattr(self, name)) for name in ("tokens", "labels", "positions")}
         return replace(self, documents=documents, extra={n: move(t) for n, t in self.extra.items()}, **moved)
+
+
+def _rebuilt(values: dict[str, Any]) -> Batch:
+    return Batch(**values)._each(torch.from_numpy)
 
 
 def collate(

@@ -12,13 +12,8 @@ import hashlib
 import importlib.util
 import json
 import math
-import multiprocessing
-import os
 import re
-import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import distributions, version
@@ -30,7 +25,7 @@ import numpy as np
 
 from optrush import __version__
 from optrush.config import Bounds, Cleaning, Items, nearest
-from optrush.data import schema
+from optrush.data import pool, schema, tokenize
 from optrush.data.readers import (
     LINES,
     Chunk,
@@ -59,7 +54,6 @@ from optrush.data.similarity import (
 )
 from optrush.data.strict_json import decode_json
 from optrush.errors import ConfigError, DataError, NeedsError, RunError
-from optrush.launch import die_with_parent
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -69,6 +63,7 @@ if TYPE_CHECKING:
 WHOLE = "text"  # as a field of items: all of the row's text
 STAYS, BAD = 0, 255  # of `Table.taken`; between them the filters' numbers, from 1
 BATCH_rows = 1024  # rows that are measured at a time,
+WORKER_bytes = 4 << 20  # of the files for each worker: for less its start would take longer
 BATCH_chars = 1 << 20  # and about how much text: a tokenizer needs some 100 bytes a token while it works
 LANGUAGE_chars = 2000  # of a row's text, by which its language is identified
 MOST_NEAR_bytes = 16 << 30  # of memory for what near duplicates are found by
@@ -141,7 +136,7 @@ def clean_files(
         tokenizer = tokens.tokenizer.backend_tokenizer.to_str()
     judging = [] if settings.decontaminate is None else find_files(settings.decontaminate, cache)
     evaluation = read_evaluation(judging, text_rows, rules) if judging else None
-    parts = [part for file in files for part in chunks(file, text_rows=text_rows)]
+    parts = [part for file in files for part in chunks(file, tokenize.chunk_bytes(files), text_rows)]
     # The cost of a part against that of others: its bytes, or row groups of a Parquet file.
     sizes = [max(1, p.file.stat().st_size if p.end is None else p.end - p.start) for p in parts]
     reading, done = 0.75 if settings.near_duplicates is not None else 0.95, 0.0  # of the work, about
@@ -154,8 +149,6 @@ def clean_files(
         done += size
         progress(reading * done / sum(sizes), len(table))
     if len(table.bad) > most_bad * len(table):
-        from optrush.data import tokenize
-
         refused = [tokenize.BadRow(where, bad_row(where, why)) for _, where, why in table.bad]
         tokenize.check_bad_share(refused, len(table), most_bad)
     for share in table.apply():
@@ -355,35 +348,14 @@ class _Entry(NamedTuple):
     text: str
 
 
-_measure: Measure | None = None  # of a worker
-
-
 def _measured(task: Task, parts: Sequence[Chunk], workers: int | None) -> Iterator[Measured]:
-    workers = min(workers or len(os.sched_getaffinity(0)), len(parts))
-    if workers <= 1:
-        yield from map(Measure(task).part, parts)
-        return
-    context = multiprocessing.get_context("spawn")  # forking a process with threads of torch can hang
-    pool = ProcessPoolExecutor(workers, context, _begin, (task, os.getpid()))
-    try:
-        yield from pool.map(_part, parts)
-    except BrokenProcessPool:
-        asked, found = "the measuring of rows for cleaning", "a process of it was killed, most likely out of memory"
-        raise RunError(asked, found, "free memory, or clean a part of the files at a time") from None
-    finally:
-        pool.shutdown(cancel_futures=True)
+    def lost(part: Chunk, what: str) -> RunError:
+        asked = f"the measuring of {part.file} from row {part.first} on, for cleaning"
+        return RunError(asked, f"the process that did it {what}", "free memory, or clean a part of the files at a time")
 
-
-def _begin(task: Task, parent: int) -> None:
-    global _measure
-    die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    _measure = Measure(task)
-
-
-def _part(part: Chunk) -> Measured:
-    assert _measure is not None
-    return _measure.part(part)
+    size = sum(part.file.stat().st_size if part.end is None else part.end - part.start for part in parts)
+    workers = min(workers or tokenize.cores(), len(parts), size // WORKER_bytes)
+    return pool.map_ahead(Measure(task), parts, workers, lost)
 
 
 class Measure:
@@ -403,7 +375,10 @@ class Measure:
             self.tokenizer.no_truncation()
             self.tokenizer.no_padding()
 
-    def part(self, chunk: Chunk) -> Measured:
+    def __reduce__(self) -> tuple[type[Measure], tuple[Task]]:
+        return Measure, (self.task,)
+
+    def __call__(self, chunk: Chunk, beat: pool.Beat) -> Measured:
         """Measure all rows of a part."""
         blocks: list[tuple[Columns, Values]] = []
         bad: list[tuple[int, int, str]] = []
@@ -412,6 +387,7 @@ class Measure:
             blocks.append(self._block(np.array(places), entries))
             bad += [(done + place, places[place], why) for place, why in refused]
             done += len(places)
+            beat(len(places))
         columns, values = (
             {name: np.concatenate([block[name] for block in kind]) for name in (kind[0] if kind else ())}
             for kind in ([columns for columns, _ in blocks], [values for _, values in blocks])

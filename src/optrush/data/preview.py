@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from optrush.data.dataset import Mismatched
 from optrush.data.packing import LAYOUTS, survey
+from optrush.data.samples import Mismatched
 from optrush.data.schema import Document
 
 if TYPE_CHECKING:
     from optrush.config import Config
-    from optrush.data.dataset import Dataset
+    from optrush.data.samples import Dataset
 
 OPEN, CLOSE = "⟦", "⟧"  # around what is learnt
 OPEN_SPECIAL, CLOSE_SPECIAL = "⟪", "⟫"  # around a special token

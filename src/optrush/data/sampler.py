@@ -11,62 +11,53 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-import multiprocessing
-import os
-import queue
-import signal
-import threading
 import time
-import traceback
-import warnings
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import torch.utils.data
-from torch.utils.data import DataLoader
+import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from optrush import console
-from optrush.data import tokenize
+from optrush.data import pool, tokenize
 from optrush.data.batch import Batch, collate
-from optrush.data.dataset import (
+from optrush.data.packing import Packed, Padded, RowLayout, Rows, deal, snug, snug_slots
+from optrush.data.pool import Pool
+from optrush.data.samples import (
     Counts,
+    LiveSource,
     Sample,
     SampleChunk,
     SampleSource,
-    Streamed,
     describe_stream,
     permutation,
     truncated_rows,
 )  # fmt: skip
-from optrush.data.packing import Packed, Padded, RowLayout, Rows, deal, snug, snug_slots
 from optrush.data.schema import Document, RowLocation
 from optrush.data.stored_tokens import StoredTokens
 from optrush.data.strict_json import quoted
 from optrush.data.tokenize import BadRow
-from optrush.errors import ConfigError, DataError, RunError, UserError
-from optrush.launch import die_with_parent, launched, process_stat
+from optrush.errors import ConfigError, DataError, RunError
+from optrush.launch import launched, process_stat
 
-# --- Prefetching by worker processes, in order: torch's DataLoader over a pure function of a number.
+# --- Prefetching by worker processes, in order, over a pure function of a number.
 #
 # The result of an item does not depend on the worker that computes it, so a run may resume with any number of workers.
-# An exception in a worker is raised again in the trainer; a dead worker is an error at once, not a wait.
+# Workers are copies of the trainer, which read what is in its memory, and use no GPU and no process group.
 
 Number = TypeVar("Number")
 Item = TypeVar("Item")
 
-GRACE_S = 2.0  # for a worker to end after SIGTERM
 LATE_S, REPEAT_S = 20.0, 60.0  # until a batch that does not come is reported, and between two reports
 GIVING_UP_S = 5.0  # after a signal to stop the run, for the batch that is under way
-_workers: list[BaseProcess] = []  # of the newest loader
-os.register_at_fork(after_in_child=_workers.clear)  # a forked child must not end its parent's workers
+_pools: weakref.WeakSet[Pool[Any, Any]] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -83,109 +74,65 @@ class NoBatch(Exception):
     """The run is to end, and the next batch does not come."""
 
 
-@dataclass(frozen=True)
-class _Failed:
-    error: UserError | RunError
-
-
-class _Mapped(torch.utils.data.Dataset[Item], Generic[Number, Item]):
-    def __init__(self, make: Callable[[Number], Item]) -> None:
-        self.make = make
-
-    def __getitem__(self, number: Number) -> Item | _Failed:  # type: ignore[override]
-        try:
-            return self.make(number)
-        except (UserError, RunError) as error:
-            return _Failed(error)
-        except Exception as error:
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{last.filename}:{last.lineno}"
-            found = f"a data worker failed: {type(error).__name__}: {error} ({where})"
-            return _Failed(RunError("the batches", found, "report it with the row, or read without data workers"))
-
-
 def ahead(make: Callable[[Number], Item], numbers: Iterable[Number], loading: Loading) -> Iterator[Item]:
     """Return make(n) for each number, in order. Workers start at once; `reading` around the consumer ends them.
 
-    Raises UserError and RunError as `make` does, any other exception of a worker as a RunError with its place.
+    Raises:
+        UserError, RunError: as `make` does; any other exception of a worker as a RunError with its place.
+        NoBatch: `loading.stopping()` is true, and the next item has not come within GIVING_UP_S.
     """
     if not loading.workers:
         return _received(map(make, numbers), loading.pinned)  # in this process: nothing to wait for
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)  # more workers than cores
-        loader: DataLoader[Item] = DataLoader(
-            _Mapped(make),
-            batch_size=None,
-            sampler=numbers,
-            num_workers=loading.workers,
-            prefetch_factor=loading.prefetch,
-            worker_init_fn=partial(_start_worker, os.getpid()),
-            multiprocessing_context="fork",  # a worker reads what is in memory, and uses no GPU and no process group
-        )
-        before = set(multiprocessing.active_children())
-        with _blocked(signal.SIGTERM):  # in the workers for good: before their first line it would kill them
-            items = iter(loader)
-        _workers[:] = set(multiprocessing.active_children()) - before
-        return _received(_awaited(items, loading.stopping), loading.pinned)
+
+    def start() -> pool.Work[Number, Item]:
+        gc.freeze()  # objects that the trainer left to collect may belong to a device that does not work here
+        torch.set_num_threads(1)  # the trainer's other threads are not in its copy
+        return lambda number, _: make(number)
+
+    def lost(_: Number, what: str) -> RunError:
+        if what.startswith("failed"):
+            do = "report it with the row, or read without data workers"
+            return RunError("the batches", f"a data worker {what}", do)
+        do = "go on from the last checkpoint, if there is one: --resume auto"
+        return RunError("the batches", f"a data worker died (it {what})", do)
+
+    workers = pool.forked(start, loading.workers)
+    items = Pool[Number, Item](
+        workers, numbers, lost, ahead=loading.prefetch, waiting=_Waiting(workers, loading.stopping)
+    )
+    _pools.add(items)
+    return _received(items, loading.pinned)
 
 
-def _awaited(items: Iterator[Item], stopping: Callable[[], bool]) -> Iterator[Item]:
-    """Yield the items, requested one by one in a thread: torch waits for a worker that is stopped without end.
+@dataclass
+class _Waiting:
+    """What a trainer does while the next batch does not come: report on standard error, or give up."""
 
-    Raises:
-        NoBatch: `stopping()` is true, and the next item has not come within GIVING_UP_S.
-    """
-    wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()
-    made: queue.SimpleQueue[tuple[Item | None, BaseException | None]] = queue.SimpleQueue()
+    workers: Sequence[pool.Worker]
+    stopping: Callable[[], bool]
+    report_at: float = 0.0
+    since: float = math.inf  # the run is to end
 
-    def fetch(items: Iterator[Item]) -> None:
-        while wanted.get():
-            try:
-                made.put((next(items), None))
-            except BaseException as error:  # raised again by the trainer's thread
-                made.put((None, error))
-
-    thread = threading.Thread(target=fetch, args=(items,), daemon=True, name="optrush-batches")
-    thread.start()
-    del items  # the thread alone holds the loader, whose end ends its workers
-    try:
-        while True:
-            wanted.put(True)
-            item, error = _wait(made, stopping)
-            if isinstance(error, StopIteration):
-                return
-            if error is not None:
-                raise error
-            assert item is not None
-            yield item
-    finally:
-        wanted.put(False)
-        thread.join(GRACE_S)
-
-
-def _wait(made: queue.SimpleQueue[Item], stopping: Callable[[], bool]) -> Item:
-    """Return the next item; report on standard error if it does not come."""
-    begun, since, report_at = time.monotonic(), math.inf, LATE_S
-    while True:
-        with suppress(queue.Empty):
-            return made.get(timeout=1.0)
+    def __call__(self, waited: float) -> None:
         now = time.monotonic()
-        since = min(since, now) if stopping() else math.inf
-        if now - since > GIVING_UP_S:
+        self.since = min(self.since, now) if self.stopping() else math.inf
+        if now - self.since > GIVING_UP_S:
             raise NoBatch
-        if now - begun > report_at:
-            report_at += REPEAT_S
-            console.warn(_late(now - begun))
+        if waited < LATE_S:
+            self.report_at = LATE_S
+        elif waited > self.report_at:
+            self.report_at += REPEAT_S
+            console.warn(_late(waited, [worker.pid for worker in self.workers]))
 
 
-def _late(seconds: float) -> str:
+def _late(seconds: float, workers: Sequence[int]) -> str:
     """Return a line about a batch that does not come."""
     rank, ranks = launched()
     stopped: list[str] = []
-    for worker in _workers:
+    for worker in workers:
         with suppress(OSError):  # it has ended meanwhile
-            if worker.pid and process_stat(worker.pid)[0] in "Tt":
-                stopped.append(str(worker.pid))
+            if process_stat(worker)[0] in "Tt":
+                stopped.append(str(worker))
     who = f"rank {rank} has waited" if ranks > 1 else "waited"
     if not stopped:
         return f"{who} {seconds:.0f} s for the next batch; its data workers are at work, or blocked while they read"
@@ -195,10 +142,8 @@ def _late(seconds: float) -> str:
 
 
 def _received(items: Iterator[Item], pinned: bool) -> Iterator[Item]:
-    """Yield the items, pinned here: torch's own pinning thread can block the end of the loader for ever."""
+    """Yield the items, in page-locked memory if it is wanted: workers use no GPU."""
     for item in items:
-        if isinstance(item, _Failed):
-            raise item.error
         yield _pinned(item, pinned)
 
 
@@ -206,69 +151,16 @@ def _pinned(item: Item, pinned: bool) -> Item:
     return pin_memory(item) if pinned else item  # type: ignore[no-untyped-call]
 
 
-def _start_worker(trainer: int, _: int) -> None:
-    """Set up a worker: it ends with its trainer, and by no signal but the trainer's own SIGTERM.
-
-    Schedulers and terminals signal every process of a job, and the trainer alone decides when a signal ends the run.
-    The interpreter sends SIGTERM to the children that are left when it ends. A worker is born with SIGTERM blocked.
-    """
-    gc.freeze()  # objects that the trainer left to collect may belong to a device that does not work here
-    die_with_parent(trainer)
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-
-    def wait() -> None:
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer:
-            pass
-        os._exit(0)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
-@contextmanager
-def _blocked(number: signal.Signals) -> Iterator[None]:
-    """Block a signal of this thread, and of the processes that it starts meanwhile."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 @contextmanager
 def reading(batches: Iterator[Item]) -> Iterator[None]:
-    """End the workers after the block, and raise RunError with the reason if one died.
-
-    Torch raises a plain RuntimeError for a dead worker, wherever the main thread is.
-    """
+    """End all workers after the block, whoever still holds the batches that they make."""
     try:
         yield
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
-            raise
-        _end_workers()  # they may wait for a lock that the dead one holds
-        reason = next(line for line in str(error).splitlines() if "DataLoader worker" in line)
-        do = "go on from the last checkpoint, if there is one: --resume auto"
-        raise RunError("the batches", f"a data worker died ({reason})", do) from error
     finally:
         if isinstance(batches, Generator):
             batches.close()
-        _end_workers()
-
-
-def _end_workers() -> None:
-    """End the workers that are left, by SIGTERM first: torch takes any other end of a worker for a failure."""
-    left, _workers[:] = list(_workers), []
-    for worker in left:
-        worker.terminate()
-    for worker in left:
-        worker.join(GRACE_S)
-    if any(worker.is_alive() for worker in left):
-        handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise
-        for worker in left:
-            worker.kill()
-            worker.join()
-        signal.signal(signal.SIGCHLD, handler)
+        for items in list(_pools):
+            items.close()
 
 
 # --- The steps of a run.
@@ -315,7 +207,7 @@ def plain_cost(tokens: int, squares: int) -> float:
 
 
 class Stream:
-    """Samples in a fixed order, as steps of `rows` rows of at most T tokens.
+    """Samples in a fixed order, as steps of `rows` rows of at most T tokens. `stream_of` opens that of a source.
 
     Args:
         source: the samples; a layout that does not cut requires samples of at most T tokens.
@@ -324,6 +216,9 @@ class Stream:
         shuffle: False takes every epoch in the source's own order.
         most_bad: the largest share of bad rows of a streamed source.
     """
+
+    tokenized = True  # all samples, so that any step follows from its number
+    _kept = 2  # windows that stay in memory
 
     def __init__(
         self,
@@ -340,7 +235,6 @@ class Stream:
         assert len(source) > 0 and T > 1 and rows > 0
         self.source, self.layout, self.T, self.rows, self.seed = source, layout, T, rows, seed
         self.cost, self.shuffle, self.most_bad = cost, shuffle, most_bad
-        self.tokenized = source.tokenized
         self.reference: np.ndarray | None = None  # (samples, 2) float32, of pairs: `Batch.extra`
         self.stored: StoredTokens | None = None  # of a teacher: `Batch.extra`
         self.samples: int = sum(_samples_of(n, weight) for n, weight in source.spans)  # of an epoch
@@ -348,32 +242,16 @@ class Stream:
         self._order: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))  # (epoch, its samples)
         self._before = [0]  # rows before each window of the run
         self._laid: dict[int, _Window] = {}  # the windows laid out last
-        self._lengths = source.lengths() if self.tokenized else np.zeros(0, np.int64)
-        if self.tokenized:
-            longest = self._lengths.max() if layout.uncut else T
-            assert self._lengths.min() > 0 and longest <= T, "samples must be cut before"
-        # Of a streamed source:
-        self.aside: Path | None = None  # the file that lists bad rows
-        self.counts = Counts()  # of all rows read, by this process and its workers
-        self.report: Callable[[str], None] = tokenize.silent  # gets a line when a key appears, and after each epoch
-        self._described = 0  # rows that were reported
-        self._keys: set[str] = set()  # that were reported
-        self.most_truncated = 1.0
-        if isinstance(source, Streamed):
-            self._keys, self.most_truncated = set(source.first_keys), source.most_truncated
-        self._refused: dict[RowLocation, BadRow] = {}
-        self._positions = {0: 0}  # where steps begin, of those handed out and the next
-        self._parts: Iterator[SampleChunk] | None = None  # of the windows from `_next_window` on
-        self._next_step, self._next_row, self._next_window = -1, 0, 0
+        self.report: Callable[[str], None] = pool.silent  # gets a line when a stream has a new key, and after an epoch
+        self._open()
+
+    def _open(self) -> None:
+        self._lengths = self.source.lengths()
+        longest = self._lengths.max() if self.layout.uncut else self.T
+        assert self._lengths.min() > 0 and longest <= self.T, "samples must be cut before"
 
     def plan(self, epochs: float | None = None, steps: int | None = None) -> StreamPlan:
-        """Return the length of a run of so many epochs, or steps; raises ConfigError for a stream without steps."""
-        if not self.tokenized:
-            if steps is None:
-                found = "the number of steps is known only after all rows are tokenized"
-                do = "give train.steps, or leave data.stream out"
-                raise ConfigError(f"`train.epochs: {epochs:g}` with `data.stream`", found, do)
-            return StreamPlan(steps, steps * self.rows, 0)
+        """Return the length of a run of so many epochs, or steps."""
         if steps is None:
             assert epochs is not None
             whole = int(epochs)
@@ -392,9 +270,7 @@ class Stream:
         return StreamPlan(-(-end // self.rows), end, widest)
 
     def totals(self, plan: StreamPlan, micro_rows: int) -> Totals | None:
-        """Count a whole run from lengths alone; None of a streamed source."""
-        if not self.tokenized:
-            return None
+        """Count a whole run from lengths alone; None: they are unknown."""
         learnt = self.source.targets()
         tokens, targets, slots = 0, 0, 0
         for w in itertools.count():
@@ -412,33 +288,18 @@ class Stream:
         return Totals(plan.rows / self._starts(self._windows), tokens, targets, slots)
 
     def position(self, k: int) -> int:
-        """Return where step k begins, the position of a run after k steps.
-
-        The global number of its first row; of a streamed source window * ROWS + row, for steps handed out and the next.
-        """
-        return k * self.rows if self.tokenized else self._positions[k]
+        """Return where step k begins, the position of a run after k steps: the global number of its first row."""
+        return k * self.rows
 
     def seek(self, k: int, position: int) -> int:
-        """Make step k begin at `position`, and return where it begins: of tokenized data, that follows from k."""
-        if not self.tokenized:
-            self._positions = {0: 0, k: position}
+        """Make step k begin at `position` where that does not follow from k, and return where it begins."""
         return self.position(k)
 
     def step(self, k: int, plan: StreamPlan) -> list[Row]:
-        """Return the rows of step k, from 0: exactly `rows` of them; beyond the end of the run they are empty.
-
-        Of a streamed source k must have a known position.
-        """
-        if self.tokenized:
-            first = k * self.rows
-            last = max(first, min(first + self.rows, plan.rows))
-            return [self._row(g)[0] for g in range(first, last)] + [[] for _ in range(last, first + self.rows)]
-        if self._next_step != k:
-            self._begin(k, Loading())
-        rows = [self._row(g) for g in range(self._next_row, self._next_row + self.rows)]
-        self._positions[k + 1] = rows[-1][1]
-        self._next_step, self._next_row = k + 1, self._next_row + self.rows
-        return [row for row, _ in rows]
+        """Return the rows of step k, from 0: exactly `rows` of them; beyond the end of the run they are empty."""
+        first = k * self.rows
+        last = max(first, min(first + self.rows, plan.rows))
+        return [self._row(g)[0] for g in range(first, last)] + [[] for _ in range(last, first + self.rows)]
 
     def batches(self, k: int, plan: StreamPlan, *, rank: int, ranks: int, micro_rows: int) -> list[Batch]:
         """Return this rank's micro-batches of step k: the same number on every rank and in every step."""
@@ -447,10 +308,106 @@ class Stream:
     def run(
         self, plan: StreamPlan, done: int, *, rank: int, ranks: int, micro_rows: int, loading: Loading
     ) -> Iterator[list[Batch]]:
-        """Return `batches` of the steps from `done` on; of a streamed source every rank reads all rows."""
-        if self.tokenized:
-            make = partial(self.batches, plan=plan, rank=rank, ranks=ranks, micro_rows=micro_rows)
-            return ahead(make, range(done, plan.steps), loading)
+        """Return `batches` of the steps from `done` on."""
+        make = partial(self.batches, plan=plan, rank=rank, ranks=ranks, micro_rows=micro_rows)
+        return ahead(make, range(done, plan.steps), loading)
+
+    def _row(self, g: int) -> tuple[Row, int]:
+        """Return row g of the run, and the position behind it."""
+        while self._before[-1] <= g:
+            self._starts(len(self._before))
+        w = bisect_right(self._before, g) - 1
+        rows, numbers, samples = self._window(w)
+        r = g - self._before[w]
+        row: Row = []
+        for piece in range(rows.starts[r], rows.starts[r + 1]):
+            at = int(rows.samples[piece])
+            number, documents = samples[at] if samples else (int(numbers[at]), self.source.documents(int(numbers[at])))
+            first, fresh, last = (int(column[piece]) for column in (rows.first, rows.fresh, rows.last))
+            row += [(number, d) for d in _cut(documents, first, fresh, last)]
+        return row, w * ROWS + r + 1
+
+    def _starts(self, w: int) -> int:
+        """Return the number of the first row of window w; lays out the windows before it."""
+        while len(self._before) <= w:
+            self._before.append(self._before[-1] + len(self._window(len(self._before) - 1).rows))
+        return self._before[w]
+
+    def _window(self, w: int) -> _Window:
+        """Return window w laid out; the last `_kept` stay in memory."""
+        if w not in self._laid:
+            epoch, j = divmod(w, self._windows)
+            numbers, lengths, samples = self._members(w)
+            rows = Rows(np.zeros(1, np.int64), *np.zeros((4, 0), np.int64))
+            if len(lengths):
+                before = self._before[w] % self.rows
+                draw = np.random.PCG64(np.random.SeedSequence([self.seed, epoch, j]))
+                rows = self.layout.place(lengths, self.T, self.rows, before, draw)
+            kept = list(self._laid.items())[len(self._laid) - self._kept + 1 :]
+            self._laid = {**dict(kept), w: _Window(rows, numbers, samples)}
+        return self._laid[w]
+
+    def _members(self, w: int) -> tuple[np.ndarray, np.ndarray, list[Sample]]:
+        """Return the numbers of window w's samples and their lengths, (n,) int64, and those that were read."""
+        numbers = self._numbers(*divmod(w, self._windows))
+        return numbers, self._lengths[numbers], []
+
+    def _numbers(self, epoch: int, j: int) -> np.ndarray:
+        """Return the samples of window j of an epoch, (n,) int64."""
+        if self._order[0] != epoch:
+            self._order = (epoch, epoch_order(self.source.spans, self.seed, epoch, self.shuffle))
+        return self._order[1][j * self.samples // self._windows : (j + 1) * self.samples // self._windows]
+
+
+class LiveStream(Stream):
+    """Samples whose lengths are known once they are read: windows come one after the other, and so do steps.
+
+    The position of a run is window * ROWS + row, known for the steps handed out and the next one.
+    """
+
+    tokenized, _kept = False, 1
+    source: LiveSource
+
+    def _open(self) -> None:
+        self.aside: Path | None = None  # the file that lists bad rows
+        self.counts = Counts()  # of all rows read, by this process and its workers
+        self._described = 0  # rows that were reported
+        self._keys = set(self.source.counts.keys)  # that were reported
+        self._refused: dict[RowLocation, BadRow] = {}
+        self._positions = {0: 0}  # where steps begin, of those handed out and the next
+        self._parts: Iterator[SampleChunk] | None = None  # of the windows from `_next_window` on
+        self._next_step, self._next_row, self._next_window = -1, 0, 0
+
+    def plan(self, epochs: float | None = None, steps: int | None = None) -> StreamPlan:
+        """Return the length of a run of so many steps; raises ConfigError without them."""
+        if steps is None:
+            found = "the number of steps is known only after all rows are tokenized"
+            do = "give train.steps, or leave data.stream out"
+            raise ConfigError(f"`train.epochs: {epochs:g}` with `data.stream`", found, do)
+        return StreamPlan(steps, steps * self.rows, 0)
+
+    def totals(self, plan: StreamPlan, micro_rows: int) -> None:
+        """Return None: nothing can be counted before it is read."""
+
+    def position(self, k: int) -> int:
+        return self._positions[k]
+
+    def seek(self, k: int, position: int) -> int:
+        self._positions = {0: 0, k: position}
+        return position
+
+    def step(self, k: int, plan: StreamPlan) -> list[Row]:
+        if self._next_step != k:
+            self._begin(k, Loading())
+        rows = [self._row(g) for g in range(self._next_row, self._next_row + self.rows)]
+        self._positions[k + 1] = rows[-1][1]
+        self._next_step, self._next_row = k + 1, self._next_row + self.rows
+        return [row for row, _ in rows]
+
+    def run(
+        self, plan: StreamPlan, done: int, *, rank: int, ranks: int, micro_rows: int, loading: Loading
+    ) -> Iterator[list[Batch]]:
+        """Return `batches` of the steps from `done` on; every rank reads all rows."""
         self._begin(done, loading)
         return self._run(plan, done, rank=rank, ranks=ranks, micro_rows=micro_rows, pinned=loading.pinned)
 
@@ -478,52 +435,10 @@ class Stream:
         self._before, self._laid = [-1] * window + [before], {}
         self._next_step, self._next_row, self._next_window = k, before + row, window
 
-    def _row(self, g: int) -> tuple[Row, int]:
-        """Return row g of the run, and the position behind it."""
-        while self._before[-1] <= g:
-            self._starts(len(self._before))
-        w = bisect_right(self._before, g) - 1
-        rows, numbers, samples = self._window(w)
-        r = g - self._before[w]
-        row: Row = []
-        for piece in range(rows.starts[r], rows.starts[r + 1]):
-            at = int(rows.samples[piece])
-            number, documents = samples[at] if samples else (int(numbers[at]), self.source.documents(int(numbers[at])))
-            first, fresh, last = (int(column[piece]) for column in (rows.first, rows.fresh, rows.last))
-            row += [(number, d) for d in _cut(documents, first, fresh, last)]
-        return row, w * ROWS + r + 1
-
-    def _starts(self, w: int) -> int:
-        """Return the number of the first row of window w; lays out the windows before it."""
-        while len(self._before) <= w:
-            self._before.append(self._before[-1] + len(self._window(len(self._before) - 1).rows))
-        return self._before[w]
-
-    def _window(self, w: int) -> _Window:
-        """Return window w laid out; the last two stay in memory, of a streamed source the last."""
-        if w not in self._laid:
-            epoch, j = divmod(w, self._windows)
-            samples = [] if self.tokenized else self._receive(w)
-            if self.tokenized:
-                numbers = self._numbers(epoch, j)
-                lengths = self._lengths[numbers]
-            else:
-                numbers = np.array([n for n, _ in samples], np.int64)
-                lengths = np.array([sum(map(len, documents)) for _, documents in samples], np.int64)
-            rows = Rows(np.zeros(1, np.int64), *np.zeros((4, 0), np.int64))
-            if len(lengths):
-                before = self._before[w] % self.rows
-                draw = np.random.PCG64(np.random.SeedSequence([self.seed, epoch, j]))
-                rows = self.layout.place(lengths, self.T, self.rows, before, draw)
-            kept = list(self._laid.items())[-1:] if self.tokenized else []
-            self._laid = {**dict(kept), w: _Window(rows, numbers, samples)}
-        return self._laid[w]
-
-    def _numbers(self, epoch: int, j: int) -> np.ndarray:
-        """Return the samples of window j of an epoch, (n,) int64."""
-        if self._order[0] != epoch:
-            self._order = (epoch, epoch_order(self.source.spans, self.seed, epoch, self.shuffle))
-        return self._order[1][j * self.samples // self._windows : (j + 1) * self.samples // self._windows]
+    def _members(self, w: int) -> tuple[np.ndarray, np.ndarray, list[Sample]]:
+        samples = self._receive(w)
+        lengths = [sum(map(len, documents)) for _, documents in samples]
+        return np.array([n for n, _ in samples], np.int64), np.array(lengths, np.int64), samples
 
     def _receive(self, w: int) -> list[Sample]:
         """Return the samples of the streamed window w, the one after the last that was received."""
@@ -550,8 +465,8 @@ class Stream:
         counts, enough = self.counts, self.counts.rows >= min(tokenize.EARLY_rows, self.samples)
         if self._refused and enough:
             tokenize.check_bad_share(list(self._refused.values()), min(counts.rows, self.samples), self.most_bad)
-        if enough and counts.truncated > self.most_truncated * counts.rows:
-            raise truncated_rows(counts.truncated, counts.rows, self.most_truncated)
+        if enough and counts.truncated > self.source.most_truncated * counts.rows:
+            raise truncated_rows(counts.truncated, counts.rows, self.source.most_truncated)
         if fresh := {key for key in counts.keys if " -> " not in key} - self._keys:
             self._keys |= fresh
             self.report(
@@ -579,6 +494,11 @@ class Stream:
         """Tokenize some samples of a window; runs in a worker."""
         window, first, last = task
         return self.source.read(self._numbers(*divmod(window, self._windows))[first:last].tolist())
+
+
+def stream_of(source: SampleSource, layout: RowLayout, **settings: Any) -> Stream:
+    """Return the stream of a source, with the arguments of `Stream`."""
+    return (Stream if source.tokenized else LiveStream)(source, layout, **settings)
 
 
 def micro_batches(

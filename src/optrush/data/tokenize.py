@@ -16,34 +16,28 @@ import fcntl
 import hashlib
 import json
 import os
-import queue
 import secrets
-import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
-import traceback
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from dataclasses import astuple, dataclass, field, replace
 from importlib.metadata import version
-from itertools import islice
+from itertools import chain, islice, tee
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from optrush import __version__, errors
+from optrush import __version__
 from optrush.config import Config
-from optrush.data import readers, schema
+from optrush.data import pool, readers, schema
 from optrush.data.chat_template import Tokens, answers
 from optrush.data.readers import PARQUET, Chunk, attempts, chunks, form
 from optrush.data.schema import NO_RULES, Chat, Document, Judged, Row, RowLocation, RowRules, row_rules
-from optrush.errors import DataError, UserError
+from optrush.errors import DataError
 from optrush.files import open_to_append, sync_folder, write_whole
 from optrush.objectives import learnt
 
@@ -53,7 +47,7 @@ from optrush.objectives import learnt
 # The name has the shard's place and the SHA-256 of its bytes, so a shard that was cut off or has one bit flipped is
 # found by reading it once. Nothing in it depends on the paths of the data files, or on T: documents are whole.
 
-FORMAT = 5  # part of every key: shards of another format are other shards
+FORMAT = 6  # part of every key: shards of another format are other shards
 HERE = "\0"  # in place of the row's place in the text of an error
 TEMPORARY = ".tmp-"
 STALE_S = 86400.0  # the age at which a temporary file of another machine counts as abandoned
@@ -280,19 +274,15 @@ class TokenizeJob:
 
 
 def shards(
-    job: TokenizeJob,
+    entries: Iterable[Parsed],
     tokens: Tokens,
     train_on: str,
-    text_rows: str,
-    kept: Kept = None,
-    skip: int = 0,
     most: int | None = None,
-    progress: Callable[[int], None] = lambda n: None,
-    rules: RowRules = NO_RULES,
+    progress: pool.Beat = pool.silent,
 ) -> Iterator[Shard]:
-    """Yield the job's rows as shards of bounded size, the last one marked.
+    """Yield rows as shards of bounded size, the last one marked; all rows after `most` are left out.
 
-    The first `skip` rows are in shards already; all after `most` are left out. `progress` gets the number of new rows.
+    `progress` gets the number of new rows.
     """
     builder, batch, chars, seen = Builder(), list[Parsed](), 0, 0
 
@@ -309,7 +299,7 @@ def shards(
         progress(len(batch))
         batch.clear()
 
-    for entry in islice(parsed(job, text_rows, kept, rules), skip, None):
+    for entry in entries:
         batch.append(entry)
         row = entry[2]
         chars += 0 if row is None or isinstance(row, DataError) else len(schema.row_text(row))
@@ -392,94 +382,73 @@ def _template(tokens: Tokens, tools: bool = False) -> str | None:
     return None
 
 
-def commit_chunk(
-    job: TokenizeJob, tokens: Tokens, train_on: str, text_rows: str, kept: Kept, folder: Path, skip: int, piece: int,
-    marks: Sequence[list[int]] = (), rules: RowRules = NO_RULES,
-) -> tuple[list[str], int]:  # fmt: skip
-    """Write the missing shards of a job; return (their names, rows). Each shard written stays.
+class Missing(NamedTuple):
+    """What a job lacks: its rows without the first `skip`, as shards from number `piece` on."""
 
-    Raises DataError: the disk is full, or a file has changed since its mark was taken.
-    """
-    names, n = list[str](), 0
-    for shard in shards(job, tokens, train_on, text_rows, kept, skip, rules=rules):
-        for (_, chunk), mark in zip(job.chunks, marks):
-            if readers.mark(chunk.file) != mark:
-                raise readers.changed_meanwhile(chunk.file)
-        try:
-            names.append(commit_shard(shard, folder, job.number, piece + len(names)).name)
-        except OSError as error:
-            raise no_room(folder, error) from None
-        n += shard.rows + shard.cleaned
-    return names, n
+    job: TokenizeJob
+    skip: int
+    piece: int
+    marks: Sequence[list[int]] = ()  # of the chunks' files, before their contents were hashed
 
 
-def no_room(folder: Path, error: OSError) -> DataError:
-    """Return the error of a folder that cannot take the shards."""
-    do = "free some space there" if error.errno == errno.ENOSPC else "check the folder and its rights"
-    asked = f"to keep the tokenised data in {folder}"
-    return DataError(asked, str(error.strerror), f"{do}, or name another: data.cache")
+class Made(NamedTuple):
+    """The names of new shards, and the rows that were read for them."""
+
+    names: list[str]
+    rows: int
 
 
-# --- A worker: a fresh interpreter that turns chunks of files into shards.
-#
-# Standard input brings its jobs, a line of JSON each, and standard output takes an answer a line. So it inherits no
-# GPU, no process group and no lock, needs no pickle, and does not run the caller's main module again. It never imports
-# torch, which would take more memory than its work, and transformers only for the templates of conversations.
+@dataclass(frozen=True)
+class ShardMaker:
+    """Writes the missing shards of jobs; each that is written stays. Pickled, it needs no transformers."""
 
+    tokens: Tokens
+    train_on: str
+    text_rows: str
+    kept: Kept
+    rules: RowRules
+    folder: Path
 
-def save_kept(path: Path, kept: Sequence[np.ndarray]) -> None:
-    """Write which rows cleaning kept, by file."""
-    with path.open("wb") as file:
-        np.savez_compressed(file, *kept)
-
-
-def load_kept(path: Path) -> list[np.ndarray]:
-    """Return what `save_kept` wrote."""
-    with np.load(path) as arrays:
-        return [arrays[f"arr_{i}"] for i in range(len(arrays.files))]
-
-
-def worker_main() -> None:
-    """Run a worker: the first line has instructions, each further one a job; it ends with its input."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print is no answer
-    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-    def listen() -> None:
-        for line in sys.stdin:
-            lines.put(line)
-        os._exit(0)  # the parent is gone: what is half done stays undone
-
-    threading.Thread(target=listen, daemon=True).start()
-    try:
-        work = _begin(json.loads(lines.get()))
-        while True:
+    def __call__(self, missing: Missing, beat: pool.Beat = pool.silent) -> Made:
+        """Write them; raises DataError if the disk is full, or a file has changed since its mark was taken."""
+        job, made = missing.job, Made([], 0)
+        entries = islice(parsed(job, self.text_rows, self.kept, self.rules), missing.skip, None)
+        for shard in shards(entries, self.tokens, self.train_on, progress=beat):
+            for (_, chunk), mark in zip(job.chunks, missing.marks):
+                if readers.mark(chunk.file) != mark:
+                    raise readers.changed_meanwhile(chunk.file)
             try:
-                answer = work(json.loads(lines.get()))
-            except UserError as error:
-                answer = {"error": [type(error).__name__, error.asked, error.found, error.do]}
-            out.write(json.dumps(answer) + "\n")
-            out.flush()
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)  # at once: the interpreter would wait for the thread that listens
+                path = commit_shard(shard, self.folder, job.number, missing.piece + len(made.names))
+            except OSError as error:
+                raise no_room(self.folder, error) from None
+            made = Made([*made.names, path.name], made.rows + shard.rows + shard.cleaned)
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        t, templates = self.tokens.tokenizer, [_template(self.tokens, tools) for tools in (False, True)]
+        engine = t.name_or_path, t.eos_token_id, t.special_tokens_map, t.backend_tokenizer.to_str(), templates
+        return vars(self) | {"tokens": engine}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state | {"tokens": Tokens(cast(Any, PlainTokenizer(*state["tokens"])))})
 
 
-class _Tokenizer:
-    """The part of a transformers tokenizer that `Tokens` uses, from a worker's instructions."""
+class PlainTokenizer:
+    """The part of a transformers tokenizer that `Tokens` uses, without transformers; the date is in its templates."""
 
     is_fast = True
 
-    def __init__(self, given: dict[str, Any]) -> None:
+    def __init__(
+        self, name: str, eos: int | None, special: dict[str, Any], engine: str, templates: Sequence[str | None]
+    ) -> None:
         from tokenizers import Tokenizer
 
-        self.name_or_path, self.eos_token_id = given["tokenizer"], given["eos"]
-        self.special_tokens_map, self._templates = given["special"], given["templates"]
-        self.backend_tokenizer = Tokenizer.from_file(given["tokenizer"])
+        self.name_or_path, self.eos_token_id, self.special_tokens_map = name, eos, special
+        self.backend_tokenizer, self._templates = Tokenizer.from_str(engine), templates
         self.added_tokens_decoder = self.backend_tokenizer.get_added_tokens_decoder()
 
     def get_chat_template(self, given: str | None, tools: list[Any] | None = None) -> str:
+        """Return the source of the template for rows without tools, or with them; raises ValueError: there is none."""
         template = self._templates[tools is not None]
         if template is None:
             raise ValueError("no template")
@@ -489,59 +458,22 @@ class _Tokenizer:
         return self.backend_tokenizer.id_to_token(i)
 
 
-def _begin(given: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Open the tokenizer; return a function that does a job."""
-    tokens = Tokens(cast(Any, _Tokenizer(given)))
-    folder, kept = Path(given["folder"]), None if given["kept"] is None else load_kept(Path(given["kept"]))
-    objective, columns, roles = given["rules"]
-    rules = RowRules(objective, tuple(map(tuple, columns)), tuple(map(tuple, roles)))
-
-    def work(task: dict[str, Any]) -> dict[str, Any]:
-        chunks = tuple((file, Chunk(Path(path), *rest)) for file, path, *rest in task["chunks"])
-        how = given["train_on"], given["text_rows"], kept, folder, task["skip"], task["piece"], task["marks"]
-        names, n = commit_chunk(TokenizeJob(task["number"], chunks), tokens, *how, rules)
-        return {"names": names, "rows": n}
-
-    return work
-
-
-def _instructions(work: TokenizeWork, folder: Path) -> dict[str, Any]:
-    """Return a worker's first line; large parts of it are files in the folder, under the shards' lock."""
-    tokenizer, engine, rows = work.tokens.tokenizer, folder / "tokenizer.json", folder / "kept.npz"
-    engine.write_text(tokenizer.backend_tokenizer.to_str(), "utf-8")
-    if work.kept is not None:
-        save_kept(rows, work.kept)
-    return {
-        "tokenizer": str(engine), "eos": tokenizer.eos_token_id, "special": tokenizer.special_tokens_map,
-        "templates": [_template(work.tokens, tools) for tools in (False, True)], "kept": work.kept and str(rows),
-        "train_on": learnt(work.config), "text_rows": work.config.data.text_rows, "folder": str(folder),
-        "rules": astuple(row_rules(work.config)),
-    }  # fmt: skip
+def no_room(folder: Path, error: OSError) -> DataError:
+    """Return the error of a folder that cannot take the shards."""
+    do = "free some space there" if error.errno == errno.ENOSPC else "check the folder and its rights"
+    asked = f"to keep the tokenised data in {folder}"
+    return DataError(asked, str(error.strerror), f"{do}, or name another: data.cache")
 
 
 # --- All shards of some data.
 
-CHUNK_bytes = 16 << 20  # of a job; data smaller than this stays in memory
+CHUNK_bytes = 1 << 20  # of a job, about a second for chats; data smaller than this stays in memory
+CHUNKS, MOST_bytes = 256, 16 << 20  # of larger data: so many jobs, each of at most so much
 PACKED = 4  # times its bytes is the text of a compressed file, about
-AHEAD = 2  # jobs that wait for each worker, so that it never waits
 QUIET_S, EVERY_S = 2.0, 5.0  # work shorter than the first is not reported; seconds between two reports
 POLL_S = 0.2
-# The interpreter of a worker must not find torch: importing it takes longer and more memory than tokenizing.
-WORKER = (
-    "import sys; sys.modules['torch'] = None; sys.argv[1] in sys.path or sys.path.insert(0, sys.argv[1]); "
-    "from optrush.data.tokenize import worker_main; worker_main()"
-)
-# One thread each. In a pool of one the tokenizer is a third faster than without a pool (measured, tokenizers 0.23).
-ALONE = {
-    "TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1",
-    "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": "",
-}  # fmt: skip
 
 Say = Callable[[str], None]
-
-
-def silent(_: str) -> None:
-    """Report nothing."""
 
 
 @dataclass(frozen=True)
@@ -553,7 +485,7 @@ class TokenizeWork:
     files: tuple[Path, ...]
     kept: Kept = None  # by file
     cleaning: str = ""  # names `kept`: a digest
-    say: Say = silent
+    say: Say = pool.silent
 
     @property
     def folder(self) -> Path:
@@ -565,6 +497,10 @@ class TokenizeWork:
             "made_by": [__version__, *map(version, ("tokenizers", "transformers", "jinja2"))],
         }  # fmt: skip
         return cache_root(self.config.data.cache) / "tokens" / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
+
+    def parsed(self, job: TokenizeJob) -> Iterator[Parsed]:
+        """Yield the rows of a job with their meaning."""
+        return parsed(job, self.config.data.text_rows, self.kept, row_rules(self.config))
 
 
 def cache_root(cache: str | None) -> Path:
@@ -581,9 +517,8 @@ def tokenized(work: TokenizeWork, most: int | None = None) -> Generator[Path | S
     """
     progress = Progress(work.say, "tokenising", sum(path.stat().st_size for path in work.files))
     if small(work.files):
-        how = learnt(work.config), work.config.data.text_rows, work.kept
         for job in jobs(work.files, work.config.data.text_rows):
-            yield from shards(job, work.tokens, *how, most=most, progress=progress.done, rules=row_rules(work.config))
+            yield from shards(work.parsed(job), work.tokens, learnt(work.config), most, progress.done)
         return
     marks = [readers.mark(path) for path in work.files]
     folder = work.folder
@@ -603,6 +538,11 @@ def tokenized(work: TokenizeWork, most: int | None = None) -> Generator[Path | S
 def small(paths: Sequence[Path]) -> bool:
     """Return whether the data fits into one chunk, and so into memory."""
     return sum(path.stat().st_size * (1 if _plain(path) else PACKED) for path in paths) < CHUNK_bytes
+
+
+def chunk_bytes(paths: Sequence[Path]) -> int:
+    """Return the size of the data's parts, from the files alone: many of little data, few files of much."""
+    return max(CHUNK_bytes, min(MOST_bytes, sum(path.stat().st_size for path in paths) // CHUNKS))
 
 
 def _plain(path: Path) -> bool:
@@ -647,17 +587,17 @@ class ShardStore:
 
 
 def jobs(paths: Sequence[Path], text_rows: str) -> Iterator[TokenizeJob]:
-    """Yield the data in jobs of about CHUNK_bytes, from the files alone: a part of one, or several small ones."""
-    number, members, size = 0, list[tuple[int, Chunk]](), 0.0
+    """Yield the data in jobs of about `chunk_bytes`, from the files alone: a part of one, or several small ones."""
+    number, members, size, most = 0, list[tuple[int, Chunk]](), 0.0, chunk_bytes(paths)
     whole: float
     for file, path in enumerate(paths):
-        whole, parts = path.stat().st_size, chunks(path, CHUNK_bytes, text_rows)
+        whole, parts = path.stat().st_size, chunks(path, most, text_rows)
         if path.suffix.lower() == PARQUET:  # its parts are row groups: cheap to list, and not counted in bytes
             listed = list(parts)
             whole, parts = whole / len(listed), iter(listed)
         for chunk in parts:
             part = chunk.end - chunk.start if _plain(path) and chunk.end is not None else whole
-            if members and size + part > CHUNK_bytes:
+            if members and size + part > most:
                 yield TokenizeJob(number, tuple(members), size)
                 number, members, size = number + 1, [], 0.0
             members.append((file, chunk))
@@ -669,92 +609,38 @@ def jobs(paths: Sequence[Path], text_rows: str) -> Iterator[TokenizeJob]:
 def _remaining(
     work: TokenizeWork, store: ShardStore, progress: Progress, first: int, marks: Sequence[list[int]]
 ) -> Iterator[list[Path]]:
-    """Yield the shards of each job from `first` on, in order; workers make the missing ones.
+    """Yield the shards of each job from `first` on, in order; the missing ones are made, by workers if it is much.
 
     The marks are those of the files before their contents were hashed: a changed one belongs to another folder.
     """
-    waiting: deque[tuple[TokenizeJob, Future[tuple[list[Path], int]] | None]] = deque()
-    most = work.config.data.workers or cores()
-    todo, number = jobs(work.files, work.config.data.text_rows), 0
-    with Workers(work, store, min(most, 1 + int(progress.total) // CHUNK_bytes), marks) as workers:
-        while True:
-            while len(waiting) < AHEAD * most and (job := next(todo, None)) is not None:
-                number += 1
-                if job.number >= first:
-                    waiting.append((job, None if job.number in store.whole else workers.start(job)))
-            if not waiting:
-                break
-            job, future = waiting.popleft()
-            paths, rows = (store.whole[job.number], 0) if future is None else future.result()
-            progress.done(rows, job.size_bytes, fresh=future is not None)
-            yield paths
+    data, number = work.config.data, first
+
+    def missing(job: TokenizeJob) -> Missing:
+        pieces = store.begun.get(job.number, [])
+        skip = sum(shard.rows + shard.cleaned for shard in map(mapped, pieces))
+        return Missing(job, skip, len(pieces), [marks[file] for file, _ in job.chunks])
+
+    def lost(item: Missing, what: str) -> DataError:
+        chunk, do = item.job.chunks[0][1], "start again: what is done is kept; `data.workers: 1` needs the least memory"
+        return DataError(f"to tokenise {chunk.file} from row {chunk.first} on", f"the process that did it {what}", do)
+
+    listed, ahead = tee(job for job in jobs(work.files, data.text_rows) if job.number >= first)
+    todo = (missing(job) for job in ahead if job.number not in store.whole)
+    first_few = list(islice(todo, min(data.workers or cores(), int(progress.total) // CHUNK_bytes)))
+    make = ShardMaker(work.tokens, learnt(work.config), data.text_rows, work.kept, row_rules(work.config), store.folder)
+    try:
+        with closing(pool.map_ahead(make, chain(first_few, todo), len(first_few), lost, progress.done)) as results:
+            for job in listed:
+                number, paths = job.number + 1, store.whole.get(job.number)
+                fresh = paths is None
+                if paths is None:
+                    pieces = store.begun.get(job.number, [])
+                    paths = [*pieces, *(store.folder / name for name in next(results).names)]
+                progress.done(0, job.size_bytes, fresh=fresh)
+                yield paths
+    finally:
+        sweep(store.folder)  # unfinished files of workers that were ended
     store.close(number)
-
-
-class Workers:
-    """Worker processes, each of which does one job after another."""
-
-    def __init__(self, work: TokenizeWork, store: ShardStore, count: int, marks: Sequence[list[int]]) -> None:
-        self.store = store
-        self._marks = marks
-        self._given = _instructions(work, store.folder)
-        self._count = count
-        self._pool = ThreadPoolExecutor(count)  # a thread waits for each
-        self._processes: list[subprocess.Popen[str]] = []
-        self._idle: queue.SimpleQueue[subprocess.Popen[str]] = queue.SimpleQueue()
-
-    def __enter__(self) -> Workers:
-        command = [sys.executable, "-P", "-c", WORKER, str(Path(errors.__file__).parents[1])]
-        for _ in range(self._count):
-            process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **ALONE}, encoding="utf-8"
-            )
-            self._processes.append(process)
-            self._idle.put(process)
-            _send(process, self._given)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            process.kill()
-        self._pool.shutdown(cancel_futures=True)
-        for process in self._processes:
-            process.communicate()
-        sweep(self.store.folder)  # their unfinished files
-
-    def start(self, job: TokenizeJob) -> Future[tuple[list[Path], int]]:
-        """Make the missing shards of a job: the paths of all its shards, and the rows that were read for it."""
-        return self._pool.submit(self._make, job)
-
-    def _make(self, job: TokenizeJob) -> tuple[list[Path], int]:
-        there = self.store.begun.get(job.number, [])
-        skip = sum(shard.rows + shard.cleaned for shard in map(mapped, there))
-        chunks = [(file, str(chunk.file), chunk.first, chunk.start, chunk.end) for file, chunk in job.chunks]
-        marks = [self._marks[file] for file, _ in job.chunks]
-        process = self._idle.get()
-        _send(process, {"number": job.number, "chunks": chunks, "skip": skip, "piece": len(there), "marks": marks})
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        self._idle.put(process)  # a dead one too: the next job on it fails, and no job waits for ever
-        if not line:
-            code, first = process.wait(), job.chunks[0][1]
-            by = f"was killed by signal {-code}" if code < 0 else f"ended with code {code} (what it said stands above)"
-            hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-            do = "start again: what is done is kept; `data.workers: 1` needs the least memory"
-            asked = f"to tokenise {first.file} from row {first.first} on"
-            raise DataError(asked, f"the process that did it {by}{hint}", do)
-        answer = json.loads(line)
-        if "error" in answer:
-            kind, *texts = answer["error"]
-            raise getattr(errors, kind)(*texts)
-        return [*there, *(self.store.folder / name for name in answer["names"])], answer["rows"]
-
-
-def _send(process: subprocess.Popen[str], what: dict[str, Any]) -> None:
-    assert process.stdin is not None
-    with suppress(BrokenPipeError):  # a dead process is noticed when its answer is read
-        process.stdin.write(json.dumps(what) + "\n")
-        process.stdin.flush()
 
 
 class Progress:

@@ -7,7 +7,8 @@ N experts. The planner needs this module on a machine without torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -144,6 +145,11 @@ class LinearShape(NamedTuple):
         return self.inputs * self.outputs * len(self.layers)
 
 
+def _others(layers: tuple[int, ...], those: tuple[int, ...]) -> tuple[int, ...]:
+    left_out = frozenset(those)
+    return tuple(i for i in layers if i not in left_out) if those else layers
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """The sizes of one decoder of a family that our own decoder represents."""
@@ -273,7 +279,7 @@ class ModelShape:
             self.delta,
         )
         every, mixed = tuple(range(self.layers)), () if d is None else d.layers
-        attending = tuple(i for i in every if i not in mixed)
+        attending = _others(every, mixed)
         if s is None:
             rows = {"q_proj": q * (1 + self.gated), "k_proj": kv, "v_proj": kv}
             yield "qkv", LinearShape("qkv", D, rows, attending, self.qkv_bias)
@@ -297,7 +303,7 @@ class ModelShape:
         sparse = () if self.experts is None else self.experts.layers
         shared = 0 if self.experts is None else self.experts.shared_width
         of, before = ("", "") if self.experts is None else ("dense_", "dense.")
-        dense = tuple(i for i in every if i not in sparse)
+        dense = _others(every, sparse)
         for name, F, layers in (("shared_", shared, sparse), (of, self.ff_width, dense)):
             if F and layers:
                 pieces = {f"{before}gate_proj": F, f"{before}up_proj": F}
@@ -376,9 +382,23 @@ class ModelShape:
                 yield "shared_gate.weight", D
 
     @cached_property
+    def _kinds(self) -> Counter[int]:
+        """The first layer of each kind, which has the parameters of all others, and their number."""
+        ways = {linear.layers for linear in self.linears.values()} - {tuple(range(self.layers))}
+        members = [frozenset(layers) for layers in ways]
+        first: dict[tuple[bool, ...], int] = {}
+        if not members:
+            return Counter({0: self.layers})
+        return Counter(first.setdefault(tuple(n in of for of in members), n) for n in range(self.layers))
+
+    def _sum(self, counted: Callable[[str], bool]) -> int:
+        layers = ((f".{name}", n * many) for one, many in self._kinds.items() for name, n in self._of_layer(one))
+        return sum(n for name, n in layers if counted(name))
+
+    @cached_property
     def parameters(self) -> int:
         """Number of all parameters, a tied head counted once."""
-        return sum(values for _, values in self.named_parameters())
+        return self._sum(lambda _: True) + self.vocab * self.width * (1 if self.tied else 2) + self.width
 
     @property
     def block_parameters(self) -> int:
@@ -388,7 +408,7 @@ class ModelShape:
     @cached_property
     def expert_parameters(self) -> int:
         """Number of parameters that single experts have, without their routers."""
-        return sum(n for name, n in self.named_parameters() if ".experts." in name and ".router" not in name)
+        return self._sum(lambda name: name.startswith(".experts.") and ".router" not in name)
 
     def flops(self, tokens: int, attended: int) -> int:
         """Return the FLOPs of a step's forward and backward pass: 6 N_mm a token, and causal attention.
@@ -444,7 +464,8 @@ def _rope(hf: HF, width: int) -> RopeShape:
     given, kind = rope_settings(hf), rope_kind(hf)
     theta = given.get("rope_theta", hf.get("rope_theta"))
     read: dict[str, Any] = {"theta": 10000.0 if theta is None else float(theta)}
-    for key in _ROPE_NEEDS.get(kind, ()):
+    by_ratio = kind == "yarn" and "factor" in given and given["factor"] is None
+    for key in () if by_ratio else _ROPE_NEEDS.get(kind, ()):
         if not isinstance(given.get(key), int | float):
             found = f"{key} is {given.get(key)!r} in config.json"
             raise ConfigError(f"RoPE type {kind!r}", found, f"give {key} a number")
@@ -455,6 +476,7 @@ def _rope(hf: HF, width: int) -> RopeShape:
     original = positions if kind == "dynamic" else hf.get(key) or given.get(key) or positions
     read["original_max"] = int(original)
     if kind == "yarn":
+        read.setdefault("factor", positions / original)
         scale = given.get("attention_factor")
         read["scale"] = _yarn_scale(given, read["factor"]) if scale is None else float(scale)
         read |= {"beta_fast": float(given.get("beta_fast") or 32), "beta_slow": float(given.get("beta_slow") or 1)}

@@ -14,6 +14,7 @@ from optrush.technique import Environment, Numerics, Part, Requirement, Techniqu
 
 # Logits of a chunk: 4,096 tokens of the largest usual vocabulary, above which no rung got faster; on a CPU 256.
 LOGITS = {"cuda": 1 << 29, "cpu": 1 << 25}
+VOCABULARY = 1 << 17  # where it is not known
 TILE = 128  # rows of a product's tile, of which a chunk is a multiple
 LIGER_CHUNK = 1024  # tokens, about what Liger takes at 16 to 32 thousand of them and the Llama vocabulary
 
@@ -96,7 +97,7 @@ class FusedLoss(Technique):
         if self.chunk is not None:
             return self.chunk
         logits = LOGITS[env.device.kind] * (2 if self.impl == "quack" else 1)  # which keeps half the bytes of each
-        most = max(TILE, logits // max(1, env.vocab) // TILE * TILE)
+        most = max(TILE, logits // (env.vocab or VOCABULARY) // TILE * TILE)
         chunks = max(1, -(-env.slots // most))
         return -(-env.slots // (chunks * TILE)) * TILE
 

@@ -24,7 +24,8 @@ from optrush.config import Config
 from optrush.data import sampler
 from optrush.data.batch import Batch
 from optrush.data.chat_template import Tokens, open_tokens
-from optrush.data.dataset import SampleSource, Sources, read_sources
+from optrush.data.dataset import Sources, read_sources
+from optrush.data.samples import SampleSource
 from optrush.data.stored_tokens import StoredTokens
 from optrush.decide import Decided
 from optrush.errors import ConfigError, NeedsError, NoEffectError
@@ -147,7 +148,7 @@ def _opened(a: Assembly) -> tuple[Trainer, SampleSource | None]:
     held_out = _held_out(sources, a.training)
     trainer.notes.append(f"data: {sources.summary}")
     trainer.fingerprints = fingerprints(trainer, tokens, sources, a.today)
-    trainer.stream = sampler.Stream(
+    trainer.stream = sampler.stream_of(
         sources.train, trainer.layout, T=env.seq, rows=env.rows, seed=config.seed, cost=model.flops,
         most_bad=config.data.most_bad,
     )  # fmt: skip

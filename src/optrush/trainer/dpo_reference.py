@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from optrush.data.batch import Batch
-from optrush.data.dataset import SampleSource
+from optrush.data.samples import SampleSource
 from optrush.data.tokenize import cache_root
 from optrush.decide import Decided, with_reference
 from optrush.errors import ConfigError

@@ -38,7 +38,7 @@ from optrush.trainer.run import absolute, check_run_output
 from optrush.trainer.trainer import Trainer, idle_settings
 
 if TYPE_CHECKING:
-    from optrush.data.dataset import Dataset
+    from optrush.data.samples import Dataset
 
 ROWS = 3  # that are shown
 PREDICTED = (
@@ -72,7 +72,7 @@ def dry_run(
     vocab = text_config(resolved.hf).get("vocab_size") or (0 if tokens is None else len(tokens.tokenizer))
     layout = _layout(resolved)
     sources = read_sources(config, tokens, vocab, console.say, cut=layout.uncut)
-    stream = sampler.Stream(
+    stream = sampler.stream_of(
         sources.train, layout, T=env.seq, rows=env.rows, seed=config.seed, most_bad=config.data.most_bad
     )
     steps = stream.plan(None if config.train.steps else config.train.epochs, config.train.steps)

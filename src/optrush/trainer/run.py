@@ -251,7 +251,7 @@ def claim_output(request: RunRequest, trainer: Trainer, plan: RunPlan, manifest:
     if manifest is None or trainer.stream.tokenized:  # a stream does not read earlier bad rows again
         (output / QUARANTINE).unlink(missing_ok=True)
         tokenize.append_bad_rows(output / QUARANTINE, trainer.sources.refused)
-    if not trainer.stream.tokenized:
+    if isinstance(trainer.stream, sampler.LiveStream):
         trainer.stream.aside = output / QUARANTINE
     if trainer.sources.cleaned is not None:
         data.write_cleaning_page(trainer.sources.cleaned, output)

@@ -22,7 +22,7 @@ import numpy as np
 from optrush import console
 from optrush.data import readers, sampler, tokenize
 from optrush.data.batch import Batch
-from optrush.data.dataset import SampleChunk, SampleSource
+from optrush.data.samples import SampleChunk, SampleSource
 from optrush.data.schema import Document
 from optrush.files import sync_folder, write_whole
 from optrush.models.weights import value_files

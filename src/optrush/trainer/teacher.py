@@ -20,7 +20,7 @@ from torch import Tensor
 
 from optrush.config import Config
 from optrush.data.batch import IGNORE, Batch
-from optrush.data.dataset import SampleSource
+from optrush.data.samples import SampleSource
 from optrush.data.stored_tokens import StoredTokens, record_type
 from optrush.data.tokenize import cache_root
 from optrush.errors import DataError, NeedsError, exhausted, first_line
