@@ -767,7 +767,7 @@ def test_each_answer_is_learnt_as_it_would_be_asked_for(stream: bool, layout: An
     found = [d for _, documents in source.read(range(3)).samples for d in documents] if stream else [
         source.documents(i)[0] for i in range(len(source))]  # fmt: skip
     assert [(tuple(d.ids.tolist()), int(d.targets.argmax())) for d in found] == want
-    steps = Stream(source, layout, T=128, rows=2, seed=0)
+    steps = stream_of(source, layout, T=128, rows=2, seed=0)
     trained: Counter[int] = Counter()
     for batches in steps.run(steps.plan(steps=2), 0, rank=0, ranks=1, micro_rows=2, loading=Loading()):
         trained.update(b.n_targets for b in batches)

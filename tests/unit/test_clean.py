@@ -5,10 +5,11 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -385,7 +386,7 @@ def test_lines_of_text_that_are_blank_keep_their_number(tmp_path: Path, monkeypa
 
     path = tmp_path / "a.txt"
     path.write_text("\nlong enough\n\nx\n\nlong enough too\nx\n")
-    monkeypatch.setattr(module, "chunks", lambda file, text_rows: chunks(file, 15, text_rows=text_rows))
+    monkeypatch.setattr(module, "chunks", lambda file, _, text_rows: chunks(file, 15, text_rows=text_rows))
     found = clean_files([path], Cleaning(chars=(5, None)), tokens=None, text_rows="line", workers=1)
     assert len(found.table.parts) > 1
     seen = [
@@ -431,19 +432,22 @@ def test_the_same_bytes_whatever_the_number_of_workers(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from optrush.data import cleaning
+    from optrush.data import cleaning, pool
 
-    class Killed(ProcessPoolExecutor):
-        def map(self, *args: Any, **kwargs: Any) -> Any:
-            results = super().map(*args, **kwargs)
-            for process in list(self._processes.values()):  # not one of them has read a row yet
-                process.kill()
-            return results
+    started = pool.fresh
 
-    monkeypatch.setattr(cleaning, "ProcessPoolExecutor", Killed)
+    def killed(*arguments: Any) -> Any:
+        workers = started(*arguments)
+        for worker in workers:  # not one of them has read a row yet
+            os.kill(worker.pid, signal.SIGKILL)
+        return workers
+
+    monkeypatch.setattr(pool, "fresh", killed)
+    monkeypatch.setattr(cleaning, "WORKER_bytes", 1)  # a worker for any data
     files = [write(tmp_path / f"{i}.jsonl", ["a"]) for i in range(6)]
-    with pytest.raises(RunError, match="a process of it was killed"):
+    with pytest.raises(RunError, match="was killed by signal 9") as lost:
         clean_files(files, Cleaning(chars=(1, 2)), tokens=None, workers=2)
+    assert "0.jsonl" in str(lost.value)
 
 
 def test_batches_of_which_nothing_is_left(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
