@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -25,7 +25,24 @@ LONGEST_FILE, LONGEST_FUNCTION = 800, 80
 ONE_SUBJECT = {
     "config.py": "every key of the YAML, what it may hold, and its text",
 }
-MOST_FILES = 216  # one a technique, and of a technique with kernels or modules of its own one more
+# Lines a folder may have; "top" are the files directly in src/optrush. What is raised is raised in a commit of its own
+# that says what the lines buy; what shrinks is lowered with it.
+LINES = {
+    "data": 7830,
+    "trainer": 6280,
+    "models": 5720,
+    "techniques": 5290,
+    "kernels": 4620,
+    "top": 5570,
+    "cli": 4040,
+    "planner": 4090,
+    "benchmark": 3480,
+    "peft": 1760,
+    "report": 1700,
+    "optim": 820,
+    "objectives": 430,
+}
+MOST_FILES = 210
 MOST_MODULES_IN_PACKAGE = 15  # directly in src/optrush, without __init__ and __main__
 MOST_SHARED_NAMES = 40  # public functions and classes whose name two modules or more define
 
@@ -40,11 +57,21 @@ ABOVE = (
     "techniques", "trainer.trainer", "trainer.build", "trainer.run", "trainer.metrics", "trainer.checkpoint",
     "trainer.run_dir", "exporting", "restore", "generation", "cli",
 )  # fmt: skip
-# Modules whose code and strings name no technique.
+# Modules and folders whose code and strings name no technique.
 TECHNIQUE_FREE = (
     "trainer.trainer", "trainer.run", "trainer.metrics", "trainer.build", "trainer.checkpoint", "trainer.distributed",
-    "decide", "exporting", "technique", "planner.cost", "model_card", "restore", "generation",
+    "decide", "config", "exporting", "technique", "model_card", "restore", "generation", "planner", "benchmark", "cli",
 )  # fmt: skip
+# What a module names all the same, each with the reason.
+NAMED = {
+    "cli.app": ({"DeepSpeed"}, "a logger of the library"),
+    "cli.chat": ({"bf16", "fp8"}, "formats of exported files"),
+    "cli.setup": ({"lora"}, "the methods of `method:`, explained"),
+    "config": ({"lora", "nf4"}, "METHODS, the one place where a method is spelled out as techniques"),
+    "decide": ({"lora"}, "the methods of `method:`, in the order of their quality"),
+    "planner.answer": ({"lora"}, "the methods of `method:`"),
+}
+TRANSLATING = ("cli.import_config", "cli.import_sharding")  # other tools' keys into techniques
 
 
 def is_type_checking(node: ast.AST) -> bool:
@@ -197,7 +224,34 @@ def test_a_circle_inside_functions_is_found() -> None:
 def test_the_package_is_small_enough() -> None:
     modules = [f.stem for f in SOURCE.glob("*.py") if f.stem not in ("__init__", "__main__")]
     assert len(modules) <= MOST_MODULES_IN_PACKAGE, modules
-    assert len(FILES) <= MOST_FILES
+
+
+def over(lines: Mapping[str, int], files: int) -> list[str]:
+    """What is over its budget, with its count."""
+    held = [f"{name}: {count:,} lines, budget {LINES.get(name, 0):,}" for name, count in sorted(lines.items())
+            if count > LINES.get(name, 0)]  # fmt: skip
+    if files > MOST_FILES:
+        held.append(f"{files} files, budget {MOST_FILES}")
+    return held
+
+
+def test_every_folder_keeps_its_budget() -> None:
+    lines: Counter[str] = Counter()
+    for file in FILES:
+        folder = file.relative_to(SOURCE).parts[0] if file.parent != SOURCE else "top"
+        lines[folder] += len(file.read_text("utf-8").splitlines())
+    large = over(lines, len(FILES))
+    assert not large, "\n".join(large)
+
+
+def test_what_is_over_its_budget_is_listed() -> None:
+    assert not over(LINES, MOST_FILES)
+    grown = over({**LINES, "data": LINES["data"] + 1, "elsewhere": 1}, MOST_FILES + 1)
+    assert [line.partition(":")[0] for line in grown] == [
+        "data",
+        "elsewhere",
+        f"{MOST_FILES + 1} files, budget {MOST_FILES}",
+    ]
 
 
 def test_few_names_are_defined_twice() -> None:
@@ -352,29 +406,65 @@ def test_names_are_unique_and_plain() -> None:
     assert {f"optrush.techniques.{file}" for file in files} == {t.__module__ for t in OWN}, "each has one or several"
 
 
-@pytest.mark.parametrize("name", TECHNIQUE_FREE)
-def test_no_technique_is_named(name: str) -> None:
-    """As a word of code or of a string; messages may name the flag to add (`--with ddp`)."""
-    tree = nodes(SOURCE / f"{name.replace('.', '/')}.py")
-    docs = {
-        id(node.body[0].value)
-        for node in tree
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-        and node.body and isinstance(node.body[0], ast.Expr)
-    }  # fmt: skip
-    # Words, and names of stages and methods.
-    ordinary = {
-        "attention", "compile", "context", "experts", "micro-batch", "packing", "pipeline", "recompute", "tensor",
-    }  # fmt: skip
-    names = {t.name for t in ALL} - ordinary | {t.__name__ for t in ALL}
-    for node in tree:
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+# Words, and names of stages and methods.
+ORDINARY = {
+    "attention", "compile", "context", "experts", "micro-batch", "packing", "pipeline", "recompute", "tensor",
+}  # fmt: skip
+EXAMPLE = {"help", "epilog", "metavar"}  # arguments that are shown to people: an example names what it likes
+
+
+def named(file: Path) -> Iterator[tuple[int, str]]:
+    """Lines that name a technique in code or in a string; messages may name the flag to add (`--with ddp`)."""
+    shown = {id(inner) for node in nodes(file) for text in texts(node) for inner in ast.walk(text)}
+    classes = {t.__name__ for t in ALL}
+    names = {t.name for t in ALL} - ORDINARY | classes
+    for node in nodes(file):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in shown:
             text = re.sub(r"--with(out)? [\w-]+|torch\.[\w.]+", "", node.value)
-            found = names & set(re.findall(r"[A-Za-z][\w-]*", text))
-            assert not found, f"{name}.py:{node.lineno}: {found}"
-        if isinstance(node, ast.Name | ast.Attribute):
-            word = node.id if isinstance(node, ast.Name) else node.attr
-            assert word not in {t.__name__ for t in ALL}, f"{name}.py:{node.lineno}: {word}"
+            for name in sorted(names & set(re.findall(r"[A-Za-z][\w-]*", text))):
+                yield node.lineno, name
+        word = dotted(node)
+        if word.rpartition(".")[2] in classes and not word.startswith("typer."):
+            yield node.lineno, word.rpartition(".")[2]
+
+
+def texts(node: ast.AST) -> Iterator[ast.AST]:
+    """Docstrings, and the help of options."""
+    if (
+        isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    ):
+        yield node.body[0]
+    if isinstance(node, ast.keyword) and node.arg in EXAMPLE:
+        yield node.value
+
+
+def test_no_technique_is_named() -> None:
+    assert not (lost := [part for part in TECHNIQUE_FREE if not below(part)]), f"no such module: {lost}"
+    found = []
+    for name in sorted(set(below(*TECHNIQUE_FREE)) - set(below(*TRANSLATING))):
+        allowed, _ = NAMED.get(name.removeprefix("optrush."), (set(), ""))
+        found += [f"{name}:{line}: {word}" for line, word in sorted(named(MODULES[name])) if word not in allowed]
+    assert not found, "\n".join(found)
+
+
+def test_a_name_of_a_technique_is_found(tmp_path: Path) -> None:
+    (file := tmp_path / "named.py").write_text(
+        '"""ddp"""\nx = "fsdp"\n'
+        + ALL[0].__name__
+        + '\ny = "add --with ddp"\noption(help="as nf4")\nz = f"{x}, the ddp of"\n'
+    )
+    assert sorted(named(file)) == [(2, "fsdp"), (3, ALL[0].__name__), (6, "ddp")]
+
+
+COPIES = re.compile(r"\bmodel_copy\b")
+
+
+def test_a_configuration_is_completed_in_one_place() -> None:
+    """`model_copy` makes a configuration out of another one: only `decide` does."""
+    places = [str(file.relative_to(SOURCE)) for file in FILES if COPIES.search(file.read_text("utf-8"))]
+    assert places == ["decide.py"], places
 
 
 def test_the_environment_holds_no_names_of_techniques() -> None:

@@ -292,7 +292,8 @@ def planned_notes(config: Config, device: hardware.Device, ranks: int) -> Iterat
     """Yield what may not be meant: rows longer than the model's positions, more GPUs of one host than hosts have."""
     seq, text = config.batch.seq, text_config(locate(config, weights=False)[1])
     made = int(text.get("max_position_embeddings") or seq)
-    if seq > made and "rope" not in config.with_:
+    scaled = any(type(t).config is not Technique.config for t in instantiate(ALL, config.with_))
+    if seq > made and not scaled:
         yield f"rows of {seq} tokens, where the model was made for {made} positions: shorter rows, or --with rope"
     if device.hosts == 1 and device.kind == "cuda" and ranks > HOST_GPUS:
         hosts = f"2x{ranks // 2}x" if ranks % 2 == 0 else "HOSTSxGPUSx"

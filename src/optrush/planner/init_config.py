@@ -209,9 +209,11 @@ def _with_named(
 
 def _with_new_tokens(techniques: dict[str, dict[str, Any]], tree: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the techniques, adapters with the modules that have rows for new tokens: a run without them is refused."""
-    if "lora" not in techniques or not isinstance(tree["model"], dict) or "add_tokens" not in tree["model"]:
+    if not isinstance(tree["model"], dict) or "add_tokens" not in tree["model"]:
         return techniques
-    return {**techniques, "lora": {"save": ["embed_tokens", "lm_head"], **techniques["lora"]}}
+    saved = {"save": ["embed_tokens", "lm_head"]}
+    adapters = [t for t in instantiate(ALL, techniques) if Part.ADAPTERS in t.claims and hasattr(t, "save")]
+    return {**techniques, **{t.name: {**saved, **techniques[t.name]} for t in adapters}}
 
 
 def _searched(config: Config, request: InitRequest, classes: Sequence[type[Technique]]) -> dict[str, dict[str, Any]]:
