@@ -42,6 +42,7 @@ from optrush.planner import calibration
 from optrush.planner.ledger import Short
 from optrush.planner.sets import Candidate, Problem, evaluate_set, micro_batch_rows, search_sets
 from optrush.technique import (
+    RANK_PARTS,
     SAME_ROWS,
     Edit,
     Environment,
@@ -125,6 +126,8 @@ def decide(
         UserError: in its three lines; nothing has been written.
     """
     ranks = launched()[1] if ranks is None else ranks
+    if ranks < 1:
+        raise ConfigError(f"{ranks} ranks", "a run has one or more", "give 1, or the number of GPUs")
     here = device is None if here is None else here
     check_pairs(config)
     check_fields(config)
@@ -132,6 +135,8 @@ def decide(
     if not choose and isinstance(config.batch.micro_tokens, int):
         return _checked(config, classes, ranks, device)
     asked = config
+    if isinstance(config.batch.micro_tokens, int):
+        rows_of_batch(config, 1)  # refuses what divides into no rows
     if config.batch.micro_tokens == "auto":
         config = _with_chooser(config, classes)
     if choose:
@@ -226,7 +231,10 @@ def without_adapters(config: Config, classes: Sequence[type[Technique]] = ALL) -
 
 
 def as_begun(config: Config, ranks: int) -> Config:
-    """Return the configuration with what its run decided when it began, where it has begun: a resumed run goes on so.
+    """Return the configuration with what its run decided when it began, where it has begun: a resumed run keeps that.
+
+    What the file names now stays, so that the checks of a resume see a change. On another number of ranks than before
+    the work is shared by the first technique that can.
 
     Raises:
         UserError: the run.yaml there cannot be read.
@@ -236,10 +244,19 @@ def as_begun(config: Config, ranks: int) -> Config:
         return config
     before = parse_config(began.read_text("utf-8"), str(began), own=True)
     changes: dict[str, Any] = {}
-    if config.unplanned:
-        changes |= {"with": before.with_, "method": before.method}
-    micro = before.batch.micro_tokens
-    if config.batch.micro_tokens is None and isinstance(micro, int) and config.batch.tokens % (micro * ranks) == 0:
+    if config.unplanned and config.method in (None, "auto", before.method):
+        named = config.method if config.method in METHODS else None
+        if (named is None and "with_" not in config.model_fields_set) or config.method == "auto":
+            named = before.method
+        with_ = {**before.with_, **config.with_}
+        dividing = {c.name for c in ALL if c.claims & RANK_PARTS and c.name in with_ and c.name not in config.with_}
+        if ranks == 1:
+            with_ = {name: options for name, options in with_.items() if name not in dividing}
+        elif not any(Part.DATA in c.claims for c in ALL if c.name in with_):
+            with_ |= {next(c.name for c in ALL if Part.DATA in c.claims): {}}
+        changes |= {"with": with_, "method": named}
+    micro, b = before.batch.micro_tokens, config.batch
+    if b.micro_tokens is None and isinstance(micro, int) and micro % b.seq == b.tokens % (micro * ranks) == 0:
         changes["batch.micro_tokens"] = micro
     return changed(config, changes)
 
@@ -271,6 +288,7 @@ def problem_of(
     rows = micro // seq if fixed and isinstance(micro, int) else None
     found = calibration.for_device(env.device)
     read = ModelShape.read if native_obstacle(checked.hf) is None else stand_in
+    read(checked.hf)  # raises what no set could mend
     return Problem(checked.hf, env, lengths.padding, found, rows, read)
 
 
@@ -317,26 +335,30 @@ def _choose_set(
     Raises:
         NeedsError: nothing fits.
     """
+    instantiate(classes, config.with_)  # refuses unknown names and options
     automatic = config.method == "auto"
     tried = tuple(METHODS) if automatic else (config.method or "full",)
     least: Short | None = None
     refused: NeedsError | None = None
+    able: list[str] = []  # those that go with the techniques of the file
     for method in tried:
         try:
             of = with_method(changed(config, {"method": method}))
+        except ConfigError:  # the file names techniques of another method
+            if not automatic:
+                raise
+            continue
+        able.append(method)
+        try:
             problem = problem_of(of, classes, ranks, device)
             result = search_sets(problem, classes, of.with_, keep_maths=True, whole=False, here=here, keep=of.with_)
         except NeedsError as error:  # the model has no such method
             refused = refused or error
             continue
-        except ConfigError:  # the file names techniques of another method
-            if not automatic:
-                raise
-            continue
         least = result.least
         if result.settings:
             setting = result.settings[0]
-            reasons = [Reason("method", f"{method}, the first of {', '.join(tried)} that fits")] if automatic else []
+            reasons = [Reason("method", f"{method}, the first that fits of {', '.join(able)}")] if automatic else []
             added = {name: options for name, options in setting.with_.items() if name not in of.with_}
             of_sets = f"the fastest of {result.tried} sets that keep the maths"
             reasons.append(Reason("techniques", f"{techniques_text(added) or 'none'}: {of_sets}"))
@@ -344,7 +366,10 @@ def _choose_set(
             return chosen, [*reasons, *_size_reasons(config, setting, problem)]
     if refused is not None and least is None:
         raise refused
-    asked = f"a run of {config.method or 'all weights'} on {problem.env.device.name}, with the maths of its precision"
+    if least is None and isinstance(config.batch.micro_tokens, int):
+        rows_of_batch(config, ranks)
+    what = "any method" if automatic else config.method or "all weights"
+    asked = f"a run of {what} on {problem.env.device.name}, with the maths of its precision"
     needs = "" if least is None else f"; the smallest needs {least.text()}"
     raise NothingFits(asked, f"no set of techniques fits{needs}", _what_fits(config, classes, ranks, device, here))
 
@@ -381,18 +406,17 @@ def _choose_size(
         sized = changed(config, {"batch.micro_tokens": result.micro_rows * config.batch.seq})
         return sized, [*_size_reasons(config, result, problem)]
     each = math.prod(n for axis, n in mesh_axes(techniques, ranks).items() if axis in SAME_ROWS)
-    refused: UserError | None = None
+    refused: list[NeedsError] = []
     for rows in micro_batch_rows(max(1, problem.env.rows // max(1, ranks // each))):
         sized = changed(config, {"batch.micro_tokens": rows * config.batch.seq})
         try:
             _checked(sized, classes, ranks, device)
         except NeedsError as error:  # some techniques need a step of one micro-batch
-            refused = error
+            refused.append(error)
             continue
         needs = "" if result is None else f": by the plan none fits, {result.text()} are needed"
         return sized, [Reason("micro-batch", f"{_rows_text(rows, config.batch.seq)}{needs}")]
-    assert refused is not None
-    raise refused
+    raise max(refused, key=lambda error: sum(str(error) == str(other) for other in refused))  # whatever the size
 
 
 def _size_reasons(config: Config, setting: Candidate, problem: Problem) -> Iterator[Reason]:

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from optrush import technique
 from optrush.hardware import NAMED
@@ -229,28 +227,6 @@ def test_whole_scores_that_leave_the_heap_at_once(T, times):
     )
     assert cpu["working.scores.forward.held"] == times * gpu["working.scores.forward.held"]
     assert cpu["saved.gate_up"] == pytest.approx(1.4 * gpu["saved.gate_up"])
-
-
-# --- the micro-batch
-
-
-SETS = [
-    {},
-    {"amp": {}, "attention": {}},
-    {"bf16": {}, "attention": {}, "compile": {}, "fused-loss": {}},
-    {"bf16": {}, "attention": {}, "compile": {}, "fused-loss": {"chunk": 8192}, "recompute": {}},
-]
-
-
-@settings(max_examples=40)
-@given(st.sampled_from(SETS), st.integers(25, 400), st.sampled_from([1, 4]), st.sampled_from([512, 2048]))
-def test_the_largest_micro_batch_is_solved(with_, room, accumulation, unit):
-    book = booked(with_, accumulation=accumulation)
-    tokens = ledger.largest(book, room * GIB, unit)
-    assert tokens % unit == 0
-    if tokens:
-        assert peak_memory(book, tokens).bytes <= room * GIB + 100
-    assert peak_memory(book, tokens + unit).bytes > room * GIB - 100
 
 
 @pytest.mark.parametrize("cls", ALL, ids=lambda c: c.name)

@@ -25,7 +25,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Queue
 from typing import Any, Generic, TypeVar
 
 from optrush import errors
@@ -39,6 +39,7 @@ Work = Callable[[Item, Beat], Result]
 Lost = Callable[[Item, str], Exception]  # the error of an item that a worker was at, from what became of the worker
 
 AHEAD = 2  # items of each worker
+SENT_S = 0.2  # that a worker waits at most for its last result to be taken
 QUIET_S = 600.0  # after which a worker that says nothing is killed
 POLL_S = 1.0
 LEFT_TO_PARENT = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -153,7 +154,7 @@ class Pool(Generic[Item, Result]):
 
     def _receive(self) -> bool:
         """Take what workers say within POLL_S; return whether one said anything."""
-        busy = {worker.pipe: worker for worker in self.workers if worker.numbers}
+        busy, begun = {worker.pipe: worker for worker in self.workers if worker.numbers}, time.monotonic()
         ready = [busy[pipe] for pipe in wait(list(busy), POLL_S) if isinstance(pipe, Connection)]
         for worker in ready:
             worker.quiet_s = 0.0
@@ -167,8 +168,9 @@ class Pool(Generic[Item, Result]):
             else:
                 number = worker.numbers.popleft()
                 self._done[number] = value if kind == "done" else self._lost(self._items[number], value)
-        for worker in () if ready else busy.values():
-            worker.quiet_s += POLL_S
+        waited = time.monotonic() - begun  # not what whoever takes the results does in between
+        for worker in (w for w in busy.values() if w not in ready):
+            worker.quiet_s += waited
             if worker.quiet_s >= self._limit_s:
                 os.kill(worker.pid, signal.SIGKILL)
                 _reaped(worker)
@@ -259,12 +261,13 @@ def _leave_signals(parent: int) -> None:
 
 def _serve(pipe: Connection, work: Work[Item, Result]) -> None:
     """Do what comes until the pipe ends. A thread sends results, so that the work goes on while none is taken."""
-    waiting: SimpleQueue[memoryview] = SimpleQueue()
+    waiting: Queue[memoryview] = Queue()
 
     def send() -> None:
         with suppress(OSError):
             while True:
                 pipe.send_bytes(waiting.get())
+                waiting.task_done()
 
     def beat(rows: int) -> None:
         waiting.put(ForkingPickler.dumps(("beat", rows)))
@@ -275,6 +278,8 @@ def _serve(pipe: Connection, work: Work[Item, Result]) -> None:
             item = pipe.recv()
         except (EOFError, OSError):
             os._exit(0)
+        with waiting.all_tasks_done:  # a result that is still here when the next item kills this process is lost, too
+            waiting.all_tasks_done.wait_for(lambda: not waiting.unfinished_tasks, SENT_S)
         try:
             message: tuple[str, object] = "done", work(item, beat)
         except (UserError, RunError) as error:

@@ -440,25 +440,6 @@ def most_bytes(ledger: Ledger, tokens: float) -> float:
     return max(_bytes(ledger, tokens, phase) for phase in PHASES)
 
 
-def largest(ledger: Ledger, room: float, unit: int) -> int:
-    """Return the tokens of the largest micro-batch, a multiple of `unit`, whose peak is at most `room` bytes; else 0.
-
-    In each phase the bytes are linear in the tokens, with a bend where a chunk is full, so that this is solved exactly.
-    """
-    bends = sorted({line.bend for line in ledger.lines if line.most_tokens < math.inf})
-    tokens = min(_solved(ledger, room, phase, [0.0, *bends]) for phase in PHASES)
-    return int(tokens // unit) * unit
-
-
-def _solved(ledger: Ledger, room: float, phase: str, bends: list[float]) -> float:
-    if _bytes(ledger, 0.0, phase) > room:
-        return 0.0
-    start = max(b for b in bends if _bytes(ledger, b, phase) <= room)
-    end = min((b for b in bends if b > start), default=1e15)
-    here = _bytes(ledger, start, phase)
-    return min(end, start + (room - here) / max(_bytes(ledger, start + 1, phase) - here, 1e-9))
-
-
 def _bytes(ledger: Ledger, tokens: float, phase: str) -> float:
     once, each, chunks = ledger.forms[phase]
     held = sum([size * min(tokens, most) for most, size in chunks.items()]) if chunks else 0

@@ -447,7 +447,8 @@ class Evaluations:
         one = self.problem.env
         with suppress(NeedsError):
             one = ledger.replaced(one, axes=mesh_axes(members, one.ranks))
-        if one.rows % one.data_ranks:  # without an axis that the run has, more ranks read rows of their own
+        # Without an axis that the run has, more ranks read rows of their own.
+        if one.rows % one.data_ranks or (one.rows // one.data_ranks) % (self.problem.micro_rows or 1):
             return None
         for micro_rows in dict.fromkeys(
             (one.micro_rows, one.rows // one.data_ranks)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import glob
+import itertools
 import math
 import os
 import shlex
@@ -246,6 +247,9 @@ def claim_output(request: RunRequest, trainer: Trainer, plan: RunPlan, manifest:
     run_dir.cut_back(output / "metrics.jsonl", -1 if manifest is None else plan.done)
     files.open_to_append(output / "metrics.jsonl").close()
     reasons = "".join(f"# {line}\n" for line in request.resolved.lines())
+    if not reasons and manifest is not None and (output / "run.yaml").is_file():  # decided when it began
+        before = (output / "run.yaml").read_text("utf-8").splitlines(keepends=True)
+        reasons = "".join(itertools.takewhile(lambda line: line.startswith("#"), before))
     files.write_whole(output / "run.yaml", reasons + dump_config(absolute(config)))
     run_dir.write_data_record(output, config, trainer.fingerprints["data"])
     if manifest is None or trainer.stream.tokenized:  # a stream does not read earlier bad rows again
