@@ -98,8 +98,9 @@ def test_one_worker_is_this_process():
 
 
 INTERRUPTED = """
-import sys, time
+import signal, time
 from optrush.data.pool import Pool, forked
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background commands ignore it
 with Pool(forked(lambda: lambda n, _: time.sleep(600), 2), range(9), None) as results:
     print(*[worker.pid for worker in results.workers], flush=True)
     next(results)
