@@ -28,12 +28,12 @@ ONE_SUBJECT = {
 # Lines a folder may have; "top" are the files directly in src/optrush. What is raised is raised in a commit of its own
 # that says what the lines buy; what shrinks is lowered with it.
 LINES = {
-    "data": 7830,
+    "data": 7840,
     "trainer": 6280,
     "models": 5720,
     "techniques": 5290,
     "kernels": 4620,
-    "top": 5570,
+    "top": 5590,
     "cli": 4040,
     "planner": 4090,
     "benchmark": 3480,
