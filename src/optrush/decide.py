@@ -222,7 +222,7 @@ def without_adapters(config: Config, classes: Sequence[type[Technique]] = ALL) -
     """Return the configuration for a trained and exported model, whose weights include its adapters.
 
     Returns:
-        It without the techniques that claim or want TRAINED, which would add adapters and quantise again; their names.
+        It without the techniques that claim or need TRAINED, which would add adapters and quantise again; their names.
     """
     config = spelled_out(config)
     gone = [c.name for c in classes if Part.TRAINED in c.claims | c.wants and c.name in config.with_]
@@ -233,7 +233,7 @@ def without_adapters(config: Config, classes: Sequence[type[Technique]] = ALL) -
 def as_begun(config: Config, ranks: int) -> Config:
     """Return the configuration with what its run decided when it began, where it has begun: a resumed run keeps that.
 
-    What the file names now stays, so that the checks of a resume see a change. On another number of ranks than before
+    What the file names now stays, so that the checks of a resume find a change. On another number of ranks than before
     the work is shared by the first technique that can.
 
     Raises:

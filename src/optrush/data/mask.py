@@ -379,7 +379,7 @@ class Masker:
         return spans
 
     def check_steady(self) -> None:
-        """Raises DataError where later turns change how the template writes one of these: other text would be asked."""
+        """Raises DataError where later turns change how the template writes one of these: a prompt would differ."""
         for i in self._turns:
             if i + 1 < len(self._chat.messages) and (changed := self._changes(i)):
                 alone, here = (visible(text)[:SHOWN_chars] for text in changed)

@@ -34,13 +34,13 @@ from optrush.launch import die_with_parent
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-Beat = Callable[[int], None]  # tells the pool that a worker is at work, with a number of rows done since the last time
+Beat = Callable[[int], None]  # reports that a worker is at work, with the number of rows done since the last report
 Work = Callable[[Item, Beat], Result]
 Lost = Callable[[Item, str], Exception]  # the error of an item that a worker was at, from what became of the worker
 
 AHEAD = 2  # items of each worker
 SENT_S = 0.2  # that a worker waits at most for its last result to be taken
-QUIET_S = 600.0  # after which a worker that says nothing is killed
+QUIET_S = 600.0  # without a message, after which a worker is killed
 POLL_S = 1.0
 LEFT_TO_PARENT = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # The interpreter of a worker must not find torch: importing it takes longer and more memory than what workers do.
@@ -70,7 +70,7 @@ def map_ahead(
 
     Raises:
         UserError, RunError: those of `work`, where the item's turn comes.
-        Exception: `lost(item, what happened)`, of a worker that died, failed or said nothing for QUIET_S.
+        Exception: `lost(item, what happened)`, of a worker that died, failed or sent nothing for QUIET_S.
     """
     if count <= 1:
         for item in items:
@@ -87,7 +87,7 @@ class Worker:
     pid: int
     pipe: Connection
     numbers: deque[int] = field(default_factory=deque)
-    quiet_s: float = 0.0  # that this process has waited since it last said something
+    quiet_s: float = 0.0  # that this process has waited since the worker's last message
 
 
 class Pool(Generic[Item, Result]):
@@ -153,7 +153,7 @@ class Pool(Generic[Item, Result]):
                 worker.pipe.send(item)
 
     def _receive(self) -> bool:
-        """Take what workers say within POLL_S; return whether one said anything."""
+        """Take the messages of workers within POLL_S; return whether any came."""
         busy, begun = {worker.pipe: worker for worker in self.workers if worker.numbers}, time.monotonic()
         ready = [busy[pipe] for pipe in wait(list(busy), POLL_S) if isinstance(pipe, Connection)]
         for worker in ready:
@@ -168,7 +168,7 @@ class Pool(Generic[Item, Result]):
             else:
                 number = worker.numbers.popleft()
                 self._done[number] = value if kind == "done" else self._lost(self._items[number], value)
-        waited = time.monotonic() - begun  # not what whoever takes the results does in between
+        waited = time.monotonic() - begun  # without the time that the caller spends between two results
         for worker in (w for w in busy.values() if w not in ready):
             worker.quiet_s += waited
             if worker.quiet_s >= self._limit_s:

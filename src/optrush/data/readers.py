@@ -755,7 +755,7 @@ def _digests(files: Iterable[Path], cache: Path | None) -> list[str]:
     return found
 
 
-# --- What a run has read, so that a resumed run can say what changed.
+# --- What a run has read, so that a resumed run can report what changed.
 
 
 def record_files(paths: Iterable[str], cache: Path | None) -> list[dict[str, Any]]:

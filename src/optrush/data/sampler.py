@@ -153,7 +153,7 @@ def _pinned(item: Item, pinned: bool) -> Item:
 
 @contextmanager
 def reading(batches: Iterator[Item]) -> Iterator[None]:
-    """End all workers after the block, whoever still holds the batches that they make."""
+    """End all workers after the block, even if a caller still holds their batches."""
     try:
         yield
     finally:

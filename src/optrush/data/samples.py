@@ -198,7 +198,7 @@ class Dataset:
     row: np.ndarray  # (N,) int64
     first: np.ndarray | None  # (N,) int64: tokens of a pair's first document
     counts: Counts
-    identity: tuple[object, ...]  # what, beside the shards, determines the samples
+    identity: tuple[object, ...]  # what, besides the shards, determines the samples
     spans: tuple[tuple[int, float], ...]
     tokenized = True
 
