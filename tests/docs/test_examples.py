@@ -57,6 +57,7 @@ def test_the_index_lists_them() -> None:
         assert f"[{file.name}]({file.name})" in index
 
 
+@pytest.mark.slow
 def test_the_notebook_runs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "write_run", lambda *_: None)  # a second of charts, which have tests of their own
     cells = json.loads((EXAMPLES / "first_run.ipynb").read_text("utf-8"))["cells"]

@@ -75,6 +75,7 @@ def test_every_chapter_has_blocks() -> None:
         assert (GUIDE / f"{page.stem}.png").is_file() or page.name == "README.md"
 
 
+@pytest.mark.slow
 def test_every_block_runs(tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run, "write_run", lambda *_: None)  # a second of charts each; they have tests of their own

@@ -61,6 +61,7 @@ def agrees(name: str, lines: list[dict[str, Any]]) -> None:
             assert off < CLOSE, f"{key} of step {step}: {line[key]}, golden {want}, {off:.1e} apart"
 
 
+@pytest.mark.slow
 def test_the_script_still_writes_this(tmp_path):
     for name, made in make_golden.make(tmp_path).items():
         for key, values in made.items():

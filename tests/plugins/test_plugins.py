@@ -89,6 +89,7 @@ def written(folder: Path) -> list[list[str]]:
     return [shlex.split(line) for line in commands.splitlines()]
 
 
+@pytest.mark.slow
 def test_the_page_leads_from_nothing_to_a_ladder(tmp_path: Path) -> None:
     commands = written(tmp_path)
     assert commands[0] == ["python", "-m", "pip", "install", "-e", "."]

@@ -150,6 +150,7 @@ def test_with_adapters_embedding_and_norms_learn(box):
     assert whole <= moved and all(name in whole or ".adapter." in name for name in moved)
 
 
+@pytest.mark.slow
 def test_held_out_loss_over_seeds(box):
     """In two groups a row: in four it is 0.15 nats behind after these 40 steps."""
     off = worse(box, longlora={"group": T // 2})

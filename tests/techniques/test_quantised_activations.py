@@ -197,6 +197,7 @@ def test_evaluation_saves_nothing(box, small):
         job.loss(batch)
 
 
+@pytest.mark.slow
 def test_held_out_loss_over_seeds(box, small):
     off = worse(box, quantised_activations={})
     assert sum(off) / len(off) < MARGIN and max(off) < 2 * MARGIN
