@@ -31,18 +31,18 @@ LINES = {
     "data": 7840,
     "trainer": 6280,
     "models": 5720,
-    "techniques": 5290,
+    "techniques": 5310,
     "kernels": 4620,
-    "top": 5590,
+    "top": 5600,
     "cli": 4040,
-    "planner": 4090,
+    "planner": 4160,
     "benchmark": 3480,
     "peft": 1760,
     "report": 1700,
     "optim": 820,
     "objectives": 430,
 }
-MOST_FILES = 210
+MOST_FILES = 211
 MOST_MODULES_IN_PACKAGE = 15  # directly in src/optrush, without __init__ and __main__
 MOST_SHARED_NAMES = 40  # public functions and classes whose name two modules or more define
 
