@@ -17,7 +17,7 @@ demo: $(VENV)/.base
 	$(BIN)/optrush plan examples/demo.yaml
 	$(BIN)/optrush train examples/demo.yaml
 	rm -rf demo/ladder
-	-$(BIN)/optrush bench examples/demo.yaml --ladder examples/demo-ladder.yaml --cumulative-only --out demo/ladder
+	-$(BIN)/optrush bench examples/demo.yaml --ladder benchmarks/demo-ladder.yaml --cumulative-only --out demo/ladder
 	@$(BIN)/python examples/demo.py demo --closing $(VENV)
 
 check: $(VENV)/.dev  # within a minute: linters, types, the source tree's rules, tests of what differs from main

@@ -31,7 +31,7 @@ from optrush.config import (
     parse_config,
     refuse_secrets,
 )
-from optrush.data.length_estimate import estimate_fill
+from optrush.data.length_estimate import estimate_fill, run_tokens
 from optrush.errors import ConfigError, NeedsError, UserError
 from optrush.hardware import GIB, Device
 from optrush.launch import launched
@@ -289,7 +289,7 @@ def problem_of(
     found = calibration.for_device(env.device)
     read = ModelShape.read if native_obstacle(checked.hf) is None else stand_in
     read(checked.hf)  # raises what no set could mend
-    return Problem(checked.hf, env, lengths.padding, found, rows, read)
+    return Problem(checked.hf, env, lengths.padding, found, rows, read, run_tokens(config))
 
 
 def stand_in(hf: HF) -> ModelShape:

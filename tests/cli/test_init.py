@@ -269,10 +269,8 @@ def test_preferences_of_llama_factory(call: Call, here: Path) -> None:
     ("machine", "chosen"),
     [
         ("cpu", {"fused-adamw": {}, "attention": {}, "packing": {}}),
-        ("t4", {"amp": {"dtype": "fp16"}, "fused-adamw": {}, "attention": {}, "fused-kernels": {}, "compile": {},
-                "packing": {}}),
-        ("h100", {"amp": {}, "fused-adamw": {}, "attention": {"impl": "fa4"}, "fused-kernels": {"mlp": "quack"},
-                  "compile": {}, "packing": {}}),
+        ("t4", {"amp": {"dtype": "fp16"}, "fused-adamw": {}, "attention": {}, "fused-kernels": {}, "packing": {}}),
+        ("h100", {"amp": {}, "fused-adamw": {}, "attention": {"impl": "varlen"}, "fused-kernels": {}, "packing": {}}),
     ],
 )  # fmt: skip
 def test_techniques_suit_the_machine(machine: str, chosen: dict[str, object], call: Call) -> None:
@@ -322,9 +320,10 @@ def test_what_cannot_run_here_is_left_out(call: Call, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(hardware, "probe", lambda: [hardware.NAMED["h200"]])
     monkeypatch.setattr(setup, "library", lambda name: None)
-    assert call("init", *SAMPLE).code == 0
+    long = ("--model", "shape:llama-3.2-1b", "--data", "random:100000", "--yes")
+    assert call("init", *long).code == 0
     assert "compile" not in written().with_ and "amp" in written().with_
-    assert call("init", *SAMPLE, "--hardware", "h200", "--force").code == 0
+    assert call("init", *long, "--hardware", "h200", "--force").code == 0
     assert "compile" in written().with_
 
 

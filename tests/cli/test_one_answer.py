@@ -97,7 +97,7 @@ def configured(case: Case, here: Path) -> dict[str, Any]:
     more = dict(case.more)
     micro = {"micro_tokens": more.pop("micro_tokens")} if "micro_tokens" in more else {}
     return {
-        "model": model, "objective": "pretrain", "data": {"random": 256}, "train": {"steps": 4}, "output": "out",
+        "model": model, "objective": "pretrain", "data": {"random": 256}, "train": {"steps": 4000}, "output": "out",
         "batch": {"seq": case.seq, "tokens": 16 * case.seq, **micro}, **more,
     }  # fmt: skip
 
@@ -150,7 +150,7 @@ def test_every_verb_gives_the_same_answer(
         assert began.code == 0, began.err
         written = yaml.safe_load((here / "new.yaml").read_text())
         again = {**run, "batch": {k: v for k, v in written["batch"].items() if k != "micro_tokens"}, "method": method}
-        again["optim"] = {"clip": written["optim"]["clip"]}
+        again["optim"], again["train"] = {"clip": written["optim"]["clip"]}, written["train"]
         (here / "run.yaml").write_text(yaml.safe_dump(again))
         with_, micro = answer(call("train", "run.yaml", "--dry-run", "--json", *ranks))
         assert ({n: o or {} for n, o in written["with"].items()}, written["batch"]["micro_tokens"]) == (with_, micro)

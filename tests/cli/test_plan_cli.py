@@ -60,9 +60,10 @@ def test_how_long_a_run_takes_as_it_is_written(call: Call, tmp_path: Path) -> No
     for given, said in (([], "; this data: about "), (["--set", "train.steps=30"], "; this data: 30 steps, ")):
         first, *lines = call("plan", str(path), "--hardware", "h200", *given).out.splitlines()
         (configured,) = (line for line in lines if line.startswith("as configured: "))
-        assert all(said in line and " steps, " in line and "USD" in line for line in (first, configured))
+        assert all(said in line and " + start " in line and "USD" in line for line in (first, configured))
     document = json.loads(call("plan", str(path), "--hardware", "h200", *given, "--json").out)
-    assert document["steps"] == 30 and document["hours"] * 3600 == pytest.approx(30 * document["step_s"])
+    assert document["steps"] == 30 and document["steps_s"] == pytest.approx(30 * document["step_s"])
+    assert document["hours"] * 3600 == pytest.approx(sum(document[part] for part in ("start_s", "steps_s", "end_s")))
     assert document["usd"] > 0
 
 

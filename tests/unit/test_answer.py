@@ -62,7 +62,7 @@ def test_question(q: dict[str, Any]) -> None:
     if best is not None and best.setting is not None:
         low, high = q["gib"]
         assert low <= best.setting.prediction.peak_bytes / 2**30 <= high
-        assert best.setting.speed > 0 and best.seconds and best.steps
+        assert best.setting.speed > 0 and best.time.seconds and best.time.steps
         assert "fsdp" in best.setting.with_ or not q.get("sharded")
         assert best.mesh.startswith(f"mesh {q['mesh']}" if "mesh" in q else "mesh" * (ranks > 1)), best
         again = search.predict(with_setting(spelled_out(asked(q)), best.setting), q["hardware"])
@@ -161,8 +161,8 @@ def test_a_cpu_starts_the_operators_of_each_micro_batch_itself() -> None:
 
 def test_how_long_it_takes() -> None:
     found = answer.answer(run("llama-3.2-1b", train={"epochs": 2}, **{"with": {}}), "h100").best
-    assert found is not None and found.setting is not None and found.steps == 2 * 2048 / 16
-    assert found.seconds == pytest.approx(2 * 2048 * 2048 / found.setting.speed)
+    assert found is not None and found.setting is not None and found.time.steps == 2 * 2048 / 16
+    assert found.time.steps_s == pytest.approx(2 * 2048 * 2048 / found.setting.prediction.tokens_per_s)
 
 
 def test_the_largest_batch_is_the_last_that_fits() -> None:

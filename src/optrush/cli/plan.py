@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from optrush.decide import Decided
     from optrush.planner.answer import Answer, Way
     from optrush.planner.calibration import Calibration
+    from optrush.planner.run_time import RunTime
     from optrush.planner.sets import Candidate, Prediction
 
 BAR = 24  # characters of the longest bar
@@ -148,21 +149,19 @@ def _document(
     hardware: str, price: float | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Build the document of --json: the prediction's fields, null where it was refused, and the answer."""
-    from optrush.planner.answer import duration
+    from optrush.planner.run_time import RunTime, run_time
     from optrush.planner.sets import Prediction
 
     names = [f.name for f in dataclasses.fields(Prediction)]
     own = dict.fromkeys(names) if prediction is None else dataclasses.asdict(prediction)
-    steps, seconds = (None, None) if prediction is None else duration(config, prediction, answer.tokens)
+    time = RunTime(None) if prediction is None else run_time(config, prediction, answer.tokens)
     best = answer.best
     settings = answer.found.settings or ((best.setting,) if best is not None and best.setting is not None else ())
     return {
         **own,
         "decided": None if decided is None else decided.facts(),
         "fits": prediction is not None and prediction.fits,
-        "steps": steps,
-        "hours": None if seconds is None else seconds / 3600,
-        "usd": _usd(seconds, hardware, price),
+        **_time_document(time, hardware, price),
         "refused": None if refused is None else {"asked": refused.asked, "found": refused.found, "do": refused.do},
         "alternatives": [
             {"with": {k: dict(v) for k, v in s.with_.items()}, "micro_rows": s.micro_rows}
@@ -195,10 +194,13 @@ def _way_document(way: Way, hardware: str, price: float | None) -> dict[str, Any
         "host_bytes": s.prediction.host_bytes,
         "tokens_per_s": s.prediction.tokens_per_s,
         "quality": list(way.quality),
-        "steps": way.steps,
-        "hours": None if way.seconds is None else way.seconds / 3600,
-        "usd": _usd(way.seconds, hardware, price),
+        **_time_document(way.time, hardware, price),
     }
+
+
+def _time_document(time: RunTime, hardware: str, price: float | None) -> dict[str, Any]:
+    hours = None if time.seconds is None else time.seconds / 3600
+    return {**dataclasses.asdict(time), "hours": hours, "usd": _usd(time.seconds, hardware, price)}
 
 
 def _usd(seconds: float | None, name: str, price: float | None) -> float | None:
@@ -216,7 +218,7 @@ def _text(
     answer: Answer, price: float | None, details: bool,
 ) -> list[str]:  # fmt: skip
     """Format the answer, its methods and better settings; with `details` memory as bars, work and other models."""
-    from optrush.planner.answer import duration
+    from optrush.planner.run_time import run_time
 
     lines = [*_answer_lines(config, hardware, answer, price), ""]
     if refused is not None and _lacking_all(config, answer):
@@ -227,7 +229,7 @@ def _text(
             lines += [*memory_lines(prediction), "", *work_lines(prediction)]
     elif prediction is not None:
         fits = "fits" if prediction.fits else "does NOT fit"
-        time = _time(config, *duration(config, prediction, answer.tokens), hardware, price)
+        time = _time(config, run_time(config, prediction, answer.tokens), hardware, price)
         size = f"{prediction.peak_bytes / GIB:.2f} GiB{_on_host(prediction)}"
         lines.append(f"as configured: {size}, {fits}; {_speed(prediction)}{time}")
         lines += [] if decided is None else decided.lines()
@@ -265,7 +267,7 @@ def _answer_lines(config: Config, hardware: str, answer: Answer, price: float | 
     p = best.setting.prediction
     most = "" if p.room_bytes is None else f" of {p.room_bytes / GIB:.1f}"
     mesh = f"{best.mesh}, " if best.mesh else ""
-    time = _time(config, best.steps, best.seconds, hardware, price)
+    time = _time(config, best.time, hardware, price)
     lacking = _without(config, best.setting)
     size = f"{p.peak_bytes / GIB:.1f}{most} GiB{_on_host(p)}"
     lines = [f"fits on {on}: {best.method}, {mesh}{size}, {_speed(p)}{time}{lacking}"]
@@ -313,15 +315,17 @@ def _without(config: Config, setting: Candidate) -> str:
     return f"; without {', '.join(lacking)}, which the configuration names" if lacking else ""
 
 
-def _time(config: Config, steps: float | None, seconds: float | None, hardware: str, price: float | None) -> str:
+def _time(config: Config, time: RunTime, hardware: str, price: float | None) -> str:
     """Format how long a run takes and what it costs; steps by an estimate of its tokens are "about" so many."""
-    if steps is None or seconds is None:
+    from optrush.console import duration
+
+    if time.steps is None or time.start_s is None or time.steps_s is None or time.end_s is None:
         return ""
     about = "" if config.train.steps is not None else "about "
-    hours = seconds / 3600
-    time = f"{hours:,.1f} h" if hours >= 1 else f"{seconds / 60:,.1f} min"
-    usd = _usd(seconds, hardware, price)
-    return f"; this data: {about}{steps:,.0f} steps, {time}" + ("" if usd is None else f", {usd:,.2f} USD")
+    start, steps, end = map(duration, (time.start_s, time.steps_s, time.end_s))
+    usd = _usd(time.seconds, hardware, price)
+    text = f"; this data: {about}{time.steps:,.0f} steps, {steps} + start {start} + end {end}"
+    return text + ("" if usd is None else f", {usd:,.2f} USD")
 
 
 def _other_lines(config: Config, hardware: str, answer: Answer) -> list[str]:

@@ -500,11 +500,11 @@ def open_tokenizer(folder: Path) -> Any:
     Raises:
         NeedsError: there is none, a package that reads it is missing, or config.json beside it is not read.
     """
-    from transformers import AutoTokenizer
-
     asked = f"the tokenizer of {folder}"
     try:
         with transformers_silenced():
+            from transformers import AutoTokenizer
+
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of its files: what is wrong in them decides the class of the exception
         if (wrong := _config_error(folder)) is not None:

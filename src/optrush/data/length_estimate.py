@@ -84,6 +84,14 @@ def estimate_tokens(config: Config) -> float | None:
     return rows * (1 - held_out) * mean
 
 
+def run_tokens(config: Config) -> float | None:
+    """Estimate the tokens of the whole run; None: not known."""
+    if config.train.steps is not None:
+        return float(config.train.steps) * config.batch.tokens
+    epoch = estimate_tokens(config)
+    return None if epoch is None else config.train.epochs * epoch
+
+
 def _rows(data: Data) -> float | None:
     """Count the rows of JSON Lines by their line ends; None: files of another kind, or too many of them."""
     rows, left = 0.0, MOST_BYTES

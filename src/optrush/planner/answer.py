@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,8 @@ from optrush.models.text_part import text_config
 from optrush.planner import search
 from optrush.planner.cost import TIGHT
 from optrush.planner.ledger import Short
-from optrush.planner.sets import Candidate, Prediction, SearchResult
+from optrush.planner.run_time import UNKNOWN, RunTime, run_time
+from optrush.planner.sets import Candidate, SearchResult
 from optrush.technique import RANK_PARTS, Environment, Part, Technique, instantiate, mesh_text
 from optrush.techniques import ALL
 
@@ -47,8 +47,7 @@ class Way:
     quality: tuple[str, ...]  # what it costs, as sentences of a few words
     setting: Candidate | None  # None: none fits
     least: Short | None  # where none fits
-    steps: float | None = None  # of the whole run; None: the data's size is not known
-    seconds: float | None = None
+    time: RunTime = UNKNOWN
     mesh: str = ""  # the ranks' axes, and the techniques that divide the run over them
     refused: str = ""  # why the model has no such method; empty: it has
 
@@ -175,7 +174,7 @@ def _way(
     dividing = {t.name: setting.with_[t.name] for t in chosen if t.claims & RANK_PARTS}
     owners = dataclasses.replace(setting, with_=dividing).title
     mesh = f"mesh {mesh_text(setting.prediction.mesh)} ({owners})" if dividing else ""
-    return Way(method, quality, setting, None, *duration(config, setting.prediction, tokens), mesh)
+    return Way(method, quality, setting, None, run_time(config, setting.prediction, tokens), mesh)
 
 
 def _ranked(ways: Sequence[Way]) -> list[Way]:
@@ -184,16 +183,6 @@ def _ranked(ways: Sequence[Way]) -> list[Way]:
     fastest = max((w.setting.speed for w in fitting if w.setting), default=0.0)
     quick = [w for w in fitting if w.setting and w.setting.speed * SLOWER >= fastest and not w.tight]
     return [*quick, *(w for w in fitting if w not in quick), *(w for w in ways if w.setting is None)]
-
-
-def duration(config: Config, p: Prediction, tokens: float | None) -> tuple[float | None, float | None]:
-    """Return steps and seconds of a run over data of so many tokens; None: not known."""
-    if p.step_s is None or not p.tokens_per_s:
-        return (None if config.train.steps is None else float(config.train.steps)), None
-    steps: float | None = config.train.steps
-    if steps is None and tokens is not None:
-        steps = math.ceil(config.train.epochs * tokens / (p.step_s * p.tokens_per_s))
-    return steps, None if steps is None else steps * p.step_s
 
 
 # --- if nothing fits: the smallest change after which something does
@@ -390,8 +379,8 @@ def _cheapest(config: Config, name: str, classes: Sequence[type[Technique]]) -> 
         raise _nothing("cheapest", "any one card of the table")
     cost, card, way = min(costs, key=lambda c: c[0])
     text = f"{card}: {way.method}, {_fact(way)}, about {cost:,.0f} USD a billion tokens"
-    if way.seconds is not None:
-        text += f", {way.seconds / 3600 * hardware.PRICES_USD_H[card]:,.2f} USD for this run"
+    if way.time.seconds is not None:
+        text += f", {way.time.seconds / 3600 * hardware.PRICES_USD_H[card]:,.2f} USD for this run"
     return text, _values(way) | {"hardware": card, "usd_a_billion_tokens": cost}
 
 

@@ -23,6 +23,9 @@ from optrush.planner.optimizer import MOMENTS, MOVED
 from optrush.technique import Environment, Part, Teacher, Technique
 
 DELTA_CHUNK = 64  # tokens a chunk (models/delta_rule.py)
+# Times that an operator takes the host in a block that is not compiled, with autograd, of what a launch takes: what
+# h200-single-gpu allows. SmolLM2-135M in bf16 was slower, 85,000 tokens/s on a shared host (planned 125,000).
+AUTOGRAD = 1.8
 CUBLAS_BYTES = 100e6  # workspaces that torch gives cuBLAS on a GPU, and batches; measured on an H200
 # On a CPU the resident set is counted: the process with Python, torch and a tokenizer, and the C library's heap, which
 # keeps more than is in use. The factors were fitted to a small model's ladder (Linux, torch 2.13); whole scores, which
@@ -69,7 +72,7 @@ def entries(shape: ModelShape, T: int, *, native: bool, cuda: bool, padding: flo
     lines = [*_parameters(shape), *_block(shape, T, native, cuda), *_head(shape), *_rest(shape, cuda)]
     if not cuda:
         lines = [dataclasses.replace(e, values=e.values * _heap(e, shape, T), side="") for e in lines]
-    return (*lines, *_work(shape, T, native, padding))
+    return (*lines, *_work(shape, T, native, padding, cuda))
 
 
 def _heap(line: Line, shape: ModelShape, T: int) -> float:
@@ -261,7 +264,7 @@ def _rest(s: ModelShape, cuda: bool) -> Iterator[Line]:
         yield Line("runtime", "the process itself: Python, torch, transformers", PROCESS_BYTES, "byte", "always")
 
 
-def _work(s: ModelShape, T: int, native: bool, padding: float) -> Iterator[WorkItem]:
+def _work(s: ModelShape, T: int, native: bool, padding: float, cuda: bool) -> Iterator[WorkItem]:
     D, F, V, L = s.width, s.active_width, s.vocab, s.layers
     o = sum(linear.weights for name, linear in s.linears.items() if name in ("o", "out_proj")) / L
     mixing = sum(linear.weights for linear in s.linears.values() if linear.module not in ("gate_up", "down")) / L
@@ -272,7 +275,7 @@ def _work(s: ModelShape, T: int, native: bool, padding: float) -> Iterator[WorkI
             why = f"{each} a weight of the blocks"
             yield WorkItem(f"{way}.{name}", why, "token", each * L * weights, of=(way, "products"))
     for way in WAYS:
-        yield from _between_products(s, T, way)
+        yield from _between_products(s, T, way, cuda)
     if s.delta is not None:
         yield from _delta_rule_work(s.delta, T)
     if s.experts is not None:
@@ -291,7 +294,7 @@ def _work(s: ModelShape, T: int, native: bool, padding: float) -> Iterator[WorkI
     yield WorkItem("norm", why, "step", values=s.parameters, role="gradient", of=("update",))
 
 
-def _between_products(s: ModelShape, T: int, way: Way) -> Iterator[WorkItem]:
+def _between_products(s: ModelShape, T: int, way: Way, cuda: bool) -> Iterator[WorkItem]:
     """Yield the work of attention, and of what moves values between the products, in one pass."""
     L, back, q = s.layers, way == "backward", s.heads * s.head_width
 
@@ -310,7 +313,8 @@ def _between_products(s: ModelShape, T: int, way: Way) -> Iterator[WorkItem]:
     yield moved("elementwise", "norms, rotation, gating", L * each, "elementwise")
     why = "the same one operator at a time"
     yield moved("eager", why, times * 75 * L * s.width, "elementwise", "fusable", role="plain")
-    yield ledger.launched(way, "launches", f"about {times * 45} operators a block", times * 45 * L, "fusable")
+    launches = times * 45 * L * (AUTOGRAD if cuda else 1.0)
+    yield ledger.launched(way, "launches", f"about {times * 45} operators a block", launches, "fusable")
 
 
 def _delta_rule_work(d: DeltaShape, T: int) -> Iterator[WorkItem]:

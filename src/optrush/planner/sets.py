@@ -67,6 +67,7 @@ class Prediction:
     host_room_bytes: int | None = None  # what a rank may have of it; None: not known
     host_assumed: bool = False  # that room is, because the host is not known
     step_s: float | None = None  # of one step
+    compile_s: float = 0.0  # that its techniques add to a first start
     stage_bytes: tuple[int, ...] = ()  # peak of each rank of a pipeline
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)  # ranks of each axis that has several
 
@@ -86,6 +87,7 @@ class Candidate:
     prediction: Prediction
     saving: bool = False  # a technique of it saves memory at the cost of work
     pace: float = 0.0  # what puts sets in order where speeds are not known: steps a second by assumed rates
+    tokens: float | None = None  # of the whole run; None: not known
 
     @property
     def title(self) -> str:
@@ -93,8 +95,11 @@ class Candidate:
 
     @property
     def speed(self) -> float:
-        """Return tokens a second, or what stands for them in comparisons."""
-        return self.prediction.tokens_per_s or self.pace
+        """Return tokens per second of the run with what its techniques add to its start, or what stands for them."""
+        stepping = self.prediction.tokens_per_s
+        if stepping is None or self.tokens is None:
+            return stepping or self.pace
+        return self.tokens / (self.tokens / stepping + self.prediction.compile_s)
 
     @property
     def rank(self) -> tuple[bool, float]:
@@ -179,7 +184,7 @@ def predict_set(
     rates, ceiling = cost.expected_and_ceiling(env.device, found, shape, env.span, env.seq)
     ceiling_s = {} if ceiling is None else cost.seconds_by_part(book, tokens, ceiling)
     prediction = _prediction(book, books, env, ledger.peak_memory(book, tokens), rates)
-    return dataclasses.replace(prediction, ceiling_s=ceiling_s)
+    return dataclasses.replace(prediction, ceiling_s=ceiling_s, compile_s=_compile_s(techniques, env))
 
 
 @dataclass(frozen=True)
@@ -328,6 +333,10 @@ def _prediction(
     )
 
 
+def _compile_s(techniques: Iterable[Technique], env: Environment) -> float:
+    return sum(t.start_s(env) for t in techniques)
+
+
 def _parameters(book: Ledger) -> tuple[int, dict[str, float]]:
     """Return the number of parameters, and the average bytes of one by kind."""
     kinds: dict[str, float] = {}
@@ -352,6 +361,7 @@ class Problem:
     calibration: Calibration | None
     micro_rows: int | None = None  # None: to be chosen
     read: Callable[[HF], ModelShape] = ModelShape.read
+    tokens: float | None = None  # of the whole run, by estimate; None: not known
 
     def shape(self, techniques: Iterable[Technique]) -> ModelShape:
         """Return the sizes of the model as the config stage of the techniques leaves it."""
@@ -518,7 +528,8 @@ def choose_rows(members: Sequence[Technique], env: Environment, problem: Problem
     prediction = _prediction(books[worst], books, sized, peaks[worst], rates)
     pace = max(speed for speed, sized, _ in fitting if sized.micro_rows == chosen)
     saving = any({Part.ACTIVATION_CHECKPOINTING, Part.ACTIVATION_STORAGE} & t.claims for t in members)
-    return Candidate({t.name: _changed(t) for t in members}, chosen, prediction, saving, pace)
+    prediction = dataclasses.replace(prediction, compile_s=_compile_s(members, env))
+    return Candidate({t.name: _changed(t) for t in members}, chosen, prediction, saving, pace, problem.tokens)
 
 
 def micro_batch_rows(share: int) -> list[int]:

@@ -21,6 +21,7 @@ from optrush.technique import (
 )
 
 COMPILATIONS = 64  # of one block, at most
+BLOCK_S = 13.0  # seconds to compile a block, head and loss, with and without gradients (SmolLM2-135M on H200)
 # Of the time of a block's elementwise operators on a CPU, what is left when they are fused: its cache holds what each
 # reads of the one before. Compiled, the built-in model ran there at 0.97 (cpu-answers.jsonl), 1.07 and, with amp, 1.12
 # (runs of 24 steps, no record) of the tokens/s it has otherwise.
@@ -57,6 +58,9 @@ class Compile(Technique):
         found = "a technique that shares the work of several ranks: what one graph computes, it could not overlap with"
         met = self.scope == "blocks" or not RANK_PARTS & env.claimed
         yield Requirement(met, "`compile:scope=model`", found, "take scope=blocks")
+
+    def start_s(self, env: Environment) -> float:
+        return BLOCK_S * (1 if self.scope == "blocks" else max(1, env.blocks))
 
     @classmethod
     def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:

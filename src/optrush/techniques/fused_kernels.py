@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from optrush.errors import NeedsError
 from optrush.hardware import tiles
 from optrush.peft.ledger import demand_compilers
-from optrush.planner.ledger import WAYS, Line, Rule, WorkItem, add, like, live, tagged
+from optrush.planner.ledger import OURS, WAYS, Line, Rule, WorkItem, add, launched, like, live, tagged
 from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, Trainer
 
 if TYPE_CHECKING:
@@ -110,8 +110,12 @@ class FusedKernels(Technique):
             yield Requirement(low_rank, f"`{asked}` makes the products", found, do)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
+        """Yield what each kernel saves, moves and costs the host."""
         done = 0.0 if env.device.kind == "cpu" else NORM * self.norm + ROPE * self.rope + GATE * (self.mlp != "none")
         yield live(tagged("elementwise", "fusable"), "by kernels of their own", times=1 - done)
+        own = (self.mlp != "none") + 2 * self.norm + self.rope
+        for way in WAYS if own and Part.COMPILED in env.claimed else ():
+            yield add(launched(way, "kernels.launches", f"{own} kernels a block", OURS * own * env.blocks))
         if self.norm:
             why = "inside the kernel, recomputed in the backward pass"
             yield live("saved.widened", why, gone=True)
@@ -148,6 +152,9 @@ class FusedKernels(Technique):
 
     def packages(self) -> tuple[tuple[str, str], ...]:
         return (("quack-kernels", "kernels"),) if self.mlp == "quack" else ()
+
+    def start_s(self, env: Environment) -> float:
+        return 7.0 if self.mlp == "quack" else 0.0  # a kernel for each form of matmul (H200)
 
     @classmethod
     def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,76 @@
+"""Predict how long a run takes from its command to its model: start, steps, end. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from optrush.config import Config
+from optrush.planner.sets import Prediction
+
+# Seconds of SmolLM2-135M on one H200 with 16 cores (docs/log): Python, torch, transformers' tokenizer and the device's
+# context; processes that tokenise, and tokens a second of theirs; kernels that every run loads; the report's charts.
+IMPORTS_S, WORKERS_S, TOKENISED_S, KERNELS_S, REPORT_S = 8.0, 1.5, 1.5e6, 3.0, 2.0
+READ_BYTES_S, WRITTEN_BYTES_S = 2e9, 6e8  # weights from a warm disk; a checkpoint, hashed and flushed
+FORWARD = 1 / 3  # of a step's time
+
+
+@dataclass(frozen=True)
+class RunTime:
+    """Steps of a run and its seconds, in the order in which they pass."""
+
+    steps: float | None  # None: not known
+    start_s: float | None = None  # on a machine that has compiled nothing for it yet
+    steps_s: float | None = None
+    end_s: float | None = None  # saves, evaluations, the model, the report
+
+    @property
+    def seconds(self) -> float | None:
+        """Return the seconds from the command to the model; None: not known."""
+        parts = (self.start_s, self.steps_s, self.end_s)
+        return None if None in parts else sum(p for p in parts if p is not None)
+
+
+UNKNOWN = RunTime(None)
+
+
+def run_time(config: Config, p: Prediction, tokens: float | None) -> RunTime:
+    """Predict the time of a run.
+
+    Args:
+        p: the prediction of its steps.
+        tokens: of one epoch; None: not known.
+    """
+    length = config.train
+    if p.step_s is None or not p.tokens_per_s:
+        return RunTime(None if length.steps is None else float(length.steps))
+    steps: float | None = length.steps
+    if steps is None and tokens is not None:
+        steps = math.ceil(length.epochs * tokens / (p.step_s * p.tokens_per_s))
+    if steps is None:
+        return RunTime(None)
+    share = config.data.eval if isinstance(config.data.eval, float) else 0.0
+    held_out = 0.0 if tokens is None else share / (1 - share) * tokens * FORWARD / p.tokens_per_s
+    return RunTime(steps, _start(p, tokens) + held_out, steps * p.step_s, _end(config, p, steps, held_out))
+
+
+def _start(p: Prediction, tokens: float | None) -> float:
+    weights = sum(line.bytes for line in p.lines if line.name.startswith("weights."))
+    data = 0.0 if tokens is None else WORKERS_S + tokens / TOKENISED_S
+    return IMPORTS_S + KERNELS_S + data + weights / READ_BYTES_S + p.compile_s
+
+
+def _end(config: Config, p: Prediction, steps: float, held_out: float) -> float:
+    length = config.train
+    weights, states = p.a_parameter.get("weights", 0.0), p.a_parameter.get("states", 0.0)
+    saved = p.parameters * (states + min(weights, states)) / WRITTEN_BYTES_S
+    exported = p.parameters * min(weights, 2.0) / WRITTEN_BYTES_S if length.export else 0.0
+    evals = 1 + _times(length.eval_cadence(int(steps)), steps)
+    return (1 + _times(length.save_every, steps)) * saved + exported + evals * held_out + REPORT_S
+
+
+def _times(cadence: float | None, steps: float) -> float:
+    """Return how often something is due before the last step."""
+    if cadence is None:
+        return 0.0
+    return max(0.0, (1 / cadence if cadence < 1 else steps / cadence) - 1)

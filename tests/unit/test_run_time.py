@@ -1,0 +1,73 @@
+"""How long a run takes from its command to its model, and what that changes in the choice of techniques."""
+
+from __future__ import annotations
+
+import pytest
+
+from optrush.config import parse_config
+from optrush.decide import decide
+from optrush.hardware import NAMED
+from optrush.planner import answer
+from optrush.technique import Environment, instantiate
+from optrush.techniques import ALL
+
+RUN = (
+    "{model: {shape: HuggingFaceTB/SmolLM2-135M}, objective: pretrain, data: {random: %d}, "
+    "batch: {seq: 1024, tokens: 16384}, output: o}"
+)
+
+
+def chosen(rows: int, *sets: str) -> dict[str, object]:
+    return dict(decide(parse_config(RUN % rows, "x", sets), device=NAMED["h200"], ranks=1).config.with_)
+
+
+def test_a_short_run_compiles_nothing_and_a_long_one_does() -> None:
+    assert "compile" not in chosen(64)
+    assert "compile" in chosen(100_000)
+    assert "compile" in chosen(64, "train.epochs=2000") and "compile" in chosen(64, "train.steps=9000")
+
+
+def test_a_kernel_that_gains_less_than_it_takes_to_compile_is_left_out() -> None:
+    size = ("model.shape=llama-3.2-1b", "batch.seq=2048", "batch.tokens=32768")
+    assert chosen(20_000, *size)["attention"] == {}
+    assert chosen(2_000_000, *size)["attention"] == {"impl": "fa4"}
+
+
+def test_start_steps_and_end() -> None:
+    config = parse_config(RUN % 10_000, "x", ("with={bf16: {}, compile: {}}", "data.eval=0.1", "train.eval_every=0.25"))
+    best = answer.answer(config, "h200").best
+    assert best is not None and best.setting is not None
+    time, p = best.time, best.setting.prediction
+    assert time.seconds == pytest.approx((time.start_s or 0) + (time.steps_s or 0) + (time.end_s or 0))
+    assert time.steps and time.steps_s == pytest.approx(time.steps * (p.step_s or 0))
+    assert time.start_s and time.start_s > p.compile_s > 0
+
+
+def test_more_saves_and_evaluations_take_longer() -> None:
+    def end(*sets: str) -> float:
+        best = answer.answer(parse_config(RUN % 10_000, "x", ("data.eval=0.1", *sets)), "h200").best
+        assert best is not None and best.time.end_s is not None
+        return best.time.end_s
+
+    plain = end("train.eval_every=1.0")
+    assert end("train.eval_every=0.1") < plain and end("train.eval_every=1.0", "train.save_every=0.1") > plain
+    assert end("train.eval_every=1.0", "train.export=false") < plain
+
+
+def test_what_is_not_known() -> None:
+    unknown = answer.answer(parse_config(RUN % 64, "x", ()), "mi300x").best
+    assert unknown is not None and unknown.time.seconds is None
+    given = answer.answer(parse_config(RUN % 64, "x", ("train.steps=7",)), "mi300x").best
+    assert given is not None and given.time.steps == 7
+
+
+def test_what_compiles_says_how_long() -> None:
+    env = Environment(NAMED["h200"], 1, 1024, 1, 1, None, "float32", True, 30)
+    given = {
+        "compile": {},
+        "attention": {"impl": "fa4"},
+        "fused-loss": {"impl": "quack"},
+        "fused-kernels": {"mlp": "quack"},
+    }
+    assert all(t.start_s(env) > 0 for t in instantiate(ALL, given))
+    assert not any(t.start_s(env) for t in instantiate(ALL, {name: {} for name in given if name != "compile"}))
