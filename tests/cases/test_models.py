@@ -140,6 +140,38 @@ def test_a_template_takes_the_place_of_the_others(base: Base, tmp_path: Path) ->
     assert json.loads((out / "generation_config.json").read_text()) == ends, "</s> ended answers before"
 
 
+@pytest.mark.parametrize("objective", ["sft", "dpo"])
+def test_the_bases_template_ends_answers_of_the_exported_model(objective: str, base: Base, tmp_path: Path) -> None:
+    """The base's generation config knows its end of text alone, and the run gives neither template nor tokens."""
+    folder, chatml = tmp_path / "base", "{% for m in messages %}<a>{{ m['role'] + '\n' + m['content'] }}<b>{% endfor %}"
+    shutil.copytree(base("qwen2"), folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<a>", "<b>"]})
+    tokenizer.chat_template = chatml
+    tokenizer.save_pretrained(folder, save_jinja_files=False)
+    asked, (good, bad) = {"role": "user", "content": "Oslo?"}, ({"role": "assistant", "content": c} for c in "ab")
+    pair = {"prompt": [asked], "chosen": [good], "rejected": [bad]}
+    rows = [{"messages": [asked, good]} if objective == "sft" else pair] * 8
+    run = trained(tmp_path / "run", folder, rows=rows, objective=objective, train={"steps": 1}, with_={})
+    end = tokenizer.convert_tokens_to_ids("<b>")
+    assert json.loads((run / "model" / "generation_config.json").read_text())["eos_token_id"] == [2, end]
+    card = (run / "model" / "README.md").read_text()
+    assert r"| ends of an answer | &lt;/s&gt;, &lt;b&gt; |" in card
+    assert "<a>" not in card
+
+
+def test_a_template_of_which_the_end_is_unknown_is_noted(base: Base, tmp_path: Path) -> None:
+    folder = shutil.copytree(base("llama"), tmp_path / "base")
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    rows = [{"prompt": "Oslo?", "completion": " Yes."}] * 4
+    config = write_run(tmp_path / "run", folder, rows=rows, objective="sft", train={"steps": 1}, with_={})
+    ended = optrush("train", config)
+    said = "the token that ends an answer under the chat template is unknown: add it to eos_token_id"
+    assert ended.code == 0 and said in ended.out + ended.err
+    ends = (tmp_path / "run" / "out" / "model" / "generation_config.json").read_bytes()
+    assert ends == (folder / "generation_config.json").read_bytes()
+
+
 def test_a_tokenizer_that_changed_since(base: Base, tmp_path: Path) -> None:
     """Its files would be exported, with weights that were trained with others."""
     folder = shutil.copytree(base("llama"), tmp_path / "base")

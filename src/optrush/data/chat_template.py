@@ -39,7 +39,7 @@ from optrush.data.mask import (
     visible,
 )
 from optrush.data.schema import Chat, Completion, Document, Judged, Message, Pair, Row, RowLocation, Text, parts_of
-from optrush.errors import ConfigError, DataError, NeedsError, reason
+from optrush.errors import ConfigError, DataError, NeedsError, UserError, reason
 from optrush.technique import library
 from optrush.tokenizer_files import copy_tokenizer
 
@@ -468,6 +468,13 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+_ASKED = Message("user", "a"), Message("assistant", "b")
+_CALLED = {"type": "function", "function": {"name": "f", "arguments": {"c": "d"}}}
+_TOOL = {"type": "function", "function": {"name": "f", "description": "e", "parameters": {"type": "object"}}}
+PROBES = (  # conversations that show what ends an answer
+    Chat(_ASKED), Chat((Message("system", "c"), *_ASKED)),
+    Chat((_ASKED[0], Message("assistant", "", calls=(_CALLED,))), tools=(_TOOL,)),
+)  # fmt: skip
 AROUND = ("{}", "a{}b", "a {} b\n")  # texts in which an added token must come out as it went in
 
 
@@ -581,12 +588,26 @@ def _refuse_moved(folder: Path, tokenizer: Any, tokens: tuple[str, ...]) -> None
 
 
 def turn_ends(tokenizer: Any) -> list[int]:
-    """Return the ids that end an answer under the tokenizer's template; none if they are unknown."""
-    chat = Chat((Message("user", "a"), Message("assistant", "b")))
-    with suppress(DataError):
-        (span,) = Tokens(tokenizer).spans(chat, [1], TEMPLATE, steady=False)[1]
-        return [int(tokenizer.convert_tokens_to_ids(stop)) for stop in span.stops[:1]]
-    return []
+    """Return the ids that end an answer or a call under the tokenizer's template; none if they are unknown."""
+    ends: list[int] = []
+    with suppress(UserError):
+        tokens = Tokens(tokenizer)
+        for chat in PROBES:
+            with suppress(DataError):  # a template may refuse a system turn, or ask for one; many know no calls
+                (span,) = tokens.spans(chat, [len(chat.messages) - 1], TEMPLATE, steady=False)[1]
+                ends += [int(tokenizer.convert_tokens_to_ids(stop)) for stop in span.stops[:1]]
+    return list(dict.fromkeys(ends))
+
+
+def answer_ends(tokenizer: Any, known: Any) -> list[int]:
+    """Return the ids at which generation stops: `known`, the tokenizer's end of text, the template's of an answer.
+
+    Args:
+        known: `eos_token_id` of the model's generation config: an id, a list or None.
+    """
+    listed = known if isinstance(known, list) else [known]
+    ends = [*listed, tokenizer.eos_token_id, *(turn_ends(tokenizer) if tokenizer.chat_template else ())]
+    return list(dict.fromkeys(end for end in ends if end is not None))
 
 
 def _template(given: str, tokenizer: Any) -> str:

@@ -23,7 +23,7 @@ from optrush import console
 from optrush.config import Config
 from optrush.data import sampler
 from optrush.data.batch import Batch
-from optrush.data.chat_template import Tokens, open_tokens
+from optrush.data.chat_template import Tokens, open_tokens, turn_ends
 from optrush.data.dataset import Sources, read_sources
 from optrush.data.samples import SampleSource
 from optrush.data.stored_tokens import StoredTokens
@@ -251,6 +251,10 @@ def _note_model(trainer: Trainer, growth: Growth | None) -> None:
         trainer.notes.append(f"rows of {seq} tokens, where the model was made for {made} positions")
     if growth is not None:
         trainer.notes.append(growth.note)
+    talks = trainer.config.objective not in ("pretrain", "reward") and getattr(trainer.tokenizer, "chat_template", None)
+    if talks and not turn_ends(trainer.tokenizer):
+        known = "add it to eos_token_id in generation_config.json of the exported model"
+        trainer.notes.append(f"the token that ends an answer under the chat template is unknown: {known}")
 
 
 def _note_rules(trainer: Trainer) -> None:
