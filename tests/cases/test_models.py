@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -158,6 +159,35 @@ def test_the_bases_template_ends_answers_of_the_exported_model(objective: str, b
     card = (run / "model" / "README.md").read_text()
     assert r"| ends of an answer | &lt;/s&gt;, &lt;b&gt; |" in card
     assert "<a>" not in card
+
+
+PREFERENCE = [{"prompt": "Oslo?", "chosen": f" {i} miles.", "rejected": " No."} for i in range(8)]
+JUDGED = [{"prompt": "Oslo?", "completion": f" {i} miles.", "label": i % 2 == 0} for i in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("objective", "rows", "changes"),
+    [
+        ("dpo", PREFERENCE, {}),
+        ("dpo", PREFERENCE, {"dpo": {"loss": "ipo"}}),
+        ("kto", JUDGED, {}),
+        ("dpo", PREFERENCE, {"with_": {"lora": {"rank": 2}}}),
+        ("orpo", PREFERENCE, {}),
+        ("reward", PREFERENCE, {}),
+    ],
+)
+def test_every_objective_is_exported(
+    objective: str, rows: list[dict[str, Any]], changes: dict[str, Any], base: Base, tmp_path: Path
+) -> None:
+    """A reference is not in the exported weights: it is asked for neither what it was nor where it is now."""
+    folder = shutil.copytree(base("llama"), tmp_path / "base")
+    run = trained(tmp_path / "run", folder, rows=rows, objective=objective, **{"with_": {}, **changes})
+    if "with_" not in changes:  # other weights, of which none are exported
+        stored = load_file(folder / "model.safetensors")
+        save_file({name: t + 1 for name, t in stored.items()}, folder / "model.safetensors", {"format": "pt"})
+    again = optrush("export", run, "--out", tmp_path / "again")
+    assert again.code == 0, again.err
+    assert contents(run / "model")["model.safetensors"] == contents(tmp_path / "again")["model.safetensors"]
 
 
 def test_a_template_of_which_the_end_is_unknown_is_noted(base: Base, tmp_path: Path) -> None:
