@@ -252,7 +252,7 @@ def load_hf(
     persistent = hf_model.state_dict().keys() - dict(hf_model.named_parameters(remove_duplicate=False)).keys()
     mine = [name for name in sorted(persistent) if name.startswith(f"{wrapper.prefix}.") or not is_multimodal(hf)]
     buffers: Mapping[str, Tensor] = {name: hf_model.state_dict()[name].clone() for name in mine}
-    stored = {} if folder is None else _stored_names(folder, hf_model, buffers)
+    stored = {} if folder is None else stored_names(folder, hf_model, buffers)
     if folder is not None and is_multimodal(hf):
         buffers = ChainMap({**buffers}, OtherTensors(folder, TextFolder(folder).others))  # type: ignore[arg-type]  # which is only read
     held = {entries[name].pieces[0][0]: value for name, value in wrapper.to_meta().items()}
@@ -267,7 +267,7 @@ def load_hf(
     return wrapper, recipe
 
 
-def _stored_names(folder: Path, hf_model: Any, buffers: Mapping[str, Tensor]) -> dict[str, str]:
+def stored_names(folder: Path, hf_model: Any, buffers: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the names of tensors in a folder's files, by their names in transformers' model, where they differ.
 
     transformers renames tensors while it reads them (GPT-NeoX's head), and adds or removes the backbone's prefix.
@@ -287,6 +287,12 @@ def _stored_names(folder: Path, hf_model: Any, buffers: Mapping[str, Tensor]) ->
         if stored != name:
             found[name] = stored
     return found
+
+
+def opened_on_meta(hf: HF) -> Any:
+    """Return transformers' model of a config.json without values."""
+    with torch.device("meta"):
+        return _opened(None, hf, torch.float32)
 
 
 def _opened(folder: Path | None, hf: HF, dtype: torch.dtype) -> Any:
