@@ -135,7 +135,8 @@ def _opened(a: Assembly) -> tuple[Trainer, SampleSource | None]:
         check_positions(model.config.to_dict(), config.batch.seq, f"`batch.seq: {config.batch.seq}`")
     assert isinstance(model.embedding.weight, Tensor)
     vocab = model.embedding.weight.shape[0]
-    trainer = Trainer(config, env, a.world, hf, model, recipe, vocab=vocab, roots=[model])
+    ids = prepared.shared_ids(vocab)
+    trainer = Trainer(config, env, a.world, hf, model, recipe, vocab=vocab, ids=ids, roots=[model])
     trainer.applied = [*prepared.applied, *a.started.applied]
     trainer.tokenizer = None if tokens is None else tokens.tokenizer
     _note_model(trainer, growth)
@@ -144,7 +145,8 @@ def _opened(a: Assembly) -> tuple[Trainer, SampleSource | None]:
     check_layout(config, trainer.layout)
     console.loading(f"reading the data: {_named(config)}")
     whole = trainer.layout.uncut or not a.training
-    trainer.sources = sources = read_sources(config, tokens, vocab, a.progress, a.data, cut=whole)
+    known = vocab if config.data.random is None else ids
+    trainer.sources = sources = read_sources(config, tokens, known, a.progress, a.data, cut=whole)
     held_out = _held_out(sources, a.training)
     trainer.notes.append(f"data: {sources.summary}")
     trainer.fingerprints = fingerprints(trainer, tokens, sources, a.today)
