@@ -190,7 +190,9 @@ def _published(trainer: Trainer, kept: torch.dtype) -> Iterator[tuple[str, Tenso
         with _gathered(model, name), trainer.storage.gathered(linear.parameters()):
             weight = gathered(linear.dequantized(torch.float32).detach())
             # A copy: what was gathered here is freed before the tensor is written, where no adapter changes it.
-            bias = None if linear.bias is None else gathered(linear.bias.detach()).to(torch.float32, copy=True)
+            bias: Tensor | None = None
+            if linear.bias is not None:
+                bias = gathered(linear.bias.detach()).to(torch.float32, copy=True)
             if linear.adapter is not None:
                 weight, bias = linear.adapter.merge(weight, bias)
             to = torch.device("cpu") if first else weight.device
