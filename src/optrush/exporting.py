@@ -25,9 +25,9 @@ from optrush.config import Config, scrubbed
 from optrush.data import readers, schema
 from optrush.data import sample as recipes
 from optrush.data.batch import collate
-from optrush.data.chat_template import Tokens, answer_ends
+from optrush.data.chat_template import AS_STORED, COMPARED_ROWS, Tokens, answer_ends, open_tokenizer
 from optrush.data.schema import Document
-from optrush.errors import ConfigError, DataError, RunError, UserError, exhausted
+from optrush.errors import ConfigError, DataError, NeedsError, RunError, UserError, exhausted
 from optrush.models import fp8_folder, gguf
 from optrush.models.experts import Experts
 from optrush.models.hf import load_plain
@@ -37,7 +37,7 @@ from optrush.models.weights import Folder, export_weights
 from optrush.peft import io
 from optrush.peft.quantized import QuantizedLinear
 from optrush.restore import RebuiltModel, open_run, rebuild
-from optrush.tokenizer_files import copy_processor, copy_tokenizer
+from optrush.tokenizer_files import ENGINE, copy_processor, copy_tokenizer
 from optrush.trainer import run_dir
 from optrush.trainer.distributed import agree, from_first, from_stages, gathered, is_gathered
 from optrush.trainer.trainer import Trainer
@@ -499,7 +499,7 @@ def export_gguf(
         RunError: the folder or the file is not what was trained.
     """
     gguf.demand_gguf()
-    folder, _ = open_run(run)
+    folder, config = open_run(run)
     file = out or folder / f"model-{kind}.gguf"
     if file.exists():
         raise ConfigError(f"to export to {file}", "it exists", "name another file: --out FILE.gguf")
@@ -509,11 +509,22 @@ def export_gguf(
     try:
         with _writing(file), tempfile.TemporaryDirectory(dir=file.absolute().parent, prefix=".gguf-") as fresh:
             export_run(run, Path(fresh) / "model", checkpoint=checkpoint, verifies=verifies)
+            _refuse_other_tokens(Path(fresh) / "model", config)
             tensors = gguf.write_gguf(Path(fresh) / "model", part, kind, folder.resolve().name)
             os.replace(part, file)
     finally:
         part.unlink(missing_ok=True)
     return file, tensors
+
+
+def _refuse_other_tokens(folder: Path, config: Config) -> None:
+    """Raise NeedsError where the run's first documents are other tokens for a program that reads tokenizer.json."""
+    if (folder / ENGINE).is_file():
+        tokens = Tokens(open_tokenizer(folder))
+        paths = [origin.path for origin in config.data.origins]
+        documents = islice(_documents(tokens, paths, config.data.sample, config), COMPARED_ROWS)
+        if (found := tokens.otherwise(folder, documents)) is not None:
+            raise NeedsError("the tokenizer as GGUF", found, f"export to hf; or {AS_STORED}, and train again")
 
 
 def export_fp8(

@@ -202,6 +202,51 @@ def test_a_template_of_which_the_end_is_unknown_is_noted(base: Base, tmp_path: P
     assert ends == (folder / "generation_config.json").read_bytes()
 
 
+LLAMA3_SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokenizer_class", "digits", "differs"),
+    [
+        ("llama", "GPT2Tokenizer", 3, True),
+        ("llama", "Qwen2Tokenizer", 3, True),
+        ("llama", "GPTNeoXTokenizerFast", 3, True),
+        ("llama", "PreTrainedTokenizerFast", 3, False),
+        ("llama", "GPT2Tokenizer", None, False),
+    ],
+)
+def test_a_class_that_splits_otherwise_than_its_file(
+    kind: str, tokenizer_class: str, digits: int | None, differs: bool, base: Base, tmp_path: Path
+) -> None:
+    """Noted for a folder, refused for a GGUF file, which has the file's rule. The vocabulary merges digits."""
+    folder = shutil.copytree(base(kind), tmp_path / "base")
+    file = folder / "tokenizer.json"
+    engine = json.loads(file.read_text())
+    words = engine["model"]["vocab"]
+    for pair in ("12", "34"):
+        words[pair] = len(words)
+        engine["model"]["merges"].append([*pair])
+    words["1234"] = len(words)
+    engine["model"]["merges"].append(["12", "34"])
+    if digits is not None:
+        split = {"type": "Split", "pattern": {"Regex": LLAMA3_SPLIT}, "behavior": "Isolated", "invert": False}
+        level = {**engine["pre_tokenizer"], "use_regex": False}
+        engine["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, level]}
+    file.write_text(json.dumps(engine))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "tokenizer_class": tokenizer_class}))
+    rows = [{"text": "7 12345"}] * 4
+    ended = optrush("train", write_run(tmp_path / "run", folder, rows=rows, train={"steps": 1}))
+    assert ended.code == 0, ended.err
+    noted = "trained on other tokens than tokenizer.json gives: '7 12345'" in ended.out + ended.err
+    assert noted == differs
+    written = optrush("export", tmp_path / "run" / "out", "--to", "gguf")
+    assert written.code == (2 if differs else 0), written.err
+    if differs:
+        assert written.lines == ["asked", "found", "do"] and "tokenizer_class: PreTrainedTokenizerFast" in written.err
+        assert "'7 12345': tokenizer.json has the tokens" in written.err
+
+
 def test_a_tokenizer_that_changed_since(base: Base, tmp_path: Path) -> None:
     """Its files would be exported, with weights that were trained with others."""
     folder = shutil.copytree(base("llama"), tmp_path / "base")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import cached_property
 from itertools import product
@@ -41,7 +41,7 @@ from optrush.data.mask import (
 from optrush.data.schema import Chat, Completion, Document, Judged, Message, Pair, Row, RowLocation, Text, parts_of
 from optrush.errors import ConfigError, DataError, NeedsError, UserError, reason
 from optrush.technique import library
-from optrush.tokenizer_files import copy_tokenizer
+from optrush.tokenizer_files import ENGINE, copy_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -81,6 +81,8 @@ TRAIN_ON = ("assistant", "last", "all")
 LONGEST_TEMPLATE_bytes = 64 * 2**10
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 MOST_SHAPES, LONGEST_SHAPE = 1024, 512  # of conversations in memory; messages of one
+COMPARED, COMPARED_ROWS = 512, 64  # tokens of a document, documents
+EVERYDAY = ("It's 7 12345, isn't it?\n\n\tNot so: x_1 == 3.14159;  HELLO", "Café, 日本語 and 🙂.", " a", "a  b ")
 HEAD, TAIL = 60, 30  # tokens of a document that an error message shows, from its beginning and its end
 REASONING_MARKS = frozenset({"<think>", "</think>"})  # tokens that an answer's text may contain
 
@@ -192,6 +194,36 @@ class Tokens:
         parts = [ids] if len(ids) <= HEAD + TAIL else [ids[:HEAD], ids[-TAIL:]]
         decode = self._engine.decode
         return " ... ".join(visible(decode(list(part), skip_special_tokens=False)) for part in parts)
+
+    def otherwise(self, folder: Path, documents: Iterable[Sequence[int]] = ()) -> str | None:
+        """Return a text that the folder's tokenizer.json splits otherwise than this tokenizer; None: none was found.
+
+        transformers builds some classes (`tokenizer_class`) by their own rules from the vocabulary alone; other
+        programs read the file as it is.
+
+        Args:
+            documents: token ids, of whose texts the beginnings are compared.
+        """
+        from tokenizers import Tokenizer
+
+        if not (folder / ENGINE).is_file():
+            return None
+        try:
+            stored = Tokenizer.from_file(str(folder / ENGINE))
+        except Exception as error:  # the library raises no other class
+            return f"tokenizer.json cannot be read by itself: {reason(error)}"
+        stored.no_truncation()
+        stored.no_padding()
+        texts = (self._engine.decode(list(ids[:COMPARED]), skip_special_tokens=True) for ids in documents)
+        for text in (*texts, *EVERYDAY):
+            here, there = (engine.encode(text, add_special_tokens=False) for engine in (self._engine, stored))
+            if here.ids != there.ids:
+                at = next((i for i, (a, b) in enumerate(zip(here.ids, there.ids)) if a != b), 0)
+                a, b = (" | ".join(encoding.tokens[at : at + 4]) for encoding in (here, there))
+                return (
+                    f"{visible(text[:TAIL])!r}: tokenizer.json has the tokens {b}, {type(self.tokenizer).__name__} {a}"
+                )
+        return None
 
     def template(self, tools: bool = False) -> str:
         """Return the source of the chat template, of several that of rows with `tools` or of those without.
@@ -457,6 +489,10 @@ def _widths(engine: Tokenizer) -> np.ndarray | None:
         widths[token["id"]] = len(token["content"].encode())
     return widths
 
+
+AS_STORED = (
+    "set tokenizer_class: PreTrainedTokenizerFast in the base's tokenizer_config.json to train as that file reads"
+)
 
 # --- The tokenizer of a run: the model's own, with special tokens added and its chat template or the one given.
 
