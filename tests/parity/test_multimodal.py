@@ -324,6 +324,20 @@ def test_new_tokens(wholes: dict[str, tuple[Path, Any]], tmp_path: Path) -> None
         assert again.config.text_config.vocab_size == 128 == len(again.get_input_embeddings().weight)
 
 
+def test_layers_that_predict_further_tokens(wholes: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:
+    folder, _ = wholes["kimi_k25"]
+    shutil.copytree(folder, tmp_path / "base")
+    file, extra = tmp_path / "base" / "model.safetensors", "language_model.model.layers.2.eh_proj.weight"
+    save_file({**load_file(file), extra: torch.randn(3, 5)}, file, {"format": "pt"})
+    hf = json.loads((folder / "config.json").read_text())
+    ours, recipe = load(tmp_path / "base", hf, None, torch.float32, 0)
+    materialise(ours, recipe)
+    named = ((n, p.data) for n, p in ours.named_parameters())
+    export_weights(tmp_path / "out", named, recipe, hf, base=tmp_path / "base")
+    assert extra in load_file(tmp_path / "out" / "model.safetensors")
+    load_plain(tmp_path / "out", torch.float32, torch.device("cpu"))
+
+
 @pytest.mark.parametrize(
     ("kind", "text", "found"),
     [

@@ -11,6 +11,7 @@ Source of the layout: https://github.com/vllm-project/compressed-tensors (format
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -24,12 +25,12 @@ from torch import Tensor, nn
 from optrush.errors import NeedsError
 from optrush.models.config_json import read_config_json
 from optrush.models.hf import opened_on_meta, stored_names
-from optrush.models.text_part import is_text, layout
+from optrush.models.text_part import is_text, layout, text_config
 from optrush.models.weights import Folder
 
 INDEX = "model.safetensors.index.json"
 LARGEST = 448.0  # of float8_e4m3fn
-_LINEAR = re.compile(r"(.*\.layers\.\d+\..+)\.weight")
+_LINEAR = re.compile(r".*\.layers\.(\d+)\..+\.weight")
 # Whose choice of experts, or share of them, a rounded score may change.
 _ROUTER = re.compile(r"\.(gate|router|shared_expert_gate)$")
 
@@ -45,7 +46,7 @@ def write_fp8(folder: Path, to: Path) -> int:
     """
     hf, files = read_config_json(folder / "config.json"), Folder(folder).files
     linears, others = _modules(folder, hf)
-    found = layout(files)
+    found, layers = layout(files), text_config(hf).get("num_hidden_layers") or math.inf  # behind them, `mtp` layers
     kept, sizes, places, done = {"lm_head"}, 0, dict[str, str](), set[str]()
     for file in sorted(folder.glob("*.safetensors")):
         written = dict[str, Tensor]()
@@ -58,7 +59,8 @@ def write_fp8(folder: Path, to: Path) -> int:
                     why = f"{name} holds all experts of a layer, for which the format has no layout"
                     raise NeedsError("`--to fp8`", why, "export with --to hf")
                 linear = t.dim() == 2 and module != name and module not in others and leaf != "embed_tokens"
-                if not (linear and text and _LINEAR.fullmatch(name)) or _ROUTER.search(module):
+                block = _LINEAR.fullmatch(name) if linear and text else None
+                if block is None or int(block[1]) >= layers or _ROUTER.search(module):
                     kept |= {module} if linear or _ROUTER.search(module) else set()
                     written[name] = t
                     continue

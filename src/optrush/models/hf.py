@@ -12,6 +12,7 @@ Canonical names are transformers' own, except the head's: `head.weight`, `head.b
 from __future__ import annotations
 
 import json
+import re
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -392,10 +393,23 @@ def _pretrained(folder: Path, config: Any, dtype: torch.dtype | str, attention: 
         )  # fmt: skip
     model, info = loaded
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if wrong := sorted(map(str, info.get(kind) or ())):
+        names = sorted(map(str, info.get(kind) or ()))
+        if wrong := [n for n in names if kind != "unexpected_keys" or not _predicts_further(model, n)]:
             found, do = f"{kind.replace('_', ' ')}: {wrong[0]}", "check that config.json fits the weights"
             raise NeedsError(f"the weights in {folder}", found, do)
     return model.eval()
+
+
+def _predicts_further(model: Any, name: str) -> bool:
+    """Return whether a tensor is of layers behind the last one that predict further tokens.
+
+    transformers names these to its classes by the numbers that they have in published models, of one depth each.
+    """
+    config = model.config.get_text_config()
+    named = any("mtp" in each or "layers" in each for each in model._keys_to_ignore_on_load_unexpected or ())
+    counted = getattr(config, "num_mtp_layers", None) or getattr(config, "num_nextn_predict_layers", None)
+    found = re.search(r"(?:^|\.)(?:mtp\w*|layers\.(\d+))\.", name) if named or counted else None
+    return found is not None and (found[1] is None or int(found[1]) >= config.num_hidden_layers)
 
 
 def _draw(wrapper: HFModel, entries: dict[str, WeightEntry], hf: HF, seed: int, growth: Growth | None) -> WeightSource:
@@ -638,7 +652,8 @@ def _native(
     needed = {name: shape for entry in entries.values() for name, shape in entry.hf_shapes()}
     if growth is not None:
         needed |= {name: (growth.rows, *needed[name][1:]) for name in weights.vocabulary_names(model, entries)}
-    others = stored.others if isinstance(stored, TextFolder) else weights.leave_later_layers(stored, model.shape)
+    others = weights.leave_later_layers(stored, model.shape)
+    others += stored.others if isinstance(stored, TextFolder) else ()
     tied = {f"{head}weight": f"{prefix}embed_tokens.weight"} if model.shape.tied else {}
     stored.check(needed, tied)
     source = weights.widened(stored, model, entries, growth)
