@@ -147,7 +147,7 @@ def refuse_more_layers(stored: Folder | PackedFolder, hf: HF) -> None:
 
 
 def leave_later_layers(stored: Folder | PackedFolder, shape: ModelShape) -> list[str]:
-    """Remove layers behind the last one, which predict further tokens and are not trained; return their names in files."""
+    """Remove layers behind the last one, which predict further tokens and are not trained; return their names."""
     if not isinstance(stored, Folder) or not FAMILIES[shape.family].later_layers:
         return []
     layers = ((name, re.match(r"(?:\w+\.)*layers\.(\d+)\.", name)) for name in stored.files)
