@@ -388,6 +388,38 @@ def test_operations_are_summed_block_by_block(base: Base) -> None:
     assert HFModel(made).flops(0, 10) == 6 * 10 * 64
 
 
+# --- blocks of convolutions
+
+LFM = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "conv_L_cache": 3}
+
+
+@pytest.fixture(scope="module")
+def convolved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(KINDS, "lfm2", ({"model_type": "lfm2", **LFM, "pad_token_id": 0}, "PreTrainedTokenizerFast", ()))
+        return write_base(tmp_path_factory.mktemp("lfm2") / "base", "lfm2")
+
+
+@pytest.mark.parametrize(
+    "with_",
+    further(
+        [
+            {"packing": {}}, {}, {"lora": {"rank": 2, "targets": ["in_proj", "q_proj"]}}, {"wrap": {}},
+            {"attention": {"impl": "sdpa"}, "packing": {}}, {"recompute": {}, "packing": {}}, {"sort-by-length": {}},
+        ],
+        4,
+    ),
+    ids=str,
+)  # fmt: skip
+def test_convolutions_are_trained_in_every_layout(with_: dict[str, Any], convolved: Path, tmp_path: Path) -> None:
+    run = trained(tmp_path / "run", convolved, with_=with_)
+    again = optrush("export", run, "--out", tmp_path / "again")
+    assert again.code == 0, again.err
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses[-1] < losses[0]
+
+
 # --- adapters, as PEFT reads them
 
 SAVED = {"rank": 2, "save": ["embed_tokens", "lm_head"]}

@@ -30,6 +30,7 @@ from optrush.errors import NeedsError, UserError, reason
 from optrush.models import weights
 from optrush.models.config_json import read_config_json
 from optrush.models.decoder import Decoder, Head, Linear, call, redo_ties
+from optrush.models.delta_rule import causal_convolution
 from optrush.models.families import FAMILIES
 from optrush.models.multimodal import OtherTensors, TextFolder
 from optrush.models.rope_angles import document_lengths
@@ -47,6 +48,7 @@ PROBE_LOGIT = 60.0  # hidden states are scaled until logits are this large, whic
 ATTENTIONS = {"masked": "eager", "sdpa": "sdpa"}  # our name: transformers' name
 CLASSIFIER = "ForSequenceClassification"  # what transformers' classes of reward models end with
 ALONE = "optrush_sdpa"  # name of `_alone` in transformers' registries
+SHORT_CONVOLUTIONS = ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")  # classes that compute the same
 NUMBERED = frozenset({None, "default", "linear", "llama3", "yarn"})  # rotations independent of the row's length
 
 
@@ -87,6 +89,10 @@ class HFModel(nn.Module):
         for block in self.blocks.values():
             self._own_linears(block)
             self._reroute(block)
+        convolutions = [m for m in backbone.modules() if type(m).__name__ in SHORT_CONVOLUTIONS]
+        for module in convolutions:
+            _convolve_by_document(module)
+        self._convolves = bool(convolutions)
         for module in list(backbone.modules()):
             if "longrope" in _rope_kinds(getattr(module, "config", None)) and hasattr(module, "original_inv_freq"):
                 _rotate_by_document(module)
@@ -149,6 +155,7 @@ class HFModel(nn.Module):
         out = self._trunk(
             input_ids=tokens, position_ids=None if alone else given, attention_mask=None, use_cache=False,
             **(self._attention_flags if documents.single else {}),
+            **({"document_ids": documents.ids} if self._convolves and not documents.single else {}),
         )  # fmt: skip
         hidden: Tensor = out.last_hidden_state
         return hidden
@@ -487,6 +494,19 @@ def _rotate_by_document(rotary: Any) -> None:
         return tuple(torch.where(chosen, b, a) for a, b in zip(short, long, strict=True))
 
     rotary.forward = forward
+
+
+def _convolve_by_document(module: Any) -> None:
+    """Keep the short convolution of LFM2's blocks within each document; without `document_ids`, a row is one."""
+
+    def forward(hidden_states: Tensor, document_ids: Tensor | None = None, **_: Any) -> Tensor:
+        b, c, x = module.in_proj(hidden_states).chunk(3, -1)
+        ids = x.new_zeros(x.shape[:2], dtype=torch.int32) if document_ids is None else document_ids
+        y = causal_convolution(b * x, module.conv.weight, ids)
+        out: Tensor = module.out_proj(c * (y if module.conv.bias is None else y + module.conv.bias))
+        return out
+
+    module.forward = forward
 
 
 def _logit_scale(config: Any) -> float:
