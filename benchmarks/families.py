@@ -53,7 +53,7 @@ LATENT = {  # heads of latent attention
 NEEDED = {  # by family: what its class has no value for, or a large one
     "deepseek_v2": {"num_experts_per_tok": 2}, "qwen3_next": {"num_experts": 16, "linear_num_value_heads": 16},
     "qwen3_5_moe_text": {"num_experts": 16},
-    **dict.fromkeys(("lfm2", "lfm3"), {"layer_types": ["conv", "full_attention"]}),
+    **{kind: {"layer_types": ["conv", "full_attention"]} for kind in ("lfm2", "lfm3")},
 }  # fmt: skip
 TOWER = {  # of images, whatever a family calls the sizes
     **SMALL, "depth": 1, "num_hidden_layers": 1, "intermediate_size": 64, "image_size": 28, "patch_size": 14,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 import yaml
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from meshes import further
+from optrush import generation
 from optrush.models.config_json import read_config_json
 from optrush.models.hf import HFModel, _opened, load
 from optrush.technique import library
@@ -145,7 +147,7 @@ def test_a_template_takes_the_place_of_the_others(base: Base, tmp_path: Path) ->
 def test_the_bases_template_ends_answers_of_the_exported_model(objective: str, base: Base, tmp_path: Path) -> None:
     """The base's generation config knows its end of text alone, and the run gives neither template nor tokens."""
     folder, chatml = tmp_path / "base", "{% for m in messages %}<a>{{ m['role'] + '\n' + m['content'] }}<b>{% endfor %}"
-    shutil.copytree(base("qwen2"), folder)
+    shutil.copytree(base("llama"), folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<a>", "<b>"]})
     tokenizer.chat_template = chatml
@@ -158,7 +160,11 @@ def test_the_bases_template_ends_answers_of_the_exported_model(objective: str, b
     assert json.loads((run / "model" / "generation_config.json").read_text())["eos_token_id"] == [2, end]
     card = (run / "model" / "README.md").read_text()
     assert r"| ends of an answer | &lt;/s&gt;, &lt;b&gt; |" in card
-    assert "<a>" not in card
+    if objective == "sft":
+        assert optrush("export", run, "--to", "gguf").code == 0
+        fields = gguf.GGUFReader(run / "model-f16.gguf").fields
+        assert [fields[f"tokenizer.ggml.{role}_token_id"].contents() for role in ("eos", "eot")] == [2, end]
+        assert generation.GenerationModel(generation.find_model(str(run))).stops == [2, end]
 
 
 PREFERENCE = [{"prompt": "Oslo?", "chosen": f" {i} miles.", "rejected": " No."} for i in range(8)]
