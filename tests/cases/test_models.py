@@ -18,10 +18,13 @@ import torch
 import yaml
 from bases import KINDS, SIZES, edited, optrush, trained, write_base, write_run
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from meshes import further
 from optrush import generation
+from optrush.data.chat_template import Tokens, open_tokenizer
 from optrush.models.config_json import read_config_json
 from optrush.models.hf import HFModel, _opened, load
 from optrush.technique import library
@@ -251,6 +254,13 @@ def test_a_class_that_splits_otherwise_than_its_file(
     if differs:
         assert written.lines == ["asked", "found", "do"] and "tokenizer_class: PreTrainedTokenizerFast" in written.err
         assert "'7 12345': tokenizer.json has the tokens" in written.err
+
+
+def test_texts_that_a_tokenizer_cannot_read_are_not_compared(tmp_path: Path) -> None:
+    """A vocabulary of words without its own `<unk>`: encoding any other word is an error of the library."""
+    engine = Tokenizer(WordLevel({"Oslo": 0, "</s>": 1}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=engine, eos_token="</s>").save_pretrained(tmp_path)
+    assert Tokens(open_tokenizer(tmp_path)).otherwise(tmp_path, [[0, 1]]) is None
 
 
 def test_a_tokenizer_that_changed_since(base: Base, tmp_path: Path) -> None:

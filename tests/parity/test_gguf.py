@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 
 from meshes import further
 from optrush.data.chat_template import answer_ends
@@ -177,6 +177,7 @@ LAYOUTS: dict[str, tuple[str, Any, str | None, list[str]]] = {
     "deepseek": ("<｜end▁of▁sentence｜>", "<｜end▁of▁sentence｜>", DEEPSEEK, ["<｜end▁of▁sentence｜>"]),
     "gpt-neox": ("<|endoftext|>", "</s>", None, ["</s>", "<|endoftext|>"]),
     "system-first": ("<eos>", "<eos>", SYSTEM_FIRST, ["<eos>", "<|im_end|>"]),
+    "config.json": ("<|endoftext|>", ["<|endoftext|>", "<|im_end|>"], CHATML, ["<|endoftext|>", "<|im_end|>"]),
     "unknown": ("<eos>", "<eos>", "{{ messages[0]['content'] }}", ["<eos>"]),
 }  # fmt: skip
 MARKS = [
@@ -206,12 +207,20 @@ def test_an_exported_model_stops_where_its_answers_end(small: Path, tmp_path: Pa
     at = shutil.copytree(small, tmp_path / "model")
     made.save_pretrained(at, save_jinja_files=False)
     known = None if listed is None else made.convert_tokens_to_ids(listed)
-    if known is not None:
+    hf = {**json.loads((at / "config.json").read_text()), "eos_token_id": known} if name == "config.json" else {}
+    if hf:
+        (at / "config.json").write_text(json.dumps(hf))
+        (at / "generation_config.json").unlink()
+    elif known is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": known, "top_p": 0.5}))
-    job: Any = SimpleNamespace(tokenizer=made, hf={}, config=SimpleNamespace(objective=objective, scored=False))
+    job: Any = SimpleNamespace(tokenizer=made, hf=hf, config=SimpleNamespace(objective=objective, scored=False))
     write_generation(job, at, tmp_path)
-    found = GenerationConfig.from_pretrained(at)
-    assert found.top_p == (None if listed is None else 0.5), "nothing else changes"
+    if hf:
+        assert not (at / "generation_config.json").exists(), "config.json has them all"
+        found = GenerationConfig.from_model_config(AutoConfig.from_pretrained(at))
+    else:
+        found = GenerationConfig.from_pretrained(at)
+        assert found.top_p == (None if listed is None else 0.5), "nothing else changes"
     stops = found.eos_token_id if isinstance(found.eos_token_id, list) else [found.eos_token_id]
     assert made.convert_ids_to_tokens(stops) == ends
     assert answer_ends(made, known) == stops, "where chat stops"

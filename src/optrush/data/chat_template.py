@@ -216,10 +216,10 @@ class Tokens:
         stored.no_padding()
         texts = (self._engine.decode(list(ids[:COMPARED]), skip_special_tokens=True) for ids in documents)
         for text in (*texts, *EVERYDAY):
-            here, there = (engine.encode(text, add_special_tokens=False) for engine in (self._engine, stored))
-            if here.ids != there.ids:
-                at = next((i for i, (a, b) in enumerate(zip(here.ids, there.ids)) if a != b), 0)
-                a, b = (" | ".join(encoding.tokens[at : at + 4]) for encoding in (here, there))
+            here, there = (_split(engine, text) for engine in (self._engine, stored))
+            if here != there:
+                at = next((i for i, (a, b) in enumerate(zip(here, there)) if a != b), 0)
+                a, b = (" | ".join(token for _, token in found[at : at + 4]) for found in (here, there))
                 return (
                     f"{visible(text[:TAIL])!r}: tokenizer.json has the tokens {b}, {type(self.tokenizer).__name__} {a}"
                 )
@@ -468,6 +468,15 @@ def _engine(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
     engine.no_truncation()
     engine.no_padding()
     return engine
+
+
+def _split(engine: Tokenizer, text: str) -> list[tuple[int, str]]:
+    """Return a text's tokens; none if the tokenizer has no token for some part of it."""
+    try:
+        found = engine.encode(text, add_special_tokens=False)
+    except Exception:  # the library raises no other class
+        return []
+    return list(zip(found.ids, found.tokens, strict=True))
 
 
 def _widths(engine: Tokenizer) -> np.ndarray | None:

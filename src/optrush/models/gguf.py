@@ -188,7 +188,8 @@ def _write_tokenizer(writer: Any, folder: Path, vocabulary: int) -> None:
     writer.add_token_types(types)
     special = gguf.SpecialVocab(folder, load_merges=True, n_vocab=vocabulary)
     generation = folder / "generation_config.json"
-    ends = json.loads(generation.read_bytes()).get("eos_token_id") if generation.is_file() else None
+    held = generation if generation.is_file() else folder / "config.json"  # as transformers reads them
+    ends = json.loads(held.read_bytes()).get("eos_token_id")
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if ends and special.special_token_ids.get("eos") not in ends:
         special.special_token_ids["eos"] = ends[0]
