@@ -53,6 +53,7 @@ LATENT = {  # heads of latent attention
 NEEDED = {  # by family: what its class has no value for, or a large one
     "deepseek_v2": {"num_experts_per_tok": 2}, "qwen3_next": {"num_experts": 16, "linear_num_value_heads": 16},
     "qwen3_5_moe_text": {"num_experts": 16},
+    **{kind: {"layer_types": ["conv", "full_attention"]} for kind in ("lfm2", "lfm3")},
 }  # fmt: skip
 TOWER = {  # of images, whatever a family calls the sizes
     **SMALL, "depth": 1, "num_hidden_layers": 1, "intermediate_size": 64, "image_size": 28, "patch_size": 14,
@@ -114,7 +115,7 @@ def _small_parts(known: Any, whole: dict[str, Any]) -> dict[str, Any]:
             sizes = sizes | LATENT
         whole[name] = {key: sizes.get(key, value) if value is not None else None for key, value in part.items()}
         for key in BY_LAYER:
-            if isinstance(whole[name].get(key), (list, dict)):
+            if key not in sizes and isinstance(whole[name].get(key), (list, dict)):
                 del whole[name][key]
         if "mrope_section" in (rope := whole[name].get("rope_parameters") or {}):
             rope["mrope_section"] = [1, 1, 2]

@@ -91,6 +91,10 @@ class Decided:
     teacher: tuple[Path | None, dict[str, Any]] | None = None  # its folder and config.json
     reasons: tuple[Reason, ...] = ()  # of what the file left open
 
+    def shared_ids(self, vocab: int) -> int:
+        """Return how many token ids both the model, with `vocab` of them, and its teacher embed."""
+        return min(vocab, (text_config(self.teacher[1]).get("vocab_size") if self.teacher else None) or vocab)
+
     def lines(self) -> list[str]:
         """Return what was decided as at most six lines; empty: nothing was open."""
         width = max((len(r.question) for r in self.reasons), default=0)

@@ -25,9 +25,9 @@ from optrush.config import Config, scrubbed
 from optrush.data import readers, schema
 from optrush.data import sample as recipes
 from optrush.data.batch import collate
-from optrush.data.chat_template import Tokens, turn_ends
+from optrush.data.chat_template import AS_STORED, COMPARED_ROWS, Tokens, answer_ends, open_tokenizer
 from optrush.data.schema import Document
-from optrush.errors import ConfigError, DataError, RunError, UserError, exhausted
+from optrush.errors import ConfigError, DataError, NeedsError, RunError, UserError, exhausted
 from optrush.models import fp8_folder, gguf
 from optrush.models.experts import Experts
 from optrush.models.hf import load_plain
@@ -37,7 +37,7 @@ from optrush.models.weights import Folder, export_weights
 from optrush.peft import io
 from optrush.peft.quantized import QuantizedLinear
 from optrush.restore import RebuiltModel, open_run, rebuild
-from optrush.tokenizer_files import copy_processor, copy_tokenizer
+from optrush.tokenizer_files import ENGINE, copy_processor, copy_tokenizer
 from optrush.trainer import run_dir
 from optrush.trainer.distributed import agree, from_first, from_stages, gathered, is_gathered
 from optrush.trainer.trainer import Trainer
@@ -56,8 +56,7 @@ def write_model(trainer: Trainer, output: Path, steps: int, source: Path | None)
 
         def fill(fresh: Path) -> None:
             _fill_model(fresh, trainer, tensors, source)
-            text = model_card.card(trainer.config, output, steps, source, summary)
-            (fresh / model_card.NAME).write_text(text, encoding="utf-8")
+            _write_card(fresh, trainer, output, steps, source, summary)
 
         error = _write_folder(output / "model", fill)
     for _ in tensors:  # what rank 0 has not taken, the others must still gather with it
@@ -103,12 +102,13 @@ def _write_folder(folder: Path, fill: Callable[[Path], None]) -> RunError | None
 
 
 def _fill_adapter(fresh: Path, trainer: Trainer, values: dict[str, Tensor], source: Path | None) -> None:
-    """Write an adapter's files and the tokenizer that it was trained with."""
+    """Write an adapter's files, the tokenizer that it was trained with, and the generation config of both."""
     path = trainer.config.model.path
     local = source is not None and path is not None and (path == "tiny" or Path(path).is_dir())
     base = str(source.resolve()) if local and source is not None else path or trainer.config.model.shape
     io.save_adapter(fresh, trainer.model, trainer.weight_map, values, str(base))
     _write_tokenizer(fresh, trainer, source)
+    write_generation(trainer, fresh, source)
 
 
 def _fill_model(
@@ -120,6 +120,12 @@ def _fill_model(
         copy_processor(source, fresh)
     _write_tokenizer(fresh, trainer, source)
     write_generation(trainer, fresh, source)
+
+
+def _write_card(fresh: Path, trainer: Trainer, run: Path, steps: int, source: Path | None, summary: str = "") -> None:
+    ends = [] if trainer.tokenizer is None else trainer.tokenizer.convert_ids_to_tokens(ends_of(trainer, source)[1])
+    text = model_card.card(trainer.config, run, steps, source, summary, ends)
+    (fresh / model_card.NAME).write_text(text, encoding="utf-8")
 
 
 def _write_tokenizer(fresh: Path, trainer: Trainer, source: Path | None) -> None:
@@ -144,24 +150,28 @@ def trained_parameters(trainer: Trainer) -> dict[str, Tensor]:
     return {name: t for name, t in from_stages(world, own()) if world.rank == 0}
 
 
+def ends_of(trainer: Trainer, source: Path | None) -> tuple[list[int], list[int]]:
+    """Return the ids that end an answer, (of the base alone, of the trained model); equal where none are learnt."""
+    has_file = source is not None and (source / GENERATION).is_file()  # where not, readers take config.json's
+    found = read_generation(source) if source is not None and has_file else {**text_config(trainer.hf), **trainer.hf}
+    known = found.get("eos_token_id")
+    base = known if isinstance(known, list) else [] if known is None else [known]
+    generates = trainer.tokenizer is not None and not trainer.config.scored
+    return base, answer_ends(trainer.tokenizer, base) if generates else base
+
+
 def write_generation(trainer: Trainer, fresh: Path, source: Path | None) -> None:
-    """Write the generation config: the published one; with the run's chat template, its end-of-turn token as well."""
+    """Write the generation config: the published one, with every token at which the trained model ends an answer."""
     published = None if source is None or not (source / GENERATION).is_file() else source / GENERATION
-    if trainer.config.model.chat_template is None or trainer.tokenizer is None:
+    base, ends = ends_of(trainer, source)
+    if base == ends:
         if published is not None:
             shutil.copyfile(published, fresh / GENERATION)
         return
     found = {} if published is None else read_generation(published.parent)
     own = {**text_config(trainer.hf), **trainer.hf}
-    ends = found.get("eos_token_id", own.get("eos_token_id"))
-    ends = trainer.tokenizer.eos_token_id if ends is None else ends
-    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    changed = list(dict.fromkeys([*ends, *turn_ends(trainer.tokenizer)])) or None
-    if published is not None and changed == ends:
-        shutil.copyfile(published, fresh / GENERATION)
-        return
     others = {} if published is not None else {key: own.get(key) for key in SPECIAL}
-    kept = {key: value for key, value in {**others, **found, "eos_token_id": changed}.items() if value is not None}
+    kept = {key: value for key, value in {**others, **found, "eos_token_id": ends}.items() if value is not None}
     (fresh / GENERATION).write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -179,7 +189,10 @@ def _published(trainer: Trainer, kept: torch.dtype) -> Iterator[tuple[str, Tenso
     for name, linear in changed.items():
         with _gathered(model, name), trainer.storage.gathered(linear.parameters()):
             weight = gathered(linear.dequantized(torch.float32).detach())
-            bias: Tensor | None = None if linear.bias is None else gathered(linear.bias.detach()).float()
+            # A copy: what was gathered here is freed before the tensor is written, where no adapter changes it.
+            bias: Tensor | None = None
+            if linear.bias is not None:
+                bias = gathered(linear.bias.detach()).to(torch.float32, copy=True)
             if linear.adapter is not None:
                 weight, bias = linear.adapter.merge(weight, bias)
             to = torch.device("cpu") if first else weight.device
@@ -486,7 +499,7 @@ def export_gguf(
         RunError: the folder or the file is not what was trained.
     """
     gguf.demand_gguf()
-    folder, _ = open_run(run)
+    folder, config = open_run(run)
     file = out or folder / f"model-{kind}.gguf"
     if file.exists():
         raise ConfigError(f"to export to {file}", "it exists", "name another file: --out FILE.gguf")
@@ -496,11 +509,22 @@ def export_gguf(
     try:
         with _writing(file), tempfile.TemporaryDirectory(dir=file.absolute().parent, prefix=".gguf-") as fresh:
             export_run(run, Path(fresh) / "model", checkpoint=checkpoint, verifies=verifies)
+            _refuse_other_tokens(Path(fresh) / "model", config)
             tensors = gguf.write_gguf(Path(fresh) / "model", part, kind, folder.resolve().name)
             os.replace(part, file)
     finally:
         part.unlink(missing_ok=True)
     return file, tensors
+
+
+def _refuse_other_tokens(folder: Path, config: Config) -> None:
+    """Raise NeedsError where the run's first documents are other tokens for a program that reads tokenizer.json."""
+    if (folder / ENGINE).is_file():
+        tokens = Tokens(open_tokenizer(folder))
+        paths = [origin.path for origin in config.data.origins]
+        documents = islice(_documents(tokens, paths, config.data.sample, config), COMPARED_ROWS)
+        if (found := tokens.otherwise(folder, documents)) is not None:
+            raise NeedsError("the tokenizer as GGUF", found, f"export to hf; or {AS_STORED}, and train again")
 
 
 def export_fp8(
@@ -615,8 +639,7 @@ def _write_merged(found: RebuiltModel, fresh: Path, dtype: str | None, max_shard
             yield name, kept
 
     _fill_model(fresh, trainer, tensors(), found.base, max_shard_bytes)
-    text = model_card.card(found.config, found.folder, found.manifest.step, found.base)
-    (fresh / model_card.NAME).write_text(text, encoding="utf-8")
+    _write_card(fresh, trainer, found.folder, found.manifest.step, found.base)
     return written
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from optrush.config import Config, Data, Model, Sampling
 from optrush.data import schema
-from optrush.data.chat_template import Tokens, open_tokenizer, turn_ends
+from optrush.data.chat_template import Tokens, answer_ends, open_tokenizer
 from optrush.data.mask import Template, any_of
 from optrush.data.readers import read_rows
 from optrush.data.schema import Completion, Message, RowLocation, Text, parts_of
@@ -151,7 +151,7 @@ class GenerationModel:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = _loaded(source, self.device)
         self.tokens = Tokens(self.tokenizer)
-        self.stops = self._stops()
+        self.stops = answer_ends(self.tokenizer, self.model.generation_config.eos_token_id)
         given = self.model.generation_config
         # What settings leave open, transformers takes from here.
         self.model.generation_config = type(given)(**{key: getattr(given, key, None) for key in OWN})
@@ -162,13 +162,6 @@ class GenerationModel:
             )
         self._controls = any_of({str(t) for t in self.tokenizer.added_tokens_decoder.values() if t.special})
         self.room: int | None = getattr(self.model.config, "max_position_embeddings", None)
-
-    def _stops(self) -> list[int]:
-        known = self.model.generation_config.eos_token_id
-        known = self.tokenizer.eos_token_id if known is None else known
-        listed = known if isinstance(known, list) else [] if known is None else [known]
-        ends = turn_ends(self.tokenizer) if self.tokenizer.chat_template else []
-        return list(dict.fromkeys([*listed, *ends]))
 
     def ids(self, prompt: str | Sequence[Message], where: RowLocation, tools: Sequence[Any] = ()) -> list[int]:
         """Return the tokens of a conversation up to where its answer begins, or of a text unchanged.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import html
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,9 @@ model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
 ```"""
 
 
-def card(config: Config, folder: Path, steps: int, base: Path | None, data: str = "") -> str:
+def card(
+    config: Config, folder: Path, steps: int, base: Path | None, data: str = "", ends: Sequence[str | None] = ()
+) -> str:
     """Return the card's text.
 
     Args:
@@ -46,6 +49,7 @@ def card(config: Config, folder: Path, steps: int, base: Path | None, data: str 
         steps: after which the weights were taken.
         base: the folder of the model that the run began with; None: random weights of a shape.
         data: what was read, in words.
+        ends: tokens at which an answer ends.
 
     Raises:
         UserError: run.yaml or metrics.jsonl of the folder is damaged.
@@ -57,6 +61,7 @@ def card(config: Config, folder: Path, steps: int, base: Path | None, data: str 
         ("steps", f"{steps:,}"),
         ("techniques", escaped(", ".join(config.with_) or "none")),
         *_measured(runs.load_run(folder), steps),
+        *([("ends of an answer", ", ".join(escaped(end) for end in ends if end is not None))] if any(ends) else []),
         ("versions", f"optrush {__version__}, torch {torch.__version__}, transformers {library('transformers')}"),
     ]
     table = "\n".join(f"| {name} | {text} |" for name, text in facts)

@@ -10,15 +10,21 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import gguf
 import pytest
 import torch
 import yaml
 from bases import KINDS, SIZES, edited, optrush, trained, write_base, write_run
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from meshes import further
+from optrush import generation
+from optrush.data.chat_template import Tokens, open_tokenizer
 from optrush.models.config_json import read_config_json
 from optrush.models.hf import HFModel, _opened, load
 from optrush.technique import library
@@ -138,6 +144,123 @@ def test_a_template_takes_the_place_of_the_others(base: Base, tmp_path: Path) ->
     assert AutoTokenizer.from_pretrained(out).chat_template == source
     ends = {"_from_model_config": True, "eos_token_id": 2, "bos_token_id": 1, "transformers_version": "4.44.2"}
     assert json.loads((out / "generation_config.json").read_text()) == ends, "</s> ended answers before"
+
+
+@pytest.mark.parametrize("objective", ["sft", "dpo"])
+def test_the_bases_template_ends_answers_of_the_exported_model(objective: str, base: Base, tmp_path: Path) -> None:
+    """The base's generation config knows its end of text alone, and the run gives neither template nor tokens."""
+    folder, chatml = tmp_path / "base", "{% for m in messages %}<a>{{ m['role'] + '\n' + m['content'] }}<b>{% endfor %}"
+    shutil.copytree(base("llama"), folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<a>", "<b>"]})
+    tokenizer.chat_template = chatml
+    tokenizer.save_pretrained(folder, save_jinja_files=False)
+    asked, (good, bad) = {"role": "user", "content": "Oslo?"}, ({"role": "assistant", "content": c} for c in "ab")
+    pair = {"prompt": [asked], "chosen": [good], "rejected": [bad]}
+    rows = [{"messages": [asked, good]} if objective == "sft" else pair] * 8
+    run = trained(tmp_path / "run", folder, rows=rows, objective=objective, train={"steps": 1}, with_={})
+    end = tokenizer.convert_tokens_to_ids("<b>")
+    assert json.loads((run / "model" / "generation_config.json").read_text())["eos_token_id"] == [2, end]
+    card = (run / "model" / "README.md").read_text()
+    assert r"| ends of an answer | &lt;/s&gt;, &lt;b&gt; |" in card
+    if objective == "sft":
+        assert optrush("export", run, "--to", "gguf").code == 0
+        fields = gguf.GGUFReader(run / "model-f16.gguf").fields
+        assert [fields[f"tokenizer.ggml.{role}_token_id"].contents() for role in ("eos", "eot")] == [2, end]
+        assert generation.GenerationModel(generation.find_model(str(run))).stops == [2, end]
+
+
+PREFERENCE = [{"prompt": "Oslo?", "chosen": f" {i} miles.", "rejected": " No."} for i in range(8)]
+JUDGED = [{"prompt": "Oslo?", "completion": f" {i} miles.", "label": i % 2 == 0} for i in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("objective", "rows", "changes"),
+    [
+        ("dpo", PREFERENCE, {}),
+        ("dpo", PREFERENCE, {"dpo": {"loss": "ipo"}}),
+        ("kto", JUDGED, {}),
+        ("dpo", PREFERENCE, {"with_": {"lora": {"rank": 2}}}),
+        ("orpo", PREFERENCE, {}),
+        ("reward", PREFERENCE, {}),
+    ],
+)
+def test_every_objective_is_exported(
+    objective: str, rows: list[dict[str, Any]], changes: dict[str, Any], base: Base, tmp_path: Path
+) -> None:
+    """A reference is not in the exported weights: it is asked for neither what it was nor where it is now."""
+    folder = shutil.copytree(base("llama"), tmp_path / "base")
+    run = trained(tmp_path / "run", folder, rows=rows, objective=objective, **{"with_": {}, **changes})
+    if "with_" not in changes:  # other weights, of which none are exported
+        stored = load_file(folder / "model.safetensors")
+        save_file({name: t + 1 for name, t in stored.items()}, folder / "model.safetensors", {"format": "pt"})
+    again = optrush("export", run, "--out", tmp_path / "again")
+    assert again.code == 0, again.err
+    assert contents(run / "model")["model.safetensors"] == contents(tmp_path / "again")["model.safetensors"]
+
+
+def test_a_template_of_which_the_end_is_unknown_is_noted(base: Base, tmp_path: Path) -> None:
+    folder = shutil.copytree(base("llama"), tmp_path / "base")
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    rows = [{"prompt": "Oslo?", "completion": " Yes."}] * 4
+    config = write_run(tmp_path / "run", folder, rows=rows, objective="sft", train={"steps": 1}, with_={})
+    ended = optrush("train", config)
+    said = "the token that ends an answer under the chat template is unknown: add it to eos_token_id"
+    assert ended.code == 0 and said in ended.out + ended.err
+    ends = (tmp_path / "run" / "out" / "model" / "generation_config.json").read_bytes()
+    assert ends == (folder / "generation_config.json").read_bytes()
+
+
+LLAMA3_SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokenizer_class", "digits", "differs"),
+    [
+        ("llama", "GPT2Tokenizer", 3, True),
+        ("llama", "Qwen2Tokenizer", 3, True),
+        ("llama", "GPTNeoXTokenizerFast", 3, True),
+        ("llama", "PreTrainedTokenizerFast", 3, False),
+        ("llama", "GPT2Tokenizer", None, False),
+    ],
+)
+def test_a_class_that_splits_otherwise_than_its_file(
+    kind: str, tokenizer_class: str, digits: int | None, differs: bool, base: Base, tmp_path: Path
+) -> None:
+    """Noted for a folder, refused for a GGUF file, which has the file's rule. The vocabulary merges digits."""
+    folder = shutil.copytree(base(kind), tmp_path / "base")
+    file = folder / "tokenizer.json"
+    engine = json.loads(file.read_text())
+    words = engine["model"]["vocab"]
+    for pair in ("12", "34"):
+        words[pair] = len(words)
+        engine["model"]["merges"].append([*pair])
+    words["1234"] = len(words)
+    engine["model"]["merges"].append(["12", "34"])
+    if digits is not None:
+        split = {"type": "Split", "pattern": {"Regex": LLAMA3_SPLIT}, "behavior": "Isolated", "invert": False}
+        level = {**engine["pre_tokenizer"], "use_regex": False}
+        engine["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, level]}
+    file.write_text(json.dumps(engine))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "tokenizer_class": tokenizer_class}))
+    rows = [{"text": "7 12345"}] * 4
+    ended = optrush("train", write_run(tmp_path / "run", folder, rows=rows, train={"steps": 1}))
+    assert ended.code == 0, ended.err
+    noted = "trained on other tokens than tokenizer.json gives: '7 12345'" in ended.out + ended.err
+    assert noted == differs
+    written = optrush("export", tmp_path / "run" / "out", "--to", "gguf")
+    assert written.code == (2 if differs else 0), written.err
+    if differs:
+        assert written.lines == ["asked", "found", "do"] and "tokenizer_class: PreTrainedTokenizerFast" in written.err
+        assert "'7 12345': tokenizer.json has the tokens" in written.err
+
+
+def test_texts_that_a_tokenizer_cannot_read_are_not_compared(tmp_path: Path) -> None:
+    """A vocabulary of words without its own `<unk>`: encoding any other word is an error of the library."""
+    engine = Tokenizer(WordLevel({"Oslo": 0, "</s>": 1}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=engine, eos_token="</s>").save_pretrained(tmp_path)
+    assert Tokens(open_tokenizer(tmp_path)).otherwise(tmp_path, [[0, 1]]) is None
 
 
 def test_a_tokenizer_that_changed_since(base: Base, tmp_path: Path) -> None:
@@ -279,6 +402,38 @@ def test_operations_are_summed_block_by_block(base: Base) -> None:
     }  # fmt: skip
     made = AutoModelForCausalLM.from_config(AutoConfig.for_model(**lfm), dtype=torch.float32)
     assert HFModel(made).flops(0, 10) == 6 * 10 * 64
+
+
+# --- blocks of convolutions
+
+LFM = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "conv_L_cache": 3}
+
+
+@pytest.fixture(scope="module")
+def convolved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(KINDS, "lfm2", ({"model_type": "lfm2", **LFM, "pad_token_id": 0}, "PreTrainedTokenizerFast", ()))
+        return write_base(tmp_path_factory.mktemp("lfm2") / "base", "lfm2")
+
+
+@pytest.mark.parametrize(
+    "with_",
+    further(
+        [
+            {"packing": {}}, {}, {"lora": {"rank": 2, "targets": ["in_proj", "q_proj"]}}, {"wrap": {}},
+            {"attention": {"impl": "sdpa"}, "packing": {}}, {"recompute": {}, "packing": {}}, {"sort-by-length": {}},
+        ],
+        4,
+    ),
+    ids=str,
+)  # fmt: skip
+def test_convolutions_are_trained_in_every_layout(with_: dict[str, Any], convolved: Path, tmp_path: Path) -> None:
+    run = trained(tmp_path / "run", convolved, with_=with_)
+    again = optrush("export", run, "--out", tmp_path / "again")
+    assert again.code == 0, again.err
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses[-1] < losses[0]
 
 
 # --- adapters, as PEFT reads them

@@ -14,7 +14,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from trained import run
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from meshes import further
 from optrush import exporting, model_card, restore
@@ -484,9 +484,43 @@ def test_a_folder_in_8_bit_floats(call: Call, trained: Path) -> None:
     assert call("export", "run", "--to", "fp8").code == 2, "an existing folder stays"
 
 
+CONVOLUTIONS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+                     "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "num_experts": 0,
+                   "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+def test_convolutions_keep_their_type(kind: str, tmp_path: Path) -> None:
+    """A convolution's weight has three dimensions, as one tensor of all experts has."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "pad_token_id": 0}  # fmt: skip
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **CONVOLUTIONS[kind]))
+    model.save_pretrained(tmp_path / "base")
+    stored = load_file(tmp_path / "base" / "model.safetensors")
+    beyond = ["model.layers.2.eh_proj", "mtp.layers.0.mlp.up_proj"]
+    extra = {f"{name}.weight": torch.randn(4, 4) for name in beyond}
+    save_file({**stored, **extra}, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    (tmp_path / "to").mkdir()
+    done = fp8_folder.write_fp8(tmp_path / "base", tmp_path / "to")
+    base, narrow = (load_file(tmp_path / f / "model.safetensors") for f in ("base", "to"))
+    convolutions = [name for name, t in base.items() if t.dim() == 3 and "conv" in name]
+    assert convolutions and all(torch.equal(base[name], narrow[name]) for name in convolutions)
+    listed = set(json.loads((tmp_path / "to" / "config.json").read_text())["quantization_config"]["ignore"])
+    linears = {name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    assert len(linears - listed) == done and {f"{name}.weight_scale" for name in linears - listed} <= narrow.keys()
+    assert "lm_head" in listed and sorted(name for name in listed if "proj" in name) == beyond
+
+
 def test_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
     (tmp_path / "to").mkdir()
     save_file({"model.layers.0.mlp.experts.gate_up_proj": torch.zeros(2, 4, 4)}, tmp_path / "model.safetensors")
+    sizes = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "num_local_experts": 2, "head_dim": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss", "vocab_size": 8, **sizes}))
     with pytest.raises(NeedsError, match="all experts of a layer"):
         fp8_folder.write_fp8(tmp_path, tmp_path / "to")
 

@@ -187,6 +187,36 @@ def test_the_plan_counts_the_teacher(folder):
     assert line.bytes == 4 * sum(p.numel() for p in teacher.parameters())
 
 
+@pytest.mark.parametrize(
+    ("sizes", "sets", "k"),
+    further(
+        [
+            ((512, 96), [], None),
+            ((512, 96), ["data.random=8", "data.path=null"], None),
+            ((96, 512), [], None),
+            ((512, 96), [], 7),
+            ((96, 512), ["data.random=8", "data.path=null"], None),
+        ],
+        3,
+    ),
+    ids=str,
+)
+def test_embeddings_of_other_lengths(folder, tmp_path, sizes, sets, k):
+    """Of which both have the tokenizer's 80 tokens: no id is drawn that the shorter one has not."""
+    for name, rows in zip(("untied", "teacher"), sizes):
+        shutil.copytree(folder / name, tmp_path / name)
+        model = AutoModelForCausalLM.from_pretrained(folder / name)
+        model.resize_token_embeddings(rows, mean_resizing=False)
+        model.save_pretrained(tmp_path / name)
+    shutil.copy(folder / "text.jsonl", tmp_path)
+    sets = [*sets, "train.steps=2", f"output={tmp_path / 'out'}"]
+    config = distill_run(tmp_path, sets=sets, packed=True)
+    config = config if k is None else stored(config, tmp_path / "cache", k)
+    assert dry_run(decide(config), None, "train")[0]
+    assert fit.run(fit.RunRequest(decide(config))).code == 0
+    assert json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[-1])["loss"] > 0
+
+
 @pytest.mark.parametrize("kind", ["tokens", "rows", "positions", "none", "fused", "ranks"])
 def test_refused(folder, tmp_path, kind):
     config = distill_run(folder)

@@ -18,7 +18,7 @@ from optrush import exporting
 from optrush.decide import decide
 from optrush.errors import ConfigError, NeedsError
 from optrush.models.experts import TILE, balance_loss, grouped_matmul, load_figures, route_by_logits
-from optrush.models.hf import load
+from optrush.models.hf import load, load_plain
 from optrush.models.shapes import ModelShape
 from optrush.peft import io
 from optrush.planner import baseline
@@ -145,6 +145,52 @@ def test_layers_that_predict_further_tokens(family: str, name: str, tmp_path: Pa
     exporting.export_weights(tmp_path / "out", ((n, p.data) for n, p in ours.named_parameters()), recipe, hf)
     out = load_file(tmp_path / "out" / "model.safetensors")
     assert out.keys() == tensors.keys() and all(torch.equal(out[name], tensors[name]) for name in tensors)
+
+
+FURTHER = {"eh_proj.weight": (24, 48), "enorm.weight": (24,), "shared_head.head.weight": (61, 24)}
+
+
+@pytest.mark.parametrize(
+    ("family", "prefix", "implementation"),
+    [
+        ("glm4_moe", "model.layers.2.", None),
+        ("deepseek_v3", "model.layers.2.", None),
+        ("deepseek_v3", "model.layers.2.", "transformers"),
+        ("glm4_moe_lite", "model.layers.2.", None),
+        ("glm4_moe", "model.layers.3.", None),
+        ("qwen3_next", "mtp.layers.0.", None),
+    ],
+)
+def test_layers_that_predict_further_tokens_at_any_depth(
+    family: str, prefix: str, implementation: Any, tmp_path: Path
+) -> None:
+    """transformers names those of the published depths alone; files of two layers are trained, exported and opened."""
+    theirs = reference(EXPERTS[family])
+    hf = save(theirs, tmp_path)
+    file = tmp_path / "model.safetensors"
+    more = {f"{prefix}{name}": torch.randn(shape) for name, shape in FURTHER.items()}
+    save_file({**load_file(file), **more}, file, {"format": "pt"})
+    ours, recipe = load(tmp_path, hf, implementation, torch.float32, 0)
+    materialise(ours, recipe)
+    named = ((n, p.data) for n, p in ours.named_parameters())
+    exporting.export_weights(tmp_path / "out", named, recipe, hf, base=tmp_path)
+    ids = torch.arange(8)[None]
+    for folder in (tmp_path, tmp_path / "out"):
+        again = load_plain(folder, torch.float32, torch.device("cpu"))
+        torch.testing.assert_close(again(ids).logits, theirs(ids).logits, rtol=1e-5, atol=1e-5)
+    if implementation is None:
+        assert load_file(tmp_path / "out" / "model.safetensors").keys() >= more.keys()
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("deepseek_v3", "model.layers.1.other.weight"), ("mixtral", "model.layers.2.eh_proj.weight")]
+)
+def test_other_tensors_without_a_place_are_refused(family: str, name: str, tmp_path: Path) -> None:
+    save(reference(EXPERTS[family]), tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), name: torch.randn(3)}, file, {"format": "pt"})
+    with pytest.raises(NeedsError, match=f"unexpected keys: {name}"):
+        load_plain(tmp_path, torch.float32, torch.device("cpu"))
 
 
 # --- balance

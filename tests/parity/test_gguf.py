@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -11,11 +14,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, GenerationConfig
 
 from meshes import further
+from optrush.data.chat_template import answer_ends
 from optrush.errors import NeedsError
+from optrush.exporting import write_generation
 from optrush.models.families import FAMILIES as SPECS
-from optrush.models.gguf import write_gguf
+from optrush.models.gguf import ENDS_BY_TEXT, write_gguf
 from optrush.models.tiny import TEMPLATE, _tokenizer
 
 from parity_models import FAMILIES, SIZES, reference
@@ -126,3 +132,123 @@ def test_a_rope_without_keys_there_is_refused(tmp_path: Path, tokenizer: Any) ->
     (at / "config.json").write_text(json.dumps({**hf, "rope_parameters": rope}))
     with pytest.raises(NeedsError, match="'yarn' as GGUF"):
         write_gguf(at, tmp_path / "m.gguf", "f16", "name")
+
+
+# --- what ends an answer, by the layout of published bases: the tokenizer's eos_token, eos_token_id of
+# generation_config.json, the chat template, the ends of the
+# exported model.
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m['role'] + '\n' + m['content'] }}<|im_end|>\n{% endfor %}"
+LLAMA3 = (
+    "{{ tools | tojson if tools else '' }}{% for m in messages %}"
+    "<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n{% if m.tool_calls %}"
+    "{{ m.tool_calls[0].function | tojson }}<|eom_id|>{% else %}{{ m['content'] }}<|eot_id|>{% endif %}{% endfor %}"
+)
+GEMMA = (
+    "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
+    "<start_of_turn>{{ 'model' if m['role'] == 'assistant' else 'user' }}\n{{ m['content'] }}<end_of_turn>\n"
+    "{% endfor %}"
+)
+MISTRAL = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ m['content'] + eos_token }}"
+    "{% else %}[INST] {{ m['content'] }} [/INST]{% endif %}{% endfor %}"
+)
+PHI = "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% endfor %}"
+DEEPSEEK = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<｜Assistant｜>{{ m['content'] }}<｜end▁of▁sentence｜>"
+    "{% else %}<｜User｜>{{ m['content'] }}{% endif %}{% endfor %}"
+)
+SYSTEM_FIRST = (
+    "{% if messages[0]['role'] != 'system' %}{{ raise_exception('a system turn first') }}{% endif %}" + CHATML
+)
+LAYOUTS: dict[str, tuple[str, Any, str | None, list[str]]] = {
+    "qwen3-base": ("<|endoftext|>", "<|endoftext|>", CHATML, ["<|endoftext|>", "<|im_end|>"]),
+    "qwen3": ("<|im_end|>", ["<|im_end|>", "<|endoftext|>"], CHATML, ["<|im_end|>", "<|endoftext|>"]),
+    "llama3-base": ("<|end_of_text|>", "<|end_of_text|>", LLAMA3, ["<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"]),
+    "llama3": ("<|eot_id|>", ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"], LLAMA3,
+               ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]),
+    "llama3-chatml": ("<|eot_id|>", ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"], CHATML,
+                      ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|im_end|>"]),
+    "gemma": ("<eos>", "<eos>", GEMMA, ["<eos>", "<end_of_turn>"]),
+    "mistral": ("</s>", "</s>", MISTRAL, ["</s>"]),
+    "phi3-base": ("<|endoftext|>", "<|endoftext|>", PHI, ["<|endoftext|>", "<|end|>"]),
+    "smollm": ("<|endoftext|>", None, CHATML, ["<|endoftext|>", "<|im_end|>"]),
+    "smollm-instruct": ("<|im_end|>", "<|im_end|>", CHATML, ["<|im_end|>"]),
+    "deepseek": ("<｜end▁of▁sentence｜>", "<｜end▁of▁sentence｜>", DEEPSEEK, ["<｜end▁of▁sentence｜>"]),
+    "gpt-neox": ("<|endoftext|>", "</s>", None, ["</s>", "<|endoftext|>"]),
+    "system-first": ("<eos>", "<eos>", SYSTEM_FIRST, ["<eos>", "<|im_end|>"]),
+    "config.json": ("<|endoftext|>", ["<|endoftext|>", "<|im_end|>"], CHATML, ["<|endoftext|>", "<|im_end|>"]),
+    "unknown": ("<eos>", "<eos>", "{{ messages[0]['content'] }}", ["<eos>"]),
+}  # fmt: skip
+MARKS = [
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>",
+    "<|start_header_id|>", "<|end_header_id|>", "<eos>", "<start_of_turn>", "<end_of_turn>", "</s>", "[INST]",
+    "[/INST]", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<｜User｜>", "<｜Assistant｜>",
+    "<｜end▁of▁sentence｜>",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of weights, to which each layout adds its tokenizer."""
+    at = tmp_path_factory.mktemp("small")
+    sizes = {"hidden_size": 32, "head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    reference({**FAMILIES["llama"], **WIDE, **sizes, "num_hidden_layers": 1, "vocab_size": 2100}).save_pretrained(at)
+    return at
+
+
+@pytest.mark.parametrize("objective", ["sft", "dpo"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_an_exported_model_stops_where_its_answers_end(small: Path, tmp_path: Path, name: str, objective: str) -> None:
+    eos, listed, template, ends = LAYOUTS[name]
+    made = _tokenizer()
+    made.add_special_tokens({"eos_token": eos, "additional_special_tokens": MARKS})
+    made.chat_template = template
+    at = shutil.copytree(small, tmp_path / "model")
+    made.save_pretrained(at, save_jinja_files=False)
+    known = None if listed is None else made.convert_tokens_to_ids(listed)
+    hf = {**json.loads((at / "config.json").read_text()), "eos_token_id": known} if name == "config.json" else {}
+    if hf:
+        (at / "config.json").write_text(json.dumps(hf))
+        (at / "generation_config.json").unlink()
+    elif known is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": known, "top_p": 0.5}))
+    job: Any = SimpleNamespace(tokenizer=made, hf=hf, config=SimpleNamespace(objective=objective, scored=False))
+    write_generation(job, at, tmp_path)
+    if hf:
+        assert not (at / "generation_config.json").exists(), "config.json has them all"
+        found = GenerationConfig.from_model_config(AutoConfig.from_pretrained(at))
+    else:
+        found = GenerationConfig.from_pretrained(at)
+        assert found.top_p == (None if listed is None else 0.5), "nothing else changes"
+    stops = found.eos_token_id if isinstance(found.eos_token_id, list) else [found.eos_token_id]
+    assert made.convert_ids_to_tokens(stops) == ends
+    assert answer_ends(made, known) == stops, "where chat stops"
+    write_gguf(at, tmp_path / "m.gguf", "f16", "name")
+    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    keys = {role: f"tokenizer.ggml.{role}_token_id" for role in ("eos", "eot", "eom")}
+    roles = {role: text(reader, key) for role, key in keys.items() if key in reader.fields}
+    assert roles["eos"] == made.eos_token_id
+    unnamed = {*stops} - {*roles.values()}
+    assert not unnamed if len(stops) <= 3 else {*made.convert_ids_to_tokens([*unnamed])} <= ENDS_BY_TEXT
+
+
+def test_a_scored_model_keeps_its_generation_config(small: Path, tmp_path: Path) -> None:
+    made = _tokenizer()
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
+    job: Any = SimpleNamespace(tokenizer=made, hf={}, config=SimpleNamespace(objective="reward", scored=True))
+    (tmp_path / "out").mkdir()
+    write_generation(job, tmp_path / "out", tmp_path)
+    assert (tmp_path / "out" / "generation_config.json").read_text() == '{"eos_token_id": 7}'
+
+
+def test_more_ends_than_the_format_has_roles(small: Path, tmp_path: Path) -> None:
+    made = _tokenizer()
+    made.add_special_tokens({"additional_special_tokens": ["<a>", "<b>", "<c>", "<|im_end|>"]})
+    at = shutil.copytree(small, tmp_path / "model")
+    made.save_pretrained(at, save_jinja_files=False)
+    for more in ([], ["<c>"]):
+        ends = made.convert_tokens_to_ids([made.eos_token, "<a>", "<b>", "<|im_end|>", *more])
+        (at / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+        with pytest.raises(NeedsError, match="5 tokens that end an answer") if more else nullcontext():
+            write_gguf(at, tmp_path / "m.gguf", "f16", "name")

@@ -21,6 +21,7 @@ from parity_models import (
     materialise,
     packed,
     reference,
+    reference_alone,
     save,
 )
 
@@ -257,3 +258,34 @@ def test_the_probe_refuses_positions_that_run_on(monkeypatch):
     monkeypatch.setattr(HFModel, "forward", lambda self, t, p, d: forward(self, t, torch.arange(p.shape[1])[None], d))
     with pytest.raises(NeedsError, match="packed documents and the same documents alone differ by"):
         probe_model(ours, theirs, torch.float32)
+
+
+# --- blocks of short convolutions
+
+
+@pytest.mark.parametrize("kinds", [["conv", "full_attention"], ["conv", "conv"]], ids=str)
+@pytest.mark.parametrize(("family", "bias"), [("lfm2", False), ("lfm2", True), ("lfm3", False)])
+def test_convolutions_stay_within_a_document(family, bias, kinds, tmp_path):
+    """Logits and gradients of a packed row are those of each document alone, by transformers' own model."""
+    sizes = {"layer_types": kinds, "block_auto_adjust_ff_dim": False, "conv_L_cache": 4, "conv_bias": bias}
+    theirs = reference({**SIZES, "model_type": family, **sizes, "pad_token_id": 0})
+    hf = save(theirs, tmp_path)
+    ours, recipe = load(tmp_path, hf, None, torch.float32, 0)
+    materialise(ours, recipe)
+    batch = packed([[5, 2, 9, 1], [17]], 20, 61)
+    hidden = ours(batch.tokens, batch.positions, batch.documents)
+    want, loss = reference_alone(theirs, batch)
+    logits = ours.head.logits(hidden)
+    found = [*logits[0, :17].split([5, 2, 9, 1]), logits[1, :17]]
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    ours.head(hidden, batch.labels).backward()
+    loss.backward()
+    grads = {name: p.grad for name, p in theirs.named_parameters()}
+    names = {name: entry.pieces[0][0] for name, entry in recipe.entries.items()}
+    for name, p in ours.named_parameters():
+        g = grads[names[name]]
+        torch.testing.assert_close(p.grad, g, rtol=1e-4, atol=1e-4 * g.abs().max().item())
+    one = packed([[11]], 20, 61, single=True)
+    several = ours(one.tokens, one.positions, one.documents._replace(single=False))
+    torch.testing.assert_close(ours(one.tokens, one.positions, one.documents)[0, :11], several[0, :11])

@@ -20,6 +20,7 @@ from optrush import exporting
 from optrush.decide import decide
 from optrush.errors import DataError, NeedsError
 from optrush.models.decoder import Decoder
+from optrush.models.fp8_folder import write_fp8
 from optrush.models.hf import load, load_plain
 from optrush.models.shapes import ModelShape, native_obstacle
 from optrush.models.text_part import PREFIX
@@ -256,6 +257,60 @@ def test_a_run_with_adapters(case: str, dtype: str, wholes: dict[str, tuple[Path
     assert done.compared is not None and done.compared.sound
 
 
+def seen(config: Any) -> dict[str, torch.Tensor]:
+    """Two words around one image of four patches, which merge to one token."""
+    vision = config.vision_config
+    values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    config.vision_start_token_id, config.image_token_id, config.vision_end_token_id = 76, 77, 78
+    ids, kinds = torch.tensor([[5, 76, 77, 78, 7]]), torch.tensor([[0, 0, 1, 0, 0]])
+    patches = torch.randn(4, values, generator=torch.Generator().manual_seed(0))
+    return {
+        "input_ids": ids,
+        "mm_token_type_ids": kinds,
+        "pixel_values": patches,
+        "image_grid_thw": torch.tensor([[1, 2, 2]]),
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_8_bit_floats_leave_towers_alone(case: str, wholes: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:
+    """Each linear has a scale or is in `ignore`, by the names of the files and of transformers' modules; towers keep
+    their bytes; the values with their scales are a model that reads an image.
+    """
+    folder, theirs = wholes[case]
+    if case == "llama4":
+        with pytest.raises(NeedsError, match="all experts of a layer"):
+            write_fp8(folder, tmp_path)
+        return
+    done = write_fp8(folder, tmp_path)
+    base, narrow = (load_file(place / "model.safetensors") for place in (folder, tmp_path))
+    scaled = {name.removesuffix(".weight_scale") for name in narrow if name.endswith("_scale")}
+    ignored = set(json.loads((tmp_path / "config.json").read_text())["quantization_config"]["ignore"])
+    assert len(scaled) == done > 0 and not scaled & ignored
+    for name, t in base.items():
+        module = name.removesuffix(".weight")
+        assert narrow[name].dtype == torch.float8_e4m3fn if module in scaled else torch.equal(narrow[name], t), name
+        assert module not in scaled or "language_model" in name or (".layers." in name and "vis" not in name), name
+    modules = {name for name, m in theirs.named_modules() if isinstance(m, torch.nn.Linear)}
+    towers = {name for name in modules if not name.startswith((PREFIX, "lm_head", "language_model."))}
+    assert towers <= ignored and towers
+    text = {name for name in modules - ignored if ".layers." in name or ".blocks." in name}
+    assert text == modules - ignored and len(text) <= done
+    if case in ("qwen3_5", "qwen3_vl"):
+        values = {
+            n: t.float() * narrow[f"{n}_scale"].float() if f"{n}_scale" in narrow else t for n, t in narrow.items()
+        }
+        shutil.copytree(folder, tmp_path / "wide")
+        save_file(
+            {n: t for n, t in values.items() if not n.endswith("_scale")}, tmp_path / "wide" / "model.safetensors",
+            metadata={"format": "pt"},
+        )  # fmt: skip
+        again = AutoModelForImageTextToText.from_pretrained(tmp_path / "wide", dtype=torch.float32).eval()
+        with torch.no_grad():
+            got, want = (model(**seen(model.config)).logits for model in (again, theirs))
+        assert 0 < (got - want).abs().mean() < 0.4 * want.abs().mean()
+
+
 def test_new_tokens(wholes: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:
     for case in ("gemma3", "mistral3"):
         folder, _ = wholes[case]
@@ -267,6 +322,20 @@ def test_new_tokens(wholes: dict[str, tuple[Path, Any]], tmp_path: Path) -> None
         export_weights(tmp_path / case, named, trainer.weight_map, trainer.hf, base=folder)
         again = load_plain(tmp_path / case, torch.float32, torch.device("cpu"))
         assert again.config.text_config.vocab_size == 128 == len(again.get_input_embeddings().weight)
+
+
+def test_layers_that_predict_further_tokens(wholes: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:
+    folder, _ = wholes["kimi_k25"]
+    shutil.copytree(folder, tmp_path / "base")
+    file, extra = tmp_path / "base" / "model.safetensors", "language_model.model.layers.2.eh_proj.weight"
+    save_file({**load_file(file), extra: torch.randn(3, 5)}, file, {"format": "pt"})
+    hf = json.loads((folder / "config.json").read_text())
+    ours, recipe = load(tmp_path / "base", hf, None, torch.float32, 0)
+    materialise(ours, recipe)
+    named = ((n, p.data) for n, p in ours.named_parameters())
+    export_weights(tmp_path / "out", named, recipe, hf, base=tmp_path / "base")
+    assert extra in load_file(tmp_path / "out" / "model.safetensors")
+    load_plain(tmp_path / "out", torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from unittest import mock
 
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from meshes import further
 from optrush.decide import decide
 from optrush.errors import ConfigError, ConflictError, NeedsError
-from optrush.exporting import write_adapter
+from optrush.exporting import published_tensors, write_adapter
 from optrush.models import activation_offload
 from optrush.models.weights import Memory, WeightMap, native_entries
 from optrush.peft import io
@@ -36,6 +37,7 @@ from optrush.trainer import run as fit
 from optrush.trainer.trainer import evaluate
 
 import memory
+from golden import make_golden
 from golden.make_golden import CASES
 from heldout import held_out
 from trials import apart, assembled, first_gradients, furthest, golden_run, micro, shaped, steps, weights
@@ -355,6 +357,34 @@ def test_shards_begin_as_the_whole(box, pair):
     want = drawn(box, {})
     for found in pair(drawn, box, {"fsdp": {}}):
         assert all(torch.equal(found[n], w) for n, w in want.items())
+
+
+def merged(box, options, with_):
+    """The exported tensors, read after the last one was made."""
+    return dict(published_tensors(learning(box, lora=options, **with_)))
+
+
+@pytest.mark.parametrize(
+    ("options", "with_"),
+    further(
+        [
+            ({"targets": ["o_proj"]}, {"fsdp": {}}),
+            ({"targets": ["down_proj", "q_proj"], "dora": True}, {"fsdp": {"stage": 2}}),
+            ({"targets": ["k_proj", "gate_proj"]}, {"fsdp": {}, "recompute": {}}),
+            ({"targets": ["o_proj"], "save": ["lm_head", "norm"]}, {"fsdp": {}}),
+        ],
+        2,
+    ),
+    ids=str,
+)
+def test_ranks_export_linears_with_biases(box, pair, tmp_path, options, with_):
+    make_golden.write_model(tmp_path / "untied", False, attention_bias=True, mlp_bias=True)
+    shutil.copy(box / "text.jsonl", tmp_path)
+    want = merged(tmp_path, options, {})
+    first, _ = pair(merged, tmp_path, options, with_)
+    assert first.keys() == want.keys()
+    for name, t in want.items():
+        torch.testing.assert_close(first[name], t, rtol=1e-5, atol=1e-6)
 
 
 # The ledger.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import cached_property
 from itertools import product
@@ -39,9 +39,9 @@ from optrush.data.mask import (
     visible,
 )
 from optrush.data.schema import Chat, Completion, Document, Judged, Message, Pair, Row, RowLocation, Text, parts_of
-from optrush.errors import ConfigError, DataError, NeedsError, reason
+from optrush.errors import ConfigError, DataError, NeedsError, UserError, reason
 from optrush.technique import library
-from optrush.tokenizer_files import copy_tokenizer
+from optrush.tokenizer_files import ENGINE, copy_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -81,6 +81,8 @@ TRAIN_ON = ("assistant", "last", "all")
 LONGEST_TEMPLATE_bytes = 64 * 2**10
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 MOST_SHAPES, LONGEST_SHAPE = 1024, 512  # of conversations in memory; messages of one
+COMPARED, COMPARED_ROWS = 512, 64  # tokens of a document, documents
+EVERYDAY = ("It's 7 12345, isn't it?\n\n\tNot so: x_1 == 3.14159;  HELLO", "Café, 日本語 and 🙂.", " a", "a  b ")
 HEAD, TAIL = 60, 30  # tokens of a document that an error message shows, from its beginning and its end
 REASONING_MARKS = frozenset({"<think>", "</think>"})  # tokens that an answer's text may contain
 
@@ -192,6 +194,36 @@ class Tokens:
         parts = [ids] if len(ids) <= HEAD + TAIL else [ids[:HEAD], ids[-TAIL:]]
         decode = self._engine.decode
         return " ... ".join(visible(decode(list(part), skip_special_tokens=False)) for part in parts)
+
+    def otherwise(self, folder: Path, documents: Iterable[Sequence[int]] = ()) -> str | None:
+        """Return a text that the folder's tokenizer.json splits otherwise than this tokenizer; None: none was found.
+
+        transformers builds some classes (`tokenizer_class`) by their own rules from the vocabulary alone; other
+        programs read the file as it is.
+
+        Args:
+            documents: token ids, of whose texts the beginnings are compared.
+        """
+        from tokenizers import Tokenizer
+
+        if not (folder / ENGINE).is_file():
+            return None
+        try:
+            stored = Tokenizer.from_file(str(folder / ENGINE))
+        except Exception as error:  # the library raises no other class
+            return f"tokenizer.json cannot be read by itself: {reason(error)}"
+        stored.no_truncation()
+        stored.no_padding()
+        texts = (self._engine.decode(list(ids[:COMPARED]), skip_special_tokens=True) for ids in documents)
+        for text in (*texts, *EVERYDAY):
+            here, there = (_split(engine, text) for engine in (self._engine, stored))
+            if here != there:
+                at = next((i for i, (a, b) in enumerate(zip(here, there)) if a != b), 0)
+                a, b = (" | ".join(token for _, token in found[at : at + 4]) for found in (here, there))
+                return (
+                    f"{visible(text[:TAIL])!r}: tokenizer.json has the tokens {b}, {type(self.tokenizer).__name__} {a}"
+                )
+        return None
 
     def template(self, tools: bool = False) -> str:
         """Return the source of the chat template, of several that of rows with `tools` or of those without.
@@ -438,6 +470,15 @@ def _engine(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
     return engine
 
 
+def _split(engine: Tokenizer, text: str) -> list[tuple[int, str]]:
+    """Return a text's tokens; none if the tokenizer has no token for some part of it."""
+    try:
+        found = engine.encode(text, add_special_tokens=False)
+    except Exception:  # the library raises no other class
+        return []
+    return list(zip(found.ids, found.tokens, strict=True))
+
+
 def _widths(engine: Tokenizer) -> np.ndarray | None:
     """Return how many bytes of a text each token stands for, (V,); None if tokens are not made of its own bytes.
 
@@ -458,6 +499,10 @@ def _widths(engine: Tokenizer) -> np.ndarray | None:
     return widths
 
 
+AS_STORED = (
+    "set tokenizer_class: PreTrainedTokenizerFast in the base's tokenizer_config.json to train as that file reads"
+)
+
 # --- The tokenizer of a run: the model's own, with special tokens added and its chat template or the one given.
 
 GIVE_TEMPLATE = "give one: `model.chat_template: chatml`, which is built in, or `model.chat_template: FILE.jinja`"
@@ -468,6 +513,13 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+_ASKED = Message("user", "a"), Message("assistant", "b")
+_CALLED = {"type": "function", "function": {"name": "f", "arguments": {"c": "d"}}}
+_TOOL = {"type": "function", "function": {"name": "f", "description": "e", "parameters": {"type": "object"}}}
+PROBES = (  # conversations that show what ends an answer
+    Chat(_ASKED), Chat((Message("system", "c"), *_ASKED)),
+    Chat((_ASKED[0], Message("assistant", "", calls=(_CALLED,))), tools=(_TOOL,)),
+)  # fmt: skip
 AROUND = ("{}", "a{}b", "a {} b\n")  # texts in which an added token must come out as it went in
 
 
@@ -581,12 +633,26 @@ def _refuse_moved(folder: Path, tokenizer: Any, tokens: tuple[str, ...]) -> None
 
 
 def turn_ends(tokenizer: Any) -> list[int]:
-    """Return the ids that end an answer under the tokenizer's template; none if they are unknown."""
-    chat = Chat((Message("user", "a"), Message("assistant", "b")))
-    with suppress(DataError):
-        (span,) = Tokens(tokenizer).spans(chat, [1], TEMPLATE, steady=False)[1]
-        return [int(tokenizer.convert_tokens_to_ids(stop)) for stop in span.stops[:1]]
-    return []
+    """Return the ids that end an answer or a call under the tokenizer's template; none if they are unknown."""
+    ends: list[int] = []
+    with suppress(UserError):
+        tokens = Tokens(tokenizer)
+        for chat in PROBES:
+            with suppress(DataError):  # a template may refuse a system turn, or ask for one; many know no calls
+                (span,) = tokens.spans(chat, [len(chat.messages) - 1], TEMPLATE, steady=False)[1]
+                ends += [int(tokenizer.convert_tokens_to_ids(stop)) for stop in span.stops[:1]]
+    return list(dict.fromkeys(ends))
+
+
+def answer_ends(tokenizer: Any, known: Any) -> list[int]:
+    """Return the ids at which generation stops: `known`, the tokenizer's end of text, the template's of an answer.
+
+    Args:
+        known: `eos_token_id` of the model's generation config: an id, a list or None.
+    """
+    listed = known if isinstance(known, list) else [known]
+    ends = [*listed, tokenizer.eos_token_id, *(turn_ends(tokenizer) if tokenizer.chat_template else ())]
+    return list(dict.fromkeys(end for end in ends if end is not None))
 
 
 def _template(given: str, tokenizer: Any) -> str:

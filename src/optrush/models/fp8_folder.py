@@ -1,7 +1,9 @@
 """Write an exported folder again with its linears in 8-bit floats, as the compressed-tensors format lays them out.
 
 A linear's weight W (out, in) is stored as float8_e4m3fn with a scale a row: W = weight * weight_scale. Inputs are
-scaled a token at a time when they are multiplied, as vLLM does it. Embedding, head, norms and routers stay as they are.
+scaled a token at a time when they are multiplied, as vLLM does it. Kept as they are: embedding, head, norms, routers,
+convolutions, layers of multi-token prediction (`mtp`), and towers of images and audio. Readers take every linear for
+one in 8 bits unless `ignore` lists it, by the files' names (vLLM) or by those of its modules (transformers).
 
 Source of the layout: https://github.com/vllm-project/compressed-tensors (format `float-quantized`)
 """
@@ -9,6 +11,7 @@ Source of the layout: https://github.com/vllm-project/compressed-tensors (format
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -17,14 +20,19 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from optrush.errors import NeedsError
+from optrush.models.config_json import read_config_json
+from optrush.models.hf import opened_on_meta, stored_names
+from optrush.models.text_part import is_text, layout, text_config
+from optrush.models.weights import Folder
 
 INDEX = "model.safetensors.index.json"
 LARGEST = 448.0  # of float8_e4m3fn
-_LINEAR = re.compile(r"(.*\.layers\.\d+\..+)\.weight")
-_ROUTER = re.compile(r"\.(gate|router)$")  # whose choice of experts a rounded score may change
+_LINEAR = re.compile(r".*\.layers\.(\d+)\..+\.weight")
+# Whose choice of experts, or share of them, a rounded score may change.
+_ROUTER = re.compile(r"\.(gate|router|shared_expert_gate)$")
 
 
 def write_fp8(folder: Path, to: Path) -> int:
@@ -36,23 +44,28 @@ def write_fp8(folder: Path, to: Path) -> int:
     Raises:
         NeedsError: experts in one tensor a layer, for which the format has no layout, or no linears.
     """
-    kept, sizes, places, done = ["lm_head"], 0, dict[str, str](), 0
+    hf, files = read_config_json(folder / "config.json"), Folder(folder).files
+    linears, others = _modules(folder, hf)
+    found, layers = layout(files), text_config(hf).get("num_hidden_layers") or math.inf  # behind them, `mtp` layers
+    kept, sizes, places, done = {"lm_head"}, 0, dict[str, str](), set[str]()
     for file in sorted(folder.glob("*.safetensors")):
         written = dict[str, Tensor]()
         with safe_open(file, "pt") as stored:
             for name in stored.keys():  # noqa: SIM118 - it is no mapping
                 t = stored.get_tensor(name)
-                module = _LINEAR.fullmatch(name)
-                if ".layers." in name and t.dim() > 2:
-                    found = f"{name} holds all experts of a layer, for which the format has no layout"
-                    raise NeedsError("`--to fp8`", found, "export with --to hf")
-                if module is None or t.dim() != 2 or _ROUTER.search(module[1]):
-                    if module is not None and t.dim() == 2:
-                        kept.append(module[1])
+                module, text = name.removesuffix(".weight"), found is None or is_text(name, found)
+                leaf = module.rpartition(".")[2]
+                if text and ".layers." in name and t.dim() > 2 and "conv" not in leaf:
+                    why = f"{name} holds all experts of a layer, for which the format has no layout"
+                    raise NeedsError("`--to fp8`", why, "export with --to hf")
+                linear = t.dim() == 2 and module != name and module not in others and leaf != "embed_tokens"
+                block = _LINEAR.fullmatch(name) if linear and text else None
+                if block is None or int(block[1]) >= layers or _ROUTER.search(module):
+                    kept |= {module} if linear or _ROUTER.search(module) else set()
                     written[name] = t
                     continue
-                written[name], written[f"{module[1]}.weight_scale"] = quantized(t)
-                done += 1
+                written[name], written[f"{module}.weight_scale"] = quantized(t)
+                done.add(module)
         save_file(written, to / file.name, {"format": "pt"})
         places |= dict.fromkeys(written, file.name)
         sizes += sum(t.nbytes for t in written.values())
@@ -65,9 +78,19 @@ def write_fp8(folder: Path, to: Path) -> int:
         index = {"metadata": {"total_size": sizes}, "weight_map": places}
         (to / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", "utf-8")
     config = json.loads((folder / "config.json").read_text("utf-8"))
-    config["quantization_config"] = settings(kept)
+    kept |= {name for name, stored in linears.items() if stored not in done}
+    config["quantization_config"] = settings(sorted(kept))
     (to / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
-    return done
+    return len(done)
+
+
+def _modules(folder: Path, hf: dict[str, Any]) -> tuple[dict[str, str], set[str]]:
+    """Return the linears of transformers' model, (its own name: the files' name), and the files' other modules."""
+    model = opened_on_meta(hf)
+    names = stored_names(folder, model, {})
+    modules = {m: names.get(f"{m}.weight", f"{m}.weight").removesuffix(".weight") for m, _ in model.named_modules()}
+    linears = {name: modules[name] for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    return linears, {*modules.values()} - {*linears.values()}
 
 
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:

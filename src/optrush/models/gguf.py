@@ -28,6 +28,11 @@ ROPE_KINDS = ("default", "linear", "llama3")  # of which the files here have the
 # A byte-level tokenizer is known there by the name of its rule for splitting words.
 _LLAMA3, _QWEN = r"\p{N}{1,3}", r"\p{N}|"
 MOST_ENDS = 3  # tokens that end an answer: eos, eot, eom
+# Tokens that end an answer there by their text, without one of these roles.
+ENDS_BY_TEXT = {
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>",
+    "</s>", "<eos>", "<EOT>", "[EOS]", "<end_of_turn>", "<end_of_utterance>", "<｜end▁of▁sentence｜>",
+}  # fmt: skip
 
 
 def demand_gguf() -> None:
@@ -183,13 +188,17 @@ def _write_tokenizer(writer: Any, folder: Path, vocabulary: int) -> None:
     writer.add_token_types(types)
     special = gguf.SpecialVocab(folder, load_merges=True, n_vocab=vocabulary)
     generation = folder / "generation_config.json"
-    ends = json.loads(generation.read_bytes()).get("eos_token_id") if generation.is_file() else None
+    held = generation if generation.is_file() else folder / "config.json"  # as transformers reads them
+    ends = json.loads(held.read_bytes()).get("eos_token_id")
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    if len(ends) > MOST_ENDS:
-        raise NeedsError(asked, f"{len(ends)} tokens that end an answer", f"keep {MOST_ENDS} in generation_config.json")
     if ends and special.special_token_ids.get("eos") not in ends:
         special.special_token_ids["eos"] = ends[0]
     others = [i for i in ends if i != special.special_token_ids["eos"]]
+    if len(ends) > MOST_ENDS:
+        others = [i for i in others if tokens[i] not in ENDS_BY_TEXT]
+    if len(others) >= MOST_ENDS:
+        found = f"{len(ends)} tokens that end an answer: {', '.join(tokens[i] for i in ends)}"
+        raise NeedsError(asked, found, f"keep {MOST_ENDS} as eos_token_id in the base's generation_config.json")
     for role, i in zip(("eot", "eom"), others):
         special.special_token_ids[role] = i
     special.add_to_gguf(writer, quiet=True)

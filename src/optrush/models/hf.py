@@ -12,6 +12,7 @@ Canonical names are transformers' own, except the head's: `head.weight`, `head.b
 from __future__ import annotations
 
 import json
+import re
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -29,6 +30,7 @@ from optrush.errors import NeedsError, UserError, reason
 from optrush.models import weights
 from optrush.models.config_json import read_config_json
 from optrush.models.decoder import Decoder, Head, Linear, call, redo_ties
+from optrush.models.delta_rule import causal_convolution
 from optrush.models.families import FAMILIES
 from optrush.models.multimodal import OtherTensors, TextFolder
 from optrush.models.rope_angles import document_lengths
@@ -46,6 +48,7 @@ PROBE_LOGIT = 60.0  # hidden states are scaled until logits are this large, whic
 ATTENTIONS = {"masked": "eager", "sdpa": "sdpa"}  # our name: transformers' name
 CLASSIFIER = "ForSequenceClassification"  # what transformers' classes of reward models end with
 ALONE = "optrush_sdpa"  # name of `_alone` in transformers' registries
+SHORT_CONVOLUTIONS = ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")  # classes that compute the same
 NUMBERED = frozenset({None, "default", "linear", "llama3", "yarn"})  # rotations independent of the row's length
 
 
@@ -86,6 +89,10 @@ class HFModel(nn.Module):
         for block in self.blocks.values():
             self._own_linears(block)
             self._reroute(block)
+        convolutions = [m for m in backbone.modules() if type(m).__name__ in SHORT_CONVOLUTIONS]
+        for module in convolutions:
+            _convolve_by_document(module)
+        self._convolves = bool(convolutions)
         for module in list(backbone.modules()):
             if "longrope" in _rope_kinds(getattr(module, "config", None)) and hasattr(module, "original_inv_freq"):
                 _rotate_by_document(module)
@@ -148,6 +155,7 @@ class HFModel(nn.Module):
         out = self._trunk(
             input_ids=tokens, position_ids=None if alone else given, attention_mask=None, use_cache=False,
             **(self._attention_flags if documents.single else {}),
+            **({"document_ids": documents.ids} if self._convolves and not documents.single else {}),
         )  # fmt: skip
         hidden: Tensor = out.last_hidden_state
         return hidden
@@ -252,7 +260,7 @@ def load_hf(
     persistent = hf_model.state_dict().keys() - dict(hf_model.named_parameters(remove_duplicate=False)).keys()
     mine = [name for name in sorted(persistent) if name.startswith(f"{wrapper.prefix}.") or not is_multimodal(hf)]
     buffers: Mapping[str, Tensor] = {name: hf_model.state_dict()[name].clone() for name in mine}
-    stored = {} if folder is None else _stored_names(folder, hf_model, buffers)
+    stored = {} if folder is None else stored_names(folder, hf_model, buffers)
     if folder is not None and is_multimodal(hf):
         buffers = ChainMap({**buffers}, OtherTensors(folder, TextFolder(folder).others))  # type: ignore[arg-type]  # which is only read
     held = {entries[name].pieces[0][0]: value for name, value in wrapper.to_meta().items()}
@@ -267,7 +275,7 @@ def load_hf(
     return wrapper, recipe
 
 
-def _stored_names(folder: Path, hf_model: Any, buffers: Mapping[str, Tensor]) -> dict[str, str]:
+def stored_names(folder: Path, hf_model: Any, buffers: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the names of tensors in a folder's files, by their names in transformers' model, where they differ.
 
     transformers renames tensors while it reads them (GPT-NeoX's head), and adds or removes the backbone's prefix.
@@ -287,6 +295,12 @@ def _stored_names(folder: Path, hf_model: Any, buffers: Mapping[str, Tensor]) ->
         if stored != name:
             found[name] = stored
     return found
+
+
+def opened_on_meta(hf: HF) -> Any:
+    """Return transformers' model of a config.json without values."""
+    with torch.device("meta"):
+        return _opened(None, hf, torch.float32)
 
 
 def _opened(folder: Path | None, hf: HF, dtype: torch.dtype) -> Any:
@@ -386,10 +400,23 @@ def _pretrained(folder: Path, config: Any, dtype: torch.dtype | str, attention: 
         )  # fmt: skip
     model, info = loaded
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if wrong := sorted(map(str, info.get(kind) or ())):
+        names = sorted(map(str, info.get(kind) or ()))
+        if wrong := [n for n in names if kind != "unexpected_keys" or not _predicts_further(model, n)]:
             found, do = f"{kind.replace('_', ' ')}: {wrong[0]}", "check that config.json fits the weights"
             raise NeedsError(f"the weights in {folder}", found, do)
     return model.eval()
+
+
+def _predicts_further(model: Any, name: str) -> bool:
+    """Return whether a tensor is of layers behind the last one that predict further tokens.
+
+    transformers names these to its classes by the numbers that they have in published models, of one depth each.
+    """
+    config = model.config.get_text_config()
+    named = any("mtp" in each or "layers" in each for each in model._keys_to_ignore_on_load_unexpected or ())
+    counted = getattr(config, "num_mtp_layers", None) or getattr(config, "num_nextn_predict_layers", None)
+    found = re.search(r"(?:^|\.)(?:mtp\w*|layers\.(\d+))\.", name) if named or counted else None
+    return found is not None and (found[1] is None or int(found[1]) >= config.num_hidden_layers)
 
 
 def _draw(wrapper: HFModel, entries: dict[str, WeightEntry], hf: HF, seed: int, growth: Growth | None) -> WeightSource:
@@ -467,6 +494,19 @@ def _rotate_by_document(rotary: Any) -> None:
         return tuple(torch.where(chosen, b, a) for a, b in zip(short, long, strict=True))
 
     rotary.forward = forward
+
+
+def _convolve_by_document(module: Any) -> None:
+    """Keep the short convolution of LFM2's blocks within each document; without `document_ids`, a row is one."""
+
+    def forward(hidden_states: Tensor, document_ids: Tensor | None = None, **_: Any) -> Tensor:
+        b, c, x = module.in_proj(hidden_states).chunk(3, -1)
+        ids = x.new_zeros(x.shape[:2], dtype=torch.int32) if document_ids is None else document_ids
+        y = causal_convolution(b * x, module.conv.weight, ids)
+        out: Tensor = module.out_proj(c * (y if module.conv.bias is None else y + module.conv.bias))
+        return out
+
+    module.forward = forward
 
 
 def _logit_scale(config: Any) -> float:
@@ -632,7 +672,8 @@ def _native(
     needed = {name: shape for entry in entries.values() for name, shape in entry.hf_shapes()}
     if growth is not None:
         needed |= {name: (growth.rows, *needed[name][1:]) for name in weights.vocabulary_names(model, entries)}
-    others = stored.others if isinstance(stored, TextFolder) else weights.leave_later_layers(stored, model.shape)
+    others = weights.leave_later_layers(stored, model.shape)
+    others += stored.others if isinstance(stored, TextFolder) else ()
     tied = {f"{head}weight": f"{prefix}embed_tokens.weight"} if model.shape.tied else {}
     stored.check(needed, tied)
     source = weights.widened(stored, model, entries, growth)

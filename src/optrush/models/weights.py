@@ -147,14 +147,14 @@ def refuse_more_layers(stored: Folder | PackedFolder, hf: HF) -> None:
 
 
 def leave_later_layers(stored: Folder | PackedFolder, shape: ModelShape) -> list[str]:
-    """Remove layers behind the last one, which predict further tokens and are not trained; return their tensors."""
+    """Remove layers behind the last one, which predict further tokens and are not trained; return their names."""
     if not isinstance(stored, Folder) or not FAMILIES[shape.family].later_layers:
         return []
-    layers = ((name, re.match(r"model\.layers\.(\d+)\.", name)) for name in stored.files)
+    layers = ((name, re.match(r"(?:\w+\.)*layers\.(\d+)\.", name)) for name in stored.files)
     found = [name for name, match in layers if match is not None and int(match[1]) >= shape.layers]
     found += [name for name in stored.files if name.startswith("mtp.")]
     stored.files = {name: file for name, file in stored.files.items() if name not in set(found)}
-    return found
+    return [stored.stored_name(name) for name in found]
 
 
 def seeded_generator(seed: int, name: str, device: torch.device) -> torch.Generator:

@@ -23,7 +23,7 @@ from optrush import console
 from optrush.config import Config
 from optrush.data import sampler
 from optrush.data.batch import Batch
-from optrush.data.chat_template import Tokens, open_tokens
+from optrush.data.chat_template import AS_STORED, COMPARED_ROWS, Tokens, open_tokens, turn_ends
 from optrush.data.dataset import Sources, read_sources
 from optrush.data.samples import SampleSource
 from optrush.data.stored_tokens import StoredTokens
@@ -135,7 +135,8 @@ def _opened(a: Assembly) -> tuple[Trainer, SampleSource | None]:
         check_positions(model.config.to_dict(), config.batch.seq, f"`batch.seq: {config.batch.seq}`")
     assert isinstance(model.embedding.weight, Tensor)
     vocab = model.embedding.weight.shape[0]
-    trainer = Trainer(config, env, a.world, hf, model, recipe, vocab=vocab, roots=[model])
+    ids = prepared.shared_ids(vocab)
+    trainer = Trainer(config, env, a.world, hf, model, recipe, vocab=vocab, ids=ids, roots=[model])
     trainer.applied = [*prepared.applied, *a.started.applied]
     trainer.tokenizer = None if tokens is None else tokens.tokenizer
     _note_model(trainer, growth)
@@ -144,9 +145,12 @@ def _opened(a: Assembly) -> tuple[Trainer, SampleSource | None]:
     check_layout(config, trainer.layout)
     console.loading(f"reading the data: {_named(config)}")
     whole = trainer.layout.uncut or not a.training
-    trainer.sources = sources = read_sources(config, tokens, vocab, a.progress, a.data, cut=whole)
+    known = vocab if config.data.random is None else ids
+    trainer.sources = sources = read_sources(config, tokens, known, a.progress, a.data, cut=whole)
     held_out = _held_out(sources, a.training)
     trainer.notes.append(f"data: {sources.summary}")
+    if tokens is not None and a.world.rank == 0 and config.data.random is None:
+        _note_tokens(trainer, tokens, prepared.folder)
     trainer.fingerprints = fingerprints(trainer, tokens, sources, a.today)
     trainer.stream = sampler.stream_of(
         sources.train, trainer.layout, T=env.seq, rows=env.rows, seed=config.seed, cost=model.flops,
@@ -251,6 +255,20 @@ def _note_model(trainer: Trainer, growth: Growth | None) -> None:
         trainer.notes.append(f"rows of {seq} tokens, where the model was made for {made} positions")
     if growth is not None:
         trainer.notes.append(growth.note)
+    talks = trainer.config.objective not in ("pretrain", "reward") and getattr(trainer.tokenizer, "chat_template", None)
+    if talks and not turn_ends(trainer.tokenizer):
+        known = "add it to eos_token_id in generation_config.json of the exported model"
+        trainer.notes.append(f"the token that ends an answer under the chat template is unknown: {known}")
+
+
+def _note_tokens(trainer: Trainer, tokens: Tokens, base: Path | None) -> None:
+    """Note where other programs will tokenise the first documents otherwise than this run does."""
+    given, train = trainer.config.model.tokenizer, trainer.sources.train
+    folder = base if given is None else Path(given)
+    first = range(min(COMPARED_ROWS, len(train))) if train.tokenized else ()
+    documents = (d.ids.tolist() for i in first for d in train.documents(i))
+    if folder is not None and (found := tokens.otherwise(folder, documents)) is not None:
+        trainer.notes.append(f"trained on other tokens than tokenizer.json gives: {found}; {AS_STORED}")
 
 
 def _note_rules(trainer: Trainer) -> None:

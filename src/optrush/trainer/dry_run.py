@@ -70,6 +70,7 @@ def dry_run(
     today = checkpoint.first_date(manifest)
     tokens = open_tokens(config, resolved.folder, today)
     vocab = text_config(resolved.hf).get("vocab_size") or (0 if tokens is None else len(tokens.tokenizer))
+    vocab = vocab if config.data.random is None else resolved.shared_ids(vocab)
     layout = _layout(resolved)
     sources = read_sources(config, tokens, vocab, console.say, cut=layout.uncut)
     stream = sampler.stream_of(

@@ -427,7 +427,7 @@ def largest_batch(trainer: Trainer, plan: RunPlan) -> Batch:
     width = env.seq
     if rows.layout.pad_to_longest and rows.tokenized:
         width = min(width, int(rows.source.lengths().max()))
-    ids = np.random.default_rng(0).integers(trainer.vocab, size=(env.micro_rows, width), dtype=np.int32)
+    ids = np.random.default_rng(0).integers(trainer.ids, size=(env.micro_rows, width), dtype=np.int32)
     parts = [np.array_split(row, rows.source.parts) for row in ids]
     documents = [[(INVENTED, Document(part, np.ones(len(part), bool))) for part in row] for row in parts]
     # A live stream's room for documents grows with the rows it reads.

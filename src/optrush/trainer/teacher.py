@@ -227,9 +227,10 @@ def _same_tokens(trainer: Trainer, config: Config, folder: Path | None, hf: dict
     assert config.distill is not None
     asked, do = f"`distill.teacher: {config.distill.teacher}`", "take a teacher of the same family"
     ours = {} if trainer.tokenizer is None else trainer.tokenizer.get_vocab()
+    rows = int(text_config(hf).get("vocab_size") or 0)
     if folder is None or not ours or not any(folder.glob("tokenizer*")):
-        if hf.get("vocab_size") != trainer.vocab:
-            found = f"a vocabulary of {hf.get('vocab_size')}, where the model has {trainer.vocab}"
+        if rows != trainer.vocab:
+            found = f"a vocabulary of {rows}, where the model has {trainer.vocab}"
             raise NeedsError(asked, found, do)
         return
     with transformers_silenced():
@@ -240,6 +241,6 @@ def _same_tokens(trainer: Trainer, config: Config, folder: Path | None, hf: dict
         one = odd[0]
         found = f"{len(odd)} tokens differ: {one!r} is {theirs.get(one, 'none')} there, {ours.get(one, 'none')} here"
         raise NeedsError(asked, found, do)
-    least, most = min(int(hf.get("vocab_size") or 0), trainer.vocab), max(ours.values())
+    least, most = min(rows, trainer.vocab), max(ours.values())
     if most >= least:
         raise NeedsError(asked, f"{least} logits in common, where the tokenizer has {most + 1} tokens", do)

@@ -216,6 +216,7 @@ class Trainer:
     trained: list[TrainedParam] = field(default_factory=list)
     counted_elsewhere: frozenset[str] = frozenset()  # names of `trained` that another stage of a pipeline holds, too
     vocab: int = 0  # V, of the embedding, whichever rank holds it
+    ids: int = 0  # tokens that a teacher, too, has embeddings for
     fingerprints: dict[str, str] = field(default_factory=dict)  # what a resumed run must find unchanged
     tokenizer: Any = None  # transformers' tokenizer; None for random tokens on a shape
     sources: Sources = None  # type: ignore[assignment]  # what was read, set aside and cleaned away
