@@ -33,9 +33,8 @@ def close(folder: Path, venv: str) -> int:
     late = [r for r in failed if r["error"].startswith("still running")]
     if late:
         print(f"cut off at their time limit: {', '.join(r['rung'] for r in late)}. With more time for each:")
-        print(
-            "  rm -rf demo/ladder; optrush bench examples/demo.yaml --ladder benchmarks/demo-ladder.yaml --out demo/ladder --limit 3600"
-        )
+        print("  rm -rf demo/ladder")
+        print("  optrush bench examples/demo.yaml --ladder benchmarks/demo-ladder.yaml --out demo/ladder --limit 3600")
     print(f"""
 the run       {folder}/run/report.html
 the model     {folder}/run/model

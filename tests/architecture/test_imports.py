@@ -28,12 +28,12 @@ ONE_SUBJECT = {
 # Lines a folder may have; "top" are the files directly in src/optrush. What is raised is raised in a commit of its own
 # that says what the lines buy; what shrinks is lowered with it.
 LINES = {
-    "data": 7840,
-    "trainer": 6280,
-    "models": 5720,
+    "data": 7910,
+    "trainer": 6300,
+    "models": 5790,
     "techniques": 5310,
     "kernels": 4620,
-    "top": 5600,
+    "top": 5625,
     "cli": 4040,
     "planner": 4160,
     "benchmark": 3480,
