@@ -28,14 +28,14 @@ ONE_SUBJECT = {
 # Lines a folder may have; "top" are the files directly in src/optrush. What is raised is raised in a commit of its own
 # that says what the lines buy; what shrinks is lowered with it.
 LINES = {
-    "data": 7910,
+    "data": 7930,
     "trainer": 6300,
     "models": 5790,
     "techniques": 5310,
     "kernels": 4620,
     "top": 5625,
     "cli": 4040,
-    "planner": 4160,
+    "planner": 4165,
     "benchmark": 3480,
     "peft": 1760,
     "report": 1700,

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
+from tokenizers import Tokenizer
 
 from optrush.config import parse_config
+from optrush.data.length_estimate import estimate_tokens
 from optrush.decide import decide
 from optrush.hardware import NAMED
 from optrush.planner import answer
@@ -71,3 +76,15 @@ def test_what_compiles_says_how_long() -> None:
     }
     assert all(t.start_s(env) > 0 for t in instantiate(ALL, given))
     assert not any(t.start_s(env) for t in instantiate(ALL, {name: {} for name in given if name != "compile"}))
+
+
+def test_tokens_are_estimated_by_the_models_tokenizer(tiny_folder: Path, tmp_path: Path) -> None:
+    """Digits and signs are a token each, where the rule of thumb has four characters."""
+    rows = [{"text": " ".join(f"{n * k}+{n}=<{n * 7}>" for k in range(20))} for n in range(60)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    sets = (f"data={{path: {tmp_path}/rows.jsonl}}", "batch.seq=4096")
+    engine = Tokenizer.from_file(str(tiny_folder / "tokenizer.json"))
+    true = sum(len(engine.encode(row["text"]).ids) for row in rows)
+    plain = estimate_tokens(parse_config(RUN % 1, "x", sets))
+    found = estimate_tokens(parse_config(RUN % 1, "x", (*sets, f"model={{path: {tiny_folder}}}")))
+    assert plain and found and abs(found / true - 1) < 0.1 < abs(plain / true - 1)

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from optrush.config import JUDGED, Config, Data
 from optrush.errors import DataError
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 ROWS = 200  # looked at
 FILES = 8  # that they come from, if there are more
 MOST_CHARS = 4 << 20
-CHARS_A_TOKEN = 4.0  # of English; the usual rule of thumb
-CHARS_A_TURN = 20  # of a template around a turn: two marks, the role and two ends of lines are five tokens
+CHARS_A_TOKEN = 4.0  # of English, without a tokenizer; the usual rule of thumb
+TOKENS_A_TURN = 5  # of a template around a turn: two marks, the role and two ends of lines
+PROBED = 40  # rows that the tokenizer is tried on
 RANDOM, SAMPLES = 4096, 1000  # documents of `data.random: true`, conversations of a sample, where none are counted
 MOST_BYTES = 256 << 20  # read to count lines
 
@@ -36,35 +41,40 @@ def estimate_fill(config: Config) -> Fill:
         if Path(path).suffix and not (Path(path).exists() or glob.glob(path, recursive=True)):  # no hub id
             raise DataError(f"`data.path: {path}`", "no such file", "check the path")
     T = config.batch.seq
-    lengths = [min(n, T) for n in estimate(config.data, config.seed, pairs=config.paired, judged=_judged(config))]
+    lengths = [min(n, T) for n in _lengths(config)]
     if not any(lengths):
         return Fill(0.0, 1.0)
     reach = sum(n * n for n in lengths) / (T * sum(lengths))
     return Fill(1 - sum(lengths) / (T * len(lengths)), reach / 2 if config.paired else reach)
 
 
-def _judged(config: Config) -> bool:
-    return config.objective == JUDGED
+def _lengths(config: Config) -> list[float]:
+    folder, judged = config.model.tokenizer or config.model.path, config.objective == JUDGED
+    return estimate(config.data, config.seed, pairs=config.paired, judged=judged, tokenizer=folder)
 
 
-def estimate(data: Data, seed: int, *, pairs: bool = False, judged: bool = False) -> list[float]:
+def estimate(
+    data: Data, seed: int, *, pairs: bool = False, judged: bool = False, tokenizer: str | None = None
+) -> list[float]:
     """Estimate the tokens of the first documents, or pairs of them; empty if they fill their rows or are unknown.
 
     Unknown are a missing file and data that needs a missing library; a data set of the hub is not fetched.
+
+    Args:
+        tokenizer: its folder; anything else, or None: by `CHARS_A_TOKEN`.
     """
     if data.sample == "recipes":
         from optrush.data.sample import conversations, preferences
 
         if pairs:
             answers = ((p["prompt"] + p["chosen"], p["prompt"] + p["rejected"]) for p in preferences(ROWS, seed))
-            return [sum(_size(turns) for turns in both) / CHARS_A_TOKEN for both in answers]
-        return [_size(c) / CHARS_A_TOKEN for c in conversations(ROWS, seed)]
+            return [sum(_size(turns) for turns in both) for both in answers]
+        return [_size(c) for c in conversations(ROWS, seed)]
     each = max(1, FILES // max(1, len(data.origins)))
     files = [file for origin in data.origins for file in _spread(_files(origin.path), each)]
-    found: list[float] = []
-    for file in files[:ROWS]:
-        found += _chars(file, data, max(1, ROWS // len(files)), judged)
-    return [chars / CHARS_A_TOKEN for chars in found]
+    rows = [row for file in files[:ROWS] for row in _texts(file, data, max(1, ROWS // len(files)), judged)]
+    width = _chars_a_token(tokenizer, [text for text, _ in rows[:PROBED]])
+    return [len(text) / width + turns * TOKENS_A_TURN for text, turns in rows]
 
 
 def estimate_tokens(config: Config) -> float | None:
@@ -72,7 +82,7 @@ def estimate_tokens(config: Config) -> float | None:
     data, T = config.data, config.batch.seq
     if data.random is not None:
         return float(RANDOM if data.random is True else data.random) * T
-    lengths = estimate(data, config.seed, pairs=config.paired, judged=_judged(config))
+    lengths = _lengths(config)
     if not lengths:
         return None
     mean = sum(lengths) / len(lengths)
@@ -107,8 +117,8 @@ def _rows(data: Data) -> float | None:
     return rows or None
 
 
-def _size(turns: Sequence[dict[str, str]]) -> int:
-    return sum(len(turn["content"]) + CHARS_A_TURN for turn in turns)
+def _size(turns: Sequence[dict[str, str]]) -> float:
+    return sum(len(turn["content"]) / CHARS_A_TOKEN + TOKENS_A_TURN for turn in turns)
 
 
 def _files(path: str) -> list[Path]:
@@ -127,8 +137,8 @@ def _spread(files: Sequence[Path], most: int) -> list[Path]:
     return [files[i * len(files) // most] for i in range(most)] if len(files) > most else list(files)
 
 
-def _chars(file: Path, data: Data, most: int, judged: bool) -> Iterator[int]:
-    """Yield the characters of the first rows of a file, with those of a template; bad rows are left out."""
+def _texts(file: Path, data: Data, most: int, judged: bool) -> Iterator[tuple[str, int]]:
+    """Yield the text and the number of turns of the first rows of a file; bad rows are left out."""
     from optrush.data.readers import attempts
     from optrush.data.schema import Chat, Judged, RowRules, parse_row, parts_of, row_text
     from optrush.errors import UserError
@@ -145,9 +155,28 @@ def _chars(file: Path, data: Data, most: int, judged: bool) -> Iterator[int]:
                 continue
             if row is not None:
                 turns = sum(len(part.messages) for part in parts_of(row) if isinstance(part, Chat))
-                size = len(row_text(row)) + turns * CHARS_A_TURN
-                size *= 1 + isinstance(row, Judged)  # with the answer of another row, about as much again
-                left -= size
-                yield size
+                times = 1 + isinstance(row, Judged)  # with the answer of another row, about as much again
+                text = row_text(row) * times
+                left -= len(text)
+                yield text, turns * times
     except UserError:
         return
+
+
+def _chars_a_token(folder: str | None, texts: Sequence[str]) -> float:
+    """Return the characters of these texts for each token of a folder's tokenizer; the rule of thumb without one."""
+    file = Path(folder or "") / "tokenizer.json"
+    if not texts or not file.is_file():
+        return CHARS_A_TOKEN
+    try:
+        made = _opened(str(file), file.stat().st_mtime_ns).encode_batch([text[:MOST_CHARS] for text in texts])
+    except Exception:  # the run says what is wrong with it
+        return CHARS_A_TOKEN
+    return max(1, sum(map(len, texts))) / max(1, sum(len(one.ids) for one in made))
+
+
+@cache
+def _opened(file: str, _: int) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(file)

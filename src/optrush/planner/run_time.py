@@ -64,7 +64,8 @@ def _end(config: Config, p: Prediction, steps: float, held_out: float) -> float:
     length = config.train
     weights, states = p.a_parameter.get("weights", 0.0), p.a_parameter.get("states", 0.0)
     saved = p.parameters * (states + min(weights, states)) / WRITTEN_BYTES_S
-    exported = p.parameters * min(weights, 2.0) / WRITTEN_BYTES_S if length.export else 0.0
+    trained = p.parameters * min(1.0, p.a_parameter.get("gradients", 0.0) / max(weights, 1e-9))
+    exported = trained * min(weights, 2.0) / WRITTEN_BYTES_S if length.export else 0.0
     evals = 1 + _times(length.eval_cadence(int(steps)), steps)
     return (1 + _times(length.save_every, steps)) * saved + exported + evals * held_out + REPORT_S
 
