@@ -28,7 +28,7 @@ ONE_SUBJECT = {
 # Lines a folder may have; "top" are the files directly in src/optrush. What is raised is raised in a commit of its own
 # that says what the lines buy; what shrinks is lowered with it.
 LINES = {
-    "data": 7930,
+    "data": 7940,
     "trainer": 6300,
     "models": 5790,
     "techniques": 5310,
