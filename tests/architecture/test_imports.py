@@ -31,7 +31,7 @@ LINES = {
     "data": 7940,
     "trainer": 6300,
     "models": 5790,
-    "techniques": 5310,
+    "techniques": 5320,
     "kernels": 4620,
     "top": 5625,
     "cli": 4040,
