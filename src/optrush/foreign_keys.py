@@ -311,14 +311,17 @@ AXOLOTL = TRAINER | rules_of({
     "cosine_min_lr_ratio cosine_constant_lr_ratio": only(
         0, 0.0, do="leave it out: a cosine has no floor here, and decays to 0"),
     "eval_max_new_tokens eval_table_size": GENERATED, "gpu_count": listed("--ranks N"),
-    "use_tensorboard use_wandb project_name": LOGGED,
+    "use_tensorboard use_wandb project_name": LOGGED, "orpo_alpha": "*.beta",
+    "num_labels": only(1, do="num_labels: 1: `objective: reward` trains one score"),
+    "tensor_parallel_size": "@tensor", "context_parallel_size": "@context", "expert_parallel_size": "@experts",
+    "dp_shard_size": "@shards", "dp_replicate_size": "@replicas",
 })  # fmt: skip
 # Known keys of these tools whose counterpart is missing: the refusal gives the reason, not the nearest spelling.
 FOREIGN = re.compile(
     r"(lora_target_parameters|unfrozen_parameters|"
     r"freeze_|image|video|audio|vision|qat|ebft|expert|moe|galore|apollo_|badam|lisa_"
-    r"|oft_|kt_|reinit_weights|reward_model|process_reward|num_labels|diffusion|relora|gptq|vllm|"
-    r"trl$|quantize_|onebit|tensor_parallel|context_parallel|dp_(shard|replicate)|llmcompressor|lora_qkv|reward|"
+    r"|oft_|kt_|reinit_weights|reward_model|process_reward|diffusion|relora|gptq|vllm|"
+    r"trl$|quantize_|onebit|llmcompressor|lora_qkv|reward|"
     r"dft|eaft|asft)"
 )
 # Options of `accelerate launch` that shard a model.
@@ -416,6 +419,7 @@ FORMS: dict[str, ValueKind] = spread({
     "optim.lr optim.weight_decay optim.eps train.epochs train.timeout *.beta *.label_smoothing *.desirable_weight "
     "*.undesirable_weight *.gamma *.center distill.temperature": ValueKind((int, float), float),
     "with.lora.lr_ratio with.neftune.alpha": _MORE, "train.steps with.loader.workers": _COUNT,
+    "@tensor @context @experts @shards @replicas": ValueKind((int,), lambda n: n if n > 1 else None),
     "@datasets @pretraining @held_out": ValueKind((list, dict, str)), "@data with.lora.targets": ValueKind((str, list)),
     "with.lora.save": ValueKind((str, list), split_names), "@plugins": ValueKind((list,)), "model.revision": _REVISION,
     "model.add_tokens": ValueKind((list,), do="list the tokens to add: [<a>, <b>]"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import AutoConfig
 
 from optrush.cli.import_config import _Place, _read_keys, translate
 from optrush.config import SECTIONS, Config, parse_config
@@ -129,6 +130,56 @@ def test_keys_of_axolotl(here: Path, changes: dict[str, Any], place: tuple[str, 
     for key in place:
         found = found[key]
     assert found == value
+
+
+@pytest.mark.parametrize(
+    ("model", "impl"),
+    [("Qwen/Qwen2.5-0.5B", "varlen"), ("phi", "sdpa"), ("somebody/a-model", "sdpa"), ("llama", "varlen")],
+)
+def test_attention_suits_the_family(here: Path, model: str, impl: str) -> None:
+    """varlen runs in our decoder alone; of a model that is not here the family is not known."""
+    if "/" not in model:
+        made = AutoConfig.for_model(model, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=300)
+        made.architectures = [f"{model.title()}ForCausalLM"]
+        made.save_pretrained(here / model)
+    Path("a.yml").write_text(yaml.safe_dump({**AXOLOTL, "base_model": model}))
+    assert yaml.safe_load(translate(Path("a.yml")).text)["with"]["attention"] == {"impl": impl}
+
+
+def test_a_memory_technique_that_is_a_plugin(here: Path) -> None:
+    plugins = ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin", "axolotl.integrations.liger.LigerPlugin"]
+    assert translated("a.yml", {**AXOLOTL, "plugins": plugins[1:]})["with"].get("fused-loss") is None
+    assert translated("a.yml", {**AXOLOTL, "plugins": plugins})["with"]["fused-loss"] == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "with_"),
+    [
+        ({"tensor_parallel_size": 2}, {"tensor": {"size": 2}}), ({"dp_shard_size": 4}, {"fsdp": {}}),
+        ({"context_parallel_size": 2, "dp_shard_size": 2}, {"context": {"size": 2}, "fsdp": {}}),
+        ({"dp_shard_size": 2, "dp_replicate_size": 2}, {"fsdp": {"replicate": 2}}),
+        ({"tensor_parallel_size": 1, "context_parallel_size": 1}, {"ddp": {}}),
+    ],
+)  # fmt: skip
+def test_axes_of_axolotl(here: Path, changes: dict[str, Any], with_: dict[str, Any]) -> None:
+    full = {**AXOLOTL, "adapter": None, "load_in_4bit": None, "optimizer": "adamw_torch_fused", **changes}
+    Path("a.yml").write_text(yaml.safe_dump({k: v for k, v in full.items() if v is not None}))
+    found = yaml.safe_load(translate(Path("a.yml"), ranks=4).text)["with"]
+    axes = {"tensor", "context", "experts", "fsdp", "ddp"}
+    assert {k: v or {} for k, v in found.items() if k in axes and k != "ddp"} == {
+        k: v for k, v in with_.items() if k != "ddp"
+    }
+    alone = translate(Path("a.yml"))
+    assert not axes & yaml.safe_load(alone.text)["with"].keys()
+    assert with_ == {"ddp": {}} or any("give --ranks N" in note for note in alone.notes)
+
+
+def test_settings_of_one_objective(here: Path) -> None:
+    pairs = {"datasets": [{"path": "p.jsonl", "type": "chatml.ultra"}]}
+    assert translated("a.yml", {**AXOLOTL, **pairs, "rl": "orpo", "orpo_alpha": 0.2})["orpo"] == {"beta": 0.2}
+    translated("a.yml", {**AXOLOTL, "num_labels": 1})
+    with pytest.raises(ConfigError, match="num_labels"):
+        translated("a.yml", {**AXOLOTL, "num_labels": 3})
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,12 @@ import typer
 import yaml
 
 from optrush import foreign_keys as foreign
-from optrush.cli.import_sharding import Sharding, read_sharding
+from optrush.cli.import_sharding import Sharding, parallel_axes, read_sharding
 from optrush.config import COMPARED, JUDGED, SECTIONS, Config, parse_config, parse_scalar, parse_yaml, refuse_secrets
 from optrush.errors import ConfigError, UserError
 from optrush.foreign_keys import LEAVE, Rule, Tool, ToolName, split_names
+from optrush.models.shapes import native_obstacle
+from optrush.models.source import known_config
 
 Notes = list[str]
 ALIKE = 0.9  # of difflib's ratio: a slip of the keyboard and not another word
@@ -660,8 +662,19 @@ class _Composer:
             elif self.get("@pure") or self.get("@bf16"):
                 self.with_["amp"] = {}
         varlen = self.with_.setdefault("attention", {"impl": "sdpa"})["impl"] == "varlen"
-        if varlen and not self.with_.keys() & {"amp", "bf16"}:
+        if varlen and not (self.with_.keys() & {"amp", "bf16"} and self._in_our_decoder()):
             self.with_["attention"] = {"impl": "sdpa"}
+
+    def _in_our_decoder(self) -> bool:
+        """Return whether the model is in a family that our decoder runs; a model whose sizes are not here is not."""
+        path = self.tree["model"].get("path")
+        if path == "tiny":
+            return True
+        if (hf := known_config(path)) is None:
+            self.notes.append(
+                "attention: sdpa, since the model's config.json is not here; `impl: varlen` may be faster"
+            )
+        return hf is not None and native_obstacle(hf) is None
 
     def _adapter(self) -> None:
         """Complete the adapter, and add its base's codes."""
@@ -727,7 +740,10 @@ class _Composer:
         for plugin in self.get("@plugins", []):
             if not re.search(r"\.(liger|cut_cross_entropy|kernels|swanlab)\.", str(plugin)):
                 raise self.refuse("@plugins", f"{plugin}", LEAVE)
-            self.notes.append(f"plugins: {plugin}: {foreign.SPEED.idle}")
+            if ".cut_cross_entropy." in str(plugin):
+                self.with_.setdefault("fused-loss", {})
+            else:
+                self.notes.append(f"plugins: {plugin}: {foreign.SPEED.idle}")
 
     def _sharding(self) -> None:
         sharding: Sharding | None = None
@@ -748,6 +764,12 @@ class _Composer:
             self.with_["fsdp"] = {"stage": sharding.stage}
         elif self.ranks > 1:
             self.with_["ddp"] = {}
+        axes = parallel_axes(self.get)
+        if axes and self.ranks == 1:
+            self.notes.append("several GPUs: give --ranks N, and the techniques that share the work follow")
+        elif axes:
+            self.with_ |= axes
+            self.with_.pop("ddp" if "fsdp" in self.with_ else "", None)
 
     def _cut(self, place: str) -> Sharding | None:
         """Return what one key has of the model's sharding, and note what is not read of it."""

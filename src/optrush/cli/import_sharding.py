@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -121,3 +121,16 @@ def _stage(given: Mapping[str, Any], keys: Mapping[str, Any]) -> int:
     fsdp = {"fsdp_config", "use_fsdp"} & given.keys() or kind == "FSDP"
     whole = given.keys() & _DEEPSPEED or kind.startswith("MULTI_")
     return 0 if whole and not fsdp else 3
+
+
+def parallel_axes(get: Callable[[str], Any]) -> dict[str, dict[str, Any]]:
+    """Return the techniques for axolotl's sizes of a mesh; `get` returns the value of a place, or None."""
+    axes: dict[str, dict[str, Any]] = {
+        name: {"size": size} for name in ("tensor", "context", "experts") if (size := get(f"@{name}")) is not None
+    }
+    shards, replicas = get("@shards"), get("@replicas")
+    if shards is not None:
+        axes["fsdp"] = {} if replicas is None else {"replicate": replicas}
+    elif replicas is not None:
+        axes["ddp"] = {}
+    return axes

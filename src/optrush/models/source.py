@@ -66,6 +66,14 @@ def _published() -> dict[str, dict[str, Any]]:
     return found
 
 
+def known_config(path: str | None) -> dict[str, Any] | None:
+    """Return the config.json of a folder or of a widely used model, without a network; None: it is not here."""
+    file = Path(path or "") / "config.json"
+    if path and file.is_file():
+        return read_config_json(file)
+    return copy.deepcopy(_published().get(path or ""))
+
+
 def shapes_of(model_type: str) -> dict[str, dict[str, Any]]:
     """Return the sizes of a family that have a name here; widely used models where none has one of its own."""
     for known in (SHAPES, _published()):
