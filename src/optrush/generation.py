@@ -27,9 +27,9 @@ from optrush.data.mask import Template, any_of
 from optrush.data.readers import read_rows
 from optrush.data.schema import Completion, Message, RowLocation, Text, parts_of
 from optrush.errors import ConfigError, DataError, NeedsError, RunError, exhausted, first_line
-from optrush.files import parse_json
+from optrush.files import check_model_files, parse_json, read_text, regular
 from optrush.models.hf import load_plain
-from optrush.models.source import locate
+from optrush.models.source import FILES, locate
 from optrush.restore import open_run
 from optrush.technique import library
 from optrush.trainer.run_dir import RUN
@@ -72,7 +72,7 @@ def find_model(text: str) -> ModelSource:
     run_of = open_run(path.parent)[1] if path.name in ("model", "adapter") and (path.parent / RUN).is_file() else None
     if (path / ADAPTER).is_file():
         try:
-            facts = parse_json((path / ADAPTER).read_text("utf-8"))
+            facts = parse_json(read_text(path / ADAPTER))
         except (OSError, ValueError):  # UnicodeDecodeError is one
             do = "copy the adapter's folder anew"
             raise ConfigError(f"the adapter {text}", f"{ADAPTER} is no JSON", do) from None
@@ -322,8 +322,9 @@ def _loaded(source: ModelSource, device: torch.device) -> Any:
     from peft import PeftModel, get_peft_model_state_dict
 
     asked, do = f"the adapter {source.adapter}", "name an adapter of this base, as PEFT writes it"
+    check_model_files(source.adapter, FILES)
     try:  # PEFT alone would load a pickle, or contact the hub
-        with safe_open(source.adapter / WEIGHTS, "pt") as file:
+        with safe_open(regular(source.adapter / WEIGHTS), "pt") as file:
             names = set(file.keys())
     except (OSError, SafetensorError):
         raise NeedsError(asked, f"no {WEIGHTS} that can be read", do) from None

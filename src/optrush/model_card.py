@@ -22,6 +22,7 @@ from optrush.console import count
 from optrush.data import readers
 from optrush.data.readers import form
 from optrush.errors import ConfigError
+from optrush.files import read_text
 from optrush.report import run as runs
 from optrush.report.page import safe_text
 from optrush.technique import library
@@ -87,7 +88,7 @@ def _front(config: Config, base: Path | None) -> dict[str, Any]:
 def _licence(base: Path | None) -> str | None:
     if base is None or not (base / NAME).is_file():
         return None
-    found = re.match(r"---\r?\n(.*?)\r?\n---\s", (base / NAME).read_text("utf-8", "replace"), re.DOTALL)
+    found = re.match(r"---\r?\n(.*?)\r?\n---\s", read_text(base / NAME, "utf-8", "replace"), re.DOTALL)
     try:
         front = parse_yaml(found[1], NAME)[0] if found else {}
     except ConfigError:  # of the base's authors

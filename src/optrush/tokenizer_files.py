@@ -14,6 +14,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from optrush.files import read_file
+
 ENGINE, SETTINGS, SPECIAL, ADDED = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 )  # fmt: skip
@@ -111,7 +113,7 @@ def _add(target: Path, names: Sequence[str], entries: Mapping[int, Entry]) -> No
 
 def read_object(path: Path) -> dict[str, Any]:
     """Return a file's JSON object; an empty one for no file, or for another value."""
-    found = json.loads(path.read_bytes()) if path.is_file() else None
+    found = json.loads(read_file(path)) if path.is_file() else None
     return found if isinstance(found, dict) else {}
 
 

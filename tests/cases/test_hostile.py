@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -515,3 +517,121 @@ def test_the_corpus_is_large() -> None:
 def test_a_payload(payload: Payload, box: Box) -> None:
     wrong = verdict(payload, box)
     assert not wrong, wrong
+
+
+# --- files that are none: a pipe, a device, the kernel's own; a link out of a model's folder
+
+
+def replaced(path: Path, kind: str) -> None:
+    """Put something that is no regular file in place of a file."""
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(kind)
+
+
+@pytest.mark.parametrize("verb", ["plan", "train", "eval", "data show", "import"])
+@pytest.mark.parametrize("kind", ["pipe", "/proc/self/mem", "/proc/kmsg", "/dev/zero", "/proc/self/environ"])
+def test_a_configuration_that_is_no_file(verb: str, kind: str, box: Box, tmp_path: Path) -> None:
+    replaced(tmp_path / "run.yaml", kind)
+    refused(called(*verb.split(), str(tmp_path / "run.yaml"), limit_s=10), "not a regular file", "run.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("config.json", "pipe"), ("tokenizer.json", "pipe"), ("tokenizer_config.json", "pipe"),
+        ("model.safetensors", "pipe"), ("model.safetensors.index.json", "pipe"), ("generation_config.json", "pipe"),
+        ("README.md", "pipe"), ("tokenizer.json", "/dev/zero"), ("chat_template.jinja", "/etc/passwd"),
+        ("chat_template.jinja", "../elsewhere"), ("config.json", "/proc/self/environ"), ("README.md", "/etc/passwd"),
+        ("generation_config.json", "/nowhere"), ("additional_chat_templates/a.jinja", "/etc/passwd"),
+        ("model.safetensors", "../elsewhere"), ("added_tokens.json", "/proc/kmsg"),
+    ],
+)  # fmt: skip
+def test_a_file_of_a_model_that_is_none(name: str, kind: str, box: Box, tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(box.model, folder)
+    (tmp_path / "elsewhere").write_text("{{ messages }}")
+    (folder / name).parent.mkdir(exist_ok=True)
+    replaced(folder / name, kind)
+    says = "not a regular file" if kind == "pipe" else "a link to"
+    for verb in (["train"], ["data", "show"]):
+        refused(called(*verb, box.write(model=str(folder), output=str(tmp_path / "out")), limit_s=10), name, says)
+    assert not (tmp_path / "out").exists()
+    rows = ["--prompts", str(box.folder / "text.jsonl"), "--out", str(tmp_path / "answers.jsonl")]
+    refused(called("generate", str(folder), *rows, limit_s=10), name, says)
+
+
+def test_links_of_a_hubs_cache_stay_in_it(box: Box, tmp_path: Path) -> None:
+    repository = tmp_path / "hub" / "models--org--name"
+    snapshot = repository / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    for n, file in enumerate(box.model.iterdir()):
+        (repository / "blobs" / f"{n}").write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(f"../../blobs/{n}")
+    (snapshot / "again.json").symlink_to("config.json")
+    (tmp_path / "linked").symlink_to(snapshot)
+    for folder in (snapshot, tmp_path / "linked"):
+        assert called("train", box.write(model=str(folder), output=str(tmp_path / f"out{folder.name}"))).code == 0
+    (tmp_path / "hub" / "other").write_text("{{ messages }}")
+    (snapshot / "chat_template.jinja").unlink(missing_ok=True)
+    (snapshot / "chat_template.jinja").symlink_to("../../../other")
+    refused(called("train", box.write(model=str(snapshot), output=str(tmp_path / "out"))), "a link to")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "/proc/kmsg", "/dev/zero"])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("t.jsonl", {"data": {"path": "t.jsonl"}}), ("t.txt", {"data": {"path": "t.txt"}}),
+        ("t.parquet", {"data": {"path": "t.parquet"}}), ("t.jsonl.gz", {"data": {"path": "t.jsonl.gz"}}),
+        ("d/t.jsonl", {"data": {"path": "d"}}), ("t.jsonl", {"data": {"path": "text.jsonl", "eval": "t.jsonl"}}),
+        ("t.jsonl", {"data": {"path": "*t.jsonl", "stream": True}, "train": {"steps": 1}}),
+        ("t.jinja", {"model": {"path": "model", "chat_template": "t.jinja"}}),
+    ],
+)  # fmt: skip
+def test_data_that_is_no_file(
+    name: str, changes: Any, kind: str, box: Box, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").symlink_to(box.model)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    shutil.copy(box.folder / "text.jsonl", tmp_path / "text.jsonl")
+    replaced(tmp_path / name, kind)
+    refused(called("train", box.write(**{"output": "out", **changes}), limit_s=10), "not a regular file", name)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def run_of_two(box: Box, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two checkpoints."""
+    output = tmp_path_factory.mktemp("saved") / "out"
+    assert called("train", box.write(output=str(output), train={"steps": 2, "save_every": 1})).code == 0
+    return output
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "says"),
+    [
+        ("checkpoints/step-000002/manifest.json", 0, ""), ("checkpoints/step-000002/rank-0.safetensors", 0, ""),
+        ("checkpoints/best.json", 0, ""), ("data.json", 0, ""),
+        ("metrics.jsonl", 2, "a named pipe"), ("run.yaml", 0, ""),
+    ],
+)  # fmt: skip
+def test_a_file_of_a_run_that_is_none(
+    name: str, code: int, says: str, box: Box, run_of_two: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    shutil.copytree(run_of_two, output)
+    if name.endswith("safetensors"):
+        name = next((output / name).parent.glob("*.safetensors")).relative_to(output).as_posix()
+    replaced(output / name, "pipe")
+    config = box.write(output=str(output), train={"steps": 2, "save_every": 1, "export": False})
+    if "manifest" in name:
+        refused(called("train", config, "--resume", str((output / name).parent), limit_s=10), "a named pipe")
+    if name in ("metrics.jsonl", "run.yaml"):
+        refused(called("report", str(output), limit_s=10), "named pipe")
+    ended = called("train", config, "--resume", "auto", limit_s=20)
+    assert ended.code == code and not ended.failure and says in ended.err, ended

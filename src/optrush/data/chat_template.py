@@ -40,8 +40,9 @@ from optrush.data.mask import (
 )
 from optrush.data.schema import Chat, Completion, Document, Judged, Message, Pair, Row, RowLocation, Text, parts_of
 from optrush.errors import ConfigError, DataError, NeedsError, reason
+from optrush.files import check_model_files, read_file, read_text
 from optrush.technique import library
-from optrush.tokenizer_files import copy_tokenizer
+from optrush.tokenizer_files import PATTERNS, copy_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -503,13 +504,14 @@ def open_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     asked = f"the tokenizer of {folder}"
+    check_model_files(folder, ["config.json", *PATTERNS])
     try:
         with transformers_silenced():
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of its files: what is wrong in them decides the class of the exception
         if (wrong := _config_error(folder)) is not None:
             raise NeedsError(f"{folder / 'config.json'}", reason(wrong), "correct that in config.json") from None
-        pieces = [file.name for file in folder.glob("*.model") if file.read_bytes()[:1] == b"\n"]  # a protobuf message
+        pieces = [file.name for file in folder.glob("*.model") if read_file(file)[:1] == b"\n"]  # a protobuf message
         if pieces and not (folder / "tokenizer.json").is_file():
             missing = [name for name in ("sentencepiece", "protobuf") if library(name) is None]
             found = f"{pieces[0]} without tokenizer.json, which sentencepiece reads: "
@@ -592,12 +594,12 @@ def turn_ends(tokenizer: Any) -> list[int]:
 def _template(given: str, tokenizer: Any) -> str:
     """Return the source of the template that a run names: a file's, or ChatML if `chatml` is no file."""
     path, asked = Path(given), f"`model.chat_template: {given}`"
-    if not path.is_file():
+    if path.is_dir() or not path.exists():
         if given == "chatml":
             return _chatml(tokenizer)
         raise ConfigError(asked, "no such file", "name a file with a jinja template, or chatml")
     try:
-        return path.read_text("utf-8-sig")  # without the byte order mark that some editors write
+        return read_text(path, "utf-8-sig")  # without the byte order mark that some editors write
     except UnicodeDecodeError as error:
         raise ConfigError(asked, f"not UTF-8: {error.reason}", "save it as UTF-8") from None
 

@@ -54,6 +54,7 @@ from optrush.data.similarity import (
 )
 from optrush.data.strict_json import decode_json
 from optrush.errors import ConfigError, DataError, NeedsError, RunError
+from optrush.files import open_file
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -695,7 +696,7 @@ def _shortened(text: str, most: int) -> str:
 
 def file_sha256(file: Path) -> str:
     """Return the SHA-256 of a file's bytes in hexadecimal digits."""
-    with file.open("rb") as handle:
+    with open_file(file) as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from optrush.config import JUDGED, Config, Data
 from optrush.errors import DataError
+from optrush.files import open_file
 
 ROWS = 200  # looked at
 FILES = 8  # that they come from, if there are more
@@ -92,7 +93,7 @@ def _rows(data: Data) -> float | None:
             if file.suffix != ".jsonl" or left <= 0:
                 return None
             size = file.stat().st_size
-            with file.open("rb") as opened:
+            with open_file(file) as opened:
                 head = opened.read(min(size, left))
             left -= len(head)
             rows += origin.weight * head.count(b"\n") * (size / max(1, len(head)))

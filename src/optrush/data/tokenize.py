@@ -38,7 +38,7 @@ from optrush.data.chat_template import Tokens, answers
 from optrush.data.readers import PARQUET, Chunk, attempts, chunks, form
 from optrush.data.schema import NO_RULES, Chat, Document, Judged, Row, RowLocation, RowRules, row_rules
 from optrush.errors import DataError
-from optrush.files import open_to_append, sync_folder, write_whole
+from optrush.files import open_file, open_to_append, regular, sync_folder, write_whole
 from optrush.objectives import learnt
 
 # --- One shard: the documents of a piece of the data as token ids.
@@ -223,7 +223,7 @@ def commit_shard(shard: Shard, folder: Path, job: int, piece: int) -> Path:
 def intact(path: Path) -> bool:
     """Return whether the file's bytes match the digest in its name; reads all of it."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()[:32] == path.stem.rsplit("-", 1)[1]
     except OSError:
         return False
@@ -231,7 +231,7 @@ def intact(path: Path) -> bool:
 
 def mapped(path: Path) -> Shard:
     """Return the shard in an intact file; its arrays are the file's own pages."""
-    data = np.memmap(path, np.uint8, "r").view(np.ndarray)
+    data = np.memmap(regular(path), np.uint8, "r").view(np.ndarray)
     size = int.from_bytes(data[:8].tobytes(), "little")
     header = json.loads(data[8 : 8 + size].tobytes())
     found: dict[str, Any] = {name: int(header["__metadata__"][name]) for name in _FACTS}

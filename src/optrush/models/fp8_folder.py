@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from optrush.errors import NeedsError
+from optrush.files import read_text, regular
 
 INDEX = "model.safetensors.index.json"
 LARGEST = 448.0  # of float8_e4m3fn
@@ -39,7 +40,7 @@ def write_fp8(folder: Path, to: Path) -> int:
     kept, sizes, places, done = ["lm_head"], 0, dict[str, str](), 0
     for file in sorted(folder.glob("*.safetensors")):
         written = dict[str, Tensor]()
-        with safe_open(file, "pt") as stored:
+        with safe_open(regular(file), "pt") as stored:
             for name in stored.keys():  # noqa: SIM118 - it is no mapping
                 t = stored.get_tensor(name)
                 module = _LINEAR.fullmatch(name)
@@ -64,7 +65,7 @@ def write_fp8(folder: Path, to: Path) -> int:
     if len(set(places.values())) > 1:
         index = {"metadata": {"total_size": sizes}, "weight_map": places}
         (to / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", "utf-8")
-    config = json.loads((folder / "config.json").read_text("utf-8"))
+    config = json.loads(read_text(folder / "config.json"))
     config["quantization_config"] = settings(kept)
     (to / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
     return done

@@ -37,6 +37,7 @@ from optrush.data.schema import Document
 from optrush.decide import Decided, changed, resized
 from optrush.errors import CheckpointError, ConfigError, NeedsError, RunError, UserError, exhausted, first_line
 from optrush.exporting import write_model
+from optrush.files import read_text
 from optrush.hardware import GIB
 from optrush.launch import stop_numbers, unjoinable
 from optrush.report import data
@@ -248,7 +249,7 @@ def claim_output(request: RunRequest, trainer: Trainer, plan: RunPlan, manifest:
     files.open_to_append(output / "metrics.jsonl").close()
     reasons = "".join(f"# {line}\n" for line in request.resolved.lines())
     if not reasons and manifest is not None and (output / "run.yaml").is_file():  # decided when it began
-        before = (output / "run.yaml").read_text("utf-8").splitlines(keepends=True)
+        before = read_text(output / "run.yaml").splitlines(keepends=True)
         reasons = "".join(itertools.takewhile(lambda line: line.startswith("#"), before))
     files.write_whole(output / "run.yaml", reasons + dump_config(absolute(config)))
     run_dir.write_data_record(output, config, trainer.fingerprints["data"])
