@@ -38,6 +38,8 @@ KNOWN = frozenset(
 )
 
 
+_ANYWHERE = {"lost+found", ".gitignore", ".gitkeep", ".DS_Store"}  # in a folder that counts as empty
+
 OCCUPIED = "a run lies there"
 
 
@@ -45,8 +47,8 @@ def check_free(output: Path | str, clean: bool, resume: Literal["auto"] | Path |
     """Check that a run may begin in `output`; write nothing.
 
     Raises:
-        ConfigError: it cannot be written, it holds a run that is neither resumed nor replaced, a link leads out
-            of it, or `clean` is set where other files exist too.
+        ConfigError: it cannot be written, it holds a run that is neither resumed nor replaced, or only other files; a
+            link leads out of it; `clean` is set where other files exist too.
     """
     path = Path(output)
     asked = f"`output: {output}`"
@@ -65,6 +67,9 @@ def check_free(output: Path | str, clean: bool, resume: Literal["auto"] | Path |
         _check_clean(path, names)
         return
     files.refuse_links(path, asked, KNOWN, {TRACKER})
+    if not (RUN in names and names & {METRICS, FOLDER}) and (foreign := sorted(names - KNOWN - _ANYWHERE)):
+        found = f"`{foreign[0]}` lies there, which is no run's: a run's folder is new, empty, or a run's"
+        raise ConfigError(asked, found, "name a folder of its own, such as `output: runs/first`")
     if resume is None and "model" in names and not names & {RUN, METRICS}:
         raise ConfigError(asked, "a `model` lies there, which this run would replace", "take another `output`")
     if resume is None and (names & {RUN, METRICS} or find_checkpoints(path)):
