@@ -91,8 +91,8 @@ def test_where_a_run_may_begin(tmp_path: Path) -> None:
     ("names", "free"),
     [
         ((), True), ((".lock",), True), (("lost+found", ".gitkeep"), True), (("tensorboard",), True),
-        (("thesis.tex",), False), (("first/run.yaml",), False), ((".bashrc",), False), (("run.yaml", "setup.py"), False),
-        (("checkpoints/notes", "a.py"), False), (("data.json", "train.jsonl"), False),
+        (("thesis.tex",), False), (("first/run.yaml",), False), ((".bashrc",), False),
+        (("run.yaml", "setup.py"), False), (("checkpoints/notes", "a.py"), False), (("data.json", "train.jsonl"), False),
     ],
 )  # fmt: skip
 def test_among_other_files(names: tuple[str, ...], free: bool, resume: Any, tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_the_place_of_other_files(output: str, tmp_path: Path, monkeypatch: pyte
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "setup.py").write_text("")
     monkeypatch.chdir(tmp_path / "project")
-    with pytest.raises(ConfigError, match="lies there|cannot be written"):
+    with pytest.raises(ConfigError, match=r"lies there|cannot be written"):
         check_free(output, False, None)
 
 
