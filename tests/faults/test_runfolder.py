@@ -92,7 +92,8 @@ def test_where_a_run_may_begin(tmp_path: Path) -> None:
     [
         ((), True), ((".lock",), True), (("lost+found", ".gitkeep"), True), (("tensorboard",), True),
         (("thesis.tex",), False), (("first/run.yaml",), False), ((".bashrc",), False),
-        (("run.yaml", "setup.py"), False), (("checkpoints/notes", "a.py"), False), (("data.json", "train.jsonl"), False),
+        (("run.yaml", "setup.py"), False), (("checkpoints/notes", "a.py"), False),
+        (("data.json", "train.jsonl"), False),
     ],
 )  # fmt: skip
 def test_among_other_files(names: tuple[str, ...], free: bool, resume: Any, tmp_path: Path) -> None:
