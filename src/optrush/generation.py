@@ -22,7 +22,7 @@ from torch import Tensor
 
 from optrush.config import Config, Data, Model, Sampling
 from optrush.data import schema
-from optrush.data.chat_template import Tokens, open_tokenizer, turn_ends
+from optrush.data.chat_template import Tokens, open_tokenizer, tokenizing, turn_ends
 from optrush.data.mask import Template, any_of
 from optrush.data.readers import read_rows
 from optrush.data.schema import Completion, Message, RowLocation, Text, parts_of
@@ -177,7 +177,8 @@ class GenerationModel:
             DataError: no template, a message that forges a turn, or more tokens than the model has positions.
         """
         if isinstance(prompt, str):
-            ids = list(self.tokenizer(prompt)["input_ids"])
+            with tokenizing(f"the prompt at {where}"):
+                ids = list(self.tokenizer(prompt)["input_ids"])
             ids = ids[:-1] if ids[-1:] == [self.tokenizer.eos_token_id] else ids  # some tokenizers end every text
         else:
             if self.template is None:
@@ -189,7 +190,8 @@ class GenerationModel:
                     raise DataError(f"the messages at {where}", found, "take it out, or write it otherwise")
             template = self._tool_template if tools else self.template
             text = template.render([template.shown(m) for m in prompt], where, tools, prompt=True)
-            ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            with tokenizing(f"the messages at {where}"):
+                ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         if not ids:
             raise DataError(f"the prompt at {where}", "it has no token", "write something")
         if self.room is not None and len(ids) >= self.room:

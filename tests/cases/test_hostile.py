@@ -635,3 +635,56 @@ def test_a_file_of_a_run_that_is_none(
         refused(called("report", str(output), limit_s=10), "named pipe")
     ended = called("train", config, "--resume", "auto", limit_s=20)
     assert ended.code == code and not ended.failure and says in ended.err, ended
+
+
+# --- tokenizers whose unknown token is not in their vocabulary: the library raises bare exceptions
+
+LETTERS = {letter: n for n, letter in enumerate("abcdefghijklmnopqrstuvwxyz.,")}
+WORDS = {"type": "Whitespace"}
+LACKING: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None, str]] = {
+    "another class": (None, None, "GemmaTokenizerFast"),
+    "WordLevel": ({"type": "WordLevel", "vocab": {"Chop": 0, "onions": 1}, "unk_token": "[UNK]"}, WORDS, ""),
+    "WordPiece": (
+        {"type": "WordPiece", "vocab": {"Chop": 0}, "unk_token": "[UNK]", "continuing_subword_prefix": "##",
+         "max_input_chars_per_word": 100}, WORDS, "",
+    ),
+    "BPE": ({"type": "BPE", "vocab": LETTERS, "merges": [], "unk_token": "<nope>"}, WORDS, ""),
+    "Unigram": ({"type": "Unigram", "vocab": [["a", 0.0], ["b", -1.0]], "unk_id": None}, None, ""),
+}  # fmt: skip
+
+
+def lacking(box: Box, folder: Path, kind: str) -> Path:
+    model, split, name = LACKING[kind]
+    shutil.copytree(box.model, folder)
+    engine = json.loads((folder / "tokenizer.json").read_text())
+    if model is not None:
+        engine |= {"model": model, "pre_tokenizer": split, "decoder": None, "normalizer": None}
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(engine))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | ({"tokenizer_class": name} if name else {})))
+    return folder
+
+
+@pytest.mark.parametrize("kind", LACKING)
+def test_a_tokenizer_that_lacks_its_unknown_token(kind: str, box: Box, tmp_path: Path) -> None:
+    folder = lacking(box, tmp_path / "m", kind)
+    rows, out = str(box.folder / "text.jsonl"), str(tmp_path / "out")
+    config = box.write(model=str(folder), output=out)
+    for verb in (["train", config], ["train", config, "--dry-run"], ["data", "show", config]):
+        refused(called(*verb), "text.jsonl:1", "the tokenizer fails", "model.tokenizer")
+    refused(called("generate", str(folder), "--plain", "--prompts", rows, "--out", f"{out}.jsonl"), "text.jsonl:1")
+    cleaned = box.write(model=str(folder), output=out, data={"path": rows, "clean": {"tokens": [2, None]}})
+    refused(called("data", "clean", cleaned, "--out", out), "the row that begins 'Chop 2 onions", "the tokenizer fails")
+    chatml = {"path": str(folder), "chat_template": "chatml", "add_tokens": ["<|new|>"]}
+    refused(called("train", box.write(model=chatml, data={"path": rows}, output=out)), "the tokenizer fails")
+
+
+def test_rows_that_such_a_tokenizer_reads(box: Box, tmp_path: Path) -> None:
+    folder = lacking(box, tmp_path / "m", "WordLevel")
+    texts = ["Chop onions", "Chop", "Boil onions", "onions Chop"]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    data = {"path": str(tmp_path / "t.jsonl"), "bad_rows": "quarantine", "most_bad": 0.5}
+    ended = called("train", box.write(model=str(folder), data=data, output=str(tmp_path / "out")))
+    assert ended.code == 0, ended
+    (bad,) = (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()
+    assert json.loads(bad)["line"] == 3 and "Missing [UNK]" in bad

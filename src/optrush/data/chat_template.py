@@ -11,7 +11,7 @@ import datetime
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -39,7 +39,7 @@ from optrush.data.mask import (
     visible,
 )
 from optrush.data.schema import Chat, Completion, Document, Judged, Message, Pair, Row, RowLocation, Text, parts_of
-from optrush.errors import ConfigError, DataError, NeedsError, reason
+from optrush.errors import ConfigError, DataError, NeedsError, one_line, reason
 from optrush.files import check_model_files, read_file, read_text
 from optrush.technique import library
 from optrush.tokenizer_files import PATTERNS, copy_tokenizer
@@ -161,6 +161,9 @@ class Tokens:
                 made.append(of)
                 continue
             encoded = [(draft, next(encodings)) for draft in of]
+            if failed := next((each for _, each in encoded if isinstance(each, DataError)), None):
+                made.append(failed)
+                continue
             row = samples[len(made)][1]
             labels = row.labels if isinstance(row, Judged) else [True] * len(encoded)
             try:
@@ -317,17 +320,29 @@ class Tokens:
             refuse(row, any_of(unknown), where)
         return _Draft(where, rendered, special=False, spans=tuple(spans), rest=train_on == "all")
 
-    def _encode(self, drafts: list[_Draft]) -> list[Encoding]:
-        """Tokenize the drafts' texts, with offsets only where `_document` needs them."""
-        encodings: dict[int, Encoding] = {}
+    def _encode(self, drafts: list[_Draft]) -> list[Any]:
+        """Tokenize the drafts' texts, with offsets only where `_document` needs them; of one that fails the error."""
+        encodings: dict[int, Encoding | DataError] = {}
         groups: dict[tuple[bool, bool], list[int]] = {}  # (with special tokens, with offsets): drafts
         for n, draft in enumerate(drafts):
             offsets = draft.seam > 0 or (draft.spans != () and self._widths is None)
             groups.setdefault((draft.special, offsets), []).append(n)
         for (special, offsets), members in groups.items():
             encode = self._engine.encode_batch if offsets else self._engine.encode_batch_fast
-            encodings.update(zip(members, encode([drafts[n].text for n in members], add_special_tokens=special)))
+            try:
+                with tokenizing("a batch of rows"):
+                    made: list[Any] = encode([drafts[n].text for n in members], add_special_tokens=special)
+            except DataError:
+                made = [self._alone(drafts[n]) for n in members]
+            encodings.update(zip(members, made))
         return [encodings[n] for n in range(len(drafts))]
+
+    def _alone(self, draft: _Draft) -> Encoding | DataError:
+        try:
+            with tokenizing(f"the row at {draft.where}"):
+                return self._engine.encode(draft.text, add_special_tokens=draft.special)
+        except DataError as error:
+            return error
 
     def _document(self, draft: _Draft, encoding: Encoding, desirable: bool) -> Document:
         ids = np.array(encoding.ids, np.int32)
@@ -408,6 +423,19 @@ class Tokens:
         while first < last and ids[first] in self._ends and starts[first] < start:
             first += 1
         return first, last
+
+
+@contextmanager
+def tokenizing(asked: str) -> Iterator[None]:
+    """Turn an error of the tokenizers library, which raises bare Exceptions and panics, into a DataError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
+        do = "add the token to the vocabulary in tokenizer.json, correct tokenizer_class in tokenizer_config.json, "
+        do += "or name another tokenizer: model.tokenizer"
+        raise DataError(f"to tokenize {asked}", f"the tokenizer fails: {one_line(str(error))}", do) from None
 
 
 def answers(chat: Chat, train_on: str) -> list[int]:
@@ -562,7 +590,8 @@ def add_tokens(tokenizer: Any, tokens: tuple[str, ...]) -> tuple[str, ...]:
     for token in tokens:
         own = tokenizer.convert_tokens_to_ids(token)
         for around in AROUND:
-            ids = tokenizer.encode(around.format(token), add_special_tokens=False)
+            with tokenizing(around.format(token)):
+                ids = tokenizer.encode(around.format(token), add_special_tokens=False)
             if ids.count(own) != 1 or tokenizer.decode([own]) != token:
                 found = f"the tokenizer reads {around.format(token)!r} as {tokenizer.convert_ids_to_tokens(ids)}"
                 do = "take another, or a tokenizer that keeps special tokens whole (split_special_tokens: false)"
@@ -630,4 +659,6 @@ def _chatml(tokenizer: Any) -> str:
         do = f'give it them: add_tokens: ["{START}", "{END}"] under model'
         raise ConfigError("`model.chat_template: chatml`", found, do)
     bos = tokenizer.bos_token_id
-    return "{{ bos_token }}" + CHATML if bos is not None and tokenizer.encode("a")[:1] == [bos] else CHATML
+    with tokenizing("a"):
+        ids = tokenizer.encode("a")
+    return "{{ bos_token }}" + CHATML if bos is not None and ids[:1] == [bos] else CHATML

@@ -26,6 +26,7 @@ import numpy as np
 from optrush import __version__
 from optrush.config import Bounds, Cleaning, Items, nearest
 from optrush.data import pool, schema, tokenize
+from optrush.data.chat_template import tokenizing
 from optrush.data.readers import (
     LINES,
     Chunk,
@@ -414,7 +415,14 @@ class Measure:
         texts = [e.text for e in entries]
         if one.kind == "tokens":
             assert self.tokenizer is not None
-            encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            try:
+                with tokenizing("rows"):
+                    encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            except DataError:
+                for text in texts:
+                    with tokenizing(f"the row that begins {text[:60]!r}"):
+                        self.tokenizer.encode(text)
+                raise
             return {"tokens": np.array([len(e) for e in encoded], np.int64)}, {}
         if one.kind in ("count", "rare"):
             return self._items(one, entries)
