@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -688,3 +689,96 @@ def test_rows_that_such_a_tokenizer_reads(box: Box, tmp_path: Path) -> None:
     assert ended.code == 0, ended
     (bad,) = (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()
     assert json.loads(bad)["line"] == 3 and "Missing [UNK]" in bad
+
+
+# --- a tokenizer as a bomb: ids and texts by which a library allocates memory
+
+
+def tenfold(letter: str = "w") -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": letter}, "content": letter * 10}
+
+
+def _steps(*steps: dict[str, Any]) -> dict[str, Any]:
+    return {"normalizer": {"type": "Sequence", "normalizers": list(steps)}}
+
+
+def _nested(_: Any) -> str:
+    return '{"normalizer": ' + '{"type": "Sequence", "normalizers": [' * 9000 + "]}" * 9000 + "}"
+
+
+FAR = {"id": 2**31 - 1, "content": "<far>", "special": True} | dict.fromkeys(
+    ("single_word", "lstrip", "rstrip", "normalized"), False
+)
+BOMBS: dict[str, tuple[str, Any, str]] = {
+    "an id": ("tokenizer.json", lambda t: t["model"]["vocab"].update({"<far>": 2**31 - 1}), "the id 2,147,483,647"),
+    "an added id": ("tokenizer.json", lambda tree: tree["added_tokens"].append(FAR), "the id 2,147,483,647"),
+    "an id in the settings": (
+        "tokenizer_config.json", lambda t: t.update(added_tokens_decoder={f"{2**31 - 1}": FAR}), "the id 2,147,483",
+    ),
+    "an id in a list": ("added_tokens.json", lambda tree: tree.update({"<far>": 2**30}), "the id 1,073,741,824"),
+    "an id of a post-processor": (
+        "tokenizer.json",
+        lambda tree: tree.update(post_processor={
+            "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<f>", "type_id": 0}}], "pair": [],
+            "special_tokens": {"<f>": {"id": "<f>", "ids": [2**31 - 1], "tokens": ["<f>"]}},
+        }), "the id 2,147,483,647",
+    ),
+    "ten replacements": ("tokenizer.json", lambda t: t.update(_steps(*[tenfold()] * 10)), "10,000,000,000 times"),
+    "replacements of any letter": (
+        "tokenizer.json", lambda t: t.update(_steps(*[tenfold("é"), {"type": "Lowercase"}] * 8)), "times as long",
+    ),
+    "replacements by expression": (
+        "tokenizer.json",
+        lambda t: t.update(_steps(*[{"type": "Replace", "pattern": {"Regex": "\\h*"}, "content": "ww"}] * 6)),
+        "tokens of 1,307 characters",
+    ),
+    "replacements in the decoder": (
+        "tokenizer.json",
+        lambda t: t.update(decoder={"type": "Sequence", "decoders": [tenfold()] * 10}), "times as long",
+    ),
+    "a prefix": (
+        "tokenizer.json", lambda t: t.update(normalizer={"type": "Prepend", "prepend": "x" * 3_000_000}), "3,000,000",
+    ),
+    "a short prefix": (
+        "tokenizer.json", lambda t: t.update(normalizer={"type": "Prepend", "prepend": "x" * 3_000}), "3,000 char",
+    ),
+    "1,001 normalizers": ("tokenizer.json", lambda t: t.update(_steps(*[{"type": "NFC"}] * 1001)), "1,001 entries"),
+    "a suffix": ("tokenizer.json", lambda t: t["model"].update(end_of_word_suffix="x" * 90_000), "90,000 characters"),
+    "nested": ("tokenizer.json", _nested, "nested too deeply"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_a_tokenizer_that_is_a_bomb(kind: str, box: Box, tmp_path: Path) -> None:
+    name, change, says = BOMBS[kind]
+    shutil.copytree(box.model, tmp_path / "m")
+    file = tmp_path / "m" / name
+    tree = json.loads(file.read_text()) if file.exists() else {}
+    text = change(tree)
+    file.write_text(text if isinstance(text, str) else json.dumps(tree))
+    for verb in ("train", "data show"):
+        ended = called(*verb.split(), box.write(model=str(tmp_path / "m"), output=str(tmp_path / "out")), limit_s=60)
+        refused(ended, "the tokenizer of")
+        assert re.search(says, ended.err), ended
+
+
+def test_a_large_tokenizer_is_read_first(box: Box, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within limits in a process of its own; the same files once."""
+    from optrush.data import chat_template
+
+    shutil.copytree(box.model, tmp_path / "m")
+    file = tmp_path / "m" / "tokenizer.json"
+    tree = json.loads(file.read_text())
+    words = tree["model"]["vocab"]
+    words |= {f"a rather long word {n}": len(words) + n for n in range(40_000)}
+    file.write_text(json.dumps(tree))
+    counted: list[int] = []
+    fresh = chat_template.pool.fresh
+    monkeypatch.setattr(chat_template.pool, "fresh", lambda *a: (counted.append(1), fresh(*a))[1])
+    for _ in range(2):
+        assert len(chat_template.open_tokenizer(tmp_path / "m")) > 40_000
+    assert len(counted) == 1
+    tree["normalizer"] = {"type": "Prepend", "prepend": "x" * 3000}
+    file.write_text(json.dumps(tree))
+    with pytest.raises(chat_template.NeedsError, match="3,000 characters"):
+        chat_template.open_tokenizer(tmp_path / "m")

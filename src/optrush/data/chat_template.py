@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +22,7 @@ import numpy as np
 
 from optrush.config import Config
 from optrush.console import transformers_silenced
-from optrush.data import schema
+from optrush.data import pool, readers, schema
 from optrush.data.mask import (
     LIMITS,
     MEND_EARLIER,
@@ -42,7 +42,14 @@ from optrush.data.schema import Chat, Completion, Document, Judged, Message, Pai
 from optrush.errors import ConfigError, DataError, NeedsError, one_line, reason
 from optrush.files import check_model_files, read_file, read_text
 from optrush.technique import library
-from optrush.tokenizer_files import PATTERNS, copy_tokenizer
+from optrush.tokenizer_files import (
+    PATTERNS,
+    READER_s,
+    check_sizes,
+    copy_tokenizer,
+    tokenizer_files,
+    try_reading,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -533,6 +540,7 @@ def open_tokenizer(folder: Path) -> Any:
 
     asked = f"the tokenizer of {folder}"
     check_model_files(folder, ["config.json", *PATTERNS])
+    _check_reading(folder, tuple(tuple(readers.mark(folder / name)) for name in tokenizer_files(folder)))
     try:
         with transformers_silenced():
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -550,6 +558,29 @@ def open_tokenizer(folder: Path) -> Any:
     if isinstance(tokenizer.chat_template, str):
         tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")
     return tokenizer
+
+
+@cache
+def _check_reading(folder: Path, marks: object) -> None:
+    """Raise NeedsError for a tokenizer that takes too much memory or time; once for the same files.
+
+    Args:
+        marks: numbers that change with the files.
+    """
+    asked, do = f"the tokenizer of {folder}", "download it again, or name another: model.tokenizer"
+
+    def lost(_: Path, what: str) -> Exception:
+        return NeedsError(asked, f"a process with limits of memory and time that read it {what}", do)
+
+    try:
+        if check_sizes(folder):
+            with pool.Pool[Path, str](pool.fresh(try_reading, 1), [folder], lost, limit_s=2 * READER_s) as reader:
+                if found := next(reader):
+                    raise NeedsError(asked, found, do)
+    except (json.JSONDecodeError, UnicodeDecodeError):  # so it is when it is opened
+        pass
+    except ValueError as error:
+        raise NeedsError(asked, f"{error}", do) from None
 
 
 def _config_error(folder: Path) -> Exception | None:
