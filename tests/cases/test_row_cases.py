@@ -29,7 +29,7 @@ from transformers import AutoTokenizer
 from meshes import further
 from optrush.cli import app
 from optrush.config import parse_config
-from optrush.data import mask
+from optrush.data import chat_template, mask
 from optrush.data.chat_template import Tokens, open_tokens
 from optrush.data.dataset import read_sources
 from optrush.data.packing import Packed, Padded
@@ -822,6 +822,26 @@ def test_a_stop_of_the_process_is_no_fault_of_a_template(monkeypatch: pytest.Mon
         time.sleep(0.5)
     with pytest.raises(ConfigError, match="of the processor"), mask.LIMITS:
         all(True for _ in range(10**9))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text": "Stir the soup. " * 20}, {"prompt": "Soup?", "completion": " é" * 150},
+        {"messages": [{"role": "user", "content": "Soup? " * 60}, {"role": "assistant", "content": "Stir."}]},
+        {"messages": [{"role": "user", "content": "Soup?"}, {"role": "assistant", "content": "汤" * 120}]},
+        {"prompt": "Soup?", "chosen": "Stir. " * 60, "rejected": "No."},
+    ],
+)  # fmt: skip
+def test_a_huge_row_is_a_bad_one(row: Any, tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "LONGEST_TEXT_bytes", 256)
+    tokens = Tokens(AutoTokenizer.from_pretrained(tiny_home / "optrush" / "tiny-1"))
+    small = {"messages": TURNS} if "messages" in row else {"text": "Stir."}
+    where = [RowLocation(Path("x"), n) for n in range(3)]
+    rows = [parse_row(place, one) for place, one in zip(where, (small, row, small))]
+    first, error, last = tokens.batch(list(zip(where, rows)), "assistant")
+    assert isinstance(error, DataError) and "x:1" in error.asked and "are tokenized as one row" in error.found
+    assert not isinstance(first, DataError) and not isinstance(last, DataError)
 
 
 SLOW = {

@@ -87,6 +87,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 TRAIN_ON = ("assistant", "last", "all")
 LONGEST_TEMPLATE_bytes = 64 * 2**10
+LONGEST_TEXT_bytes = 8 << 20  # of a row; a book has 1 MiB
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 MOST_SHAPES, LONGEST_SHAPE = 1024, 512  # of conversations in memory; messages of one
 HEAD, TAIL = 60, 30  # tokens of a document that an error message shows, from its beginning and its end
@@ -158,7 +159,10 @@ class Tokens:
         with LIMITS if rendering else nullcontext():
             for where, row in samples:
                 try:
-                    drafts.append([self._draft(part, train_on, where) for part in parts_of(row)])
+                    own = [self._draft(part, train_on, where) for part in parts_of(row)]
+                    for draft in own:
+                        refuse_long(draft.text, f"the row at {where}")
+                    drafts.append(own)
                 except DataError as error:
                     drafts.append(error)
         encodings = iter(self._encode([draft for of in drafts if isinstance(of, list) for draft in of]))
@@ -430,6 +434,13 @@ class Tokens:
         while first < last and ids[first] in self._ends and starts[first] < start:
             first += 1
         return first, last
+
+
+def refuse_long(text: str, asked: str) -> None:
+    """Raise DataError for a text that takes gigabytes to tokenize: 130 bytes a byte of it."""
+    if len(text) > LONGEST_TEXT_bytes // 4 and (size := len(text.encode())) > LONGEST_TEXT_bytes:
+        found = f"a text of {size / 2**20:.1f} MiB; at most {LONGEST_TEXT_bytes >> 20} MiB are tokenized as one row"
+        raise DataError(f"to tokenize {asked}", found, "split it into rows; of a text file: data.text_rows: paragraph")
 
 
 @contextmanager

@@ -26,7 +26,7 @@ import numpy as np
 from optrush import __version__
 from optrush.config import Bounds, Cleaning, Items, nearest
 from optrush.data import pool, schema, tokenize
-from optrush.data.chat_template import tokenizing
+from optrush.data.chat_template import refuse_long, tokenizing
 from optrush.data.readers import (
     LINES,
     Chunk,
@@ -415,6 +415,8 @@ class Measure:
         texts = [e.text for e in entries]
         if one.kind == "tokens":
             assert self.tokenizer is not None
+            for text in texts:
+                refuse_long(text, f"the row that begins {text[:60]!r}")
             try:
                 with tokenizing("rows"):
                     encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
