@@ -844,6 +844,15 @@ def test_a_huge_row_is_a_bad_one(row: Any, tiny_home: Path, monkeypatch: pytest.
     assert not isinstance(first, DataError) and not isinstance(last, DataError)
 
 
+@pytest.mark.parametrize(("turns", "says"), [(10_002, "10,002 turns"), (4002, "2001 answers, each to be compared")])
+def test_a_conversation_without_end_is_a_bad_row(turns: int, says: str, tiny_home: Path) -> None:
+    tokens = Tokens(AutoTokenizer.from_pretrained(tiny_home / "optrush" / "tiny-1"))
+    where = RowLocation(Path("x"), 1)
+    with pytest.raises(DataError) as caught:
+        tokens.document(parse_row(where, {"messages": TURNS * (turns // 2)}), "assistant", where)
+    assert says in caught.value.found and "x:1" in caught.value.asked
+
+
 SLOW = {
     "a filter": "{% set n = ('a ' * 40000) | wordwrap(1) %}",
     "nested loops": "{% for i in range(1200) %}{% for j in range(1000) %}{% endfor %}{% endfor %}",

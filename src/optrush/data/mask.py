@@ -288,6 +288,7 @@ MEND_EARLIER = (
     "or give another template (model.chat_template)"
 )
 MOST_TURNS = 1000  # if each turn needs a render of its own
+MOST_STEADY = 2000  # of which each is rendered with the turns before it
 THINKING = re.compile("(</?think>)")
 
 
@@ -392,6 +393,8 @@ class Masker:
 
     def check_steady(self) -> None:
         """Raises DataError where later turns change how the template writes one of these: a prompt would differ."""
+        if len(self._turns) > MOST_STEADY:
+            raise self._refused(f"{len(self._turns)} answers, each to be compared; at most {MOST_STEADY}", MEND_EARLIER)
         for i in self._turns:
             if i + 1 < len(self._chat.messages) and (changed := self._changes(i)):
                 alone, here = (visible(text)[:SHOWN_chars] for text in changed)
