@@ -782,3 +782,47 @@ def test_a_large_tokenizer_is_read_first(box: Box, tmp_path: Path, monkeypatch: 
     file.write_text(json.dumps(tree))
     with pytest.raises(chat_template.NeedsError, match="3,000 characters"):
         chat_template.open_tokenizer(tmp_path / "m")
+
+
+# --- pages: whatever is in metrics.jsonl, a report or a model card ends no run and no export
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens_per_s": None},
+        {"step_s": "x"},
+        {"peak_bytes": None, "memory_kind": 7},
+        {"lr": [1]},
+        {"tokens_per_s": {}},
+    ],
+)
+def test_lines_of_metrics_that_lack_or_garble_a_value(
+    change: dict[str, Any], box: Box, run_of_two: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    shutil.copytree(run_of_two, output)
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if "loss" in line:
+            line.update(change)
+            for key in [key for key, value in change.items() if value is None]:
+                del line[key]
+    (output / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert called("export", str(output), "--out", str(tmp_path / "e")).code == 0
+    card = (tmp_path / "e" / "README.md").read_text()
+    assert "| steps | 2 |" in card and ("jsonl is damaged" in card) == ("lr" not in change), card
+    config = box.write(output=str(output), train={"steps": 3, "save_every": 1, "export": True})
+    ended = called("train", config, "--resume", "auto", "--allow-change", "config")
+    assert ended.code == 0 and (output / "model" / "README.md").is_file(), ended
+
+
+def test_a_report_that_fails_ends_no_run(box: Box, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from optrush.trainer import run
+
+    def fails(*_: Any) -> None:
+        raise KeyError("tokens_per_s")
+
+    monkeypatch.setattr(run, "write_run", fails)
+    ended = called("train", box.write(output=str(tmp_path / "out")))
+    assert ended.code == 0 and "its report could not be written (KeyError: 'tokens_per_s')" in ended.err, ended

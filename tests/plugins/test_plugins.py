@@ -82,7 +82,7 @@ DEF = "    def wrap_step("
 FAILING = {  # text of the example -> what stands there instead, exit code, what is said
     "a stage": ("        inner = trainer.optimizer_step\n", "        return trainer.nothing\n", 2, "AttributeError"),
     "an optimizer": ("        def step() ->", "        def step(self: int) ->", 2, "TypeError"),
-    "an update": ("            return inner()", "            raise ZeroDivisionError('first\\nsecond')", 2, "first second"),
+    "an update": ("            return inner()", "            raise ValueError('first\\nsecond')", 2, "first second"),
     "a loss": (
         "        return 1\n",
         "        def loss(b):\n            raise KeyError('logits')\n        trainer.loss = loss\n        return 1\n",

@@ -35,7 +35,7 @@ from optrush.data.batch import INVENTED, Batch
 from optrush.data.sampler import ROOM, reading
 from optrush.data.schema import Document
 from optrush.decide import Decided, changed, resized
-from optrush.errors import CheckpointError, ConfigError, NeedsError, RunError, UserError, exhausted, first_line
+from optrush.errors import CheckpointError, ConfigError, NeedsError, RunError, UserError, exhausted, first_line, reason
 from optrush.exporting import write_model
 from optrush.files import read_text
 from optrush.hardware import GIB
@@ -654,9 +654,10 @@ class Session:
                 ):
                     self.meter.write({"step": self.meter.last or self.plan.done, "off_plan": off})
                 write_run(self.output, self.trainer.world.ranks)
-            except OSError as error:
-                do = f"make room, then: optrush report {self.output}"
-                console.say(f"the run is done, but its report could not be written ({error.strerror}); {do}")
+            except Exception as error:  # whatever is in metrics.jsonl: a page ends no run
+                do = f"{'make room, then' if isinstance(error, OSError) else 'again'}: optrush report {self.output}"
+                found = error.strerror if isinstance(error, OSError) else reason(error)
+                console.say(f"the run is done, but its report could not be written ({found}); {do}")
         evals = tuple(self.meter.evals)
         evals = evals if self.plan.done == 0 else evals[-1:]
         return Outcome(0, self.output, evals, tokens=self.meter.all_tokens)
