@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from optrush.config import SECTIONS, Config, Sampling, parse_config, refuse_secrets
 from optrush.decide import changed
 from optrush.errors import ConfigError, ConflictError, DataError, NeedsError, UserError
+from optrush.files import config_text
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -75,9 +76,7 @@ def _config(given: Configuration) -> Config:
         config = parse_config(text, "the configuration")
     else:
         path = Path(given)
-        if not path.is_file():
-            raise ConfigError(f"the configuration {path}", "no such file", "name a YAML file; examples/ has some")
-        config = parse_config(path.read_text("utf-8"), str(path))
+        config = parse_config(config_text(path), str(path))
     refuse_secrets(config)
     return config
 

@@ -41,6 +41,8 @@ _UNPAIRED = re.compile("[\ud800-\udfff]")
 LOGIN = re.compile(r"(?<=://)[^/\s@]+@")  # user:password@ of an address, or a token alone
 # YAML 1.1 reads 1e-5 as text; it is meant as a number.
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z")
+# It reads these as numbers of base 60, 8 and 2, which YAML 1.2 and most people do not.
+_OTHER_BASE = re.compile(r"[-+]?(\d[\d_]*:.*|0[0-7_]+|0b[01_]+)\Z")
 
 
 class _Dumper(yaml.SafeDumper):
@@ -567,6 +569,11 @@ def _plain(node: yaml.Node, path: Keys, where: str, lines: dict[Keys, int]) -> A
         raise ConfigError(f"{where}:{line}", f"`{node.value}`: {_reason(error)}", "write a plain value") from None
     finally:
         loader.dispose()
+    if plain and isinstance(value, int | float) and _OTHER_BASE.match(node.value):
+        found = f"`{node.value}`, which YAML reads as {value}"
+        do = f"write {value}, or the number that is meant; for a text put it in quotes: '{node.value}'"
+        place = f"{where}:{line}: `{'.'.join(map(str, path))}`" if path else "a value of a flag"
+        raise ConfigError(place, found, do)
     if isinstance(value, str) and ("\0" in value or (not value.isascii() and _UNPAIRED.search(value))):
         found = f"{value!r}, which no file or path can have in it"
         raise ConfigError(f"{where}:{line}", found, "leave that character out")

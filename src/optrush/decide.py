@@ -33,6 +33,7 @@ from optrush.config import (
 )
 from optrush.data.length_estimate import estimate_fill, run_tokens
 from optrush.errors import ConfigError, NeedsError, UserError
+from optrush.files import read_text
 from optrush.hardware import GIB, Device
 from optrush.launch import launched
 from optrush.models.shapes import HF, ModelShape, native_obstacle, refuse_foreign, sdpa_obstacle
@@ -246,7 +247,7 @@ def as_begun(config: Config, ranks: int) -> Config:
     began = Path(config.output) / "run.yaml"
     if not (config.unplanned or config.batch.micro_tokens is None) or not began.is_file():
         return config
-    before = parse_config(began.read_text("utf-8"), str(began), own=True)
+    before = parse_config(read_text(began), str(began), own=True)
     changes: dict[str, Any] = {}
     if config.unplanned and config.method in (None, "auto", before.method):
         named = config.method if config.method in METHODS else None

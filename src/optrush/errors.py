@@ -2,6 +2,7 @@
 
 UserError            request, finding and remedy: printed as one block, exit code 2, no traceback without --debug
 ├── ConfigError      the YAML or a flag: unknown key, wrong type, values that do not go together
+│   └── NotRegularError  a pipe, a device or a socket where a file is read; an OSError, too
 ├── NeedsError       a technique or model needs hardware, a library or a shape that is not here
 ├── ConflictError    two techniques own the same part
 ├── NoEffectError    a technique of the configuration changed nothing
@@ -11,6 +12,8 @@ RunError             the run itself failed (three bad updates in a row): exit co
 """
 
 from __future__ import annotations
+
+import errno
 
 LONGEST = 1000  # characters of a line
 NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
@@ -65,6 +68,14 @@ class UserError(Exception):
 
 class ConfigError(UserError):
     pass
+
+
+class NotRegularError(ConfigError, OSError):
+    """Something that is no regular file: reading it may block, or never end."""
+
+    def __init__(self, asked: str, found: str, do: str = "give a regular file: copy what it holds into one") -> None:
+        super().__init__(asked, found, do)
+        self.errno, self.strerror, self.filename = errno.EINVAL, found, asked
 
 
 class NeedsError(UserError):

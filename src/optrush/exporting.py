@@ -28,6 +28,7 @@ from optrush.data.batch import collate
 from optrush.data.chat_template import AS_STORED, COMPARED_ROWS, Tokens, answer_ends, open_tokenizer
 from optrush.data.schema import Document
 from optrush.errors import ConfigError, DataError, NeedsError, RunError, UserError, exhausted
+from optrush.files import regular
 from optrush.models import fp8_folder, gguf
 from optrush.models.experts import Experts
 from optrush.models.hf import load_plain
@@ -290,7 +291,7 @@ def demand_bytes(folder: Path, written: Mapping[str, str]) -> None:
     held = Folder(folder)
     for name, sha in written.items():
         try:
-            with safe_open(folder / held.files[name], "pt") as file:
+            with safe_open(regular(folder / held.files[name]), "pt") as file:
                 same = tensor_digest(file.get_tensor(name)) == sha
         except (KeyError, OSError, SafetensorError):
             same = False

@@ -1,4 +1,4 @@
-"""Change the disk so that a kill at any moment leaves whole files: write, sync, rename, in this order.
+"""Read regular files, and write so that a kill at any moment leaves whole files: write, sync, rename, in this order.
 
 A kill may come between any two calls that change the disk. Each is a function here, so that a test can fail it or kill
 the process there.
@@ -10,11 +10,80 @@ import errno
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from optrush.errors import ConfigError
+from optrush.errors import ConfigError, NotRegularError
+
+MOST_READ_bytes = 1 << 30  # of a file that is read as a whole
+KINDS = {
+    stat.S_IFIFO: "a named pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a folder",
+}  # fmt: skip
+
+
+def open_file(path: Path | str, buffering: int = -1) -> Any:
+    """Open a regular file to read it. All that is read is opened here, but by libraries (`regular`).
+
+    The kernel's own files (/proc) claim to be regular and empty; reading them may block.
+
+    Raises:
+        OSError: it is missing or cannot be read; NotRegularError, a UserError too: a pipe, device, socket or folder.
+    """
+    return open(path, "rb", buffering, opener=_opener)
+
+
+def _opener(path: str, ways: int) -> int:
+    descriptor = os.open(path, ways | os.O_NOCTTY | os.O_NONBLOCK)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise NotRegularError(f"{path}", f"{KINDS.get(stat.S_IFMT(found.st_mode), 'no file')}, not a regular file")
+        try:
+            held = b"" if found.st_size else os.pread(descriptor, 1, 0)
+        except OSError:  # it would block, or has no beginning
+            held = b"?"
+        if held and not os.fstat(descriptor).st_size:  # else it has grown meanwhile
+            raise NotRegularError(f"{path}", "a file of the kernel, not a regular file")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def regular(path: Path) -> Path:
+    """Return the path of a regular file, for a library that opens it; raises as `open_file`."""
+    open_file(path).close()
+    return path
+
+
+def read_file(path: Path | str) -> bytes:
+    """Return the bytes of a regular file; raises as `open_file`, and for one of more than MOST_READ_bytes."""
+    with open_file(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > MOST_READ_bytes:
+            found = f"{size:,} bytes; at most {MOST_READ_bytes:,} are read"
+            raise NotRegularError(f"{path}", found, "give a smaller file")
+        held: bytes = file.read()
+    return held
+
+
+def read_text(path: Path | str, encoding: str = "utf-8", errors: str = "strict") -> str:
+    """Return the text of a regular file, its line ends as newlines; raises as `read_file`, and UnicodeDecodeError."""
+    return read_file(path).decode(encoding, errors).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def config_text(path: Path) -> str:
+    """Return the text of a configuration's file; raises ConfigError: no such file, not a regular one, not UTF-8."""
+    try:
+        return read_text(path)
+    except (FileNotFoundError, NotADirectoryError, NotRegularError) as error:
+        found = error.strerror if path.exists() and not path.is_dir() else "no such file"
+        do = "name a YAML file; examples/ has some"
+        raise ConfigError(f"the configuration {path}", f"{found}", do) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}", f"not UTF-8: {error.reason}", "save it as UTF-8") from None
 
 
 def write_piece(file: IO[bytes], data: Any) -> None:
@@ -113,9 +182,12 @@ def open_to_append(path: Path) -> IO[bytes]:
     """Open a file to append to it, unbuffered; made where it is missing, and never through a symbolic link.
 
     Raises:
-        OSError: it is a symbolic link (ELOOP), or cannot be written.
+        OSError: it is a symbolic link (ELOOP), no regular file, or cannot be written.
     """
-    return open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644), "ab", buffering=0)
+    ways = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    if path.exists() and not path.is_symlink():
+        regular(path)
+    return open(os.open(path, ways, 0o644), "ab", buffering=0)
 
 
 def append_whole(file: IO[bytes], data: bytes) -> None:
@@ -143,6 +215,24 @@ def refuse_links(folder: Path, asked: str, names: Iterable[str], foreign: Collec
         if path.is_symlink() and not path.resolve().is_relative_to(own):
             found = f"{folder / path.relative_to(own)} is a symbolic link to {os.readlink(path)}, out of the folder"
             raise ConfigError(asked, found, "remove the link; to write elsewhere, name that folder instead")
+
+
+def check_model_files(folder: Path, patterns: Iterable[str]) -> None:
+    """Check that the files of a downloaded folder are regular ones, and that no link leads out of it.
+
+    A file elsewhere would be copied into exports. Files of a hub's cache are links to those in its `blobs`.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    own = folder.resolve()
+    own = own.parents[1] if own.parent.name == "snapshots" else own
+    for path in sorted({path for pattern in patterns for path in folder.glob(pattern) if not path.is_dir()}):
+        if not (place := path.resolve()).is_relative_to(own):
+            found = f"a link to {place}, out of the folder {folder}"
+            raise ConfigError(f"{path}", found, f"put the file itself there: cp --remove-destination {place} {path}")
+        if path.exists():
+            regular(path)
 
 
 def _below(folder: Path, names: Iterable[str], foreign: Collection[str]) -> Iterator[Path]:

@@ -22,14 +22,14 @@ from torch import Tensor
 
 from optrush.config import Config, Data, Model, Sampling
 from optrush.data import schema
-from optrush.data.chat_template import Tokens, answer_ends, open_tokenizer
+from optrush.data.chat_template import Tokens, answer_ends, open_tokenizer, tokenizing
 from optrush.data.mask import Template, any_of
 from optrush.data.readers import read_rows
 from optrush.data.schema import Completion, Message, RowLocation, Text, parts_of
 from optrush.errors import ConfigError, DataError, NeedsError, RunError, exhausted, first_line
-from optrush.files import parse_json
+from optrush.files import check_model_files, parse_json, read_text, regular
 from optrush.models.hf import load_plain
-from optrush.models.source import locate
+from optrush.models.source import FILES, locate
 from optrush.restore import open_run
 from optrush.technique import library
 from optrush.trainer.run_dir import RUN
@@ -72,7 +72,7 @@ def find_model(text: str) -> ModelSource:
     run_of = open_run(path.parent)[1] if path.name in ("model", "adapter") and (path.parent / RUN).is_file() else None
     if (path / ADAPTER).is_file():
         try:
-            facts = parse_json((path / ADAPTER).read_text("utf-8"))
+            facts = parse_json(read_text(path / ADAPTER))
         except (OSError, ValueError):  # UnicodeDecodeError is one
             do = "copy the adapter's folder anew"
             raise ConfigError(f"the adapter {text}", f"{ADAPTER} is no JSON", do) from None
@@ -170,7 +170,8 @@ class GenerationModel:
             DataError: no template, a message that forges a turn, or more tokens than the model has positions.
         """
         if isinstance(prompt, str):
-            ids = list(self.tokenizer(prompt)["input_ids"])
+            with tokenizing(f"the prompt at {where}"):
+                ids = list(self.tokenizer(prompt)["input_ids"])
             ids = ids[:-1] if ids[-1:] == [self.tokenizer.eos_token_id] else ids  # some tokenizers end every text
         else:
             if self.template is None:
@@ -182,7 +183,8 @@ class GenerationModel:
                     raise DataError(f"the messages at {where}", found, "take it out, or write it otherwise")
             template = self._tool_template if tools else self.template
             text = template.render([template.shown(m) for m in prompt], where, tools, prompt=True)
-            ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            with tokenizing(f"the messages at {where}"):
+                ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         if not ids:
             raise DataError(f"the prompt at {where}", "it has no token", "write something")
         if self.room is not None and len(ids) >= self.room:
@@ -315,8 +317,9 @@ def _loaded(source: ModelSource, device: torch.device) -> Any:
     from peft import PeftModel, get_peft_model_state_dict
 
     asked, do = f"the adapter {source.adapter}", "name an adapter of this base, as PEFT writes it"
+    check_model_files(source.adapter, FILES)
     try:  # PEFT alone would load a pickle, or contact the hub
-        with safe_open(source.adapter / WEIGHTS, "pt") as file:
+        with safe_open(regular(source.adapter / WEIGHTS), "pt") as file:
             names = set(file.keys())
     except (OSError, SafetensorError):
         raise NeedsError(asked, f"no {WEIGHTS} that can be read", do) from None

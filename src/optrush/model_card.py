@@ -22,7 +22,8 @@ from optrush.config import Config, parse_yaml
 from optrush.console import count
 from optrush.data import readers
 from optrush.data.readers import form
-from optrush.errors import ConfigError
+from optrush.errors import reason
+from optrush.files import read_text
 from optrush.report import run as runs
 from optrush.report.page import safe_text
 from optrush.technique import library
@@ -51,16 +52,19 @@ def card(
         data: what was read, in words.
         ends: tokens at which an answer ends.
 
-    Raises:
-        UserError: run.yaml or metrics.jsonl of the folder is damaged.
+    A folder whose files are damaged ends no export: the card says so in place of what they would tell.
     """
+    try:
+        measured = _measured(runs.load_run(folder), steps)
+    except Exception as error:  # whatever is in their lines
+        measured = [("measured", escaped(f"not known, for metrics.jsonl is damaged: {reason(error)}"))]
     facts = [
         ("base model", _base(config)),
         ("objective", f"`{config.objective}`"),
         ("data", escaped(_data(config)) + (f": {escaped(data)}" if data else "")),
         ("steps", f"{steps:,}"),
         ("techniques", escaped(", ".join(config.with_) or "none")),
-        *_measured(runs.load_run(folder), steps),
+        *measured,
         *([("ends of an answer", ", ".join(escaped(end) for end in ends if end is not None))] if any(ends) else []),
         ("versions", f"optrush {__version__}, torch {torch.__version__}, transformers {library('transformers')}"),
     ]
@@ -92,10 +96,10 @@ def _front(config: Config, base: Path | None) -> dict[str, Any]:
 def _licence(base: Path | None) -> str | None:
     if base is None or not (base / NAME).is_file():
         return None
-    found = re.match(r"---\r?\n(.*?)\r?\n---\s", (base / NAME).read_text("utf-8", "replace"), re.DOTALL)
     try:
+        found = re.match(r"---\r?\n(.*?)\r?\n---\s", read_text(base / NAME, "utf-8", "replace"), re.DOTALL)
         front = parse_yaml(found[1], NAME)[0] if found else {}
-    except ConfigError:  # of the base's authors
+    except Exception:  # of the base's authors: any text
         return None
     licence = front.get("license")
     return licence if isinstance(licence, str) and LICENCE.match(licence) else None

@@ -13,7 +13,7 @@ from pathlib import Path
 from optrush.config import SECTIONS, BatchSize, Config, Data, parse_config
 from optrush.decide import changed, decide
 from optrush.errors import CheckpointError, ConfigError
-from optrush.files import parse_json
+from optrush.files import parse_json, read_file, read_text
 from optrush.technique import Part, Technique, instantiate
 from optrush.techniques import ALL
 from optrush.trainer.build import build
@@ -40,11 +40,11 @@ def open_run(place: Path) -> tuple[Path, Config]:
     """
     folder = place.parent if place.name == RUN else place
     file = folder / RUN
-    if not file.is_file():
+    if not file.exists():
         found = f"no {RUN} in it" if folder.is_dir() else "no such folder"
         raise ConfigError(f"the run {place}", found, "name a folder that `optrush train` has written")
     try:
-        text = file.read_text("utf-8")
+        text = read_text(file)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}", f"not UTF-8: {error.reason}", "restore it from a checkpoint's manifest") from None
     return folder, parse_config(text, str(file), own=True)
@@ -84,7 +84,7 @@ def _best(folder: Path) -> list[Path]:
     if not file.is_file():
         return []
     try:
-        return [folder / FOLDER / f"step-{int(parse_json(file.read_bytes())['step']):06d}"]
+        return [folder / FOLDER / f"step-{int(parse_json(read_file(file))['step']):06d}"]
     except (ValueError, KeyError, TypeError) as error:
         do = "delete it, or choose a checkpoint: --checkpoint STEP"
         raise CheckpointError(f"{file}", f"it names no step: {error}", do) from None

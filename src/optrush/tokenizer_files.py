@@ -8,11 +8,15 @@ back has only the first; therefore the files are copied, and edited as JSON wher
 from __future__ import annotations
 
 import json
+import os
+import resource
 import shutil
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+
+from optrush.files import parse_json, read_file
 
 ENGINE, SETTINGS, SPECIAL, ADDED = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
@@ -26,6 +30,13 @@ PATTERNS = (
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")  # of images
 WAYS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of an added token, besides its text
 
+# What is read of a tokenizer; published ones have files of 40 MiB, 300,000 tokens, and parts that keep a text's length.
+MOST_FILE_bytes, MOST_ID, MOST_GROWTH, MOST_ITEMS = 128 << 20, (1 << 22) - 1, 64, 1000
+MOST_TEXT_chars = {"prepend": 1000, "precompiled_charsmap": 4 << 20, "": 1 << 14}  # by key
+LIGHT_bytes, LIGHT_PARTS = 48 << 20, 4  # up to these, checks of the sizes suffice: no process reads it first
+READER_bytes, READER_s = 1 << 30, 20  # that process's memory, with 40 times its files', and processor time
+PROBE = "".join(map(chr, [*range(32, 127), *range(160, 256), *range(0x4E00, 0x4E10)])) + "a" * 1000 + " \n" * 50
+
 Entry = dict[str, Any]  # an added token, as tokenizer_config.json has it
 
 
@@ -33,6 +44,79 @@ def tokenizer_files(folder: Path) -> list[str]:
     """Return the names of a folder's tokenizer files, relative to it."""
     names = (path.relative_to(folder).as_posix() for path in [*folder.glob("*"), *folder.glob("*/*")] if path.is_file())
     return sorted(name for name in names if any(fnmatch(name, pattern) for pattern in PATTERNS))
+
+
+def check_sizes(folder: Path) -> bool:
+    """Check ids and lengths in a folder's tokenizer files before a library allocates memory by them.
+
+    Returns:
+        Whether its sizes alone do not prove it small: `try_reading` does.
+
+    Raises:
+        ValueError: a size beyond every published tokenizer's, or no JSON.
+    """
+    sizes = {name: (folder / name).stat().st_size for name in tokenizer_files(folder)}
+    for name, size in sizes.items():
+        if size > MOST_FILE_bytes:
+            raise ValueError(f"{name} has {size:,} bytes; at most {MOST_FILE_bytes:,} are read")
+    return sum(sizes.values()) > LIGHT_bytes or _check_entries(folder)
+
+
+def _check_entries(folder: Path) -> bool:
+    decoder = read_object(folder / SETTINGS).get("added_tokens_decoder")
+    tables: list[Any] = [read_object(folder / ADDED), read_object(folder / "vocab.json")]
+    tables += [{i: int(i) for i in decoder if i.isdecimal()}] if isinstance(decoder, dict) else []
+    times, unproven = 1.0, 0  # how much longer replacements make a text; parts whose growth is not known
+    left: list[tuple[str, Any]] = [("", read_object(folder / ENGINE))]
+    while left:
+        key, value = left.pop()
+        if key == "vocab":
+            tables.append(value)
+        elif isinstance(value, str):
+            if len(value) > (most := MOST_TEXT_chars.get(key, MOST_TEXT_chars[""])):
+                raise ValueError(f"{len(value):,} characters under {key!r}; at most {most:,} are read")
+        elif isinstance(value, dict | list) and key != "merges":
+            if len(value) > MOST_ITEMS and key != "added_tokens":
+                raise ValueError(f"{len(value):,} entries under {key!r}; at most {MOST_ITEMS:,} are read")
+            if isinstance(value, dict) and value.get("type") in ("Replace", "Precompiled"):
+                pattern = value.get("pattern")
+                literal = pattern.get("String") if isinstance(pattern, dict) else None
+                times *= max(1, len(str(value.get("content"))) / (len(literal) if literal else 1))
+                unproven += 0 if literal else LIGHT_PARTS + 1 if value["type"] == "Precompiled" else 1
+            left += value.items() if isinstance(value, dict) else [(key, each) for each in value]
+        elif key in ("id", "ids", "sep", "cls"):
+            tables.append({key: value})
+    if times > MOST_GROWTH:
+        raise ValueError(f"its replacements make a text {times:,.0f} times as long; at most {MOST_GROWTH} are taken")
+    for token, i in (pair for table in tables if isinstance(table, dict) for pair in table.items()):
+        if isinstance(i, int) and i > MOST_ID:
+            raise ValueError(f"the id {i:,} of {token[:60]!r}; at most {MOST_ID:,} are read")
+    return unproven > LIGHT_PARTS
+
+
+def try_reading(folder: Path, _: object = None) -> str:
+    """Return what is too much of a tokenizer, or ""; to be called in a process of its own, which ends at its limits."""
+    from tokenizers import Tokenizer
+
+    most_bytes = READER_bytes + 40 * sum((folder / name).stat().st_size for name in tokenizer_files(folder))
+
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a library prints as it aborts
+    for limit, most in ((resource.RLIMIT_AS, most_bytes), (resource.RLIMIT_CPU, READER_s), (resource.RLIMIT_CORE, 0)):
+        hard = resource.getrlimit(limit)[1]
+        resource.setrlimit(limit, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    try:
+        _check_entries(folder)
+        engine = Tokenizer.from_file(str(folder / ENGINE))
+        engine.no_truncation()
+        engine.no_padding()
+        made = len(engine.encode(PROBE).ids)
+    except MemoryError:
+        raise
+    except ValueError as error:
+        return f"{error}"
+    except Exception:  # no such file, or one that the library refuses: so it is when it is opened
+        return ""
+    return f"it makes {made:,} tokens of {len(PROBE):,} characters" if made > MOST_GROWTH * len(PROBE) else ""
 
 
 def copy_processor(source: Path, target: Path) -> None:
@@ -111,7 +195,7 @@ def _add(target: Path, names: Sequence[str], entries: Mapping[int, Entry]) -> No
 
 def read_object(path: Path) -> dict[str, Any]:
     """Return a file's JSON object; an empty one for no file, or for another value."""
-    found = json.loads(path.read_bytes()) if path.is_file() else None
+    found = parse_json(read_file(path)) if path.is_file() else None
     return found if isinstance(found, dict) else {}
 
 

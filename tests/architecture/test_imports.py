@@ -323,6 +323,35 @@ def test_what_is_forbidden_is_found(tmp_path: Path) -> None:
     assert sorted(line for line, _ in forbidden(file)) == [1, 1, 3, 4, 6, 7, 8, 9]
 
 
+# They read what the kernel or the package itself has; all others read by `files`, which takes regular files alone.
+READERS = {
+    "files.py", "hardware.py", "launch.py", "technique.py", "benchmark/record.py", "cli/launch.py", "cli/setup.py",
+    "data/mask.py", "data/pool.py", "data/sample.py", "models/source.py", "models/tiny.py", "planner/calibration.py",
+    "trainer/metrics.py",
+}  # fmt: skip
+
+
+def read_by_itself(file: Path) -> list[int]:
+    """Lines of a file that open another one to read it."""
+    calls = [node for node in nodes(file) if isinstance(node, ast.Call)]
+    ways = {id(call): {arg.value for arg in call.args if isinstance(arg, ast.Constant)} for call in calls}
+    return [
+        call.lineno for call in calls
+        if (dotted(call.func).rpartition(".")[2] in ("read_text", "read_bytes", "FileIO")
+        and isinstance(call.func, ast.Attribute))
+        or (dotted(call.func).endswith("open") and {"r", "rb", "r+"} & ways[id(call)])
+    ]  # fmt: skip
+
+
+def test_files_are_read_in_one_place(tmp_path: Path) -> None:
+    found = {str(file.relative_to(SOURCE)): lines for file in FILES if (lines := read_by_itself(file))}
+    assert set(found) <= READERS, found
+    (file := tmp_path / "bad.py").write_text(
+        "p.read_text()\nread_text(p)\n(a / b).open('rb')\nio.FileIO(p)\nopen('w')\n"
+    )
+    assert read_by_itself(file) == [1, 3, 4]
+
+
 SHORT = 15  # lines that a name and the module's docstring can carry
 
 

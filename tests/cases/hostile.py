@@ -117,7 +117,7 @@ class Box:
         folder.mkdir()
         for file in self.model.iterdir():
             if file.name != "config.json":
-                (folder / file.name).symlink_to(file.resolve())
+                shutil.copy(file, folder / file.name)
         config = {**json.loads((self.model / "config.json").read_text()), **changes}
         (folder / "config.json").write_text(json.dumps(config) if text is None else text)
         return folder

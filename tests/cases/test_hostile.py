@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -515,3 +518,311 @@ def test_the_corpus_is_large() -> None:
 def test_a_payload(payload: Payload, box: Box) -> None:
     wrong = verdict(payload, box)
     assert not wrong, wrong
+
+
+# --- files that are none: a pipe, a device, the kernel's own; a link out of a model's folder
+
+
+def replaced(path: Path, kind: str) -> None:
+    """Put something that is no regular file in place of a file."""
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(kind)
+
+
+@pytest.mark.parametrize("verb", ["plan", "train", "eval", "data show", "import"])
+@pytest.mark.parametrize("kind", ["pipe", "/proc/self/mem", "/proc/kmsg", "/dev/zero", "/proc/self/environ"])
+def test_a_configuration_that_is_no_file(verb: str, kind: str, box: Box, tmp_path: Path) -> None:
+    replaced(tmp_path / "run.yaml", kind)
+    refused(called(*verb.split(), str(tmp_path / "run.yaml"), limit_s=10), "not a regular file", "run.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("config.json", "pipe"), ("tokenizer.json", "pipe"), ("tokenizer_config.json", "pipe"),
+        ("model.safetensors", "pipe"), ("model.safetensors.index.json", "pipe"), ("generation_config.json", "pipe"),
+        ("README.md", "pipe"), ("tokenizer.json", "/dev/zero"), ("chat_template.jinja", "/etc/passwd"),
+        ("chat_template.jinja", "../elsewhere"), ("config.json", "/proc/self/environ"), ("README.md", "/etc/passwd"),
+        ("generation_config.json", "/nowhere"), ("additional_chat_templates/a.jinja", "/etc/passwd"),
+        ("model.safetensors", "../elsewhere"), ("added_tokens.json", "/proc/kmsg"),
+    ],
+)  # fmt: skip
+def test_a_file_of_a_model_that_is_none(name: str, kind: str, box: Box, tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(box.model, folder)
+    (tmp_path / "elsewhere").write_text("{{ messages }}")
+    (folder / name).parent.mkdir(exist_ok=True)
+    replaced(folder / name, kind)
+    says = "not a regular file" if kind == "pipe" else "a link to"
+    for verb in (["train"], ["data", "show"]):
+        refused(called(*verb, box.write(model=str(folder), output=str(tmp_path / "out")), limit_s=10), name, says)
+    assert not (tmp_path / "out").exists()
+    rows = ["--prompts", str(box.folder / "text.jsonl"), "--out", str(tmp_path / "answers.jsonl")]
+    refused(called("generate", str(folder), *rows, limit_s=10), name, says)
+
+
+def test_links_of_a_hubs_cache_stay_in_it(box: Box, tmp_path: Path) -> None:
+    repository = tmp_path / "hub" / "models--org--name"
+    snapshot = repository / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    for n, file in enumerate(box.model.iterdir()):
+        (repository / "blobs" / f"{n}").write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(f"../../blobs/{n}")
+    (snapshot / "again.json").symlink_to("config.json")
+    (tmp_path / "linked").symlink_to(snapshot)
+    for folder in (snapshot, tmp_path / "linked"):
+        assert called("train", box.write(model=str(folder), output=str(tmp_path / f"out{folder.name}"))).code == 0
+    (tmp_path / "hub" / "other").write_text("{{ messages }}")
+    (snapshot / "chat_template.jinja").unlink(missing_ok=True)
+    (snapshot / "chat_template.jinja").symlink_to("../../../other")
+    refused(called("train", box.write(model=str(snapshot), output=str(tmp_path / "out"))), "a link to")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "/proc/kmsg", "/dev/zero"])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("t.jsonl", {"data": {"path": "t.jsonl"}}), ("t.txt", {"data": {"path": "t.txt"}}),
+        ("t.parquet", {"data": {"path": "t.parquet"}}), ("t.jsonl.gz", {"data": {"path": "t.jsonl.gz"}}),
+        ("d/t.jsonl", {"data": {"path": "d"}}), ("t.jsonl", {"data": {"path": "text.jsonl", "eval": "t.jsonl"}}),
+        ("t.jsonl", {"data": {"path": "*t.jsonl", "stream": True}, "train": {"steps": 1}}),
+        ("t.jinja", {"model": {"path": "model", "chat_template": "t.jinja"}}),
+    ],
+)  # fmt: skip
+def test_data_that_is_no_file(
+    name: str, changes: Any, kind: str, box: Box, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").symlink_to(box.model)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    shutil.copy(box.folder / "text.jsonl", tmp_path / "text.jsonl")
+    replaced(tmp_path / name, kind)
+    refused(called("train", box.write(**{"output": "out", **changes}), limit_s=10), "not a regular file", name)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def run_of_two(box: Box, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two checkpoints."""
+    output = tmp_path_factory.mktemp("saved") / "out"
+    assert called("train", box.write(output=str(output), train={"steps": 2, "save_every": 1})).code == 0
+    return output
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "says"),
+    [
+        ("checkpoints/step-000002/manifest.json", 0, ""), ("checkpoints/step-000002/rank-0.safetensors", 0, ""),
+        ("checkpoints/best.json", 0, ""), ("data.json", 0, ""),
+        ("metrics.jsonl", 2, "a named pipe"), ("run.yaml", 0, ""),
+    ],
+)  # fmt: skip
+def test_a_file_of_a_run_that_is_none(
+    name: str, code: int, says: str, box: Box, run_of_two: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    shutil.copytree(run_of_two, output)
+    if name.endswith("safetensors"):
+        name = next((output / name).parent.glob("*.safetensors")).relative_to(output).as_posix()
+    replaced(output / name, "pipe")
+    config = box.write(output=str(output), train={"steps": 2, "save_every": 1, "export": False})
+    if "manifest" in name:
+        refused(called("train", config, "--resume", str((output / name).parent), limit_s=10), "a named pipe")
+    if name in ("metrics.jsonl", "run.yaml"):
+        refused(called("report", str(output), limit_s=10), "named pipe")
+    ended = called("train", config, "--resume", "auto", limit_s=20)
+    assert ended.code == code and not ended.failure and says in ended.err, ended
+
+
+# --- tokenizers whose unknown token is not in their vocabulary: the library raises bare exceptions
+
+LETTERS = {letter: n for n, letter in enumerate("abcdefghijklmnopqrstuvwxyz.,")}
+WORDS = {"type": "Whitespace"}
+LACKING: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None, str]] = {
+    "another class": (None, None, "GemmaTokenizerFast"),
+    "WordLevel": ({"type": "WordLevel", "vocab": {"Chop": 0, "onions": 1}, "unk_token": "[UNK]"}, WORDS, ""),
+    "WordPiece": (
+        {"type": "WordPiece", "vocab": {"Chop": 0}, "unk_token": "[UNK]", "continuing_subword_prefix": "##",
+         "max_input_chars_per_word": 100}, WORDS, "",
+    ),
+    "BPE": ({"type": "BPE", "vocab": LETTERS, "merges": [], "unk_token": "<nope>"}, WORDS, ""),
+    "Unigram": ({"type": "Unigram", "vocab": [["a", 0.0], ["b", -1.0]], "unk_id": None}, None, ""),
+}  # fmt: skip
+
+
+def lacking(box: Box, folder: Path, kind: str) -> Path:
+    model, split, name = LACKING[kind]
+    shutil.copytree(box.model, folder)
+    engine = json.loads((folder / "tokenizer.json").read_text())
+    if model is not None:
+        engine |= {"model": model, "pre_tokenizer": split, "decoder": None, "normalizer": None}
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(engine))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | ({"tokenizer_class": name} if name else {})))
+    return folder
+
+
+@pytest.mark.parametrize("kind", LACKING)
+def test_a_tokenizer_that_lacks_its_unknown_token(kind: str, box: Box, tmp_path: Path) -> None:
+    folder = lacking(box, tmp_path / "m", kind)
+    rows, out = str(box.folder / "text.jsonl"), str(tmp_path / "out")
+    config = box.write(model=str(folder), output=out)
+    for verb in (["train", config], ["train", config, "--dry-run"], ["data", "show", config]):
+        refused(called(*verb), "text.jsonl:1", "the tokenizer fails", "model.tokenizer")
+    refused(called("generate", str(folder), "--plain", "--prompts", rows, "--out", f"{out}.jsonl"), "text.jsonl:1")
+    cleaned = box.write(model=str(folder), output=out, data={"path": rows, "clean": {"tokens": [2, None]}})
+    refused(called("data", "clean", cleaned, "--out", out), "the row that begins 'Chop 2 onions", "the tokenizer fails")
+    chatml = {"path": str(folder), "chat_template": "chatml", "add_tokens": ["<|new|>"]}
+    refused(called("train", box.write(model=chatml, data={"path": rows}, output=out)), "the tokenizer fails")
+
+
+def test_rows_that_such_a_tokenizer_reads(box: Box, tmp_path: Path) -> None:
+    folder = lacking(box, tmp_path / "m", "WordLevel")
+    texts = ["Chop onions", "Chop", "Boil onions", "onions Chop"]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    data = {"path": str(tmp_path / "t.jsonl"), "bad_rows": "quarantine", "most_bad": 0.5}
+    ended = called("train", box.write(model=str(folder), data=data, output=str(tmp_path / "out")))
+    assert ended.code == 0, ended
+    (bad,) = (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()
+    assert json.loads(bad)["line"] == 3 and "Missing [UNK]" in bad
+
+
+# --- a tokenizer as a bomb: ids and texts by which a library allocates memory
+
+
+def tenfold(letter: str = "w") -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": letter}, "content": letter * 10}
+
+
+def _steps(*steps: dict[str, Any]) -> dict[str, Any]:
+    return {"normalizer": {"type": "Sequence", "normalizers": list(steps)}}
+
+
+def _nested(_: Any) -> str:
+    return '{"normalizer": ' + '{"type": "Sequence", "normalizers": [' * 9000 + "]}" * 9000 + "}"
+
+
+FAR = {"id": 2**31 - 1, "content": "<far>", "special": True} | dict.fromkeys(
+    ("single_word", "lstrip", "rstrip", "normalized"), False
+)
+BOMBS: dict[str, tuple[str, Any, str]] = {
+    "an id": ("tokenizer.json", lambda t: t["model"]["vocab"].update({"<far>": 2**31 - 1}), "the id 2,147,483,647"),
+    "an added id": ("tokenizer.json", lambda tree: tree["added_tokens"].append(FAR), "the id 2,147,483,647"),
+    "an id in the settings": (
+        "tokenizer_config.json", lambda t: t.update(added_tokens_decoder={f"{2**31 - 1}": FAR}), "the id 2,147,483",
+    ),
+    "an id in a list": ("added_tokens.json", lambda tree: tree.update({"<far>": 2**30}), "the id 1,073,741,824"),
+    "an id of a post-processor": (
+        "tokenizer.json",
+        lambda tree: tree.update(post_processor={
+            "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<f>", "type_id": 0}}], "pair": [],
+            "special_tokens": {"<f>": {"id": "<f>", "ids": [2**31 - 1], "tokens": ["<f>"]}},
+        }), "the id 2,147,483,647",
+    ),
+    "ten replacements": ("tokenizer.json", lambda t: t.update(_steps(*[tenfold()] * 10)), "10,000,000,000 times"),
+    "replacements of any letter": (
+        "tokenizer.json", lambda t: t.update(_steps(*[tenfold("é"), {"type": "Lowercase"}] * 8)), "times as long",
+    ),
+    "replacements by expression": (
+        "tokenizer.json",
+        lambda t: t.update(_steps(*[{"type": "Replace", "pattern": {"Regex": "\\h*"}, "content": "ww"}] * 6)),
+        "tokens of 1,307 characters",
+    ),
+    "replacements in the decoder": (
+        "tokenizer.json",
+        lambda t: t.update(decoder={"type": "Sequence", "decoders": [tenfold()] * 10}), "times as long",
+    ),
+    "a prefix": (
+        "tokenizer.json", lambda t: t.update(normalizer={"type": "Prepend", "prepend": "x" * 3_000_000}), "3,000,000",
+    ),
+    "a short prefix": (
+        "tokenizer.json", lambda t: t.update(normalizer={"type": "Prepend", "prepend": "x" * 3_000}), "3,000 char",
+    ),
+    "1,001 normalizers": ("tokenizer.json", lambda t: t.update(_steps(*[{"type": "NFC"}] * 1001)), "1,001 entries"),
+    "a suffix": ("tokenizer.json", lambda t: t["model"].update(end_of_word_suffix="x" * 90_000), "90,000 characters"),
+    "nested": ("tokenizer.json", _nested, "nested too deeply"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_a_tokenizer_that_is_a_bomb(kind: str, box: Box, tmp_path: Path) -> None:
+    name, change, says = BOMBS[kind]
+    shutil.copytree(box.model, tmp_path / "m")
+    file = tmp_path / "m" / name
+    tree = json.loads(file.read_text()) if file.exists() else {}
+    text = change(tree)
+    file.write_text(text if isinstance(text, str) else json.dumps(tree))
+    for verb in ("train", "data show"):
+        ended = called(*verb.split(), box.write(model=str(tmp_path / "m"), output=str(tmp_path / "out")), limit_s=60)
+        refused(ended, "the tokenizer of")
+        assert re.search(says, ended.err), ended
+
+
+def test_a_large_tokenizer_is_read_first(box: Box, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within limits in a process of its own; the same files once."""
+    from optrush.data import chat_template
+
+    shutil.copytree(box.model, tmp_path / "m")
+    file = tmp_path / "m" / "tokenizer.json"
+    tree = json.loads(file.read_text())
+    words = tree["model"]["vocab"]
+    words |= {f"a rather long word {n}": len(words) + n for n in range(40_000)}
+    file.write_text(json.dumps(tree))
+    counted: list[int] = []
+    fresh = chat_template.pool.fresh
+    monkeypatch.setattr(chat_template.pool, "fresh", lambda *a: (counted.append(1), fresh(*a))[1])
+    for _ in range(2):
+        assert len(chat_template.open_tokenizer(tmp_path / "m")) > 40_000
+    assert len(counted) == 1
+    tree["normalizer"] = {"type": "Prepend", "prepend": "x" * 3000}
+    file.write_text(json.dumps(tree))
+    with pytest.raises(chat_template.NeedsError, match="3,000 characters"):
+        chat_template.open_tokenizer(tmp_path / "m")
+
+
+# --- pages: whatever is in metrics.jsonl, a report or a model card ends no run and no export
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens_per_s": None},
+        {"step_s": "x"},
+        {"peak_bytes": None, "memory_kind": 7},
+        {"lr": [1]},
+        {"tokens_per_s": {}},
+    ],
+)
+def test_lines_of_metrics_that_lack_or_garble_a_value(
+    change: dict[str, Any], box: Box, run_of_two: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    shutil.copytree(run_of_two, output)
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if "loss" in line:
+            line.update(change)
+            for key in [key for key, value in change.items() if value is None]:
+                del line[key]
+    (output / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert called("export", str(output), "--out", str(tmp_path / "e")).code == 0
+    card = (tmp_path / "e" / "README.md").read_text()
+    assert "| steps | 2 |" in card and ("jsonl is damaged" in card) == ("lr" not in change), card
+    config = box.write(output=str(output), train={"steps": 3, "save_every": 1, "export": True})
+    ended = called("train", config, "--resume", "auto", "--allow-change", "config")
+    assert ended.code == 0 and (output / "model" / "README.md").is_file(), ended
+
+
+def test_a_report_that_fails_ends_no_run(box: Box, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from optrush.trainer import run
+
+    def fails(*_: Any) -> None:
+        raise KeyError("tokens_per_s")
+
+    monkeypatch.setattr(run, "write_run", fails)
+    ended = called("train", box.write(output=str(tmp_path / "out")))
+    assert ended.code == 0 and "its report could not be written (KeyError: 'tokens_per_s')" in ended.err, ended

@@ -29,7 +29,7 @@ from transformers import AutoTokenizer
 from meshes import further
 from optrush.cli import app
 from optrush.config import parse_config
-from optrush.data import mask
+from optrush.data import chat_template, mask
 from optrush.data.chat_template import Tokens, open_tokens
 from optrush.data.dataset import read_sources
 from optrush.data.packing import Packed, Padded
@@ -822,6 +822,85 @@ def test_a_stop_of_the_process_is_no_fault_of_a_template(monkeypatch: pytest.Mon
         time.sleep(0.5)
     with pytest.raises(ConfigError, match="of the processor"), mask.LIMITS:
         all(True for _ in range(10**9))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text": "Stir the soup. " * 20}, {"prompt": "Soup?", "completion": " é" * 150},
+        {"messages": [{"role": "user", "content": "Soup? " * 60}, {"role": "assistant", "content": "Stir."}]},
+        {"messages": [{"role": "user", "content": "Soup?"}, {"role": "assistant", "content": "汤" * 120}]},
+        {"prompt": "Soup?", "chosen": "Stir. " * 60, "rejected": "No."},
+    ],
+)  # fmt: skip
+def test_a_huge_row_is_a_bad_one(row: Any, tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "LONGEST_TEXT_bytes", 256)
+    tokens = Tokens(AutoTokenizer.from_pretrained(tiny_home / "optrush" / "tiny-1"))
+    small = {"messages": TURNS} if "messages" in row else {"text": "Stir."}
+    where = [RowLocation(Path("x"), n) for n in range(3)]
+    rows = [parse_row(place, one) for place, one in zip(where, (small, row, small))]
+    first, error, last = tokens.batch(list(zip(where, rows)), "assistant")
+    assert isinstance(error, DataError) and "x:1" in error.asked and "are tokenized as one row" in error.found
+    assert not isinstance(first, DataError) and not isinstance(last, DataError)
+
+
+@pytest.mark.parametrize(("turns", "says"), [(10_002, "10,002 turns"), (4002, "2001 answers, each to be compared")])
+def test_a_conversation_without_end_is_a_bad_row(turns: int, says: str, tiny_home: Path) -> None:
+    tokens = Tokens(AutoTokenizer.from_pretrained(tiny_home / "optrush" / "tiny-1"))
+    where = RowLocation(Path("x"), 1)
+    with pytest.raises(DataError) as caught:
+        tokens.document(parse_row(where, {"messages": TURNS * (turns // 2)}), "assistant", where)
+    assert says in caught.value.found and "x:1" in caught.value.asked
+
+
+SLOW = {
+    "a filter": "{% set n = ('a ' * 40000) | wordwrap(1) %}",
+    "nested loops": "{% for i in range(1200) %}{% for j in range(1000) %}{% endfor %}{% endfor %}",
+    "a loop over the text": (
+        "{% for m in messages %}{% for c in m['content'] * 20000 %}{% if c == '~' %}{{ c }}{% endif %}{% endfor %}"
+        "{% endfor %}"
+    ),
+    "sorting": "{% set n = (range(60000) | map('string') | sort | join) %}",
+}
+
+
+@pytest.mark.parametrize("kind", SLOW)
+def test_a_template_that_is_slow_row_by_row(kind: str, tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rendering is within its own limit; many of them are not."""
+    monkeypatch.setattr(mask.LIMITS, "left_s", 0.3)
+    monkeypatch.setattr(mask, "MEAN_RENDER_s", 0.005)
+    Path("t.jinja").write_text(SLOW[kind] + tiny.TEMPLATE)
+    lines("chat.jsonl", [{"messages": TURNS}] * 200)
+    with pytest.raises(UserError) as caught:
+        read(tiny_home, path="chat.jsonl", model={"chat_template": "t.jinja"})
+    assert "a rendering; at most" in caught.value.found and "model.chat_template" in caught.value.do
+
+
+def test_fast_renderings_save_no_time_for_slow_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = mask.RenderLimits(seconds=1, memory_bytes=1 << 30)
+    for _ in range(100):
+        with limits:
+            pass
+    assert limits.left_s <= 1
+    limits.left_s = -mask.MEAN_RENDER_s
+    with pytest.raises(ConfigError, match="in the mean"), limits:
+        pass
+    with limits:  # the next run begins anew
+        pass
+    limits._late()  # a signal that comes after its block
+
+
+def test_slow_rows_are_told_one_by_one(tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from optrush.data import tokenize
+
+    tokens = Tokens(AutoTokenizer.from_pretrained(tiny_home / "optrush" / "tiny-1"))
+    rows = [(0, RowLocation(Path("x"), n), Text("Stir."), set[str]()) for n in range(200)]
+    expected = [shard.encoded() for shard in tokenize.shards(iter(rows), tokens, "assistant")]
+    told: list[int] = []
+    monkeypatch.setattr(tokenize, "SLOW_s", -1.0)
+    made = tokenize.shards(iter(rows), tokens, "assistant", progress=told.append)
+    assert [shard.encoded() for shard in made] == expected
+    assert sum(told) == 200 and told[:5] == [32, 8, 2, 1, 1]
 
 
 @pytest.mark.parametrize("row", [Text("Stir."), Completion("Soup?", "Stir.")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,7 +47,7 @@ def edited(model: Path, folder: Path, **changes: Any) -> Path:
     folder.mkdir()
     for file in model.iterdir():
         if file.name != "config.json":
-            (folder / file.name).symlink_to(file)
+            shutil.copy(file, folder / file.name)
     config = {**json.loads((model / "config.json").read_text()), **changes}
     (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
     return folder

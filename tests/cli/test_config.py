@@ -137,6 +137,38 @@ def test_the_remedy_of_a_wrong_value(more: str, sets: list[str], do: str) -> Non
     assert caught.value.do.startswith(do) and "secret" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "text", "number"),
+    [
+        ("train.timeout", "1:30:00", "5400"), ("seed", "0777", "511"), ("seed", "0b11", "3"), ("seed", "00", "0"),
+        ("optim.lr", "1:30.5", "90.5"), ("model.revision", "01234567", "342391"), ("seed", "-0_7", "-7"),
+    ],
+)  # fmt: skip
+def test_numbers_that_only_yaml_reads_so(key: str, text: str, number: str) -> None:
+    section, _, inner = key.partition(".")
+    line = f"{section}: {{{inner}: {text}}}\n" if inner else f"{section}: {text}\n"
+    lines = [line for line in SMALLEST.splitlines(keepends=True) if not line.startswith(section)]
+    with pytest.raises(ConfigError) as caught:
+        parse_config("".join(lines) + line, "run.yaml")
+    assert caught.value.asked.endswith(f": `{key}`") and caught.value.found == f"`{text}`, which YAML reads as {number}"
+    assert caught.value.do.startswith(f"write {number}, ") and f"'{text}'" in caught.value.do
+    for flags in ([[f"{key}={text}"], []], [[], [f"bf16:rounding={text}"]]):
+        with pytest.raises(ConfigError, match=f"which YAML reads as {number}"):
+            parse_config(SMALLEST, "run.yaml", *flags)
+
+
+@pytest.mark.parametrize(("text", "seed"), [("1_000", 1000), ("0x1f", 31), ("0", 0), ("10", 10)])
+def test_numbers_that_everybody_reads_so(text: str, seed: int) -> None:
+    assert parse_config(SMALLEST + f"seed: {text}\n", "run.yaml").seed == seed
+
+
+@pytest.mark.parametrize("output", ["'1:30:00'", '"0777"', "a:1", "2024-01-01", "1.2.3", "08x"])
+def test_texts_like_numbers(output: str) -> None:
+    lines = [line for line in SMALLEST.splitlines(keepends=True) if not line.startswith("output")]
+    config = parse_config("".join(lines) + f"output: {output}\n", "run.yaml")
+    assert config.output == output.strip("'\"") == parse_config(dump_config(config), "run.yaml").output
+
+
 WRONG: list[Any] = [
     "x", "", -1, 0, 1.5, 2, True, None, [], [1], ["x"], [0.5], [1, 2, 3], {"a": 1}, {"a": "x"}, float("inf"), 10**40,
 ]  # fmt: skip

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,7 +69,6 @@ def test_where_a_run_may_begin(tmp_path: Path) -> None:
     check_free(tmp_path / "ünï côde" / ("x" * 200), False, None)
     claim(tmp_path / "ünï côde" / ("x" * 200), False)
     assert not (tmp_path / "new").exists(), "looking writes nothing"
-    check_free(tmp_path, False, None)
     folder = a_run(tmp_path / "run")
     before = found(folder)
     with pytest.raises(ConfigError) as error:
@@ -84,6 +84,44 @@ def test_where_a_run_may_begin(tmp_path: Path) -> None:
         (other / name).mkdir() if "step" in name else (other / name).write_text("")
         with pytest.raises(ConfigError, match="a run lies there"):
             check_free(other, False, None)
+
+
+@pytest.mark.parametrize("resume", [None, "auto"])
+@pytest.mark.parametrize(
+    ("names", "free"),
+    [
+        ((), True), ((".lock",), True), (("lost+found", ".gitkeep"), True), (("tensorboard",), True),
+        (("thesis.tex",), False), (("first/run.yaml",), False), ((".bashrc",), False),
+        (("run.yaml", "setup.py"), False), (("checkpoints/notes", "a.py"), False),
+        (("data.json", "train.jsonl"), False),
+    ],
+)  # fmt: skip
+def test_among_other_files(names: tuple[str, ...], free: bool, resume: Any, tmp_path: Path) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    if free:
+        check_free(tmp_path, False, resume)
+        return
+    with pytest.raises(ConfigError, match="lies there, which is no run's") as error:
+        check_free(tmp_path, False, resume)
+    assert error.value.do == "name a folder of its own, such as `output: runs/first`"
+
+
+@pytest.mark.parametrize("output", ["/", ".", "..", "/etc", "../project"])
+def test_the_place_of_other_files(output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "setup.py").write_text("")
+    monkeypatch.chdir(tmp_path / "project")
+    with pytest.raises(ConfigError, match=r"lies there|cannot be written"):
+        check_free(output, False, None)
+
+
+def test_a_run_with_other_files_goes_on(tmp_path: Path) -> None:
+    (a_run(tmp_path / "run") / "notes.txt").write_text("")
+    check_free(tmp_path / "run", False, "auto")
+    with pytest.raises(ConfigError, match="a run lies there"):
+        check_free(tmp_path / "run", False, None)
 
 
 def test_where_nothing_can_be_written(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from meshes import further
 from optrush.techniques import ALL
 
 from plugged import EXAMPLES, ROOT, installed, optrush
@@ -75,6 +76,69 @@ def test_a_technique_that_cannot_be_loaded_is_named(tmp_path: Path, entry: str, 
     path = installed(EXAMPLES / "plugin", tmp_path / "path", entry)
     listed = optrush("techniques", "--json", folder=tmp_path, path=path)
     assert listed.returncode == 0 and reason in listed.stderr and "optrush-plugin-example is left out" in listed.stderr
+
+
+DEF = "    def wrap_step("
+FAILING = {  # text of the example -> what stands there instead, exit code, what is said
+    "a stage": ("        inner = trainer.optimizer_step\n", "        return trainer.nothing\n", 2, "AttributeError"),
+    "an optimizer": ("        def step() ->", "        def step(self: int) ->", 2, "TypeError"),
+    "an update": ("            return inner()", "            raise ValueError('first\\nsecond')", 2, "first second"),
+    "a loss": (
+        "        return 1\n",
+        "        def loss(b):\n            raise KeyError('logits')\n        trainer.loss = loss\n        return 1\n",
+        2, "KeyError: 'logits'",
+    ),
+    "a loss of nothing": (
+        "        return 1\n",
+        "        def loss(b):\n            return None\n        trainer.loss = loss\n        return 1\n",
+        2, "NoneType",
+    ),
+    "a later step": (
+        "            return inner()",
+        "            self.__dict__['n'] = self.__dict__.get('n', 0) + 1\n"
+        "            return inner() if self.__dict__['n'] < 4 else 1 / 0",
+        1, "ZeroDivisionError",
+    ),
+    "what it returns": ("        return 1\n", "        return 'one'\n", 2, "clip-values"),
+    "its needs": (DEF, "    def needs(self, env):\n        return None\n\n" + DEF, 2, "TypeError"),
+    "its prediction": (DEF, "    def predict(self, env):\n        1 / 0\n\n" + DEF, 2, "ZeroDiv"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", further(list(FAILING), 3))
+def test_a_technique_that_fails_is_named(kind: str, tmp_path: Path) -> None:
+    """In three lines, with the place in its own file."""
+    path = plugged(tmp_path, "clip-values")
+    old, new, code, says = FAILING[kind]
+    file = path / "clip_values.py"
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new))
+    ended = optrush("plan" if kind == "its prediction" else "train", "run.yaml", folder=tmp_path, path=path)
+    *_, asked, found, do = ended.stderr.splitlines()
+    assert ended.returncode == code and "Traceback" not in ended.stderr, ended.stderr
+    assert asked.startswith("asked: the technique `clip-values` of the package clip_values"), ended.stderr
+    assert says in asked + found and ".py:" in found and "--without clip-values" in do, ended.stderr
+
+
+def test_an_error_that_is_not_a_plugins() -> None:
+    from optrush.cli import app
+
+    with pytest.raises(ValueError, match="ours") as caught:
+        raise ValueError("ours")
+    assert app._of_plugin(caught.value) is None
+
+
+def test_the_systems_of_a_package_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from importlib.metadata import EntryPoint
+
+    from optrush.benchmark import peer
+    from optrush.errors import ConfigError
+
+    for value in ("no_module:PEERS", "json:PEERS"):
+        entry = EntryPoint("x", value, peer.GROUP)
+        monkeypatch.setattr(peer, "entry_points", lambda group, entry=entry: [entry])
+        with pytest.raises(ConfigError, match=value.partition(":")[0]):
+            peer.find_peers(tmp_path)
 
 
 # The page: files and commands as they stand there.

@@ -95,7 +95,7 @@ def test_dropout_draws_what_it_would_have_drawn(box, monkeypatch, tmp_path):
     GPT2LMHeadModel(config).save_pretrained(folder)
     for file in (box / "untied").iterdir():
         if "token" in file.name:
-            (folder / file.name).symlink_to(file)
+            shutil.copy(file, folder / file.name)
     same(box, monkeypatch, [f"model.path={folder}"])
 
 

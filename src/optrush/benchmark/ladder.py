@@ -61,6 +61,7 @@ from optrush.config import (
 )  # fmt: skip
 from optrush.decide import changed, decide, with_method
 from optrush.errors import ConfigError, UserError
+from optrush.files import read_text
 from optrush.technique import Part, Technique, instantiate
 from optrush.techniques import ALL
 
@@ -258,11 +259,11 @@ def find_ladder(name: str, config: Config) -> Ladder:
         return _own(config)
     by_name = [path for folder in (FOLDER, CHECKOUT) if (path := folder / f"{name}.yaml").is_file()]
     path = by_name[0] if by_name else Path(name)
-    if not path.is_file():
+    if path.is_dir() or not path.exists():
         known = [*shipped(), "or a YAML file"]
         raise ConfigError(f"--ladder {name}", "no ladder of that name, and no file", nearest(name, known))
     try:
-        text = path.read_text("utf-8")
+        text = read_text(path)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}", f"not UTF-8: {error.reason}", "save it as UTF-8") from None
     return parse_ladder(text, f"ladder {name}" if by_name else str(path), path.stem)

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 import optrush
 from optrush.config import Config, accepted, nearest
-from optrush.errors import ConfigError, NeedsError
+from optrush.errors import ConfigError, NeedsError, one_line
 from optrush.hardware import Device
 from optrush.technique import Requirement
 
@@ -66,7 +66,14 @@ def find_peers(near: Path) -> dict[str, type[Peer]]:
     Args:
         near: folder of the ladder file.
     """
-    provided = [entry.load() for entry in entry_points(group=GROUP)]
+    provided = []
+    for entry in entry_points(group=GROUP):
+        try:
+            provided.append(entry.load())
+        except (Exception, SystemExit) as error:  # any: it is not our code
+            found = f"{type(error).__name__}: {one_line(str(error))}"
+            do = "uninstall that package, or report it to its authors"
+            raise ConfigError(f"the systems `{entry.value}` of the entry point {GROUP}", found, do) from None
     for folder in (near / "peers", CHECKOUT / "peers"):
         if not provided and (folder / "optrush_peers").is_dir():
             sys.path.append(str(folder))

@@ -22,7 +22,7 @@ from typing import Any, Literal, Self
 
 import optrush
 from optrush.errors import DataError, RunError, UserError, exhausted
-from optrush.files import write_whole
+from optrush.files import read_text, write_whole
 from optrush.launch import die_with_parent, launched
 from optrush.technique import library, package_digest
 
@@ -101,7 +101,7 @@ def read_records(folder: Path) -> list[Record]:
     if not path.is_file():
         raise DataError(f"the records of {folder}", f"no {RECORDS}", "name a folder that `optrush bench` has written")
     records = []
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+    for number, line in enumerate(read_text(path).splitlines(), 1):
         try:
             records.append(Record.from_json(line))
         except (ValueError, TypeError) as error:
@@ -120,7 +120,7 @@ def answer_request(measure: Callable[[dict[str, Any], Keep], dict[str, Any]]) ->
     Args:
         measure: (request, keep) -> result; `keep` stores a result early, for a process that may be killed later.
     """
-    request = json.loads(Path(sys.argv[1]).read_text("utf-8"))
+    request = json.loads(read_text(Path(sys.argv[1])))
     die_with_parent(request["parent"])
     start = time.monotonic()
 

@@ -40,7 +40,7 @@ from optrush.config import Config, dump_config
 from optrush.console import err
 from optrush.decide import decide
 from optrush.errors import ConfigError, NeedsError, UserError
-from optrush.files import refuse_links, write_whole
+from optrush.files import open_to_append, read_text, refuse_links, write_whole
 from optrush.hardware import GIB
 from optrush.launch import FAILED_GRACE_S, rank_environments
 from optrush.planner import calibration
@@ -226,7 +226,7 @@ def run_rungs(state: BenchState, board: ProgressBoard, *, resume: bool) -> list[
 @contextmanager
 def lock_folder(out: Path, asked: str) -> Iterator[None]:
     """Allow one bench at a time in a folder. The kernel drops the lock when the process ends, however it ends."""
-    with (out / LOCK).open("w") as file:
+    with open_to_append(out / LOCK) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -344,7 +344,7 @@ def _read_back(state: BenchState) -> None:
         if name not in files:
             continue
         try:
-            saved = json.loads(files[name].read_text("utf-8"))
+            saved = json.loads(read_text(files[name]))
             digest, request, result = saved["digest"], saved["request"], saved["result"]
         except (ValueError, KeyError, TypeError):
             raise ConfigError(asked, f"{RUNGS}/{name} is damaged", "delete it: it is measured again") from None
@@ -421,7 +421,7 @@ def _attempt(state: BenchState, rung: Rung, request: dict[str, Any], seq: int) -
     path = state.out / TRIES / _file(state, rung, repeat).replace(".json", f"-{seq}.json")
     key = {"digest": state.source["digest"], "request": request}
     with suppress(OSError, ValueError, KeyError, TypeError):  # missing or damaged: it is tried again
-        saved = json.loads(path.read_text("utf-8"))
+        saved = json.loads(read_text(path))
         if {"digest": saved["digest"], "request": saved["request"]} == key:
             return dict(saved["result"])
     result = run_worker(request, time_limit(state))
@@ -494,8 +494,8 @@ def run_worker(
         late = f"{LATE} after {limit_s:g} s, and stopped (limit_s); --limit SECONDS allows more, of tune --budget"
         failed = next((r for r, code in enumerate(codes) if code), 0)  # the first rank that failed, else rank 0
         code = codes[failed]
-        end = late if code is None else cause_of_death(code, logs[failed].read_text("utf-8", "replace"))
-        answered = [json.loads(path.read_text("utf-8")) for path in results if path.exists()]
+        end = late if code is None else cause_of_death(code, read_text(logs[failed], "utf-8", "replace"))
+        answered = [json.loads(read_text(path)) for path in results if path.exists()]
         if wrong := [answer for answer in answered if "error" in answer]:
             return {**wrong[0], "seconds": seconds}
         if not results[0].exists() or (ranks > 1 and any(codes)):

@@ -36,6 +36,7 @@ from optrush.data.batch import Batch
 from optrush.data.sampler import reading
 from optrush.decide import decide
 from optrush.errors import ConfigError
+from optrush.files import regular
 from optrush.trainer import distributed, dpo_reference
 from optrush.trainer.build import build
 from optrush.trainer.checkpoint import write_tensors
@@ -129,7 +130,7 @@ class Progress:
 
     def restore(self, name: str) -> None:
         """Put a stored state back."""
-        with torch.no_grad(), safe_open(self._file(name), framework="pt") as saved:
+        with torch.no_grad(), safe_open(regular(self._file(name)), framework="pt") as saved:
             for key, tensor in state_tensors(self.trainer):
                 tensor.copy_(saved.get_tensor(key))
         for technique, state in self.values["states"][name].items():

@@ -28,7 +28,7 @@ from optrush.data import readers
 from optrush.data.tokenize import cache_root
 from optrush.decide import changed, decide, spelled_out, with_rate, with_setting
 from optrush.errors import ConfigError, RunError, UserError, one_line
-from optrush.files import parse_json, refuse_links, write_whole
+from optrush.files import parse_json, read_file, read_text, refuse_links, write_whole
 from optrush.planner import search
 from optrush.report.page import Series, curves, png
 from optrush.technique import Numerics, Part, instantiate
@@ -204,7 +204,7 @@ def check_out(out: Path) -> Path:
     asked = f"--out {out}"
     if out.suffix not in (".yaml", ".yml"):
         raise ConfigError(asked, "no name of a configuration", "end it in .yaml")
-    if out.exists() and not out.read_text("utf-8", "replace").startswith(MARK):
+    if out.exists() and not read_text(out, "utf-8", "replace").startswith(MARK):
         raise ConfigError(asked, "a file that no tuning wrote", "take another name")
     if not out.absolute().parent.is_dir():
         raise ConfigError(asked, f"no folder {out.parent}", "make it first, or take another")
@@ -237,7 +237,7 @@ def _stored(folder: Path, config: Config, ranks: int) -> list[Rung] | None:
     if not (folder / PLAN).is_file():
         return None
     try:
-        saved = parse_json((folder / PLAN).read_bytes())
+        saved = parse_json(read_file(folder / PLAN))
         trial = saved.get("kind")
     except (ValueError, AttributeError):
         raise _unfit(folder, f"{PLAN} is damaged") from None
@@ -466,7 +466,7 @@ def _begin_trial(folder: Path, kind: str, given: Config) -> None:
         folder.mkdir(exist_ok=True)
         write_whole(folder / PLAN, json.dumps({**wanted, "digest": digest, "data": data}, indent=1))
     try:
-        saved = parse_json((folder / PLAN).read_bytes())
+        saved = parse_json(read_file(folder / PLAN))
         same, code = {name: saved.get(name) for name in wanted} == wanted, saved.get("digest")
         changes = readers.record_changes(saved["data"], data) if same else []
     except (ValueError, AttributeError, KeyError, TypeError):
@@ -484,7 +484,7 @@ def _measured(folder: Path) -> dict[str, Any]:
     if not (folder / MEASURED).is_file():
         return {}
     try:
-        found = parse_json((folder / MEASURED).read_bytes())
+        found = parse_json(read_file(folder / MEASURED))
         if not all((folder / f"state-{name}.safetensors").is_file() for name in found["states"]):
             raise KeyError
         return {**found, "spent_s": float(found["spent_s"])}

@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import threading
+import traceback
 from contextlib import suppress
 from typing import Annotated
 
@@ -20,7 +21,7 @@ import typer
 from optrush import __version__
 from optrush.cli import bench, chat, data, import_config, launch, plan, setup, train, tune
 from optrush.console import LOST, shown
-from optrush.errors import ConfigError, RunError, UserError
+from optrush.errors import ConfigError, RunError, UserError, one_line
 from optrush.launch import TRACKER_THREAD
 
 app = typer.Typer(
@@ -142,4 +143,33 @@ def _run(debug: bool) -> int:
         code = 2
     except KeyboardInterrupt:
         code = 130
+    except Exception as error:
+        if debug or (blamed := _of_plugin(error)) is None:
+            raise
+        _complain(_of_rank(os.environ.get("RANK", "0"), str(blamed)))
+        code = 2 if isinstance(blamed, UserError) else 1
     return code
+
+
+def _of_plugin(error: Exception) -> UserError | RunError | None:
+    """Return the error of a technique of another package, by the innermost call that has to do with it."""
+    from optrush.techniques import ALL, OWN
+
+    packages = {technique.__module__.partition(".")[0]: technique for technique in ALL[len(OWN) :]}
+    calls = list(traceback.walk_tb(error.__traceback__))
+    names = [frame.f_code.co_name for frame, _ in calls]
+    for frame, line in reversed(calls if packages else []):
+        held = [value for value in frame.f_locals.values() if hasattr(value, "__dict__")]
+        # What it has put in the place of the trainer's own functions may fail as it is called, without a frame.
+        put = [part for value in held for part in vars(value).values() if callable(part)]
+        kinds = [type(value) for value in held if type(value) in packages.values()]
+        modules = [frame.f_globals.get("__name__"), *(getattr(part, "__module__", "") for part in put)]
+        kinds += [packages[top] for module in modules if (top := f"{module}".partition(".")[0]) in packages]
+        if kinds:
+            found = f"{type(error).__name__}: {one_line(str(error))}, in {frame.f_code.co_qualname} "
+            found += f"({frame.f_code.co_filename}:{line})"
+            do = f"leave it out: --without {kinds[0].name}; or report it to its authors: --debug shows the traceback"
+            begun = "preflight" not in names and any("trainer/trainer.py" in f.f_code.co_filename for f, _ in calls)
+            blamed = RunError if begun else ConfigError
+            return blamed(f"the technique `{kinds[0].name}` of the package {kinds[0].__module__}", found, do)
+    return None

@@ -21,7 +21,7 @@ import typer
 
 from optrush.cli.options import ConfigFile, Json, Set, With, Without, read_run
 from optrush.errors import ConfigError, DataError
-from optrush.files import parse_json
+from optrush.files import parse_json, read_file
 
 if TYPE_CHECKING:
     from optrush.config import Config
@@ -477,7 +477,7 @@ def _check_cleaning(folder: Path) -> None:
 
     asked = f"to check {folder}"
     try:
-        record = parse_json((folder / RECORD).read_bytes())
+        record = parse_json(read_file(folder / RECORD))
         data = {key: record[key] for key in ("text_rows", "bad_rows", "most_bad", "columns", "roles")}
         output, inputs, held = record["output"], record["inputs"], record["evaluation"]
         data |= {"path": [i["file"] for i in inputs], "clean": record["settings"]}

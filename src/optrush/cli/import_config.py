@@ -23,6 +23,7 @@ from optrush import foreign_keys as foreign
 from optrush.cli.import_sharding import Sharding, parallel_axes, read_sharding
 from optrush.config import COMPARED, JUDGED, SECTIONS, Config, parse_config, parse_scalar, parse_yaml, refuse_secrets
 from optrush.errors import ConfigError, UserError
+from optrush.files import read_text
 from optrush.foreign_keys import LEAVE, Rule, Tool, ToolName, split_names
 from optrush.models.shapes import native_obstacle
 from optrush.models.source import known_config
@@ -138,7 +139,7 @@ class _Place:
 def _read(file: Path) -> tuple[dict[str, Any], Mapping[Any, int]]:
     """Return the keys of a YAML, a JSON or a command line, and their lines."""
     try:
-        text = file.read_text("utf-8")
+        text = read_text(file)
     except OSError as error:
         raise ConfigError(f"{file}", f"{error.strerror}", "name a file") from None
     except UnicodeDecodeError as error:
@@ -508,7 +509,7 @@ class _Composer:
         if listed is None:
             found = f"{', '.join(names)}: names in {where}/dataset_info.json, which is not there"
             raise self.refuse("@data", found, "name the rows: --data FILE")
-        table = json.loads(listed.read_text("utf-8"))
+        table = json.loads(read_text(listed))
         paths = []
         for name in names:
             if name not in table:

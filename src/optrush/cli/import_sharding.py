@@ -15,6 +15,7 @@ from typing import Any, Literal
 import yaml
 
 from optrush.errors import ConfigError
+from optrush.files import read_text
 
 ABSENT: tuple[Any, ...] = (None, False, "", "false", "False", "none", "None", "no", 0, [], {})
 _STAGE = re.compile(r"z(?:ero)?_?-?([0-3])")
@@ -55,7 +56,7 @@ def read_sharding(given: Any, beside: Path) -> Sharding | None:
     is_file = _FILE.search(text) is not None
     for file in (Path(text), beside.parent / text) if is_file else ():
         if file.is_file():
-            return _of_mapping(_parsed(file.read_text("utf-8", "replace"), f"{file}"), file)
+            return _of_mapping(_parsed(read_text(file, "utf-8", "replace"), f"{file}"), file)
     stage = int(found[1]) if (found := _STAGE.search(text)) else 0 if _WHOLE.search(text) else 3
     stage = 2 if "shard_grad_op" in text.lower() else stage
     return Sharding(stage, "missing file" if is_file else "name", "" if "offload" in text.lower() else None)

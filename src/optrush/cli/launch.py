@@ -15,6 +15,7 @@ import yaml
 
 from optrush.cli.options import ConfigFile, Set, With, Without, read_run
 from optrush.errors import ConfigError
+from optrush.files import read_text
 
 if TYPE_CHECKING:
     from optrush.config import Config
@@ -97,7 +98,7 @@ def launch(
     prefix = "/config/" if engine == "kubernetes" else ""
     command = shlex.join(["-m", "optrush", "train", prefix + where, *flags, "--resume", "auto"])
     job = Job(
-        name=_name(config), hosts=hosts, gpus=gpus, card=card, command=command, config=path.read_text("utf-8"),
+        name=_name(config), hosts=hosts, gpus=gpus, card=card, command=command, config=read_text(path),
         path=str(path), time=time, image=image, volume=volume, partition=partition, setup=tuple(setup),
     )  # fmt: skip
     text = _rendered(engine, job)

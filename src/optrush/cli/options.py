@@ -37,14 +37,9 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON document, for
 def read_run(path: Path, sets: list[str], withs: list[str], withouts: list[str]) -> Config:
     """Read and check the YAML with its flags."""
     from optrush.config import parse_config, refuse_secrets
+    from optrush.files import config_text
 
-    if not path.is_file():
-        raise ConfigError(f"the configuration {path}", "no such file", "name a YAML file; examples/ has some")
-    try:
-        text = path.read_text()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}", f"not UTF-8: {error.reason}", "save it as UTF-8") from None
-    config = parse_config(text, str(path), sets, withs, withouts)
+    config = parse_config(config_text(path), str(path), sets, withs, withouts)
     refuse_secrets(config)  # any verb may write it to a file
     return config
 

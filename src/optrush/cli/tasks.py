@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optrush.errors import ConfigError, NeedsError, RunError, reason
+from optrush.files import read_text
 
 if TYPE_CHECKING:
     from optrush.generation import ModelSource
@@ -90,7 +91,7 @@ def _named(names: list[str]) -> tuple[list[str], list[str]]:
         if not path.is_file():
             raise ConfigError(f"--tasks {name}", "no such file", "name a task, or a task's YAML file")
         try:  # line by line: the harness has tags of its own, which are not of interest here
-            lines = [line.partition(":") for line in path.read_text("utf-8").splitlines()]
+            lines = [line.partition(":") for line in read_text(path).splitlines()]
             task = next((yaml.safe_load(value) for key, _, value in lines if key == "task"), None)
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise ConfigError(f"--tasks {name}", f"not read: {reason(error)}", "name a single task's file") from None

@@ -11,8 +11,8 @@ import datetime
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
-from functools import cached_property
+from contextlib import contextmanager, nullcontext, suppress
+from functools import cache, cached_property
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +22,7 @@ import numpy as np
 
 from optrush.config import Config
 from optrush.console import transformers_silenced
-from optrush.data import schema
+from optrush.data import pool, readers, schema
 from optrush.data.mask import (
     LIMITS,
     MEND_EARLIER,
@@ -39,9 +39,18 @@ from optrush.data.mask import (
     visible,
 )
 from optrush.data.schema import Chat, Completion, Document, Judged, Message, Pair, Row, RowLocation, Text, parts_of
-from optrush.errors import ConfigError, DataError, NeedsError, UserError, reason
+from optrush.errors import ConfigError, DataError, NeedsError, UserError, one_line, reason
+from optrush.files import check_model_files, read_file, read_text
 from optrush.technique import library
-from optrush.tokenizer_files import ENGINE, copy_tokenizer
+from optrush.tokenizer_files import (
+    ENGINE,
+    PATTERNS,
+    READER_s,
+    check_sizes,
+    copy_tokenizer,
+    tokenizer_files,
+    try_reading,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -79,6 +88,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 TRAIN_ON = ("assistant", "last", "all")
 LONGEST_TEMPLATE_bytes = 64 * 2**10
+LONGEST_TEXT_bytes = 8 << 20  # of a row; a book has 1 MiB
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 MOST_SHAPES, LONGEST_SHAPE = 1024, 512  # of conversations in memory; messages of one
 COMPARED, COMPARED_ROWS = 512, 64  # tokens of a document, documents
@@ -152,7 +162,10 @@ class Tokens:
         with LIMITS if rendering else nullcontext():
             for where, row in samples:
                 try:
-                    drafts.append([self._draft(part, train_on, where) for part in parts_of(row)])
+                    own = [self._draft(part, train_on, where) for part in parts_of(row)]
+                    for draft in own:
+                        refuse_long(draft.text, f"the row at {where}")
+                    drafts.append(own)
                 except DataError as error:
                     drafts.append(error)
         encodings = iter(self._encode([draft for of in drafts if isinstance(of, list) for draft in of]))
@@ -162,6 +175,9 @@ class Tokens:
                 made.append(of)
                 continue
             encoded = [(draft, next(encodings)) for draft in of]
+            if failed := next((each for _, each in encoded if isinstance(each, DataError)), None):
+                made.append(failed)
+                continue
             row = samples[len(made)][1]
             labels = row.labels if isinstance(row, Judged) else [True] * len(encoded)
             try:
@@ -348,17 +364,29 @@ class Tokens:
             refuse(row, any_of(unknown), where)
         return _Draft(where, rendered, special=False, spans=tuple(spans), rest=train_on == "all")
 
-    def _encode(self, drafts: list[_Draft]) -> list[Encoding]:
-        """Tokenize the drafts' texts, with offsets only where `_document` needs them."""
-        encodings: dict[int, Encoding] = {}
+    def _encode(self, drafts: list[_Draft]) -> list[Any]:
+        """Tokenize the drafts' texts, with offsets only where `_document` needs them; of one that fails the error."""
+        encodings: dict[int, Encoding | DataError] = {}
         groups: dict[tuple[bool, bool], list[int]] = {}  # (with special tokens, with offsets): drafts
         for n, draft in enumerate(drafts):
             offsets = draft.seam > 0 or (draft.spans != () and self._widths is None)
             groups.setdefault((draft.special, offsets), []).append(n)
         for (special, offsets), members in groups.items():
             encode = self._engine.encode_batch if offsets else self._engine.encode_batch_fast
-            encodings.update(zip(members, encode([drafts[n].text for n in members], add_special_tokens=special)))
+            try:
+                with tokenizing("a batch of rows"):
+                    made: list[Any] = encode([drafts[n].text for n in members], add_special_tokens=special)
+            except DataError:
+                made = [self._alone(drafts[n]) for n in members]
+            encodings.update(zip(members, made))
         return [encodings[n] for n in range(len(drafts))]
+
+    def _alone(self, draft: _Draft) -> Encoding | DataError:
+        try:
+            with tokenizing(f"the row at {draft.where}"):
+                return self._engine.encode(draft.text, add_special_tokens=draft.special)
+        except DataError as error:
+            return error
 
     def _document(self, draft: _Draft, encoding: Encoding, desirable: bool) -> Document:
         ids = np.array(encoding.ids, np.int32)
@@ -439,6 +467,26 @@ class Tokens:
         while first < last and ids[first] in self._ends and starts[first] < start:
             first += 1
         return first, last
+
+
+def refuse_long(text: str, asked: str) -> None:
+    """Raise DataError for a text that takes gigabytes to tokenize: 130 bytes a byte of it."""
+    if len(text) > LONGEST_TEXT_bytes // 4 and (size := len(text.encode())) > LONGEST_TEXT_bytes:
+        found = f"a text of {size / 2**20:.1f} MiB; at most {LONGEST_TEXT_bytes >> 20} MiB are tokenized as one row"
+        raise DataError(f"to tokenize {asked}", found, "split it into rows; of a text file: data.text_rows: paragraph")
+
+
+@contextmanager
+def tokenizing(asked: str) -> Iterator[None]:
+    """Turn an error of the tokenizers library, which raises bare Exceptions and panics, into a DataError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
+        do = "add the token to the vocabulary in tokenizer.json, correct tokenizer_class in tokenizer_config.json, "
+        do += "or name another tokenizer: model.tokenizer"
+        raise DataError(f"to tokenize {asked}", f"the tokenizer fails: {one_line(str(error))}", do) from None
 
 
 def answers(chat: Chat, train_on: str) -> list[int]:
@@ -553,6 +601,8 @@ def open_tokenizer(folder: Path) -> Any:
         NeedsError: there is none, a package that reads it is missing, or config.json beside it is not read.
     """
     asked = f"the tokenizer of {folder}"
+    check_model_files(folder, ["config.json", *PATTERNS])
+    _check_reading(folder, tuple(tuple(readers.mark(folder / name)) for name in tokenizer_files(folder)))
     try:
         with transformers_silenced():
             from transformers import AutoTokenizer
@@ -561,7 +611,7 @@ def open_tokenizer(folder: Path) -> Any:
     except Exception as error:  # of its files: what is wrong in them decides the class of the exception
         if (wrong := _config_error(folder)) is not None:
             raise NeedsError(f"{folder / 'config.json'}", reason(wrong), "correct that in config.json") from None
-        pieces = [file.name for file in folder.glob("*.model") if file.read_bytes()[:1] == b"\n"]  # a protobuf message
+        pieces = [file.name for file in folder.glob("*.model") if read_file(file)[:1] == b"\n"]  # a protobuf message
         if pieces and not (folder / "tokenizer.json").is_file():
             missing = [name for name in ("sentencepiece", "protobuf") if library(name) is None]
             found = f"{pieces[0]} without tokenizer.json, which sentencepiece reads: "
@@ -572,6 +622,29 @@ def open_tokenizer(folder: Path) -> Any:
     if isinstance(tokenizer.chat_template, str):
         tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")
     return tokenizer
+
+
+@cache
+def _check_reading(folder: Path, marks: object) -> None:
+    """Raise NeedsError for a tokenizer that takes too much memory or time; once for the same files.
+
+    Args:
+        marks: numbers that change with the files.
+    """
+    asked, do = f"the tokenizer of {folder}", "download it again, or name another: model.tokenizer"
+
+    def lost(_: Path, what: str) -> Exception:
+        return NeedsError(asked, f"a process with limits of memory and time that read it {what}", do)
+
+    try:
+        if check_sizes(folder):
+            with pool.Pool[Path, str](pool.fresh(try_reading, 1), [folder], lost, limit_s=2 * READER_s) as reader:
+                if found := next(reader):
+                    raise NeedsError(asked, found, do)
+    except (json.JSONDecodeError, UnicodeDecodeError):  # so it is when it is opened
+        pass
+    except ValueError as error:
+        raise NeedsError(asked, f"{error}", do) from None
 
 
 def _config_error(folder: Path) -> Exception | None:
@@ -612,7 +685,8 @@ def add_tokens(tokenizer: Any, tokens: tuple[str, ...]) -> tuple[str, ...]:
     for token in tokens:
         own = tokenizer.convert_tokens_to_ids(token)
         for around in AROUND:
-            ids = tokenizer.encode(around.format(token), add_special_tokens=False)
+            with tokenizing(around.format(token)):
+                ids = tokenizer.encode(around.format(token), add_special_tokens=False)
             if ids.count(own) != 1 or tokenizer.decode([own]) != token:
                 found = f"the tokenizer reads {around.format(token)!r} as {tokenizer.convert_ids_to_tokens(ids)}"
                 do = "take another, or a tokenizer that keeps special tokens whole (split_special_tokens: false)"
@@ -658,12 +732,12 @@ def answer_ends(tokenizer: Any, known: Any) -> list[int]:
 def _template(given: str, tokenizer: Any) -> str:
     """Return the source of the template that a run names: a file's, or ChatML if `chatml` is no file."""
     path, asked = Path(given), f"`model.chat_template: {given}`"
-    if not path.is_file():
+    if path.is_dir() or not path.exists():
         if given == "chatml":
             return _chatml(tokenizer)
         raise ConfigError(asked, "no such file", "name a file with a jinja template, or chatml")
     try:
-        return path.read_text("utf-8-sig")  # without the byte order mark that some editors write
+        return read_text(path, "utf-8-sig")  # without the byte order mark that some editors write
     except UnicodeDecodeError as error:
         raise ConfigError(asked, f"not UTF-8: {error.reason}", "save it as UTF-8") from None
 
@@ -694,4 +768,6 @@ def _chatml(tokenizer: Any) -> str:
         do = f'give it them: add_tokens: ["{START}", "{END}"] under model'
         raise ConfigError("`model.chat_template: chatml`", found, do)
     bos = tokenizer.bos_token_id
-    return "{{ bos_token }}" + CHATML if bos is not None and tokenizer.encode("a")[:1] == [bos] else CHATML
+    with tokenizing("a"):
+        ids = tokenizer.encode("a")
+    return "{{ bos_token }}" + CHATML if bos is not None and ids[:1] == [bos] else CHATML

@@ -26,6 +26,7 @@ import numpy as np
 from optrush import __version__
 from optrush.config import Bounds, Cleaning, Items, nearest
 from optrush.data import pool, schema, tokenize
+from optrush.data.chat_template import refuse_long, tokenizing
 from optrush.data.readers import (
     LINES,
     Chunk,
@@ -54,6 +55,7 @@ from optrush.data.similarity import (
 )
 from optrush.data.strict_json import decode_json
 from optrush.errors import ConfigError, DataError, NeedsError, RunError
+from optrush.files import open_file
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -413,7 +415,16 @@ class Measure:
         texts = [e.text for e in entries]
         if one.kind == "tokens":
             assert self.tokenizer is not None
-            encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            for text in texts:
+                refuse_long(text, f"the row that begins {text[:60]!r}")
+            try:
+                with tokenizing("rows"):
+                    encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            except DataError:
+                for text in texts:
+                    with tokenizing(f"the row that begins {text[:60]!r}"):
+                        self.tokenizer.encode(text)
+                raise
             return {"tokens": np.array([len(e) for e in encoded], np.int64)}, {}
         if one.kind in ("count", "rare"):
             return self._items(one, entries)
@@ -695,7 +706,7 @@ def _shortened(text: str, most: int) -> str:
 
 def file_sha256(file: Path) -> str:
     """Return the SHA-256 of a file's bytes in hexadecimal digits."""
-    with file.open("rb") as handle:
+    with open_file(file) as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 

@@ -47,7 +47,7 @@ from optrush.data.schema import Chat, Document, Judged, Pair, Row, RowLocation, 
 from optrush.data.strict_json import quoted
 from optrush.data.tokenize import OTHER_KEYS, BadRow, Parsed, Say, TokenizeWork, cache_root
 from optrush.errors import ConfigError, DataError
-from optrush.files import parse_json, write_whole
+from optrush.files import open_file, parse_json, read_text, regular, write_whole
 from optrush.objectives import learnt
 
 # --- A stream: one pass over the files notes where each row begins; from then on any process with a copy of the index
@@ -116,7 +116,7 @@ def index(path: Path, kept: np.ndarray | None, text_rows: str, size_bytes: int) 
         sizes = [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)]
         return Index(path, np.cumsum([0, *sizes], dtype=np.int64), True, None if kept is None else np.flatnonzero(kept))
     starts, chosen = [np.zeros(1, np.int64)], None
-    with path.open("rb") as file:
+    with open_file(path) as file:
         at = 0
         while block := file.read(BLOCK_bytes):
             starts.append(np.flatnonzero(np.frombuffer(block, np.uint8) == 10) + at + 1)
@@ -138,7 +138,7 @@ def index(path: Path, kept: np.ndarray | None, text_rows: str, size_bytes: int) 
 
 def _without_blank_end(path: Path, begins: np.ndarray) -> np.ndarray:
     """Return where the lines of a file begin, and the end, without the blank lines at its end."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         while len(begins) > 1:
             file.seek(begins[-2])
             if file.read(int(begins[-1] - begins[-2])).strip():
@@ -289,8 +289,8 @@ def kept_rows(
             with rows_file.open("wb") as file:
                 np.savez_compressed(file, *rows)
             write_whole(record_file, json.dumps(record))
-    with np.load(rows_file) as arrays:
-        return list(arrays.values()), key, parse_json(record_file.read_text())
+    with np.load(regular(rows_file)) as arrays:
+        return list(arrays.values()), key, parse_json(read_text(record_file))
 
 
 # --- The checks of the first rows, before step 0; each error shows one row.

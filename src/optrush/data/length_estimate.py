@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from optrush.config import JUDGED, Config, Data
 from optrush.errors import DataError
+from optrush.files import open_file
+from optrush.tokenizer_files import check_sizes
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -110,7 +112,7 @@ def _rows(data: Data) -> float | None:
             if file.suffix != ".jsonl" or left <= 0:
                 return None
             size = file.stat().st_size
-            with file.open("rb") as opened:
+            with open_file(file) as opened:
                 head = opened.read(min(size, left))
             left -= len(head)
             rows += origin.weight * head.count(b"\n") * (size / max(1, len(head)))
@@ -169,6 +171,8 @@ def _chars_a_token(folder: str | None, texts: Sequence[str]) -> float:
     if not texts or not file.is_file():
         return CHARS_A_TOKEN
     try:
+        if check_sizes(file.parent):
+            return CHARS_A_TOKEN
         made = _opened(str(file), file.stat().st_mtime_ns).encode_batch([text[:MOST_CHARS] for text in texts])
     except Exception:  # the run says what is wrong with it
         return CHARS_A_TOKEN

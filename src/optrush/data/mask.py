@@ -12,6 +12,7 @@ import re
 import resource
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -40,6 +41,7 @@ RENDERING = (
     SyntaxError,
 )  # fmt: skip
 MEND = "mend the row, or give another template (model.chat_template)"
+MEAN_RENDER_s = 0.25  # the slowest templates that are in use take 0.02 s for a long conversation
 MOST_BITS = 10_000  # of an integer that a template computes
 MOST_ERROR_chars = 200  # of a template's own error that is shown
 SHOWN = 4  # things left out that an error message names
@@ -56,11 +58,13 @@ class RenderLimits:
     A timer's signal ends a rendering, and a limit of the address space lets allocations fail. Time is the processor's,
     so that a process that is stopped and resumed loses none. Blocks nest: the outermost sets the limit of memory, each
     starts the timer anew. Both limits are of the whole process, and only its main thread gets signals: the blocks of
-    other threads do nothing.
+    other threads do nothing. Slow renderings, one after the other, use up `left_s`; each brings MEAN_RENDER_s.
     """
 
     def __init__(self, seconds: float, memory_bytes: int) -> None:
         self.seconds, self.memory_bytes = seconds, memory_bytes
+        self.left_s = seconds
+        self._begun: float | None = None  # the thread's processor time as the innermost block began
         self._depth = 0
         self._before: tuple[Any, int] = (None, -1)  # the signal's handler, the soft limit of the address space
 
@@ -74,6 +78,7 @@ class RenderLimits:
             resource.setrlimit(resource.RLIMIT_AS, (most if soft == -1 else min(soft, most), hard))
             self._before = (signal.signal(signal.SIGPROF, self._late), soft)
         self._depth += 1
+        self._begun = time.thread_time()
         signal.setitimer(signal.ITIMER_PROF, self.seconds)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
@@ -85,11 +90,18 @@ class RenderLimits:
             handler, soft = self._before
             signal.signal(signal.SIGPROF, handler)
             resource.setrlimit(resource.RLIMIT_AS, (soft, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        if self._begun is not None:
+            used, self._begun = time.thread_time() - self._begun, None
+            self.left_s = min(self.seconds, self.left_s + MEAN_RENDER_s) - used
+            if self.left_s < 0 and error is None:
+                self.left_s = self.seconds
+                raise _monstrous(f"{used:.1f} s of the processor a rendering; at most {MEAN_RENDER_s} s in the mean")
         if isinstance(error, MemoryError):
             raise _monstrous(f"more than {self.memory_bytes >> 20} MiB of memory") from None
 
     def _late(self, *_: object) -> None:
-        raise _monstrous(f"more than {self.seconds:g} s of the processor")
+        if self._begun is not None:  # else it comes late, by way of another thread
+            raise _monstrous(f"more than {self.seconds:g} s of the processor")
 
 
 LIMITS = RenderLimits(seconds=10, memory_bytes=1 << 30)
@@ -276,6 +288,7 @@ MEND_EARLIER = (
     "or give another template (model.chat_template)"
 )
 MOST_TURNS = 1000  # if each turn needs a render of its own
+MOST_STEADY = 2000  # of which each is rendered with the turns before it
 THINKING = re.compile("(</?think>)")
 
 
@@ -380,6 +393,8 @@ class Masker:
 
     def check_steady(self) -> None:
         """Raises DataError where later turns change how the template writes one of these: a prompt would differ."""
+        if len(self._turns) > MOST_STEADY:
+            raise self._refused(f"{len(self._turns)} answers, each to be compared; at most {MOST_STEADY}", MEND_EARLIER)
         for i in self._turns:
             if i + 1 < len(self._chat.messages) and (changed := self._changes(i)):
                 alone, here = (visible(text)[:SHOWN_chars] for text in changed)

@@ -31,7 +31,7 @@ from optrush.data.hub import cache_folder, fetch
 from optrush.data.schema import MEANT, RowLocation, bad_row
 from optrush.data.strict_json import decode_json, kind_of, not_utf8, quoted, remedy
 from optrush.errors import DataError, NeedsError, first_line
-from optrush.files import parse_json, write_whole
+from optrush.files import open_file, parse_json, read_file, regular, write_whole
 
 PACKED = (".gz", ".bz2", ".xz", ".zst")
 LINES, ARRAY, PARQUET = (".jsonl", ".ndjson"), ".json", ".parquet"
@@ -85,9 +85,9 @@ def form(path: Path) -> tuple[str, str] | None:
 def opened(path: Path, packing: str) -> io.BufferedReader[Any]:
     """Open a file, unpacked if `packing` (a suffix of PACKED) is given; reading it may raise Damaged."""
     if not packing:
-        return io.BufferedReader(io.FileIO(path), PIECE_bytes)
+        return io.BufferedReader(open_file(path, 0), PIECE_bytes)
     new, errors = _unpacker(path, packing)
-    packed = io.BufferedReader(io.FileIO(path), PIECE_bytes)
+    packed = io.BufferedReader(open_file(path, 0), PIECE_bytes)
     return io.BufferedReader(_Unpacked(_unpacked(packed, new, errors), packed), PIECE_bytes)
 
 
@@ -501,7 +501,7 @@ def _checked(path: Path) -> tuple[str, str]:
         raise DataError(f"rows from {path}", "a folder, not a file", "name a .jsonl file inside it")
     if not path.exists():
         raise DataError(f"rows from {path}", "no such file", "check the path")
-    known = form(path)
+    known = form(regular(path))
     if known is None:
         do = f"name it by what it holds: {NAMES}"
         raise DataError(f"rows from {path}", "a suffix that says no known kind of data", do)
@@ -548,7 +548,7 @@ def _rows(chunk: Chunk, suffix: str, packing: str, text_rows: str) -> Rows:
 
 
 def _line_chunks(file: Path, size_bytes: int) -> Iterator[Chunk]:
-    with file.open("rb", buffering=0) as raw:
+    with open_file(file, 0) as raw:
         start, first = 0, 1
         while piece := raw.read(size_bytes):
             end, count = start + len(piece), piece.count(b"\n")
@@ -611,7 +611,7 @@ def _find(path: str, asked: str, cache: Path | None) -> list[Path]:
     if path.startswith(HUB):
         return [_from_hub(path.removeprefix(HUB), cache)]
     place = Path(os.path.expanduser(path))
-    if place.is_file():
+    if place.exists() and not place.is_dir():
         return _together(asked, [place], "")
     if place.is_dir():
         listed = [file for file in sorted(_inside(place)) if file.name not in ABOUT]
@@ -738,7 +738,7 @@ def _digests(files: Iterable[Path], cache: Path | None) -> list[str]:
         try:
             key, now = os.path.realpath(file), mark(file)
             if known.get(key, [])[:-1] != now:
-                with file.open("rb") as content:
+                with open_file(file) as content:
                     known[key] = [*now, hashlib.file_digest(content, "sha256").hexdigest()]
                 if mark(file) != now:
                     raise changed_meanwhile(file)
@@ -794,7 +794,7 @@ def mark(file: Path) -> list[int]:
 def _stored_hashes(memory: Path | None) -> dict[str, list[int | str]]:
     """Return the hashes in the cache; a damaged file of it counts as none."""
     try:
-        stored, sound = parse_json(memory.read_bytes()) if memory else {}, [int, int, int, int, str]
+        stored, sound = parse_json(read_file(memory)) if memory else {}, [int, int, int, int, str]
         return {key: entry for key, entry in stored.items() if [type(part) for part in entry] == sound}
     except (OSError, ValueError, AttributeError, TypeError):
         return {}

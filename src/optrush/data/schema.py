@@ -598,6 +598,7 @@ def _is_turn(found: Any) -> bool:
     return {"from", "value"} <= found.keys() or ("role" in found and not found.keys().isdisjoint(SAID))
 
 
+MOST_TURNS = 10_000
 SAID = ("content", "tool_calls")
 ANSWERED = ("prompt", "completion", "chosen", "rejected")
 # The beginning of turns as text, also as Python prints them.
@@ -609,6 +610,8 @@ TURNS = re.compile(
 def _turns(found: Any, name: str, rules: RowRules, unread: set[str]) -> tuple[Message, ...]:
     if not _list(found := _turn_list(found, name), name):
         raise _Bad(f"{name} is an empty list")
+    if len(found) > MOST_TURNS:
+        raise _Bad(f"{name} has {len(found):,} turns; at most {MOST_TURNS:,} are read", "split it into several rows")
     return tuple([_turn(turn, f"{name}[{i}]", rules, unread) for i, turn in enumerate(found)])
 
 

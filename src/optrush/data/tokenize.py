@@ -38,7 +38,7 @@ from optrush.data.chat_template import Tokens, answers
 from optrush.data.readers import PARQUET, Chunk, attempts, chunks, form
 from optrush.data.schema import NO_RULES, Chat, Document, Judged, Row, RowLocation, RowRules, row_rules
 from optrush.errors import DataError
-from optrush.files import open_to_append, sync_folder, write_whole
+from optrush.files import open_file, open_to_append, regular, sync_folder, write_whole
 from optrush.objectives import learnt
 
 # --- One shard: the documents of a piece of the data as token ids.
@@ -223,7 +223,7 @@ def commit_shard(shard: Shard, folder: Path, job: int, piece: int) -> Path:
 def intact(path: Path) -> bool:
     """Return whether the file's bytes match the digest in its name; reads all of it."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()[:32] == path.stem.rsplit("-", 1)[1]
     except OSError:
         return False
@@ -231,7 +231,7 @@ def intact(path: Path) -> bool:
 
 def mapped(path: Path) -> Shard:
     """Return the shard in an intact file; its arrays are the file's own pages."""
-    data = np.memmap(path, np.uint8, "r").view(np.ndarray)
+    data = np.memmap(regular(path), np.uint8, "r").view(np.ndarray)
     size = int.from_bytes(data[:8].tobytes(), "little")
     header = json.loads(data[8 : 8 + size].tobytes())
     found: dict[str, Any] = {name: int(header["__metadata__"][name]) for name in _FACTS}
@@ -252,6 +252,7 @@ def sweep(folder: Path) -> None:
 # --- Rows to shards, in one process.
 
 BATCH_rows = 512  # that the tokenizer gets at a time,
+FIRST_rows, SLOW_s = 32, 1.0  # the first rows are fewer, and so are those after slow ones
 BATCH_chars = 1 << 20  # and about how much text: it needs some 100 bytes a token while it works
 SHARD_tok = 4 << 20  # from which a job's shard is full: 16 MiB of ids
 SHARD_rows = 1 << 17  # likewise, refused ones included: a file of empty lines must not fill the memory
@@ -284,11 +285,19 @@ def shards(
 
     `progress` gets the number of new rows.
     """
-    builder, batch, chars, seen = Builder(), list[Parsed](), 0, 0
+    builder, batch, chars, seen, size = Builder(), list[Parsed](), 0, 0, FIRST_rows
 
     def flush() -> None:
+        nonlocal size
         good = [(where, row) for _, where, row, _ in batch if row is not None and not isinstance(row, DataError)]
-        made = iter(row_samples(tokens, good, train_on))
+        found, told = list[Samples | DataError](), 0
+        while len(found) < len(good):  # a slow template is not silent for a whole batch
+            begun = time.monotonic()
+            found += row_samples(tokens, good[len(found) : len(found) + size], train_on)
+            size = min(BATCH_rows, 4 * size) if time.monotonic() - begun < SLOW_s else max(1, size // 4)
+            progress(len(found) - told)
+            told = len(found)
+        made = iter(found)
         builder.marked += sum(tokens.marked(row) for _, row in good)
         for file, where, row, keys in batch:
             if row is None:
@@ -296,7 +305,7 @@ def shards(
             else:
                 builder.note(keys)
                 builder.add_samples(where, file, row if isinstance(row, DataError) else next(made))
-        progress(len(batch))
+        progress(len(batch) - told)
         batch.clear()
 
     for entry in entries:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from optrush.errors import ConfigError, one_line
+from optrush.files import read_file
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # keys of their number
 MOST = 2**31 - 1  # of a size, and of every whole number: ids and positions are 32 bits wide
@@ -98,7 +99,7 @@ def read_config_json(file: Path) -> dict[str, Any]:
     if (size := file.stat().st_size) > MOST_BYTES:
         raise ConfigError(f"{file}", f"{size} bytes, where a config.json has a few thousand", do)
     try:
-        hf = json.loads(file.read_bytes())
+        hf = json.loads(read_file(file))
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one
         raise ConfigError(f"{file}", f"not JSON: {error}", do) from None
     if not isinstance(hf, dict):

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from optrush.errors import NeedsError
+from optrush.files import read_text, regular
 from optrush.models.config_json import read_config_json
 from optrush.models.hf import opened_on_meta, stored_names
 from optrush.models.text_part import is_text, layout, text_config
@@ -50,7 +51,7 @@ def write_fp8(folder: Path, to: Path) -> int:
     kept, sizes, places, done = {"lm_head"}, 0, dict[str, str](), set[str]()
     for file in sorted(folder.glob("*.safetensors")):
         written = dict[str, Tensor]()
-        with safe_open(file, "pt") as stored:
+        with safe_open(regular(file), "pt") as stored:
             for name in stored.keys():  # noqa: SIM118 - it is no mapping
                 t = stored.get_tensor(name)
                 module, text = name.removesuffix(".weight"), found is None or is_text(name, found)
@@ -77,7 +78,7 @@ def write_fp8(folder: Path, to: Path) -> int:
     if len(set(places.values())) > 1:
         index = {"metadata": {"total_size": sizes}, "weight_map": places}
         (to / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", "utf-8")
-    config = json.loads((folder / "config.json").read_text("utf-8"))
+    config = json.loads(read_text(folder / "config.json"))
     kept |= {name for name, stored in linears.items() if stored not in done}
     config["quantization_config"] = settings(sorted(kept))
     (to / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")

@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 
 from optrush.errors import NeedsError, RunError
+from optrush.files import read_file, regular
 from optrush.models.config_json import read_config_json
 from optrush.models.families import FAMILIES
 from optrush.models.shapes import ModelShape
@@ -76,7 +77,7 @@ def write_gguf(folder: Path, file: Path, kind: Kind, name: str) -> int:
             new = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
             if new is None:
                 raise NeedsError(f"{hf_name} in a GGUF file", f"{arch} has no such tensor", "export to hf")
-            with safe_open(folder / held.files[hf_name], "pt") as opened:
+            with safe_open(regular(folder / held.files[hf_name]), "pt") as opened:
                 values = opened.get_tensor(hf_name).to(torch.float32)
             if spec.gguf_pairs and hf_name.split(".")[-2] in ("q_proj", "k_proj"):
                 heads = shape.heads if ".q_proj." in hf_name else shape.kv_heads
@@ -170,7 +171,7 @@ def _write_tokenizer(writer: Any, folder: Path, vocabulary: int) -> None:
     file, asked = folder / "tokenizer.json", "the tokenizer as GGUF"
     if not file.is_file():
         raise NeedsError(asked, f"no {file.name}", "export to hf, and convert it with llama.cpp's own script")
-    engine = json.loads(file.read_bytes())
+    engine = json.loads(read_file(file))
     words = engine["model"]
     if words.get("type") != "BPE" or words.get("byte_fallback"):
         found = f"{words.get('type')}{' of sentencepiece' if words.get('byte_fallback') else ''}, no byte-level BPE"
@@ -189,7 +190,7 @@ def _write_tokenizer(writer: Any, folder: Path, vocabulary: int) -> None:
     special = gguf.SpecialVocab(folder, load_merges=True, n_vocab=vocabulary)
     generation = folder / "generation_config.json"
     held = generation if generation.is_file() else folder / "config.json"  # as transformers reads them
-    ends = json.loads(held.read_bytes()).get("eos_token_id")
+    ends = json.loads(read_file(held)).get("eos_token_id")
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if ends and special.special_token_ids.get("eos") not in ends:
         special.special_token_ids["eos"] = ends[0]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from optrush.config import Config, nearest
 from optrush.errors import ConfigError
-from optrush.files import parse_json
+from optrush.files import check_model_files, parse_json, read_file
 from optrush.models.config_json import read_config_json
 from optrush.models.shapes import SHAPES
 from optrush.tokenizer_files import PATTERNS
@@ -20,6 +20,7 @@ from optrush.tokenizer_files import PATTERNS
 CONFIG = ["config.json"]  # files that are downloaded from the hub
 TOKENIZER = ["*.json", *PATTERNS]
 WEIGHTS = ["*.safetensors", *TOKENIZER]
+FILES = [*WEIGHTS, "README.md"]  # that are read or copied
 GENERATION = "generation_config.json"
 
 
@@ -51,6 +52,7 @@ def locate(config: Config, weights: bool = True) -> tuple[Path | None, dict[str,
     folder = _tiny() if m.path == "tiny" else Path(m.path)
     if not folder.is_dir():
         folder = _download(m.path, WEIGHTS if weights else TOKENIZER if m.add_tokens else CONFIG, m.revision)
+    check_model_files(folder, FILES)
     file = folder / "config.json"
     if not file.is_file():
         exported = folder / "model"
@@ -129,7 +131,7 @@ def read_generation(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        found = parse_json(file.read_bytes())
+        found = parse_json(read_file(file))
     except ValueError as error:
         raise ConfigError(f"{file}", f"not JSON: {error}", "download the model again") from None
     if not isinstance(found, dict):

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from optrush.errors import CheckpointError, NeedsError
-from optrush.files import parse_json
+from optrush.files import open_file, parse_json, read_file, read_text, regular
 from optrush.kernels import mxfp4, nf4
 from optrush.models.decoder import Decoder, Linear
 from optrush.models.experts import Experts
@@ -65,7 +65,7 @@ class Folder:
         asked, index = f"the weights in {self.folder}", self.folder / INDEX
         if index.is_file():
             try:
-                listed = parse_json(index.read_text(encoding="utf-8"))["weight_map"]
+                listed = parse_json(read_text(index))["weight_map"]
                 files = {str(name): str(file) for name, file in listed.items()}
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise NeedsError(asked, f"{INDEX} is not an index ({error})", "download the folder again") from None
@@ -83,7 +83,7 @@ class Folder:
 
     def _handle_of(self, file: str) -> Any:
         try:
-            return safe_open(self.folder / file, framework="pt")
+            return safe_open(regular(self.folder / file), framework="pt")
         except (SafetensorError, OSError) as error:
             raise NeedsError(f"the weights in {self.folder}", f"{file}: {error}", "download it again") from None
 
@@ -404,7 +404,7 @@ def weights_fingerprint(folder: Path | None, seed: int) -> str:
     for path in value_files(folder):
         size = path.stat().st_size
         sha.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
+        with open_file(path) as file:
             begins = 8 + int.from_bytes(file.read(8), "little")
             header = file.read(begins - 8)
             sha.update(header)
@@ -535,7 +535,7 @@ def _config_bytes(hf: HF, dtype: str, architecture: str, base: Path | None) -> b
         config["text_config"] = {**text, **{key: dtype for key in TYPE_KEYS if key in text}}
     if not config.get("architectures"):
         config["architectures"] = [architecture or ARCHITECTURES[config["model_type"]]]
-    published = b"" if base is None else (base / CONFIG).read_bytes()
+    published = b"" if base is None else read_file(base / CONFIG)
     if published and json.loads(published) == config:
         return published
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()

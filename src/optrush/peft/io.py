@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optrush.errors import NeedsError
-from optrush.files import parse_json
+from optrush.files import check_model_files, parse_json, read_text, regular
 from optrush.models.text_part import LAYOUTS
 from optrush.peft.ledger import DENSE, EMBEDDING, HEAD, last
 
@@ -149,6 +149,7 @@ def read_config(technique: str, folder: str, wanted: Mapping[str, Any]) -> None:
         NeedsError: naming the file and the field that differs.
     """
     asked, path = f"`{technique}:init={folder}`", Path(folder) / CONFIG
+    check_model_files(Path(folder), (CONFIG, TENSORS))
     if not path.is_file():
         raise NeedsError(asked, f"no {CONFIG} there", "name a folder that PEFT's save_pretrained or a run wrote")
     if not (path.parent / TENSORS).is_file():
@@ -156,7 +157,7 @@ def read_config(technique: str, folder: str, wanted: Mapping[str, Any]) -> None:
         found = f"only {PICKLE}, a pickle, which could run code when read" if pickled else f"no {TENSORS} there"
         raise NeedsError(asked, found, "save it as safetensors (PEFT's save_pretrained does)")
     try:
-        config = parse_json(path.read_text(encoding="utf-8"))
+        config = parse_json(read_text(path))
     except ValueError:
         config = None
     if not isinstance(config, dict):
@@ -190,7 +191,7 @@ def load_adapter(
 
     asked, do = f"`{technique}:init={folder}`", "give the rank, targets and save that it was trained with"
     try:
-        tensors = {key.removeprefix(PREFIX): t for key, t in load_file(Path(folder) / TENSORS).items()}
+        tensors = {key.removeprefix(PREFIX): t for key, t in load_file(regular(Path(folder) / TENSORS)).items()}
     except (SafetensorError, OSError) as error:
         raise NeedsError(asked, f"{TENSORS}: {error}", "download it again") from None
     shapes: dict[str, tuple[int, ...]] = {}

@@ -23,7 +23,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from optrush import hardware
 from optrush.errors import ConfigError
-from optrush.files import parse_json, write_whole
+from optrush.files import parse_json, read_file, write_whole
 from optrush.hardware import Device
 
 FORMAT: Final = 1
@@ -184,7 +184,7 @@ def read_calibration(file: Path) -> Calibration:
     """
     asked = f"the calibration {file}"
     try:
-        text = file.read_bytes()
+        text = read_file(file)
         tree = parse_json(text)
     except OSError as error:
         raise ConfigError(asked, f"cannot be read: {error.strerror}", AGAIN) from None

@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from optrush.benchmark import record
 from optrush.errors import ConfigError, DataError
-from optrush.files import write_whole
+from optrush.files import read_file, write_whole
 from optrush.hardware import GIB
 from optrush.objectives import unit
 from optrush.planner.cost import PARTS
@@ -116,9 +116,9 @@ def folder_kind(folder: Path) -> str:
     Raises:
         ConfigError: it is neither.
     """
-    if (folder / record.RECORDS).is_file():
+    if (folder / record.RECORDS).exists():
         return "bench"
-    if (folder / run.RUN).is_file():
+    if (folder / run.RUN).exists():
         return "run"
     found = f"it has neither {record.RECORDS} nor {run.RUN}" if folder.is_dir() else "no such folder"
     do = "name a folder that `optrush bench` or `optrush train` has written"
@@ -130,7 +130,7 @@ def _records(folder: Path) -> list[dict[str, Any]]:
         found = [dataclasses.asdict(r) for r in record.read_records(folder)]
     except UnicodeDecodeError as error:
         path = folder / record.RECORDS
-        place = path.read_bytes()[: error.start].count(b"\n") + 1
+        place = read_file(path)[: error.start].count(b"\n") + 1
         raise DataError(f"{path}:{place}", "not UTF-8", "restore the file, or measure again") from None
     if not found:
         raise DataError(f"the records of {folder}", "the file is empty", "measure again: optrush bench")

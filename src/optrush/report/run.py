@@ -13,7 +13,7 @@ from markupsafe import Markup
 from optrush.config import JUDGED, Config, dump_config, parse_config
 from optrush.console import duration
 from optrush.errors import ConfigError, DataError, UserError
-from optrush.files import parse_json
+from optrush.files import parse_json, read_file
 from optrush.hardware import GIB
 from optrush.models.shapes import LOAD_FIGURES
 from optrush.objectives import ALL_FIGURES, unit
@@ -82,7 +82,7 @@ def load_run(folder: Path) -> RunLog:
     """
     path = folder / RUN
     try:
-        text = path.read_bytes().decode()
+        text = read_file(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}", f"cannot be read: {error}", "name a run's folder") from None
     config = parse_config(text, str(path), own=True)
@@ -100,10 +100,10 @@ def load_run(folder: Path) -> RunLog:
 
 def _lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
     """Return every line that has a step, and whether the last one is torn."""
-    if not path.is_file():
+    if not path.exists():
         return [], False
     logged = []
-    lines = path.read_bytes().split(b"\n")  # what follows the last newline is a torn line, or nothing
+    lines = read_file(path).split(b"\n")  # what follows the last newline is a torn line, or nothing
     for i, line in enumerate(lines):
         try:
             value = parse_json(line) if line.strip() else None

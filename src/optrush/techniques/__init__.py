@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 
+from optrush.errors import one_line
 from optrush.technique import Technique
 from optrush.techniques.adam8bit import Adam4bit, Adam8bit
 from optrush.techniques.amp import Amp
@@ -100,9 +101,10 @@ def installed(own: Sequence[type[Technique]]) -> Iterator[type[Technique]]:
                 raise TypeError(f"{entry.value} is no subclass of optrush.technique.Technique")
             if found.name != entry.name or found.name in names:
                 raise ValueError(f"its name {found.name!r} is not the entry point's, or another technique has it")
-        except Exception as error:  # any: it is not our code
+        except (Exception, SystemExit) as error:  # any: it is not our code
             package = "a package" if entry.dist is None else entry.dist.name
-            sys.stderr.write(f"the technique {entry.name} of {package} is left out: {type(error).__name__}: {error}\n")
+            why = f"{type(error).__name__}: {one_line(str(error))}"
+            sys.stderr.write(f"the technique {entry.name} of {package} is left out: {why}\n")
         else:
             names.add(found.name)
             yield found

@@ -161,7 +161,10 @@ def _opened(a: Assembly) -> tuple[Trainer, SampleSource | None]:
 
 def _stage(trainer: Trainer, techniques: Sequence[Technique], name: str) -> None:
     for t in techniques:
-        if count := getattr(t, name)(trainer):
+        count = getattr(t, name)(trainer)
+        if not isinstance(count, int):
+            raise TypeError(f"{name} of {t.name} returns {count!r}, no number of changes")
+        if count:
             trainer.applied.append(Edit.of(name, t, count))
 
 

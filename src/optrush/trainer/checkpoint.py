@@ -34,6 +34,7 @@ import optrush
 from optrush import files
 from optrush.config import nearest
 from optrush.errors import CheckpointError, NeedsError, RunError, first_line
+from optrush.files import open_file, read_file
 from optrush.hardware import GIB
 from optrush.launch import launched
 from optrush.optim.paged import Registered
@@ -120,12 +121,12 @@ def verify(path: Path) -> Manifest:
     """
     name = MANIFEST
     try:
-        manifest = parse_manifest(path, (path / MANIFEST).read_bytes())
+        manifest = parse_manifest(path, read_file(path / MANIFEST))
         for name, written in manifest.files.items():
             size = (path / name).stat().st_size
             if size != written.bytes:
                 raise damaged(path, name, f"has {size} bytes, {written.bytes} were written")
-            with (path / name).open("rb") as file:
+            with open_file(path / name) as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != written.sha256:
                     raise damaged(path, name, "holds other bytes than were written (its sha256 differs)")
     except FileNotFoundError:

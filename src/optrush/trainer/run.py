@@ -35,8 +35,9 @@ from optrush.data.batch import INVENTED, Batch
 from optrush.data.sampler import ROOM, reading
 from optrush.data.schema import Document
 from optrush.decide import Decided, changed, resized
-from optrush.errors import CheckpointError, ConfigError, NeedsError, RunError, UserError, exhausted, first_line
+from optrush.errors import CheckpointError, ConfigError, NeedsError, RunError, UserError, exhausted, first_line, reason
 from optrush.exporting import write_model
+from optrush.files import read_text
 from optrush.hardware import GIB
 from optrush.launch import stop_numbers, unjoinable
 from optrush.report import data
@@ -248,7 +249,7 @@ def claim_output(request: RunRequest, trainer: Trainer, plan: RunPlan, manifest:
     files.open_to_append(output / "metrics.jsonl").close()
     reasons = "".join(f"# {line}\n" for line in request.resolved.lines())
     if not reasons and manifest is not None and (output / "run.yaml").is_file():  # decided when it began
-        before = (output / "run.yaml").read_text("utf-8").splitlines(keepends=True)
+        before = read_text(output / "run.yaml").splitlines(keepends=True)
         reasons = "".join(itertools.takewhile(lambda line: line.startswith("#"), before))
     files.write_whole(output / "run.yaml", reasons + dump_config(absolute(config)))
     run_dir.write_data_record(output, config, trainer.fingerprints["data"])
@@ -653,9 +654,10 @@ class Session:
                 ):
                     self.meter.write({"step": self.meter.last or self.plan.done, "off_plan": off})
                 write_run(self.output, self.trainer.world.ranks)
-            except OSError as error:
-                do = f"make room, then: optrush report {self.output}"
-                console.say(f"the run is done, but its report could not be written ({error.strerror}); {do}")
+            except Exception as error:  # whatever is in metrics.jsonl: a page ends no run
+                do = f"{'make room, then' if isinstance(error, OSError) else 'again'}: optrush report {self.output}"
+                found = error.strerror if isinstance(error, OSError) else reason(error)
+                console.say(f"the run is done, but its report could not be written ({found}); {do}")
         evals = tuple(self.meter.evals)
         evals = evals if self.plan.done == 0 else evals[-1:]
         return Outcome(0, self.output, evals, tokens=self.meter.all_tokens)

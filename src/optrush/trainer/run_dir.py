@@ -21,6 +21,7 @@ from optrush.config import SECTIONS, Config, Data, StopAfter
 from optrush.data import readers
 from optrush.data.tokenize import cache_root
 from optrush.errors import CheckpointError, ConfigError, DataError
+from optrush.files import read_file, read_text
 from optrush.launch import launched
 from optrush.trainer.checkpoint import FOLDER, Manifest, find_checkpoints, remove_leftovers, verify
 from optrush.trainer.distributed import agree, from_first
@@ -37,6 +38,8 @@ KNOWN = frozenset(
 )
 
 
+_ANYWHERE = {"lost+found", ".gitignore", ".gitkeep", ".DS_Store"}  # in a folder that counts as empty
+
 OCCUPIED = "a run lies there"
 
 
@@ -44,8 +47,8 @@ def check_free(output: Path | str, clean: bool, resume: Literal["auto"] | Path |
     """Check that a run may begin in `output`; write nothing.
 
     Raises:
-        ConfigError: it cannot be written, it holds a run that is neither resumed nor replaced, a link leads out
-            of it, or `clean` is set where other files exist too.
+        ConfigError: it cannot be written, it holds a run that is neither resumed nor replaced, or only other files; a
+            link leads out of it; `clean` is set where other files exist too.
     """
     path = Path(output)
     asked = f"`output: {output}`"
@@ -64,6 +67,9 @@ def check_free(output: Path | str, clean: bool, resume: Literal["auto"] | Path |
         _check_clean(path, names)
         return
     files.refuse_links(path, asked, KNOWN, {TRACKER})
+    if not (RUN in names and names & {METRICS, FOLDER}) and (foreign := sorted(names - KNOWN - _ANYWHERE)):
+        found = f"`{foreign[0]}` lies there, which is no run's: a run's folder is new, empty, or a run's"
+        raise ConfigError(asked, found, "name a folder of its own, such as `output: runs/first`")
     if resume is None and "model" in names and not names & {RUN, METRICS}:
         raise ConfigError(asked, "a `model` lies there, which this run would replace", "take another `output`")
     if resume is None and (names & {RUN, METRICS} or find_checkpoints(path)):
@@ -219,7 +225,7 @@ def write_data_record(output: Path, config: Config, fingerprint: str) -> None:
         fingerprint: of the data.
     """
     try:
-        if files.parse_json((output / DATA).read_bytes())["fingerprint"] == fingerprint:
+        if files.parse_json(read_file(output / DATA))["fingerprint"] == fingerprint:
             return
     except (OSError, ValueError, KeyError, TypeError):  # none yet, of an earlier version, or damaged
         pass
@@ -251,7 +257,7 @@ def data_changes(output: Path, config: Config, before: Mapping[str, Any]) -> str
     if "seed" in before and before["seed"] != config.seed:  # draws what is held out, and `max_samples`
         said.append(f"`seed` was {before['seed']} and is {config.seed}")
     try:
-        record = files.parse_json((output / DATA).read_bytes())
+        record = files.parse_json(read_file(output / DATA))
         return "; ".join([*readers.record_changes(record["files"], _data_record(config)), *said])
     except (OSError, ValueError, KeyError, TypeError, DataError):  # of an earlier version, or damaged
         return "; ".join(said)
@@ -270,7 +276,7 @@ def cut_back(metrics: Path, step: int) -> int:
     """
     if not metrics.exists():
         return 0
-    lines = metrics.read_bytes().splitlines(keepends=True)
+    lines = read_file(metrics).splitlines(keepends=True)
     kept = [line for line in lines if _within(line, step)]
     if len(kept) < len(lines):
         files.write_whole(metrics, kept)
@@ -362,7 +368,7 @@ def held_out_losses(output: Path) -> list[float | None]:
     """Return the held-out losses of a run so far, from rank 0's metrics.jsonl, on every rank."""
     found = []
     if launched()[0] == 0:
-        lines = (files.parse_json(line) for line in (output / METRICS).read_text().splitlines())
+        lines = (files.parse_json(line) for line in read_text(output / METRICS).splitlines())
         found = [line["eval_loss"] for line in lines if "eval_loss" in line]
     losses: list[float | None] = json.loads(from_first(json.dumps(found)))
     return losses
@@ -395,7 +401,7 @@ def _recall(
     output: Path, done: int, alike: Callable[[Manifest], bool]
 ) -> tuple[int | None, float | None, list[tuple[str, str]]]:
     losses = dict(_pointed(output))
-    for line in (output / METRICS).read_text().splitlines():
+    for line in read_text(output / METRICS).splitlines():
         found = files.parse_json(line)
         if found.get("eval_loss") is not None:
             losses[found["step"]] = found["eval_loss"]
@@ -423,7 +429,7 @@ def _point(output: Path, best: Best | None) -> None:
 
 def _pointed(output: Path) -> list[tuple[int, float]]:
     try:
-        found = files.parse_json((output / FOLDER / POINTER).read_text())
+        found = files.parse_json(read_text(output / FOLDER / POINTER))
         return [(int(found["step"]), float(found["eval_loss"]))]
     except (OSError, ValueError, KeyError, TypeError):
         return []

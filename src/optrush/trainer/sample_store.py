@@ -24,7 +24,7 @@ from optrush.data import readers, sampler, tokenize
 from optrush.data.batch import Batch
 from optrush.data.samples import SampleChunk, SampleSource
 from optrush.data.schema import Document
-from optrush.files import sync_folder, write_whole
+from optrush.files import regular, sync_folder, write_whole
 from optrush.models.weights import value_files
 from optrush.trainer import distributed
 from optrush.trainer.trainer import Trainer
@@ -82,7 +82,7 @@ class SampleStore:
 
     def loaded(self) -> np.ndarray:
         """Return all records; every file must be there."""
-        return np.concatenate([np.load(path, allow_pickle=False) for path in self._paths()])
+        return np.concatenate([np.load(regular(path), allow_pickle=False) for path in self._paths()])
 
     def _path(self, file: int) -> Path | None:
         return next(iter(sorted(self.folder.glob(f"{self.key}-{file}-*.npy"))), None)
@@ -117,7 +117,7 @@ class SampleStore:
 
 @lru_cache(OPEN)
 def _mapped(path: Path) -> np.ndarray:
-    return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+    return np.asarray(np.load(regular(path), mmap_mode="r", allow_pickle=False))
 
 
 def _first_here() -> bool:

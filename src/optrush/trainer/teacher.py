@@ -20,6 +20,7 @@ from torch import Tensor
 
 from optrush.config import Config
 from optrush.data.batch import IGNORE, Batch
+from optrush.data.chat_template import open_tokenizer
 from optrush.data.samples import SampleSource
 from optrush.data.stored_tokens import StoredTokens, record_type
 from optrush.data.tokenize import cache_root
@@ -220,10 +221,6 @@ def _common(trainer: Trainer, hf: dict[str, Any]) -> int:
 
 def _same_tokens(trainer: Trainer, config: Config, folder: Path | None, hf: dict[str, Any]) -> None:
     """Raise NeedsError unless the teacher has the same tokens at the same numbers."""
-    from transformers import AutoTokenizer
-
-    from optrush.console import transformers_silenced
-
     assert config.distill is not None
     asked, do = f"`distill.teacher: {config.distill.teacher}`", "take a teacher of the same family"
     ours = {} if trainer.tokenizer is None else trainer.tokenizer.get_vocab()
@@ -233,9 +230,7 @@ def _same_tokens(trainer: Trainer, config: Config, folder: Path | None, hf: dict
             found = f"a vocabulary of {rows}, where the model has {trainer.vocab}"
             raise NeedsError(asked, found, do)
         return
-    with transformers_silenced():
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    theirs: dict[str, int] = tokenizer.get_vocab()
+    theirs: dict[str, int] = open_tokenizer(folder).get_vocab()
     odd = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
     if odd:
         one = odd[0]

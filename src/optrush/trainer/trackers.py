@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 from optrush import files
 from optrush.config import LOGIN, Config, TrackerConfig, refuse_secrets, scrubbed
 from optrush.errors import ConfigError, NeedsError, UserError, one_line
+from optrush.files import open_file, read_file, read_text
 from optrush.launch import TRACKER_THREAD, launched
 from optrush.technique import library
 from optrush.trainer import distributed
@@ -173,7 +174,7 @@ class Reporter(threading.Thread):
         self.state: dict[str, Any] = {"name": name, "id": None, "course": digest, "step": {}, "sent": {}}
         self.fresh = run_id
         try:
-            before = json.loads(self.state_path.read_text())
+            before = json.loads(read_text(self.state_path))
             reported = max((int(step) for step in before["step"].values()), default=0)
             if before["name"] == name and reported > done and before["course"] != digest:
                 self.fresh = uuid.uuid4().hex
@@ -263,7 +264,7 @@ class Reporter(threading.Thread):
     def _written(self) -> list[tuple[int, str, dict[str, float]]]:
         """Return the figures of metrics.jsonl that the tracker does not have."""
         try:
-            text = (self.output / "metrics.jsonl").read_bytes()
+            text = read_file(self.output / "metrics.jsonl")
         except FileNotFoundError:
             return []
         items = (_figures(json.loads(line)) for line in text[: text.rfind(b"\n") + 1].splitlines())
@@ -326,7 +327,7 @@ def content_digest(path: Path) -> str:
     parts = [path] if path.is_file() else [manifest] if manifest.is_file() else sorted(path.glob("*.safetensors"))
     sums = sha256()
     for part in parts:
-        with part.open("rb") as file:
+        with open_file(part) as file:
             sums.update(file_digest(file, "sha256").digest())
     return sums.hexdigest()[:16]
 
