@@ -28,15 +28,15 @@ ONE_SUBJECT = {
 # Lines a folder may have; "top" are the files directly in src/optrush. What is raised is raised in a commit of its own
 # that says what the lines buy; what shrinks is lowered with it.
 LINES = {
-    "data": 7940,
-    "trainer": 6300,
+    "data": 8060,
+    "trainer": 6310,
     "models": 5800,
     "techniques": 5320,
     "kernels": 4620,
-    "top": 5625,
-    "cli": 4080,
+    "top": 5830,
+    "cli": 4110,
     "planner": 4165,
-    "benchmark": 3480,
+    "benchmark": 3490,
     "peft": 1760,
     "report": 1700,
     "optim": 820,

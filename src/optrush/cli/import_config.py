@@ -668,8 +668,7 @@ class _Composer:
 
     def _in_our_decoder(self) -> bool:
         """Return whether the model is in a family that our decoder runs; a model whose sizes are not here is not."""
-        path = self.tree["model"].get("path")
-        if path == "tiny":
+        if (path := self.tree["model"].get("path")) == "tiny":
             return True
         if (hf := known_config(path)) is None:
             self.notes.append(
