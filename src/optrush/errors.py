@@ -14,6 +14,7 @@ RunError             the run itself failed (three bad updates in a row): exit co
 from __future__ import annotations
 
 import errno
+import re
 
 LONGEST = 1000  # characters of a line
 NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
@@ -41,6 +42,16 @@ def exhausted(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY)
     )
+
+
+def write_remedy(failure: BaseException | str) -> str:
+    """Return what to do about files that could not be written, by the error or its text."""
+    if isinstance(failure, UserError):
+        return failure.do
+    full = isinstance(failure, OSError) and failure.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    if full or re.search(r"No space left|quota exceeded|File too large|os error 28", str(failure), re.IGNORECASE):
+        return "make room there"
+    return "check that the folder exists and can be written"
 
 
 def _cut(text: str, longest: int) -> str:

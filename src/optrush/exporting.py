@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -27,7 +26,7 @@ from optrush.data import sample as recipes
 from optrush.data.batch import collate
 from optrush.data.chat_template import AS_STORED, COMPARED_ROWS, Tokens, answer_ends, open_tokenizer
 from optrush.data.schema import Document
-from optrush.errors import ConfigError, DataError, NeedsError, RunError, UserError, exhausted
+from optrush.errors import ConfigError, DataError, NeedsError, RunError, UserError, exhausted, write_remedy
 from optrush.files import regular
 from optrush.models import fp8_folder, gguf
 from optrush.models.experts import Experts
@@ -95,9 +94,7 @@ def _write_folder(folder: Path, fill: Callable[[Path], None]) -> RunError | None
         shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError, UserError) as e:
         shutil.rmtree(fresh, ignore_errors=True)
-        full = not isinstance(e, OSError) or e.errno in (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        room = "make room there" if full else "look at that folder and its rights"
-        do = f"{room}; {run_dir.resume_line(folder.parent)}"
+        do = f"{write_remedy(e)}; {run_dir.resume_line(folder.parent)}"
         return RunError(f"{folder}", f"it could not be written: {e}", do)
     return None
 

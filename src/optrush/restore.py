@@ -134,7 +134,8 @@ def _same(checkpoint: Manifest, trainer: Trainer) -> None:
         if then != now and not (name == "base" and now is None):
             what = "the model's config.json" if name == "config" else "the weights that the run did not train"
             found = f"{what} changed since: {then or 'absent'} then, {now or 'absent'} now"
-            raise CheckpointError(f"the checkpoint {checkpoint.path}", found, "bring back the model of `model.path`")
+            do = f"restore {trainer.config.model.path} as it was when the run began, or name a copy of that"
+            raise CheckpointError(f"the checkpoint {checkpoint.path}", found, do)
     for name in ("tokenizer", "template"):  # written from the base's files
         then, now = checkpoint.fingerprints.get(name), trainer.fingerprints.get(name)
         if then is not None and now is not None and then != now:

@@ -29,11 +29,11 @@ ONE_SUBJECT = {
 # that says what the lines buy; what shrinks is lowered with it.
 LINES = {
     "data": 8060,
-    "trainer": 6310,
-    "models": 5800,
+    "trainer": 6320,
+    "models": 5815,
     "techniques": 5320,
     "kernels": 4620,
-    "top": 5830,
+    "top": 5840,
     "cli": 4110,
     "planner": 4165,
     "benchmark": 3490,

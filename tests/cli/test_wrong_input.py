@@ -142,7 +142,7 @@ VALUES: dict[str, Case] = {
     ),
     "hub without network": (
         {"model": "somebody/some-model"}, [],
-        ("the model somebody/some-model", "the hub did not give it", "check the name and the network"),
+        ("the model somebody/some-model", "the hub cannot be reached", "check the name and the network"),
     ),
     "neither path nor shape": (
         {"model": {"dtype": "float32"}}, [], ("`model.path` and `model.shape`", "neither", "give exactly one"),

@@ -101,6 +101,10 @@ def launch(
         name=_name(config), hosts=hosts, gpus=gpus, card=card, command=command, config=read_text(path),
         path=str(path), time=time, image=image, volume=volume, partition=partition, setup=tuple(setup),
     )  # fmt: skip
+    if engine == "skypilot" and not setup:
+        from optrush.console import say
+
+        say("the job installs optrush from the package index; for another source: --setup 'python3 -m pip install URL'")
     text = _rendered(engine, job)
     file, submit = ENGINES[engine]
     if str(out) == "-":

@@ -81,8 +81,8 @@ def plan(
             "--hardware": solve == "cheapest" and hardware != "auto",  # it asks all cards that have a price
         }  # fmt: skip
         for option in (name for name, given in beside.items() if given):
-            do = "leave it out; what is answered goes into the YAML, or into --set, to be planned"
-            raise ConfigError(f"--solve {solve} with {option}", "a question has one line for an answer", do)
+            why = "it compares all cards that have a price" if option == "--hardware" else "--solve prints one line"
+            raise ConfigError(f"--solve {solve} with {option}", why, f"leave out {option}; then plan its answer")
         text, values = asked.solve(config, hardware, solve)
         print(json.dumps(values) if as_json else text)
         return

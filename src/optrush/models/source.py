@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from optrush.config import Config, nearest
-from optrush.errors import ConfigError
+from optrush.errors import ConfigError, first_line
 from optrush.files import check_model_files, parse_json, read_file
 from optrush.models.config_json import read_config_json
 from optrush.models.shapes import SHAPES
@@ -112,13 +112,26 @@ def _download(name: str, patterns: list[str], revision: str | None = None) -> Pa
             do = f"for random weights write `model: {{shape: {shape}}}`; else {do}"
         raise ConfigError(asked, "no such folder", do)
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        found = f"no such folder, and the hub did not give it: {type(error).__name__}"
-        raise ConfigError(asked, found, "check the name and the network, or name a folder") from None
+    except GatedRepoError:
+        do = f"accept them at https://huggingface.co/{name} and set HF_TOKEN"
+        raise ConfigError(asked, "its owner's terms are not accepted with this token", do) from None
+    except (RepositoryNotFoundError, HFValidationError):
+        found = "no such folder, and no such model on the hub, or a private one"
+        raise ConfigError(asked, found, "check the name, or set HF_TOKEN to your access token") from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        found = f"no such folder, not in the cache, and the hub cannot be reached: {first_line(error)}"
+        do = f"check the name and the network; or run `hf download {name}` where there is one, and name the folder"
+        raise ConfigError(asked, found, do) from None
 
 
 def read_generation(folder: Path) -> dict[str, Any]:

@@ -35,7 +35,17 @@ from optrush.data.batch import INVENTED, Batch
 from optrush.data.sampler import ROOM, reading
 from optrush.data.schema import Document
 from optrush.decide import Decided, changed, resized
-from optrush.errors import CheckpointError, ConfigError, NeedsError, RunError, UserError, exhausted, first_line, reason
+from optrush.errors import (
+    CheckpointError,
+    ConfigError,
+    NeedsError,
+    RunError,
+    UserError,
+    exhausted,
+    first_line,
+    reason,
+    write_remedy,
+)
 from optrush.exporting import write_model
 from optrush.files import read_text
 from optrush.hardware import GIB
@@ -628,7 +638,8 @@ class Session:
         if self.meter.failure is not None:
             raise self.meter.failure
         if self.trainer.stop.agreed and self.meter.last in self.unsaved:
-            found, do = self.unsaved[self.meter.last], f"make room there; {run_dir.resume_line(self.output)}"
+            found = self.unsaved[self.meter.last]
+            do = f"{write_remedy(found)}; {run_dir.resume_line(self.output)}"
             raise RunError("the save when the run was stopped", found, do)
 
     def stopped(self) -> Outcome:

@@ -1,0 +1,25 @@
+"""The remedies that errors name."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from optrush.errors import ConfigError, write_remedy
+
+
+@pytest.mark.parametrize(
+    ("failure", "do"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "make room there"),
+        (OSError("rank 1: No space left on device: step-000010"), "make room there"),
+        ("I/O error: No space left on device (os error 28)", "make room there"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "make room there"),
+        (OSError(errno.EACCES, "Permission denied"), "check that the folder exists and can be written"),
+        (ValueError("shapes differ"), "check that the folder exists and can be written"),
+        (ConfigError("a", "b", "name another folder"), "name another folder"),
+    ],
+)
+def test_room_is_asked_for_only_where_a_disk_is_full(failure: BaseException | str, do: str) -> None:
+    assert write_remedy(failure) == do
