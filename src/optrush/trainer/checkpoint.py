@@ -729,12 +729,18 @@ def _check_fingerprints(
     for name in sorted(allow):
         if name not in {*then, *now}:
             raise CheckpointError(f"--allow-change {name}", "no such field", nearest(name, {*then, *now}))
-    for name in sorted({*then, *now} - allow):
+    causes = {name for name in ("tokenizer", "template") if then.get(name) != now.get(name)}  # they change `data`, too
+    for name in [*sorted(causes - allow), *sorted({*then, *now} - allow - causes)]:
         if then.get(name) != now.get(name):
             old, new = (digests.get(name, "absent") for digests in (then, now))
             found = f"`{name}` was {_DIGEST.sub(_short, old)} and is {_DIGEST.sub(_short, new)}"
+            if name in causes:
+                files = "chat template" if name == "template" else "tokenizer.json or tokenizer_config.json"
+                found = f"the model's {files} changed since: the same rows have other tokens ({found})"
             if name == "data" and (changes := data_changes()):
                 found = f"`data` was not the same: {changes}"
+            elif name == "data" and causes:
+                continue  # the same rows, by a tokenizer whose change is accepted
             do = f"bring back the old one, or accept the change: --allow-change {name}"
             raise CheckpointError(f"to resume {manifest.path}", found, do)
 
