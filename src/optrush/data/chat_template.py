@@ -12,11 +12,13 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from unicodedata import is_normalized
 
 import numpy as np
 
@@ -39,6 +41,7 @@ from optrush.data.mask import (
     visible,
 )
 from optrush.data.schema import Chat, Completion, Document, Judged, Message, Pair, Row, RowLocation, Text, parts_of
+from optrush.data.words import Words
 from optrush.errors import ConfigError, DataError, NeedsError, reason
 from optrush.technique import library
 from optrush.tokenizer_files import copy_tokenizer
@@ -53,6 +56,8 @@ if TYPE_CHECKING:
 
 def refuse(chat: Chat, controls: re.Pattern[str], where: RowLocation) -> None:
     """Raise DataError if a message, a call or a tool contains a control token as text."""
+    if not chat.tools and all(m.plain and not controls.search(m.content) for m in chat.messages):
+        return
     named: list[tuple[str, Any]] = [
         (f"messages[{i}]", [m.content, m.reasoning, m.name, m.call_id, m.calls]) for i, m in enumerate(chat.messages)
     ]
@@ -81,6 +86,7 @@ TRAIN_ON = ("assistant", "last", "all")
 LONGEST_TEMPLATE_bytes = 64 * 2**10
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 MOST_SHAPES, LONGEST_SHAPE = 1024, 512  # of conversations in memory; messages of one
+WORDS_FROM = 256  # texts that are encoded before words are looked up: preparing that takes 0.1 s
 HEAD, TAIL = 60, 30  # tokens of a document that an error message shows, from its beginning and its end
 REASONING_MARKS = frozenset({"<think>", "</think>"})  # tokens that an answer's text may contain
 
@@ -123,7 +129,9 @@ class Tokens:
         self._given = template
         self._today = today
         self._engine = _engine(tokenizer)
-        self._widths = _widths(self._engine)
+        source = json.loads(self._engine.to_str())
+        self._widths, self._composed = _widths(source), _composes(source)
+        self._encoded = 0  # texts
         self._eos = cast("int | None", tokenizer.eos_token_id)
         self._end = "" if self._eos is None else str(tokenizer.convert_ids_to_tokens(self._eos))
         self._added = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}
@@ -153,21 +161,19 @@ class Tokens:
                     drafts.append([self._draft(part, train_on, where) for part in parts_of(row)])
                 except DataError as error:
                     drafts.append(error)
-        encodings = iter(self._encode([draft for of in drafts if isinstance(of, list) for draft in of]))
-        made: list[tuple[Document, ...] | DataError] = []
-        for of in drafts:
-            if isinstance(of, DataError):
-                made.append(of)
+        made = iter(self._documents([draft for of in drafts if isinstance(of, list) for draft in of]))
+        result: list[tuple[Document, ...] | DataError] = []
+        for (_, row), of in zip(samples, drafts, strict=True):
+            parts = [of] if isinstance(of, DataError) else [next(made) for _ in of]
+            if bad := next((part for part in parts if isinstance(part, DataError)), None):
+                result.append(bad)
                 continue
-            encoded = [(draft, next(encodings)) for draft in of]
-            row = samples[len(made)][1]
-            labels = row.labels if isinstance(row, Judged) else [True] * len(encoded)
-            try:
-                judged = zip(encoded, labels, strict=True)
-                made.append(tuple([self._document(*pair, label) for pair, label in judged]))
-            except DataError as error:
-                made.append(error)
-        return made
+            documents = tuple([part for part in parts if isinstance(part, Document)])
+            if isinstance(row, Judged):
+                judged = zip(documents, row.labels, strict=True)
+                documents = tuple([replace(document, desirable=label) for document, label in judged])
+            result.append(documents)
+        return result
 
     def document(self, row: Row, train_on: str, where: RowLocation) -> Document:
         """Return the token ids of a row that is no pair, and which are learnt; raises DataError if none would be."""
@@ -176,6 +182,11 @@ class Tokens:
         if isinstance(made, DataError):
             raise made
         return made[0]
+
+    def prepare(self) -> None:
+        """Make what many texts need, once for all copies of this process."""
+        self._encoded = max(self._encoded, WORDS_FROM)
+        _ = self._words, self._head
 
     def marked(self, row: Row) -> bool:
         """Return whether a plain text contains special tokens; its end-of-text token does not count.
@@ -241,7 +252,7 @@ class Tokens:
         for m in chat.messages:
             text = f"{m.content}{m.reasoning}" if m.reasoning else m.content
             sought = tuple([one for one in self._sought if one in text])
-            plain &= not (sought or m.calls or m.name or m.call_id or m.reasoning)
+            plain &= m.plain and not sought
             messages += m.role, not m.content.strip(), m.reasoning is None, len(m.calls), sought
         return Shape(steady, plain, tuple(turns), (len(chat.tools), *messages))
 
@@ -316,26 +327,107 @@ class Tokens:
             refuse(row, any_of(unknown), where)
         return _Draft(where, rendered, special=False, spans=tuple(spans), rest=train_on == "all")
 
-    def _encode(self, drafts: list[_Draft]) -> list[Encoding]:
-        """Tokenize the drafts' texts, with offsets only where `_document` needs them."""
+    def _documents(self, drafts: Sequence[_Draft]) -> list[Document | DataError]:
+        """Return the document of each draft, or the error that names its row."""
+        ids, encodings = self._encode(drafts)
+        result = list[Document | DataError]()
+        for n, made in enumerate(self._located(drafts, ids)):
+            try:
+                result.append(made or self._document(drafts[n], ids[n], encodings.get(n)))
+            except DataError as error:
+                result.append(error)
+        return result
+
+    def _encode(self, drafts: Sequence[_Draft]) -> tuple[list[np.ndarray], dict[int, Encoding]]:
+        """Return the ids of each draft's text, and the encodings with offsets of those that need them, by number."""
+        self._encoded += len(drafts)
+        words = self._words if self._encoded > WORDS_FROM else None
+        ids: list[Any] = [None] * len(drafts)
         encodings: dict[int, Encoding] = {}
         groups: dict[tuple[bool, bool], list[int]] = {}  # (with special tokens, with offsets): drafts
         for n, draft in enumerate(drafts):
-            offsets = draft.seam > 0 or (draft.spans != () and self._widths is None)
-            groups.setdefault((draft.special, offsets), []).append(n)
+            if words is not None and (not draft.special or self._head is not None):
+                ids[n] = words.encode(draft.text)
+            if ids[n] is None:
+                offsets = (draft.spans != () and self._widths is None) or (draft.seam > 0 and self._head is None)
+                groups.setdefault((draft.special, offsets), []).append(n)
+            else:
+                ids[n] = np.array([*(self._head or ()), *ids[n]] if draft.special else ids[n], np.int32)
         for (special, offsets), members in groups.items():
             encode = self._engine.encode_batch if offsets else self._engine.encode_batch_fast
-            encodings.update(zip(members, encode([drafts[n].text for n in members], add_special_tokens=special)))
-        return [encodings[n] for n in range(len(drafts))]
+            made = encode([drafts[n].text for n in members], add_special_tokens=special)
+            for n, encoding in zip(members, made, strict=True):
+                ids[n] = np.array(encoding.ids, np.int32)
+                if offsets:
+                    encodings[n] = encoding
+        return ids, encodings
 
-    def _document(self, draft: _Draft, encoding: Encoding, desirable: bool) -> Document:
-        ids = np.array(encoding.ids, np.int32)
+    @cached_property
+    def _words(self) -> Words | None:
+        with suppress(ValueError):
+            return None if self._widths is None else Words(self._engine, json.loads(self._engine.to_str()))
+        return None
+
+    @cached_property
+    def _head(self) -> list[int] | None:
+        """The special tokens that are written before a text; None if others are, or tokens have no bytes of it."""
+        if self._widths is None:
+            return None
+        bare, whole = (self._engine.encode("a", add_special_tokens=special).ids for special in (False, True))
+        return whole[: -len(bare)] if whole[-len(bare) :] == bare else None
+
+    def _bytes(self, text: str, end: int | None = None) -> int:
+        """Return the bytes of a text, or of its part up to a character; -1 if tokens are made of others."""
+        if text.isascii():
+            return len(text) if end is None else end
+        return len(text[:end].encode()) if not self._composed or is_normalized("NFC", text) else -1
+
+    def _located(self, drafts: Sequence[_Draft], ids: Sequence[np.ndarray]) -> list[Document | None]:
+        """Return the documents of conversations, found by the bytes of all tokens at once.
+
+        None: a text, or a conversation in which a span does not begin and end as usual (`_document`).
+        """
+        found: list[Document | None] = [None] * len(drafts)
+        plain = (n for n, draft in enumerate(drafts) if not draft.special and len(ids[n]))
+        usual = [n for n in plain if all(len(span.stops) == 1 for span in drafts[n].spans)]
+        if self._widths is None or not usual:
+            return found
+        flat, starts = np.concatenate([ids[n] for n in usual]), np.cumsum([0, *(len(ids[n]) for n in usual)])
+        ends = self._widths[flat].cumsum()
+        edges = np.concatenate([[0], ends[starts[1:] - 1]])  # in bytes, of the texts
+        sound = np.diff(edges) == [self._bytes(drafts[n].text) for n in usual]
+        spans = [
+            (k, self._bytes(text, span.start), self._bytes(text, span.end - span.closed), self._added[span.stops[0]])
+            for k, n in enumerate(usual) for text in [drafts[n].text] for span in drafts[n].spans
+        ]  # fmt: skip
+        rows, begin, end, stop = np.array(spans, np.int64).reshape(-1, 4).T
+        first, last = (ends.searchsorted(edges[rows] + at, "right") for at in (begin, end))
+        inside = last < starts[rows + 1]
+        sound[rows[~inside]] = False
+        rows, first, last, stop = (column[inside] for column in (rows, first, last, stop))
+        sound[rows[(flat[last] != stop) | np.isin(flat[first], list(self._ends))]] = False
+        steps = np.zeros(len(flat) + 1, np.int64)
+        np.add.at(steps, first, 1)
+        np.add.at(steps, last + 1, -1)
+        targets = (steps[:-1].cumsum() > 0) ^ np.repeat([drafts[n].rest for n in usual], np.diff(starts))
+        targets[starts[:-1]] = False
+        sound &= np.add.reduceat(targets, starts[:-1], dtype=np.int64) > 0
+        if self._bos is not None:
+            sound &= (flat[starts[:-1]] != self._bos) | (np.append(flat, -1)[starts[:-1] + 1] != self._bos)
+        for k in np.flatnonzero(sound).tolist():
+            a, b = int(starts[k]), int(starts[k + 1])
+            found[usual[k]] = Document(flat[a:b], targets[a:b])
+        return found
+
+    def _document(self, draft: _Draft, ids: np.ndarray, encoding: Encoding | None) -> Document:
+        ends: np.ndarray | None = None
+        if encoding is None and (draft.spans or draft.seam):
+            assert self._widths is not None
+            ends = self._widths[ids[len(self._head or ()) if draft.special else 0 :]].cumsum()
+            if not len(ends) or ends[-1] != self._bytes(draft.text):  # a token swallows white space beside it
+                encoding, ends = self._engine.encode(draft.text, add_special_tokens=draft.special), None
         if not draft.special:
-            targets, ends = np.full(len(ids), draft.rest), None
-            if draft.spans and self._widths is not None:
-                ends = self._widths[ids].cumsum()
-                if not len(ids) or ends[-1] != len(draft.text.encode()):  # a token swallows white space beside it
-                    encoding, ends = self._engine.encode(draft.text, add_special_tokens=False), None
+            targets = np.full(len(ids), draft.rest)
             for span in draft.spans:
                 first, last = self._tokens(draft, ids, encoding, ends, span)
                 targets[first : last + 1] = not draft.rest
@@ -346,8 +438,11 @@ class Tokens:
             if not len(ids) or ids[-1] != self._eos:
                 ids = np.concatenate((ids, np.array([self._eos], np.int32)))
             targets = np.ones(len(ids), bool)
-            if draft.seam:
-                # The token that reaches over the seam is learnt: it is what must follow the tokens before it.
+            # The token that reaches over the seam is learnt: it is what must follow the tokens before it.
+            if draft.seam and ends is not None:
+                n = int(ends.searchsorted(self._bytes(draft.text, draft.seam), "right"))
+                targets[: n + len(self._head or ())] = False
+            elif draft.seam and encoding is not None:
                 covers = (encoding.char_to_token(at) for at in range(draft.seam, len(draft.text)))
                 targets[: next((token for token in covers if token is not None), None)] = False
         if self._bos is not None and ids[:2].tolist() == [self._bos, self._bos]:
@@ -359,10 +454,10 @@ class Tokens:
         if not ((len(ids) and targets[-1]) or targets.any()):  # the end of most rows is learnt, and `any` is slow
             asked = f"to learn from the row at {draft.where}"
             raise DataError(asked, "not one token of it would be learnt", "take it out")
-        return Document(ids, targets, desirable)
+        return Document(ids, targets)
 
     def _tokens(
-        self, draft: _Draft, ids: np.ndarray, encoding: Encoding, ends: np.ndarray | None, span: CharSpan
+        self, draft: _Draft, ids: np.ndarray, encoding: Encoding | None, ends: np.ndarray | None, span: CharSpan
     ) -> tuple[int, int]:
         """Return the first and the last token of a span, its end-of-turn token included.
 
@@ -371,13 +466,15 @@ class Tokens:
         """
         places = span.start, span.end - span.closed
         stop, *further = (self._added[token] for token in span.stops)
-        if ends is None:
+        first: int | None
+        last: int | None
+        if encoding is not None:
             first, last = map(encoding.char_to_token, places)
         else:
-            first, last = (int(ends.searchsorted(len(draft.text[:at].encode()), "right")) for at in places)
+            assert ends is not None
+            first, last = (int(ends.searchsorted(self._bytes(draft.text, at), "right")) for at in places)
         if first is None or last is None or last >= len(ids) or ids[last] != stop or ids[first] in self._ends:
-            if ends is not None:
-                encoding = self._engine.encode(draft.text, add_special_tokens=False)
+            encoding = encoding or self._engine.encode(draft.text, add_special_tokens=False)
             first, last = self._searched(draft, ids, encoding, span)
         for stop in further:
             if ids[last + 1 : last + 2] != stop:
@@ -438,24 +535,30 @@ def _engine(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
     return engine
 
 
-def _widths(engine: Tokenizer) -> np.ndarray | None:
+def _widths(source: dict[str, Any]) -> np.ndarray | None:
     """Return how many bytes of a text each token stands for, (V,); None if tokens are not made of its own bytes.
 
-    Texts are then tokenised without offsets, which takes a quarter less time.
+    Texts are then tokenised without offsets, which takes a quarter less time. `source` is the engine's JSON.
     """
     from tokenizers import pre_tokenizers
 
-    source = json.loads(engine.to_str())
     *splits, level = (source["pre_tokenizer"] or {}).get("pretokenizers", [source["pre_tokenizer"] or {"type": ""}])
-    plain = level["type"] == "ByteLevel" and not level["add_prefix_space"] and all(s["type"] == "Split" for s in splits)
-    words = source["model"]["vocab"] if plain and source["model"]["type"] == "BPE" else {}
-    if source["normalizer"] or not words.keys() >= set(pre_tokenizers.ByteLevel.alphabet()):
+    plain = level["type"] == "ByteLevel" and not level["add_prefix_space"]
+    plain &= all(s["type"] in ("Split", "Digits") for s in splits) and source["model"]["type"] == "BPE"
+    words = source["model"]["vocab"] if plain and _composes(source) is not None else {}
+    whole = source["model"]["unk_token"] is None or words.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
+    if not words or not whole:
         return None
     widths = np.zeros(1 + max([*words.values(), *(token["id"] for token in source["added_tokens"])]), np.int64)
     widths[list(words.values())] = list(map(len, words))  # a character a byte
     for token in source["added_tokens"]:
         widths[token["id"]] = len(token["content"].encode())
     return widths
+
+
+def _composes(source: dict[str, Any]) -> bool | None:
+    """Return whether an engine writes characters in their composed form (NFC) first; None if it changes others."""
+    return {None: False, "NFC": True}.get((source["normalizer"] or {"type": None})["type"])
 
 
 # --- The tokenizer of a run: the model's own, with special tokens added and its chat template or the one given.

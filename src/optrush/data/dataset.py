@@ -101,7 +101,7 @@ def index(path: Path, kept: np.ndarray | None, text_rows: str, size_bytes: int) 
 
     Raises DataError: rows of such a file cannot be read alone.
     """
-    parts = list(chunks(path, size_bytes, "line"))
+    parts = list(islice(chunks(path, size_bytes, "line"), 1 if kept is None else None))
     suffix, _ = form(path) or ("", "")
     if suffix in TEXT and text_rows != "line":
         found = f"{path}, whose rows are `data.text_rows: {text_rows}`"
@@ -586,6 +586,7 @@ class _Reading:
         """Return the rows, to be tokenized when they are read."""
         kept: Sequence[np.ndarray | None] = work.kept or [None] * len(work.files)
         size, d = tokenize.chunk_bytes(work.files), self.config.data
+        work.tokens.prepare()
         indexes = [index(path, keep, d.text_rows, size) for path, keep in zip(work.files, kept, strict=True)]
         return Streamed(self.maker, work, indexes, origins, T, self.parts, self.first)
 

@@ -54,44 +54,49 @@ class RenderLimits:
     """Limits what the code of a template takes, which may be anybody's: seconds a rendering, memory in a block.
 
     A timer's signal ends a rendering, and a limit of the address space lets allocations fail. Time is the processor's,
-    so that a process that is stopped and resumed loses none. Blocks nest: the outermost sets the limit of memory, each
-    starts the timer anew. Both limits are of the whole process, and only its main thread gets signals: the blocks of
-    other threads do nothing.
+    so that a process that is stopped and resumed loses none. Blocks nest: the outermost sets both limits, once for many
+    rows; at each tick of the timer a rendering counts the ticks since it began. Both limits are of the whole process,
+    and only its main thread gets signals: the blocks of other threads do nothing.
     """
 
     def __init__(self, seconds: float, memory_bytes: int) -> None:
         self.seconds, self.memory_bytes = seconds, memory_bytes
-        self._depth = 0
+        self._depth = self._begun = self._ticks = 0
+        self._seen = -1  # the rendering that the last tick met
         self._before: tuple[Any, int] = (None, -1)  # the signal's handler, the soft limit of the address space
 
     def __enter__(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
+        if threading.get_ident() != threading.main_thread().ident:
             return
-        if not self._depth:
+        self._begun += 1
+        self._depth += 1
+        if self._depth == 1:
             soft, hard = resource.getrlimit(resource.RLIMIT_AS)
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             most = pages * resource.getpagesize() + self.memory_bytes
             resource.setrlimit(resource.RLIMIT_AS, (most if soft == -1 else min(soft, most), hard))
-            self._before = (signal.signal(signal.SIGPROF, self._late), soft)
-        self._depth += 1
-        signal.setitimer(signal.ITIMER_PROF, self.seconds)
+            self._before = (signal.signal(signal.SIGPROF, self._tick), soft)
+            signal.setitimer(signal.ITIMER_PROF, self.seconds / TICKS, self.seconds / TICKS)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if threading.current_thread() is not threading.main_thread():
+        if threading.get_ident() != threading.main_thread().ident:
             return
-        signal.setitimer(signal.ITIMER_PROF, 0)
         self._depth -= 1
         if not self._depth:
+            signal.setitimer(signal.ITIMER_PROF, 0)
             handler, soft = self._before
             signal.signal(signal.SIGPROF, handler)
             resource.setrlimit(resource.RLIMIT_AS, (soft, resource.getrlimit(resource.RLIMIT_AS)[1]))
         if isinstance(error, MemoryError):
             raise _monstrous(f"more than {self.memory_bytes >> 20} MiB of memory") from None
 
-    def _late(self, *_: object) -> None:
-        raise _monstrous(f"more than {self.seconds:g} s of the processor")
+    def _tick(self, *_: object) -> None:
+        self._seen, self._ticks = self._begun, self._ticks + 1 if self._seen == self._begun else 0
+        if self._ticks >= TICKS:
+            raise _monstrous(f"more than {self.seconds:g} s of the processor")
 
 
+TICKS = 10  # of the timer while a rendering takes as long as it may
 LIMITS = RenderLimits(seconds=10, memory_bytes=1 << 30)
 
 
@@ -123,10 +128,6 @@ class Template:
     def __init__(self, source: str, special: Mapping[str, Any]) -> None:
         self.source = source
         self._special = dict(special)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy in another process needs: it compiles the source anew."""
-        return {name: value for name, value in vars(self).items() if name not in ("_environment", "_compiled")}
 
     def shown(self, message: Message) -> Shown:
         """Return the message in the form that the template takes."""

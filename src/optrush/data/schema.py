@@ -158,8 +158,15 @@ class Message:
     call_id: str | None = None
     learnt: bool = True
 
+    @property
+    def plain(self) -> bool:
+        """Whether the turn is nothing but its content."""
+        return not (self.reasoning or self.calls or self.name or self.call_id)
+
     def shown(self) -> dict[str, Any]:
         """Return the turn as a chat template gets it: absent parts are absent keys."""
+        if self.plain:
+            return {"role": self.role, "content": self.content}
         more = {
             **dict.fromkeys(REASONING, self.reasoning),  # each template has its own name for it
             "tool_calls": list(self.calls),
