@@ -8,7 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from meshes import further
 from optrush.config import parse_config
@@ -495,3 +496,16 @@ def test_lengths_are_estimated_from_any_form(here):
     assert len(lengths("large.jsonl")) <= 6
     for nothing in ("no.jsonl", "org/name", "no/*.jsonl"):
         assert lengths(nothing) == []
+
+
+def test_texts_that_lose_characters_are_counted_and_bad_rows_name_the_quarantine(here):
+    engine = Tokenizer(models.BPE({c: n for n, c in enumerate("\0abcdefghijklmnopqrstuvwxyz ")}, []))
+    lacking = Tokens(PreTrainedTokenizerFast(tokenizer_object=engine, eos_token="<|end|>"))
+    rows = [{"text": "soup 7"}, {"text": "soup"}, {"prompt": "a ", "completion": "b"}]
+    written(here / "a.jsonl", rows)
+    assert "1 texts have characters that the tokenizer has no token for" in read(lacking, "a.jsonl").summary
+    written(here / "b.jsonl", [*rows, {"prompt": "a ", "completion": "7"}])
+    for more in ({}, {"stream": True}):
+        with pytest.raises(DataError, match="would lose characters") as caught:
+            read(lacking, "b.jsonl", "sft", **more)
+        assert caught.value.do.endswith("; or set bad rows aside: data.bad_rows: quarantine")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -18,7 +19,6 @@ from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
-from unicodedata import is_normalized
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from optrush.data.mask import (
     MEND_EARLIER,
     MEND_TEMPLATE,
     NO_STOP,
+    SHOWN,
     TEMPLATE,
     CharSpan,
     EndMarks,
@@ -41,7 +42,7 @@ from optrush.data.mask import (
     visible,
 )
 from optrush.data.schema import Chat, Completion, Document, Judged, Message, Pair, Row, RowLocation, Text, parts_of
-from optrush.data.words import Words
+from optrush.data.words import Words, byte_level
 from optrush.errors import ConfigError, DataError, NeedsError, reason
 from optrush.technique import library
 from optrush.tokenizer_files import copy_tokenizer
@@ -88,6 +89,7 @@ GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 MOST_SHAPES, LONGEST_SHAPE = 1024, 512  # of conversations in memory; messages of one
 WORDS_FROM = 256  # texts that are encoded before words are looked up: preparing that takes 0.1 s
 HEAD, TAIL = 60, 30  # tokens of a document that an error message shows, from its beginning and its end
+WRITTEN = "LNPS"  # classes of characters that say something: letters, numbers, punctuation, symbols
 REASONING_MARKS = frozenset({"<think>", "</think>"})  # tokens that an answer's text may contain
 
 
@@ -131,7 +133,8 @@ class Tokens:
         self._engine = _engine(tokenizer)
         source = json.loads(self._engine.to_str())
         self._widths, self._composed = _widths(source), _composes(source)
-        self._encoded = 0  # texts
+        self._unknown = _unknown(source)
+        self._encoded = self.lossy = 0  # texts, and those whose prompts have characters that the tokenizer lacks
         self._eos = cast("int | None", tokenizer.eos_token_id)
         self._end = "" if self._eos is None else str(tokenizer.convert_ids_to_tokens(self._eos))
         self._added = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}
@@ -349,7 +352,8 @@ class Tokens:
             if words is not None and (not draft.special or self._head is not None):
                 ids[n] = words.encode(draft.text)
             if ids[n] is None:
-                offsets = (draft.spans != () and self._widths is None) or (draft.seam > 0 and self._head is None)
+                offsets = draft.spans != () and self._widths is None
+                offsets |= self._head is None and (draft.seam > 0 or self._unknown is not None)
                 groups.setdefault((draft.special, offsets), []).append(n)
             else:
                 ids[n] = np.array([*(self._head or ()), *ids[n]] if draft.special else ids[n], np.int32)
@@ -380,7 +384,7 @@ class Tokens:
         """Return the bytes of a text, or of its part up to a character; -1 if tokens are made of others."""
         if text.isascii():
             return len(text) if end is None else end
-        return len(text[:end].encode()) if not self._composed or is_normalized("NFC", text) else -1
+        return len(text[:end].encode()) if not self._composed or unicodedata.is_normalized("NFC", text) else -1
 
     def _located(self, drafts: Sequence[_Draft], ids: Sequence[np.ndarray]) -> list[Document | None]:
         """Return the documents of conversations, found by the bytes of all tokens at once.
@@ -391,7 +395,7 @@ class Tokens:
         plain = (n for n, draft in enumerate(drafts) if not draft.special and len(ids[n]))
         usual = [n for n in plain if all(len(span.stops) == 1 for span in drafts[n].spans)]
         if self._widths is None or not usual:
-            return found
+            return found  # where bytes are lost, their number tells
         flat, starts = np.concatenate([ids[n] for n in usual]), np.cumsum([0, *(len(ids[n]) for n in usual)])
         ends = self._widths[flat].cumsum()
         edges = np.concatenate([[0], ends[starts[1:] - 1]])  # in bytes, of the texts
@@ -406,6 +410,7 @@ class Tokens:
         sound[rows[~inside]] = False
         rows, first, last, stop = (column[inside] for column in (rows, first, last, stop))
         sound[rows[(flat[last] != stop) | np.isin(flat[first], list(self._ends))]] = False
+        first, last = first[sound[rows]], last[sound[rows]]  # others may lie in the tokens of other texts
         steps = np.zeros(len(flat) + 1, np.int64)
         np.add.at(steps, first, 1)
         np.add.at(steps, last + 1, -1)
@@ -426,6 +431,8 @@ class Tokens:
             ends = self._widths[ids[len(self._head or ()) if draft.special else 0 :]].cumsum()
             if not len(ends) or ends[-1] != self._bytes(draft.text):  # a token swallows white space beside it
                 encoding, ends = self._engine.encode(draft.text, add_special_tokens=draft.special), None
+        if self._unknown is not None:
+            self._refuse_lost(draft, encoding)
         if not draft.special:
             targets = np.full(len(ids), draft.rest)
             for span in draft.spans:
@@ -455,6 +462,40 @@ class Tokens:
             asked = f"to learn from the row at {draft.where}"
             raise DataError(asked, "not one token of it would be learnt", "take it out")
         return Document(ids, targets)
+
+    def _refuse_lost(self, draft: _Draft, encoding: Encoding | None) -> None:
+        """Raise DataError if characters of what is learnt are in no token; count a text that loses others."""
+        text, learnt = draft.text, np.full(len(draft.text), draft.rest and not draft.special)
+        if self._unknown == -1:
+            held = np.array([self._held[char] for char in text], bool)
+            marks = [mark.span() for mark in any_of(self._added).finditer(text)]
+            for start, end in marks:
+                held[start:end] = True
+        else:
+            encoding = encoding or self._engine.encode(text, add_special_tokens=draft.special)
+            held = np.array([unicodedata.category(char)[0] not in WRITTEN for char in text], bool)
+            for i, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+                held[start:end] |= i != self._unknown
+        if held.all():
+            return
+        for span in draft.spans:
+            learnt[span.start : span.end] = not draft.rest
+        learnt[draft.seam :] |= draft.seam > 0
+        if self._unknown == -1:  # offsets behind a character that vanishes are too small, up to the next added token
+            places = [span.start for span in draft.spans] + [draft.seam] * (draft.seam > 0)
+            for at in places:
+                learnt[max((end for _, end in marks if end <= at), default=0) : at] = True
+        if not (lost := [text[at] for at in np.flatnonzero(learnt & ~held)]):
+            self.lossy += 1
+            return
+        names = ", ".join(map(repr, sorted(set(lost))[:SHOWN]))
+        found = f"its answer would lose characters that the tokenizer has no token for: {names} ({len(lost)} in all)"
+        do = "take the row out, or take a model whose tokenizer has them"
+        raise DataError(f"to learn from the row at {draft.where}", found, do)
+
+    @cached_property
+    def _held(self) -> _Held:
+        return _Held(self._engine, self._widths is not None)
 
     def _tokens(
         self, draft: _Draft, ids: np.ndarray, encoding: Encoding | None, ends: np.ndarray | None, span: CharSpan
@@ -546,7 +587,7 @@ def _widths(source: dict[str, Any]) -> np.ndarray | None:
     plain = level["type"] == "ByteLevel" and not level["add_prefix_space"]
     plain &= all(s["type"] in ("Split", "Digits") for s in splits) and source["model"]["type"] == "BPE"
     words = source["model"]["vocab"] if plain and _composes(source) is not None else {}
-    whole = source["model"]["unk_token"] is None or words.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
+    whole = source["model"].get("unk_token") is None or words.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
     if not words or not whole:
         return None
     widths = np.zeros(1 + max([*words.values(), *(token["id"] for token in source["added_tokens"])]), np.int64)
@@ -554,6 +595,41 @@ def _widths(source: dict[str, Any]) -> np.ndarray | None:
     for token in source["added_tokens"]:
         widths[token["id"]] = len(token["content"].encode())
     return widths
+
+
+class _Held(dict[str, bool]):
+    """Whether an engine that leaves characters out has tokens for one, or it is none that is written."""
+
+    def __init__(self, engine: Tokenizer, by_bytes: bool) -> None:
+        super().__init__()
+        self._engine, self._by_bytes = engine, by_bytes
+
+    def __missing__(self, char: str) -> bool:
+        text = char if self._engine.normalizer is None else self._engine.normalizer.normalize_str(char)
+        pieces = byte_level(text) if self._by_bytes else text
+        self[char] = unicodedata.category(char)[0] not in WRITTEN or all(map(self._known, pieces))
+        return self[char]
+
+    def _known(self, piece: str) -> bool:
+        return self._engine.token_to_id(piece) is not None
+
+
+def _unknown(source: dict[str, Any]) -> int | None:
+    """Return the id that stands for characters without a token, -1 if they vanish; None: each has tokens, of its bytes.
+
+    `source` is the engine's JSON.
+    """
+    from tokenizers import pre_tokenizers
+
+    model, steps = source["model"], (source["pre_tokenizer"] or {})
+    vocab = model["vocab"]
+    ids: dict[str, int] = vocab if isinstance(vocab, dict) else {piece: i for i, (piece, _) in enumerate(vocab)}
+    if any(step.get("type") == "ByteLevel" for step in steps.get("pretokenizers", [steps])):
+        whole = ids.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
+    else:
+        whole = bool(model.get("byte_fallback")) and all(f"<0x{byte:02X}>" in ids for byte in range(256))
+    unknown = model["unk_id"] if model.get("unk_id") is not None else ids.get(model.get("unk_token") or "", -1)
+    return None if whole else int(unknown)
 
 
 def _composes(source: dict[str, Any]) -> bool | None:

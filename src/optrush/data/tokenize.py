@@ -261,6 +261,7 @@ Kept = Sequence[np.ndarray] | None
 # Position of the file, place, row (None: cleaning removed it), keys that `parse_row` noted.
 Parsed = tuple[int, RowLocation, Row | DataError | None, Collection[str]]
 Samples = Sequence[tuple[Document, ...]]  # of one row
+LOSSY = "characters -> lost"  # counted like a key: rows with characters that the tokenizer lacks
 MOST_KEYS, OTHER_KEYS = 100, "other keys"  # different keys that are counted one by one; the name of the others
 
 
@@ -288,7 +289,9 @@ def shards(
 
     def flush() -> None:
         good = [(where, row) for _, where, row, _ in batch if row is not None and not isinstance(row, DataError)]
+        before = tokens.lossy
         made = iter(row_samples(tokens, good, train_on))
+        builder.note([LOSSY] * (tokens.lossy - before))
         builder.marked += sum(tokens.marked(row) for _, row in good)
         for file, where, row, keys in batch:
             if row is None:

@@ -31,6 +31,11 @@ BYTES = dict(zip([b for b in range(256) if b not in PRINTABLE], range(256, 512))
 Split = Callable[[str], Iterable[str]]
 
 
+def byte_level(text: str) -> str:
+    """Return a text as a byte-level vocabulary writes it: a character for each byte."""
+    return text.encode().decode("latin-1").translate(BYTES)
+
+
 class _Ids(dict[str, Sequence[int]]):
     """The ids of each word, and of each added token."""
 
@@ -39,8 +44,7 @@ class _Ids(dict[str, Sequence[int]]):
         self._added, self._model = added, engine.model
 
     def __missing__(self, word: str) -> Sequence[int]:
-        text = word.encode().decode("latin-1").translate(BYTES)
-        ids = tuple([token.id for token in self._model.tokenize(text)])
+        ids = tuple([token.id for token in self._model.tokenize(byte_level(word))])
         if len(word) <= LONGEST_WORD:
             if len(self) >= MOST_WORDS:
                 self.clear()
@@ -72,7 +76,7 @@ class Words:
         for _ in range(PROBES):
             text = "".join(draw.choices([*CHARACTERS, *often * 16], k=draw.randint(1, PROBE_chars)))
             pieces = engine.pre_tokenizer.pre_tokenize_str(text)
-            if [a for a, _ in pieces] != [w.encode().decode("latin-1").translate(BYTES) for w in self._split(text)]:
+            if [a for a, _ in pieces] != [byte_level(word) for word in self._split(text)]:
                 raise ValueError(f"other words of {text!r}")
             if engine.encode(text, add_special_tokens=False).ids != self._encode(text):
                 raise ValueError(f"other ids of {text!r}")
