@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from optrush.data import mask
 from optrush.data.chat_template import Tokens
-from optrush.data.schema import Chat, Completion, Message, Text
+from optrush.data.schema import Chat, Completion, Message, Text, parse_row
 from optrush.errors import DataError
 
 
@@ -258,3 +258,22 @@ def test_what_is_not_written_is_not_missed(bytelevel):
     assert tokens.lossy == 0
     whole = Tokens(bytelevel, CHATML)
     assert whole.document(talk(["é 7 中 🙂"]), "assistant", WHERE) and not whole.lossy
+
+
+@pytest.mark.parametrize("key", ["thinking", "reasoning", "reasoning_content"])
+@pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
+def test_thoughts_that_a_template_leaves_out_are_refused_whatever_is_learnt(bytelevel, key, train_on):
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", key: "Eggs boil."}]
+    tokens = Tokens(bytelevel, CHATML)
+    with pytest.raises(DataError, match=rf"messages\[1\]\.{key}\b") as caught:
+        tokens.document(parse_row(WHERE, {"messages": turns}), train_on, WHERE)
+    do = caught.value.do
+    assert "<think>" in do and f"'messages[].{key}': ignore" in do and "train_on" not in do
+    kept = CHATML.replace("message['content']", "(message.reasoning or '') + message['content']")
+    assert kept != CHATML
+    assert Tokens(bytelevel, kept).document(parse_row(WHERE, {"messages": turns}), "all", WHERE)
+    first = [*turns, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
+    with pytest.raises(DataError, match=rf"messages\[1\]\.{key}"):
+        tokens.document(parse_row(WHERE, {"messages": first}), "all", WHERE)
+    inside = [turns[0], {"role": "assistant", "content": "<think>\nEggs boil.\n</think>\n\nb"}]
+    assert tokens.document(parse_row(WHERE, {"messages": inside}), train_on, WHERE)

@@ -509,3 +509,21 @@ def test_texts_that_lose_characters_are_counted_and_bad_rows_name_the_quarantine
         with pytest.raises(DataError, match="would lose characters") as caught:
             read(lacking, "b.jsonl", "sft", **more)
         assert caught.value.do.endswith("; or set bad rows aside: data.bad_rows: quarantine")
+
+
+@pytest.mark.parametrize(
+    ("names", "columns", "line"),
+    [
+        (("Customer Message", "Agent Reply"), True, "{Customer Message: instruction, Agent Reply: output}"),
+        (("prompt", "completion"), False, "{prompt: instruction, completion: output}"),
+        (("instruction", "output"), False, None), (("q", "a"), None, None),
+    ],
+)  # fmt: skip
+def test_texts_without_the_template_are_said(here, tokens, names, columns, line):
+    written(here / "a.jsonl", [dict(zip(names, (f"a soup {n}?", "a soup."))) for n in range(3)])
+    to = ("prompt", "completion") if columns else ("instruction", "output")
+    said = []
+    more = {} if columns is False else {"columns": dict(zip(names, to))}
+    read(tokens, "a.jsonl", "sft", progress=said.append, **more)
+    found = [text for text in said if "chat template is not used" in text]
+    assert [f"`data.columns: {line}`" in text for text in found] == ([] if line is None else [True])

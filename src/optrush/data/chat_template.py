@@ -214,6 +214,12 @@ class Tokens:
         """
         return (self._tool_template if tools else self._template).source
 
+    def has_template(self) -> bool:
+        """Return whether there is a chat template."""
+        with suppress(DataError):
+            return bool(self.template())
+        return False
+
     def tagged(self) -> bool:
         """Return whether the chat template marks what the assistant generates; what is learnt does not depend on it."""
         found = False
@@ -223,12 +229,13 @@ class Tokens:
         return found
 
     def spans(
-        self, chat: Chat, turns: Sequence[int], where: RowLocation, steady: bool
+        self, chat: Chat, turns: Sequence[int], where: RowLocation, steady: bool, whole: bool = False
     ) -> tuple[str, Sequence[CharSpan]]:
         """Return the conversation under the template, and which characters of it the assistant wrote in these turns.
 
         Args:
             steady: refuse the row, too, if later turns change how the template writes one of these.
+            whole: likewise, if the template leaves out reasoning: all tokens are learnt.
 
         Raises DataError: as `Masker`, or a message forges a turn.
         """
@@ -244,6 +251,8 @@ class Tokens:
         masker = Masker(template, self._marks, chat, turns, where, checked)
         refuse(chat, self._forgers, where)
         spans = masker.spans() if turns else []
+        if whole:
+            masker.check_thoughts()
         if steady and not checked:
             masker.check_steady()
         if layout is None and len(chat.messages) <= LONGEST_SHAPE and len(self._checked) < MOST_SHAPES:
@@ -323,7 +332,7 @@ class Tokens:
             found = "no answer of them is to be learnt"
             raise DataError(f"to learn from the messages at {where}", found, "take them out")
         try:
-            rendered, spans = self.spans(row, turns, where, steady=train_on == "assistant")
+            rendered, spans = self.spans(row, turns, where, train_on == "assistant", train_on == "all")
         except RecursionError as error:
             raise DataError(f"to mask the messages at {where}", "calls nested too deeply", "take them out") from error
         if unknown := {stop for span in spans for stop in span.stops} - self._control - REASONING_MARKS:

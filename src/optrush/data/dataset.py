@@ -43,7 +43,19 @@ from optrush.data.samples import (
     truncated_rows,
     view,
 )  # fmt: skip
-from optrush.data.schema import Chat, Document, Judged, Pair, Row, RowLocation, Text, row_rules
+from optrush.data.schema import (
+    ANSWERED,
+    Chat,
+    Completion,
+    Document,
+    Judged,
+    Pair,
+    Row,
+    RowLocation,
+    Text,
+    parts_of,
+    row_rules,
+)
 from optrush.data.strict_json import quoted
 from optrush.data.tokenize import OTHER_KEYS, BadRow, Parsed, Say, TokenizeWork, cache_root
 from optrush.errors import ConfigError, DataError
@@ -547,6 +559,12 @@ class _Reading:
         for _, where, row, _ in first:
             if not isinstance(row, DataError | None):
                 self.maker.suits(2 if isinstance(row, Pair) else 1, where)
+        parts = [part for _, _, row, _ in first if isinstance(row, Row) for part in parts_of(row)]
+        if any(isinstance(part, Completion) for part in parts) and self.maker.tokens.has_template():
+            ask, say = ({name: key for key, name in d.columns.items()}.get(name, name) for name in ANSWERED[:2])
+            line = f"`data.columns: {{{ask}: instruction, {say}: output}}` makes turns of them"
+            line = "messages instead of texts make turns of them" if self.config.objective != "sft" else line
+            self.say(f"the chat template is not used for rows of prompt and completion, as plain texts; {line}")
         shelf = self.maker.shards(first, work.files, T)
         self.parts, self.first = shelf.parts, Counts(rows=len(first), keys=shelf.keys)
         samples = list[tuple[RowLocation, Row]]()

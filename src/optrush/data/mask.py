@@ -272,6 +272,10 @@ def _json(arguments: Any) -> str:
 CHANGED = "the template changes the assistant's text, so it cannot be masked"
 NO_STOP = "no end-of-turn token follows the assistant's text: the model would never learn to stop"
 MEND_TEMPLATE = "give another template (model.chat_template), or train on all tokens (data.train_on: all)"
+KEEP_THOUGHTS = (
+    "write it into the content, between <think> and </think>; give a template that writes it (model.chat_template); or "
+    "learn without it: `data.columns: {{'messages[].{}': ignore}}`"
+)
 MEND_EARLIER = (
     "train on the last answer only (data.train_on: last), on each as it would be asked for (data.split_turns: true), "
     "or give another template (model.chat_template)"
@@ -360,6 +364,14 @@ class Masker:
         self._marked = re.compile(f"{self._open}([0-9]+):(.*?){self._close}", re.DOTALL)
         # A template that takes reasoning out of a content writes the `<think>` that such a content lacks, before it.
         self._cut(split=any(_unopened(chat.messages[i].content) for i in turns))
+
+    def check_thoughts(self) -> None:
+        """Raises DataError where all tokens are learnt, and the template leaves out a turn's reasoning."""
+        last = max((i for i, turn in enumerate(self._chat.messages) if turn.role == "assistant"), default=0)
+        for i, turn in enumerate(self._chat.messages):
+            if turn.reasoning and turn.learnt and turn.reasoning.strip() not in self.rendered:
+                found = f"the template leaves out messages[{i}].{turn.thoughts}"
+                raise self._refused(found, KEEP_THOUGHTS.format(turn.thoughts) if i == last else MEND_EARLIER)
 
     def spans(self) -> list[CharSpan]:
         """Return what is learnt of each of the turns, in order; raises DataError if it cannot be proven."""
@@ -535,7 +547,10 @@ class Masker:
         turn, name, text = self._leaves[k]
         gone = f"{self._open}{k}:" not in self._with({k: text})
         found = f"{CHANGED}: messages[{turn}].{name} is {'left out' if gone else 'changed'}"
-        return self._refused(found, MEND_TEMPLATE if turn == self._turns[-1] else MEND_EARLIER)
+        last = turn == self._turns[-1]
+        if last and gone and name == self._chat.messages[turn].thoughts:
+            return self._refused(found, KEEP_THOUGHTS.format(name))
+        return self._refused(found, MEND_TEMPLATE if last else MEND_EARLIER)
 
     def _refused(self, found: str, do: str = MEND_TEMPLATE) -> DataError:
         return DataError(f"to mask the messages at {self._where}", found, do)
@@ -617,7 +632,7 @@ def _changed(message: Message, change: Callable[[str, str], str], split: bool) -
         {**call, "function": walk(f"tool_calls[{n}].function", call["function"])}
         for n, call in enumerate(message.calls)
     )
-    return replace(message, content=content, reasoning=walk("reasoning", message.reasoning), calls=calls)
+    return replace(message, content=content, reasoning=walk(message.thoughts, message.reasoning), calls=calls)
 
 
 def _leaves(turn: int, message: Message, split: bool) -> list[Leaf]:
