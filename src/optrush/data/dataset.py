@@ -561,7 +561,8 @@ class _Reading:
                 self.maker.suits(2 if isinstance(row, Pair) else 1, where)
         parts = [part for _, _, row, _ in first if isinstance(row, Row) for part in parts_of(row)]
         if any(isinstance(part, Completion) for part in parts) and self.maker.tokens.has_template():
-            ask, say = ({name: key for key, name in d.columns.items()}.get(name, name) for name in ANSWERED[:2])
+            named: dict[str, str] = {name: key for key, name in d.columns.items()}
+            ask, say = (named.get(name, name) for name in ANSWERED[:2])
             line = f"`data.columns: {{{ask}: instruction, {say}: output}}` makes turns of them"
             line = "messages instead of texts make turns of them" if self.config.objective != "sft" else line
             self.say(f"the chat template is not used for rows of prompt and completion, as plain texts; {line}")
