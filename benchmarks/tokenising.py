@@ -207,8 +207,12 @@ def speed(folder: Path, kind: str, size_bytes: int, repeats: int) -> dict[str, A
     def median(what: str, figure: str) -> float:
         return statistics.median(one[figure] for one in runs[what])
 
+    n = path.read_bytes().count(b"\n")
     return {
-        "kind": kind, "bytes": path.stat().st_size, "tokens": runs["ours"][0]["tokens"],
+        "kind": kind, "bytes": path.stat().st_size, "rows": n,
+        "rows_per_s": {what: round(n / median(what, "s")) for what in runs},
+        "rows_per_cpu_s": {what: round(n / median(what, "cpu_s")) for what in runs},
+        "tokens": runs["ours"][0]["tokens"],
         "tokens_per_s": {what: round(of[0]["tokens"] / median(what, "s")) for what, of in runs.items()},
         "ratio": {what: round(median(what, "s") / median("ours", "s"), 3) for what in ("exact", "fast")},
         "cpu": {what: round(median(what, "cpu_s") / median("ours", "cpu_s"), 3) for what in ("exact", "fast")},

@@ -642,6 +642,8 @@ def explain(
     here = [p for p in problems if _path(p["loc"])[: len(path)] == path]
     whole = all(p["type"] == "model_type" for p in here)
     do = _whole_section(root, path, first["input"], flag) if whole else accepted(here)
+    if path[:2] == ("data", "columns") and path[-1] in get_args(Column) and isinstance(first["input"], str):
+        do = f"write the row's key first: `data.columns: {{{first['input']}: {path[-1]}}}`"
     place, found, do = (LOGIN.sub("***@", text) for text in (place, f"{first['input']!r}", do))  # repeat no password
     return ConfigError(f"{place}: `{name}`", found, do)
 

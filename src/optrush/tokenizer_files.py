@@ -99,6 +99,7 @@ def try_reading(folder: Path, _: object = None) -> str:
     from tokenizers import Tokenizer
 
     most_bytes = READER_bytes + 40 * sum((folder / name).stat().st_size for name in tokenizer_files(folder))
+    most_bytes += int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()  # what it began with
 
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a library prints as it aborts
     for limit, most in ((resource.RLIMIT_AS, most_bytes), (resource.RLIMIT_CPU, READER_s), (resource.RLIMIT_CORE, 0)):

@@ -28,8 +28,8 @@ ONE_SUBJECT = {
 # Lines a folder may have; "top" are the files directly in src/optrush. What is raised is raised in a commit of its own
 # that says what the lines buy; what shrinks is lowered with it.
 LINES = {
-    "data": 8060,
-    "trainer": 6320,
+    "data": 8420,
+    "trainer": 6330,
     "models": 5815,
     "techniques": 5320,
     "kernels": 4620,
@@ -42,7 +42,7 @@ LINES = {
     "optim": 820,
     "objectives": 430,
 }
-MOST_FILES = 211
+MOST_FILES = 212
 MOST_MODULES_IN_PACKAGE = 15  # directly in src/optrush, without __init__ and __main__
 MOST_SHARED_NAMES = 40  # public functions and classes whose name two modules or more define
 

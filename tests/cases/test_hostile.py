@@ -773,9 +773,9 @@ def test_a_large_tokenizer_is_read_first(box: Box, tmp_path: Path, monkeypatch: 
     words |= {f"a rather long word {n}": len(words) + n for n in range(40_000)}
     file.write_text(json.dumps(tree))
     counted: list[int] = []
-    fresh = chat_template.pool.fresh
+    forked = chat_template.pool.forked
     monkeypatch.setattr("optrush.tokenizer_files.LIGHT_bytes", 1 << 20)
-    monkeypatch.setattr(chat_template.pool, "fresh", lambda *a: (counted.append(1), fresh(*a))[1])
+    monkeypatch.setattr(chat_template.pool, "forked", lambda *a: (counted.append(1), forked(*a))[1])
     for _ in range(2):
         assert len(chat_template.open_tokenizer(tmp_path / "m")) > 40_000
     assert len(counted) == 1

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -209,23 +210,24 @@ def test_a_file_that_changes_while_it_is_tokenised_is_refused_and_not_kept(here,
     assert ids(tokenized(work(tokens, path))) == alone(tokens, path)
 
 
-def test_workers_hold_no_torch_and_the_parent_starts_none_beyond_the_work(here, tokens, monkeypatch):
-    """Importing torch would cost each process more memory than all that it does."""
+def test_workers_share_this_process_s_memory_and_are_none_beyond_the_work(here, tokens, monkeypatch):
+    """Torch and the tokenizer are in memory once, however many cores there are."""
     begun = []
-    real = pool.fresh
-    monkeypatch.setattr(pool, "fresh", lambda *given: begun.extend(real(*given)) or [*begun])
+    real = pool.forked
+    monkeypatch.setattr(pool, "forked", lambda *given: begun.extend(real(*given)) or [*begun])
     made = tokenized(work(tokens, written(here / "a.jsonl"), workers=64))
     next(made)
     assert 1 < len(begun) <= 8
-    maps = Path(f"/proc/{begun[0].pid}/maps").read_text()
-    assert "tokenizers" in maps and "libtorch" not in maps
+    rollup = Path(f"/proc/{begun[0].pid}/smaps_rollup").read_text()
+    kib = {line.split()[0]: int(line.split()[1]) for line in rollup.splitlines()[1:]}
+    assert kib["Private_Dirty:"] < 64 << 10 and kib["Private_Dirty:"] < kib["Rss:"] / 2
     made.close()
     assert not any(alive(worker.pid) for worker in begun)
 
 
 def test_little_data_is_tokenised_here(here, tokens, monkeypatch):
-    """An interpreter takes longer to start than this process to do what two jobs are."""
-    monkeypatch.setattr(pool, "fresh", None)
+    """One worker would do nothing that this process can not."""
+    monkeypatch.setattr(pool, "forked", None)
     for texts, data in ((TEXTS[:15], {"workers": 9}), (TEXTS, {"workers": 1})):
         path = written(here / "a.jsonl", texts)
         made = list(tokenized(work(tokens, path, **data)))
@@ -396,16 +398,40 @@ def test_a_damaged_file_is_named_whichever_worker_meets_it(here, tokens):
 def test_a_worker_that_dies(here, tokens, monkeypatch, capfd):
     given = work(tokens, written(here / "a.jsonl"), workers=2)
     with monkeypatch.context() as patch:
-        patch.setattr(pool, "BEGIN", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+        patch.setattr(pool, "_serve", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         with pytest.raises(DataError, match=r"was killed by signal 9 \(out of memory\?\)") as caught:
             list(tokenized(given))
     assert "a.jsonl from row 1 on" in caught.value.asked and "data.workers: 1" in caught.value.do
     with monkeypatch.context() as patch:
-        patch.setattr(pool, "BEGIN", "raise SystemExit('these are its words')")
+        patch.setattr(pool, "_serve", lambda *_: exec("raise SystemExit('these are its words')"))
         with pytest.raises(DataError, match="ended with code 1"):
             list(tokenized(given))
     assert "these are its words" in capfd.readouterr().err
     assert ids(tokenized(given)) == alone(tokens, given.files[0])
+
+
+def test_progress_within_a_job(here, tokens, monkeypatch):
+    """Where jobs begin tells how large a row is, so the time left is known before one is done."""
+    path = written(here / "a.jsonl", ["soup"] * 900)
+    told = Progress(lambda line: None, "tokenising", path.stat().st_size)
+    assert told.of_row == 0 and len(list(told.sized(jobs([path], "file")))) > 9
+    assert told.of_row == path.stat().st_size / 900
+    said, clock = [], iter([0.5, 3.0, 14.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    told.begun, told.next, told.say, told.total = 0.0, 1.0, said.append, 10 * told.of_row
+    told.done(0, 4 * told.of_row, fresh=False)  # of an earlier run
+    told.done(3)
+    told.done(3, 6 * told.of_row)
+    assert [line.partition(" a second")[2] for line in said] == [", 70%, 3 s left", ", 100%, 0 s left"]
+
+
+def test_cores_follow_the_container_s_share(here, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr(tokenize, "CPU_SHARE", here / "cpu.max")
+    for text, cores in ((None, 64), ("max 100000", 64), ("250000 100000", 3), ("5000 100000", 1), ("", 64)):
+        if text is not None:
+            (here / "cpu.max").write_text(text)
+        assert tokenize.cores() == cores
 
 
 # --- one at a time
@@ -455,14 +481,15 @@ def test_who_waited_uses_what_the_other_made(here, tokens, monkeypatch):
 
 
 def test_progress(monkeypatch):
-    clock = iter([0.0, 1.0, 6.0, 7.0, 12.0])
+    """A line after two seconds, and every five from then on."""
+    clock = iter([0.0, 1.0, 2.0, 6.5, 7.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     said = []
     told = Progress(said.append, "tokenising", 1000)
     for _ in range(4):
         told.done(300, 100.0)
     assert said == [
-        "tokenising: 600 rows, 100 a second, 20%, 24 s left", "tokenising: 1,200 rows, 100 a second, 40%, 18 s left",
+        "tokenising: 600 rows, 300 a second, 20%, 8 s left", "tokenising: 1,200 rows, 171 a second, 40%, 10 s left",
     ]  # fmt: skip
     clock = iter([0.0, 9.0])
     told = Progress(said.append, "cleaning", 1.0)

@@ -434,7 +434,7 @@ def test_the_same_bytes_whatever_the_number_of_workers(tmp_path: Path) -> None:
 def test_a_worker_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from optrush.data import cleaning, pool
 
-    started = pool.fresh
+    started = pool.forked
 
     def killed(*arguments: Any) -> Any:
         workers = started(*arguments)
@@ -442,7 +442,7 @@ def test_a_worker_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             os.kill(worker.pid, signal.SIGKILL)
         return workers
 
-    monkeypatch.setattr(pool, "fresh", killed)
+    monkeypatch.setattr(pool, "forked", killed)
     monkeypatch.setattr(cleaning, "WORKER_bytes", 1)  # a worker for any data
     files = [write(tmp_path / f"{i}.jsonl", ["a"]) for i in range(6)]
     with pytest.raises(RunError, match="was killed by signal 9") as lost:

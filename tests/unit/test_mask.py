@@ -1,11 +1,13 @@
 """What a template leaves out or writes elsewhere is refused, and a call's end is not taken for its turn's."""
 
 import pytest
-from chats import CHATML, WHERE, bytelevel_bpe, learnt, talk
+from chats import CHATML, WHERE, bytelevel_bpe, learnt, row, talk
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from optrush.data import mask
 from optrush.data.chat_template import Tokens
-from optrush.data.schema import Chat, Message
+from optrush.data.schema import Chat, Completion, Message, Text, parse_row
 from optrush.errors import DataError
 
 
@@ -193,3 +195,85 @@ def test_a_known_shape_is_rendered_once(bytelevel, monkeypatch):
     monkeypatch.setattr(mask.Template, "render", lambda *given: (rendered.append(1), render(*given))[1])
     assert learnt(tokens, tokens.document(talk(["Soup."]), "assistant", WHERE)) == ["Soup.<|im_end|>"]
     assert len(rendered) == 1
+
+
+# --- characters without a token
+
+
+def lacking(unknown=None, kind="bpe"):
+    """A tokenizer of small letters: other characters vanish, or become one token."""
+    letters = {c: 10 + i for i, c in enumerate("abcdefghijklmnopqrstuvwxyz \n")}
+    vocab = {"<|im_start|>": 0, "<|im_end|>": 1, **({unknown: 2} if unknown else {}), **letters}
+    if kind == "unigram":
+        engine = Tokenizer(models.Unigram([(piece, -1.0) for piece in vocab], unk_id=2))
+    elif kind == "bytes":
+        vocab = {c: n for n, c in enumerate(sorted({*pre_tokenizers.ByteLevel.alphabet()} - {*"7éÃ"}))}
+        engine = Tokenizer(models.BPE(vocab, []))
+        engine.pre_tokenizer = pre_tokenizers.ByteLevel(False)
+    else:
+        engine = Tokenizer(models.BPE(vocab, [], unk_token=unknown))
+    engine.add_special_tokens([AddedToken(t, normalized=False) for t in ("<|im_start|>", "<|im_end|>")])
+    return Tokens(PreTrainedTokenizerFast(tokenizer_object=engine, eos_token="<|im_end|>"), CHATML)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lost"),
+    [
+        (lacking(), ",7é"), (lacking("<unk>"), ",7é"), (lacking("<unk>", "unigram"), ",7é"),
+        (lacking(kind="bytes"), "7é"),
+    ],
+    ids=["vanish", "unknown", "unigram", "bytes"],
+)  # fmt: skip
+def test_an_answer_that_loses_characters_is_a_bad_row(tokens, lost):
+    for answer in ("it is 7, café", "so 7", "é"):
+        for given in (row(("user", "a"), ("assistant", answer)), Completion("a", answer)):
+            with pytest.raises(DataError, match="would lose characters") as caught:
+                tokens.document(given, "last", WHERE)
+            found = caught.value.found
+            assert all((repr(c) in found) == (c in answer) for c in lost) and "take the row out" in caught.value.do
+    assert tokens.lossy == 0
+    asked = row(("system", "é7"), ("user", "it is 7"), ("assistant", "it is"))
+    assert learnt(tokens, tokens.document(asked, "assistant", WHERE)) == [
+        tokens.tokenizer.decode(tokens.tokenizer.encode("it is<|im_end|>", add_special_tokens=False))
+    ]
+    assert tokens.lossy == 1  # a prompt is counted alone
+    tokens.document(Text("it is 7"), "assistant", WHERE)
+    assert tokens.lossy == 2
+    tokens.document(Text("it is"), "assistant", WHERE)
+    assert tokens.lossy == 2
+
+
+def test_offsets_behind_a_character_that_vanishes_are_not_trusted():
+    template = CHATML.replace("<|im_start|>", "<|im_start|>É")
+    tokens = Tokens(lacking().tokenizer, template)
+    with pytest.raises(DataError, match="'É'"):
+        tokens.document(row(("user", "a"), ("assistant", "it is")), "assistant", WHERE)
+    with pytest.raises(DataError, match="'7'"):
+        lacking().document(Completion("so 7 ", "it is"), "assistant", WHERE)
+
+
+def test_what_is_not_written_is_not_missed(bytelevel):
+    tokens = lacking()
+    assert tokens.document(row(("user", "a"), ("assistant", "it\u200b is\t")), "assistant", WHERE)
+    assert tokens.lossy == 0
+    whole = Tokens(bytelevel, CHATML)
+    assert whole.document(talk(["é 7 中 🙂"]), "assistant", WHERE) and not whole.lossy
+
+
+@pytest.mark.parametrize("key", ["thinking", "reasoning", "reasoning_content"])
+@pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
+def test_thoughts_that_a_template_leaves_out_are_refused_whatever_is_learnt(bytelevel, key, train_on):
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", key: "Eggs boil."}]
+    tokens = Tokens(bytelevel, CHATML)
+    with pytest.raises(DataError, match=rf"messages\[1\]\.{key}\b") as caught:
+        tokens.document(parse_row(WHERE, {"messages": turns}), train_on, WHERE)
+    do = caught.value.do
+    assert "<think>" in do and f"'messages[].{key}': ignore" in do and "train_on" not in do
+    kept = CHATML.replace("message['content']", "(message.reasoning or '') + message['content']")
+    assert kept != CHATML
+    assert Tokens(bytelevel, kept).document(parse_row(WHERE, {"messages": turns}), "all", WHERE)
+    first = [*turns, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
+    with pytest.raises(DataError, match=rf"messages\[1\]\.{key}"):
+        tokens.document(parse_row(WHERE, {"messages": first}), "all", WHERE)
+    inside = [turns[0], {"role": "assistant", "content": "<think>\nEggs boil.\n</think>\n\nb"}]
+    assert tokens.document(parse_row(WHERE, {"messages": inside}), train_on, WHERE)

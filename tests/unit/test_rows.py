@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from optrush.config import parse_config
 from optrush.data.schema import Chat, Completion, Message, Pair, RowLocation, Text, parse_row, row_text
-from optrush.errors import DataError
+from optrush.errors import ConfigError, DataError
 
 WHERE = RowLocation(Path("data.jsonl"), 3)
 ASK, ANSWER = {"role": "user", "content": "ask"}, {"role": "assistant", "content": "answer"}
@@ -331,3 +332,25 @@ def test_the_text_of_a_row():
     assert (
         row_text(row(prompt="ask", chosen=[ANSWER], rejected=[{**ANSWER, "content": "worse"}])) == "ask\nanswer\nworse"
     )
+
+
+@pytest.mark.parametrize("given", ["", " ", "\n", None, "{}", {}])
+def test_a_call_without_parameters(given):
+    call = {"type": "function", "function": {"name": "now", "arguments": given}}
+    row = {"messages": [{"role": "user", "content": "Now?"}, {"role": "assistant", "tool_calls": [call]}]}
+    found = parse_row(RowLocation(Path("f"), 1), row)
+    assert found.messages[1].calls[0]["function"]["arguments"] == {}
+
+
+@pytest.mark.parametrize(
+    ("columns", "line"),
+    [
+        ("{prompt: Customer Message, completion: reply}", "{Customer Message: prompt}"),
+        ("{text: body}", "{body: text}"), ("{ignore: note}", "{note: ignore}"), ("{question: answer}", None),
+    ],
+)  # fmt: skip
+def test_columns_the_wrong_way_round(columns, line):
+    text = f"model: tiny\nobjective: sft\noutput: o\ndata: {{path: x, columns: {columns}}}\n"
+    with pytest.raises(ConfigError) as caught:
+        parse_config(text, "x.yaml")
+    assert (f"write the row's key first: `data.columns: {line}`" in caught.value.do) == (line is not None)

@@ -2,17 +2,18 @@
 
 import gzip
 import json
-import pickle
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from meshes import further
 from optrush.config import parse_config
-from optrush.data import dataset, sample, tokenize
+from optrush.data import dataset, pool, sample, tokenize
 from optrush.data.chat_template import Tokens
 from optrush.data.dataset import read_sources
 from optrush.data.length_estimate import estimate
@@ -360,13 +361,26 @@ def test_a_stream_gives_what_the_cache_gives(here, tokens, kind, clean):
 def test_a_stream_goes_to_other_processes(here, tokens):
     written(here / "a.jsonl", texts(0, 30))
     live = read(tokens, "a.jsonl", stream=True, eval=0.2).train
-    copy = pickle.loads(pickle.dumps(live))
-    a, b = (source.read([3, 20, 4]).samples for source in (live, copy))
+    with pool.Pool(pool.forked(lambda: lambda numbers, _: live.read(numbers), 2), [[3, 20, 4]], None) as workers:
+        a, b = live.read([3, 20, 4]).samples, next(workers).samples
     assert [(n, d.ids.tolist()) for n, (d,) in a] == [(n, d.ids.tolist()) for n, (d,) in b]
     for unknown in (live.lengths, live.targets, lambda: live.documents(0)):
         with pytest.raises(ConfigError, match=r"data\.stream"):
             unknown()
-    assert copy.fingerprint == live.fingerprint and (live.parts, len(live)) == (1, 24)
+    assert (live.parts, len(live)) == (1, 24)
+
+
+def test_a_row_of_a_stream_is_read_alone(here, tokens):
+    written(here / "a.jsonl", texts(0, 2000))
+
+    def read_bytes():
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    live = read(tokens, "a.jsonl", stream=True).train
+    live.read([3])  # what is imported is read, too
+    before, numbers = read_bytes(), list(range(7, 2000, 40))
+    assert len(live.read(numbers).samples) == len(numbers)
+    assert read_bytes() - before < 5000 * len(numbers)
 
 
 def test_bad_rows_of_a_stream(here, tokens, monkeypatch):
@@ -482,3 +496,34 @@ def test_lengths_are_estimated_from_any_form(here):
     assert len(lengths("large.jsonl")) <= 6
     for nothing in ("no.jsonl", "org/name", "no/*.jsonl"):
         assert lengths(nothing) == []
+
+
+def test_texts_that_lose_characters_are_counted_and_bad_rows_name_the_quarantine(here):
+    engine = Tokenizer(models.BPE({c: n for n, c in enumerate("\0abcdefghijklmnopqrstuvwxyz ")}, []))
+    lacking = Tokens(PreTrainedTokenizerFast(tokenizer_object=engine, eos_token="<|end|>"))
+    rows = [{"text": "soup 7"}, {"text": "soup"}, {"prompt": "a ", "completion": "b"}]
+    written(here / "a.jsonl", rows)
+    assert "1 texts have characters that the tokenizer has no token for" in read(lacking, "a.jsonl").summary
+    written(here / "b.jsonl", [*rows, {"prompt": "a ", "completion": "7"}])
+    for more in ({}, {"stream": True}):
+        with pytest.raises(DataError, match="would lose characters") as caught:
+            read(lacking, "b.jsonl", "sft", **more)
+        assert caught.value.do.endswith("; or set bad rows aside: data.bad_rows: quarantine")
+
+
+@pytest.mark.parametrize(
+    ("names", "columns", "line"),
+    [
+        (("Customer Message", "Agent Reply"), True, "{Customer Message: instruction, Agent Reply: output}"),
+        (("prompt", "completion"), False, "{prompt: instruction, completion: output}"),
+        (("instruction", "output"), False, None), (("q", "a"), None, None),
+    ],
+)  # fmt: skip
+def test_texts_without_the_template_are_said(here, tokens, names, columns, line):
+    written(here / "a.jsonl", [dict(zip(names, (f"a soup {n}?", "a soup."))) for n in range(3)])
+    to = ("prompt", "completion") if columns else ("instruction", "output")
+    said = []
+    more = {} if columns is False else {"columns": dict(zip(names, to))}
+    read(tokens, "a.jsonl", "sft", progress=said.append, **more)
+    found = [text for text in said if "chat template is not used" in text]
+    assert [f"`data.columns: {line}`" in text for text in found] == ([] if line is None else [True])

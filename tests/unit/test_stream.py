@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshes import further
-from optrush.data import pool, sampler
+from optrush.data import pool, sampler, tokenize
 from optrush.data.packing import Fitted, Packed, Padded, Sorted, Wrapped
-from optrush.data.sampler import LiveStream, Loading, Stream, ahead, epoch_order, evaluation, reading
+from optrush.data.sampler import LiveStream, Loading, Stream, ahead, epoch_order, evaluation, reading, stream_of
 from optrush.data.samples import Counts, SampleChunk, permutation
 from optrush.data.schema import Document
 from optrush.errors import ConfigError, DataError, RunError
@@ -308,6 +308,19 @@ def test_live_rows_make_the_same_batches_as_cached_ones(layout):
     one = [samples(cached.step(k, plan)) for k in range(20)]
     steps = live.run(live.plan(steps=20), 0, rank=0, ranks=1, micro_rows=4, loading=Loading())
     assert [list(b.samples) for step in steps for b in step] == one
+
+
+def test_a_live_window_is_small(monkeypatch, capsys):
+    """The first step waits for it, and says so if that takes long."""
+    monkeypatch.setattr(sampler, "LIVE_WINDOW", 200)
+    monkeypatch.setattr(tokenize, "QUIET_S", 0.0)
+    source = Rowed([3] * 1000)
+    steps = stream_of(source, Packed(), T=T, rows=4, seed=1)
+    assert stream_of(Listed([3] * 1000), Packed(), T=T, rows=4, seed=1).layout.window > 200 == steps.layout.window
+    next(steps.run(steps.plan(steps=3), 0, rank=0, ranks=1, micro_rows=4, loading=Loading()))
+    assert steps.counts.rows == 200
+    assert "tokenising the first rows: 64 rows, " in capsys.readouterr().err
+    assert stream_of(source, Sorted(13), T=T, rows=4, seed=1).layout == Sorted(13)
 
 
 def test_live_rows_need_a_number_of_steps_and_something_in_them():

@@ -10,8 +10,10 @@ from __future__ import annotations
 import datetime
 import json
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import cache, cached_property
 from itertools import product
 from pathlib import Path
@@ -28,6 +30,7 @@ from optrush.data.mask import (
     MEND_EARLIER,
     MEND_TEMPLATE,
     NO_STOP,
+    SHOWN,
     TEMPLATE,
     CharSpan,
     EndMarks,
@@ -39,6 +42,7 @@ from optrush.data.mask import (
     visible,
 )
 from optrush.data.schema import Chat, Completion, Document, Judged, Message, Pair, Row, RowLocation, Text, parts_of
+from optrush.data.words import Words, byte_level
 from optrush.errors import ConfigError, DataError, NeedsError, UserError, one_line, reason
 from optrush.files import check_model_files, read_file, read_text
 from optrush.technique import library
@@ -62,6 +66,8 @@ if TYPE_CHECKING:
 
 def refuse(chat: Chat, controls: re.Pattern[str], where: RowLocation) -> None:
     """Raise DataError if a message, a call or a tool contains a control token as text."""
+    if not chat.tools and all(m.plain and not controls.search(m.content) for m in chat.messages):
+        return
     named: list[tuple[str, Any]] = [
         (f"messages[{i}]", [m.content, m.reasoning, m.name, m.call_id, m.calls]) for i, m in enumerate(chat.messages)
     ]
@@ -93,7 +99,9 @@ GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 MOST_SHAPES, LONGEST_SHAPE = 1024, 512  # of conversations in memory; messages of one
 COMPARED, COMPARED_ROWS = 512, 64  # tokens of a document, documents
 EVERYDAY = ("It's 7 12345, isn't it?\n\n\tNot so: x_1 == 3.14159;  HELLO", "Café, 日本語 and 🙂.", " a", "a  b ")
+WORDS_FROM = 256  # texts that are encoded before words are looked up: preparing that takes 0.1 s
 HEAD, TAIL = 60, 30  # tokens of a document that an error message shows, from its beginning and its end
+WRITTEN = "LNPS"  # classes of characters that say something: letters, numbers, punctuation, symbols
 REASONING_MARKS = frozenset({"<think>", "</think>"})  # tokens that an answer's text may contain
 
 
@@ -135,7 +143,10 @@ class Tokens:
         self._given = template
         self._today = today
         self._engine = _engine(tokenizer)
-        self._widths = _widths(self._engine)
+        source = json.loads(self._engine.to_str())
+        self._widths, self._composed = _widths(source), _composes(source)
+        self._unknown = _unknown(source)
+        self._encoded = self.lossy = 0  # texts, and those whose prompts have characters that the tokenizer lacks
         self._eos = cast("int | None", tokenizer.eos_token_id)
         self._end = "" if self._eos is None else str(tokenizer.convert_ids_to_tokens(self._eos))
         self._added = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}
@@ -168,24 +179,19 @@ class Tokens:
                     drafts.append(own)
                 except DataError as error:
                     drafts.append(error)
-        encodings = iter(self._encode([draft for of in drafts if isinstance(of, list) for draft in of]))
-        made: list[tuple[Document, ...] | DataError] = []
-        for of in drafts:
-            if isinstance(of, DataError):
-                made.append(of)
+        made = iter(self._documents([draft for of in drafts if isinstance(of, list) for draft in of]))
+        result: list[tuple[Document, ...] | DataError] = []
+        for (_, row), of in zip(samples, drafts, strict=True):
+            parts = [of] if isinstance(of, DataError) else [next(made) for _ in of]
+            if bad := next((part for part in parts if isinstance(part, DataError)), None):
+                result.append(bad)
                 continue
-            encoded = [(draft, next(encodings)) for draft in of]
-            if failed := next((each for _, each in encoded if isinstance(each, DataError)), None):
-                made.append(failed)
-                continue
-            row = samples[len(made)][1]
-            labels = row.labels if isinstance(row, Judged) else [True] * len(encoded)
-            try:
-                judged = zip(encoded, labels, strict=True)
-                made.append(tuple([self._document(*pair, label) for pair, label in judged]))
-            except DataError as error:
-                made.append(error)
-        return made
+            documents = tuple([part for part in parts if isinstance(part, Document)])
+            if isinstance(row, Judged):
+                judged = zip(documents, row.labels, strict=True)
+                documents = tuple([replace(document, desirable=label) for document, label in judged])
+            result.append(documents)
+        return result
 
     def document(self, row: Row, train_on: str, where: RowLocation) -> Document:
         """Return the token ids of a row that is no pair, and which are learnt; raises DataError if none would be."""
@@ -194,6 +200,11 @@ class Tokens:
         if isinstance(made, DataError):
             raise made
         return made[0]
+
+    def prepare(self) -> None:
+        """Make what many texts need, once for all copies of this process."""
+        self._encoded = max(self._encoded, WORDS_FROM)
+        _ = self._words, self._head
 
     def marked(self, row: Row) -> bool:
         """Return whether a plain text contains special tokens; its end-of-text token does not count.
@@ -248,6 +259,12 @@ class Tokens:
         """
         return (self._tool_template if tools else self._template).source
 
+    def has_template(self) -> bool:
+        """Return whether there is a chat template."""
+        with suppress(DataError):
+            return bool(self.template())
+        return False
+
     def tagged(self) -> bool:
         """Return whether the chat template marks what the assistant generates; what is learnt does not depend on it."""
         found = False
@@ -257,12 +274,13 @@ class Tokens:
         return found
 
     def spans(
-        self, chat: Chat, turns: Sequence[int], where: RowLocation, steady: bool
+        self, chat: Chat, turns: Sequence[int], where: RowLocation, steady: bool, whole: bool = False
     ) -> tuple[str, Sequence[CharSpan]]:
         """Return the conversation under the template, and which characters of it the assistant wrote in these turns.
 
         Args:
             steady: refuse the row, too, if later turns change how the template writes one of these.
+            whole: likewise, if the template leaves out reasoning: all tokens are learnt.
 
         Raises DataError: as `Masker`, or a message forges a turn.
         """
@@ -278,6 +296,8 @@ class Tokens:
         masker = Masker(template, self._marks, chat, turns, where, checked)
         refuse(chat, self._forgers, where)
         spans = masker.spans() if turns else []
+        if whole:
+            masker.check_thoughts()
         if steady and not checked:
             masker.check_steady()
         if layout is None and len(chat.messages) <= LONGEST_SHAPE and len(self._checked) < MOST_SHAPES:
@@ -289,7 +309,7 @@ class Tokens:
         for m in chat.messages:
             text = f"{m.content}{m.reasoning}" if m.reasoning else m.content
             sought = tuple([one for one in self._sought if one in text])
-            plain &= not (sought or m.calls or m.name or m.call_id or m.reasoning)
+            plain &= m.plain and not sought
             messages += m.role, not m.content.strip(), m.reasoning is None, len(m.calls), sought
         return Shape(steady, plain, tuple(turns), (len(chat.tools), *messages))
 
@@ -357,20 +377,45 @@ class Tokens:
             found = "no answer of them is to be learnt"
             raise DataError(f"to learn from the messages at {where}", found, "take them out")
         try:
-            rendered, spans = self.spans(row, turns, where, steady=train_on == "assistant")
+            rendered, spans = self.spans(row, turns, where, train_on == "assistant", train_on == "all")
         except RecursionError as error:
             raise DataError(f"to mask the messages at {where}", "calls nested too deeply", "take them out") from error
         if unknown := {stop for span in spans for stop in span.stops} - self._control - REASONING_MARKS:
             refuse(row, any_of(unknown), where)
         return _Draft(where, rendered, special=False, spans=tuple(spans), rest=train_on == "all")
 
-    def _encode(self, drafts: list[_Draft]) -> list[Any]:
-        """Tokenize the drafts' texts, with offsets only where `_document` needs them; of one that fails the error."""
-        encodings: dict[int, Encoding | DataError] = {}
+    def _documents(self, drafts: Sequence[_Draft]) -> list[Document | DataError]:
+        """Return the document of each draft, or the error that names its row."""
+        ids, encodings, failed = self._encode(drafts)
+        result = list[Document | DataError]()
+        for n, made in enumerate(self._located(drafts, ids)):
+            if n in failed:
+                result.append(failed[n])
+                continue
+            try:
+                result.append(made or self._document(drafts[n], ids[n], encodings.get(n)))
+            except DataError as error:
+                result.append(error)
+        return result
+
+    def _encode(self, drafts: Sequence[_Draft]) -> tuple[list[np.ndarray], dict[int, Encoding], dict[int, DataError]]:
+        """Return the ids of each draft's text; by number encodings with offsets where needed, and errors (no ids)."""
+        self._encoded += len(drafts)
+        words = self._words if self._encoded > WORDS_FROM else None
+        ids: list[Any] = [None] * len(drafts)
+        encodings: dict[int, Encoding] = {}
+        failed: dict[int, DataError] = {}
         groups: dict[tuple[bool, bool], list[int]] = {}  # (with special tokens, with offsets): drafts
         for n, draft in enumerate(drafts):
-            offsets = draft.seam > 0 or (draft.spans != () and self._widths is None)
-            groups.setdefault((draft.special, offsets), []).append(n)
+            if words is not None and (not draft.special or self._head is not None):
+                with suppress(Exception):  # of the library; the engine's own error is met below
+                    ids[n] = words.encode(draft.text)
+            if ids[n] is None:
+                offsets = draft.spans != () and self._widths is None
+                offsets |= self._head is None and (draft.seam > 0 or self._unknown is not None)
+                groups.setdefault((draft.special, offsets), []).append(n)
+            else:
+                ids[n] = np.array([*(self._head or ()), *ids[n]] if draft.special else ids[n], np.int32)
         for (special, offsets), members in groups.items():
             encode = self._engine.encode_batch if offsets else self._engine.encode_batch_fast
             try:
@@ -378,8 +423,13 @@ class Tokens:
                     made: list[Any] = encode([drafts[n].text for n in members], add_special_tokens=special)
             except DataError:
                 made = [self._alone(drafts[n]) for n in members]
-            encodings.update(zip(members, made))
-        return [encodings[n] for n in range(len(drafts))]
+            for n, encoding in zip(members, made, strict=True):
+                if isinstance(encoding, DataError):
+                    failed[n] = encoding
+                elif offsets:
+                    encodings[n] = encoding
+                ids[n] = np.array([] if n in failed else encoding.ids, np.int32)
+        return ids, encodings, failed
 
     def _alone(self, draft: _Draft) -> Encoding | DataError:
         try:
@@ -388,14 +438,75 @@ class Tokens:
         except DataError as error:
             return error
 
-    def _document(self, draft: _Draft, encoding: Encoding, desirable: bool) -> Document:
-        ids = np.array(encoding.ids, np.int32)
+    @cached_property
+    def _words(self) -> Words | None:
+        with suppress(ValueError):
+            return None if self._widths is None else Words(self._engine, json.loads(self._engine.to_str()))
+        return None
+
+    @cached_property
+    def _head(self) -> list[int] | None:
+        """The special tokens that are written before a text; None if others are, or tokens have no bytes of it."""
+        if self._widths is None:
+            return None
+        bare, whole = (self._engine.encode("a", add_special_tokens=special).ids for special in (False, True))
+        return whole[: -len(bare)] if whole[-len(bare) :] == bare else None
+
+    def _bytes(self, text: str, end: int | None = None) -> int:
+        """Return the bytes of a text, or of its part up to a character; -1 if tokens are made of others."""
+        if text.isascii():
+            return len(text) if end is None else end
+        return len(text[:end].encode()) if not self._composed or unicodedata.is_normalized("NFC", text) else -1
+
+    def _located(self, drafts: Sequence[_Draft], ids: Sequence[np.ndarray]) -> list[Document | None]:
+        """Return the documents of conversations, found by the bytes of all tokens at once.
+
+        None: a text, or a conversation in which a span does not begin and end as usual (`_document`).
+        """
+        found: list[Document | None] = [None] * len(drafts)
+        plain = (n for n, draft in enumerate(drafts) if not draft.special and len(ids[n]))
+        usual = [n for n in plain if all(len(span.stops) == 1 for span in drafts[n].spans)]
+        if self._widths is None or not usual:
+            return found  # where bytes are lost, their number tells
+        flat, starts = np.concatenate([ids[n] for n in usual]), np.cumsum([0, *(len(ids[n]) for n in usual)])
+        ends = self._widths[flat].cumsum()
+        edges = np.concatenate([[0], ends[starts[1:] - 1]])  # in bytes, of the texts
+        sound = np.diff(edges) == [self._bytes(drafts[n].text) for n in usual]
+        spans = [
+            (k, self._bytes(text, span.start), self._bytes(text, span.end - span.closed), self._added[span.stops[0]])
+            for k, n in enumerate(usual) for text in [drafts[n].text] for span in drafts[n].spans
+        ]  # fmt: skip
+        rows, begin, end, stop = np.array(spans, np.int64).reshape(-1, 4).T
+        first, last = (ends.searchsorted(edges[rows] + at, "right") for at in (begin, end))
+        inside = last < starts[rows + 1]
+        sound[rows[~inside]] = False
+        rows, first, last, stop = (column[inside] for column in (rows, first, last, stop))
+        sound[rows[(flat[last] != stop) | np.isin(flat[first], list(self._ends))]] = False
+        first, last = first[sound[rows]], last[sound[rows]]  # others may lie in the tokens of other texts
+        steps = np.zeros(len(flat) + 1, np.int64)
+        np.add.at(steps, first, 1)
+        np.add.at(steps, last + 1, -1)
+        targets = (steps[:-1].cumsum() > 0) ^ np.repeat([drafts[n].rest for n in usual], np.diff(starts))
+        targets[starts[:-1]] = False
+        sound &= np.add.reduceat(targets, starts[:-1], dtype=np.int64) > 0
+        if self._bos is not None:
+            sound &= (flat[starts[:-1]] != self._bos) | (np.append(flat, -1)[starts[:-1] + 1] != self._bos)
+        for k in np.flatnonzero(sound).tolist():
+            a, b = int(starts[k]), int(starts[k + 1])
+            found[usual[k]] = Document(flat[a:b], targets[a:b])
+        return found
+
+    def _document(self, draft: _Draft, ids: np.ndarray, encoding: Encoding | None) -> Document:
+        ends: np.ndarray | None = None
+        if encoding is None and (draft.spans or draft.seam):
+            assert self._widths is not None
+            ends = self._widths[ids[len(self._head or ()) if draft.special else 0 :]].cumsum()
+            if not len(ends) or ends[-1] != self._bytes(draft.text):  # a token swallows white space beside it
+                encoding, ends = self._engine.encode(draft.text, add_special_tokens=draft.special), None
+        if self._unknown is not None:
+            self._refuse_lost(draft, encoding)
         if not draft.special:
-            targets, ends = np.full(len(ids), draft.rest), None
-            if draft.spans and self._widths is not None:
-                ends = self._widths[ids].cumsum()
-                if not len(ids) or ends[-1] != len(draft.text.encode()):  # a token swallows white space beside it
-                    encoding, ends = self._engine.encode(draft.text, add_special_tokens=False), None
+            targets = np.full(len(ids), draft.rest)
             for span in draft.spans:
                 first, last = self._tokens(draft, ids, encoding, ends, span)
                 targets[first : last + 1] = not draft.rest
@@ -406,8 +517,11 @@ class Tokens:
             if not len(ids) or ids[-1] != self._eos:
                 ids = np.concatenate((ids, np.array([self._eos], np.int32)))
             targets = np.ones(len(ids), bool)
-            if draft.seam:
-                # The token that reaches over the seam is learnt: it is what must follow the tokens before it.
+            # The token that reaches over the seam is learnt: it is what must follow the tokens before it.
+            if draft.seam and ends is not None:
+                n = int(ends.searchsorted(self._bytes(draft.text, draft.seam), "right"))
+                targets[: n + len(self._head or ())] = False
+            elif draft.seam and encoding is not None:
                 covers = (encoding.char_to_token(at) for at in range(draft.seam, len(draft.text)))
                 targets[: next((token for token in covers if token is not None), None)] = False
         if self._bos is not None and ids[:2].tolist() == [self._bos, self._bos]:
@@ -419,10 +533,44 @@ class Tokens:
         if not ((len(ids) and targets[-1]) or targets.any()):  # the end of most rows is learnt, and `any` is slow
             asked = f"to learn from the row at {draft.where}"
             raise DataError(asked, "not one token of it would be learnt", "take it out")
-        return Document(ids, targets, desirable)
+        return Document(ids, targets)
+
+    def _refuse_lost(self, draft: _Draft, encoding: Encoding | None) -> None:
+        """Raise DataError if characters of what is learnt are in no token; count a text that loses others."""
+        text, learnt = draft.text, np.full(len(draft.text), draft.rest and not draft.special)
+        if self._unknown == -1:
+            held = np.array([self._held[char] for char in text], bool)
+            marks = [mark.span() for mark in any_of(self._added).finditer(text)]
+            for start, end in marks:
+                held[start:end] = True
+        else:
+            encoding = encoding or self._engine.encode(text, add_special_tokens=draft.special)
+            held = np.array([unicodedata.category(char)[0] not in WRITTEN for char in text], bool)
+            for i, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+                held[start:end] |= i != self._unknown
+        if held.all():
+            return
+        for span in draft.spans:
+            learnt[span.start : span.end] = not draft.rest
+        learnt[draft.seam :] |= draft.seam > 0
+        if self._unknown == -1:  # offsets behind a character that vanishes are too small, up to the next added token
+            places = [span.start for span in draft.spans] + [draft.seam] * (draft.seam > 0)
+            for at in places:
+                learnt[max((end for _, end in marks if end <= at), default=0) : at] = True
+        if not (lost := [text[at] for at in np.flatnonzero(learnt & ~held)]):
+            self.lossy += 1
+            return
+        names = ", ".join(map(repr, sorted(set(lost))[:SHOWN]))
+        found = f"its answer would lose characters that the tokenizer has no token for: {names} ({len(lost)} in all)"
+        do = "take the row out, or take a model whose tokenizer has them"
+        raise DataError(f"to learn from the row at {draft.where}", found, do)
+
+    @cached_property
+    def _held(self) -> _Held:
+        return _Held(self._engine, self._widths is not None)
 
     def _tokens(
-        self, draft: _Draft, ids: np.ndarray, encoding: Encoding, ends: np.ndarray | None, span: CharSpan
+        self, draft: _Draft, ids: np.ndarray, encoding: Encoding | None, ends: np.ndarray | None, span: CharSpan
     ) -> tuple[int, int]:
         """Return the first and the last token of a span, its end-of-turn token included.
 
@@ -431,13 +579,15 @@ class Tokens:
         """
         places = span.start, span.end - span.closed
         stop, *further = (self._added[token] for token in span.stops)
-        if ends is None:
+        first: int | None
+        last: int | None
+        if encoding is not None:
             first, last = map(encoding.char_to_token, places)
         else:
-            first, last = (int(ends.searchsorted(len(draft.text[:at].encode()), "right")) for at in places)
+            assert ends is not None
+            first, last = (int(ends.searchsorted(self._bytes(draft.text, at), "right")) for at in places)
         if first is None or last is None or last >= len(ids) or ids[last] != stop or ids[first] in self._ends:
-            if ends is not None:
-                encoding = self._engine.encode(draft.text, add_special_tokens=False)
+            encoding = encoding or self._engine.encode(draft.text, add_special_tokens=False)
             first, last = self._searched(draft, ids, encoding, span)
         for stop in further:
             if ids[last + 1 : last + 2] != stop:
@@ -527,18 +677,19 @@ def _split(engine: Tokenizer, text: str) -> list[tuple[int, str]]:
     return list(zip(found.ids, found.tokens, strict=True))
 
 
-def _widths(engine: Tokenizer) -> np.ndarray | None:
+def _widths(source: dict[str, Any]) -> np.ndarray | None:
     """Return how many bytes of a text each token stands for, (V,); None if tokens are not made of its own bytes.
 
-    Texts are then tokenised without offsets, which takes a quarter less time.
+    Texts are then tokenised without offsets, which takes a quarter less time. `source` is the engine's JSON.
     """
     from tokenizers import pre_tokenizers
 
-    source = json.loads(engine.to_str())
     *splits, level = (source["pre_tokenizer"] or {}).get("pretokenizers", [source["pre_tokenizer"] or {"type": ""}])
-    plain = level["type"] == "ByteLevel" and not level["add_prefix_space"] and all(s["type"] == "Split" for s in splits)
-    words = source["model"]["vocab"] if plain and source["model"]["type"] == "BPE" else {}
-    if source["normalizer"] or not words.keys() >= set(pre_tokenizers.ByteLevel.alphabet()):
+    plain = level["type"] == "ByteLevel" and not level["add_prefix_space"]
+    plain &= all(s["type"] in ("Split", "Digits") for s in splits) and source["model"]["type"] == "BPE"
+    words = source["model"]["vocab"] if plain and _composes(source) is not None else {}
+    whole = source["model"].get("unk_token") is None or words.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
+    if not words or not whole:
         return None
     widths = np.zeros(1 + max([*words.values(), *(token["id"] for token in source["added_tokens"])]), np.int64)
     widths[list(words.values())] = list(map(len, words))  # a character a byte
@@ -550,6 +701,47 @@ def _widths(engine: Tokenizer) -> np.ndarray | None:
 AS_STORED = (
     "set tokenizer_class: PreTrainedTokenizerFast in the base's tokenizer_config.json to train as that file reads"
 )
+
+
+class _Held(dict[str, bool]):
+    """Whether an engine that leaves characters out has tokens for one, or it is none that is written."""
+
+    def __init__(self, engine: Tokenizer, by_bytes: bool) -> None:
+        super().__init__()
+        self._engine, self._by_bytes = engine, by_bytes
+
+    def __missing__(self, char: str) -> bool:
+        text = char if self._engine.normalizer is None else self._engine.normalizer.normalize_str(char)
+        pieces = byte_level(text) if self._by_bytes else text
+        self[char] = unicodedata.category(char)[0] not in WRITTEN or all(map(self._known, pieces))
+        return self[char]
+
+    def _known(self, piece: str) -> bool:
+        return self._engine.token_to_id(piece) is not None
+
+
+def _unknown(source: dict[str, Any]) -> int | None:
+    """Return the id that stands for characters without a token, -1 if they vanish; None: each has tokens, of its bytes.
+
+    `source` is the engine's JSON.
+    """
+    from tokenizers import pre_tokenizers
+
+    model, steps = source["model"], (source["pre_tokenizer"] or {})
+    vocab = model["vocab"]
+    ids: dict[str, int] = vocab if isinstance(vocab, dict) else {piece: i for i, (piece, _) in enumerate(vocab)}
+    if any(step.get("type") == "ByteLevel" for step in steps.get("pretokenizers", [steps])):
+        whole = ids.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
+    else:
+        whole = bool(model.get("byte_fallback")) and all(f"<0x{byte:02X}>" in ids for byte in range(256))
+    unknown = model["unk_id"] if model.get("unk_id") is not None else ids.get(model.get("unk_token") or "", -1)
+    return None if whole else int(unknown)
+
+
+def _composes(source: dict[str, Any]) -> bool | None:
+    """Return whether an engine writes characters in their composed form (NFC) first; None if it changes others."""
+    return {None: False, "NFC": True}.get((source["normalizer"] or {"type": None})["type"])
+
 
 # --- The tokenizer of a run: the model's own, with special tokens added and its chat template or the one given.
 
@@ -638,7 +830,9 @@ def _check_reading(folder: Path, marks: object) -> None:
 
     try:
         if check_sizes(folder):
-            with pool.Pool[Path, str](pool.fresh(try_reading, 1), [folder], lost, limit_s=2 * READER_s) as reader:
+            with pool.Pool[Path, str](
+                pool.forked(lambda: try_reading, 1), [folder], lost, limit_s=2 * READER_s
+            ) as reader:
                 if found := next(reader):
                     raise NeedsError(asked, found, do)
     except (json.JSONDecodeError, UnicodeDecodeError):  # so it is when it is opened

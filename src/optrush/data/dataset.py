@@ -43,7 +43,19 @@ from optrush.data.samples import (
     truncated_rows,
     view,
 )  # fmt: skip
-from optrush.data.schema import Chat, Document, Judged, Pair, Row, RowLocation, Text, row_rules
+from optrush.data.schema import (
+    ANSWERED,
+    Chat,
+    Completion,
+    Document,
+    Judged,
+    Pair,
+    Row,
+    RowLocation,
+    Text,
+    parts_of,
+    row_rules,
+)
 from optrush.data.strict_json import quoted
 from optrush.data.tokenize import OTHER_KEYS, BadRow, Parsed, Say, TokenizeWork, cache_root
 from optrush.errors import ConfigError, DataError
@@ -101,7 +113,7 @@ def index(path: Path, kept: np.ndarray | None, text_rows: str, size_bytes: int) 
 
     Raises DataError: rows of such a file cannot be read alone.
     """
-    parts = list(chunks(path, size_bytes, "line"))
+    parts = list(islice(chunks(path, size_bytes, "line"), 1 if kept is None else None))
     suffix, _ = form(path) or ("", "")
     if suffix in TEXT and text_rows != "line":
         found = f"{path}, whose rows are `data.text_rows: {text_rows}`"
@@ -547,6 +559,13 @@ class _Reading:
         for _, where, row, _ in first:
             if not isinstance(row, DataError | None):
                 self.maker.suits(2 if isinstance(row, Pair) else 1, where)
+        parts = [part for _, _, row, _ in first if isinstance(row, Row) for part in parts_of(row)]
+        if any(isinstance(part, Completion) for part in parts) and self.maker.tokens.has_template():
+            named: dict[str, str] = {name: key for key, name in d.columns.items()}
+            ask, say = (named.get(name, name) for name in ANSWERED[:2])
+            line = f"`data.columns: {{{ask}: instruction, {say}: output}}` makes turns of them"
+            line = "messages instead of texts make turns of them" if self.config.objective != "sft" else line
+            self.say(f"the chat template is not used for rows of prompt and completion, as plain texts; {line}")
         shelf = self.maker.shards(first, work.files, T)
         self.parts, self.first = shelf.parts, Counts(rows=len(first), keys=shelf.keys)
         samples = list[tuple[RowLocation, Row]]()
@@ -586,6 +605,7 @@ class _Reading:
         """Return the rows, to be tokenized when they are read."""
         kept: Sequence[np.ndarray | None] = work.kept or [None] * len(work.files)
         size, d = tokenize.chunk_bytes(work.files), self.config.data
+        work.tokens.prepare()
         indexes = [index(path, keep, d.text_rows, size) for path, keep in zip(work.files, kept, strict=True)]
         return Streamed(self.maker, work, indexes, origins, T, self.parts, self.first)
 

@@ -56,42 +56,45 @@ class RenderLimits:
     """Limits what the code of a template takes, which may be anybody's: seconds a rendering, memory in a block.
 
     A timer's signal ends a rendering, and a limit of the address space lets allocations fail. Time is the processor's,
-    so that a process that is stopped and resumed loses none. Blocks nest: the outermost sets the limit of memory, each
-    starts the timer anew. Both limits are of the whole process, and only its main thread gets signals: the blocks of
-    other threads do nothing. Slow renderings, one after the other, use up `left_s`; each brings MEAN_RENDER_s.
+    so that a process that is stopped and resumed loses none. Blocks nest: the outermost sets both limits, once for many
+    rows; at each tick of the timer a rendering counts the ticks since it began. Both limits are of the whole process,
+    and only its main thread gets signals: the blocks of other threads do nothing. Slow renderings, one after the other,
+    use up `left_s`; each brings MEAN_RENDER_s.
     """
 
     def __init__(self, seconds: float, memory_bytes: int) -> None:
         self.seconds, self.memory_bytes = seconds, memory_bytes
         self.left_s = seconds
-        self._begun: float | None = None  # the thread's processor time as the innermost block began
-        self._depth = 0
+        self._start: float | None = None  # the thread's processor time as the innermost block began
+        self._depth = self._begun = self._ticks = 0
+        self._seen = -1  # the rendering that the last tick met
         self._before: tuple[Any, int] = (None, -1)  # the signal's handler, the soft limit of the address space
 
     def __enter__(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
+        if threading.get_ident() != threading.main_thread().ident:
             return
-        if not self._depth:
+        self._begun += 1
+        self._depth += 1
+        if self._depth == 1:
             soft, hard = resource.getrlimit(resource.RLIMIT_AS)
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             most = pages * resource.getpagesize() + self.memory_bytes
             resource.setrlimit(resource.RLIMIT_AS, (most if soft == -1 else min(soft, most), hard))
-            self._before = (signal.signal(signal.SIGPROF, self._late), soft)
-        self._depth += 1
-        self._begun = time.thread_time()
-        signal.setitimer(signal.ITIMER_PROF, self.seconds)
+            self._before = (signal.signal(signal.SIGPROF, self._tick), soft)
+            signal.setitimer(signal.ITIMER_PROF, self.seconds / TICKS, self.seconds / TICKS)
+        self._start = time.thread_time()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if threading.current_thread() is not threading.main_thread():
+        if threading.get_ident() != threading.main_thread().ident:
             return
-        signal.setitimer(signal.ITIMER_PROF, 0)
         self._depth -= 1
         if not self._depth:
+            signal.setitimer(signal.ITIMER_PROF, 0)
             handler, soft = self._before
             signal.signal(signal.SIGPROF, handler)
             resource.setrlimit(resource.RLIMIT_AS, (soft, resource.getrlimit(resource.RLIMIT_AS)[1]))
-        if self._begun is not None:
-            used, self._begun = time.thread_time() - self._begun, None
+        if self._start is not None:
+            used, self._start = time.thread_time() - self._start, None
             self.left_s = min(self.seconds, self.left_s + MEAN_RENDER_s) - used
             if self.left_s < 0 and error is None:
                 self.left_s = self.seconds
@@ -99,11 +102,13 @@ class RenderLimits:
         if isinstance(error, MemoryError):
             raise _monstrous(f"more than {self.memory_bytes >> 20} MiB of memory") from None
 
-    def _late(self, *_: object) -> None:
-        if self._begun is not None:  # else it comes late, by way of another thread
+    def _tick(self, *_: object) -> None:
+        self._seen, self._ticks = self._begun, self._ticks + 1 if self._seen == self._begun else 0
+        if self._ticks >= TICKS and self._start is not None:  # else nothing is rendered
             raise _monstrous(f"more than {self.seconds:g} s of the processor")
 
 
+TICKS = 10  # of the timer while a rendering takes as long as it may
 LIMITS = RenderLimits(seconds=10, memory_bytes=1 << 30)
 
 
@@ -135,10 +140,6 @@ class Template:
     def __init__(self, source: str, special: Mapping[str, Any]) -> None:
         self.source = source
         self._special = dict(special)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy in another process needs: it compiles the source anew."""
-        return {name: value for name, value in vars(self).items() if name not in ("_environment", "_compiled")}
 
     def shown(self, message: Message) -> Shown:
         """Return the message in the form that the template takes."""
@@ -283,6 +284,10 @@ def _json(arguments: Any) -> str:
 CHANGED = "the template changes the assistant's text, so it cannot be masked"
 NO_STOP = "no end-of-turn token follows the assistant's text: the model would never learn to stop"
 MEND_TEMPLATE = "give another template (model.chat_template), or train on all tokens (data.train_on: all)"
+KEEP_THOUGHTS = (
+    "write it into the content, between <think> and </think>; give a template that writes it (model.chat_template); or "
+    "learn without it: `data.columns: {{'messages[].{}': ignore}}`"
+)
 MEND_EARLIER = (
     "train on the last answer only (data.train_on: last), on each as it would be asked for (data.split_turns: true), "
     "or give another template (model.chat_template)"
@@ -372,6 +377,14 @@ class Masker:
         self._marked = re.compile(f"{self._open}([0-9]+):(.*?){self._close}", re.DOTALL)
         # A template that takes reasoning out of a content writes the `<think>` that such a content lacks, before it.
         self._cut(split=any(_unopened(chat.messages[i].content) for i in turns))
+
+    def check_thoughts(self) -> None:
+        """Raises DataError where all tokens are learnt, and the template leaves out a turn's reasoning."""
+        last = max((i for i, turn in enumerate(self._chat.messages) if turn.role == "assistant"), default=0)
+        for i, turn in enumerate(self._chat.messages):
+            if turn.reasoning and turn.learnt and turn.reasoning.strip() not in self.rendered:
+                found = f"the template leaves out messages[{i}].{turn.thoughts}"
+                raise self._refused(found, KEEP_THOUGHTS.format(turn.thoughts) if i == last else MEND_EARLIER)
 
     def spans(self) -> list[CharSpan]:
         """Return what is learnt of each of the turns, in order; raises DataError if it cannot be proven."""
@@ -549,7 +562,10 @@ class Masker:
         turn, name, text = self._leaves[k]
         gone = f"{self._open}{k}:" not in self._with({k: text})
         found = f"{CHANGED}: messages[{turn}].{name} is {'left out' if gone else 'changed'}"
-        return self._refused(found, MEND_TEMPLATE if turn == self._turns[-1] else MEND_EARLIER)
+        last = turn == self._turns[-1]
+        if last and gone and name == self._chat.messages[turn].thoughts:
+            return self._refused(found, KEEP_THOUGHTS.format(name))
+        return self._refused(found, MEND_TEMPLATE if last else MEND_EARLIER)
 
     def _refused(self, found: str, do: str = MEND_TEMPLATE) -> DataError:
         return DataError(f"to mask the messages at {self._where}", found, do)
@@ -631,7 +647,7 @@ def _changed(message: Message, change: Callable[[str, str], str], split: bool) -
         {**call, "function": walk(f"tool_calls[{n}].function", call["function"])}
         for n, call in enumerate(message.calls)
     )
-    return replace(message, content=content, reasoning=walk("reasoning", message.reasoning), calls=calls)
+    return replace(message, content=content, reasoning=walk(message.thoughts, message.reasoning), calls=calls)
 
 
 def _leaves(turn: int, message: Message, split: bool) -> list[Leaf]:

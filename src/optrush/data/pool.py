@@ -1,20 +1,21 @@
 """Map a function over items by worker processes: results in order, a bounded number of items ahead, never a hang.
 
-A worker is a fresh interpreter without torch (`fresh`), or a copy of this process with all that is in its memory
-(`forked`). One loop serves both: it waits for all pipes at once, so a worker that dies ends its pipe, and one that says
-nothing for too long is killed. Either is an error of the item that it had, raised when that item's turn comes. Workers
-leave signals to the process that began them, and end with it.
+A worker is a copy of this process with all that is in its memory, so that it begins within some hundredths of a second
+and needs little memory of its own. The pool waits for all pipes at once, so a worker that dies ends its pipe, and one
+that says nothing for too long is killed. Either is an error of the item that it had, raised when its turn comes.
+Workers leave signals to the process that began them, and end with it.
 """
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -24,11 +25,9 @@ from itertools import islice
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from queue import Queue
 from typing import Any, Generic, TypeVar
 
-from optrush import errors
 from optrush.errors import RunError, UserError
 from optrush.launch import die_with_parent
 
@@ -43,16 +42,6 @@ SENT_S = 0.2  # that a worker waits at most for its last result to be taken
 QUIET_S = 600.0  # without a message, after which a worker is killed
 POLL_S = 1.0
 LEFT_TO_PARENT = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-# The interpreter of a worker must not find torch: importing it takes longer and more memory than what workers do.
-BEGIN = (
-    "import sys; sys.modules['torch'] = None; sys.argv[1] in sys.path or sys.path.insert(0, sys.argv[1]); "
-    "from optrush.data.pool import begin; begin(*map(int, sys.argv[2:]))"
-)
-# One thread each. In a pool of one the tokenizer is a third faster than without a pool (measured, tokenizers 0.23).
-ALONE = {
-    "TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1",
-    "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": "",
-}  # fmt: skip
 
 
 def silent(_: Any) -> None:
@@ -62,10 +51,10 @@ def silent(_: Any) -> None:
 def map_ahead(
     work: Work[Item, Result], items: Iterable[Item], count: int, lost: Lost[Item], beat: Beat = silent
 ) -> Generator[Result]:
-    """Yield work(item, beat) for each item, in order; by fresh workers if they are more than one.
+    """Yield work(item, beat) for each item, in order; by workers if they are more than one.
 
     Args:
-        work: pickled, for workers; what it returns is too.
+        work: what it returns is pickled.
         count: workers; close the generator to end them.
 
     Raises:
@@ -76,7 +65,13 @@ def map_ahead(
         for item in items:
             yield work(item, beat)
         return
-    with Pool[Item, Result](fresh(work, count), items, lost, limit_s=QUIET_S, beat=beat) as pool:
+
+    def start() -> Work[Item, Result]:
+        gc.freeze()  # a collection would write to, and so copy, all of the memory that is shared
+        os.dup2(2, 1)  # what libraries print is no result
+        return work
+
+    with Pool[Item, Result](forked(start, count), items, lost, limit_s=QUIET_S, beat=beat) as pool:
         yield from pool
 
 
@@ -205,39 +200,22 @@ def _ending(code: int) -> str:
     return f"was killed by signal {-code}" + (" (out of memory?)" if code == -signal.SIGKILL else "")
 
 
-# --- The two ways to begin a worker
+# --- Beginning a worker
 
-
-def fresh(work: Work[Item, Result], count: int) -> list[Worker]:
-    """Begin interpreters that have nothing of this process: no GPU, process group, lock, or main module."""
-    workers, memory = list[Worker](), os.memfd_create("optrush-work", 0)  # a pipe could be full and wait for a worker
-    with os.fdopen(memory, "wb") as file:
-        file.write(ForkingPickler.dumps(work))
-        file.flush()
-        for _ in range(count):
-            ours, theirs = Pipe()
-            os.set_inheritable(theirs.fileno(), True)
-            arguments = [str(Path(errors.__file__).parents[1]), *map(str, (theirs.fileno(), memory, os.getpid()))]
-            command = [sys.executable, "-P", "-c", BEGIN, *arguments]
-            workers.append(Worker(os.posix_spawn(sys.executable, command, {**os.environ, **ALONE}), ours))
-            theirs.close()
-    return workers
-
-
-def begin(pipe: int, memory: int, parent: int) -> None:
-    """Run a fresh worker at these descriptors of its pipe and of its work."""
-    _leave_signals(parent)
-    os.dup2(2, 1)  # what libraries print is no result
-    _serve(Connection(pipe), ForkingPickler.loads(Path(f"/proc/self/fd/{memory}").read_bytes()))
+SERIAL = "TOKENIZERS_PARALLELISM"  # the tokenizer's threads are not in a copy of this process: it would wait for them
 
 
 def forked(start: Callable[[], Work[Item, Result]], count: int) -> list[Worker]:
     """Begin copies of this process, each with the function that `start` returns in it."""
-    workers, parent = list[Worker](), os.getpid()
+    workers, parent, threads = list[Worker](), os.getpid(), os.environ.get(SERIAL)
+    os.environ[SERIAL] = "false"
     for _ in range(count):
         ours, theirs = Pipe()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_PARENT)  # before its first line one would end it
-        if (pid := os.fork()) == 0:
+        with warnings.catch_warnings():  # Python 3.12 warns of threads: none of them is used in a copy
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid == 0:
             try:
                 _leave_signals(parent)
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -249,6 +227,8 @@ def forked(start: Callable[[], Work[Item, Result]], count: int) -> list[Worker]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         workers.append(Worker(pid, ours))
+    del os.environ[SERIAL]
+    os.environ.update({} if threads is None else {SERIAL: threads})
     return workers
 
 

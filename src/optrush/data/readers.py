@@ -41,7 +41,7 @@ KNOWN = (*LINES, ARRAY, PARQUET, *CELLS, *TEXT)  # all but Parquet may be packed
 NAMES = f"{', '.join(KNOWN)}, or one of the text kinds with {', '.join(PACKED)}"  # for error messages
 TEXT_ROWS = ("file", "paragraph", "line")
 LONGEST_ROW_bytes = 32 * 2**20
-PIECE_bytes = 2**20
+PIECE_bytes, LEAST_bytes = 2**20, 2**12  # read at once; of a part of a file at least
 TAKEN_bytes = 2**10  # packed bytes unpacked at once: even zstd makes at most 32 MiB of these
 
 Rows = Iterator[tuple[int, dict[str, Any] | str]]  # (number, the row or the reason why it is none)
@@ -82,10 +82,13 @@ def form(path: Path) -> tuple[str, str] | None:
 # the end of the file, which loses rows silently. Here only the end of a whole stream is an end.
 
 
-def opened(path: Path, packing: str) -> io.BufferedReader[Any]:
-    """Open a file, unpacked if `packing` (a suffix of PACKED) is given; reading it may raise Damaged."""
+def opened(path: Path, packing: str, size: int = PIECE_bytes) -> io.BufferedReader[Any]:
+    """Open a file, of which `size` bytes will be read, unpacked if `packing` (a suffix of PACKED) is given.
+
+    Reading it may raise Damaged.
+    """
     if not packing:
-        return io.BufferedReader(open_file(path, 0), PIECE_bytes)
+        return io.BufferedReader(open_file(path, 0), max(LEAST_bytes, min(size, PIECE_bytes)))
     new, errors = _unpacker(path, packing)
     packed = io.BufferedReader(open_file(path, 0), PIECE_bytes)
     return io.BufferedReader(_Unpacked(_unpacked(packed, new, errors), packed), PIECE_bytes)
@@ -527,7 +530,7 @@ def _rows(chunk: Chunk, suffix: str, packing: str, text_rows: str) -> Rows:
     if suffix == PARQUET:
         yield from _parquet_rows(chunk)
         return
-    with opened(chunk.file, packing) as file:
+    with opened(chunk.file, packing, PIECE_bytes if chunk.end is None else chunk.end - chunk.start) as file:
         marked = not chunk.start and skip_mark(file)
         if suffix in CELLS:
             yield from _cells(file, CELLS[suffix])

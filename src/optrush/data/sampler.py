@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -174,6 +174,7 @@ Row = list[tuple[int, Document]]  # (sample, one of its documents or a piece of 
 Task = tuple[int, int, int]  # a window, and which of its samples: [first, last)
 
 CHUNK = 64  # samples that a worker tokenizes at a time
+LIVE_WINDOW = 4096  # samples of a streamed window: the first step waits for them; rows are at most 0.3 % less full
 ROOM = 8  # the room for documents in a streamed row grows in multiples of it: few distinct shapes
 ROWS = 2**32  # more than a window ever has: a streamed position is window * ROWS + row
 
@@ -374,6 +375,7 @@ class LiveStream(Stream):
         self._described = 0  # rows that were reported
         self._keys = set(self.source.counts.keys)  # that were reported
         self._refused: dict[RowLocation, BadRow] = {}
+        self._progress: tokenize.Progress | None = None  # of the first window
         self._positions = {0: 0}  # where steps begin, of those handed out and the next
         self._parts: Iterator[SampleChunk] | None = None  # of the windows from `_next_window` on
         self._next_step, self._next_row, self._next_window = -1, 0, 0
@@ -434,6 +436,7 @@ class LiveStream(Stream):
         before = -row % self.rows  # as many as make the first row of step k a multiple of `rows`
         self._before, self._laid = [-1] * window + [before], {}
         self._next_step, self._next_row, self._next_window = k, before + row, window
+        self._progress = tokenize.Progress(console.say, "tokenising the first rows", self._size(window))
 
     def _members(self, w: int) -> tuple[np.ndarray, np.ndarray, list[Sample]]:
         samples = self._receive(w)
@@ -445,10 +448,12 @@ class LiveStream(Stream):
         assert self._parts is not None and w == self._next_window, "windows are read in order"
         self._next_window += 1
         samples: list[Sample] = []
+        progress, self._progress = self._progress or tokenize.Progress(pool.silent, "", 1.0), None
         for _ in range(-(-self._size(w) // CHUNK)):
             part = next(self._parts)
             samples += part.samples
             self._note(part)
+            progress.done(part.rows, part.rows)
         first = bisect_right(self._before, self._before[-1] - 1)  # windows without a row, one after the other
         if not samples and w - first >= self._windows:
             raise DataError("`data.stream`", "not one sample in all rows", "look at the rows: optrush data show")
@@ -498,7 +503,10 @@ class LiveStream(Stream):
 
 def stream_of(source: SampleSource, layout: RowLayout, **settings: Any) -> Stream:
     """Return the stream of a source, with the arguments of `Stream`."""
-    return (Stream if source.tokenized else LiveStream)(source, layout, **settings)
+    if source.tokenized:
+        return Stream(source, layout, **settings)
+    small: Any = replace(cast(Any, layout), window=min(layout.window, LIVE_WINDOW))
+    return LiveStream(source, small, **settings)
 
 
 def micro_batches(

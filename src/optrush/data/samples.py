@@ -29,6 +29,7 @@ from optrush.errors import DataError
 from optrush.objectives import learnt
 
 TOO_LONG = ("error", "split", "drop", "truncate")
+QUARANTINE = "data.bad_rows: quarantine"
 NAMED_KEYS = 12  # keys that a summary names
 OPEN = 128  # mapped shards at a time: each holds a file descriptor
 
@@ -518,7 +519,8 @@ class Maker:
             if len(rows) and rows[0] < first:
                 raise overlong(shelf.where(int(rows[0])), int(shard.lengths()[long[0]]), T, pair=shard.parts > 1)
         if first < shelf.total:
-            raise refused[0][1].error
+            asked, found, do = (getattr(refused[0][1].error, name) for name in ("asked", "found", "do"))
+            raise DataError(asked, found, do if QUARANTINE in do else f"{do}; or set bad rows aside: {QUARANTINE}")
         if shelf.total >= tokenize.EARLY_rows:
             tokenize.check_bad_share([row for _, row in shelf.refused], shelf.total, d.most_bad)
 
@@ -538,9 +540,11 @@ class Maker:
 
 def describe_keys(keys: Mapping[str, int], rows: str) -> str:
     """Return the keys that are not read, and those that `data.columns` names, with how many rows have each."""
-    named = {key: n for key, n in keys.items() if " -> " in key}
-    unread = {key: n for key, n in keys.items() if key not in named}
+    named = {key: n for key, n in keys.items() if " -> " in key and key != tokenize.LOSSY}
+    unread = {key: n for key, n in keys.items() if " -> " not in key}
     text = f"; not read, of {rows}: {listed(unread, unread)}" if unread else ""
+    if lossy := keys.get(tokenize.LOSSY):
+        text += f"; {lossy} texts have characters that the tokenizer has no token for"
     return text + (f"; by data.columns: {listed(named, named)}" if named else "")
 
 

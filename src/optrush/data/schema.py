@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -157,9 +157,17 @@ class Message:
     name: str | None = None
     call_id: str | None = None
     learnt: bool = True
+    thoughts: str = field(default="reasoning", compare=False)  # the row's key of `reasoning`
+
+    @property
+    def plain(self) -> bool:
+        """Whether the turn is nothing but its content."""
+        return not (self.reasoning or self.calls or self.name or self.call_id)
 
     def shown(self) -> dict[str, Any]:
         """Return the turn as a chat template gets it: absent parts are absent keys."""
+        if self.plain:
+            return {"role": self.role, "content": self.content}
         more = {
             **dict.fromkeys(REASONING, self.reasoning),  # each template has its own name for it
             "tool_calls": list(self.calls),
@@ -686,6 +694,7 @@ def _more(found: dict[str, Any], role: str, name: str, named: tuple[str, str], u
             unread.add(f"{_of_all(name)}.{key}")
     return {
         "reasoning": thoughts.pop() if thoughts else None,
+        "thoughts": next((key for key in REASONING if found.get(key)), "reasoning"),
         "calls": _calls(_given(found, "tool_calls", []), f"{name}.tool_calls", unread),
         "name": _string(_given(found, "name", ""), f"{name}.name") or None,
         "call_id": _string(_given(found, "tool_call_id", ""), f"{name}.tool_call_id") or None,
@@ -719,8 +728,8 @@ def _calls(found: Any, name: str, unread: set[str]) -> tuple[dict[str, Any], ...
         if inner.get("arguments") is None and inner.get("parameters"):
             raise _Bad(f"{at} has 'parameters' where 'arguments' belong")
         arguments = _given(inner, "arguments", {})
-        if isinstance(arguments, str):
-            arguments = _decoded(arguments, f"{at}.arguments")
+        if isinstance(arguments, str):  # of a call without parameters clients write an empty text
+            arguments = _decoded(arguments, f"{at}.arguments") if arguments.strip() else {}
         if not isinstance(arguments, dict):
             raise _Bad(f"{at}.arguments is {kind_of(arguments)}, not an object")
         number = {"id": _string(call["id"], f"{at}.id")} if call.get("id") else {}

@@ -27,7 +27,7 @@ from dataclasses import astuple, dataclass, field, replace
 from importlib.metadata import version
 from itertools import chain, islice, tee
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,7 +47,7 @@ from optrush.objectives import learnt
 # The name has the shard's place and the SHA-256 of its bytes, so a shard that was cut off or has one bit flipped is
 # found by reading it once. Nothing in it depends on the paths of the data files, or on T: documents are whole.
 
-FORMAT = 6  # part of every key: shards of another format are other shards
+FORMAT = 7  # part of every key: shards of another format are other shards
 HERE = "\0"  # in place of the row's place in the text of an error
 TEMPORARY = ".tmp-"
 STALE_S = 86400.0  # the age at which a temporary file of another machine counts as abandoned
@@ -262,6 +262,7 @@ Kept = Sequence[np.ndarray] | None
 # Position of the file, place, row (None: cleaning removed it), keys that `parse_row` noted.
 Parsed = tuple[int, RowLocation, Row | DataError | None, Collection[str]]
 Samples = Sequence[tuple[Document, ...]]  # of one row
+LOSSY = "characters -> lost"  # counted like a key: rows with characters that the tokenizer lacks
 MOST_KEYS, OTHER_KEYS = 100, "other keys"  # different keys that are counted one by one; the name of the others
 
 
@@ -290,7 +291,7 @@ def shards(
     def flush() -> None:
         nonlocal size
         good = [(where, row) for _, where, row, _ in batch if row is not None and not isinstance(row, DataError)]
-        found, told = list[Samples | DataError](), 0
+        found, told, before = list[Samples | DataError](), 0, tokens.lossy
         while len(found) < len(good):  # a slow template is not silent for a whole batch
             begun = time.monotonic()
             found += row_samples(tokens, good[len(found) : len(found) + size], train_on)
@@ -298,6 +299,7 @@ def shards(
             progress(len(found) - told)
             told = len(found)
         made = iter(found)
+        builder.note([LOSSY] * (tokens.lossy - before))
         builder.marked += sum(tokens.marked(row) for _, row in good)
         for file, where, row, keys in batch:
             if row is None:
@@ -409,7 +411,7 @@ class Made(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardMaker:
-    """Writes the missing shards of jobs; each that is written stays. Pickled, it needs no transformers."""
+    """Writes the missing shards of jobs; each that is written stays."""
 
     tokens: Tokens
     train_on: str
@@ -433,39 +435,6 @@ class ShardMaker:
             made = Made([*made.names, path.name], made.rows + shard.rows + shard.cleaned)
         return made
 
-    def __getstate__(self) -> dict[str, Any]:
-        t, templates = self.tokens.tokenizer, [_template(self.tokens, tools) for tools in (False, True)]
-        engine = t.name_or_path, t.eos_token_id, t.special_tokens_map, t.backend_tokenizer.to_str(), templates
-        return vars(self) | {"tokens": engine}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state | {"tokens": Tokens(cast(Any, PlainTokenizer(*state["tokens"])))})
-
-
-class PlainTokenizer:
-    """The part of a transformers tokenizer that `Tokens` uses, without transformers; the date is in its templates."""
-
-    is_fast = True
-
-    def __init__(
-        self, name: str, eos: int | None, special: dict[str, Any], engine: str, templates: Sequence[str | None]
-    ) -> None:
-        from tokenizers import Tokenizer
-
-        self.name_or_path, self.eos_token_id, self.special_tokens_map = name, eos, special
-        self.backend_tokenizer, self._templates = Tokenizer.from_str(engine), templates
-        self.added_tokens_decoder = self.backend_tokenizer.get_added_tokens_decoder()
-
-    def get_chat_template(self, given: str | None, tools: list[Any] | None = None) -> str:
-        """Return the source of the template for rows without tools, or with them; raises ValueError: there is none."""
-        template = self._templates[tools is not None]
-        if template is None:
-            raise ValueError("no template")
-        return str(template)
-
-    def convert_ids_to_tokens(self, i: int) -> str | None:
-        return self.backend_tokenizer.id_to_token(i)
-
 
 def no_room(folder: Path, error: OSError) -> DataError:
     """Return the error of a folder that cannot take the shards."""
@@ -476,11 +445,12 @@ def no_room(folder: Path, error: OSError) -> DataError:
 
 # --- All shards of some data.
 
-CHUNK_bytes = 1 << 20  # of a job, about a second for chats; data smaller than this stays in memory
+CHUNK_bytes = 1 << 18  # of a job, a tenth of a second for chats; data smaller than this stays in memory
 CHUNKS, MOST_bytes = 256, 16 << 20  # of larger data: so many jobs, each of at most so much
 PACKED = 4  # times its bytes is the text of a compressed file, about
 QUIET_S, EVERY_S = 2.0, 5.0  # work shorter than the first is not reported; seconds between two reports
 POLL_S = 0.2
+CPU_SHARE = Path("/sys/fs/cgroup/cpu.max")  # microseconds of the processor, and of what time
 
 Say = Callable[[str], None]
 
@@ -634,7 +604,8 @@ def _remaining(
         return DataError(f"to tokenise {chunk.file} from row {chunk.first} on", f"the process that did it {what}", do)
 
     listed, ahead = tee(job for job in jobs(work.files, data.text_rows) if job.number >= first)
-    todo = (missing(job) for job in ahead if job.number not in store.whole)
+    todo = (missing(job) for job in progress.sized(ahead) if job.number not in store.whole)
+    work.tokens.prepare()
     first_few = list(islice(todo, min(data.workers or cores(), int(progress.total) // CHUNK_bytes)))
     make = ShardMaker(work.tokens, learnt(work.config), data.text_rows, work.kept, row_rules(work.config), store.folder)
     try:
@@ -658,21 +629,31 @@ class Progress:
     def __init__(self, say: Say, what: str, total: float) -> None:
         self.say, self.what, self.total = say, what, total
         self.rows, self.passed, self.fresh = 0, 0.0, 0.0
-        self.begun = self.last = time.monotonic()
+        self.of_row = 0.0  # about how much of the total a row is; 0: unknown
+        self.begun = time.monotonic()
+        self.next = self.begun + QUIET_S
+
+    def sized(self, listed: Iterable[TokenizeJob]) -> Iterator[TokenizeJob]:
+        """Yield the jobs, and learn from where they begin how large a row is."""
+        for job in listed:
+            chunk = job.chunks[-1][1]
+            if chunk.first > 1 and _plain(chunk.file):
+                self.of_row = chunk.start / (chunk.first - 1)
+            yield job
 
     def done(self, rows: int, size: float = 0.0, fresh: bool = True) -> None:
         """Count so many rows more, and so much of the total; `fresh`: it took time."""
         self.rows += rows
         self.passed += size
         self.fresh += size if fresh else 0.0
-        now = time.monotonic()
-        if now - self.begun < QUIET_S or now - self.last < EVERY_S:
+        if (now := time.monotonic()) < self.next:
             return
-        self.last = now
+        self.next = now + EVERY_S
         text = f"{self.what}: {self.rows:,} rows, {self.rows / (now - self.begun):,.0f} a second"
-        if self.fresh:
-            left = (self.total - self.passed) / self.fresh * (now - self.begun)
-            text += f", {self.passed / self.total:.0%}, {left:.0f} s left"
+        stored = self.passed - self.fresh  # by an earlier run
+        if made := max(self.fresh, min(self.rows * self.of_row, self.total - stored)):
+            left = (self.total - stored - made) / made * (now - self.begun)
+            text += f", {(stored + made) / self.total:.0%}, {left:.0f} s left"
         self.say(text)
 
     def share(self, share: float, rows: int) -> None:
@@ -702,7 +683,10 @@ def locked(folder: Path, say: Say) -> Iterator[None]:
 
 
 def cores() -> int:
-    """Return the processor cores that this process may use."""
+    """Return the processor cores that this process may use, by its affinity and its container's share of time."""
+    with suppress(OSError, ValueError):  # no such control group; `max`: no limit
+        quota, period = map(int, CPU_SHARE.read_text().split())
+        return max(1, min(len(os.sched_getaffinity(0)), -(-quota // period)))
     return len(os.sched_getaffinity(0))
 
 
