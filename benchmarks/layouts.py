@@ -24,8 +24,8 @@ from recipes import conversations
 
 from optrush.config import parse_config as config
 from optrush.data import packing
-from optrush.data.chat_template import open_tokens
 from optrush.data.schema import RowLocation, parse_row
+from optrush.data.tokenizer import open_tokens
 from optrush.models import tiny
 from optrush.models.shapes import SHAPES, ModelShape
 

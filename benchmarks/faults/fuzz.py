@@ -89,9 +89,10 @@ def targets(box: Any) -> dict[str, Callable[[random.Random], None]]:
     import torch
 
     from optrush.config import parse_config
-    from optrush.data.chat_template import Tokens, open_tokenizer
+    from optrush.data.chat_template import Tokens
     from optrush.data.readers import read_rows
     from optrush.data.schema import Chat, Message, RowLocation, parse_row
+    from optrush.data.tokenizer import open_tokenizer
     from optrush.decide import decide
     from optrush.hardware import CPU
     from optrush.models.config_json import read_config_json

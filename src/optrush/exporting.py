@@ -24,8 +24,9 @@ from optrush.config import Config, scrubbed
 from optrush.data import readers, schema
 from optrush.data import sample as recipes
 from optrush.data.batch import collate
-from optrush.data.chat_template import AS_STORED, COMPARED_ROWS, Tokens, answer_ends, open_tokenizer
+from optrush.data.chat_template import AS_STORED, COMPARED_ROWS, Tokens
 from optrush.data.schema import Document
+from optrush.data.tokenizer import answer_ends, open_tokenizer
 from optrush.errors import ConfigError, DataError, NeedsError, RunError, UserError, exhausted, write_remedy
 from optrush.files import regular
 from optrush.models import fp8_folder, gguf

@@ -22,10 +22,11 @@ from torch import Tensor
 
 from optrush.config import Config, Data, Model, Sampling
 from optrush.data import schema
-from optrush.data.chat_template import Tokens, answer_ends, open_tokenizer, tokenizing
+from optrush.data.chat_template import Tokens, tokenizing
 from optrush.data.mask import Template, any_of
 from optrush.data.readers import read_rows
 from optrush.data.schema import Completion, Message, RowLocation, Text, parts_of
+from optrush.data.tokenizer import answer_ends, open_tokenizer
 from optrush.errors import ConfigError, DataError, NeedsError, RunError, exhausted, first_line
 from optrush.files import check_model_files, parse_json, read_text, regular
 from optrush.models.hf import load_plain

@@ -24,11 +24,14 @@ LONGEST_FILE, LONGEST_FUNCTION = 800, 80
 # Longer files, each with the reason why it is one subject.
 ONE_SUBJECT = {
     "config.py": "every key of the YAML, what it may hold, and its text",
+    "data/schema.py": "every form that a row may have, and what is wrong with the others",
+    "data/readers.py": "every kind of file that rows are read from",
+    "trainer/checkpoint.py": "a checkpoint written, found, checked and restored",
 }
 # Lines a folder may have; "top" are the files directly in src/optrush. What is raised is raised in a commit of its own
 # that says what the lines buy; what shrinks is lowered with it.
 LINES = {
-    "data": 8420,
+    "data": 8445,
     "trainer": 6330,
     "models": 5815,
     "techniques": 5320,
@@ -42,7 +45,7 @@ LINES = {
     "optim": 820,
     "objectives": 430,
 }
-MOST_FILES = 212
+MOST_FILES = 213
 MOST_MODULES_IN_PACKAGE = 15  # directly in src/optrush, without __init__ and __main__
 MOST_SHARED_NAMES = 40  # public functions and classes whose name two modules or more define
 

@@ -764,7 +764,7 @@ def test_a_tokenizer_that_is_a_bomb(kind: str, box: Box, tmp_path: Path) -> None
 
 def test_a_large_tokenizer_is_read_first(box: Box, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within limits in a process of its own; the same files once."""
-    from optrush.data import chat_template
+    from optrush.data import tokenizer
 
     shutil.copytree(box.model, tmp_path / "m")
     file = tmp_path / "m" / "tokenizer.json"
@@ -773,16 +773,16 @@ def test_a_large_tokenizer_is_read_first(box: Box, tmp_path: Path, monkeypatch: 
     words |= {f"a rather long word {n}": len(words) + n for n in range(40_000)}
     file.write_text(json.dumps(tree))
     counted: list[int] = []
-    forked = chat_template.pool.forked
+    forked = tokenizer.pool.forked
     monkeypatch.setattr("optrush.tokenizer_files.LIGHT_bytes", 1 << 20)
-    monkeypatch.setattr(chat_template.pool, "forked", lambda *a: (counted.append(1), forked(*a))[1])
+    monkeypatch.setattr(tokenizer.pool, "forked", lambda *a: (counted.append(1), forked(*a))[1])
     for _ in range(2):
-        assert len(chat_template.open_tokenizer(tmp_path / "m")) > 40_000
+        assert len(tokenizer.open_tokenizer(tmp_path / "m")) > 40_000
     assert len(counted) == 1
     tree["normalizer"] = {"type": "Prepend", "prepend": "x" * 3000}
     file.write_text(json.dumps(tree))
-    with pytest.raises(chat_template.NeedsError, match="3,000 characters"):
-        chat_template.open_tokenizer(tmp_path / "m")
+    with pytest.raises(tokenizer.NeedsError, match="3,000 characters"):
+        tokenizer.open_tokenizer(tmp_path / "m")
 
 
 # --- pages: whatever is in metrics.jsonl, a report or a model card ends no run and no export

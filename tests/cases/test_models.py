@@ -24,7 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from meshes import further
 from optrush import generation
-from optrush.data.chat_template import Tokens, open_tokenizer
+from optrush.data.chat_template import Tokens
+from optrush.data.tokenizer import open_tokenizer
 from optrush.models.config_json import read_config_json
 from optrush.models.hf import HFModel, _opened, load
 from optrush.technique import library

@@ -30,13 +30,14 @@ from meshes import further
 from optrush.cli import app
 from optrush.config import parse_config
 from optrush.data import chat_template, mask
-from optrush.data.chat_template import Tokens, open_tokens
+from optrush.data.chat_template import Tokens
 from optrush.data.dataset import read_sources
 from optrush.data.packing import Packed, Padded
 from optrush.data.readers import attempts, chunks, find_files
 from optrush.data.sampler import Loading, Stream, stream_of
 from optrush.data.schema import Chat, Completion, Message, Pair, RowLocation, RowRules, Text, parse_row
 from optrush.data.tokenize import identity
+from optrush.data.tokenizer import open_tokens
 from optrush.decide import check_fields
 from optrush.errors import ConfigError, DataError, UserError
 from optrush.generation import GenerationModel, find_model

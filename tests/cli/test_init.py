@@ -386,7 +386,7 @@ LORA = ("--with", "lora")
 
 def without_template(model: Path, folder: Path, turns: bool = True) -> None:
     """Write a folder like `model`, whose tokenizer has no chat template, nor, without `turns`, the tokens of ChatML."""
-    from optrush.data.chat_template import open_tokenizer
+    from optrush.data.tokenizer import open_tokenizer
 
     edited(model, folder)
     tokenizer = open_tokenizer(model)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, GenerationConfig
 
 from meshes import further
-from optrush.data.chat_template import answer_ends
+from optrush.data.tokenizer import answer_ends
 from optrush.errors import NeedsError
 from optrush.exporting import write_generation
 from optrush.models.families import FAMILIES as SPECS

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 
 from meshes import further
 from optrush import config
-from optrush.data.chat_template import CHATML, add_tokens, open_tokenizer, open_tokens, turn_ends
 from optrush.data.schema import Chat, Message, RowLocation, Text
+from optrush.data.tokenizer import CHATML, add_tokens, open_tokenizer, open_tokens, turn_ends
 from optrush.errors import ConfigError, DataError, NeedsError
 from optrush.models.source import Growth, grow
 from optrush.models.weights import Memory, WeightEntry, WeightMap, WithNewTokens

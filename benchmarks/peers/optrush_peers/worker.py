@@ -76,10 +76,10 @@ def rows(config: Config, hf: dict[str, Any], folder: Path, steps: int) -> Iterat
     """Yield the first documents of the run in its order, one a row, padded to the longest of a step."""
     import torch
 
-    from optrush.data.chat_template import open_tokens
     from optrush.data.dataset import read_sources
     from optrush.data.packing import Padded
     from optrush.data.sampler import Stream
+    from optrush.data.tokenizer import open_tokens
 
     tokens = open_tokens(config, folder if config.model.path else None)
     source = read_sources(config, tokens, int(hf["vocab_size"])).train

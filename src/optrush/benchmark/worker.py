@@ -32,11 +32,11 @@ from optrush.benchmark.record import Keep, answer_request, describe_error
 from optrush.config import Config, parse_config
 from optrush.data import sampler
 from optrush.data.batch import Batch
-from optrush.data.chat_template import open_tokens
 from optrush.data.dataset import read_sources
 from optrush.data.sampler import reading
 from optrush.data.samples import SampleChunk
 from optrush.data.schema import Document
+from optrush.data.tokenizer import open_tokens
 from optrush.decide import Decided, decide
 from optrush.models.hf import HFModel
 from optrush.planner.cost import PARTS

@@ -148,7 +148,7 @@ def _layout(prepared: Decided) -> RowLayout:
 
 
 def _tokens(prepared: Decided) -> Tokens:
-    from optrush.data.chat_template import open_tokens
+    from optrush.data.tokenizer import open_tokens
 
     tokens = open_tokens(prepared.config, prepared.folder)
     assert tokens is not None, "text without a tokenizer is refused before"
@@ -382,10 +382,10 @@ def _bare(data: Mapping[str, Any], model: Mapping[str, Any], sets: list[str], ob
 
 def _clean(config: Config, folder: Path) -> dict[str, Any]:
     from optrush.data import readers
-    from optrush.data.chat_template import open_tokens
     from optrush.data.cleaning import clean_files, write_rows
     from optrush.data.schema import row_rules
     from optrush.data.tokenize import cache_root
+    from optrush.data.tokenizer import open_tokens
     from optrush.models.source import locate
     from optrush.report import data
 

@@ -14,17 +14,14 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import product
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from optrush.config import Config
-from optrush.console import transformers_silenced
-from optrush.data import pool, readers, schema
+from optrush.data import schema
 from optrush.data.mask import (
     LIMITS,
     MEND_EARLIER,
@@ -43,17 +40,9 @@ from optrush.data.mask import (
 )
 from optrush.data.schema import Chat, Completion, Document, Judged, Message, Pair, Row, RowLocation, Text, parts_of
 from optrush.data.words import Words, byte_level
-from optrush.errors import ConfigError, DataError, NeedsError, UserError, one_line, reason
-from optrush.files import check_model_files, read_file, read_text
-from optrush.technique import library
+from optrush.errors import DataError, one_line, reason
 from optrush.tokenizer_files import (
     ENGINE,
-    PATTERNS,
-    READER_s,
-    check_sizes,
-    copy_tokenizer,
-    tokenizer_files,
-    try_reading,
 )
 
 if TYPE_CHECKING:
@@ -92,6 +81,7 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(inner)
 
 
+GIVE_TEMPLATE = "give one: `model.chat_template: chatml`, which is built in, or `model.chat_template: FILE.jinja`"
 TRAIN_ON = ("assistant", "last", "all")
 LONGEST_TEMPLATE_bytes = 64 * 2**10
 LONGEST_TEXT_bytes = 8 << 20  # of a row; a book has 1 MiB
@@ -741,227 +731,3 @@ def _unknown(source: dict[str, Any]) -> int | None:
 def _composes(source: dict[str, Any]) -> bool | None:
     """Return whether an engine writes characters in their composed form (NFC) first; None if it changes others."""
     return {None: False, "NFC": True}.get((source["normalizer"] or {"type": None})["type"])
-
-
-# --- The tokenizer of a run: the model's own, with special tokens added and its chat template or the one given.
-
-GIVE_TEMPLATE = "give one: `model.chat_template: chatml`, which is built in, or `model.chat_template: FILE.jinja`"
-START, END = "<|im_start|>", "<|im_end|>"
-CHATML = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-_ASKED = Message("user", "a"), Message("assistant", "b")
-_CALLED = {"type": "function", "function": {"name": "f", "arguments": {"c": "d"}}}
-_TOOL = {"type": "function", "function": {"name": "f", "description": "e", "parameters": {"type": "object"}}}
-PROBES = (  # conversations that show what ends an answer
-    Chat(_ASKED), Chat((Message("system", "c"), *_ASKED)),
-    Chat((_ASKED[0], Message("assistant", "", calls=(_CALLED,))), tools=(_TOOL,)),
-)  # fmt: skip
-AROUND = ("{}", "a{}b", "a {} b\n")  # texts in which an added token must come out as it went in
-
-
-def open_tokens(config: Config, folder: Path | None, today: datetime.date | None = None) -> Tokens | None:
-    """Return the model's tokenizer, as the run changes it, with its chat template; None for a shape without one.
-
-    Raises:
-        ConfigError: no such template, or tokens that cannot be added.
-        NeedsError: no tokenizer there.
-    """
-    if config.model.tokenizer is not None:
-        folder = Path(config.model.tokenizer)
-    if folder is None:
-        return None
-    if config.data.random is not None and not config.model.add_tokens and not (folder / "tokenizer.json").exists():
-        return None  # random tokens need none
-    tokenizer = open_tokenizer(folder)
-    if config.model.add_tokens:
-        add_tokens(tokenizer, config.model.add_tokens)
-        _refuse_moved(folder, tokenizer, config.model.add_tokens)
-    given = None if config.model.chat_template is None else _template(config.model.chat_template, tokenizer)
-    if given is not None:
-        tokenizer.chat_template = given
-    return Tokens(tokenizer, given, today)
-
-
-def open_tokenizer(folder: Path) -> Any:
-    """Return transformers' tokenizer of a folder.
-
-    Raises:
-        NeedsError: there is none, a package that reads it is missing, or config.json beside it is not read.
-    """
-    asked = f"the tokenizer of {folder}"
-    check_model_files(folder, ["config.json", *PATTERNS])
-    _check_reading(folder, tuple(tuple(readers.mark(folder / name)) for name in tokenizer_files(folder)))
-    try:
-        with transformers_silenced():
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # of its files: what is wrong in them decides the class of the exception
-        if (wrong := _config_error(folder)) is not None:
-            raise NeedsError(f"{folder / 'config.json'}", reason(wrong), "correct that in config.json") from None
-        pieces = [file.name for file in folder.glob("*.model") if read_file(file)[:1] == b"\n"]  # a protobuf message
-        if pieces and not (folder / "tokenizer.json").is_file():
-            missing = [name for name in ("sentencepiece", "protobuf") if library(name) is None]
-            found = f"{pieces[0]} without tokenizer.json, which sentencepiece reads: "
-            found += f"not installed: {', '.join(missing)}" if missing else reason(error)
-            do = f"pip install {' '.join(missing)}" if missing else "download the model again"
-            raise NeedsError(asked, found, f"{do}, or put the model's tokenizer.json there") from None
-        raise NeedsError(asked, reason(error), "put its tokenizer.json there") from None
-    if isinstance(tokenizer.chat_template, str):
-        tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")
-    return tokenizer
-
-
-@cache
-def _check_reading(folder: Path, marks: object) -> None:
-    """Raise NeedsError for a tokenizer that takes too much memory or time; once for the same files.
-
-    Args:
-        marks: numbers that change with the files.
-    """
-    asked, do = f"the tokenizer of {folder}", "download it again, or name another: model.tokenizer"
-
-    def lost(_: Path, what: str) -> Exception:
-        return NeedsError(asked, f"a process with limits of memory and time that read it {what}", do)
-
-    try:
-        if check_sizes(folder):
-            with pool.Pool[Path, str](
-                pool.forked(lambda: try_reading, 1), [folder], lost, limit_s=2 * READER_s
-            ) as reader:
-                if found := next(reader):
-                    raise NeedsError(asked, found, do)
-    except (json.JSONDecodeError, UnicodeDecodeError):  # so it is when it is opened
-        pass
-    except ValueError as error:
-        raise NeedsError(asked, f"{error}", do) from None
-
-
-def _config_error(folder: Path) -> Exception | None:
-    """Return the error of reading config.json, which transformers reads first for a tokenizer; None: there is none."""
-    from transformers import AutoConfig
-
-    if not (folder / "config.json").is_file():
-        return None
-    try:
-        AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # checks that the families define themselves are of many classes
-        return error
-    return None
-
-
-def add_tokens(tokenizer: Any, tokens: tuple[str, ...]) -> tuple[str, ...]:
-    """Add special tokens to a tokenizer; return the new ones in the order of their ids.
-
-    One that it had and that was not special is from now on, under its id. Raises ConfigError for one that is a word of
-    its vocabulary, or that it does not read back as one token.
-    """
-    from tokenizers import AddedToken
-
-    vocabulary, added = tokenizer.get_vocab(), {str(t): t for t in tokenizer.added_tokens_decoder.values()}
-    for token in tokens:
-        asked = f"`model.add_tokens`: {token!r}"
-        if token != token.strip():
-            raise ConfigError(asked, "white space at its ends, which templates cut off", "leave it out")
-        if token in vocabulary and token not in added:
-            found = "a word of this tokenizer's vocabulary: every text that has it would be read otherwise"
-            raise ConfigError(asked, found, "take one that no text has, such as <|im_start|>")
-    fresh = tuple(token for token in tokens if token not in vocabulary)
-    given = [AddedToken(t, special=True, normalized=False) for t in fresh]
-    for old in (added[t] for t in tokens if t in added and not added[t].special):
-        ways = {way: getattr(old, way) for way in ("single_word", "lstrip", "rstrip", "normalized")}
-        given.append(AddedToken(str(old), special=True, **ways))
-    tokenizer.add_tokens(given, special_tokens=True)
-    for token in tokens:
-        own = tokenizer.convert_tokens_to_ids(token)
-        for around in AROUND:
-            with tokenizing(around.format(token)):
-                ids = tokenizer.encode(around.format(token), add_special_tokens=False)
-            if ids.count(own) != 1 or tokenizer.decode([own]) != token:
-                found = f"the tokenizer reads {around.format(token)!r} as {tokenizer.convert_ids_to_tokens(ids)}"
-                do = "take another, or a tokenizer that keeps special tokens whole (split_special_tokens: false)"
-                raise ConfigError(f"`model.add_tokens`: {token!r}", found, do)
-    return fresh
-
-
-def _refuse_moved(folder: Path, tokenizer: Any, tokens: tuple[str, ...]) -> None:
-    """Raise NeedsError for an added token that has another id once the tokenizer's files are written and read."""
-    with TemporaryDirectory() as made:
-        copy_tokenizer(folder, Path(made), tokenizer, tokens)
-        again = open_tokenizer(Path(made))
-    for token in tokens:
-        own, there = tokenizer.convert_tokens_to_ids(token), again.convert_tokens_to_ids(token)
-        if own != there:
-            found = f"its id is {own} while training, and would be {there} in the exported tokenizer"
-            raise NeedsError(f"`model.add_tokens`: {token!r}", found, "save the tokenizer with transformers 5 first")
-
-
-def turn_ends(tokenizer: Any) -> list[int]:
-    """Return the ids that end an answer or a call under the tokenizer's template; none if they are unknown."""
-    ends: list[int] = []
-    with suppress(UserError):
-        tokens = Tokens(tokenizer)
-        for chat in PROBES:
-            with suppress(DataError):  # a template may refuse a system turn, or ask for one; many know no calls
-                (span,) = tokens.spans(chat, [len(chat.messages) - 1], TEMPLATE, steady=False)[1]
-                ends += [int(tokenizer.convert_tokens_to_ids(stop)) for stop in span.stops[:1]]
-    return list(dict.fromkeys(ends))
-
-
-def answer_ends(tokenizer: Any, known: Any) -> list[int]:
-    """Return the ids at which generation stops: `known`, the tokenizer's end of text, the template's of an answer.
-
-    Args:
-        known: `eos_token_id` of the model's generation config: an id, a list or None.
-    """
-    listed = known if isinstance(known, list) else [known]
-    ends = [*listed, tokenizer.eos_token_id, *(turn_ends(tokenizer) if tokenizer.chat_template else ())]
-    return list(dict.fromkeys(end for end in ends if end is not None))
-
-
-def _template(given: str, tokenizer: Any) -> str:
-    """Return the source of the template that a run names: a file's, or ChatML if `chatml` is no file."""
-    path, asked = Path(given), f"`model.chat_template: {given}`"
-    if path.is_dir() or not path.exists():
-        if given == "chatml":
-            return _chatml(tokenizer)
-        raise ConfigError(asked, "no such file", "name a file with a jinja template, or chatml")
-    try:
-        return read_text(path, "utf-8-sig")  # without the byte order mark that some editors write
-    except UnicodeDecodeError as error:
-        raise ConfigError(asked, f"not UTF-8: {error.reason}", "save it as UTF-8") from None
-
-
-def chatml_keys(folder: Path) -> dict[str, Any]:
-    """Return the keys of `model` that give it ChatML; none if the folder's tokenizer has a chat template.
-
-    Raises:
-        NeedsError: as `open_tokenizer`.
-    """
-    tokenizer = open_tokenizer(folder)
-    if tokenizer.chat_template:
-        return {}
-    lacking = _lacking(tokenizer)
-    return {"chat_template": "chatml", **({"add_tokens": lacking} if lacking else {})}
-
-
-def _lacking(tokenizer: Any) -> list[str]:
-    """Return the special tokens of ChatML that a tokenizer has not."""
-    added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    return [token for token in (START, END) if token not in added]
-
-
-def _chatml(tokenizer: Any) -> str:
-    """Return ChatML, with the begin-of-text token before it if the tokenizer writes one before every text."""
-    if lacking := _lacking(tokenizer):
-        found = f"the tokenizer has no special token {' and no '.join(lacking)}"
-        do = f'give it them: add_tokens: ["{START}", "{END}"] under model'
-        raise ConfigError("`model.chat_template: chatml`", found, do)
-    bos = tokenizer.bos_token_id
-    with tokenizing("a"):
-        ids = tokenizer.encode("a")
-    return "{{ bos_token }}" + CHATML if bos is not None and ids[:1] == [bos] else CHATML

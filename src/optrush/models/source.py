@@ -224,7 +224,7 @@ def _added(folder: Path, tokens: tuple[str, ...]) -> tuple[int, tuple[str, ...]]
 
     Cached, because a plan repeats the call.
     """
-    from optrush.data.chat_template import add_tokens, open_tokenizer
+    from optrush.data.tokenizer import add_tokens, open_tokenizer
 
     tokenizer = open_tokenizer(folder)
     fresh = add_tokens(tokenizer, tokens)

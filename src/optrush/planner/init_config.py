@@ -286,7 +286,7 @@ def _lay(tree: dict[str, Any], sets: Sequence[str]) -> None:
 
 def _model(request: InitRequest) -> Any:
     """Return the value of `model`; with ChatML where rows are conversations and the tokenizer has no chat template."""
-    from optrush.data.chat_template import chatml_keys
+    from optrush.data.tokenizer import chatml_keys
 
     if request.model.startswith(SHAPE):
         return {"shape": request.model.removeprefix(SHAPE)}

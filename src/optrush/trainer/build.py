@@ -23,10 +23,11 @@ from optrush import console
 from optrush.config import Config
 from optrush.data import sampler
 from optrush.data.batch import Batch
-from optrush.data.chat_template import AS_STORED, COMPARED_ROWS, Tokens, open_tokens, turn_ends
+from optrush.data.chat_template import AS_STORED, COMPARED_ROWS, Tokens
 from optrush.data.dataset import Sources, read_sources
 from optrush.data.samples import SampleSource
 from optrush.data.stored_tokens import StoredTokens
+from optrush.data.tokenizer import open_tokens, turn_ends
 from optrush.decide import Decided
 from optrush.errors import ConfigError, NeedsError, NoEffectError
 from optrush.models.decoder import frozen_flops

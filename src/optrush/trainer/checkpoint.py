@@ -735,9 +735,9 @@ def _check_fingerprints(
             old, new = (digests.get(name, "absent") for digests in (then, now))
             found = f"`{name}` was {_DIGEST.sub(_short, old)} and is {_DIGEST.sub(_short, new)}"
             if name in causes:
-                files = "chat template" if name == "template" else "tokenizer.json or tokenizer_config.json"
-                found = f"the model's {files} changed since: the same rows have other tokens ({found})"
-            if name == "data" and (changes := data_changes()):
+                what = "chat template" if name == "template" else "tokenizer.json or tokenizer_config.json"
+                found = f"the model's {what} changed since: the same rows have other tokens ({found})"
+            elif name == "data" and (changes := data_changes()):
                 found = f"`data` was not the same: {changes}"
             elif name == "data" and causes:
                 continue  # the same rows, by a tokenizer whose change is accepted

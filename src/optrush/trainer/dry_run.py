@@ -17,11 +17,11 @@ import torch
 from optrush import console
 from optrush.config import Config, dump_config
 from optrush.data import preview, sampler
-from optrush.data.chat_template import open_tokens
 from optrush.data.dataset import Sources, read_sources
 from optrush.data.packing import RowLayout
 from optrush.data.schema import RowLocation
 from optrush.data.tokenize import cache_root
+from optrush.data.tokenizer import open_tokens
 from optrush.decide import Decided, changed
 from optrush.errors import ConfigError, UserError
 from optrush.hardware import GIB

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from optrush.config import Config
 from optrush.data.batch import IGNORE, Batch
-from optrush.data.chat_template import open_tokenizer
 from optrush.data.samples import SampleSource
 from optrush.data.stored_tokens import StoredTokens, record_type
 from optrush.data.tokenize import cache_root
+from optrush.data.tokenizer import open_tokenizer
 from optrush.errors import DataError, NeedsError, exhausted, first_line
 from optrush.kernels.distillation import Blend, Compared, Lesson, likeliest
 from optrush.models.decoder import Decoder
