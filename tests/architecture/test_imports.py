@@ -25,7 +25,6 @@ LONGEST_FILE, LONGEST_FUNCTION = 800, 80
 ONE_SUBJECT = {
     "config.py": "every key of the YAML, what it may hold, and its text",
     "data/schema.py": "every form that a row may have, and what is wrong with the others",
-    "data/readers.py": "every kind of file that rows are read from",
     "trainer/checkpoint.py": "a checkpoint written, found, checked and restored",
 }
 # Lines a folder may have; "top" are the files directly in src/optrush. What is raised is raised in a commit of its own
@@ -329,7 +328,7 @@ def test_what_is_forbidden_is_found(tmp_path: Path) -> None:
 # They read what the kernel or the package itself has; all others read by `files`, which takes regular files alone.
 READERS = {
     "files.py", "hardware.py", "launch.py", "technique.py", "benchmark/record.py", "cli/launch.py", "cli/setup.py",
-    "data/mask.py", "data/pool.py", "data/sample.py", "models/source.py", "models/tiny.py", "planner/calibration.py",
+    "data/mask.py", "data/pool.py", "data/sample.py", "data/tokenize.py", "tokenizer_files.py", "models/source.py", "models/tiny.py", "planner/calibration.py",
     "trainer/metrics.py",
 }  # fmt: skip
 

@@ -39,7 +39,7 @@ from optrush.data.mask import (
     visible,
 )
 from optrush.data.schema import Chat, Completion, Document, Judged, Message, Pair, Row, RowLocation, Text, parts_of
-from optrush.data.words import Words, byte_level
+from optrush.data.words import WRITTEN, Held, Words, composes, unknown_id, widths
 from optrush.errors import DataError, one_line, reason
 from optrush.tokenizer_files import (
     ENGINE,
@@ -91,7 +91,6 @@ COMPARED, COMPARED_ROWS = 512, 64  # tokens of a document, documents
 EVERYDAY = ("It's 7 12345, isn't it?\n\n\tNot so: x_1 == 3.14159;  HELLO", "Café, 日本語 and 🙂.", " a", "a  b ")
 WORDS_FROM = 256  # texts that are encoded before words are looked up: preparing that takes 0.1 s
 HEAD, TAIL = 60, 30  # tokens of a document that an error message shows, from its beginning and its end
-WRITTEN = "LNPS"  # classes of characters that say something: letters, numbers, punctuation, symbols
 REASONING_MARKS = frozenset({"<think>", "</think>"})  # tokens that an answer's text may contain
 
 
@@ -134,8 +133,8 @@ class Tokens:
         self._today = today
         self._engine = _engine(tokenizer)
         source = json.loads(self._engine.to_str())
-        self._widths, self._composed = _widths(source), _composes(source)
-        self._unknown = _unknown(source)
+        self._widths, self._composed = widths(source), composes(source)
+        self._unknown = unknown_id(source)
         self._encoded = self.lossy = 0  # texts, and those whose prompts have characters that the tokenizer lacks
         self._eos = cast("int | None", tokenizer.eos_token_id)
         self._end = "" if self._eos is None else str(tokenizer.convert_ids_to_tokens(self._eos))
@@ -556,8 +555,8 @@ class Tokens:
         raise DataError(f"to learn from the row at {draft.where}", found, do)
 
     @cached_property
-    def _held(self) -> _Held:
-        return _Held(self._engine, self._widths is not None)
+    def _held(self) -> Held:
+        return Held(self._engine, self._widths is not None)
 
     def _tokens(
         self, draft: _Draft, ids: np.ndarray, encoding: Encoding | None, ends: np.ndarray | None, span: CharSpan
@@ -667,67 +666,6 @@ def _split(engine: Tokenizer, text: str) -> list[tuple[int, str]]:
     return list(zip(found.ids, found.tokens, strict=True))
 
 
-def _widths(source: dict[str, Any]) -> np.ndarray | None:
-    """Return how many bytes of a text each token stands for, (V,); None if tokens are not made of its own bytes.
-
-    Texts are then tokenised without offsets, which takes a quarter less time. `source` is the engine's JSON.
-    """
-    from tokenizers import pre_tokenizers
-
-    *splits, level = (source["pre_tokenizer"] or {}).get("pretokenizers", [source["pre_tokenizer"] or {"type": ""}])
-    plain = level["type"] == "ByteLevel" and not level["add_prefix_space"]
-    plain &= all(s["type"] in ("Split", "Digits") for s in splits) and source["model"]["type"] == "BPE"
-    words = source["model"]["vocab"] if plain and _composes(source) is not None else {}
-    whole = source["model"].get("unk_token") is None or words.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
-    if not words or not whole:
-        return None
-    widths = np.zeros(1 + max([*words.values(), *(token["id"] for token in source["added_tokens"])]), np.int64)
-    widths[list(words.values())] = list(map(len, words))  # a character a byte
-    for token in source["added_tokens"]:
-        widths[token["id"]] = len(token["content"].encode())
-    return widths
-
-
 AS_STORED = (
     "set tokenizer_class: PreTrainedTokenizerFast in the base's tokenizer_config.json to train as that file reads"
 )
-
-
-class _Held(dict[str, bool]):
-    """Whether an engine that leaves characters out has tokens for one, or it is none that is written."""
-
-    def __init__(self, engine: Tokenizer, by_bytes: bool) -> None:
-        super().__init__()
-        self._engine, self._by_bytes = engine, by_bytes
-
-    def __missing__(self, char: str) -> bool:
-        text = char if self._engine.normalizer is None else self._engine.normalizer.normalize_str(char)
-        pieces = byte_level(text) if self._by_bytes else text
-        self[char] = unicodedata.category(char)[0] not in WRITTEN or all(map(self._known, pieces))
-        return self[char]
-
-    def _known(self, piece: str) -> bool:
-        return self._engine.token_to_id(piece) is not None
-
-
-def _unknown(source: dict[str, Any]) -> int | None:
-    """Return the id that stands for characters without a token, -1 if they vanish; None: each has tokens, of its bytes.
-
-    `source` is the engine's JSON.
-    """
-    from tokenizers import pre_tokenizers
-
-    model, steps = source["model"], (source["pre_tokenizer"] or {})
-    vocab = model["vocab"]
-    ids: dict[str, int] = vocab if isinstance(vocab, dict) else {piece: i for i, (piece, _) in enumerate(vocab)}
-    if any(step.get("type") == "ByteLevel" for step in steps.get("pretokenizers", [steps])):
-        whole = ids.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
-    else:
-        whole = bool(model.get("byte_fallback")) and all(f"<0x{byte:02X}>" in ids for byte in range(256))
-    unknown = model["unk_id"] if model.get("unk_id") is not None else ids.get(model.get("unk_token") or "", -1)
-    return None if whole else int(unknown)
-
-
-def _composes(source: dict[str, Any]) -> bool | None:
-    """Return whether an engine writes characters in their composed form (NFC) first; None if it changes others."""
-    return {None: False, "NFC": True}.get((source["normalizer"] or {"type": None})["type"])

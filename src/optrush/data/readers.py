@@ -83,10 +83,7 @@ def form(path: Path) -> tuple[str, str] | None:
 
 
 def opened(path: Path, packing: str, size: int = PIECE_bytes) -> io.BufferedReader[Any]:
-    """Open a file, of which `size` bytes will be read, unpacked if `packing` (a suffix of PACKED) is given.
-
-    Reading it may raise Damaged.
-    """
+    """Open a file to read `size` bytes, unpacked if `packing` (one of PACKED) is given; reading may raise Damaged."""
     if not packing:
         return io.BufferedReader(open_file(path, 0), max(LEAST_bytes, min(size, PIECE_bytes)))
     new, errors = _unpacker(path, packing)

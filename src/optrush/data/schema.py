@@ -168,12 +168,10 @@ class Message:
         """Return the turn as a chat template gets it: absent parts are absent keys."""
         if self.plain:
             return {"role": self.role, "content": self.content}
-        more = {
-            **dict.fromkeys(REASONING, self.reasoning),  # each template has its own name for it
-            "tool_calls": list(self.calls),
-            "name": self.name,
+        more = {  # each template has its own name for reasoning
+            **dict.fromkeys(REASONING, self.reasoning), "tool_calls": list(self.calls), "name": self.name,
             "tool_call_id": self.call_id,
-        }
+        }  # fmt: skip
         return {"role": self.role, "content": self.content} | {key: value for key, value in more.items() if value}
 
 
@@ -218,9 +216,7 @@ Row = Text | Chat | Completion | Pair | Judged
 
 def parts_of(row: Row) -> tuple[Text | Chat | Completion, ...]:
     """Return the answers of a row, each with its prompt: of a pair two."""
-    if isinstance(row, Judged):
-        return row.answers
-    return (row.chosen, row.rejected) if isinstance(row, Pair) else (row,)
+    return row.answers if isinstance(row, Judged) else (row.chosen, row.rejected) if isinstance(row, Pair) else (row,)
 
 
 def bad_row(where: RowLocation, reason: str, do: str = MEND) -> DataError:
@@ -693,8 +689,7 @@ def _more(found: dict[str, Any], role: str, name: str, named: tuple[str, str], u
         if value not in ("", [], {}):
             unread.add(f"{_of_all(name)}.{key}")
     return {
-        "reasoning": thoughts.pop() if thoughts else None,
-        "thoughts": next((key for key in REASONING if found.get(key)), "reasoning"),
+        **({"reasoning": thoughts.pop(), "thoughts": next(filter(found.get, REASONING))} if thoughts else {}),
         "calls": _calls(_given(found, "tool_calls", []), f"{name}.tool_calls", unread),
         "name": _string(_given(found, "name", ""), f"{name}.name") or None,
         "call_id": _string(_given(found, "tool_call_id", ""), f"{name}.tool_call_id") or None,
