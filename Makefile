@@ -10,7 +10,7 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-comp
 # What is imported is compiled then, and kept; pip would compile all of it.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo check test test-all deepspeed lint site faults readers clean
+.PHONY: demo check test test-all deepspeed lint site faults readers real clean
 
 demo: $(VENV)/.base
 	$(BIN)/python examples/demo.py demo
@@ -49,6 +49,9 @@ faults: $(VENV)/.dev  # about an hour; benchmarks/faults/run.py R7 tries one
 
 readers: $(VENV)/.base $(READERS)/.installed  # what is exported, read by transformers 4.57 and llama.cpp's converter
 	$(BIN)/python benchmarks/readers/run.py $(READERS)/bin/python
+
+real: $(VENV)/.dev  # a trained model: fine-tuned, exported, read by transformers, PEFT and as GGUF; some 5 minutes
+	$(BIN)/python benchmarks/real/run.py
 
 # torch and numpy are those of $(VENV); the rest, which must be older, comes before them on the path
 $(READERS)/.installed: benchmarks/readers/requirements.txt $(VENV)/.base

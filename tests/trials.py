@@ -102,7 +102,7 @@ def metrics(config: Config, classes: Sequence[type[Technique]] = ALL) -> list[di
         return []
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     shutil.rmtree(output)
-    return lines
+    return [line for line in lines if "start_s" not in line]
 
 
 def assembled(config: Config | Decided, classes: Sequence[type[Technique]] = KNOWN, **options: Any) -> Trainer:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -141,6 +142,7 @@ def train(
     from optrush.trainer import distributed
     from optrush.trainer.run import RunRequest, run
 
+    begun = time.monotonic()
     chosen = _with_rows(_config(config), rows, eval_rows)
     if loss is not None and chosen.objective in SECTIONS:
         asked = f"a loss of your own with `objective: {chosen.objective}`"
@@ -149,7 +151,7 @@ def train(
     if start is not None:
         chosen = as_begun(chosen, launched()[1])
     with distributed.leaving():
-        return run(RunRequest(decide(chosen), start, frozenset(allow_change), loss, tuple(callbacks)))
+        return run(RunRequest(decide(chosen), start, frozenset(allow_change), loss, tuple(callbacks), begun))
 
 
 def _with_rows(

@@ -50,7 +50,7 @@ def test_the_example_learns_which_answer_is_better(call: Call, here: Path) -> No
     first, last = [m for m in lines if "eval_loss" in m]
     assert first["eval_loss"] == pytest.approx(0.693147, abs=1e-5) and first["eval_reward_margin"] == 0
     assert last["eval_reward_accuracy"] >= 0.9 and last["eval_loss"] < 0.3 and last["eval_reward_margin"] > 1
-    for m in lines:
+    for m in (m for m in lines if "start_s" not in m):
         kind = "eval_" if "eval_loss" in m else ""
         chosen, rejected, accuracy, margin = (m[f"{kind}{name}"] for name in NAMES)
         assert margin == pytest.approx(chosen - rejected, abs=1e-4) and 0 <= accuracy <= 1

@@ -349,7 +349,8 @@ def scalars(output: Path) -> list[tuple[str, int, float]]:
 
 
 def shown(output: Path) -> list[tuple[str, int, float]]:
-    pairs = ((m, k, v) for m in lines(output) for k, v in m.items() if k != "step" and isinstance(v, int | float))
+    logged = (m for m in lines(output) if "loss" in m or "eval_loss" in m)
+    pairs = ((m, k, v) for m in logged for k, v in m.items() if k != "step" and isinstance(v, int | float))
     return sorted((key, m["step"], pytest.approx(value, rel=1e-6)) for m, key, value in pairs)
 
 

@@ -152,8 +152,9 @@ def run(command: Command, name: str) -> Path:
 
 def run_keys(command: Command, name: str) -> dict[str, Any]:
     folder = run(command, name)
-    found = {"train" if "loss" in line else "eval": list(line) for line in lines(folder / "metrics.jsonl")}
-    assert found.keys() == {"train", "eval"}
+    kinds = {"loss": "train", "eval_loss": "eval", "start_s": "end"}
+    found = {kinds[k]: list(line) for line in lines(folder / "metrics.jsonl") for k in line if k in kinds}
+    assert found.keys() == {"train", "eval", "end"}
     return {**found, "run.yaml": paths(yaml.safe_load((folder / "run.yaml").read_text("utf-8")))}
 
 

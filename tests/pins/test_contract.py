@@ -54,7 +54,7 @@ def test_metrics(objective: str) -> None:
     table = first_cells(text)
     written = SURFACE[f"run of {objective}"]
     assert set(written["train"]) <= table
-    assert set(written["eval"]) <= set(re.findall(r"`(\w+)`", text))
+    assert {*written["eval"], *written["end"]} <= set(re.findall(r"`(\w+)`", text))
     if objective == "dpo":
         assert table == set(written["train"]), "nothing is listed that no run writes"
 

@@ -48,7 +48,7 @@ def test_a_technique_of_another_package(tmp_path: Path, name: str) -> None:
     assert trained.returncode == 0 and PACKAGES[name][2] in trained.stderr, trained.stderr
     lines = [json.loads(x) for x in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     if name == "clip-values":
-        assert all(0 < line["grad_norm"] < 1e-5 for line in lines), "clipped before the norm is taken"
+        assert all(0 < line["grad_norm"] < 1e-5 for line in lines if "loss" in line), "clipped before the norm is taken"
 
 
 def rung_of(folder: Path) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +13,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import optrush
 from optrush import console
 from optrush.benchmark import runner
 from optrush.benchmark.results import BenchState
-from optrush.config import Training
+from optrush.config import Config, Training
 from optrush.planner import search
-from optrush.report.run import RunLog, off_plan
+from optrush.report.page import DASH
+from optrush.report.page import speed as shown_speed
+from optrush.report.run import RunLog, beside_steps, load_run, off_plan, page_content
+from optrush.trainer import run as running
 from optrush.trainer.run import Outcome, perplexity
 
 LINE = {
@@ -110,3 +116,81 @@ def test_a_run_off_its_plan(
     guess.memory_kind = "rss"
     assert off_plan(log) == "", "rates that are counted from cores are no plan"
     assert off_plan(dataclasses.replace(log, steps=lines[:4])) == ""
+
+
+TOY: dict[str, Any] = {"model": "tiny", "objective": "sft", "data": {"sample": "recipes"}, "output": "x"}
+
+
+@pytest.mark.parametrize(
+    ("train", "with_", "beside", "steps", "seconds", "expected"),
+    [
+        ({"save_every": 1.0}, {}, {"saving": (80.0, 20)}, 20, 100.0,
+         "saving every step took 80% of 100 s: train.save_every: 1.0; raise it (100: every 100 steps; 0.1: ten times a "
+         "run), or set train.save: async"),
+        ({"save_every": 5, "save": "async"}, {}, {"saving": (0.2, 4)}, 20, 1.0, "saving 4 times in 20 steps took 20%"),
+        ({"save_every": 5}, {}, {"saving": (9.0, 4)}, 20, 100.0, ""),
+        ({"save_every": 1}, {}, {"saving": (0.8, 9)}, 9, 1.0, ""),  # a run of a moment
+        ({"save_every": 1}, {}, {"saving": (30.0, 4)}, 4, 40.0, "saving every step took 75% of 40 s"),
+        ({}, {}, {"saving": (50.0, 1)}, 20, 100.0, ""),  # the last save is no choice
+        ({"stop_after": 3}, {}, {"saving": (50.0, 7)}, 20, 100.0, "train.best: false"),
+        ({"eval_every": 2}, {}, {"evaluation": (0.3, 10)}, 20, 1.0, "train.eval_every: 2.0; raise it, or"),
+        ({}, {}, {"evaluation": (30.0, 5)}, 500, 100.0, "train.eval_every: 0.2; raise it"),
+        ({}, {}, {"evaluation": (30.0, 1)}, 20, 100.0, "took 30% of 100 s: hold out fewer rows (data.eval)"),
+        ({}, {}, {"evaluation": (0.3, 1)}, 20, 1.0, ""),
+        ({}, {}, {"data": (11.0, 20)}, 20, 100.0, "waiting for data took 11% of 100 s: --with loader, or"),
+        ({}, {"loader": {"workers": 4}}, {"data": (11.0, 20)}, 20, 100.0, "raise with.loader.workers (4)"),
+        ({}, {"loader": {}}, {"data": (11.0, 20)}, 20, 100.0, "raise with.loader.workers (2)"),
+        ({}, {}, {"data": (0.5, 20)}, 20, 1.0, ""),  # the first batch of a quick run
+    ],
+)  # fmt: skip
+def test_time_beside_the_steps(
+    train: dict[str, Any], with_: dict[str, Any], beside: dict[str, Any], steps: int, seconds: float, expected: str
+) -> None:
+    """What takes more than a tenth of a run is named with its share and the key that changes it; else nothing is."""
+    config = Config(**TOY, train=train, **{"with": with_})
+    spent = {**dict.fromkeys(("saving", "evaluation", "data"), (0.0, 0)), **beside}
+    found = "".join(beside_steps(config, spent, steps, seconds).values())
+    assert expected in found and bool(found) == bool(expected), found
+    assert train.get("save") != "async" or "async" not in found
+
+
+def toy_run(folder: Path, length: dict[str, Any]) -> dict[str, Any]:
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": f"Oslo lies {i} miles from the sea."}) + "\n" for i in range(40)))
+    return {
+        "model": "tiny", "objective": "pretrain", "data": {"path": str(rows), "eval": 0.2},
+        "batch": {"seq": 64, "tokens": 64}, "train": length, "with": {}, "output": str(folder / "run"),
+    }  # fmt: skip
+
+
+def test_a_run_notes_where_its_time_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as it is clear, once; at the end the seconds of start, steps and end, in the report with the plan's."""
+    monkeypatch.setattr(running, "STEADY", (10, 0.0))
+    begun = time.monotonic()
+    with console.err.capture() as said:
+        optrush.train(toy_run(tmp_path, {"steps": 13, "save_every": 1.0, "eval_every": 1, "best": False}))
+    elapsed = time.monotonic() - begun
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    notes = [(m["step"], m["beside_steps"].split()[:3]) for m in lines if "beside_steps" in m]
+    assert notes == [(10, ["saving", "every", "step"]), (10, ["evaluation", "every", "step"])]
+    assert "train.save_every: 1.0" in said.get()
+    (times,) = [m for m in lines if "start_s" in m]
+    assert times["step"] == 13 and "resumed_at" not in times
+    assert 0.5 * elapsed < times["start_s"] + times["steps_s"] + times["end_s"] < elapsed
+    steps = sum(m["step_s"] for m in lines if "step_s" in m)
+    assert times["steps_s"] == pytest.approx(steps, rel=0.3)
+    content = page_content(load_run(tmp_path / "run"))
+    assert any("train.save_every" in note for note in content["notes"])
+    assert not any("start_s" in note for note in content["notes"])
+    rows = {name: figures for name, *figures in content["predicted"]}
+    assert rows["steps, s"][1] == shown_speed(times["steps_s"]) and rows["start, s"][0] != DASH
+    assert "saves, evaluations, model, s" in rows
+
+
+def test_times_of_a_resumed_run(tmp_path: Path) -> None:
+    """Its steps are not those that the plan counts; a run that was complete before notes none."""
+    for steps, resume in ((2, None), (4, "auto"), (4, "auto")):
+        optrush.train(toy_run(tmp_path, {"steps": steps}), resume=resume)
+    log = load_run(tmp_path / "run")
+    assert log.times["step"] == 4 and log.times["resumed_at"] == 2
+    assert [row[0] for row in page_content(log)["predicted"]] == ["peak, GiB", "tokens/s", "start, s"]

@@ -27,7 +27,7 @@ from scarce import CLASSES, Scarce
 from golden.make_golden import T
 from trials import assembled, first_gradients, golden_run, weights
 
-TIMES = {"step_s", "tokens_per_s", "mfu", "peak_bytes", "data_wait_s"}
+TIMES = {"step_s", "tokens_per_s", "mfu", "peak_bytes", "data_wait_s", "start_s", "steps_s", "end_s", "resumed_at"}
 SHORT = ["train.steps=3", "train.save_every=2"]
 STEPPING = [  # whoever owns the optimizer, the precision or its moment, and can do so in the plainest run on a CPU
     t.name

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from optrush.cli import BEGUN
 from optrush.cli.options import ConfigFile, Json, Ranks, Set, With, Without, launches, read_run
 from optrush.console import shown
 from optrush.errors import ConfigError, RunError
@@ -95,7 +96,7 @@ def train_command(
     from optrush.trainer.run import RunRequest, run
 
     with distributed.leaving():
-        outcome = run(RunRequest(decided, start, frozenset(allow_change)))
+        outcome = run(RunRequest(decided, start, frozenset(allow_change), begun=BEGUN))
     if outcome.code == 0 and launched()[0] == 0:
         print(
             "\n".join(map(shown, outcome.closing_lines(config.objective in SECTIONS, config.scored))), file=sys.stderr

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,7 @@ WAITS = 0.05  # share of a step spent waiting for data from which the page warns
 _FIGURES = {
     "step", "loss", "lr", "grad_norm", "tokens", "target_tokens", "step_s", "tokens_per_s", "mfu", "peak_bytes",
     "memory_kind", "data_wait_s", "skipped", "eval_loss", "eval_target_tokens",
+    "start_s", "steps_s", "end_s", "resumed_at",
     *(f"{kind}{name}" for kind in ("", "eval_") for name in (*ALL_FIGURES, *LOAD_FIGURES)),
 }  # fmt: skip
 
@@ -55,6 +56,7 @@ class RunLog:
     Attributes:
         text: the configuration as YAML.
         torn: the last line of the metrics was cut off, as a killed process leaves it.
+        times: the line with the seconds of start, steps and end; empty: the run is not done.
     """
 
     name: str
@@ -64,6 +66,7 @@ class RunLog:
     evals: list[dict[str, Any]]
     notes: list[str]
     torn: bool
+    times: Mapping[str, Any] = field(default_factory=dict)
 
     def points(self, key: str, scale: float = 1.0) -> list[tuple[float, float | None]]:
         """Return a figure over the logged steps; None if it was not finite."""
@@ -95,6 +98,7 @@ def load_run(folder: Path) -> RunLog:
         evals=[m for m in lines if "eval_loss" in m],
         notes=[note for m in lines for note in _notes(m)],
         torn=torn,
+        times=next((m for m in reversed(lines) if "start_s" in m), {}),
     )
 
 
@@ -179,6 +183,39 @@ def off_plan(run: RunLog, ranks: int | None = None) -> str:
         ),
     }
     return f"{text}: most of it {max(parts, key=lambda part: parts[part])}"
+
+
+BESIDE = 0.1  # share of a run's time beside its steps, from which on the run says so
+MANY, LONG_S = 10, 20.0  # steps and seconds of a run, below which it says nothing about that
+
+
+def beside_steps(config: Config, beside: Mapping[str, tuple[float, int]], steps: int, seconds: float) -> dict[str, str]:
+    """Return what took more than a tenth of a run beside its steps, with the share and the keys that change it.
+
+    Args:
+        beside: seconds and times of "saving", "evaluation" and "data", in the first `steps` and `seconds` of the run.
+    """
+    if steps < MANY and seconds < LONG_S:
+        return {}
+    train, loader, evals = config.train, config.with_.get("loader"), beside["evaluation"][1]
+    often = {what: "every step" if n >= steps else f"{n} times in {steps:,} steps" for what, (_, n) in beside.items()}
+    smaller = "" if train.save == "async" else ", or set train.save: async"
+    saved = f"train.save_every: {train.save_every}; raise it (100: every 100 steps; 0.1: ten times a run){smaller}"
+    saved = "the best checkpoint; train.best: false does without it" if train.save_every is None else saved
+    fewer = "hold out fewer rows (data.eval)"
+    held_out = f"train.eval_every: {train.eval_cadence(steps)}; raise it, or {fewer}" if evals > 1 else fewer
+    workers = "--with loader" if loader is None else f"raise with.loader.workers ({loader.get('workers', 2)})"
+    # A single save is the last, which no key changes; in a quick run a single evaluation or batch says nothing.
+    reasons = (
+        ("saving", f"saving {often['saving']}", saved, beside["saving"][1] > 1),
+        ("evaluation", f"evaluation {often['evaluation']}", held_out, evals > 1 or seconds > LONG_S),
+        ("data", "waiting for data", f"{workers}, or tokenise before the run (optrush data pack)", seconds > LONG_S),
+    )
+    return {
+        what: f"{name} took {beside[what][0] / seconds:.0%} of {duration(seconds)}: {keys}"
+        for what, name, keys, changeable in reasons
+        if changeable and beside[what][0] > BESIDE * seconds
+    }
 
 
 # --- the page
@@ -360,6 +397,24 @@ def _size(count: int) -> str:
     return f"{gib(count)} GiB" if count >= GIB / 10 else f"{count / 2**20:,.1f} MiB"
 
 
+def _times(run: RunLog, guess: Prediction) -> Iterator[tuple[str, float | None, float | None]]:
+    """Yield the parts of a finished run with their predicted and measured seconds."""
+    from optrush.data.length_estimate import estimate_tokens
+    from optrush.decide import changed
+    from optrush.planner.run_time import REPORT_S, run_time
+
+    if not run.times:
+        return
+    config = changed(run.config, {"train.steps": int(run.times["step"]), "train.epochs": 1.0})
+    time = run_time(config, guess, estimate_tokens(config))
+    if time.end_s is None:
+        return
+    yield "start, s", time.start_s, number(run.times["start_s"])
+    if "resumed_at" not in run.times:  # else some of it passed in another process
+        yield "steps, s", time.steps_s, number(run.times["steps_s"])
+        yield "saves, evaluations, model, s", time.end_s - REPORT_S, number(run.times["end_s"])
+
+
 def _against(run: RunLog, ranks: int | None) -> dict[str, Any]:
     """Return predicted against measured: the table, the lines of predicted memory, or why there is no prediction."""
     from optrush.planner import search
@@ -375,6 +430,7 @@ def _against(run: RunLog, ranks: int | None) -> dict[str, Any]:
         for name, text, predicted, measured in (
             ("peak, GiB", gib, guess.peak_bytes, peak),
             ("tokens/s", speed, guess.tokens_per_s, run.median("tokens_per_s")),
+            *((name, speed, planned, taken) for name, planned, taken in _times(run, guess)),
         )
     ]
     basis = "measured rates" if guess.basis == "calibrated" else "rates of its datasheet"

@@ -10,6 +10,8 @@ loss, and the objective's other metrics (`trainer.metrics`): means over the logg
 step_s, data_wait_s: mean over the steps since the last line, from the end of one step to the end of another on the
     device. tokens_per_s, mfu: real tokens since the last line, over that time.
     MFU = ModelShape.flops (6 x matrix parameters + causal attention by document) / datasheet bf16 peak.
+start_s, steps_s, end_s: seconds of a finished run from its command to step 0; of the steps, with their waiting for
+    data; of saves, evaluations and the model, until the report is drawn.
 peak_bytes: rank 0's most, so far: allocated by torch on CUDA, resident set of the process on CPU.
 """
 
@@ -23,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -35,6 +37,9 @@ from optrush.errors import RunError
 if TYPE_CHECKING:
     from optrush.trainer.trainer import Trainer
 
+
+Beside = Literal["saving", "evaluation", "data"]
+"""What a run spends time on beside its steps."""
 
 Moment = float | torch.cuda.Event
 """The end of the work queued on a device so far; on a CPU, which is synchronous, the clock."""
@@ -81,6 +86,12 @@ class Meter:
         self.all_tokens = 0  # up to the last line, of all ranks, padding excluded
         self.unwritten = ""
         self._begin(_now(self.device))
+        self.begin_steps()
+
+    def begin_steps(self) -> None:
+        """Begin to time the steps, and apart from them saving, evaluation and waiting for data."""
+        self.started = time.monotonic()
+        self.beside: dict[str, tuple[float, int]] = dict.fromkeys(get_args(Beside), (0.0, 0))  # seconds, times
 
     def _begin(self, now: Moment) -> None:
         self.steps, self.tokens, self.attended = 0, 0, 0
@@ -91,7 +102,7 @@ class Meter:
         """Measure the time spent waiting for data."""
         start = time.perf_counter()
         yield
-        self.wait_s += time.perf_counter() - start
+        self.wait_s += self._add("data", time.perf_counter() - start)
 
     def tick(self, step: int, batches: list[Batch], loss: Tensor, norm: Tensor, skipped: Tensor) -> None:
         """Count update `step`, watch for failing updates, and queue a line when the step logs."""
@@ -154,16 +165,21 @@ class Meter:
         self.judged(step, loss)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Exclude evaluation or saving from the time of the steps."""
+    def aside(self, what: Beside) -> Iterator[None]:
+        """Exclude evaluation or saving from the time of the steps; a save within an evaluation counts as a save."""
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.synchronize()  # the steps before are theirs
-        start = time.perf_counter()
+        start, others = time.perf_counter(), self.aside_s
         yield
         if cuda:
             torch.cuda.synchronize()
-        self.aside_s += time.perf_counter() - start
+        self.aside_s += self._add(what, time.perf_counter() - start - (self.aside_s - others))
+
+    def _add(self, what: Beside, seconds: float) -> float:
+        total, times = self.beside[what]
+        self.beside[what] = (total + seconds, times + 1)
+        return seconds
 
     def skips(self) -> tuple[int, int]:
         """Return the updates skipped so far, and in a row up to now; waits for the device."""

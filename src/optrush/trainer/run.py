@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -52,7 +52,7 @@ from optrush.hardware import GIB
 from optrush.launch import stop_numbers, unjoinable
 from optrush.report import data
 from optrush.report.bench import write_run
-from optrush.report.run import load_run, off_plan
+from optrush.report.run import beside_steps, load_run, off_plan
 from optrush.technique import Part
 from optrush.trainer import checkpoint, distributed, dpo_reference, run_dir
 from optrush.trainer.build import ProcessGroup, build, join_ranks
@@ -63,6 +63,7 @@ from optrush.trainer.trackers import Reporter, check_tracker, flat, open_reporte
 from optrush.trainer.trainer import RunPlan, Trainer, evaluate, idle_settings, set_step, train
 
 RESUMABLE = 143  # exit code
+STEADY = (10, 60.0)  # steps, and seconds of them, after which shares of time are known
 QUARANTINE = "quarantine.jsonl"
 
 
@@ -80,7 +81,7 @@ class RunRequest:
 
     resume: "auto" continues from the newest intact checkpoint, a folder from that one, None begins anew.
     allow_change: fields whose fingerprint may have changed since the checkpoint.
-    loss: replaces `objectives.next_token`. callbacks: called on rank 0.
+    loss: replaces `objectives.next_token`. callbacks: called on rank 0. begun: when the command or the call began.
     """
 
     resolved: Decided
@@ -88,6 +89,7 @@ class RunRequest:
     allow_change: frozenset[str] = frozenset()
     loss: Callable[[Any, Tensor, Batch], Tensor] | None = None
     callbacks: tuple[Listener, ...] = ()
+    begun: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,6 @@ def run(request: RunRequest) -> Outcome:
         UserError: something must be changed; the output folder is as it was.
         RunError: three updates in a row were not finite, or a step ran out of memory.
     """
-    begun = time.monotonic()
     config, output = request.resolved.config, Path(request.resolved.config.output)
     check_run_output(request.resolved, request.resume)
     group = join_ranks(request.resolved)  # the ranks agree on a checkpoint
@@ -166,7 +167,7 @@ def run(request: RunRequest) -> Outcome:
             return session.stopped()
         distributed.under_way("the export")
         export_best(trainer, session.meter.last or plan.done, request.resolved.folder, session.best)
-        return replace(session.finished(), seconds=time.monotonic() - begun)
+        return replace(session.finished(request.begun), seconds=time.monotonic() - request.begun)
 
 
 # --- Refusals before anything is built
@@ -533,6 +534,7 @@ class Session:
         self.saver, saver.settled = saver, self._settled
         self.callbacks = () if bar is None else callbacks
         self.run_id = checkpoint.fresh_id() if manifest is None else manifest.run_id
+        self.noted: set[str] = set()  # what takes long beside the steps, and was said
         self.unsaved: dict[int, str] = {}  # steps whose checkpoint could not be saved, and why
         self.reporters = [] if tracker is None else [tracker]
         skips = (0, 0) if manifest is None else (manifest.skipped, manifest.skipped_in_a_row)
@@ -562,11 +564,12 @@ class Session:
     def evaluate_untrained(self) -> None:
         """Evaluate before the first step of a new run."""
         if self.trainer.evaluation is not None and self.plan.done == 0:
-            with self.meter.aside():
+            with self.meter.aside("evaluation"):
                 self.meter.evaluated(0, *evaluate(self.trainer))
             if self.patience is not None:
                 self.patience.add(self.meter.evals[-1])
         self.meter.judged = self._evaluated
+        self.meter.begin_steps()
 
     def save(self, step: int) -> None:
         """Save a checkpoint; training goes on if the disk fails, and the last good checkpoint stays.
@@ -593,7 +596,18 @@ class Session:
 
     def _begin_step(self, step: int) -> None:
         self.saver.settle()
+        if step > self.plan.done + STEADY[0] and time.monotonic() - self.meter.started > STEADY[1]:
+            self._note_beside()
         set_step(self.trainer, step, self.plan.total)
+
+    def _note_beside(self) -> None:
+        """Note once each what takes a large share of the run beside its steps, and the key that changes it."""
+        meter = self.meter
+        seconds = time.monotonic() - meter.started
+        for what, text in beside_steps(self.trainer.config, meter.beside, meter.last - self.plan.done, seconds).items():
+            if what not in self.noted:
+                self.noted.add(what)
+                meter.write({"step": meter.last, "beside_steps": text})
 
     def _evaluated(self, step: int, loss: float) -> None:
         """Save the step with the best held-out loss so far, also where no save is due; end the run if it is over."""
@@ -605,7 +619,8 @@ class Session:
                 text = f"{done} evaluation{'s' * (done > 1)} without a held-out loss below {least:.4f}"
                 self.meter.write({"step": step, "stopped_early": text})
         if self.best is not None and self.best.is_best(step, loss) and not self.plan.saves(step):
-            self.save(step)
+            with self.meter.aside("saving"):
+                self.save(step)
 
     def _show(self, line: dict[str, Any]) -> None:
         """Print a line of metrics.jsonl, and log a reporter's first failure."""
@@ -633,7 +648,9 @@ class Session:
     def check_ended_well(self) -> None:
         """Raise RunError after updates that were not finite, or a stop whose checkpoint could not be saved."""
         distributed.under_way("the last save", self.meter.last)
+        self.ended = time.monotonic()
         self.saver.settle(wait=True)
+        self._note_beside()
         self.meter.skips()  # waits for the flags of the last steps, so that every rank has the same failure
         if self.meter.failure is not None:
             raise self.meter.failure
@@ -653,10 +670,21 @@ class Session:
             console.err.print(f"{saved} (output {self.output})", markup=False)
         return Outcome(RESUMABLE, self.output)
 
-    def finished(self) -> Outcome:
-        """Draw the loss curve and the report, and return the outcome of a complete run."""
+    def _note_times(self, begun: float) -> None:
+        """Note the seconds of start, steps and end, divided as the plan predicts them."""
+        meter = self.meter
+        start, loop = meter.started - begun, self.ended - meter.started
+        steps = loop - meter.beside["saving"][0] - meter.beside["evaluation"][0]
+        seconds = {"start_s": start, "steps_s": steps, "end_s": time.monotonic() - begun - start - steps}
+        resumed = {"resumed_at": self.plan.done} if self.plan.done else {}
+        meter.write({"step": meter.last, **{name: round(s, 3) for name, s in seconds.items()}, **resumed})
+
+    def finished(self, begun: float) -> Outcome:
+        """Draw the loss curve and the report, and return the outcome of a complete run that began at a time."""
         for reporter in self.reporters:
             reporter.status = "finished"
+        if self.meter.last:  # else it was complete before
+            self._note_times(begun)
         if self.bar is not None:
             try:
                 run = load_run(self.output)

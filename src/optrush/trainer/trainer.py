@@ -448,11 +448,11 @@ def train(trainer: Trainer, meter: Meter, plan: RunPlan, save: Callable[[int], N
         meter.tick(step, batches, loss, norm, skipped)  # reads the device only when this step logs
         if plan.evaluates(step):
             under_way("the evaluation", step)
-            with meter.aside():
+            with meter.aside("evaluation"):
                 meter.evaluated(step, *evaluate(trainer))
         if plan.saves(step):
             under_way("saving a checkpoint", step)
-            with meter.aside():
+            with meter.aside("saving"):
                 save(step)
 
 
