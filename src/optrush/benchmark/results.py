@@ -22,7 +22,7 @@ import numpy as np
 from optrush.benchmark import ladder
 from optrush.benchmark.ladder import Ladder, Rung
 from optrush.benchmark.peer import UNCOMPARED
-from optrush.benchmark.record import Record, Verdict
+from optrush.benchmark.record import QualityRecord, Record, Verdict
 from optrush.config import Config, dump_config, parse_yaml
 from optrush.decide import with_rate
 from optrush.technique import ModelSpec, Numerics, Part, Technique, instantiate
@@ -486,6 +486,10 @@ class BenchState:
     def records(self) -> list[Record]:
         """Build the records of all rungs that have been tried or refused, in the ladder's order."""
         return [_record(self, r) for r in self.rungs if r.name in self.results or r.name in self.refused]
+
+    def all_records(self) -> Sequence[Record | QualityRecord]:
+        """Return what records.jsonl gets."""
+        return self.records()
 
 
 def _record(state: BenchState, rung: Rung) -> Record:
