@@ -220,11 +220,6 @@ def _check_quality(ladder: Ladder) -> None:
         if key in ladder.model_fields_set:
             found = "`quality` trains whole runs: without timed steps, proofs and all-but-one rungs"
             raise ConfigError(f"{ladder.at(key)}: `{key}`", found, dos.get(key, "leave it out"))
-    for i, entry in enumerate(ladder.rungs):
-        if entry.peer is not None:
-            place = f"{ladder.at('rungs', i, 'peer')}: `peer`"
-            found = "another system in a ladder of whole runs"
-            raise ConfigError(place, found, "leave one of the two out: `peer` needs timed steps")
 
 
 def _check_lengths(ladder: Ladder) -> None:
@@ -274,8 +269,9 @@ def _check_rungs(ladder: Ladder) -> None:
             if entry.with_ or entry.without:
                 do = "leave `with` and `without` out; its options stand under `peer`"
                 raise ConfigError(place, "techniques for another system", do)
-            if ladder.longest is not None:
-                raise ConfigError(place, "another system in a ladder of longest rows", "leave one of the two out")
+            if ladder.longest is not None or ladder.quality is not None:
+                kind = "longest rows" if ladder.quality is None else "whole runs"
+                raise ConfigError(place, f"another system in a ladder of {kind}", "leave one of the two out")
         names.append(entry.name)
 
 

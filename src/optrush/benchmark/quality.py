@@ -14,7 +14,6 @@ variance of the other) / seeds); the margin is the spread times Student's t at 9
 
 from __future__ import annotations
 
-import datetime
 import json
 import math
 import re
@@ -30,10 +29,9 @@ import numpy as np
 
 from optrush.benchmark.ladder import Quality, Rung, changes_since
 from optrush.benchmark.record import Keep, QualityRecord, QualityVerdict, answer_request
-from optrush.benchmark.results import BenchState
-from optrush.config import Config, Sampling, dump_config, parse_config, parse_yaml
+from optrush.benchmark.results import BenchState, shared_facts
+from optrush.config import Config, Sampling, parse_config
 from optrush.console import err
-from optrush.decide import with_rate
 from optrush.errors import ConfigError, DataError, RunError
 from optrush.files import write_whole
 from optrush.launch import launched
@@ -216,14 +214,10 @@ class QualityState(BenchState):
         results = self.results.get(rung.name, [])
         if (failed := super().error(rung)) or not results:
             return failed
-        for other in self.rungs:
-            rows = self.results.get(other.name, [])
-            if rows and super().error(other) is None:
-                for own, first in zip(results, rows):
-                    if own["eval_targets"] != first["eval_targets"]:
-                        counts = f"{own['eval_targets']:,} held-out target tokens, `{other.name}` has"
-                        return f"{counts} {first['eval_targets']:,}: the losses are not comparable; keep the rows"
-                return None
+        first = next(r.name for r in self.rungs if self.results.get(r.name) and not super(QualityState, self).error(r))
+        for own, other in ((r["eval_targets"], s["eval_targets"]) for r, s in zip(results, self.results[first])):
+            if own != other:
+                return f"{own:,} held-out target tokens, `{first}` has {other:,}: the losses cannot be compared"
         return None
 
     def all_records(self) -> Sequence[QualityRecord]:
@@ -235,16 +229,8 @@ class QualityState(BenchState):
 
     def _record(self, rung: Rung, sound: Mapping[str, Sequence[Mapping[str, Any]]]) -> QualityRecord:
         """Build the record of a rung; `sound`: the results of all rungs that have figures."""
-        known = [r for name in (rung.name, *self.results) for r in self.results.get(name, [])]
-        now = datetime.datetime.now().astimezone().isoformat("T", "seconds")
-        plan, config = self.plan(rung), parse_yaml(dump_config(with_rate(rung.config)), "the run", own=True)[0]
-        common: dict[str, Any] = {
-            "ladder": self.ladder.name, "rung": rung.name, "case": rung.case, "changes": rung.changes,
-            "device": next((r["device"] for r in known if "device" in r), "unknown"), "ranks": rung.ranks,
-            "seq": rung.config.batch.seq, "config": config, "environment": self.machine, "source": self.source,
-            "command": self.command, "date": next((r["date"] for r in known if "date" in r), now),
-            **{key: plan[key] for key in ("predicted_tokens_per_s", "predicted_peak_bytes")},
-        }  # fmt: skip
+        common, plan = shared_facts(self, rung), self.plan(rung)
+        common |= {key: plan[key] for key in ("predicted_tokens_per_s", "predicted_peak_bytes")}
         if rung.name not in sound:
             return QualityRecord(**common, since=rung.since, verdict="failed", error=self.error(rung))
         own, since = sound[rung.name], self._compared(rung, sound)

@@ -377,11 +377,8 @@ def _measure(state: BenchState, board: ProgressBoard) -> None:
         here = [r for r in state.rungs if r.name not in state.absent]
         board.begin(here.index(rung) + 1, len(here), rung.name, repeat + 1, state.repeats)
         request = _request(state, rung, repeat)
-        result = (
-            _result(state, rung, request, board)
-            if state.ladder.quality is None
-            else _whole_run(state, rung, request, state.out / RUNS / Path(_file(state, rung, repeat)).stem)
-        )
+        folder = state.out / RUNS / Path(_file(state, rung, repeat)).stem
+        result = _result(state, rung, request, board, folder)
         result["date"] = datetime.datetime.now().astimezone().isoformat("T", "seconds")
         if "refused" in result and state.required(rung) and not state.results:
             raise ConfigError(*result["refused"])  # every other rung would be refused, too
@@ -411,9 +408,13 @@ def _request(state: BenchState, rung: Rung, repeat: int) -> dict[str, Any]:
     return {**request, "baseline": baseline, "proof": state.ladder.proof.model_dump()}
 
 
-def _result(state: BenchState, rung: Rung, request: dict[str, Any], board: ProgressBoard) -> dict[str, Any]:
-    """Return the result of one process, or of a search for the longest row the best of many."""
+def _result(
+    state: BenchState, rung: Rung, request: dict[str, Any], board: ProgressBoard, folder: Path
+) -> dict[str, Any]:
+    """Return the result of one process, of a whole run in `folder`, or of a search for the longest row the best one."""
     span = state.ladder.longest
+    if state.ladder.quality is not None:
+        return _whole_run(state, rung, request, folder)
     if span is None:
         return run_worker(request, time_limit(state), rung.peer)
 
