@@ -23,7 +23,7 @@ from optrush.files import config_text
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from optrush.benchmark.record import Record
+    from optrush.benchmark.record import QualityRecord, Record
     from optrush.benchmark.tune import Tuned
     from optrush.data.batch import Batch
     from optrush.exporting import Delivered
@@ -236,7 +236,7 @@ def evaluate(config: Configuration, *, model: str | Path | None = None, data: st
 def bench(
     config: Configuration, out: str | Path, *, ladder: str = "config", repeats: int | None = None,
     limit_s: float | None = None, cumulative_only: bool = False, resume: bool = False,
-) -> list[Record]:  # fmt: skip
+) -> list[Record | QualityRecord]:  # fmt: skip
     """Measure the rungs of a ladder one by one, each in fresh processes; records and report are written to `out`.
 
     Args:
@@ -247,7 +247,7 @@ def bench(
         resume: go on with a bench that was stopped.
 
     Returns:
-        A record a rung: tokens_per_s, peak_bytes, predicted_*, verdict, error.
+        A record a rung: tokens_per_s, peak_bytes, predicted_*, verdict, error; of whole runs held_out.
 
     Raises:
         UserError: the ladder, the baseline or the folder must be changed; nothing was written.

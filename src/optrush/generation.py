@@ -399,7 +399,11 @@ def prompts(path: Path, plain: bool = False, system: str | None = None) -> Itera
 def read_prompt(where: RowLocation, found: dict[str, Any], plain: bool) -> Prompt:
     """Return the prompt of a row; DataError if it has none."""
     found, answered = _completed(found, plain)
-    row = schema.parse_row(where, found)
+    return prompt_of(where, schema.parse_row(where, found), plain, answered)
+
+
+def prompt_of(where: RowLocation, row: schema.Row, plain: bool = False, answered: bool = True) -> Prompt:
+    """Return the prompt of a parsed row, with its answer as the reference if it is the row's own."""
     row = parts_of(row)[0]
     if isinstance(row, Text):
         return Prompt(where, row.text)

@@ -12,8 +12,9 @@ from optrush import config
 from optrush.benchmark import ladder
 from optrush.cli.bench import bench
 from optrush.config import Config
-from optrush.decide import changed
+from optrush.decide import changed, decide
 from optrush.errors import ConfigError
+from optrush.hardware import NAMED
 
 from toy import document
 
@@ -69,7 +70,8 @@ def test_what_is_shipped_resolves(name: str) -> None:
     found = ladder.resolve_rungs(written, held_out, False)
     last = [r for r in found if r.mode == "cumulative" and r.peer is None][-1]
     for rung in found:
-        assert rung.config.data.eval is None and rung.config.output == "never-written"
+        assert rung.config.output == "never-written"
+        assert rung.config.data.eval == (None if written.quality is None else 0.1)
         if rung.mode == "without":
             assert (
                 rung.since == last.name
@@ -77,7 +79,17 @@ def test_what_is_shipped_resolves(name: str) -> None:
             )
             assert len(rung.config.with_) == len(last.config.with_) - 1
     without = len(found) - len([r for r in found if r.mode == "cumulative"])
-    assert without == (len(last.config.with_) if written.all_but_one else 0)
+    assert without == (len(last.config.with_) if written.all_but_one and written.quality is None else 0)
+
+
+def test_every_rung_of_quality_runs_on_a_gpu() -> None:
+    text = (ROOT / "benchmarks/quality.yaml").read_text()
+    sets = ["model={shape: HuggingFaceTB/SmolLM2-135M}", "data={random: 4096, eval: 0.1}", "objective=pretrain"]
+    own = config.parse_config(text, "quality.yaml", sets)
+    found = ladder.resolve_rungs(ladder.find_ladder("quality", own), own, False)
+    for rung in found:
+        decide(rung.config, device=NAMED["h100"], ranks=1)
+    assert len(found) >= 24 and {r.since for r in found} == {None, "float32", "amp", "LoRA r 32"}
 
 
 CASES = {  # what the records are asked for by

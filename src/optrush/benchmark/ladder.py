@@ -10,6 +10,7 @@ YAML or a shipped name -> `find_ladder` -> Ladder (entries as written) -> `resol
     all_but_one: true                # then the last rung without each of its techniques
     case: "{size}-full-{seq}"        # name of the load; a rung may have its own
     longest: {from: 8192, to: 1048576, factor: 1.1}  # each rung searches for the longest row that trains
+    quality: {seeds: 3, score: number, samples: 200}  # each rung is trained to its end (quality.py)
     proof: {steps: 5, documents: 4}  # the same documents in every rung
     base:
       keep: false                    # true: begin with the techniques of CONFIG
@@ -50,6 +51,7 @@ from optrush.benchmark.peer import CHECKOUT, Peer, build_peer, find_peers
 from optrush.config import (
     Config,
     Keys,
+    Optim,
     StrictModel,
     Training,
     dump_config,
@@ -70,9 +72,11 @@ SIZED = "micro-batch"  # its rung with the micro-batch that was decided
 FOLDER = Path(__file__).parent / "ladders"
 WITHOUT = "without "
 LOAD_KEYS = ("batch.seq", "batch.tokens", "batch.micro_tokens")
+QUALITY_KEYS = ("train.epochs", "data.too_long", "data.split_turns")  # and `optim.*`, where whole runs are compared
 # What a rung may change. With other changes two rungs would not learn the same, and no proof would be possible.
 # A rung of another shape is compared with the first rung of its own shape only.
 RUNG_KEYS = (*LOAD_KEYS, "model.implementation", "model.dtype", "model.shape")
+OPTIM_KEYS = tuple(f"optim.{name}" for name in Optim.model_fields)
 LADDER_KEYS = ("train", "with", "output", "data.eval")  # decided by the ladder itself
 Options = dict[str, Any]
 
@@ -141,6 +145,14 @@ class Longest(StrictModel):
     factor: Annotated[float, Field(gt=1)] = 1.1
 
 
+class Quality(StrictModel):
+    """Train each rung to its end with these seeds; score its answers to the first held-out chats."""
+
+    seeds: Annotated[int, Field(ge=1)] = 3
+    score: Literal["number"] | None = None  # the last number of an answer is that of the reference answer
+    samples: Annotated[int, Field(ge=1)] = 200
+
+
 class Ladder(StrictModel):
     """A ladder as written. `name`, `where` and `lines` are its origin, for messages."""
 
@@ -152,6 +164,7 @@ class Ladder(StrictModel):
     all_but_one: bool = True
     case: Case | None = None
     longest: Longest | None = None
+    quality: Quality | None = None
     proof: Proof = Proof()
     base: Base = Base()
     rungs: Annotated[list[LadderEntry], Field(min_length=1)]
@@ -163,6 +176,11 @@ class Ladder(StrictModel):
         """Return the place of a value, for messages: file:line, or the file where the value is a default."""
         line = self.lines.get(keys)
         return self.where if line is None else f"{self.where}:{line}"
+
+    @property
+    def times(self) -> int:
+        """The processes of a rung: repeats, or seeds of whole runs."""
+        return self.repeats if self.quality is None else self.quality.seeds
 
     @cached_property
     def peers(self) -> dict[str, type[Peer]]:
@@ -189,9 +207,20 @@ def parse_ladder(text: str, where: str, name: str) -> Ladder:
         ladder = Ladder(**data, name=name, where=where, lines=lines)
     except ValidationError as error:
         raise explain(error, where, lines, {}, Ladder) from None
+    if ladder.quality is not None:
+        _check_quality(ladder)
     _check_lengths(ladder)
     _check_rungs(ladder)
     return ladder
+
+
+def _check_quality(ladder: Ladder) -> None:
+    """Raise ConfigError for what a ladder of whole runs does not have."""
+    dos = {"repeats": "write `quality: {seeds: N}`", "steps": "set `train.steps` in CONFIG or under `base.set`"}
+    for key in ("repeats", "steps", "warmup", "proof", "longest", "all_but_one"):
+        if key in ladder.model_fields_set:
+            found = "`quality` trains whole runs: without timed steps, proofs and all-but-one rungs"
+            raise ConfigError(f"{ladder.at(key)}: `{key}`", found, dos.get(key, "leave it out"))
 
 
 def _check_lengths(ladder: Ladder) -> None:
@@ -208,7 +237,8 @@ def _check_lengths(ladder: Ladder) -> None:
         if lengths:
             raise ConfigError(place, f"`{lengths[0]}` is set too", "leave it out: a row of each length is tried alone")
     for key in ladder.base.set_:
-        if any(key == own or key.startswith(f"{own}.") for own in LADDER_KEYS):
+        decided = LADDER_KEYS if ladder.quality is None else ("with", "output")
+        if any(key == own or key.startswith(f"{own}.") for own in decided):
             place = f"{ladder.at('base', 'set', key)}: `{key}`"
             raise ConfigError(place, "the ladder decides it", "leave it out; techniques stand under `with:`")
 
@@ -227,9 +257,10 @@ def _check_rungs(ladder: Ladder) -> None:
             do = nearest(entry.from_, names) if names else "leave it out of the first rung"
             raise ConfigError(place, "no earlier rung of this name", do)
         for key in entry.set_:
-            if key not in RUNG_KEYS:
+            known = RUNG_KEYS if ladder.quality is None else (*RUNG_KEYS, *QUALITY_KEYS, *OPTIM_KEYS)
+            if key not in known:
                 place = f"{ladder.at('rungs', i, 'set', key)}: `{key}`"
-                raise ConfigError(place, "no key that a rung may change", nearest(key, RUNG_KEYS))
+                raise ConfigError(place, "no key that a rung may change", nearest(key, known))
         if entry.from_ in peers:
             raise ConfigError(place, f"`from: {entry.from_}`, another system's rung", "begin from one of our own")
         if entry.peer is not None:
@@ -239,8 +270,9 @@ def _check_rungs(ladder: Ladder) -> None:
             if entry.with_ or entry.without:
                 do = "leave `with` and `without` out; its options stand under `peer`"
                 raise ConfigError(place, "techniques for another system", do)
-            if ladder.longest is not None:
-                raise ConfigError(place, "another system in a ladder of longest rows", "leave one of the two out")
+            if ladder.longest is not None or ladder.quality is not None:
+                kind = "longest rows" if ladder.quality is None else "whole runs"
+                raise ConfigError(place, f"another system in a ladder of {kind}", "leave one of the two out")
         names.append(entry.name)
 
 
@@ -321,14 +353,20 @@ def resolve_rungs(
 ) -> list[Rung]:
     """Resolve the runs: first the entries in their order, then the last one without each of its techniques.
 
+    A rung begins from the one before it; in a ladder of whole runs from the first one.
+
     Raises:
         ConfigError: an unknown key, technique or system, or a value of the wrong type, with file and line.
     """
     kept = with_method(config).with_
     given = {k: v for k, v in kept.items() if ladder.base.keep and k not in ladder.base.without}
-    train = Training(steps=ladder.warmup + ladder.steps, log_every=1)
-    one_row = {} if config.batch.micro_tokens else {"batch.micro_tokens": config.batch.seq}  # what every rung can have
-    start = changed(config, {"with": given, "method": None, "data.eval": None, "train": train, **one_row})
+    length: dict[str, Any] = {"train": Training(steps=ladder.warmup + ladder.steps, log_every=1), "data.eval": None}
+    if ladder.quality is not None:  # CONFIG's own length; no checkpoint, and each run to its end
+        exports = ladder.quality.score is not None
+        length = {"train.save_every": None, "train.stop_after": None, "train.export": exports, "tracker": None}
+    elif not config.batch.micro_tokens:
+        length["batch.micro_tokens"] = config.batch.seq  # what every rung can have
+    start = changed(config, {"with": given, "method": None, **length})
     start = _apply(ladder, start, ladder.base, ("base",), classes)
     if ladder.longest is not None:
         sizes = dict.fromkeys(LOAD_KEYS, ladder.longest.from_)
@@ -337,6 +375,8 @@ def resolve_rungs(
     last: Rung | None = None  # of our own
     for i, entry in enumerate(ladder.rungs):
         since = entry.from_ or (last.name if last else None)
+        if ladder.quality is not None and entry.from_ is None and i:
+            since = ladder.rungs[0].name
         before = resolved[since].config if since else start
         own = _apply(ladder, before, entry, ("rungs", i), classes)
         peer = _peer(ladder, entry, i)
@@ -349,7 +389,7 @@ def resolve_rungs(
         resolved[entry.name] = Rung(entry.name, "cumulative", since, own, changes, case, ranks, entry.env, peer)
         last = last if peer is not None else resolved[entry.name]
     assert last is not None, "the first rung is our own"
-    if ladder.all_but_one and not cumulative_only:
+    if ladder.all_but_one and ladder.quality is None and not cumulative_only:
         for name in (c.name for c in classes if c.name in last.config.with_):
             others = {k: v for k, v in last.config.with_.items() if k != name}
             less = changed(last.config, {"with": others})

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import optrush
 from optrush.errors import DataError, RunError, UserError, exhausted
@@ -31,7 +31,9 @@ MEASURED = "measured.json"  # what a trial of the batch or the learning rate has
 STATES = "state-*.safetensors*"  # of training, which a trial goes on from; half written ones too
 COMMAND_TIMEOUT_S = 10.0  # for git and nvidia-smi: a slow disk or driver must not hold up a bench
 Verdict = Literal["baseline", "faster", "slower", "smaller", "longer", "shorter", "noise", "red"]
+QualityVerdict = Literal["first", "better", "equal", "worse", "one seed", "failed"]
 Keep = Callable[[dict[str, Any]], None]
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -91,25 +93,86 @@ class Record:
         return json.dumps(dataclasses.asdict(self), allow_nan=False)
 
 
+@dataclass(frozen=True)
+class QualityRecord:
+    """Figures of a rung whose whole runs are compared, in lists one a seed; none where `error` is set."""
+
+    ladder: str
+    rung: str
+    case: str
+    since: str | None  # the rung this one is compared with; None for the first
+    changes: str
+    device: str
+    ranks: int
+    seq: int
+    verdict: QualityVerdict
+    config: dict[str, Any]  # the run of the first seed
+    environment: dict[str, str]
+    source: dict[str, Any]
+    command: str
+    date: str
+    predicted_tokens_per_s: float | None
+    predicted_peak_bytes: int | None
+    seeds: list[int] = field(default_factory=list)
+    held_out: list[float] = field(default_factory=list)  # loss after the last step
+    evals: list[list[list[float]]] = field(default_factory=list)  # [step, held-out loss] of every evaluation
+    eval_targets: list[int] = field(default_factory=list)  # held-out target tokens
+    loss: float | None = None  # mean of `held_out`
+    difference: float | None = None  # of `loss`, from that of `since`
+    spread: float | None = None  # standard error of `difference`; None with one seed
+    margin: float | None = None  # a larger difference is better or worse
+    scores: list[float] = field(default_factory=list)  # percent of right answers
+    score: float | None = None  # mean of `scores`, and the same three
+    score_difference: float | None = None
+    score_spread: float | None = None
+    score_margin: float | None = None
+    samples: int | None = None  # answers of a score
+    tokens_per_s: float | None = None  # medians over seeds
+    start_s: float | None = None  # from the command to the held-out loss before step 1
+    seconds: float | None = None  # from the command to the end of the run
+    peak_bytes: int | None = None
+    memory_kind: str | None = None
+    error: str | None = None
+
+    def to_json(self) -> str:
+        """Return the record as one line of JSON."""
+        return json.dumps(dataclasses.asdict(self), allow_nan=False)
+
+
+def is_quality(folder: Path) -> bool:
+    """Return whether a bench folder has the records of whole runs."""
+    with (folder / RECORDS).open("rb") as file:
+        return b'"held_out"' in file.readline()
+
+
+def read_quality(folder: Path) -> list[QualityRecord]:
+    """Read the records of whole runs, as `read_records` reads others."""
+    return _read(folder, lambda line: QualityRecord(**json.loads(line)))
+
+
 def read_records(folder: Path) -> list[Record]:
     """Read the records of a bench folder, in the ladder's order.
 
     Raises:
         DataError: there is no records.jsonl, or a line is no record.
     """
+    return _read(folder, Record.from_json)
+
+
+def _read(folder: Path, parse: Callable[[str], R]) -> list[R]:
     path = folder / RECORDS
     if not path.is_file():
         raise DataError(f"the records of {folder}", f"no {RECORDS}", "name a folder that `optrush bench` has written")
     records = []
     for number, line in enumerate(read_text(path).splitlines(), 1):
         try:
-            records.append(Record.from_json(line))
+            records.append(parse(line))
         except (ValueError, TypeError) as error:
             raise DataError(f"{path}:{number}", f"no record: {error}", "run the ladder into another folder") from None
     return records
 
 
-def write_records(folder: Path, records: Iterable[Record]) -> None:
+def write_records(folder: Path, records: Iterable[Record | QualityRecord]) -> None:
     """Write all records of a folder, atomically."""
     write_whole(folder / RECORDS, "".join(r.to_json() + "\n" for r in records))
 

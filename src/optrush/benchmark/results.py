@@ -22,7 +22,7 @@ import numpy as np
 from optrush.benchmark import ladder
 from optrush.benchmark.ladder import Ladder, Rung
 from optrush.benchmark.peer import UNCOMPARED
-from optrush.benchmark.record import Record, Verdict
+from optrush.benchmark.record import QualityRecord, Record, Verdict
 from optrush.config import Config, dump_config, parse_yaml
 from optrush.decide import with_rate
 from optrush.technique import ModelSpec, Numerics, Part, Technique, instantiate
@@ -487,6 +487,10 @@ class BenchState:
         """Build the records of all rungs that have been tried or refused, in the ladder's order."""
         return [_record(self, r) for r in self.rungs if r.name in self.results or r.name in self.refused]
 
+    def all_records(self) -> Sequence[Record | QualityRecord]:
+        """Return what records.jsonl gets."""
+        return self.records()
+
 
 def _record(state: BenchState, rung: Rung) -> Record:
     """Build the record of one rung, compared with `since`."""
@@ -505,19 +509,28 @@ def _record(state: BenchState, rung: Rung) -> Record:
         plan = {**plan, "predicted_tokens_per_s": None, "ceiling_s": {}}  # of steps that do not compile
     micro = first.get("micro_tokens", config.batch.micro_tokens)
     peer = {} if rung.peer is None else {"peer": {rung.peer.name: rung.peer.model_dump()}}
+    facts = shared_facts(state, rung)
+    return Record(
+        **{**facts, "changes": changes, "config": {**facts["config"], **peer}}, mode=rung.mode,
+        since=since.name if since else None, micro_tokens=micro if isinstance(micro, int) else config.batch.seq,
+        verdict=verdict, red=red, proof=proof, error=error, **_measured(state, rung), **plan,
+        tries=first.get("tries", []), peer=None if rung.peer is None else rung.peer.name,
+    )  # fmt: skip
+
+
+def shared_facts(state: BenchState, rung: Rung) -> dict[str, Any]:
+    """Return what every kind of record has: what was measured, where, with which code and when."""
+    first, config = (state.results.get(rung.name) or [{}])[0], state.config(rung)
     # A rung that never ran has the device of the others.
     results = [r for name in (rung.name, *state.results) for r in state.results.get(name, [])]
-    return Record(
-        ladder=state.ladder.name, rung=rung.name, case=rung.case, mode=rung.mode,
-        since=since.name if since else None, changes=changes,
-        device=next((str(r["device"]) for r in results if "device" in r), "unknown"), ranks=rung.ranks,
-        seq=config.batch.seq, micro_tokens=micro if isinstance(micro, int) else config.batch.seq,
-        verdict=verdict, red=red, config={**parse_yaml(dump_config(with_rate(config)), "the run", own=True)[0], **peer},
-        environment={**state.machine, **first.get("environment", {})}, source=state.source, command=state.command,
-        date=first.get("date", datetime.datetime.now().astimezone().isoformat("T", "seconds")),
-        proof=proof, error=error, **_measured(state, rung), **plan, tries=first.get("tries", []),
-        peer=None if rung.peer is None else rung.peer.name,
-    )  # fmt: skip
+    return {
+        "ladder": state.ladder.name, "rung": rung.name, "case": rung.case, "changes": rung.changes,
+        "device": next((str(r["device"]) for r in results if "device" in r), "unknown"), "ranks": rung.ranks,
+        "seq": config.batch.seq, "config": parse_yaml(dump_config(with_rate(config)), "the run", own=True)[0],
+        "environment": {**state.machine, **first.get("environment", {})}, "source": state.source,
+        "command": state.command,
+        "date": first.get("date", datetime.datetime.now().astimezone().isoformat("T", "seconds")),
+    }  # fmt: skip
 
 
 def _measured(state: BenchState, rung: Rung) -> dict[str, Any]:

@@ -34,11 +34,12 @@ from optrush import hardware
 from optrush.benchmark import ladder, record
 from optrush.benchmark.ladder import Ladder, Longest, Rung
 from optrush.benchmark.peer import Peer, worker_path
-from optrush.benchmark.record import RECORDS, RUNGS, Record, write_records
+from optrush.benchmark.quality import QualityState, check_quality, print_quality
+from optrush.benchmark.record import RECORDS, RUNGS, QualityRecord, Record, write_records
 from optrush.benchmark.results import BenchState
-from optrush.config import Config, dump_config
+from optrush.config import Config, dump_config, parse_config
 from optrush.console import err
-from optrush.decide import decide
+from optrush.decide import changed, decide
 from optrush.errors import ConfigError, NeedsError, UserError
 from optrush.files import open_to_append, read_text, refuse_links, write_whole
 from optrush.hardware import GIB
@@ -52,6 +53,7 @@ TAIL = 5  # lines of standard error in the report of a process without a result
 LOCK = ".lock"
 LATE = "still running"  # the beginning of the error of a process that was stopped at its limit
 FIRST, SLOWER = 10, 6  # limits: of the first process in a ladder's limits, of others in what the slowest before took
+RUNS = "runs"  # folder of whole runs, a folder a rung and seed
 TRIES = "tries"  # folder of the results of a search for the longest row, a file a length
 FULL = 0.995  # a share of real tokens in the slots from which on the table does not show it
 
@@ -92,6 +94,7 @@ class ProgressBoard:
             outcome = "failed: " + result["error"].replace("\n", "; ")
         else:
             outcome = f"{median(result['tokens_per_s']):,.0f} tok/s, {result['peak_bytes'] / GIB:.1f} GiB"
+            outcome = f"held-out loss {result['held_out']:.4f}, {outcome}" if "held_out" in result else outcome
         self.log(f"{self.place}: {outcome}{self.left}")
 
 
@@ -104,8 +107,11 @@ class PlannedRung(NamedTuple):
     refused: str | None
 
 
-def print_table(records: Sequence[Record]) -> None:
+def print_table(found: Sequence[Record | QualityRecord]) -> None:
     """Print each rung's figures, the ratio to the rung it is compared with, and the reasons where it is red."""
+    records = [r for r in found if isinstance(r, Record)]
+    if whole := [r for r in found if isinstance(r, QualityRecord)]:
+        return print_quality(whole)
     table = Table(box=None, pad_edge=False)
     table.add_column("rung")
     loose = any(r.fill is not None and r.fill < FULL for r in records)
@@ -149,7 +155,7 @@ def run_ladder(
     limit_s: float | None = None,
     resume: bool = False,
     command: str = "",
-) -> list[Record]:
+) -> list[Record | QualityRecord]:
     """Measure every rung and write `out`; a rung that fails becomes a record with its error, and the others run.
 
     Args:
@@ -160,10 +166,14 @@ def run_ladder(
     Raises:
         UserError: the ladder, the baseline or the folder must be changed; nothing was written.
     """
-    rungs = ladder.resolve_rungs(written, config, cumulative_only)
-    state = BenchState(
-        written, rungs, out, repeats or written.repeats, limit_s or written.limit_s, command, record.source(),
-        record.machine(), predict=predict_rung, exact_limit=limit_s is not None,
+    rungs, state_of, exact = ladder.resolve_rungs(written, config, cumulative_only), BenchState, limit_s is not None
+    if written.quality is not None:
+        check_quality(rungs[0].config, written.quality)
+        state_of, exact = QualityState, True
+        limit_s = limit_s or (written.limit_s if "limit_s" in written.model_fields_set else math.inf)
+    state = state_of(
+        written, rungs, out, repeats or written.times, limit_s or written.limit_s, command, record.source(),
+        record.machine(), predict=predict_rung, exact_limit=exact,
     )  # fmt: skip
     return run_rungs(state, board, resume=resume)
 
@@ -177,7 +187,9 @@ def plan_rungs(
         UserError: the ladder or the baseline must be changed.
     """
     rungs = ladder.resolve_rungs(written, config, cumulative_only)
-    times = repeats or written.repeats
+    times = repeats or written.times
+    if written.quality is not None:
+        check_quality(rungs[0].config, written.quality)
     state = BenchState(written, rungs, Path(), times, written.limit_s, "", {}, {}, predict=predict_rung)
     _refuse(state, board)
     planned = []
@@ -189,7 +201,7 @@ def plan_rungs(
     return planned, times
 
 
-def run_rungs(state: BenchState, board: ProgressBoard, *, resume: bool) -> list[Record]:
+def run_rungs(state: BenchState, board: ProgressBoard, *, resume: bool) -> list[Record | QualityRecord]:
     """Measure the rungs of a bench as `run_ladder` does."""
     out = state.out
     _check_folder(state, resume)
@@ -214,7 +226,7 @@ def run_rungs(state: BenchState, board: ProgressBoard, *, resume: bool) -> list[
                 shutil.rmtree(out)
             raise
         finally:
-            records = state.records()
+            records = list(state.all_records())
             if records and out.is_dir():
                 from optrush.report.bench import write_bench
 
@@ -260,7 +272,7 @@ def _check_folder(state: BenchState, resume: bool) -> None:
         raise ConfigError(asked, found, "go on with it: --resume; or take another folder")
     if resume and not (out / RUNGS).is_dir():
         raise ConfigError(f"{asked} --resume", f"no {RUNGS}/ there: nothing to go on with", "leave --resume out")
-    refuse_links(out, asked, (LOCK, RUNGS, TRIES, RECORDS, "report.html", "speed.png", "memory.png"))
+    refuse_links(out, asked, (LOCK, RUNGS, RUNS, TRIES, RECORDS, "report.html", "speed.png", "memory.png", "loss.png"))
 
 
 def _refuse(state: BenchState, board: ProgressBoard) -> None:
@@ -350,7 +362,7 @@ def _read_back(state: BenchState) -> None:
             raise ConfigError(asked, f"{RUNGS}/{name} is damaged", "delete it: it is measured again") from None
         if digest != state.source["digest"]:
             raise ConfigError(asked, "the package has changed since", "take another folder")
-        if request != _request(state, rung):
+        if request != _request(state, rung, repeat):
             raise ConfigError(asked, f"`{rung.name}` was another configuration then", do)
         results = state.results.setdefault(rung.name, [])
         if len(results) == repeat:  # what follows a gap is measured again
@@ -364,24 +376,28 @@ def _measure(state: BenchState, board: ProgressBoard) -> None:
         repeat, rung = queue[0]
         here = [r for r in state.rungs if r.name not in state.absent]
         board.begin(here.index(rung) + 1, len(here), rung.name, repeat + 1, state.repeats)
-        request = _request(state, rung)
-        result = _result(state, rung, request, board)
+        request = _request(state, rung, repeat)
+        folder = state.out / RUNS / Path(_file(state, rung, repeat)).stem
+        result = _result(state, rung, request, board, folder)
         result["date"] = datetime.datetime.now().astimezone().isoformat("T", "seconds")
         if "refused" in result and state.required(rung) and not state.results:
             raise ConfigError(*result["refused"])  # every other rung would be refused, too
         saved = {"rung": rung.name, "digest": state.source["digest"], "request": request, "result": result}
         write_whole(state.out / RUNGS / _file(state, rung, repeat), json.dumps(saved, indent=1))
         state.results.setdefault(rung.name, []).append(result)
-        write_records(state.out, state.records())
+        write_records(state.out, state.all_records())
         ran += 1
         board.end(result, (time.monotonic() - start) / ran * len(state.missing()))
 
 
-def _request(state: BenchState, rung: Rung) -> dict[str, Any]:
+def _request(state: BenchState, rung: Rung, repeat: int) -> dict[str, Any]:
     """Return the request of a process: the rung's run, and the proof on the baseline's documents or another system."""
     request: dict[str, Any] = {"run": dump_config(rung.config), "warmup": state.ladder.warmup}
     if rung.ranks > 1 or rung.env:
         request |= {"ranks": rung.ranks, "env": rung.env}
+    if state.ladder.quality is not None:
+        run = dump_config(changed(rung.config, {"seed": rung.config.seed + repeat}))
+        return {**request, "run": run, "score": state.ladder.quality.score, "samples": state.ladder.quality.samples}
     if state.rehearses:
         request["rehearse"] = True
     if state.ladder.longest is not None:
@@ -392,9 +408,13 @@ def _request(state: BenchState, rung: Rung) -> dict[str, Any]:
     return {**request, "baseline": baseline, "proof": state.ladder.proof.model_dump()}
 
 
-def _result(state: BenchState, rung: Rung, request: dict[str, Any], board: ProgressBoard) -> dict[str, Any]:
-    """Return the result of one process, or of a search for the longest row the best of many."""
+def _result(
+    state: BenchState, rung: Rung, request: dict[str, Any], board: ProgressBoard, folder: Path
+) -> dict[str, Any]:
+    """Return the result of one process, of a whole run in `folder`, or of a search for the longest row the best one."""
     span = state.ladder.longest
+    if state.ladder.quality is not None:
+        return _whole_run(state, rung, request, folder)
     if span is None:
         return run_worker(request, time_limit(state), rung.peer)
 
@@ -413,6 +433,21 @@ def _result(state: BenchState, rung: Rung, request: dict[str, Any], board: Progr
 
     first = _attempt(state, rung, request, span.from_)
     return search_longest(span, longest_that_fits(span, fits), first, attempt)
+
+
+def _whole_run(state: BenchState, rung: Rung, request: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the result of a run to its end in a folder, which keeps neither checkpoints nor model, and its score."""
+    shutil.rmtree(folder, ignore_errors=True)
+    run = dump_config(changed(parse_config(request["run"], "run", own=True), {"output": str(folder)}))
+    ask = {"run": run, "ranks": rung.ranks, "env": rung.env}
+    result = run_worker({**ask, "began": time.time()}, time_limit(state), module="optrush.benchmark.quality")
+    if "error" not in result and request["score"] is not None:
+        asked = {"run": run, "samples": request["samples"]}
+        scored = run_worker(asked, time_limit(state), module="optrush.benchmark.quality")
+        result |= {key: value for key, value in scored.items() if key != "seconds"}
+    for name in ("checkpoints", "model", "adapter"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    return result
 
 
 def _attempt(state: BenchState, rung: Rung, request: dict[str, Any], seq: int) -> dict[str, Any]:

@@ -30,14 +30,14 @@ def bench(
         typer.Option(
             "--ladder",
             metavar="NAME|FILE",
-            help="config, single-gpu, gpus, memory, long-context, peers, data, cpu-demo, or a YAML file",
+            help="config, single-gpu, gpus, memory, long-context, peers, data, quality, cpu-demo, or a YAML file",
         ),
     ] = "config",
     cumulative_only: Annotated[
         bool, typer.Option("--cumulative-only", help="leave out the rungs that take one technique away")
     ] = False,
     repeats: Annotated[
-        int | None, typer.Option("--repeats", min=1, help="processes a rung, interleaved; else the ladder's own number")
+        int | None, typer.Option("--repeats", min=1, help="processes per rung (quality: seeds), interleaved")
     ] = None,
     limit: Annotated[
         float | None, typer.Option("--limit", min=1, metavar="SECONDS", help="what one process may take at most")
@@ -55,7 +55,8 @@ def bench(
 
     Each rung of the ladder adds to the one before it and runs in fresh processes: the same few steps on the same
     documents, which prove that it still learns the same, then timed steps. Then the last rung without each of its
-    techniques. A rung that fails is recorded, the others run, and the exit code is 1.
+    techniques. A rung that fails is recorded, the others run, and the exit code is 1. A ladder with `quality:` trains
+    whole runs over seeds instead: is the held-out loss better, equal or worse?
 
     The ladder `config` takes the techniques of CONFIG one by one; the other ladders bring their own techniques and
     take model and data from CONFIG. Nothing is written to CONFIG's `output`. --dry-run shows the rungs before, with

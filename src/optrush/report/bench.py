@@ -50,6 +50,7 @@ from optrush.report.page import (
     swatch,
     times,
 )  # fmt: skip
+from optrush.report.quality import write_quality
 
 PAGE, SPEED, MEMORY, LOSS = "report.html", "speed.png", "memory.png", "loss.png"
 KINDS = {
@@ -65,6 +66,8 @@ def write_bench(folder: Path) -> None:
     Raises:
         DataError: there are no records, or a line is not a record; nothing was written.
     """
+    if record.is_quality(folder):
+        return write_quality(folder)
     records = _records(folder)
     shown, replaced = read_rungs(records)
     title = _joined(records, "ladder") or folder.resolve().name
@@ -103,6 +106,9 @@ def write_many(folders: Sequence[Path], out: Path) -> None:
     benches, logs = [], []
     for folder in folders:
         if folder_kind(folder) == "bench":
+            if record.is_quality(folder):
+                found = "a ladder of whole runs, whose page shows it alone"
+                raise ConfigError(f"a report of several folders with {folder}", found, f"optrush report {folder}")
             benches.append((folder, _records(folder)))
         else:
             logs.append(run.load_run(folder))
