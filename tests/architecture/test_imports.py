@@ -31,20 +31,20 @@ ONE_SUBJECT = {
 # that says what the lines buy; what shrinks is lowered with it.
 LINES = {
     "data": 8445,
-    "trainer": 6330,
+    "trainer": 6370,
     "models": 5815,
     "techniques": 5320,
     "kernels": 4620,
-    "top": 5840,
-    "cli": 4110,
+    "top": 5845,
+    "cli": 4115,
     "planner": 4165,
-    "benchmark": 3490,
+    "benchmark": 3925,
     "peft": 1760,
-    "report": 1700,
+    "report": 1870,
     "optim": 820,
     "objectives": 430,
 }
-MOST_FILES = 213
+MOST_FILES = 215
 MOST_MODULES_IN_PACKAGE = 15  # directly in src/optrush, without __init__ and __main__
 MOST_SHARED_NAMES = 40  # public functions and classes whose name two modules or more define
 

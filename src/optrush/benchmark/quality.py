@@ -54,7 +54,7 @@ def student(freedom: int) -> float:
 
 
 def variances(values: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, int]]:
-    """Return each rung's variance over seeds and its degrees of freedom, pooled as the module's docstring says.
+    """Return each rung's variance over seeds and its degrees of freedom, pooled as the module's docstring describes.
 
     Args:
         values: by rung a figure a seed; two rungs and two seeds or more, the same seeds in each.

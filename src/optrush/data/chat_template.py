@@ -456,7 +456,7 @@ class Tokens:
         plain = (n for n, draft in enumerate(drafts) if not draft.special and len(ids[n]))
         usual = [n for n in plain if all(len(span.stops) == 1 for span in drafts[n].spans)]
         if self._widths is None or not usual:
-            return found  # where bytes are lost, their number tells
+            return found  # where bytes are lost, their number shows it
         flat, starts = np.concatenate([ids[n] for n in usual]), np.cumsum([0, *(len(ids[n]) for n in usual)])
         ends = self._widths[flat].cumsum()
         edges = np.concatenate([[0], ends[starts[1:] - 1]])  # in bytes, of the texts
@@ -471,7 +471,7 @@ class Tokens:
         sound[rows[~inside]] = False
         rows, first, last, stop = (column[inside] for column in (rows, first, last, stop))
         sound[rows[(flat[last] != stop) | np.isin(flat[first], list(self._ends))]] = False
-        first, last = first[sound[rows]], last[sound[rows]]  # others may lie in the tokens of other texts
+        first, last = first[sound[rows]], last[sound[rows]]  # others may be in the tokens of other texts
         steps = np.zeros(len(flat) + 1, np.int64)
         np.add.at(steps, first, 1)
         np.add.at(steps, last + 1, -1)

@@ -174,7 +174,7 @@ def _chars_a_token(folder: str | None, texts: Sequence[str]) -> float:
         if check_sizes(file.parent):
             return CHARS_A_TOKEN
         made = _opened(str(file), file.stat().st_mtime_ns).encode_batch([text[:MOST_CHARS] for text in texts])
-    except Exception:  # the run says what is wrong with it
+    except Exception:  # the run reports its error
         return CHARS_A_TOKEN
     return max(1, sum(map(len, texts))) / max(1, sum(len(one.ids) for one in made))
 

@@ -193,7 +193,7 @@ def turn_ends(tokenizer: Any) -> list[int]:
     with suppress(UserError):
         tokens = Tokens(tokenizer)
         for chat in PROBES:
-            with suppress(DataError):  # a template may refuse a system turn, or ask for one; many know no calls
+            with suppress(DataError):  # a template may refuse a system turn, or require one; many know no calls
                 (span,) = tokens.spans(chat, [len(chat.messages) - 1], TEMPLATE, steady=False)[1]
                 ends += [int(tokenizer.convert_tokens_to_ids(stop)) for stop in span.stops[:1]]
     return list(dict.fromkeys(ends))

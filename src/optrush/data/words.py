@@ -125,7 +125,7 @@ def _rules(source: dict[str, Any]) -> list[str]:
 
 
 def _splitter(rule: str) -> Split:
-    """Return a function that splits a text into what the rule matches and what lies between."""
+    """Return a function that splits a text into matches of the rule and the text between them."""
     inside, parts = False, list[str]()
     if "&&" in rule or re.search(r"\[\^?\[|\[:", rule):
         raise ValueError("classes in a class")
@@ -146,12 +146,12 @@ def _splitter(rule: str) -> Split:
         raise ValueError(f"a rule {rule}") from error
     if found.groups > 1:
         raise ValueError("a group")
-    # No text lies between matches if the rule takes any character, and is tried at each.
+    # There is no text between matches if the rule takes any character, tried at each.
     whole = all(sum(map(len, found.findall(a + b))) == 2 for a, b in pairwise(CHARACTERS + CHARACTERS[::-1]))
     return found.findall if whole else lambda text: filter(None, found.split(text))
 
 
-# --- What an engine's JSON says of its tokens.
+# --- Facts about tokens in an engine's JSON.
 
 WRITTEN = "LNPS"  # classes of characters that say something: letters, numbers, punctuation, symbols
 
