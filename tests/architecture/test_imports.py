@@ -25,6 +25,7 @@ LONGEST_FILE, LONGEST_FUNCTION = 800, 80
 ONE_SUBJECT = {
     "config.py": "every key of the YAML, what it may hold, and its text",
     "data/schema.py": "every form that a row may have, and what is wrong with the others",
+    "trainer/run.py": "a run from its refusals to its export",
     "trainer/checkpoint.py": "a checkpoint written, found, checked and restored",
 }
 # Lines a folder may have; "top" are the files directly in src/optrush. What is raised is raised in a commit of its own
