@@ -150,7 +150,11 @@ def test_a_score_needs_the_model() -> None:
         (WHOLE.replace("seeds: 2", "seeds: 0"), "`quality.seeds`\nfound: 0\ndo:    give a number of at least 1"),
         (WHOLE.replace("seeds", "seed"), "`quality.seed`\nfound: no such key\ndo:    did you mean `seeds`"),
         (WHOLE.replace("seeds: 2", "score: rouge"), "`quality.score`\nfound: 'rouge'\ndo:    give 'number'"),
+<<<<<<< HEAD
         (WHOLE + "  - {name: b, peer: {trainer: {}}}", "own.yaml:5: `name: b`\nfound: another system in a ladder of"),
+=======
+        (WHOLE + "  - {name: b, peer: {trainer: {}}}", "`name: b`\nfound: another system in a ladder of whole"),
+>>>>>>> z-d
         (WHOLE + "  - {name: b, set: {seed: 4}}", "own.yaml:5: `seed`\nfound: no key that a rung may change"),
         (WHOLE + "  - {name: b, set: {optim.rate: 4}}", "`optim.rate`\nfound: no key that a rung may change"),
         (WHOLE + "  - {name: b, set: {data.path: x}}", "`data.path`\nfound: no key that a rung may change"),
@@ -346,27 +350,39 @@ def test_a_damaged_record_is_named(call: Call, told: Callable[..., list[str]]) -
 
 
 @pytest.mark.slow
-def test_whole_runs_with_scores(call: Call, here: Path) -> None:
-    """Two rungs and two seeds of a model that answers."""
+def test_whole_runs(call: Call, here: Path) -> None:
+    """Two rungs and two seeds, each in a process."""
+    put(here / "run.yaml", document(data={"random": 64, "eval": 0.25}, train={"steps": 3, "log_every": 1}))
+    rungs = [{"name": "plain"}, {"name": "adapters", "with": {"lora": {"rank": 2}}, "set": {"optim.lr": 0.01}}]
+    put(Path("ladder.yaml"), {"title": "x", "quality": {"seeds": 2}, "rungs": rungs})
+    found = call("bench", "run.yaml", "--ladder", "ladder.yaml", "--out", "out")
+    assert found.code == 0, found.err
+    plain, adapters = record.read_quality(Path("out"))
+    for r in (plain, adapters):
+        assert r.loss and r.tokens_per_s and r.start_s and r.seconds and r.seconds > r.start_s
+        assert [step for step, _ in r.evals[0]] == [0, 3] and len(r.held_out) == 2
+    assert adapters.margin is not None and plain.evals[0][0] == adapters.evals[0][0]
+    assert parse_config(Path("out/runs/02-adapters-2/run.yaml").read_text(), "x", own=True).seed == 1
+
+
+@pytest.mark.slow
+def test_the_answers_of_a_whole_run(call: Call, here: Path) -> None:
     held, trained = chats(here / "held.jsonl", QUESTIONS), chats(here / "train.jsonl", [("7 + 5", "It is 12.")] * 24)
     put(here / "run.yaml", document(
         model="tiny", objective="sft", data={"path": trained, "eval": held}, train={"steps": 2, "log_every": 1},
         batch={"seq": 128, "tokens": 256},
     ))  # fmt: skip
-    rungs = [{"name": "plain"}, {"name": "adapters", "with": {"lora": {"rank": 2}}, "set": {"optim.lr": 0.01}}]
-    put(Path("ladder.yaml"), {"title": "x", "quality": {"seeds": 2, "score": "number", "samples": 2}, "rungs": rungs})
+    rungs = [{"name": "plain"}]
+    put(Path("ladder.yaml"), {"title": "x", "quality": {"seeds": 1, "score": "number", "samples": 2}, "rungs": rungs})
     found = call("bench", "run.yaml", "--ladder", "ladder.yaml", "--out", "out")
     assert found.code == 0, found.err
-    plain, adapters = record.read_quality(Path("out"))
-    for r in (plain, adapters):
-        assert r.loss and r.tokens_per_s and r.start_s and r.seconds and r.seconds > r.start_s and r.samples == 2
-        assert [step for step, _ in r.evals[0]] == [0, 2] and r.evals[0][0][1] > r.held_out[0]
-    assert adapters.margin is not None and plain.evals[0][0] == adapters.evals[0][0]
+    (plain,) = record.read_quality(Path("out"))
     folder = Path("out/runs/01-plain-1")
     answers = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
     assert [a["reference"] for a in answers] == [answer for _, answer in QUESTIONS[:2]]
+    assert plain.scores == [50.0 * sum(a["right"] for a in answers)] and plain.samples == 2
+    assert (folder / "metrics.jsonl").exists()
     assert not (folder / "model").exists() and not (folder / "checkpoints").exists()
-    assert parse_config(Path("out/runs/02-adapters-2/run.yaml").read_text(), "x", own=True).seed == 1
 
 
 def test_a_whole_run(here: Path) -> None:

@@ -171,16 +171,17 @@ def _chars_a_token(folder: str | None, texts: Sequence[str]) -> float:
     if not texts or not file.is_file():
         return CHARS_A_TOKEN
     try:
-        if check_sizes(file.parent):
+        if (engine := _opened(file, file.stat().st_mtime_ns)) is None:
             return CHARS_A_TOKEN
-        made = _opened(str(file), file.stat().st_mtime_ns).encode_batch([text[:MOST_CHARS] for text in texts])
+        made = engine.encode_batch([text[:MOST_CHARS] for text in texts])
     except Exception:  # the run reports its error
         return CHARS_A_TOKEN
     return max(1, sum(map(len, texts))) / max(1, sum(len(one.ids) for one in made))
 
 
 @cache
-def _opened(file: str, _: int) -> Tokenizer:
+def _opened(file: Path, _: int) -> Tokenizer | None:
+    """Return the tokenizer of a file; None for one that only a process with limits may read."""
     from tokenizers import Tokenizer
 
-    return Tokenizer.from_file(file)
+    return None if check_sizes(file.parent) else Tokenizer.from_file(str(file))

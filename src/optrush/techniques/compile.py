@@ -80,13 +80,6 @@ class Compile(Technique):
             why, launches = f"about {kernels} kernels a block", COMPILED * kernels * env.blocks
             yield add(launched(way, "compiled.launches", why, launches))
 
-    def process(self, env: Environment) -> int:
-        if env.device.kind == "cuda":
-            from torch._inductor.async_compile import maybe_warm_pool
-
-            maybe_warm_pool()  # its processes start while rows are read; until then this one compiles
-        return 0
-
     def compile(self, trainer: Trainer) -> int:
         import torch
         from torch import nn
