@@ -150,11 +150,7 @@ def test_a_score_needs_the_model() -> None:
         (WHOLE.replace("seeds: 2", "seeds: 0"), "`quality.seeds`\nfound: 0\ndo:    give a number of at least 1"),
         (WHOLE.replace("seeds", "seed"), "`quality.seed`\nfound: no such key\ndo:    did you mean `seeds`"),
         (WHOLE.replace("seeds: 2", "score: rouge"), "`quality.score`\nfound: 'rouge'\ndo:    give 'number'"),
-<<<<<<< HEAD
-        (WHOLE + "  - {name: b, peer: {trainer: {}}}", "own.yaml:5: `name: b`\nfound: another system in a ladder of"),
-=======
-        (WHOLE + "  - {name: b, peer: {trainer: {}}}", "`name: b`\nfound: another system in a ladder of whole"),
->>>>>>> z-d
+        (WHOLE + "  - {name: b, peer: {trainer: {}}}", "`name: b`\nfound: another system in a ladder of"),
         (WHOLE + "  - {name: b, set: {seed: 4}}", "own.yaml:5: `seed`\nfound: no key that a rung may change"),
         (WHOLE + "  - {name: b, set: {optim.rate: 4}}", "`optim.rate`\nfound: no key that a rung may change"),
         (WHOLE + "  - {name: b, set: {data.path: x}}", "`data.path`\nfound: no key that a rung may change"),
