@@ -264,5 +264,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.update({"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"})
     main()
