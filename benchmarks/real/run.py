@@ -175,12 +175,16 @@ def held_out_loss(model: Any, tokenizer: Any, rows: list[Turns]) -> tuple[float,
     return total / count, count
 
 
-def greedy(model: Any, tokenizer: Any, turns: Turns) -> tuple[str, bool]:
-    """Return an answer of transformers' own `generate`, and whether it ended by itself."""
-    given = torch.tensor([ids_of(tokenizer, turns, True)])
-    everything = model.generate(given, attention_mask=given > -1, max_new_tokens=LONGEST, do_sample=False)
-    ids = everything[0, given.shape[1] :].tolist()
-    return tokenizer.decode(ids, skip_special_tokens=True), ids[-1] == tokenizer.eos_token_id
+def greedy(model: Any, tokenizer: Any, questions: list[Turns]) -> Iterator[tuple[str, bool]]:
+    """Yield the answers of transformers' own `generate`, and whether each ended by itself."""
+    prompts = [ids_of(tokenizer, turns, True) for turns in questions]
+    width, end = max(map(len, prompts)), tokenizer.eos_token_id
+    given = torch.tensor([[end] * (width - len(ids)) + ids for ids in prompts])
+    real = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
+    made = model.generate(given, attention_mask=real, max_new_tokens=LONGEST, do_sample=False, pad_token_id=end)
+    for ids in made[:, width:].tolist():
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        yield text, end in ids
 
 
 @torch.no_grad()
@@ -247,12 +251,12 @@ def main() -> None:
         optrush("generate", run, "--prompts", folder / "questions.jsonl", "--out", out, *options)
         ours = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
         programs = {"transformers": (model, tokenizer), "the GGUF": from_gguf(folder / "f32.gguf")}
-        for turns, row in zip(held_out, ours, strict=False):
-            for program, (reader, its_tokenizer) in programs.items():
-                text, ended = greedy(reader, its_tokenizer, turns[:1])
+        for program, (reader, its_tokenizer) in programs.items():
+            theirs = greedy(reader, its_tokenizer, [turns[:1] for turns in held_out[: len(ours)]])
+            for row, (text, ended) in zip(ours, theirs, strict=True):
                 expect(text == row["answer"], f"{program} answers {text!r}, optrush generate {row['answer']!r}")
                 same = ended == (row["finish"] == "stop")
-                expect(same, f"{program} {'ended' if ended else 'went on after'} {text!r}: {row['finish']}")
+                expect(same, f"{program} {'ended' if ended else 'went on after'} {text!r}, ours: {row['finish']}")
         ends = sum(row["finish"] == "stop" for row in ours)
         expect(ends > 0, f"none of {len(ours)} answers ended within {LONGEST} tokens")
         facts.append(f"{len(ours)} alike in all three programs, {ends} ended by themselves")
@@ -260,5 +264,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.update({"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"})
     main()

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from optrush.errors import ConfigError, RunError
 
+BEGUN = time.monotonic()  # of the process, as commands import this module at once
 _LIBC = ctypes.CDLL(None)
 TRACKER_THREAD = "optrush-tracker"  # the name of a daemon thread that may be blocked in a client library
 LAUNCHER = "OPTRUSH_LAUNCHER"  # set in the environment of ranks whose launcher prints which signal ended one

@@ -22,7 +22,7 @@ from optrush.planner import search
 from optrush.report.page import DASH
 from optrush.report.page import speed as shown_speed
 from optrush.report.run import RunLog, beside_steps, load_run, off_plan, page_content
-from optrush.trainer import run as running
+from optrush.trainer import metrics
 from optrush.trainer.run import Outcome, perplexity
 
 LINE = {
@@ -165,7 +165,7 @@ def toy_run(folder: Path, length: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_run_notes_where_its_time_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As soon as it is clear, once; at the end the seconds of start, steps and end, in the report with the plan's."""
-    monkeypatch.setattr(running, "STEADY", (10, 0.0))
+    monkeypatch.setattr(metrics, "STEADY", (10, 0.0))
     begun = time.monotonic()
     with console.err.capture() as said:
         optrush.train(toy_run(tmp_path, {"steps": 13, "save_every": 1.0, "eval_every": 1, "best": False}))

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from optrush.cli import BEGUN
 from optrush.cli.options import ConfigFile, Json, Ranks, Set, With, Without, launches, read_run
 from optrush.console import shown
 from optrush.errors import ConfigError, RunError
-from optrush.launch import launched
+from optrush.launch import BEGUN, launched
 
 if TYPE_CHECKING:
     from optrush.config import Config

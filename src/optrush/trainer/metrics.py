@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from optrush.trainer.trainer import Trainer
 
 
+STEADY = (10, 60.0)  # steps and seconds after which shares of time are known
 Beside = Literal["saving", "evaluation", "data"]
 """What a run spends time on beside its steps."""
 
@@ -82,15 +83,16 @@ class Meter:
         self.failure: RunError | None = None
         self.evals: list[float] = []
         self.judged: Callable[[int, float], None] = lambda step, loss: None  # on every rank
+        self.explained: Callable[..., dict[str, str]] = lambda *_: {}  # what took long beside the steps, as text
         self.last = 0  # the last step that was counted
         self.all_tokens = 0  # up to the last line, of all ranks, padding excluded
         self.unwritten = ""
         self._begin(_now(self.device))
         self.begin_steps()
 
-    def begin_steps(self) -> None:
-        """Begin to time the steps, and apart from them saving, evaluation and waiting for data."""
-        self.started = time.monotonic()
+    def begin_steps(self, done: int = 0) -> None:
+        """Begin to time the steps after `done`, and apart from them saving, evaluation and waiting for data."""
+        self.done, self.told, self.started = done, set[str](), time.monotonic()
         self.beside: dict[str, tuple[float, int]] = dict.fromkeys(get_args(Beside), (0.0, 0))  # seconds, times
 
     def _begin(self, now: Moment) -> None:
@@ -180,6 +182,31 @@ class Meter:
         total, times = self.beside[what]
         self.beside[what] = (total + seconds, times + 1)
         return seconds
+
+    def note_beside(self, ended: bool = False) -> None:
+        """Note once each what takes a large share of the time beside the steps, when that is clear."""
+        steps, seconds = self.last - self.done, time.monotonic() - self.started
+        if not ended and (steps < STEADY[0] or seconds < STEADY[1]):
+            return
+        for what, text in self.explained(self.trainer.config, self.beside, steps, seconds).items():
+            if what not in self.told:
+                self.told.add(what)
+                self.write({"step": self.last, "beside_steps": text})
+
+    def end_steps(self) -> None:
+        """End the time of the steps, the last evaluation and save included."""
+        self.ended = time.monotonic()
+        self.note_beside(ended=True)
+
+    def note_times(self, begun: float) -> None:
+        """Note the seconds of start, steps and end of a run that began then, divided as the plan predicts them."""
+        if not self.last:  # the run was complete before
+            return
+        start, aside = self.started - begun, self.beside["saving"][0] + self.beside["evaluation"][0]
+        steps = self.ended - self.started - aside
+        seconds = {"start_s": start, "steps_s": steps, "end_s": time.monotonic() - begun - start - steps}
+        resumed = {"resumed_at": self.done} if self.done else {}
+        self.write({"step": self.last, **{name: round(s, 3) for name, s in seconds.items()}, **resumed})
 
     def skips(self) -> tuple[int, int]:
         """Return the updates skipped so far, and in a row up to now; waits for the device."""

@@ -63,7 +63,6 @@ from optrush.trainer.trackers import Reporter, check_tracker, flat, open_reporte
 from optrush.trainer.trainer import RunPlan, Trainer, evaluate, idle_settings, set_step, train
 
 RESUMABLE = 143  # exit code
-STEADY = (10, 60.0)  # steps, and seconds of them, after which shares of time are known
 QUARANTINE = "quarantine.jsonl"
 
 
@@ -534,12 +533,12 @@ class Session:
         self.saver, saver.settled = saver, self._settled
         self.callbacks = () if bar is None else callbacks
         self.run_id = checkpoint.fresh_id() if manifest is None else manifest.run_id
-        self.noted: set[str] = set()  # what takes long beside the steps, and was said
         self.unsaved: dict[int, str] = {}  # steps whose checkpoint could not be saved, and why
         self.reporters = [] if tracker is None else [tracker]
         skips = (0, 0) if manifest is None else (manifest.skipped, manifest.skipped_in_a_row)
         path = None if bar is None else self.output / "metrics.jsonl"
         self.meter = Meter(trainer, path, plan.total, self._show, skips)
+        self.meter.explained = beside_steps
         self.best, damaged = find_best(trainer, plan)
         self.patience = find_patience(trainer, plan, manifest)
         if (passed := [*passed, *damaged]) and manifest is not None:
@@ -569,7 +568,7 @@ class Session:
             if self.patience is not None:
                 self.patience.add(self.meter.evals[-1])
         self.meter.judged = self._evaluated
-        self.meter.begin_steps()
+        self.meter.begin_steps(self.plan.done)
 
     def save(self, step: int) -> None:
         """Save a checkpoint; training goes on if the disk fails, and the last good checkpoint stays.
@@ -596,18 +595,8 @@ class Session:
 
     def _begin_step(self, step: int) -> None:
         self.saver.settle()
-        if step > self.plan.done + STEADY[0] and time.monotonic() - self.meter.started > STEADY[1]:
-            self._note_beside()
+        self.meter.note_beside()
         set_step(self.trainer, step, self.plan.total)
-
-    def _note_beside(self) -> None:
-        """Note once each what takes a large share of the run beside its steps, and the key that changes it."""
-        meter = self.meter
-        seconds = time.monotonic() - meter.started
-        for what, text in beside_steps(self.trainer.config, meter.beside, meter.last - self.plan.done, seconds).items():
-            if what not in self.noted:
-                self.noted.add(what)
-                meter.write({"step": meter.last, "beside_steps": text})
 
     def _evaluated(self, step: int, loss: float) -> None:
         """Save the step with the best held-out loss so far, also where no save is due; end the run if it is over."""
@@ -648,9 +637,8 @@ class Session:
     def check_ended_well(self) -> None:
         """Raise RunError after updates that were not finite, or a stop whose checkpoint could not be saved."""
         distributed.under_way("the last save", self.meter.last)
-        self.ended = time.monotonic()
+        self.meter.end_steps()
         self.saver.settle(wait=True)
-        self._note_beside()
         self.meter.skips()  # waits for the flags of the last steps, so that every rank has the same failure
         if self.meter.failure is not None:
             raise self.meter.failure
@@ -670,21 +658,11 @@ class Session:
             console.err.print(f"{saved} (output {self.output})", markup=False)
         return Outcome(RESUMABLE, self.output)
 
-    def _note_times(self, begun: float) -> None:
-        """Note the seconds of start, steps and end, divided as the plan predicts them."""
-        meter = self.meter
-        start, loop = meter.started - begun, self.ended - meter.started
-        steps = loop - meter.beside["saving"][0] - meter.beside["evaluation"][0]
-        seconds = {"start_s": start, "steps_s": steps, "end_s": time.monotonic() - begun - start - steps}
-        resumed = {"resumed_at": self.plan.done} if self.plan.done else {}
-        meter.write({"step": meter.last, **{name: round(s, 3) for name, s in seconds.items()}, **resumed})
-
     def finished(self, begun: float) -> Outcome:
         """Draw the loss curve and the report, and return the outcome of a complete run that began at a time."""
         for reporter in self.reporters:
             reporter.status = "finished"
-        if self.meter.last:  # else it was complete before
-            self._note_times(begun)
+        self.meter.note_times(begun)
         if self.bar is not None:
             try:
                 run = load_run(self.output)
