@@ -32,11 +32,11 @@ ONE_SUBJECT = {
 # that says what the lines buy; what shrinks is lowered with it.
 LINES = {
     "data": 8445,
-    "trainer": 6370,
+    "trainer": 6375,
     "models": 5815,
     "techniques": 5320,
     "kernels": 4620,
-    "top": 5845,
+    "top": 5850,
     "cli": 4115,
     "planner": 4165,
     "benchmark": 3925,
