@@ -79,8 +79,17 @@ def test_every_rung_is_one_that_an_h200_takes(name, load, monkeypatch):
 
 
 def test_every_ladder_of_the_folder_is_looked_at():
-    looked = {*CLIMBED, "chats", "loader", "proof-chats"}  # the last three read texts that are made first
+    # The last four read texts that are made first.
+    looked = {*CLIMBED, "chats", "loader", "proof-chats", "demo-ladder"}
     assert {f.stem for f in FOLDER.glob("*.yaml") if "rungs:" in f.read_text()} == looked
+
+
+def test_the_ladder_of_the_demo():
+    config = parse_config((FOLDER.parent / "examples/demo.yaml").read_text(), "demo")
+    written = ladder.find_ladder(str(FOLDER / "demo-ladder.yaml"), config)
+    assert [rung.name for rung in ladder.resolve_rungs(written, config, True)] == [
+        entry.name for entry in written.rungs
+    ]
 
 
 def climbed(load, name):
