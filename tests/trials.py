@@ -84,7 +84,9 @@ def shaped(
     shape: str, *withs: str, rows: int = 8, seq: int = 2048, windows: int = 1, sets: Sequence[str] = ()
 ) -> Config:
     """A run of a published shape on random tokens. rows: of a micro-batch; windows: micro-batches a step."""
-    text = f"{{model: {{shape: {shape}}}, objective: pretrain, data: {{random: 64}}, train: {{steps: 4}}, output: o}}"
+    text = (
+        f"{{model: {{shape: {shape}}}, objective: pretrain, data: {{random: 64}}, train: {{steps: 40000}}, output: o}}"
+    )
     batch = [f"batch.seq={seq}", f"batch.tokens={rows * seq * windows}", f"batch.micro_tokens={rows * seq}"]
     return parse_config(text, "shaped", [*batch, *sets], withs)
 

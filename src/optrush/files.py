@@ -220,17 +220,19 @@ def refuse_links(folder: Path, asked: str, names: Iterable[str], foreign: Collec
 def check_model_files(folder: Path, patterns: Iterable[str]) -> None:
     """Check that the files of a downloaded folder are regular ones, and that no link leads out of it.
 
-    A file elsewhere would be copied into exports. Files of a hub's cache are links to those in its `blobs`.
+    A file elsewhere would be copied into exports; weights, which are not, may be links. A hub's cache has links to the
+    files in its `blobs`.
 
     Raises:
         ConfigError: one is not.
     """
     own = folder.resolve()
-    own = own.parents[1] if own.parent.name == "snapshots" else own
-    for path in sorted({path for pattern in patterns for path in folder.glob(pattern) if not path.is_dir()}):
-        if not (place := path.resolve()).is_relative_to(own):
-            found = f"a link to {place}, out of the folder {folder}"
-            raise ConfigError(f"{path}", found, f"put the file itself there: cp --remove-destination {place} {path}")
+    own = next((above.parent for above in own.parents if above.name == "snapshots"), own)
+    found = {path for pattern in patterns for path in folder.glob(pattern) if not path.is_dir()}
+    for path in sorted(found):
+        if not (place := path.resolve()).is_relative_to(own) and path.suffix != ".safetensors":
+            why = f"a link to {place}, out of the folder {folder}"
+            raise ConfigError(f"{path}", why, f"put the file itself there: cp --remove-destination {place} {path}")
         if path.exists():
             regular(path)
 

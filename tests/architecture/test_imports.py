@@ -31,8 +31,8 @@ ONE_SUBJECT = {
 # Lines a folder may have; "top" are the files directly in src/optrush. What is raised is raised in a commit of its own
 # that says what the lines buy; what shrinks is lowered with it.
 LINES = {
-    "data": 8445,
-    "trainer": 6375,
+    "data": 8470,
+    "trainer": 6380,
     "models": 5815,
     "techniques": 5320,
     "kernels": 4620,

@@ -547,7 +547,7 @@ def test_a_configuration_that_is_no_file(verb: str, kind: str, box: Box, tmp_pat
         ("README.md", "pipe"), ("tokenizer.json", "/dev/zero"), ("chat_template.jinja", "/etc/passwd"),
         ("chat_template.jinja", "../elsewhere"), ("config.json", "/proc/self/environ"), ("README.md", "/etc/passwd"),
         ("generation_config.json", "/nowhere"), ("additional_chat_templates/a.jinja", "/etc/passwd"),
-        ("model.safetensors", "../elsewhere"), ("added_tokens.json", "/proc/kmsg"),
+        ("added_tokens.json", "/proc/kmsg"),
     ],
 )  # fmt: skip
 def test_a_file_of_a_model_that_is_none(name: str, kind: str, box: Box, tmp_path: Path) -> None:
@@ -564,6 +564,15 @@ def test_a_file_of_a_model_that_is_none(name: str, kind: str, box: Box, tmp_path
     refused(called("generate", str(folder), *rows, limit_s=10), name, says)
 
 
+def test_weights_may_be_links(box: Box, tmp_path: Path) -> None:
+    """They are read, and never copied: a folder of links to weights on another disk is usual."""
+    shutil.copytree(box.model, tmp_path / "m")
+    for file in (tmp_path / "m").glob("*.safetensors"):
+        file.rename(tmp_path / file.name)
+        file.symlink_to(tmp_path / file.name)
+    assert called("train", box.write(model=str(tmp_path / "m"), output=str(tmp_path / "out"))).code == 0
+
+
 def test_links_of_a_hubs_cache_stay_in_it(box: Box, tmp_path: Path) -> None:
     repository = tmp_path / "hub" / "models--org--name"
     snapshot = repository / "snapshots" / "0123abcd"
@@ -574,7 +583,11 @@ def test_links_of_a_hubs_cache_stay_in_it(box: Box, tmp_path: Path) -> None:
         (snapshot / file.name).symlink_to(f"../../blobs/{n}")
     (snapshot / "again.json").symlink_to("config.json")
     (tmp_path / "linked").symlink_to(snapshot)
-    for folder in (snapshot, tmp_path / "linked"):
+    (snapshot / "sub").mkdir()
+    for file in (repository / "blobs").iterdir():
+        name = next(link.name for link in snapshot.iterdir() if link.is_symlink() and link.resolve() == file)
+        (snapshot / "sub" / name).symlink_to(f"../../../blobs/{file.name}")
+    for folder in (snapshot, tmp_path / "linked", snapshot / "sub"):
         assert called("train", box.write(model=str(folder), output=str(tmp_path / f"out{folder.name}"))).code == 0
     (tmp_path / "hub" / "other").write_text("{{ messages }}")
     (snapshot / "chat_template.jinja").unlink(missing_ok=True)

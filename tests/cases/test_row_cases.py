@@ -888,6 +888,11 @@ def test_fast_renderings_save_no_time_for_slow_ones(monkeypatch: pytest.MonkeyPa
         pass
     with limits:  # the next run begins anew
         pass
+    limits.left_s = -1.0
+    with pytest.raises(ConfigError, match="a cause"), limits:
+        raise ConfigError("a", "a cause", "b")
+    with limits:  # which one was slow is said already
+        pass
     for _ in range(2 * mask.TICKS):  # signals that come after the block
         limits._tick()
 

@@ -121,6 +121,9 @@ def test_a_streamed_run_with_an_adapter(call: Call, write: Write, here: Path) ->
     assert found.code == 0, found.err
     assert [m["step"] for m in metrics(here / "out") if "loss" in m] == [1, 2]
     found = call("train", config, "--without", "lora", "--set", "output=other")
+    note, _, error = found.err.partition("asked: ")
+    assert "chat template is not used" in note and "messages" in note
+    found = found._replace(err="asked: " + error)
     refused(found, "a reference for `objective: dpo`", "`data.stream`", "train an adapter", output="other")
 
 

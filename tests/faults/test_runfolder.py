@@ -91,6 +91,7 @@ def test_where_a_run_may_begin(tmp_path: Path) -> None:
     ("names", "free"),
     [
         ((), True), ((".lock",), True), (("lost+found", ".gitkeep"), True), (("tensorboard",), True),
+        (("train.log", "mine.yaml", ".nfs0001", "slurm-1.out"), True), (("train.log", "a.py"), False),
         (("thesis.tex",), False), (("first/run.yaml",), False), ((".bashrc",), False),
         (("run.yaml", "setup.py"), False), (("checkpoints/notes", "a.py"), False),
         (("data.json", "train.jsonl"), False),

@@ -181,7 +181,7 @@ def test_the_sample_has_pairs(tmp_path: Path):
 def test_the_largest_micro_batch_is_full_rows_of_pairs():
     rows = sampler.Stream(Pairs(25), Packed(), T=T, rows=4, seed=0)
     rows.reference = known(25)
-    job = SimpleNamespace(stream=rows, env=SimpleNamespace(seq=T, micro_rows=2), vocab=90)
+    job = SimpleNamespace(stream=rows, env=SimpleNamespace(seq=T, micro_rows=2), vocab=90, ids=90)
     plan = SimpleNamespace(length=rows.plan(epochs=1))
     batch = largest_batch(job, plan)
     assert batch.n_tokens == 2 * T and batch.n_terms == 2 and batch.n_targets == 2 * (T - 2)

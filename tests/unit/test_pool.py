@@ -116,3 +116,23 @@ def test_an_interrupt_ends_all():
         os.killpg(process.pid, signal.SIGINT)
         assert b"KeyboardInterrupt" in process.communicate()[1]
     assert not any(map(alive, workers))
+
+
+def test_no_process_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where another worker cannot begin, those before end, and this process is as it was."""
+    real, begun = os.fork, []
+
+    def fork() -> int:
+        if begun:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        pid = real()
+        begun.append(pid)
+        return pid
+
+    monkeypatch.setattr(os, "fork", fork)
+    monkeypatch.delenv(pool.SERIAL, raising=False)
+    with pytest.raises(BlockingIOError):
+        pool.forked(lambda: lambda item, beat: item, 2)
+    assert pool.SERIAL not in os.environ and not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGINT}
+    with pytest.raises(ChildProcessError):
+        os.waitpid(begun[0], 0)

@@ -429,7 +429,7 @@ class Tokens:
 
     @cached_property
     def _words(self) -> Words | None:
-        with suppress(ValueError):
+        with suppress(ValueError, KeyError):  # rules that are not known here
             return None if self._widths is None else Words(self._engine, json.loads(self._engine.to_str()))
         return None
 

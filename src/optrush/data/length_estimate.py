@@ -184,4 +184,9 @@ def _opened(file: Path, _: int) -> Tokenizer | None:
     """Return the tokenizer of a file; None for one that only a process with limits may read."""
     from tokenizers import Tokenizer
 
-    return None if check_sizes(file.parent) else Tokenizer.from_file(str(file))
+    if check_sizes(file.parent):
+        return None
+    engine = Tokenizer.from_file(str(file))
+    engine.no_truncation()
+    engine.no_padding()
+    return engine

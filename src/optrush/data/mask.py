@@ -96,8 +96,8 @@ class RenderLimits:
         if self._start is not None:
             used, self._start = time.thread_time() - self._start, None
             self.left_s = min(self.seconds, self.left_s + MEAN_RENDER_s) - used
-            if self.left_s < 0 and error is None:
-                self.left_s = self.seconds
+            slow, self.left_s = self.left_s < 0, self.seconds if self.left_s < 0 else self.left_s
+            if slow and error is None:
                 raise _monstrous(f"{used:.1f} s of the processor a rendering; at most {MEAN_RENDER_s} s in the mean")
         if isinstance(error, MemoryError):
             raise _monstrous(f"more than {self.memory_bytes >> 20} MiB of memory") from None

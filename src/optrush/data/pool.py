@@ -167,7 +167,8 @@ class Pool(Generic[Item, Result]):
         for worker in (w for w in busy.values() if w not in ready):
             worker.quiet_s += waited
             if worker.quiet_s >= self._limit_s:
-                os.kill(worker.pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(worker.pid, signal.SIGKILL)
                 _reaped(worker)
                 self._lose(worker, f"said nothing for {self._limit_s:g} s, and was ended")
         self._feed()
@@ -182,7 +183,8 @@ class Pool(Generic[Item, Result]):
 def _end(workers: list[Worker], parent: int) -> None:
     if os.getpid() == parent:  # a copy of this process has no workers
         for worker in workers:
-            os.kill(worker.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(worker.pid, signal.SIGKILL)
         for worker in workers:
             _reaped(worker)
         workers.clear()
@@ -191,7 +193,10 @@ def _end(workers: list[Worker], parent: int) -> None:
 def _reaped(worker: Worker) -> int:
     """Wait for the end of a worker; return its exit code, or minus the signal that ended it."""
     worker.pipe.close()
-    return os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
+    except ChildProcessError:  # SIGCHLD is ignored here: the kernel has reaped it
+        return 0
 
 
 def _ending(code: int) -> str:
@@ -209,9 +214,22 @@ def forked(start: Callable[[], Work[Item, Result]], count: int) -> list[Worker]:
     """Begin copies of this process, each with the function that `start` returns in it."""
     workers, parent, threads = list[Worker](), os.getpid(), os.environ.get(SERIAL)
     os.environ[SERIAL] = "false"
-    for _ in range(count):
-        ours, theirs = Pipe()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_PARENT)  # before its first line one would end it
+    try:
+        for _ in range(count):
+            workers.append(_fork(start, parent))
+    except OSError:  # no more processes, or no more pipes
+        _end(workers, parent)
+        raise
+    finally:
+        del os.environ[SERIAL]
+        os.environ.update({} if threads is None else {SERIAL: threads})
+    return workers
+
+
+def _fork(start: Callable[[], Work[Item, Result]], parent: int) -> Worker:
+    ours, theirs = Pipe()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_PARENT)  # before its first line one would end it
+    try:
         with warnings.catch_warnings():  # Python 3.12 warns of threads: none of them is used in a copy
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
@@ -224,12 +242,10 @@ def forked(start: Callable[[], Work[Item, Result]], count: int) -> list[Worker]:
                 traceback.print_exc()
             finally:
                 os._exit(1)  # nothing of the process that was copied may run
+    finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-        workers.append(Worker(pid, ours))
-    del os.environ[SERIAL]
-    os.environ.update({} if threads is None else {SERIAL: threads})
-    return workers
+    return Worker(pid, ours)
 
 
 def _leave_signals(parent: int) -> None:

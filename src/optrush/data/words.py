@@ -129,6 +129,8 @@ def _splitter(rule: str) -> Split:
     inside, parts = False, list[str]()
     if "&&" in rule or re.search(r"\[\^?\[|\[:", rule):
         raise ValueError("classes in a class")
+    if re.search(r"\{[\d,]+\}[+?]", rule):  # a repeated count there, of a possessive or lazy one here
+        raise ValueError("a count with a sign")
     for match in re.finditer(r"\\([pP])\{(\w+)\}|\\.|.", rule, re.DOTALL):
         text = match[0]
         if match[1]:

@@ -97,7 +97,7 @@ class Candidate:
     def speed(self) -> float:
         """Return tokens per second of the run with what its techniques add to its start, or what stands for them."""
         stepping = self.prediction.tokens_per_s
-        if stepping is None or self.tokens is None:
+        if not stepping or not self.tokens or math.isinf(stepping):
             return stepping or self.pace
         return self.tokens / (self.tokens / stepping + self.prediction.compile_s)
 

@@ -343,6 +343,7 @@ def fingerprints(
         return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
     order = f"seed {trainer.config.seed}, {trainer.env.rows} rows of {trainer.env.seq} tokens a step, {trainer.layout}"
+    order += "" if sources.train.tokenized else f", windows of {sampler.LIVE_WINDOW} rows"
     found = {"config": digest(trainer.hf), "data": sources.fingerprint, "order": order}
     if tokens is not None:
         found["tokenizer"] = digest(tokens.tokenizer.backend_tokenizer.to_str())

@@ -630,7 +630,7 @@ def _decide(output: Path, resume: Literal["auto"] | Path) -> dict[str, Any]:
 
 def restore(
     trainer: Trainer, found: Manifest | Path, fingerprints: Mapping[str, str], allow: frozenset[str] = frozenset(),
-    data_changes: Callable[[], str] = str,
+    data_changes: Callable[[], str | None] = str,
 ) -> Manifest:  # fmt: skip
     """Fill parameters, optimizer states and `trainer.state` from a checkpoint of any sharding.
 
@@ -723,7 +723,7 @@ def check_plan(manifest: Manifest, steps: int, position: int, allow: frozenset[s
 
 
 def _check_fingerprints(
-    manifest: Manifest, now: Mapping[str, str], allow: frozenset[str], data_changes: Callable[[], str]
+    manifest: Manifest, now: Mapping[str, str], allow: frozenset[str], data_changes: Callable[[], str | None]
 ) -> None:
     then = manifest.fingerprints
     for name in sorted(allow):
@@ -739,7 +739,7 @@ def _check_fingerprints(
                 found = f"the model's {what} changed since: the same rows have other tokens ({found})"
             elif name == "data" and (changes := data_changes()):
                 found = f"`data` was not the same: {changes}"
-            elif name == "data" and causes:
+            elif name == "data" and causes and changes is not None:
                 continue  # the same rows, by a tokenizer whose change is accepted
             do = f"bring back the old one, or accept the change: --allow-change {name}"
             raise CheckpointError(f"to resume {manifest.path}", found, do)

@@ -7,6 +7,7 @@ import glob
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -38,6 +39,9 @@ KNOWN = frozenset(
 )
 
 
+_BESIDE = re.compile(
+    r"\.(log|out|err|ya?ml)$|^(wandb|logs)$|^\.(nfs|snapshot|ipynb_)"
+)  # logs and settings of the user's: they stay
 _ANYWHERE = {"lost+found", ".gitignore", ".gitkeep", ".DS_Store"}  # in a folder that counts as empty
 
 OCCUPIED = "a run lies there"
@@ -67,7 +71,9 @@ def check_free(output: Path | str, clean: bool, resume: Literal["auto"] | Path |
         _check_clean(path, names)
         return
     files.refuse_links(path, asked, KNOWN, {TRACKER})
-    if not (RUN in names and names & {METRICS, FOLDER}) and (foreign := sorted(names - KNOWN - _ANYWHERE)):
+    if not (RUN in names and names & {METRICS, FOLDER}) and (
+        foreign := sorted(name for name in names - KNOWN - _ANYWHERE if not _BESIDE.search(name))
+    ):
         found = f"`{foreign[0]}` lies there, which is no run's: a run's folder is new, empty, or a run's"
         raise ConfigError(asked, found, "name a folder of its own, such as `output: runs/first`")
     if resume is None and "model" in names and not names & {RUN, METRICS}:
@@ -237,15 +243,15 @@ def _data_record(config: Config) -> list[dict[str, Any]]:
     return readers.record_files(config.data.read_paths, cache_root(config.data.cache))
 
 
-def data_changes(output: Path, config: Config, before: Mapping[str, Any]) -> str:
-    """Return what changed of the data since the run wrote its record; empty if that is not known.
+def data_changes(output: Path, config: Config, before: Mapping[str, Any]) -> str | None:
+    """Return what changed of the data since the run wrote its record; None if that is not known.
 
     Args:
         before: the configuration of the checkpoint.
     """
     given = before.get("data")
     if not isinstance(given, Mapping):  # damaged
-        return ""
+        return None
     given = {key: value for key, value in given.items() if key in Data.model_fields}
     try:
         old = Data.model_validate(given).model_dump(mode="json")  # an earlier version had fewer keys: the defaults
@@ -260,7 +266,7 @@ def data_changes(output: Path, config: Config, before: Mapping[str, Any]) -> str
         record = files.parse_json(read_file(output / DATA))
         return "; ".join([*readers.record_changes(record["files"], _data_record(config)), *said])
     except (OSError, ValueError, KeyError, TypeError, DataError):  # of an earlier version, or damaged
-        return "; ".join(said)
+        return "; ".join(said) or None
 
 
 def resume_line(output: Path) -> str:

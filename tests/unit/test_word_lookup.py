@@ -87,7 +87,15 @@ def test_what_has_other_rules_is_left_to_the_engine(tiny_folder, monkeypatch):
     assert refused(normalizer=normalizers.Lowercase()) == "other rules"
     for rule in (pre_tokenizers.Metaspace(), pre_tokenizers.ByteLevel(True), LEVEL, pre_tokenizers.Whitespace()):
         assert "byte-level" in refused(rule)
-    for rule in (r"\p{Han}+", r"[a&&[^b]]", r"(a)(b)", r"[[:alpha:]]+", r"\h+"):
+    for rule in (
+        r"\p{Han}+",
+        r"[a&&[^b]]",
+        r"(a)(b)",
+        r"[[:alpha:]]+",
+        r"\h+",
+        r"\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++|\p{L}+|\s+",
+        r"\p{N}{2}?|.",
+    ):
         refused(pre_tokenizers.Sequence([split(rule), LEVEL]))
     refused(pre_tokenizers.Sequence([split(r"\s+", "removed"), LEVEL]))
     monkeypatch.setattr(words, "GPT2", words.GPT2.replace("| ?\\p{N}+", ""))  # not as the engine has it
