@@ -221,6 +221,9 @@ def main() -> None:
         for kind in ("f32", "q8_0"):
             optrush("export", run, "--to", "gguf", "--gguf-type", kind, "--out", folder / f"{kind}.gguf")
         facts.append("merged, adapter, GGUF of f32 and q8_0")
+    # Two threads that share a core with other programs wait for each other in each small product: 100 times as long.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
     with stage("loss") as facts:
         model, tokenizer = from_folder(run / "model")
         loss, targets = held_out_loss(model, tokenizer, held_out)

@@ -14,6 +14,7 @@ from optrush.data.length_estimate import estimate_tokens
 from optrush.decide import decide
 from optrush.hardware import NAMED
 from optrush.planner import answer
+from optrush.planner.run_time import WRITTEN_BYTES_S
 from optrush.technique import Environment, instantiate
 from optrush.techniques import ALL
 
@@ -58,6 +59,42 @@ def test_more_saves_and_evaluations_take_longer() -> None:
     plain = end("train.eval_every=1.0")
     assert end("train.eval_every=0.1") < plain and end("train.eval_every=1.0", "train.save_every=0.1") > plain
     assert end("train.eval_every=1.0", "train.export=false") < plain
+
+
+@pytest.mark.parametrize(
+    ("techniques", "bytes_"),
+    [
+        ("{amp: {}}", 4),
+        ("{amp: {}, lora: {}}", 2),
+        ("{bf16: {}}", 2),
+        ("{bf16: {}, lora: {}}", 2),
+        ("{bf16: {}, lora: {}, nf4: {}}", 2),
+    ],
+)
+def test_the_whole_model_is_written_in_the_end(techniques: str, bytes_: int) -> None:
+    """With adapters too, which are merged."""
+    ends = []
+    for export in ("true", "false"):
+        config = parse_config(RUN % 64, "x", (f"with={techniques}", f"train.export={export}"))
+        best = answer.answer(config, "h200", keep_maths="amp" in techniques).best
+        assert best is not None and best.setting is not None and best.time.end_s is not None
+        ends.append(best.time.end_s)
+    written = (ends[0] - ends[1]) * WRITTEN_BYTES_S / best.setting.prediction.parameters
+    assert written == pytest.approx(bytes_, rel=0.1)
+
+
+def test_a_held_out_file_is_counted(tmp_path: Path) -> None:
+    """As a share of the rows of the same size is, before the first step and at the end."""
+    for name, rows in (("all", 1000), ("train", 800), ("held", 200)):
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "Oslo lies by the sea, and has trams."}\n' * rows)
+    times = []
+    for file, held_out in (("all", 0.2), ("train", f"{tmp_path}/held.jsonl"), ("train", "null")):
+        sets = (f"data={{path: {tmp_path}/{file}.jsonl, eval: {held_out}}}", "with={}")
+        best = answer.answer(parse_config(RUN % 1, "x", sets), "h200").best
+        assert best is not None and best.time.start_s is not None and best.time.end_s is not None
+        times.append((best.time.start_s, best.time.end_s))
+    assert times[1] == pytest.approx(times[0], rel=1e-6)
+    assert times[2][0] < times[1][0] and times[2][1] < times[1][1]
 
 
 def test_what_is_not_known() -> None:

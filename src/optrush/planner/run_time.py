@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from optrush.config import Config
+from optrush.data.length_estimate import estimate_tokens
 from optrush.planner.sets import Prediction
 
 # Seconds of SmolLM2-135M on one H200 with 16 cores (docs/log): Python, torch, transformers' tokenizer and the device's
@@ -49,9 +50,18 @@ def run_time(config: Config, p: Prediction, tokens: float | None) -> RunTime:
         steps = math.ceil(length.epochs * tokens / (p.step_s * p.tokens_per_s))
     if steps is None:
         return RunTime(None)
-    share = config.data.eval if isinstance(config.data.eval, float) else 0.0
-    held_out = 0.0 if tokens is None else share / (1 - share) * tokens * FORWARD / p.tokens_per_s
+    held_out = _held_out(config, tokens) * FORWARD / p.tokens_per_s
     return RunTime(steps, _start(p, tokens) + held_out, steps * p.step_s, _end(config, p, steps, held_out))
+
+
+def _held_out(config: Config, tokens: float | None) -> float:
+    """Return the tokens of an evaluation; 0 where they are not known."""
+    data = config.data
+    if isinstance(data.eval, str):  # a file
+        alone = {"path": data.eval, "eval": None, "sample": None, "random": None, "max_samples": None}
+        return estimate_tokens(config.model_copy(update={"data": data.model_copy(update=alone)})) or 0.0
+    share = data.eval or 0.0
+    return 0.0 if tokens is None else share / (1 - share) * tokens
 
 
 def _start(p: Prediction, tokens: float | None) -> float:
@@ -64,8 +74,8 @@ def _end(config: Config, p: Prediction, steps: float, held_out: float) -> float:
     length = config.train
     weights, states = p.a_parameter.get("weights", 0.0), p.a_parameter.get("states", 0.0)
     saved = p.parameters * (states + min(weights, states)) / WRITTEN_BYTES_S
-    trained = p.parameters * min(1.0, p.a_parameter.get("gradients", 0.0) / max(weights, 1e-9))
-    exported = trained * min(weights, 2.0) / WRITTEN_BYTES_S if length.export else 0.0
+    # All weights, with adapters merged; what is stored in few bits is written in two bytes.
+    exported = p.parameters * max(weights, 2.0) / WRITTEN_BYTES_S if length.export else 0.0
     evals = 1 + _times(length.eval_cadence(int(steps)), steps)
     return (1 + _times(length.save_every, steps)) * saved + exported + evals * held_out + REPORT_S
 
