@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from optrush.config import Config
 from optrush.data.length_estimate import estimate_tokens
+from optrush.decide import changed
 from optrush.planner.sets import Prediction
 
 # Seconds of SmolLM2-135M on one H200 with 16 cores (docs/log): Python, torch, transformers' tokenizer and the device's
@@ -58,8 +59,8 @@ def _held_out(config: Config, tokens: float | None) -> float:
     """Return the tokens of an evaluation; 0 where they are not known."""
     data = config.data
     if isinstance(data.eval, str):  # a file
-        alone = {"path": data.eval, "eval": None, "sample": None, "random": None, "max_samples": None}
-        return estimate_tokens(config.model_copy(update={"data": data.model_copy(update=alone)})) or 0.0
+        alone = {"path": data.eval, **dict.fromkeys(("eval", "sample", "random", "max_samples"))}
+        return estimate_tokens(changed(config, {f"data.{key}": value for key, value in alone.items()})) or 0.0
     share = data.eval or 0.0
     return 0.0 if tokens is None else share / (1 - share) * tokens
 
