@@ -50,8 +50,8 @@ faults: $(VENV)/.dev  # about an hour; benchmarks/faults/run.py R7 tries one
 readers: $(VENV)/.base $(READERS)/.installed  # what is exported, read by transformers 4.57 and llama.cpp's converter
 	$(BIN)/python benchmarks/readers/run.py $(READERS)/bin/python
 
-real: $(VENV)/.dev  # a trained model: fine-tuned, exported, read by transformers, PEFT and as GGUF; some 5 minutes
-	$(BIN)/python benchmarks/real/run.py
+real: $(VENV)/.dev  # a trained model: fine-tuned, exported, read by transformers, PEFT and as GGUF; some 6 minutes
+	TQDM_DISABLE=1 $(BIN)/python benchmarks/real/run.py
 
 # torch and numpy are those of $(VENV); the rest, which must be older, comes before them on the path
 $(READERS)/.installed: benchmarks/readers/requirements.txt $(VENV)/.base

@@ -267,5 +267,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.update({"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"})
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     main()

@@ -59,7 +59,7 @@ def _held_out(config: Config, tokens: float | None) -> float:
     """Return the tokens of an evaluation; 0 where they are not known."""
     data = config.data
     if isinstance(data.eval, str):  # a file
-        alone = {"path": data.eval, "eval": None, "sample": None, "random": None, "max_samples": None}
+        alone = {"path": data.eval, **dict.fromkeys(("eval", "sample", "random", "max_samples"))}
         return estimate_tokens(changed(config, {f"data.{key}": value for key, value in alone.items()})) or 0.0
     share = data.eval or 0.0
     return 0.0 if tokens is None else share / (1 - share) * tokens
