@@ -585,7 +585,7 @@ def test_links_of_a_hubs_cache_stay_in_it(box: Box, tmp_path: Path) -> None:
     (tmp_path / "linked").symlink_to(snapshot)
     (snapshot / "sub").mkdir()
     for file in (repository / "blobs").iterdir():
-        name = next(link.name for link in snapshot.iterdir() if link.is_symlink() and link.resolve() == file)
+        name = next(p.name for p in snapshot.iterdir() if p.name != "again.json" and p.resolve() == file)
         (snapshot / "sub" / name).symlink_to(f"../../../blobs/{file.name}")
     for folder in (snapshot, tmp_path / "linked", snapshot / "sub"):
         assert called("train", box.write(model=str(folder), output=str(tmp_path / f"out{folder.name}"))).code == 0
