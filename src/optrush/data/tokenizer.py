@@ -22,11 +22,9 @@ from optrush.files import check_model_files, read_file, read_text
 from optrush.technique import library
 from optrush.tokenizer_files import (
     PATTERNS,
-    SETTINGS,
     READER_s,
     check_sizes,
     copy_tokenizer,
-    read_object,
     tokenizer_files,
     try_reading,
 )
@@ -86,14 +84,9 @@ def open_tokenizer(folder: Path) -> Any:
     _check_reading(folder, tuple(tuple(readers.mark(folder / name)) for name in tokenizer_files(folder)))
     try:
         with transformers_silenced():
-            from transformers import AutoTokenizer, PreTrainedConfig
+            from transformers import AutoTokenizer
 
-            given: dict[str, Any] = {}
-            settings = read_object(folder / SETTINGS)
-            if settings.get("tokenizer_class") and "auto_map" not in settings and (folder / "config.json").is_file():
-                # The class that is named decides; the family's own config would import torch's compiler: 2 s.
-                given["config"] = PreTrainedConfig.from_pretrained(folder, local_files_only=True)
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **given)
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of its files: what is wrong in them decides the class of the exception
         if (wrong := _config_error(folder)) is not None:
             raise NeedsError(f"{folder / 'config.json'}", reason(wrong), "correct that in config.json") from None
