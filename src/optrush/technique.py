@@ -418,7 +418,7 @@ class Technique:
         if (spec := self.optimizer_spec(env)) is not None:
             yield from optimizer_rules(spec, early=Part.UPDATE in env.claimed)
 
-    def start_s(self, env: Environment) -> float:
+    def compile_s(self, env: Environment) -> float:
         """Return the seconds that it adds to a first start: what it compiles there, and later starts find again."""
         return 0.0
 

@@ -334,7 +334,7 @@ def _prediction(
 
 
 def _compile_s(techniques: Iterable[Technique], env: Environment) -> float:
-    return sum(t.start_s(env) for t in techniques)
+    return sum(t.compile_s(env) for t in techniques)
 
 
 def _parameters(book: Ledger) -> tuple[int, dict[str, float]]:

@@ -104,7 +104,7 @@ class Attention(Technique):
         rule = (("flash-linear-attention", "fla"),) if self.delta == "fla" else ()
         return (*((("flash-attn-4", "kernels"),) if self.impl == "fa4" else ()), *rule)
 
-    def start_s(self, env: Environment) -> float:
+    def compile_s(self, env: Environment) -> float:
         return 15.0 if self.impl == "fa4" else 0.0  # its kernels are compiled forward and backward (H200)
 
     @classmethod

@@ -59,7 +59,7 @@ class Compile(Technique):
         met = self.scope == "blocks" or not RANK_PARTS & env.claimed
         yield Requirement(met, "`compile:scope=model`", found, "take scope=blocks")
 
-    def start_s(self, env: Environment) -> float:
+    def compile_s(self, env: Environment) -> float:
         return BLOCK_S * (1 if self.scope == "blocks" else max(1, env.blocks))
 
     @classmethod

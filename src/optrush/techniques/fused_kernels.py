@@ -153,7 +153,7 @@ class FusedKernels(Technique):
     def packages(self) -> tuple[tuple[str, str], ...]:
         return (("quack-kernels", "kernels"),) if self.mlp == "quack" else ()
 
-    def start_s(self, env: Environment) -> float:
+    def compile_s(self, env: Environment) -> float:
         return 7.0 if self.mlp == "quack" else 0.0  # a kernel for each form of matmul (H200)
 
     @classmethod

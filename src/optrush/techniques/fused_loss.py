@@ -104,7 +104,7 @@ class FusedLoss(Technique):
     def packages(self) -> tuple[tuple[str, str], ...]:
         return {"quack": (("quack-kernels", "kernels"),), "liger": (("liger-kernel", "kernels"),)}.get(self.impl, ())
 
-    def start_s(self, env: Environment) -> float:
+    def compile_s(self, env: Environment) -> float:
         return 6.0 if self.impl == "quack" else 0.0  # three kernels (H200)
 
     @classmethod
