@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import statistics
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -308,6 +309,50 @@ def test_an_interrupted_bench_goes_on(call: Call, told: Callable[..., list[str]]
     assert told() == ["none 1", "bf16 1", "muon 1"]
     put(Path("run.yaml"), document(data={"random": 64, "eval": 0.25}, train={"steps": 4}))
     assert "another configuration then" in bench(call, "--repeats", "2", "--resume").err
+
+
+def test_runs_beside_each_other_give_the_same_losses_and_no_times(call: Call, told: Callable[..., list[str]]) -> None:
+    assert bench(call).code == 0
+    one_by_one = [(r.held_out, r.difference, r.verdict) for r in record.read_quality(Path("out"))]
+    told()
+    found = call("bench", "run.yaml", "--ladder", "ladder.yaml", "--out", "together", "--at-once", "3")
+    assert found.code == 0, found.err
+    ran, records = told(), record.read_quality(Path("together"))
+    assert ran[:3] == ["none 0", "bf16 0", "muon 0"], "the first seed has the machine for itself"
+    assert [sorted(ran[n : n + 3]) for n in (3, 6)] == [
+        [f"{t} {seed}" for t in ("bf16", "muon", "none")] for seed in (1, 2)
+    ]
+    assert [(r.held_out, r.difference, r.verdict) for r in records] == one_by_one
+    first, *others = [json.loads(p.read_text())["result"] for p in sorted(Path("together/rungs").glob("01-*"))]
+    assert "beside" not in first and [r["beside"] for r in others] == [2, 2]
+    assert records[0].seconds == first["seconds"]
+
+
+def test_a_stopped_bench_ends_the_runs_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        runner._stopping.set()
+        try:
+            assert runner._exit_codes([process], 60) == [None]
+        finally:
+            runner._stopping.clear()
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("ladder_text", "flags", "said"),
+    [
+        ("title: x\nrungs:\n  - name: a\n", (), "found: the rungs are timed"),
+        (WHOLE + "    ranks: 2\n    with: {ddp: {}}\n", (), "found: `a` has several ranks"),
+        (WHOLE, ("--dry-run",), "leave --at-once out"),
+    ],
+)
+def test_what_cannot_run_beside_others(
+    call: Call, told: Callable[..., list[str]], ladder_text: str, flags: Sequence[str], said: str
+) -> None:
+    Path("ladder.yaml").write_text(ladder_text)
+    found = call("bench", "run.yaml", "--ladder", "ladder.yaml", "--out", "out", "--at-once", "2", *flags)
+    assert found.code == 2 and said in found.err, found.err
+    assert not Path("out").exists()
 
 
 def test_scores_are_compared_beside_the_losses(call: Call, told: Callable[..., list[str]], here: Path) -> None:

@@ -238,11 +238,12 @@ class QualityState(BenchState):
             other = next(r for r in self.rungs if r.name == since)
             common["changes"] = changes_since(other, rung.config, rung.ranks, rung.env)
         values = {key: [r[key] for r in own] for key in ("held_out", "evals", "eval_targets")}
-        medians = {key: statistics.median(r[key] for r in own) for key in ("start_s", "seconds")}
+        alone = [r for r in own if not r.get("beside")] or own  # others shared their GPU, and tell no times
+        medians = {key: statistics.median(r[key] for r in alone) for key in ("start_s", "seconds")}
         figures: dict[str, Any] = {
             **values, **medians, "seeds": [rung.config.seed + n for n in range(len(own))],
             "loss": statistics.fmean(values["held_out"]),
-            "tokens_per_s": statistics.median(statistics.median(r["tokens_per_s"]) for r in own),
+            "tokens_per_s": statistics.median(statistics.median(r["tokens_per_s"]) for r in alone),
             "peak_bytes": max(r["peak_bytes"] for r in own), "memory_kind": own[0]["memory_kind"],
         }  # fmt: skip
         if scored := "score" in own[0]:

@@ -127,7 +127,7 @@ class QualityRecord:
     score_spread: float | None = None
     score_margin: float | None = None
     samples: int | None = None  # answers of a score
-    tokens_per_s: float | None = None  # medians over seeds
+    tokens_per_s: float | None = None  # these three: medians over the seeds that had a GPU for themselves
     start_s: float | None = None  # from the command to the held-out loss before step 1
     seconds: float | None = None  # from the command to the end of the run
     peak_bytes: int | None = None

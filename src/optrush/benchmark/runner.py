@@ -13,14 +13,17 @@ import fcntl
 import json
 import math
 import os
+import queue
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
@@ -155,6 +158,7 @@ def run_ladder(
     limit_s: float | None = None,
     resume: bool = False,
     command: str = "",
+    at_once: int = 1,
 ) -> list[Record | QualityRecord]:
     """Measure every rung and write `out`; a rung that fails becomes a record with its error, and the others run.
 
@@ -162,6 +166,8 @@ def run_ladder(
         repeats, limit_s: override the ladder's own.
         resume: continue in a folder that an earlier bench of the same rungs, by the same code, has left.
         command: the command line, for the records.
+        at_once: whole runs of a seed beside each other, spread over the GPUs. Those of the first seed have a GPU each,
+            and their speeds and times are the records'.
 
     Raises:
         UserError: the ladder, the baseline or the folder must be changed; nothing was written.
@@ -169,11 +175,18 @@ def run_ladder(
     rungs, state_of, exact = ladder.resolve_rungs(written, config, cumulative_only), BenchState, limit_s is not None
     if written.quality is not None:
         check_quality(rungs[0].config, written.quality)
+        if at_once > 1 and (many := [r.name for r in rungs if r.ranks > 1]):
+            found = f"`{many[0]}` has several ranks, which need the GPUs for themselves"
+            raise ConfigError(f"--at-once {at_once}", found, "leave --at-once out")
         state_of, exact = QualityState, True
         limit_s = limit_s or (written.limit_s if "limit_s" in written.model_fields_set else math.inf)
+    elif at_once > 1:
+        found = "the rungs are timed, which needs the machine for each alone"
+        raise ConfigError(f"--at-once {at_once}", found, "leave it out, or take a ladder with `quality`")
     state = state_of(
         written, rungs, out, repeats or written.times, limit_s or written.limit_s, command, record.source(),
         record.machine(), predict=predict_rung, exact_limit=exact,
+        at_once=at_once,
     )  # fmt: skip
     return run_rungs(state, board, resume=resume)
 
@@ -372,22 +385,58 @@ def _read_back(state: BenchState) -> None:
 def _measure(state: BenchState, board: ProgressBoard) -> None:
     """Run the missing processes."""
     start, ran = time.monotonic(), 0
-    while queue := state.missing():
-        repeat, rung = queue[0]
-        here = [r for r in state.rungs if r.name not in state.absent]
-        board.begin(here.index(rung) + 1, len(here), rung.name, repeat + 1, state.repeats)
-        request = _request(state, rung, repeat)
-        folder = state.out / RUNS / Path(_file(state, rung, repeat)).stem
-        result = _result(state, rung, request, board, folder)
-        result["date"] = datetime.datetime.now().astimezone().isoformat("T", "seconds")
-        if "refused" in result and state.required(rung) and not state.results:
-            raise ConfigError(*result["refused"])  # every other rung would be refused, too
-        saved = {"rung": rung.name, "digest": state.source["digest"], "request": request, "result": result}
-        write_whole(state.out / RUNGS / _file(state, rung, repeat), json.dumps(saved, indent=1))
-        state.results.setdefault(rung.name, []).append(result)
-        write_records(state.out, state.all_records())
-        ran += 1
-        board.end(result, (time.monotonic() - start) / ran * len(state.missing()))
+    while left := state.missing():
+        repeat = left[0][0]
+        for rung, result in _results(state, repeat, [rung for n, rung in left if n == repeat], board):
+            result["date"] = datetime.datetime.now().astimezone().isoformat("T", "seconds")
+            if "refused" in result and state.required(rung) and not state.results:
+                raise ConfigError(*result["refused"])  # every other rung would be refused, too
+            request = _request(state, rung, repeat)
+            saved = {"rung": rung.name, "digest": state.source["digest"], "request": request, "result": result}
+            write_whole(state.out / RUNGS / _file(state, rung, repeat), json.dumps(saved, indent=1))
+            state.results.setdefault(rung.name, []).append(result)
+            write_records(state.out, state.all_records())
+            ran += 1
+            board.end(result, (time.monotonic() - start) / ran * len(state.missing()))
+
+
+def _results(
+    state: BenchState, repeat: int, rungs: Sequence[Rung], board: ProgressBoard
+) -> Iterator[tuple[Rung, dict[str, Any]]]:
+    """Yield each rung with its result: one after the other, or of whole runs `at_once` beside each other."""
+    here = [r.name for r in state.rungs if r.name not in state.absent]
+    gpus: list[str] = []
+    if state.at_once > 1:
+        count = sum(d.kind == "cuda" for d in hardware.probe())
+        named = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = [gpu.strip() for gpu in named.split(",")][:count] if named else [str(n) for n in range(count)]
+    width = min(state.at_once, max(1, len(gpus))) if repeat == 0 else state.at_once
+    if width == 1:
+        for rung in rungs:
+            board.begin(here.index(rung.name) + 1, len(here), rung.name, repeat + 1, state.repeats)
+            yield rung, _result(state, rung, repeat, board, {})
+        return
+    free: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
+    for n in range(width):
+        free.put({"CUDA_VISIBLE_DEVICES": gpus[n % len(gpus)]} if gpus else {})
+
+    def work(rung: Rung) -> tuple[Rung, dict[str, Any]]:
+        environment = free.get()
+        try:
+            return rung, _result(state, rung, repeat, board, environment)
+        finally:
+            free.put(environment)
+
+    _stopping.clear()
+    pool = ThreadPoolExecutor(width)
+    try:
+        for done in as_completed([pool.submit(work, rung) for rung in rungs]):
+            rung, result = done.result()
+            board.begin(here.index(rung.name) + 1, len(here), rung.name, repeat + 1, state.repeats)
+            yield rung, {**result, "beside": math.ceil(width / max(1, len(gpus))) - 1}
+    finally:
+        _stopping.set()
+        pool.shutdown(cancel_futures=True)
 
 
 def _request(state: BenchState, rung: Rung, repeat: int) -> dict[str, Any]:
@@ -409,12 +458,13 @@ def _request(state: BenchState, rung: Rung, repeat: int) -> dict[str, Any]:
 
 
 def _result(
-    state: BenchState, rung: Rung, request: dict[str, Any], board: ProgressBoard, folder: Path
+    state: BenchState, rung: Rung, repeat: int, board: ProgressBoard, environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the result of one process, of a whole run in `folder`, or of a search for the longest row the best one."""
-    span = state.ladder.longest
+    """Return the result of one process, of a whole run, or of a search for the longest row the best one."""
+    span, request = state.ladder.longest, _request(state, rung, repeat)
     if state.ladder.quality is not None:
-        return _whole_run(state, rung, request, folder)
+        folder = state.out / RUNS / Path(_file(state, rung, repeat)).stem
+        return _whole_run(state, rung, request, folder, environment)
     if span is None:
         return run_worker(request, time_limit(state), rung.peer)
 
@@ -435,14 +485,16 @@ def _result(
     return search_longest(span, longest_that_fits(span, fits), first, attempt)
 
 
-def _whole_run(state: BenchState, rung: Rung, request: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _whole_run(
+    state: BenchState, rung: Rung, request: dict[str, Any], folder: Path, environment: Mapping[str, str]
+) -> dict[str, Any]:
     """Return the result of a run to its end in a folder, which keeps neither checkpoints nor model, and its score."""
     shutil.rmtree(folder, ignore_errors=True)
     run = dump_config(changed(parse_config(request["run"], "run", own=True), {"output": str(folder)}))
-    ask = {"run": run, "ranks": rung.ranks, "env": rung.env}
+    ask = {"run": run, "ranks": rung.ranks, "env": {**environment, **rung.env}}
     result = run_worker({**ask, "began": time.time()}, time_limit(state), module="optrush.benchmark.quality")
     if "error" not in result and request["score"] is not None:
-        asked = {"run": run, "samples": request["samples"]}
+        asked = {"run": run, "samples": request["samples"], "env": ask["env"]}
         scored = run_worker(asked, time_limit(state), module="optrush.benchmark.quality")
         result |= {key: value for key, value in scored.items() if key != "seconds"}
     for name in ("checkpoints", "model", "adapter"):
@@ -541,10 +593,13 @@ def run_worker(
         return result
 
 
+_stopping = threading.Event()  # of runs beside each other: their threads end, and with them their processes
+
+
 def _exit_codes(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> list[int | None]:
     """Return the exit code of each process, None of one that had not ended: in time, or after another had failed."""
     until = time.monotonic() + limit_s
-    while any(p.poll() is None for p in processes) and time.monotonic() < until:
+    while any(p.poll() is None for p in processes) and time.monotonic() < until and not _stopping.is_set():
         if any(p.poll() for p in processes):
             until = min(until, time.monotonic() + FAILED_GRACE_S)
         time.sleep(0.05)

@@ -42,6 +42,10 @@ def bench(
     limit: Annotated[
         float | None, typer.Option("--limit", min=1, metavar="SECONDS", help="what one process may take at most")
     ] = None,
+    at_once: Annotated[
+        int,
+        typer.Option("--at-once", min=1, help="quality: runs beside each other, over all GPUs; seed 1 has one each"),
+    ] = 1,
     resume: Annotated[bool, typer.Option("--resume", help="continue a bench that was stopped")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="only list the rungs, and what the plan says of each; writes nothing")
@@ -70,8 +74,8 @@ def bench(
 
     written = find_ladder(ladder, run)
     if dry_run:
-        if resume or limit is not None:
-            option = "--resume" if resume else "--limit"
+        if resume or limit is not None or at_once > 1:
+            option = "--resume" if resume else "--limit" if limit is not None else "--at-once"
             raise ConfigError(f"--dry-run with {option}", "nothing is measured", f"leave {option} out")
         planned, times = plan_rungs(written, run, ProgressBoard(), repeats=repeats, cumulative_only=cumulative_only)
         if as_json:
@@ -84,7 +88,7 @@ def bench(
     with ProgressBoard() as board:
         records = run_ladder(
             written, run, out, board,
-            repeats=repeats, cumulative_only=cumulative_only, limit_s=limit, resume=resume,
+            repeats=repeats, cumulative_only=cumulative_only, limit_s=limit, resume=resume, at_once=at_once,
             command=shlex.join(["optrush", *sys.argv[1:]]),
         )  # fmt: skip
     print_table(records)
