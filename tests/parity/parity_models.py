@@ -41,6 +41,10 @@ YARN = {
     "rope_type": "yarn", "factor": 8.0, "mscale": 0.7, "mscale_all_dim": 1.2, "rope_theta": 1000.0,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
+BY_LAYER = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+}
 FAMILIES = {
     "llama": {**SIZES, "model_type": "llama", "attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3},
     "llama-tied": {
@@ -54,6 +58,24 @@ FAMILIES = {
         **SIZES, **DELTA, "model_type": "qwen3_5_text", "attention_bias": True, "layer_types": MIXING[::-1],
     },
     "youtu": {**SIZES, **LATENT, "model_type": "youtu", "q_lora_rank": None, "rope_interleave": False},
+    "gemma": {**SIZES, "model_type": "gemma", "pad_token_id": None, "attention_bias": True},
+    "gemma3_text": {
+        **SIZES, "model_type": "gemma3_text", "pad_token_id": None, "num_hidden_layers": 3, "sliding_window": 4, "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 12, "rope_parameters": BY_LAYER,
+    },
+    "smollm3": {**SIZES, "model_type": "smollm3", "pad_token_id": None, "mlp_bias": True, "no_rope_layers": [1, 0], "rope_theta": 5000.0},
+    "granite": {
+        **SIZES, "model_type": "granite", "pad_token_id": None, "embedding_multiplier": 6.5, "attention_multiplier": 0.2, "mlp_bias": True,
+        "residual_multiplier": 0.3, "logits_scaling": 2.5,
+    },
+    "olmo2": {**SIZES, "model_type": "olmo2", "pad_token_id": None, "head_dim": 6, "rope_parameters": LLAMA3},
+    "olmo3": {
+        **SIZES, "model_type": "olmo3", "pad_token_id": None, "head_dim": 6, "sliding_window": 4, "rope_parameters": BY_LAYER,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "exaone4": {
+        **SIZES, "model_type": "exaone4", "pad_token_id": None, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"],
+    },
 }  # fmt: skip
 EXPERTS = {
     "mixtral": {**SIZES, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},

@@ -35,6 +35,14 @@ def split_and_rotate(qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: HeadNorm | N
     return rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype), v
 
 
+def split_heads(qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: HeadNorm | None, k_norm: HeadNorm | None) -> Heads:
+    """Implement the signature of `SplitAndRotate` without a rotation."""
+    q, k, v = _split(qkv)
+    if q_norm is not None and k_norm is not None:
+        return q_norm(q), k_norm(k), v
+    return q, k.contiguous(), v
+
+
 def _split(qkv: Tensor) -> Heads:
     # v is copied: as a view it would keep all of qkv alive until the backward pass.
     return qkv[:, :, :, :-2].flatten(2, 3), qkv[:, :, :, -2], qkv[:, :, :, -1].contiguous()

@@ -22,24 +22,36 @@ from torch import Tensor, nn
 
 from optrush.kernels import widen
 
-Mlp = Callable[[Tensor, Tensor, Any, Any], Tensor]
+Mlp = Callable[[Tensor | None, Tensor, Any, Any], Tensor]
 """(the stream x (..., D), h normalized from it (..., D), gate_up, down) -> x + down(silu(gate) * up) (..., D)
 
-The stream is an argument because a product may add it while writing its result."""
+The stream is an argument because a product may add it while writing its result; None: it is not added."""
 
 
-def gated_mlp(x: Tensor, h: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
+def gated_mlp(x: Tensor | None, h: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
     """Implement `Mlp` by torch's operators, where gate_up(h) is (..., F, 2)."""
-    pairs: Tensor = gate_up(h)
+    gate, up = _gate_and_up(gate_up(h))
+    return _added(x, down(F.silu(gate) * up))
+
+
+def gelu_mlp(x: Tensor | None, h: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
+    """Implement `Mlp` with gelu's approximation by tanh in place of silu."""
+    gate, up = _gate_and_up(gate_up(h))
+    return _added(x, down(F.gelu(gate, approximate="tanh") * up))
+
+
+def _gate_and_up(pairs: Tensor) -> tuple[Tensor, Tensor]:
     gate, up = pairs.view(*pairs.shape[:-1], -1, 2).unbind(-1)  # (..., F)
-    out: Tensor = x + down(F.silu(gate) * up)
-    return out
+    return gate, up
 
 
-def mlp_fused_activation(x: Tensor, h: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
+def _added(x: Tensor | None, out: Tensor) -> Tensor:
+    return out if x is None else x + out
+
+
+def mlp_fused_activation(x: Tensor | None, h: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
     """Implement `Mlp` with one kernel each way; `down` may be any module, and saves its input."""
-    out: Tensor = x + down(fused_activation(gate_up(h)))
-    return out
+    return _added(x, down(fused_activation(gate_up(h))))
 
 
 def fused_activation(pairs: Tensor) -> Tensor:
@@ -48,12 +60,11 @@ def fused_activation(pairs: Tensor) -> Tensor:
     return product
 
 
-def mlp_fused_down(x: Tensor, h: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
+def mlp_fused_down(x: Tensor | None, h: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
     """Implement `Mlp` for a `down` that is a plain matrix: its input is not saved."""
     pairs: Tensor = gate_up(h)
     # Cast outside the Function, in autograd's graph: activation offloading recognizes a parameter's copy by it.
-    out: Tensor = x + _Down.apply(pairs, down.weight.to(pairs.dtype))  # type: ignore[no-untyped-call]
-    return out
+    return _added(x, _Down.apply(pairs, down.weight.to(pairs.dtype)))  # type: ignore[no-untyped-call]
 
 
 class _Gated(torch.autograd.Function):

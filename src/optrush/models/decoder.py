@@ -38,7 +38,7 @@ from optrush.models.layers import CentredNorm, Pieces, RMSNorm, UnitNorm, WholeN
 from optrush.models.layers import Linear as Linear
 from optrush.models.layers import Product as Product
 from optrush.models.rope_angles import angles, frequencies, query_scales
-from optrush.models.shapes import ModelShape
+from optrush.models.shapes import ModelShape, RopeShape
 
 
 def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -86,6 +86,9 @@ class Block(nn.Module):
         self.window = s.window if layer in s.window_layers else None
         self.sinks = nn.Parameter(torch.empty(s.heads, **at)) if s.sinks else None
         self.norm2 = plain(D, s.norm_eps, **at)
+        self.order, self.residual, self.query = s.norms, s.multipliers.residual, s.multipliers.scores
+        if s.norms == "around":
+            self.leaving1, self.leaving2 = plain(D, s.norm_eps, **at), plain(D, s.norm_eps, **at)
         self.experts = None
         if s.experts is not None and layer in s.experts.layers:
             self.experts = Experts(s, **at)
@@ -106,14 +109,19 @@ class Block(nn.Module):
             self.split_and_rope = rope.split_and_rotate_pairs if self.rotated else rope.split_and_scale
             if chunks.normed and self.rotated:  # before the rotation, which changes no length
                 self.q_norm, self.k_norm = UnitNorm(s.norm_eps), UnitNorm(s.norm_eps)
+        if layer in s.unrotated:
+            self.split_and_rope = rope.split_heads
+        self.local = s.local_rope is not None and self.window is not None  # its rotation is that of layers with windows
         self.attention: attention.Attend = attention.masked
-        self.mlp: swiglu.Mlp = swiglu.gated_mlp
+        self.mlp: swiglu.Mlp = swiglu.gelu_mlp if s.gelu else swiglu.gated_mlp
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents) -> Tensor | tuple[Tensor, Tensor]:
         """x (B, T, D), cos and sin (B, T, 1, E) -> (B, T, D), and with experts their load (`Experts.forward`).
 
         Without a rotation cos and sin are (B, T, 1, 1), what queries are multiplied by.
         """
+        if self.order != "before" or self.residual != 1:
+            return self._in_order(x, cos, sin, documents)
         x, h = self.norm1.add_and_norm(x)
         x, h = self.norm2.add_and_norm(x, self._mix(h, cos, sin, documents))
         if self.experts is not None:
@@ -124,6 +132,16 @@ class Block(nn.Module):
             x = x + y if not self.shared else self.mlp(x + y, h, self.gate_up, self.down)
             return x, load
         return self.mlp(x, h, self.gate_up, self.down)
+
+    def _in_order(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents) -> Tensor:
+        """Return what `forward` returns of a block with other places of norms, or a factor of what each part adds."""
+        before, after = self.order != "after", {"after": (self.norm1, self.norm2)}.get(self.order)
+        if self.order == "around":
+            after = self.leaving1, self.leaving2
+        mixed = self._mix(self.norm1(x) if before else x, cos, sin, documents)
+        x = x + (mixed if after is None else after[0](mixed)) * self.residual
+        fed = self.mlp(None, self.norm2(x) if before else x, self.gate_up, self.down)
+        return x + (fed if after is None else after[1](fed)) * self.residual
 
     def _mix(self, h: Tensor, cos: Tensor, sin: Tensor, documents: Documents) -> Tensor:
         """Return what the tokens of a document give each other: h (B, T, D) -> (B, T, D)."""
@@ -149,7 +167,8 @@ class Block(nn.Module):
             heads: rope.Heads = self.latent(h, cos, sin)
             return heads
         qkv = self.qkv(h).unflatten(-1, (-1, self.group + 2, self.head_width))  # (B, T, K, H/K + 2, E)
-        return self.split_and_rope(qkv, cos, sin, self.q_norm, self.k_norm)
+        q, k, v = self.split_and_rope(qkv, cos, sin, self.q_norm, self.k_norm)
+        return (q if self.query == 1 else q * self.query), k, v
 
     def _masks(self, documents: Documents) -> dict[str, Any]:
         """Return what attention takes besides the documents; nothing where a window is as long as the rows."""
@@ -206,6 +225,7 @@ class Decoder(nn.Module):
         self.norm = (CentredNorm if shape.centred else RMSNorm)(shape.width, shape.norm_eps, **at)
         weight = self.embedding.weight
         self.head = Head(weight if shape.tied else nn.Parameter(torch.empty(shape.vocab, shape.width, **at)))
+        self.head.scale, self.head.softcap = shape.multipliers.logits, shape.softcap
         self.ties: tuple[tuple[str, str], ...] = (("head.weight", "embedding.weight"),) if shape.tied else ()
         self.tied = shape.tied  # on whichever rank the two are
         self.block_call: Callable[..., Any] = call
@@ -214,23 +234,30 @@ class Decoder(nn.Module):
         self.load: Tensor | None = None  # of the last forward pass, of the layers with experts: (L, 2, N)
         # Kept once a device, outside the parameters and buffers: computed on the host as the published models do (a
         # device's own pow differs in the last bit), and copying it every step would stop a graph capture.
-        self._frequencies: dict[torch.device, Tensor] = {}
+        self._frequencies: dict[tuple[torch.device, RopeShape], Tensor] = {}
 
     def forward(self, tokens: Tensor, positions: Tensor, documents: Documents) -> Tensor:
         """tokens and positions (B, T) -> hidden states after the last norm (B, T, D)."""
-        hidden: Tensor = self.norm(self.through(self.embedding(tokens), positions, documents, self.blocks.values()))
+        hidden: Tensor = self.norm(self.through(self.embed(tokens), positions, documents, self.blocks.values()))
         return hidden
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """tokens (B, T) -> what enters the first block (B, T, D)."""
+        x: Tensor = self.embedding(tokens)
+        factor = self.shape.multipliers.embedding
+        return x if factor == 1 else x * torch.tensor(factor, dtype=x.dtype).item()  # rounded as published
 
     def through(self, x: Tensor, positions: Tensor, documents: Documents, blocks: Iterable[nn.Module]) -> Tensor:
         """Run hidden states x (B, T, D) through some of the blocks."""
         loads, chunks = [], self.shape.chunks
         # Pairs are rotated in float32, as published.
         rotation = self.angles(positions, x.dtype if chunks is None else torch.promote_types(x.dtype, torch.float32))
+        local = None if (r := self.shape.local_rope) is None else self.angles(positions, x.dtype, r)
         scale, within = None, documents
         if chunks is not None:
             scale, within = query_scales(chunks.temperature, positions), documents.in_chunks(chunks.size, positions)
         for block in blocks:
-            cos, sin = rotation if block.rotated else (scale, scale)
+            cos, sin = local if block.local else rotation if block.rotated else (scale, scale)
             x = self.block_call(block, x, cos, sin, documents if block.chunk is None else within)
             if block.experts is not None:
                 x, load = x
@@ -239,12 +266,12 @@ class Decoder(nn.Module):
             self.load = torch.stack(loads)
         return x
 
-    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def angles(self, positions: Tensor, dtype: torch.dtype, rope: RopeShape | None = None) -> tuple[Tensor, Tensor]:
         """positions (B, T) -> cos and sin (B, T, 1, E) of every angle, in float32 until the last cast."""
-        device, rope = positions.device, self.shape.rope
-        if device not in self._frequencies:
-            self._frequencies[device] = frequencies(rope, self.shape.rotated_width).to(device)
-        angle = angles(rope, self._frequencies[device], positions)
+        device, rope = positions.device, rope or self.shape.rope
+        if (device, rope) not in self._frequencies:
+            self._frequencies[device, rope] = frequencies(rope, self.shape.rotated_width).to(device)
+        angle = angles(rope, self._frequencies[device, rope], positions)
         angle = torch.cat((angle, angle), -1)[:, :, None]
         return (angle.cos() * rope.scale).to(dtype), (angle.sin() * rope.scale).to(dtype)
 

@@ -38,10 +38,19 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "o": ("self_attn.o_proj",),
     "sinks": ("self_attn",),  # whose own parameter it is
     "norm2": ("post_attention_layernorm",),
+    "leaving1": (),
+    "leaving2": (),
     "gate_up": ("{mlp}.gate_proj", "{mlp}.up_proj"),
     "down": ("{mlp}.down_proj",),
     "shared_gate": ("mlp.shared_expert_gate",),
 }
+# Of blocks with a norm before and after each part, and of those with norms after the parts only.
+AROUND = {
+    **NAMES, "norm2": ("pre_feedforward_layernorm",),
+    "leaving1": ("post_attention_layernorm",), "leaving2": ("post_feedforward_layernorm",),
+}  # fmt: skip
+AFTER = {**NAMES, "norm1": ("post_attention_layernorm",), "norm2": ("post_feedforward_layernorm",)}
+SILU, GELU = ("silu", "swish"), ("gelu_pytorch_tanh",)
 
 
 @dataclass(frozen=True)
@@ -78,13 +87,23 @@ class FamilySpec:
     qk_norm: Switch = False
     whole_qk_norm: bool = False  # one norm over all heads of a token
     centred: bool = False  # norms multiply by 1 + weight
+    norms: Literal["before", "around", "after"] = "before"  # where attention and feed-forward part have norms
+    activation: tuple[str, ...] = SILU  # of the gate, by the names that config.json may give it
+    multipliers: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    """What multiplies the embedding, the scores in place of E^-0.5, what a part adds, and the logits: a key of
+    config.json, to a power."""
     gated: bool = False  # attention's output is gated
     sinks: bool = False  # a learnt logit for each head, to no token
     partial_rotary: bool = False  # a part of each head is rotated
     rope_kinds: tuple[str, ...] = ROPE_KINDS
-    window: Literal["none", "all", "switched", "upper", "alternate"] = "none"
+    window: Literal["none", "all", "switched", "upper", "alternate", "pattern"] = "none"
     """Which layers have the sliding window: all; all if `use_sliding_window`; then those of `layer_types`, or from
-    `max_window_layers` on; those of `layer_types`, or every other one from the first on."""
+    `max_window_layers` on; those of `layer_types`, or every other one from the first on, or all but each n-th one, the
+    `sliding_window_pattern`."""
+    local_rope: bool = False  # layers with a window have a rotary embedding of their own
+    unrotated: Literal["none", "listed", "full"] = "none"
+    """Which layers have no rotary embedding: those with a 0 in `no_rope_layers`, else each `no_rope_layer_interval`-th;
+    those without a window, where others have one."""
     latent: bool = False  # keys and values come from a latent
     interleaved: Switch = "rope_interleave"  # rotated values of latent attention are neighbouring pairs
     delta: bool = False  # layers of a delta rule
@@ -142,6 +161,16 @@ _DEEPSEEK = FamilySpec(
     },
     **_BIASED, latent=True, experts=ExpertsSpec("sigmoid"), later_layers=True, nested=(),
     agreed={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
+)  # fmt: skip
+
+_CAUSAL: dict[str, tuple[Any, ...]] = {"use_bidirectional_attention": (False,)}
+_GEMMA: dict[str, Any] = {
+    "centred": True, "activation": GELU, "multipliers": {"embedding": ("hidden_size", 0.5)},
+}  # fmt: skip
+_OLMO = FamilySpec(
+    "Olmo2ForCausalLM",
+    {"num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+    **_BIASED, qk_norm=True, whole_qk_norm=True, norms="after", names=AFTER,
 )  # fmt: skip
 
 FAMILIES: dict[str, FamilySpec] = {
@@ -246,6 +275,60 @@ FAMILIES: dict[str, FamilySpec] = {
             "moe_layer_freq": (1,),
         },
     ),
+    "gemma": FamilySpec(
+        "GemmaForCausalLM",
+        {
+            "num_key_value_heads": 16, "head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True,
+        },
+        **_BIASED, **_GEMMA, agreed={"hidden_act": ("gelu", *GELU), **_CAUSAL},
+    ),
+    "gemma3_text": FamilySpec(
+        "Gemma3ForCausalLM",
+        {
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
+            "tie_word_embeddings": True, "vocab_size": 262208, "sliding_window": 4096, "sliding_window_pattern": 6,
+            "query_pre_attn_scalar": 256, "rope_theta": 1e6, "rope_local_base_freq": 10000.0,
+        },
+        **_BIASED, **{**_GEMMA, "multipliers": {**_GEMMA["multipliers"], "scores": ("query_pre_attn_scalar", -0.5)}},
+        qk_norm=True, norms="around", names=AROUND, window="pattern", local_rope=True, nested=(),
+        agreed={"hidden_activation": GELU, "attn_logit_softcapping": (), **_CAUSAL},
+    ),
+    "smollm3": FamilySpec(
+        "SmolLM3ForCausalLM",
+        {
+            "num_key_value_heads": 4, "head_dim": None, "max_position_embeddings": 32768, "tie_word_embeddings": True,
+            "no_rope_layer_interval": 4,
+        },
+        **_BIASED, mlp_bias="mlp_bias", unrotated="listed", agreed={"use_sliding_window": (False,)},
+    ),
+    "granite": FamilySpec(
+        "GraniteForCausalLM",
+        {
+            "num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048, "embedding_multiplier": 1.0,
+            "attention_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0,
+        },
+        **_BIASED, mlp_bias="mlp_bias", multipliers={
+            "embedding": ("embedding_multiplier", 1), "scores": ("attention_multiplier", 1),
+            "residual": ("residual_multiplier", 1), "logits": ("logits_scaling", -1),
+        },
+    ),
+    "olmo2": _OLMO,
+    "olmo3": replace(
+        _OLMO, architecture="Olmo3ForCausalLM",
+        defaults={
+            **_OLMO.defaults, "sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 500000.0,
+            "rope_local_base_freq": 500000.0, "rms_norm_eps": 1e-5,
+        },
+        window="pattern", local_rope=True,
+    ),
+    "exaone4": FamilySpec(
+        "Exaone4ForCausalLM",
+        {
+            "num_key_value_heads": 32, "head_dim": None, "max_position_embeddings": 2048, "sliding_window": 4096,
+            "sliding_window_pattern": 4, "rms_norm_eps": 1e-5,
+        },
+        qk_norm=True, norms="after", names=AFTER, window="pattern", unrotated="full",
+    ),
     "youtu": FamilySpec(
         "YoutuForCausalLM",
         {
@@ -287,7 +370,6 @@ LACKING = {  # families of experts, and what of them our decoder does not have
 }
 # As `limits`, of every family.
 PLAIN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("hidden_act", ("silu", "swish"), "where our decoder has silu"),
     ("attention_dropout", (None, 0), "which our decoder does not have"),
     ("clip_qkv", (None, 0), "which our decoder does not have"),
     ("router_jitter_noise", (None, 0), "which our decoder does not have"),
@@ -300,12 +382,16 @@ def limits(family: str) -> Iterator[tuple[str, tuple[Any, ...], str]]:
     A key that is left out is always fine.
     """
     yield from PLAIN
+    if "hidden_act" not in FAMILIES[family].agreed:
+        activation = FAMILIES[family].activation
+        yield "hidden_act", activation, f"where our decoder has {activation[0]}"
     for key, agreed in FAMILIES[family].agreed.items():
         yield key, (None, *agreed), f"where our decoder has {' or '.join(map(repr, agreed))} in a {family} model"
 
 
 # Models of images and text whose language model our own decoder has: transformers' class.
 MULTIMODAL = {
+    "gemma3": "Gemma3ForConditionalGeneration",
     "internvl": "InternVLForConditionalGeneration",
     "llava": "LlavaForConditionalGeneration",
     "llava_next": "LlavaNextForConditionalGeneration",

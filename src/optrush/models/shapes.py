@@ -18,6 +18,7 @@ from optrush.models.config_json import EXPERTS
 from optrush.models.families import (
     FAMILIES,
     FOREIGN_ROPE_KINDS,
+    GELU,
     LACKING,
     MIXTURES,
     ROPE_KINDS,
@@ -125,6 +126,16 @@ class ChunkShape:
     normed: bool  # queries and keys of rotated layers, by a norm without weights
 
 
+@dataclass(frozen=True)
+class Multipliers:
+    """Constants of a model's config.json by which values are multiplied."""
+
+    embedding: float = 1.0
+    scores: float = 1.0  # besides E^-0.5
+    residual: float = 1.0  # of what attention and feed-forward part add to the stream
+    logits: float = 1.0
+
+
 class LinearShape(NamedTuple):
     """A linear of our decoder, in the layers that have it."""
 
@@ -180,6 +191,12 @@ class ModelShape:
     chunks: ChunkShape | None = None
     gated: bool = False  # attention's output is gated by sigmoids that the product of queries gives
     centred: bool = False  # norms multiply by 1 + weight
+    norms: str = "before"  # "before" attention and feed-forward part, "after", or "around": both
+    gelu: bool = False  # the gate's activation is gelu's approximation by tanh; else silu
+    multipliers: Multipliers = Multipliers()
+    softcap: float | None = None  # bound of the logits by a tanh
+    local_rope: RopeShape | None = None  # of layers with a window; None: that of all
+    unrotated: tuple[int, ...] = ()  # layers without rotary embedding
 
     @classmethod
     def read(cls, hf: HF) -> ModelShape:
@@ -198,7 +215,7 @@ class ModelShape:
         family = str(hf["model_type"])
         spec = FAMILIES[family]
         full = {**spec.defaults, **hf}
-        width, heads = _size(hf, "hidden_size"), _size(hf, "num_attention_heads")
+        width, heads = _size(full, "hidden_size"), _size(full, "num_attention_heads")
         kv_heads = heads if full["num_key_value_heads"] is None else _size(full, "num_key_value_heads")
         latent = _latent(full, spec) if spec.latent else None
         head_width = full["head_dim"] or width // heads
@@ -212,16 +229,20 @@ class ModelShape:
         part = _rotary_part(full) if spec.partial_rotary else 1.0
         rotated = None if part == 1 else int(head_width * part)
         window, window_layers = _window(full, spec)
+        text, local = _by_kind(full, spec)
         return cls(
-            family=family, layers=_size(hf, "num_hidden_layers"), width=width, heads=heads, kv_heads=int(kv_heads),
-            head_width=int(head_width), ff_width=_size(full, spec.ff_width), vocab=_size(hf, "vocab_size"),
+            family=family, layers=_size(full, "num_hidden_layers"), width=width, heads=heads, kv_heads=int(kv_heads),
+            head_width=int(head_width), ff_width=_size(full, spec.ff_width), vocab=_size(full, "vocab_size"),
             tied=bool(full.get("tie_word_embeddings", False)), qkv_bias=_is_on(spec.qkv_bias, full),
             o_bias=_is_on(spec.o_bias, full), mlp_bias=_is_on(spec.mlp_bias, full),
             qk_norm=_is_on(spec.qk_norm, full), whole_qk_norm=spec.whole_qk_norm, centred=spec.centred,
             gated=spec.gated, sinks=spec.sinks, norm_eps=float(full.get("rms_norm_eps", 1e-6)),
-            rope=_rope(full, latent.rotated if latent else rotated or int(head_width)), rotated=rotated,
+            rope=_rope(text, latent.rotated if latent else rotated or int(head_width)), rotated=rotated,
             window=window, window_layers=window_layers, experts=_experts(hf, full, spec), latent=latent,
             delta=_delta(full, spec) if spec.delta else None, chunks=_chunks(full) if spec.chunks else None,
+            norms=spec.norms, gelu=spec.activation == GELU, multipliers=_multipliers(full, spec, int(head_width)),
+            softcap=full.get("final_logit_softcapping"), local_rope=local and _rope(local, int(head_width)),
+            unrotated=_unrotated(full, spec, window_layers),
         )  # fmt: skip
 
     @property
@@ -230,6 +251,18 @@ class ModelShape:
         if self.latent is not None:
             return self.latent.rotated
         return self.head_width if self.rotated is None else self.rotated
+
+    @property
+    def block_norms(self) -> tuple[str, ...]:
+        """The norms of D values that a block has."""
+        return ("norm1", "norm2", *(("leaving1", "leaving2") if self.norms == "around" else ()))
+
+    @property
+    def other_order(self) -> str | None:
+        """What blocks have that differs from norms before each part, whose output is added as it is; None: nothing."""
+        if self.norms != "before":
+            return f"norms {self.norms} attention and feed-forward part"
+        return None if self.multipliers.residual == 1 else "a factor of what attention and feed-forward part add"
 
     @property
     def other_blocks(self) -> str | None:
@@ -352,7 +385,7 @@ class ModelShape:
     def _of_layer(self, layer: int) -> Iterator[tuple[str, int]]:
         D, E, d, e = self.width, self.head_width, self.delta, self.experts
         mixed = d is not None and layer in d.layers
-        yield from (("norm1.weight", D), ("norm2.weight", D))
+        yield from ((f"{name}.weight", D) for name in self.block_norms)
         for linear in self.linears.values():
             if layer in linear.layers:
                 yield f"{linear.module}.weight", linear.inputs * linear.outputs
@@ -605,6 +638,52 @@ def _expert_layers(full: HF, e: ExpertsSpec) -> tuple[int, ...]:
     return tuple(i for i in layers if i not in dense and (i + 1) % step == 0 and i >= first)
 
 
+def _by_kind(full: HF, spec: FamilySpec) -> tuple[HF, HF | None]:
+    """Return what layers of full attention read their rotary embedding from, and layers with a window; None: the same.
+
+    In `rope_parameters` each kind of layers has a mapping of its own; in the earlier form the scaling is that of full
+    attention, and `rope_local_base_freq` the base of the others.
+    """
+    if not spec.local_rope:
+        return full, None
+    given, rest = rope_settings(full), {k: v for k, v in full.items() if k not in ("rope_scaling", "rope_parameters")}
+    local = {**rest, "rope_theta": full["rope_local_base_freq"]}
+    if _nested_rope(given):
+        of = {kind: given.get(kind) or {} for kind in ("full_attention", "sliding_attention")}
+        return {**rest, "rope_parameters": of["full_attention"]}, {**local, "rope_parameters": of["sliding_attention"]}
+    return full, local
+
+
+def _nested_rope(given: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, Mapping) for value in given.values())
+
+
+def _multipliers(full: HF, spec: FamilySpec, head_width: int) -> Multipliers:
+    """Read the constants of a family; scores are divided by E^0.5 besides."""
+    found: dict[str, float] = {}
+    for name, (key, power) in spec.multipliers.items():
+        if not isinstance(value := full.get(key), int | float) or isinstance(value, bool) or not value > 0:
+            raise ConfigError("a model from config.json", f"{key} is {value!r}", f"give {key} a positive number")
+        found[name] = float(value) ** power
+    scores = found.get("scores", head_width**-0.5) * head_width**0.5
+    return Multipliers(**{**found, "scores": 1.0 if math.isclose(scores, 1) else scores})
+
+
+def _unrotated(full: HF, spec: FamilySpec, windowed: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the layers without rotary embedding."""
+    L = _size(full, "num_hidden_layers")
+    if spec.unrotated == "full":
+        return _others(tuple(range(L)), windowed) if windowed else ()
+    if spec.unrotated == "none":
+        return ()
+    every = 0 if full.get("no_rope_layers") else _size(full, "no_rope_layer_interval")
+    rotated = full.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(L)]
+    if len(rotated) < L:
+        found = f"{len(rotated)} values in no_rope_layers, and {L} layers"
+        raise ConfigError("layers of attention from config.json", found, "give no_rope_layers a value for each layer")
+    return tuple(i for i in range(L) if not rotated[i])
+
+
 def _rotary_part(full: HF) -> float:
     """Return the part of each head that is rotated."""
     part: float = rope_settings(full).get("partial_rotary_factor") or full["partial_rotary_factor"]
@@ -617,8 +696,10 @@ def _window(full: HF, spec: FamilySpec) -> tuple[int | None, tuple[int, ...]]:
     switched_off = rule in ("switched", "upper") and not full.get("use_sliding_window", False)
     if rule == "none" or window is None or switched_off:
         return None, ()
-    kinds = full.get("layer_types") if rule in ("upper", "alternate") else None
-    if kinds:
+    kinds = full.get("layer_types") if rule in ("upper", "alternate", "pattern") else None
+    if not kinds and rule == "pattern":
+        slides = tuple(i for i in layers if (i + 1) % _size(full, "sliding_window_pattern"))
+    elif kinds:
         slides = tuple(i for i, kind in zip(layers, kinds, strict=False) if kind == "sliding_attention")
     else:
         begin, step = int(full["max_window_layers"]) if rule == "upper" else 0, 2 if rule == "alternate" else 1
@@ -654,8 +735,11 @@ def native_obstacle(hf: HF) -> str | None:
 def _rope_obstacle(hf: HF, spec: FamilySpec) -> str | None:
     """Return the reason why our decoder does not compute the rotary embedding of a family's config.json."""
     rope, kind = rope_settings(hf), rope_kind(hf)
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        return "RoPE parameters that differ between layers"
+    if _nested_rope(rope):
+        if not spec.local_rope:
+            return "RoPE parameters that differ between layers"
+        parts = ({**hf, "rope_scaling": None, "rope_parameters": part} for part in rope.values() if part)
+        return next((found for part in parts if (found := _rope_obstacle(part, spec)) is not None), None)
     if kind not in (*ROPE_KINDS, *FOREIGN_ROPE_KINDS):
         found = f"known here: {', '.join(ROPE_KINDS)}; known to transformers too: {', '.join(FOREIGN_ROPE_KINDS)}"
         raise NeedsError(f"RoPE type {kind!r} in a {hf['model_type']} model", found, "correct rope_type in config.json")

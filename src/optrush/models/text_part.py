@@ -62,7 +62,8 @@ def nested_obstacle(hf: HF) -> str | None:
     text = as_text(hf)
     spec = FAMILIES.get(text["model_type"])
     missing = [key for key in (NEEDED if spec is None else spec.nested) if key not in text]
-    if not any("rope_theta" in part for part in (text, text.get("rope_parameters") or {})):
+    defaults = {} if spec is None else spec.defaults
+    if not any("rope_theta" in part for part in (text, text.get("rope_parameters") or {}, defaults)):
         missing.append("rope_theta")
     return f"{missing[0]} is not in its text_config" if missing else None
 

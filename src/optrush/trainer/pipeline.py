@@ -115,7 +115,7 @@ class Pipeline:
     def _states(self, tokens: Tensor, positions: Tensor, documents: Documents) -> Tensor:
         stage, model = self.stage, self.trainer.model
         assert isinstance(model, Decoder)
-        x = model.embedding(tokens) if stage.first else self.x
+        x = model.embed(tokens) if stage.first else self.x
         x = model.through(x, positions, documents, stage.blocks.values())
         return model.norm(x) if stage.last else x
 
