@@ -60,21 +60,25 @@ FAMILIES = {
     "youtu": {**SIZES, **LATENT, "model_type": "youtu", "q_lora_rank": None, "rope_interleave": False},
     "gemma": {**SIZES, "model_type": "gemma", "pad_token_id": None, "attention_bias": True},
     "gemma3_text": {
-        **SIZES, "model_type": "gemma3_text", "pad_token_id": None, "num_hidden_layers": 3, "sliding_window": 4, "sliding_window_pattern": 2,
-        "query_pre_attn_scalar": 12, "rope_parameters": BY_LAYER,
+        **SIZES, "model_type": "gemma3_text", "pad_token_id": None, "num_hidden_layers": 3, "sliding_window": 4,
+        "sliding_window_pattern": 2, "query_pre_attn_scalar": 12, "rope_parameters": BY_LAYER,
     },
-    "smollm3": {**SIZES, "model_type": "smollm3", "pad_token_id": None, "mlp_bias": True, "no_rope_layers": [1, 0], "rope_theta": 5000.0},
+    "smollm3": {
+        **SIZES, "model_type": "smollm3", "pad_token_id": None, "mlp_bias": True, "no_rope_layers": [1, 0],
+        "rope_theta": 5000.0,
+    },
     "granite": {
-        **SIZES, "model_type": "granite", "pad_token_id": None, "embedding_multiplier": 6.5, "attention_multiplier": 0.2, "mlp_bias": True,
+        **SIZES, "model_type": "granite", "mlp_bias": True, "embedding_multiplier": 6.5, "attention_multiplier": 0.2,
         "residual_multiplier": 0.3, "logits_scaling": 2.5,
     },
     "olmo2": {**SIZES, "model_type": "olmo2", "pad_token_id": None, "head_dim": 6, "rope_parameters": LLAMA3},
     "olmo3": {
-        **SIZES, "model_type": "olmo3", "pad_token_id": None, "head_dim": 6, "sliding_window": 4, "rope_parameters": BY_LAYER,
-        "layer_types": ["sliding_attention", "full_attention"],
+        **SIZES, "model_type": "olmo3", "pad_token_id": None, "head_dim": 6, "sliding_window": 4,
+        "rope_parameters": BY_LAYER, "layer_types": ["sliding_attention", "full_attention"],
     },
     "exaone4": {
-        **SIZES, "model_type": "exaone4", "pad_token_id": None, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"],
+        **SIZES, "model_type": "exaone4", "pad_token_id": None, "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
     },
 }  # fmt: skip
 EXPERTS = {

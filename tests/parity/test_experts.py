@@ -459,7 +459,7 @@ def test_adapters_of_experts(family: str, targets: Any, moe: Path, tmp_path: Pat
         for key, found in adapter.published({name: p.grad for name, p in adapter.named_parameters()}):
             expected = grads.pop(io.PREFIX + key)
             assert expected.abs().max() > 0, key
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item(), msg=key)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=3e-4 * expected.abs().max().item(), msg=key)
     assert not grads
     again = assembled(golden_run(box, packed=True, lora={**lora, "init": str(folder)}))
     mine = dict(again.model.named_parameters())

@@ -119,11 +119,18 @@ def _block(s: ModelShape, T: int, native: bool, cuda: bool) -> Iterator[Line]:
     yield Line("input", "what enters a block, D", s.layers * D, "residual", "saved", True, s.layers, of=("stream",))
     yield saved("middle", "what its feed-forward part adds to, D", D, "stream", "product-output")
     yield saved("middle.wide", "of which float32 is kept where products are narrower", D, "stream", role="cast")
-    why = "float32 copies of both inside the norms, 2 D"
-    yield saved("widened", why, 2 * D, "stream", "widened", "fusable", role="widening")
-    why = "before the norms' weights, 2 D"
-    yield saved("normalised", why, 2 * D, "stream", "normalised", "fusable", role="residual")
-    yield saved("normed", "what enters the products after the norms, 2 D", 2 * D, "product-input")
+    n = len(s.block_norms)
+    why = f"float32 copies of both inside the norms, {n} D"
+    yield saved("widened", why, n * D, "stream", "widened", "fusable", role="widening")
+    why = f"before the norms' weights, {n} D"
+    role: Role = "wide" if s.centred else "residual"  # 1 + weight multiplies in float32
+    yield saved("normalised", why, n * D, "stream", "normalised", "fusable", role=role)
+    if s.norms == "after":  # the products read the stream itself
+        yield saved("normed", "copies of it for the products, 2 D", 2 * D, "product-input", role="cast")
+    else:
+        yield saved("normed", "what enters the products after the norms, 2 D", 2 * D, "product-input")
+    if s.norms != "before":
+        yield saved("leaving", "what enters the norms after both parts, 2 D", 2 * D, "product-output")
     if not native:
         why = "autocast copies it for each product that reads it, 3 D"
         yield saved("normed again", why, 3 * D, "fusable", role="cast")
@@ -308,7 +315,9 @@ def _between_products(s: ModelShape, T: int, way: Way, cuda: bool) -> Iterator[W
     why = "gradients of the scores, likewise" if back else why
     yield moved("scores.moved", why, (11 if back else 10) * scores, "scores", role="wide")
     why = "the stream between blocks, read by norms and sums and written by sums" + ", and its gradient" * back
-    yield moved("elementwise.stream", why, L * (9 if back else 5) * s.width, "elementwise", role="residual")
+    norms = len(s.block_norms) - 2
+    passes = (9 if back else 5) + (6 if back else 4) * norms / 2
+    yield moved("elementwise.stream", why, L * passes * s.width, "elementwise", role="residual")
     each = s.width + 2 * (q + s.key_width) + (6 if back else 3) * s.active_width
     yield moved("elementwise", "norms, rotation, gating", L * each, "elementwise")
     why = "the same one operator at a time"

@@ -82,6 +82,13 @@ class FusedKernels(Technique):
             clamped = env.shape is not None and env.shape.experts is not None and env.shape.experts.clamp is not None
             asked = f"`fused-kernels:mlp={self.mlp}` computes silu(gate) * up"
             yield Requirement(not clamped, asked, "a clamped activation in the model's experts", "take mlp=none")
+            gelu = env.shape is not None and env.shape.gelu
+            yield Requirement(not gelu, asked, "a model with gelu in place of silu", "leave `fused-kernels` out")
+        order = None if env.shape is None else env.shape.other_order
+        if self.norm or self.mlp == "quack":
+            which, do = ("norm=true", "take norm=false") if self.norm else ("mlp=quack", "take mlp=triton")
+            asked = f"`fused-kernels:{which}` adds to the stream within its kernel"
+            yield Requirement(order is None, asked, f"a model with {order}", do)
         if self.norm:
             centred = env.shape is not None and env.shape.centred
             asked = "`fused-kernels:norm=true` multiplies by the norms' weights"
@@ -98,6 +105,8 @@ class FusedKernels(Technique):
             pairs = env.shape is not None and env.shape.chunks is not None
             found = "the model rotates neighbouring pairs, and some layers nothing"
             yield Requirement(not pairs, asked, found, "take rope=false")
+            unrotated = env.shape is not None and bool(env.shape.unrotated)
+            yield Requirement(not unrotated, asked, "some layers rotate nothing", "take rope=false")
         if self.mlp == "quack":
             asked, do = "fused-kernels:mlp=quack", "take mlp=triton"
             yield env.needs_dense(f"`{asked}`", or_experts=True)
@@ -162,16 +171,16 @@ class FusedKernels(Technique):
 
         Nor `quack` for experts that have their products alone by it, which gains nothing that was measured.
         """
-        if env.device.kind == "cpu":
+        if env.device.kind == "cpu" or (env.shape is not None and env.shape.gelu):
             return  # its formulas are for checks there: no gain was measured
         yield {}
         routed = env.shape is not None and env.shape.experts is not None
         if routed and env.shape is not None and not _in_products(env, env.shape):
             return
-        if env.device.capability == (9, 0):
+        if env.device.capability == (9, 0) and (env.shape is None or env.shape.other_order is None):
             yield {"mlp": "quack"}
             if Part.ADAPTERS in env.claimed and (s := env.shape) is not None and not s.centred:
-                rope = not (s.qk_norm or s.rotated or s.latent or s.chunks)  # which `needs` would refuse
+                rope = not (s.qk_norm or s.rotated or s.latent or s.chunks or s.unrotated)  # which `needs` would refuse
                 yield {"mlp": "quack", "norm": True, **({"rope": True} if rope else {})}
 
     def recompute(self, trainer: Trainer) -> int:  # the linears are settled here, and nothing is compiled yet

@@ -60,6 +60,9 @@ class TensorParallel(Technique):
         yield env.needs_dense("`tensor` cuts the products of a block")
         sinks = s is not None and s.sinks
         yield Requirement(not sinks, "`tensor` cuts the heads of a block", "attention sinks, one a head", ELSE)
+        whole = s is not None and s.whole_qk_norm
+        found = "norms of queries and keys over all heads at once"
+        yield Requirement(not whole, "`tensor` cuts the heads of a block", found, ELSE)
         uneven = "" if s is None else next((f"{many:,} {what}" for what, many in _sizes(s) if many % n), "")
         asked = f"`tensor: size: {n}` gives each rank as much"
         yield Requirement(not uneven, asked, uneven, f"take a size that divides, or {ELSE}")
