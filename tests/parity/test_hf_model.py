@@ -45,7 +45,7 @@ def model(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     theirs = reference(MODELS[request.param])
     hf = save(theirs, folder)
-    ours, recipe = load(folder, hf, None, torch.float32, 0)
+    ours, recipe = load(folder, hf, "transformers", torch.float32, 0)
     assert isinstance(ours, HFModel) and all(p.is_meta for p in ours.parameters())
     assert (ours.head.weight is ours.embedding.weight) == bool(ours.ties) == (request.param != "phi")
     return theirs, hf, materialise(ours, recipe).eval(), recipe
