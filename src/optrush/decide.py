@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +39,7 @@ from optrush.launch import launched
 from optrush.models.shapes import HF, ModelShape, native_obstacle, refuse_foreign, sdpa_obstacle
 from optrush.models.source import Growth, check_positions, grow, locate, read_generation
 from optrush.models.text_part import text_config, with_vocabulary
+from optrush.models.traced import find_traced, shape_of
 from optrush.planner import calibration
 from optrush.planner.ledger import Short
 from optrush.planner.sets import Candidate, Problem, evaluate_set, micro_batch_rows, search_sets
@@ -292,7 +293,9 @@ def problem_of(
     env = dataclasses.replace(checked.env, ranks=ranks, reach=lengths.reach, axes=axes)
     rows = micro // seq if fixed and isinstance(micro, int) else None
     found = calibration.for_device(env.device)
-    read = ModelShape.read if native_obstacle(checked.hf) is None else stand_in
+    read: Callable[[HF], ModelShape] = shape_of
+    if checked.env.shape is None and native_obstacle(checked.hf) is not None:
+        read = stand_in
     read(checked.hf)  # raises what no set could mend
     return Problem(checked.hf, env, lengths.padding, found, rows, read, run_tokens(config))
 
@@ -493,9 +496,9 @@ def _checked(
     if config.model.implementation == "native" and obstacle is not None:
         raise NeedsError("`model.implementation: native`", obstacle, "take `model.implementation: transformers`")
     native = config.model.implementation != "transformers" and obstacle is None
-    known = ModelShape.read(hf) if obstacle is None else None
-    shape = known if native else None
-    if shape is None:  # padding has positions too, and a table of them ends
+    known = ModelShape.read(hf) if obstacle is None else find_traced(hf)
+    shape = known if native or obstacle is not None else None
+    if not native:  # padding has positions too, and a table of them ends
         check_positions(text, config.batch.seq, f"`batch.seq: {config.batch.seq}`")
     here = device is None
     device = device or _training_device(ranks)
