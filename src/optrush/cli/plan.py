@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from optrush.cli.options import ConfigFile, Json, Set, With, Without, given, launches, read_run
+from optrush.cli.options import Json, Set, With, Without, given, launches, read_run
 from optrush.errors import ConfigError, ConflictError, NeedsError, UserError
 from optrush.hardware import GIB
 from optrush.launch import NOT_SHARED, launched
@@ -33,7 +33,13 @@ SMALL = 0.01  # share of the peak; smaller lines are shown as one
 
 
 def plan(
-    path: ConfigFile,
+    path: Annotated[
+        Path,
+        typer.Argument(help="the run's YAML, or a model: a folder or hub id", metavar="CONFIG", show_default=False),
+    ],
+    data: Annotated[
+        str | None, typer.Option("--data", metavar="DATA", help="of a model: JSON Lines, sample:recipes, random[:N]")
+    ] = None,
     set_: Set = [],  # noqa: B006 - typer copies it
     with_: With = [],  # noqa: B006
     without: Without = [],  # noqa: B006
@@ -69,7 +75,7 @@ def plan(
     rests on the rates that `optrush calibrate` measured on the device; without them on its datasheet and on the share
     of it that such work reached on one H200; the output names which (basis).
     """
-    config = read_run(path, set_, with_, without)
+    config = _asked(path, data, hardware, set_, with_, without)
     from optrush.decide import decide
     from optrush.hardware import parse_hardware
     from optrush.planner import answer as asked
@@ -88,6 +94,7 @@ def plan(
         return
     if out is not None and out.exists() and not force:
         raise ConfigError(f"--out {out}", "this file exists", "take another name, or add --force")
+    _refuse_unknown(config, as_json)
     decided: Decided | None = None
     prediction: Prediction | None = None
     refused: UserError | None = None
@@ -111,6 +118,52 @@ def plan(
         raise typer.Exit(2)
     if out is not None:
         _write(config, hardware, found, out)
+
+
+def _asked(
+    path: Path, data: str | None, hardware: str, sets: list[str], withs: list[str], withouts: list[str]
+) -> Config:  # fmt: skip
+    """Return the configuration of a YAML, or that of a first run of a model."""
+    if path.is_file() or path.suffix in (".yaml", ".yml", ".json"):
+        if data is not None:
+            do = f"leave --data out, or take --set data.path={data}"
+            raise ConfigError(f"--data {data} with {path}", "the YAML names its data", do)
+        return read_run(path, sets, withs, withouts)
+    import yaml
+
+    from optrush.config import parse_config, refuse_secrets
+    from optrush.hardware import parse_hardware
+    from optrush.planner.init_config import RANDOM, InitRequest, check_data, choose_values
+
+    data = data or RANDOM
+    request = InitRequest(str(path), check_data(data, sets), data, "runs/new", hardware, sets=sets)
+    tree = choose_values(request, *parse_hardware(hardware), model=str(path))
+    config = parse_config(yaml.safe_dump(tree), str(path), sets, withs, withouts)
+    refuse_secrets(config)
+    return config
+
+
+def _refuse_unknown(config: Config, as_json: bool) -> None:
+    """Raise NoPlan for a model whose blocks nothing describes, once the size of its weights is printed."""
+    from optrush.models.source import locate
+    from optrush.models.traced import NoPlan, shape_of, stored_values
+
+    folder, hf = locate(config, weights=False)
+    try:
+        shape_of(hf)
+    except NoPlan as error:
+        from optrush.decide import stand_in
+
+        values = stored_values(folder, hf) or stand_in(hf).parameters
+        sizes = {bits: values * bits / 8 / GIB for bits in (16, 4.5)}  # 4 bits, and a scale for 64 of them
+        if as_json:
+            refused = {"asked": error.asked, "found": error.found, "do": error.do}
+            least = {"bytes_16": round(sizes[16] * GIB), "bytes_4": round(sizes[4.5] * GIB)}
+            print(json.dumps({"refused": refused, "weights": least}))
+            raise
+        print(f"no plan for {config.model.path}: {error.found}")
+        print(f"  its weights alone need about {sizes[16]:.1f} GiB in 16 bits, {sizes[4.5]:.1f} GiB in 4 bits")
+        raise
 
 
 def _write(config: Config, name: str, found: Answer, out: Path) -> None:
@@ -397,7 +450,7 @@ def work_lines(p: Prediction) -> list[str]:
 def _speed(p: Prediction) -> str:
     if p.tokens_per_s is None:
         return "speed not known"
-    return f"about {p.tokens_per_s:,.0f} tokens/s (basis: {p.basis})"
+    return f"about {p.tokens_per_s:,.0f} tokens/s (basis: {'traced, ' * p.traced}{p.basis})"
 
 
 def _short(s: Candidate) -> str:

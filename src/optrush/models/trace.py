@@ -56,7 +56,7 @@ class Mode(NamedTuple):
 
 @dataclass
 class Seen:
-    """What one block of a kind did: storages in the order of their making, by whom, and which of them autograd keeps."""
+    """What one block of a kind did: its storages in the order of their making, and which of them autograd keeps."""
 
     bytes: dict[int, int] = field(default_factory=dict)  # by number
     kind: dict[int, str] = field(default_factory=dict)
@@ -131,11 +131,10 @@ class Watcher(TorchDispatchMode):
         seen.launches += 1
         weighed = name in PRODUCTS and bool(whole & self.weights)
         attends = name.startswith(FLASH) or (name in PRODUCTS and not weighed)
-        if attends or weighed:
+        if weighed:
             for t in given:
                 if (number := self.own(t)) is not None:
-                    if weighed:
-                        seen.enters.add(number)
+                    seen.enters.add(number)
         if not new and not name.endswith("_"):
             return out
         if name.startswith(FLASH) or (attends and any(self.squared(t) for t in given)):
@@ -165,6 +164,11 @@ def trace(hf: HF) -> TracedShape:
     Raises:
         NeedsError: it cannot be built, or its code reads values that a trace does not have.
     """
+    from transformers import CONFIG_MAPPING
+
+    if str(hf.get("model_type")) not in CONFIG_MAPPING:
+        do = "optrush runs no code of a model's folder: take a model that transformers has, or update transformers"
+        raise NeedsError("a trace of its blocks", "its code is not transformers' own", do)
     model = opened_on_meta(hf)
     model.tie_weights()
     with torch.device("meta"):
@@ -176,7 +180,7 @@ def trace(hf: HF) -> TracedShape:
         raise
     except Exception as error:
         kind, found = wrapper.config.model_type, f"{type(error).__name__}: {one_line(str(error), 120)}"
-        do = "train it without a plan: give `with` and `batch.micro_tokens`"
+        do = "give `with` and `batch.micro_tokens`, and train it without a plan"
         raise NeedsError(f"a plan for a model of type {kind!r}", f"its blocks cannot be traced ({found})", do) from None
     return tracer.shape(figures, type(model).__name__)
 
@@ -304,7 +308,7 @@ class Tracer:
             qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False, norm_eps=1e-6, rope=RopeShape(),
             window=int(window) if window and slides else None, window_layers=slides if window else (),
             all_parameters=sum(p.numel() for p in w.parameters()), parameters_of_blocks=blocks,
-            matrices=w._block_matrices, groups=groups, saved=tuple(self._saved(found, D, [linear for _, linear in groups])),
+            matrices=w._block_matrices, groups=groups, saved=tuple(self._saved(found, D, dict(groups).values())),
             query_width=query if attending else 0,
             moved=sum(base[number].moved * n for number, n in count.items()) / LENGTH,
             launches=float(sum(base[number].launches * n for number, n in count.items())),

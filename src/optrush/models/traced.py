@@ -1,4 +1,4 @@
-"""Read the sizes of a model that transformers builds: one block of each kind is traced, and the figures are kept on disk.
+"""Read the sizes of a model that transformers builds: a block of each kind is traced, and the figures are kept on disk.
 
 The second time no torch is imported: the figures lie in the cache folder under a digest of config.json and of the
 versions of torch and transformers. Pure, but for the trace itself (models/trace.py), which is imported when needed.
@@ -21,9 +21,12 @@ from typing import Any, NamedTuple
 from optrush.errors import NeedsError, UserError
 from optrush.files import parse_json, read_text, write_whole
 from optrush.models.shapes import HF, LinearShape, ModelShape, RopeShape, native_obstacle, refuse_foreign
-from optrush.models.text_part import text_config
 
-FORMAT = 1  # of the file, and of what a trace measures
+FORMAT = 2  # of the file, and of what a trace measures
+
+
+class NoPlan(NeedsError):
+    """Nothing gives the sizes of a model's blocks; it may train all the same."""
 
 
 class SavedShape(NamedTuple):
@@ -105,7 +108,8 @@ def read_traced(hf: HF) -> TracedShape:
     """Return the shape of a model that runs through transformers.
 
     Raises:
-        NeedsError: its class cannot be built or traced, or torch is not installed.
+        NoPlan: its class cannot be built or traced, or torch is not installed.
+        NeedsError: it cannot be trained.
     """
     refuse_foreign(hf)
     return _read(json.dumps(dict(hf), sort_keys=True, default=str))
@@ -123,14 +127,24 @@ def _read(text: str) -> TracedShape:
             return _parsed(parse_json(read_text(file)), digest)
     if None in versions:
         found = "its class has to be built once, and torch or transformers is not installed"
-        raise NeedsError(asked, found, "python -m pip install torch transformers")
+        raise NoPlan(asked, found, "python -m pip install torch transformers")
     from optrush.models.trace import trace
 
-    found_shape = dataclasses.replace(trace(hf), digest=digest)
+    try:
+        found_shape = dataclasses.replace(trace(hf), digest=digest)
+    except NeedsError as error:
+        raise NoPlan(asked, error.found, error.do) from None
     with suppress(OSError):  # a cache that cannot be written only costs time
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, json.dumps(dataclasses.asdict(found_shape)), file.with_suffix(f".{os.getpid()}.tmp"))
     return found_shape
+
+
+def stored_values(folder: Path | None, hf: HF) -> int:
+    """Return how many values a folder's files of weights hold, by their sizes; 0: it has none."""
+    width = 4 if "32" in str(hf.get("dtype") or hf.get("torch_dtype")) else 2
+    files = () if folder is None else [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    return sum(file.stat().st_size for file in files if file.is_file()) // width
 
 
 def _version(name: str) -> str | None:
@@ -159,8 +173,3 @@ def _parsed(read: dict[str, Any], digest: str) -> TracedShape:
     if shape.digest != digest:
         raise ValueError("of another model")
     return shape
-
-
-def plan_obstacle(hf: HF) -> str:
-    """Return the model type of a config.json in quotes, for messages."""
-    return repr(text_config(hf).get("model_type"))

@@ -191,6 +191,9 @@ def _inputs(env: Environment, shape: ModelShape, keep: Collection[str]) -> Itera
         if linear.module == "o":  # of another width, and counted with the first
             continue
         yield add(saved(f"enters.{name}", why, len(linear.layers) * linear.inputs, L))
+        if isinstance(shape, TracedShape) and (copies := len(linear.pieces) - 1):
+            why, values = "autocast copies it for each linear", len(linear.layers) * linear.inputs * copies
+            yield add(saved(f"enters.{name} again", why, values, L, role="cast"))
 
 
 def _added(env: Environment, shape: ModelShape, added: Collection[str]) -> Iterator[Rule]:

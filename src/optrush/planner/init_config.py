@@ -232,10 +232,16 @@ def _searched(config: Config, request: InitRequest, classes: Sequence[type[Techn
     return {name: dict(options) for name, options in found.best.setting.with_.items()}
 
 
-def choose_values(request: InitRequest, device: Device, ranks: int = 1) -> dict[str, Any]:
-    """Choose every value except the techniques; return them as the tree of the YAML."""
+def choose_values(
+    request: InitRequest, device: Device, ranks: int = 1, *, model: str | None = None
+) -> dict[str, Any]:  # fmt: skip
+    """Choose every value except the techniques; return them as the tree of the YAML.
+
+    Args:
+        model: as it is named, whether or not it needs a chat template; None: the request's, whose files are looked at.
+    """
     tree: dict[str, Any] = {
-        "model": _model(request),
+        "model": model or _model(request),
         "objective": request.objective,
         "data": _data(request.data, device),
     }

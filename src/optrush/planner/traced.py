@@ -36,8 +36,8 @@ def saved_lines(s: TracedShape, T: int) -> Iterator[Line]:
         values = line.values * (T if line.squared else 1)
         yield ledger.saved(f"{line.name}{held}", why, values, s.layers, *tags, role=cast("Role", line.role))
     why = "in a traced model a part of the other lines"
-    tagged: tuple[tuple[str, Tag], ...] = (("normalised", "normalised"), ("middle", "stream"), ("middle.wide", "stream"))
-    for name, tag in tagged:
+    others: dict[str, Tag] = {"normalised": "normalised", "middle": "stream", "middle.wide": "stream"}
+    for name, tag in others.items():
         yield ledger.saved(name, why, 0.0, s.layers, tag)
 
 
