@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from optrush.console import transformers_silenced
 from optrush.data.batch import Documents
 from optrush.errors import NeedsError, one_line
 from optrush.models.hf import HFModel, opened_on_meta
@@ -31,6 +32,7 @@ from optrush.models.text_part import text_config
 from optrush.models.traced import SavedShape, TracedShape
 
 LENGTH = 768  # tokens of the shorter row: a multiple of the chunks of recurrent layers, and no width of a head
+VIEW = 0.25  # of the host's time to start an operator: assumed for one that only makes a view
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 FLASH = "_scaled_dot_product"
 PRECISIONS = ("float32", "bfloat16", "autocast")
@@ -65,7 +67,7 @@ class Seen:
     enters: set[int] = field(default_factory=set)  # a product with a weight
     inputs: dict[str, int] = field(default_factory=dict)  # linear -> storage that enters it; negative: of elsewhere
     moved: float = 0.0  # values
-    launches: int = 0
+    launches: float = 0.0
     attended: bool = False
 
     def what(self, number: int, frozen: bool) -> str:
@@ -128,7 +130,7 @@ class Watcher(TorchDispatchMode):
         if self.block < 0:
             return out
         seen = self.seen[self.block]
-        seen.launches += 1
+        seen.launches += VIEW
         weighed = name in PRODUCTS and bool(whole & self.weights)
         attends = name.startswith(FLASH) or (name in PRODUCTS and not weighed)
         if weighed:
@@ -137,6 +139,7 @@ class Watcher(TorchDispatchMode):
                     seen.enters.add(number)
         if not new and not name.endswith("_"):
             return out
+        seen.launches += 1 - VIEW
         if name.startswith(FLASH) or (attends and any(self.squared(t) for t in given)):
             seen.attended = True
         copied = name in ("clone", "_to_copy") and (n := self.own(given[0])) is not None and seen.kind[n] == "attended"
@@ -175,7 +178,8 @@ def trace(hf: HF) -> TracedShape:
         wrapper = HFModel(model)
     tracer = Tracer(wrapper, hf)
     try:
-        figures = tracer.figures()
+        with transformers_silenced():
+            figures = tracer.figures()
     except NeedsError:
         raise
     except Exception as error:
@@ -204,7 +208,7 @@ class Tracer:
             for path, module in self.blocks[number].named_modules():
                 if isinstance(module, nn.Linear):
                     module.register_forward_pre_hook(partial(self._enters, number, path))
-        self.tuples = False  # blocks return a tuple, hidden states first
+        self.tuples: bool | None = None  # whether blocks return a tuple, hidden states first; None: not known
 
     def _enters(self, number: int, path: str, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
         """Note which storage enters a linear."""
@@ -272,6 +276,11 @@ class Tracer:
         try:
             with watcher, half:
                 self.wrapper(tokens, positions, documents)
+        except IndexError:  # the blocks return tuples, of which the model takes the first
+            if self.tuples is not None:
+                raise
+            self.tuples = True
+            return self._run(mode)
         finally:
             hook.remove()
         if not self.kinds.keys() <= watcher.seen.keys():
@@ -311,7 +320,7 @@ class Tracer:
             matrices=w._block_matrices, groups=groups, saved=tuple(self._saved(found, D, dict(groups).values())),
             query_width=query if attending else 0,
             moved=sum(base[number].moved * n for number, n in count.items()) / LENGTH,
-            launches=float(sum(base[number].launches * n for number, n in count.items())),
+            launches=sum(base[number].launches * n for number, n in count.items()),
             softcap=w.head.softcap is not None, classifier=classifier,
         )  # fmt: skip
 
