@@ -151,7 +151,9 @@ def decide(
         config, reasons = _choose_size(with_method(config), classes, ranks, device)
     decided = _checked(config, classes, ranks, device)
     if asked.batch.micro_tokens is None and decided.env.device.kind == "cuda" and native_obstacle(decided.hf):
-        with suppress(UserError):  # nothing predicts its memory: halved where that runs out, unless a technique forbids
+        with suppress(
+            UserError
+        ):  # no step of its family was measured: halved where memory runs out, if that is possible
             decided = _checked(_with_chooser(config, classes), classes, ranks, device)
     if "lr" not in config.optim.model_fields_set and decided.config.optim.lr != config.optim.lr:
         reasons.append(Reason("learning rate", f"{decided.config.optim.lr:g}, the default of adapters"))
@@ -508,7 +510,8 @@ def _checked(
     teacher = None if (of := of_teacher(config)) is None else locate(of, weights=weights)
     env = Environment(
         device, ranks, config.batch.seq, rows, micro_rows, config.optim.clip, config.model.dtype, native,
-        blocks=int(text.get("num_hidden_layers") or text.get("n_layer") or 0), vocab=int(text.get("vocab_size") or 0),
+        blocks=shape.layers if shape else int(text.get("num_hidden_layers") or text.get("n_layer") or 0),
+        vocab=shape.vocab if shape else int(text.get("vocab_size") or 0),
         shape=shape, sdpa_obstacle=None if native else sdpa_obstacle(hf),
         spec=ModelSpec(grouped_heads=known is None or known.kv_heads < known.heads), paired=config.paired,
         reference=config.referenced.reference if config.referenced else None, axes=axes,

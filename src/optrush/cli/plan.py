@@ -391,8 +391,8 @@ def _other_lines(config: Config, hardware: str, answer: Answer) -> list[str]:
     lines = ["", "beside the best"] if found.lost else []
     width = max((len(what) for what, _ in found.lost), default=0)
     lines += [f"  {what:<{width}}  {why}" for what, why in found.lost]
-    lines += ["", "the same on models of the family"]
     rows = list(planner.family(config, hardware, found.settings[0] if found.settings else best.setting))
+    lines += ["", "the same on models of the family"] if rows else []
     width = max((len(name) for name, _, _ in rows), default=0)
     for name, parameters, other in rows:
         cost = "does not fit" if other is None else _short(other)

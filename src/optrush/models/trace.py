@@ -79,11 +79,11 @@ class Seen:
         return "entering" if number in self.enters else "weighed"
 
 
-class Watcher(TorchDispatchMode):
+class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows the storages of one pass, block by block."""
 
     def __init__(self, weights: set[int]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.weights, self.block = weights, -1
         self.seen: dict[int, Seen] = defaultdict(Seen)
         self.number: dict[int, tuple[int, int]] = {}  # of a storage: its block, and its number there
@@ -292,7 +292,8 @@ class Tracer:
     def shape(self, found: dict[Mode, dict[int, Seen]], classifier: str) -> TracedShape:
         """Return the shape by the figures of all modes."""
         w, c, text = self.wrapper, self.config, self.text
-        D, V = w.embedding.weight.shape[-1], w.head.weight.shape[0]
+        embedding: Any = w.embedding
+        D, V = int(embedding.weight.shape[-1]), int(w.head.weight.shape[0])
         L = len(self.blocks)
         base = found[Mode("masked" if self.eager else "sdpa", "float32", False, LENGTH)]
         count = {number: len(places) for number, places in self.kinds.items()}
