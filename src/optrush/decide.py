@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,9 +151,7 @@ def decide(
         config, reasons = _choose_size(with_method(config), classes, ranks, device)
     decided = _checked(config, classes, ranks, device)
     if asked.batch.micro_tokens is None and decided.env.device.kind == "cuda" and native_obstacle(decided.hf):
-        with suppress(
-            UserError
-        ):  # no step of its family was measured: halved where memory runs out, if that is possible
+        with suppress(UserError):  # no step of its family was measured: halved where memory runs out
             decided = _checked(_with_chooser(config, classes), classes, ranks, device)
     if "lr" not in config.optim.model_fields_set and decided.config.optim.lr != config.optim.lr:
         reasons.append(Reason("learning rate", f"{decided.config.optim.lr:g}, the default of adapters"))
@@ -295,9 +293,7 @@ def problem_of(
     env = dataclasses.replace(checked.env, ranks=ranks, reach=lengths.reach, axes=axes)
     rows = micro // seq if fixed and isinstance(micro, int) else None
     found = calibration.for_device(env.device)
-    read: Callable[[HF], ModelShape] = shape_of
-    if checked.env.shape is None and native_obstacle(checked.hf) is not None:
-        read = stand_in
+    read = stand_in if checked.env.shape is None and native_obstacle(checked.hf) else shape_of
     read(checked.hf)  # raises what no set could mend
     return Problem(checked.hf, env, lengths.padding, found, rows, read, run_tokens(config))
 
@@ -499,7 +495,7 @@ def _checked(
         raise NeedsError("`model.implementation: native`", obstacle, "take `model.implementation: transformers`")
     native = config.model.implementation != "transformers" and obstacle is None
     known = ModelShape.read(hf) if obstacle is None else find_traced(hf)
-    shape = known if native or obstacle is not None else None
+    shape = known if native or obstacle else None
     if not native:  # padding has positions too, and a table of them ends
         check_positions(text, config.batch.seq, f"`batch.seq: {config.batch.seq}`")
     here = device is None
@@ -510,9 +506,9 @@ def _checked(
     teacher = None if (of := of_teacher(config)) is None else locate(of, weights=weights)
     env = Environment(
         device, ranks, config.batch.seq, rows, micro_rows, config.optim.clip, config.model.dtype, native,
-        blocks=shape.layers if shape else int(text.get("num_hidden_layers") or text.get("n_layer") or 0),
-        vocab=shape.vocab if shape else int(text.get("vocab_size") or 0),
-        shape=shape, sdpa_obstacle=None if native else sdpa_obstacle(hf),
+        blocks=known.layers if known else int(text.get("num_hidden_layers") or text.get("n_layer") or 0),
+        vocab=known.vocab if known else int(text.get("vocab_size") or 0), shape=shape,
+        sdpa_obstacle=None if native else sdpa_obstacle(hf),
         spec=ModelSpec(grouped_heads=known is None or known.kv_heads < known.heads), paired=config.paired,
         reference=config.referenced.reference if config.referenced else None, axes=axes,
         scored=config.scored, teacher=None if teacher is None else _sizes(config, teacher[1], text),

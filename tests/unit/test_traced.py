@@ -15,8 +15,8 @@ from optrush.errors import ConfigError, ConflictError, NeedsError
 from optrush.hardware import parse_hardware
 from optrush.models import traced
 from optrush.models.shapes import SHAPES, ModelShape
-from optrush.models.trace import trace
-from optrush.models.traced import NoPlan, read_traced, shape_of
+from optrush.models.trace import trace_model
+from optrush.models.traced import NoPlan, TracedShape, read_traced, shape_of
 from optrush.planner import answer, baseline, ledger, search
 from optrush.planner.ledger import Line
 from optrush.technique import instantiate
@@ -120,6 +120,11 @@ def run(model: Path, with_: str | None = "{}", seq: int = 1024, rows: int = 2) -
     micro = "" if with_ is None else f", micro_tokens: {seq * rows}"
     text = f"model: {{path: {model}}}\nobjective: pretrain\ndata: {{random: 64}}\ntrain: {{steps: 3}}\noutput: out\n"
     return parse_config(f"{text}batch: {{seq: {seq}, tokens: {seq * rows}{micro}}}\n{given}", "case")
+
+
+def trace(hf: dict[str, Any]) -> TracedShape:
+    """The shape by a trace, of a family of our own decoder, too."""
+    return traced._parsed(trace_model(hf), "of a test")
 
 
 def kept(shape: ModelShape, widths: Any) -> float:
@@ -231,7 +236,7 @@ def test_a_second_plan_traces_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path:
     hf = {**TINY, "model_type": "olmo2", "vocab_size": 333}
     first = read_traced(hf)
     traced._read.cache_clear()
-    monkeypatch.setattr("optrush.models.trace.trace", lambda hf: pytest.fail("traced again"))
+    monkeypatch.setattr("optrush.models.trace.trace_model", lambda hf: pytest.fail("traced again"))
     again = read_traced(hf)
     assert again == first and again.saved == first.saved and hash(again) == hash(first)
     (file,) = (tmp_path / "traces").iterdir()

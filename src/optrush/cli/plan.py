@@ -17,7 +17,7 @@ import typer
 
 from optrush.cli.options import Json, Set, With, Without, given, launches, read_run
 from optrush.errors import ConfigError, ConflictError, NeedsError, UserError
-from optrush.hardware import GIB
+from optrush.hardware import GIB, parse_hardware
 from optrush.launch import NOT_SHARED, launched
 
 if TYPE_CHECKING:
@@ -29,17 +29,18 @@ if TYPE_CHECKING:
     from optrush.planner.sets import Candidate, Prediction
 
 BAR = 24  # characters of the longest bar
+Asked = Annotated[
+    Path, typer.Argument(help="the run's YAML, or a model: a folder or hub id", metavar="CONFIG", show_default=False)
+]
+Data = Annotated[
+    str | None, typer.Option("--data", metavar="DATA", help="of a model: JSON Lines, sample:recipes, random[:N]")
+]
 SMALL = 0.01  # share of the peak; smaller lines are shown as one
 
 
 def plan(
-    path: Annotated[
-        Path,
-        typer.Argument(help="the run's YAML, or a model: a folder or hub id", metavar="CONFIG", show_default=False),
-    ],
-    data: Annotated[
-        str | None, typer.Option("--data", metavar="DATA", help="of a model: JSON Lines, sample:recipes, random[:N]")
-    ] = None,
+    path: Asked,
+    data: Data = None,
     set_: Set = [],  # noqa: B006 - typer copies it
     with_: With = [],  # noqa: B006
     without: Without = [],  # noqa: B006
@@ -77,24 +78,24 @@ def plan(
     """
     config = _asked(path, data, hardware, set_, with_, without)
     from optrush.decide import decide
-    from optrush.hardware import parse_hardware
     from optrush.planner import answer as asked
     from optrush.planner import search as planner
 
+    for error, text, weights in planner.without_plan(config):
+        print(json.dumps({"refused": error.found, "weights_bytes": weights}) if as_json else text)
+        raise error
     if solve is not None:
         beside = {
             "--out": out is not None, "--price": price is not None, "--details": details, "--keep-maths": keep_maths,
             "--hardware": solve == "cheapest" and hardware != "auto",  # it asks all cards that have a price
         }  # fmt: skip
         for option in (name for name, given in beside.items() if given):
-            why = "it compares all cards that have a price" if option == "--hardware" else "--solve prints one line"
-            raise ConfigError(f"--solve {solve} with {option}", why, f"leave out {option}; then plan its answer")
+            raise _beside(solve, option)
         text, values = asked.solve(config, hardware, solve)
         print(json.dumps(values) if as_json else text)
         return
     if out is not None and out.exists() and not force:
         raise ConfigError(f"--out {out}", "this file exists", "take another name, or add --force")
-    _refuse_unknown(config, as_json)
     decided: Decided | None = None
     prediction: Prediction | None = None
     refused: UserError | None = None
@@ -113,57 +114,25 @@ def plan(
     else:
         print("\n".join(_text(config, hardware, decided, prediction, refused, found, price, details)))
     if refused is not None and _lacking_all(config, found):  # what fits is another run than what was configured
-        if out is not None:
-            raise refused  # nothing is written
-        raise typer.Exit(2)
+        raise refused if out is not None else typer.Exit(2)  # nothing is written
     if out is not None:
         _write(config, hardware, found, out)
 
 
-def _asked(
-    path: Path, data: str | None, hardware: str, sets: list[str], withs: list[str], withouts: list[str]
-) -> Config:  # fmt: skip
+def _beside(solve: str, option: str) -> ConfigError:
+    why = "it compares all cards that have a price" if option == "--hardware" else "--solve prints one line"
+    return ConfigError(f"--solve {solve} with {option}", why, f"leave out {option}; then plan its answer")
+
+
+def _asked(path: Path, data: str | None, name: str, *flags: list[str]) -> Config:
     """Return the configuration of a YAML, or that of a first run of a model."""
     if path.is_file() or path.suffix in (".yaml", ".yml", ".json"):
         if data is not None:
-            do = f"leave --data out, or take --set data.path={data}"
-            raise ConfigError(f"--data {data} with {path}", "the YAML names its data", do)
-        return read_run(path, sets, withs, withouts)
-    import yaml
+            raise ConfigError(f"--data {data}", f"{path} names its data", f"--set data.path={data}")
+        return read_run(path, *flags)
+    from optrush.planner.init_config import of_model
 
-    from optrush.config import parse_config, refuse_secrets
-    from optrush.hardware import parse_hardware
-    from optrush.planner.init_config import RANDOM, InitRequest, check_data, choose_values
-
-    data = data or RANDOM
-    request = InitRequest(str(path), check_data(data, sets), data, "runs/new", hardware, sets=sets)
-    tree = choose_values(request, *parse_hardware(hardware), model=str(path))
-    config = parse_config(yaml.safe_dump(tree), str(path), sets, withs, withouts)
-    refuse_secrets(config)
-    return config
-
-
-def _refuse_unknown(config: Config, as_json: bool) -> None:
-    """Raise NoPlan for a model whose blocks nothing describes, once the size of its weights is printed."""
-    from optrush.models.source import locate
-    from optrush.models.traced import NoPlan, shape_of, stored_values
-
-    folder, hf = locate(config, weights=False)
-    try:
-        shape_of(hf)
-    except NoPlan as error:
-        from optrush.decide import stand_in
-
-        values = stored_values(folder, hf) or stand_in(hf).parameters
-        sizes = {bits: values * bits / 8 / GIB for bits in (16, 4.5)}  # 4 bits, and a scale for 64 of them
-        if as_json:
-            refused = {"asked": error.asked, "found": error.found, "do": error.do}
-            least = {"bytes_16": round(sizes[16] * GIB), "bytes_4": round(sizes[4.5] * GIB)}
-            print(json.dumps({"refused": refused, "weights": least}))
-            raise
-        print(f"no plan for {config.model.path}: {error.found}")
-        print(f"  its weights alone need about {sizes[16]:.1f} GiB in 16 bits, {sizes[4.5]:.1f} GiB in 4 bits")
-        raise
+    return of_model(str(path), data, name, *flags)
 
 
 def _write(config: Config, name: str, found: Answer, out: Path) -> None:
@@ -307,7 +276,7 @@ def _text(
 def _answer_lines(config: Config, hardware: str, answer: Answer, price: float | None) -> list[str]:
     """Format the answer in one line, then a line for each method, or what is nearest."""
     from optrush.config import METHODS
-    from optrush.hardware import counted, parse_hardware
+    from optrush.hardware import counted
     from optrush.planner.answer import planned_notes
 
     device, ranks = parse_hardware(hardware)

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,8 @@ from optrush.data.batch import Documents
 from optrush.errors import NeedsError, one_line
 from optrush.models.hf import HFModel, opened_on_meta
 from optrush.models.layers import uncast
-from optrush.models.shapes import HF, LinearShape, RopeShape, sdpa_obstacle
+from optrush.models.shapes import HF, sdpa_obstacle
 from optrush.models.text_part import text_config
-from optrush.models.traced import SavedShape, TracedShape
 
 LENGTH = 768  # tokens of the shorter row: a multiple of the chunks of recurrent layers, and no width of a head
 VIEW = 0.25  # of the host's time to start an operator: assumed for one that only makes a view
@@ -45,6 +44,9 @@ TAGS: Mapping[str, tuple[str, ...]] = {
     "weighed": ("normalised", "fusable"),
     "rest": (),
 }
+
+
+SavedLine = tuple[str, float, str, list[str], bool]  # a `SavedShape`
 
 
 class Mode(NamedTuple):
@@ -82,9 +84,9 @@ class Seen:
 class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows the storages of one pass, block by block."""
 
-    def __init__(self, weights: set[int]) -> None:
+    def __init__(self, weights: set[int], length: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.weights, self.block = weights, -1
+        self.weights, self.block, self.length = weights, -1, length
         self.seen: dict[int, Seen] = defaultdict(Seen)
         self.number: dict[int, tuple[int, int]] = {}  # of a storage: its block, and its number there
         self.alive: list[Any] = []  # no storage's address is used twice
@@ -94,7 +96,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.block = block
         self._place(hidden, "stream")
 
-    def _place(self, t: Tensor, kind: str) -> int:
+    def _place(self, t: Tensor, kind: str) -> None:
         storage, seen = t.untyped_storage(), self.seen[self.block]
         number = len(seen.bytes)
         self.alive.append(storage)
@@ -102,7 +104,6 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         seen.bytes[number], seen.kind[number] = storage.nbytes(), kind
         if seen.attended:
             seen.late.add(number)
-        return number
 
     def own(self, t: Tensor) -> int | None:
         """Return the number of a tensor's storage in this block; None: it was made elsewhere."""
@@ -158,11 +159,9 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return whether a tensor has a value for each two tokens of a row, as probabilities have."""
         return t.ndim > 2 and t.shape[-1] == t.shape[-2] == self.length
 
-    length = 0
 
-
-def trace(hf: HF) -> TracedShape:
-    """Return the shape of a model that transformers builds.
+def trace_model(hf: HF) -> dict[str, Any]:
+    """Return the fields of the `TracedShape` of a model that transformers builds, as JSON has them.
 
     Raises:
         NeedsError: it cannot be built, or its code reads values that a trace does not have.
@@ -186,14 +185,14 @@ def trace(hf: HF) -> TracedShape:
         kind, found = wrapper.config.model_type, f"{type(error).__name__}: {one_line(str(error), 120)}"
         do = "give `with` and `batch.micro_tokens`, and train it without a plan"
         raise NeedsError(f"a plan for a model of type {kind!r}", f"its blocks cannot be traced ({found})", do) from None
-    return tracer.shape(figures, type(model).__name__)
+    return tracer.shape(figures)
 
 
 class Tracer:
     """Runs one block of each kind of a model, in all modes."""
 
     def __init__(self, wrapper: HFModel, hf: HF) -> None:
-        self.wrapper, self.hf, self.text = wrapper, hf, text_config(hf)
+        self.wrapper, self.hf = wrapper, hf
         self.blocks = list(wrapper.blocks.values())
         config, types = wrapper.config, getattr(wrapper.config, "layer_types", None) or ()
         of: dict[Any, list[int]] = defaultdict(list)
@@ -203,7 +202,7 @@ class Tracer:
         self.kinds = {places[-1]: tuple(places) for places in of.values()}  # the last one: others may read its keys
         self.eager = sdpa_obstacle(hf) is not None
         wrapper.maskless = {*types} <= {"full_attention", "sliding_attention"}
-        self.config, self.watcher = config, Watcher(set())
+        self.config, self.watcher = config, Watcher(set(), LENGTH)
         for number in self.kinds:
             for path, module in self.blocks[number].named_modules():
                 if isinstance(module, nn.Linear):
@@ -249,11 +248,8 @@ class Tracer:
 
     def _run(self, mode: Mode) -> dict[int, Seen]:
         """Run the model in a mode; return what the chosen blocks did."""
-        self.watcher = watcher = Watcher(
-            {p.untyped_storage()._cdata for p in self.wrapper.parameters() if p.device.type != "meta"}
-        )
-        T = mode.length
-        watcher.length = T
+        T, real = mode.length, (p for p in self.wrapper.parameters() if p.device.type != "meta")
+        self.watcher = watcher = Watcher({p.untyped_storage()._cdata for p in real}, T)
         places = {id(block): number for number, block in enumerate(self.blocks)}
 
         def through(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -289,44 +285,39 @@ class Tracer:
 
     # --- from what was seen to the figures of the shape
 
-    def shape(self, found: dict[Mode, dict[int, Seen]], classifier: str) -> TracedShape:
-        """Return the shape by the figures of all modes."""
-        w, c, text = self.wrapper, self.config, self.text
-        embedding: Any = w.embedding
-        D, V = int(embedding.weight.shape[-1]), int(w.head.weight.shape[0])
-        L = len(self.blocks)
+    def shape(self, found: dict[Mode, dict[int, Seen]]) -> dict[str, Any]:
+        """Return the fields of the shape by the figures of all modes."""
+        w, c, L, embedding = self.wrapper, self.config, len(self.blocks), cast("nn.Embedding", self.wrapper.embedding)
         base = found[Mode("masked" if self.eager else "sdpa", "float32", False, LENGTH)]
         count = {number: len(places) for number, places in self.kinds.items()}
-        groups = tuple(self._groups(base))
-        query = w._query_width
-        heads = getattr(c, "num_attention_heads", 0)
-        heads = max(1, heads if isinstance(heads, int) else max(heads))
         attending = sum(n for number, n in count.items() if base[number].attended)
-        head_width = max(1, round(query / max(1, attending) / heads)) if attending else 1
-        keys = getattr(c, "num_key_value_heads", None) or heads
-        keys = keys if isinstance(keys, int) else max(keys)
-        widest = max((linear.outputs for _, linear in groups), default=4 * D)
-        ff = getattr(c, "intermediate_size", None)
-        window = getattr(c, "sliding_window", None)
-        types = getattr(c, "layer_types", None) or ()
-        slides = tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
-        slides = slides if types else tuple(range(L)) if window else ()
-        blocks = sum(p.numel() for block in self.blocks for p in block.parameters())
-        return TracedShape(
-            family=str(text.get("model_type")), layers=L, width=D, heads=heads, kv_heads=min(keys, heads),
-            head_width=head_width, ff_width=ff if isinstance(ff, int) and ff else widest // 2, vocab=V, tied=w.tied,
-            qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False, norm_eps=1e-6, rope=RopeShape(),
-            window=int(window) if window and slides else None, window_layers=slides if window else (),
-            all_parameters=sum(p.numel() for p in w.parameters()), parameters_of_blocks=blocks,
-            matrices=w._block_matrices, groups=groups, saved=tuple(self._saved(found, D, dict(groups).values())),
-            query_width=query if attending else 0,
-            moved=sum(base[number].moved * n for number, n in count.items()) / LENGTH,
-            launches=sum(base[number].launches * n for number, n in count.items()),
-            softcap=w.head.softcap is not None, classifier=classifier,
-        )  # fmt: skip
+        D, query, groups = int(embedding.weight.shape[-1]), w._query_width if attending else 0, [*self._groups(base)]
 
-    def _groups(self, base: Mapping[int, Seen]) -> Iterator[tuple[str, LinearShape]]:
-        """Yield the linears that have one input, over the kinds of blocks; "o" is what attention's output enters."""
+        def number(name: str, default: int) -> int:
+            given = getattr(c, name, None) or default
+            return int(given if isinstance(given, int) else max(given))
+
+        heads = number("num_attention_heads", 1)
+        types, window = getattr(c, "layer_types", None) or (), getattr(c, "sliding_window", None)
+        slides = [i for i in range(L) if window and (not types or types[i] == "sliding_attention")]
+        widest = max((sum(pieces.values()) for _, _, _, pieces, *_ in groups), default=8 * D)
+        return {
+            "family": str(text_config(self.hf).get("model_type")), "layers": L, "width": D, "heads": heads,
+            "kv_heads": min(number("num_key_value_heads", heads), heads),
+            "head_width": max(1, round(query / max(1, attending) / heads)),
+            "ff_width": number("intermediate_size", widest // 2), "vocab": int(w.head.weight.shape[0]),
+            "tied": w.tied, "window": int(window) if window and slides else None, "window_layers": slides,
+            "all_parameters": sum(p.numel() for p in w.parameters()),
+            "parameters_of_blocks": sum(p.numel() for block in self.blocks for p in block.parameters()),
+            "matrices": w._block_matrices, "groups": groups, "query_width": query,
+            "saved": [*self._saved(found, D, sum(sum(g[3].values()) * len(g[4]) for g in groups))],
+            "moved": sum(base[number].moved * n for number, n in count.items()) / LENGTH,
+            "launches": sum(base[number].launches * n for number, n in count.items()),
+            "softcap": w.head.softcap is not None,
+        }  # fmt: skip
+
+    def _groups(self, base: Mapping[int, Seen]) -> Iterator[tuple[str, str, int, dict[str, int], list[int], bool]]:
+        """Yield the linears of one input: a name, and the `LinearShape`; "o" is what attention's output enters."""
         found: dict[tuple[Any, ...], list[int]] = {}
         for number, places in self.kinds.items():
             by: dict[int, list[str]] = defaultdict(list)
@@ -342,19 +333,16 @@ class Tracer:
         for (module, width, pieces, bias), layers in found.items():
             names[module] += 1
             name = module if names[module] == 1 else f"{module} {names[module]}"
-            yield name, LinearShape(module, int(width), dict(pieces), tuple(sorted(layers)), bias)
+            yield name, module, int(width), dict(pieces), sorted(layers), bias
 
-    def _saved(
-        self, found: Mapping[Mode, Mapping[int, Seen]], width: int, groups: Iterable[LinearShape]
-    ) -> Iterator[SavedShape]:  # fmt: skip
+    def _saved(self, found: Mapping[Mode, Mapping[int, Seen]], width: int, outputs: float) -> Iterator[SavedLine]:
         """Yield what all blocks keep of a token, by the roles that give its bytes in each precision."""
         attention, L = "masked" if self.eager else "sdpa", len(self.blocks)
         sizes: dict[tuple[str, bool], dict[str, float]] = defaultdict(lambda: dict.fromkeys(PRECISIONS, 0.0))
         for precision in PRECISIONS:
             for key, size in self._sizes(found, attention, precision).items():
                 sizes[key][precision] += size[0]
-        kept = float(sum(linear.outputs * len(linear.layers) for linear in groups))
-        kept -= sum(len(places) * self._last(number) for number, places in self.kinds.items())
+        kept = outputs - sum(len(places) * self._last(number) for number, places in self.kinds.items())
         stream = float(L * width)
         for kind in KINDS:
             both = {p: sizes[kind, False][p] + sizes[kind, True][p] for p in PRECISIONS}
@@ -380,9 +368,9 @@ class Tracer:
                 eager[precision][0] += linear
                 eager[precision][1] += squared
         for role, values in zip(ROLES, _roles({p: both[1] for p, both in eager.items()}), strict=True):
-            yield SavedShape(f"scores.{role}", values, role, ("heads", "scores"), True)
+            yield (f"scores.{role}", values, role, ["heads", "scores"], True)
         more = eager["float32"][0] - sum(size["float32"] for size in sizes.values())
-        yield SavedShape("spread", 0.0 if self.eager else max(0.0, more / 4), "product", ("heads",))
+        yield ("spread", 0.0 if self.eager else max(0.0, more / 4), "product", ["heads"], False)
 
     def _last(self, number: int) -> int:
         """Return the outputs of the last linear of a block, which autograd does not keep."""
@@ -426,8 +414,8 @@ def _roles(sizes: Mapping[str, float]) -> tuple[float, float, float, float]:
     return product, whole / 4 - product, max(0.0, (half - whole / 2) / 2 - narrowing), narrowing
 
 
-def _both(name: str, values: float, role: str, tags: tuple[str, ...], late: float) -> Iterator[SavedShape]:
+def _both(name: str, values: float, role: str, tags: tuple[str, ...], late: float) -> Iterator[SavedLine]:
     """Yield what is made before attention's end and after it."""
-    yield SavedShape(name, values * (1 - late), role, tags)
+    yield name, values * (1 - late), role, [*tags], False
     if late * values:
-        yield SavedShape(f"{name}.late", values * late, role, (*tags, "mlp"))
+        yield f"{name}.late", values * late, role, [*tags, "mlp"], False

@@ -6,7 +6,6 @@ versions of torch and transformers. Pure, but for the trace itself (models/trace
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -53,7 +52,6 @@ class TracedShape(ModelShape):
     moved: float = 0.0  # values that the operators of all blocks read and write for a token, without products
     launches: float = 0.0  # operators of a forward pass through all blocks, views too
     softcap: bool = False  # of the logits
-    classifier: str = ""  # the class that was traced
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -128,16 +126,16 @@ def _read(text: str) -> TracedShape:
     if None in versions:
         found = "its class has to be built once, and torch or transformers is not installed"
         raise NoPlan(asked, found, "python -m pip install torch transformers")
-    from optrush.models.trace import trace
+    from optrush.models.trace import trace_model
 
     try:
-        found_shape = dataclasses.replace(trace(hf), digest=digest)
+        fields = trace_model(hf)
     except NeedsError as error:
         raise NoPlan(asked, error.found, error.do) from None
     with suppress(OSError):  # a cache that cannot be written only costs time
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps(dataclasses.asdict(found_shape)), file.with_suffix(f".{os.getpid()}.tmp"))
-    return found_shape
+        write_whole(file, json.dumps(fields), file.with_suffix(f".{os.getpid()}.tmp"))
+    return _parsed(fields, digest)
 
 
 def stored_values(folder: Path | None, hf: HF) -> int:
@@ -161,15 +159,13 @@ def _folder() -> Path:
 
 
 def _parsed(read: dict[str, Any], digest: str) -> TracedShape:
-    fields = dict(read)
-    fields["rope"] = RopeShape()  # no trace reads it
-    fields["window_layers"] = tuple(fields["window_layers"])
-    fields["saved"] = tuple(SavedShape(n, v, role, tuple(tags), sq) for n, v, role, tags, sq in fields["saved"])
-    fields["groups"] = tuple(
-        (name, LinearShape(module, inputs, pieces, tuple(layers), bias))
-        for name, (module, inputs, pieces, layers, bias) in fields["groups"]
-    )
-    shape = TracedShape(**fields)
-    if shape.digest != digest:
-        raise ValueError("of another model")
-    return shape
+    more = {
+        "window_layers": tuple(read["window_layers"]),
+        "saved": tuple(SavedShape(n, v, role, tuple(tags), sq) for n, v, role, tags, sq in read["saved"]),
+        "groups": tuple(
+            (name, LinearShape(module, inputs, pieces, tuple(layers), bias))
+            for name, module, inputs, pieces, layers, bias in read["groups"]
+        ),
+    }
+    unread = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias", "qk_norm"), False)
+    return TracedShape(**{**read, **more, **unread}, norm_eps=1e-6, rope=RopeShape(), digest=digest)

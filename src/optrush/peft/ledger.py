@@ -188,12 +188,11 @@ def _inputs(env: Environment, shape: ModelShape, keep: Collection[str]) -> Itera
     counted = {name for name in keep if name.endswith("_down")} if "down" in keep else set()  # as `saved.product`
     for name in sorted(set(keep) - {"o", "down", "routed", *counted, *(set(DELTA) - {first})}):
         why, linear = f"what enters {name}, kept for its adapter", shape.linears[name]
-        if linear.module == "o":  # of another width, and counted with the first
-            continue
-        yield add(saved(f"enters.{name}", why, len(linear.layers) * linear.inputs, L))
-        if isinstance(shape, TracedShape) and (copies := len(linear.pieces) - 1):
-            why, values = "autocast copies it for each linear", len(linear.layers) * linear.inputs * copies
-            yield add(saved(f"enters.{name} again", why, values, L, role="cast"))
+        values = 0 if linear.module == "o" else len(linear.layers) * linear.inputs  # what attention gives is kept
+        yield add(saved(f"enters.{name}", why, values, L))
+        if isinstance(shape, TracedShape):
+            why, again = "autocast copies it for each linear", values * (len(linear.pieces) - 1)
+            yield add(saved(f"enters.{name} again", why, again, L, role="cast"))
 
 
 def _added(env: Environment, shape: ModelShape, added: Collection[str]) -> Iterator[Rule]:

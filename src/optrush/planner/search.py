@@ -8,11 +8,11 @@ from typing import Any
 
 from optrush.config import Config
 from optrush.data.length_estimate import estimate_fill
-from optrush.decide import Decided, decide, problem_of, with_method, with_setting
-from optrush.hardware import Device, parse_hardware
+from optrush.decide import Decided, decide, problem_of, stand_in, with_method, with_setting
+from optrush.hardware import GIB, Device, parse_hardware
 from optrush.models.shapes import HF, ModelShape
-from optrush.models.source import shapes_of
-from optrush.models.traced import shape_of
+from optrush.models.source import locate, shapes_of
+from optrush.models.traced import NoPlan, shape_of, stored_values
 from optrush.planner import baseline, calibration
 from optrush.planner.ledger import Ledger
 from optrush.planner.sets import Candidate, Evaluations, Prediction, SearchResult, predict_set, search_sets
@@ -112,3 +112,16 @@ def family(
         for less in (None, *saving):
             evaluations.score((*kept, less))
         yield name, shape.parameters, max(evaluations.settings, key=lambda s: s.speed, default=None)
+
+
+def without_plan(config: Config) -> Iterator[tuple[NoPlan, str, dict[str, int]]]:
+    """Yield the error, a text and the bytes of weights by bits for a model whose blocks nothing describes."""
+    folder, hf = locate(config, weights=False)
+    try:
+        shape_of(hf)
+    except NoPlan as error:
+        values = stored_values(folder, hf) or stand_in(hf).parameters
+        sizes = {"16": 2 * values, "4": round(values * 4.5 / 8)}  # a scale for 64 of 4 bits
+        least = " and ".join(f"{size / GIB:.1f} GiB in {bits} bits" for bits, size in sizes.items())
+        text = f"no plan for {config.model.path}: {error.found}\n  its weights alone need about {least}"
+        yield error, text, sizes
