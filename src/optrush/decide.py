@@ -39,7 +39,7 @@ from optrush.launch import launched
 from optrush.models.shapes import HF, ModelShape, native_obstacle, refuse_foreign, sdpa_obstacle
 from optrush.models.source import Growth, check_positions, grow, locate, read_generation
 from optrush.models.text_part import text_config, with_vocabulary
-from optrush.models.traced import find_traced, shape_of
+from optrush.models.traced import TracedShape, find_traced, shape_of
 from optrush.planner import calibration
 from optrush.planner.ledger import Short
 from optrush.planner.sets import Candidate, Problem, evaluate_set, micro_batch_rows, search_sets
@@ -508,7 +508,7 @@ def _checked(
         device, ranks, config.batch.seq, rows, micro_rows, config.optim.clip, config.model.dtype, native,
         blocks=known.layers if known else int(text.get("num_hidden_layers") or text.get("n_layer") or 0),
         vocab=known.vocab if known else int(text.get("vocab_size") or 0), shape=shape,
-        sdpa_obstacle=None if native else sdpa_obstacle(hf),
+        sdpa_obstacle=None if native else known.sdpa_obstacle if isinstance(known, TracedShape) else sdpa_obstacle(hf),
         spec=ModelSpec(grouped_heads=known is None or known.kv_heads < known.heads), paired=config.paired,
         reference=config.referenced.reference if config.referenced else None, axes=axes,
         scored=config.scored, teacher=None if teacher is None else _sizes(config, teacher[1], text),
@@ -635,8 +635,8 @@ def _sizes(config: Config, hf: dict[str, Any], student: dict[str, Any]) -> Teach
     """
     refuse_foreign(hf)
     assert config.distill is not None
-    known = ModelShape.read(hf) if native_obstacle(hf) is None else None
-    if known is None:
+    known = ModelShape.read(hf) if native_obstacle(hf) is None else find_traced(hf)
+    if native_obstacle(hf) is not None:
         check_positions(text_config(hf), config.batch.seq, f"`batch.seq: {config.batch.seq}`, `distill.teacher`")
     asked, vocab = config.distill.store, min(int(of.get("vocab_size") or 0) for of in (text_config(hf), student))
     if asked is not None and asked > vocab:

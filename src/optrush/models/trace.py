@@ -313,7 +313,7 @@ class Tracer:
             "saved": [*self._saved(found, D, sum(sum(g[3].values()) * len(g[4]) for g in groups))],
             "moved": sum(base[number].moved * n for number, n in count.items()) / LENGTH,
             "launches": sum(base[number].launches * n for number, n in count.items()),
-            "softcap": w.head.softcap is not None,
+            "softcap": w.head.softcap is not None, "sdpa_obstacle": sdpa_obstacle(self.hf),
         }  # fmt: skip
 
     def _groups(self, base: Mapping[int, Seen]) -> Iterator[tuple[str, str, int, dict[str, int], list[int], bool]]:

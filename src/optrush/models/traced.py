@@ -21,7 +21,7 @@ from optrush.errors import NeedsError, UserError
 from optrush.files import parse_json, read_text, write_whole
 from optrush.models.shapes import HF, LinearShape, ModelShape, RopeShape, native_obstacle, refuse_foreign
 
-FORMAT = 2  # of the file, and of what a trace measures
+FORMAT = 3  # of the file, and of what a trace measures
 
 
 class NoPlan(NeedsError):
@@ -52,6 +52,7 @@ class TracedShape(ModelShape):
     moved: float = 0.0  # values that the operators of all blocks read and write for a token, without products
     launches: float = 0.0  # operators of a forward pass through all blocks, views too
     softcap: bool = False  # of the logits
+    sdpa_obstacle: str | None = None  # why it cannot run sdpa
 
     def __hash__(self) -> int:
         return hash(self.digest)
