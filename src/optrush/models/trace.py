@@ -267,12 +267,12 @@ class Tracer:
         self.wrapper.block_call = through
         tokens, positions = torch.zeros(1, T, dtype=torch.long), torch.arange(T)[None]
         documents = Documents(torch.tensor([0, T], dtype=torch.int32), torch.zeros(1, T, dtype=torch.int32), T, True)
-        hook = self.wrapper.embedding.register_forward_hook(lambda m, i, out: out.detach().requires_grad_())
+        hook = self.wrapper.embedding.register_forward_hook(lambda m, i, out: out.detach().requires_grad_().clone())
         half = torch.autocast("cpu", torch.bfloat16) if mode.precision == "autocast" else contextlib.nullcontext()
         try:
             with watcher, half:
                 self.wrapper(tokens, positions, documents)
-        except IndexError:  # the blocks return tuples, of which the model takes the first
+        except Exception:  # if blocks return tuples, the model took the first row of what is no tuple
             if self.tuples is not None:
                 raise
             self.tuples = True
