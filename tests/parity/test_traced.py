@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from meshes import further
 from optrush.config import Config, parse_config
 from optrush.errors import ConfigError, ConflictError, NeedsError
 from optrush.hardware import parse_hardware
 from optrush.models import traced
+from optrush.models.hf import HFModel, opened_on_meta
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.models.trace import trace_model
 from optrush.models.traced import NoPlan, TracedShape, read_traced, shape_of
@@ -23,6 +25,7 @@ from optrush.technique import instantiate
 from optrush.techniques import ALL
 
 from memory import check_prediction
+from parity_models import EXPERTS, FAMILIES
 
 TINY = {
     "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512,
@@ -88,6 +91,11 @@ PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
         sizes(2048, 4096, 30, 32, 8, 102400, head_dim=64, model_type="exaone4", tie_word_embeddings=True),
     ),
     "pythia-1.4b": (1415, sizes(2048, 8192, 24, 16, 16, 50304, model_type="gpt_neox")),
+    "gpt-j-6b": (
+        6051,
+        {"model_type": "gptj", "n_embd": 4096, "n_layer": 28, "n_head": 16, "rotary_dim": 64, "vocab_size": 50400,
+         "n_positions": 2048},
+    ),
     "bloom-1b7": (
         1722,
         {"model_type": "bloom", "hidden_size": 2048, "n_layer": 24, "n_head": 16, "vocab_size": 250880},
@@ -158,6 +166,19 @@ def test_a_trace_finds_what_the_ledger_has(kind: str) -> None:
         assert kept(found, widths) == pytest.approx(kept(written, widths), rel=near)
 
 
+@pytest.mark.parametrize("kind", [k for k in (*FAMILIES, *EXPERTS) if k != "llama4_text"])  # which has no such backbone
+def test_sizes_of_native_families(kind: str) -> None:
+    """Parameters of transformers' class, experts too, are those that `ModelShape` counts."""
+    hf = {**FAMILIES, **EXPERTS}[kind]
+    model = opened_on_meta(hf)
+    model.tie_weights()
+    with torch.device("meta"):
+        wrapper = HFModel(model)
+    written = ModelShape.read({"architectures": ["ForCausalLM"], **hf})
+    assert sum(p.numel() for p in wrapper.parameters()) == written.parameters
+    assert sum(p.numel() for b in wrapper.blocks.values() for p in b.parameters()) == written.block_parameters
+
+
 def test_a_trace_sees_norms_of_queries_and_keys() -> None:
     with_norms, without = ({**TINY, "model_type": kind, "head_dim": 64} for kind in ("qwen3", "llama"))
     norms = kept(trace(with_norms), ledger.BFLOAT16) - kept(trace(without), ledger.BFLOAT16)
@@ -188,7 +209,7 @@ def test_the_peak_of_a_step(tmp_path: Path, name: str, layers: int, with_: str) 
 # --- every model on every card
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", further([*PUBLISHED], 8))
 def test_sizes_of_published_models(name: str) -> None:
     millions, hf = PUBLISHED[name]
     shape = shape_of(hf)
