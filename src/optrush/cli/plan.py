@@ -17,7 +17,7 @@ import typer
 
 from optrush.cli.options import Json, Set, With, Without, given, launches, read_run
 from optrush.errors import ConfigError, ConflictError, NeedsError, UserError
-from optrush.hardware import GIB, parse_hardware
+from optrush.hardware import GIB, counted, first_device, parse_hardware, price_usd_h
 from optrush.launch import NOT_SHARED, launched
 
 if TYPE_CHECKING:
@@ -90,7 +90,8 @@ def plan(
             "--hardware": solve == "cheapest" and hardware != "auto",  # it asks all cards that have a price
         }  # fmt: skip
         for option in (name for name, given in beside.items() if given):
-            raise _beside(solve, option)
+            why = "it compares all cards that have a price" if option == "--hardware" else "--solve prints one line"
+            raise ConfigError(f"--solve {solve} with {option}", why, f"leave out {option}; then plan its answer")
         text, values = asked.solve(config, hardware, solve)
         print(json.dumps(values) if as_json else text)
         return
@@ -105,9 +106,6 @@ def plan(
         prediction = planner.predict_decided(decided)
     except (ConfigError, ConflictError, NeedsError) as error:  # another setting may run there
         refused = error  # if none can, the search raises it too
-        if decided is not None:  # no memory plan: what the run takes is known all the same
-            print(json.dumps({"decided": decided.facts()}) if as_json else "\n".join(decided.lines()))
-            raise
     found = asked.answer(config, hardware, keep_maths=keep_maths)
     if as_json:
         print(json.dumps(_document(config, decided, prediction, refused, found, hardware, price)))
@@ -117,11 +115,6 @@ def plan(
         raise refused if out is not None else typer.Exit(2)  # nothing is written
     if out is not None:
         _write(config, hardware, found, out)
-
-
-def _beside(solve: str, option: str) -> ConfigError:
-    why = "it compares all cards that have a price" if option == "--hardware" else "--solve prints one line"
-    return ConfigError(f"--solve {solve} with {option}", why, f"leave out {option}; then plan its answer")
 
 
 def _asked(path: Path, data: str | None, name: str, *flags: list[str]) -> Config:
@@ -136,14 +129,13 @@ def _asked(path: Path, data: str | None, name: str, *flags: list[str]) -> Config
 
 
 def _write(config: Config, name: str, found: Answer, out: Path) -> None:
-    from optrush import hardware
     from optrush.config import dump_config
 
     best = found.best
     if best is None or best.setting is None:
         do = found.nearest[0] if found.nearest else "take a smaller model, shorter rows or other hardware"
         raise ConfigError(f"--out {out}", "no setting fits", do)
-    device, ranks = hardware.parse_hardware(name)
+    device, ranks = parse_hardware(name)
     hosts = device.hosts
     launch = f"optrush train {out}" + (f" --ranks {ranks}" if ranks > 1 else "")
     if hosts > 1:
@@ -227,10 +219,8 @@ def _time_document(time: RunTime, hardware: str, price: float | None) -> dict[st
 
 def _usd(seconds: float | None, name: str, price: float | None) -> float | None:
     """Return the price of a run; None: its length or the price of an hour is not known."""
-    from optrush import hardware
-
-    device, ranks = hardware.parse_hardware(name)
-    listed = None if name == "auto" else hardware.price_usd_h(device)
+    device, ranks = parse_hardware(name)
+    listed = None if name == "auto" else price_usd_h(device)
     an_hour = listed if price is None else price
     return None if an_hour is None or seconds is None else seconds / 3600 * an_hour * ranks
 
@@ -276,7 +266,6 @@ def _text(
 def _answer_lines(config: Config, hardware: str, answer: Answer, price: float | None) -> list[str]:
     """Format the answer in one line, then a line for each method, or what is nearest."""
     from optrush.config import METHODS
-    from optrush.hardware import counted
     from optrush.planner.answer import planned_notes
 
     device, ranks = parse_hardware(hardware)
@@ -487,7 +476,6 @@ def calibrate(
         return
     if launched()[1] > 1:
         raise ConfigError("optrush calibrate", f"a launcher has started {launched()[1]} ranks", "start it alone")
-    from optrush.hardware import first_device
     from optrush.planner import calibration
     from optrush.planner.calibrate import loads, measure_rates
 
@@ -510,7 +498,6 @@ def calibrate(
 def _calibrate_links(ranks: int, seconds: float, out: Path | None, as_json: bool) -> None:
     """Measure collectives between ranks, and add them to the device's calibration; the first rank writes."""
     from optrush import launch
-    from optrush.hardware import first_device
     from optrush.planner import calibration
 
     device = first_device()
@@ -537,11 +524,8 @@ def _calibrate_links(ranks: int, seconds: float, out: Path | None, as_json: bool
 
 def _links_text(c: Calibration) -> list[str]:
     """Format a row for each collective."""
-    lines = [f"{c.device}, {c.links[0].ranks} ranks"]
-    return [
-        *lines,
-        *(f"{r.operation:<16} {r.bytes_s / 1e9:9.3g} GB/s, {r.latency_s * 1e6:9.3g} us at least" for r in c.links),
-    ]
+    rows = (f"{r.operation:<16} {r.bytes_s / 1e9:9.3g} GB/s, {r.latency_s * 1e6:9.3g} us at least" for r in c.links)
+    return [f"{c.device}, {c.links[0].ranks} ranks", *rows]
 
 
 @contextmanager

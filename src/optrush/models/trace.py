@@ -409,8 +409,7 @@ def _roles(sizes: Mapping[str, float]) -> tuple[float, float, float, float]:
     more in bfloat16, what is narrowed 2 more in both.
     """
     whole, half, mixed = (sizes[p] for p in PRECISIONS)
-    product, narrowing = max(0.0, (whole - mixed) / 2), max(0.0, (mixed - whole) / 2)
-    product = min(product, whole / 4)
+    product, narrowing = min(whole / 4, max(0.0, (whole - mixed) / 2)), max(0.0, (mixed - whole) / 2)
     return product, whole / 4 - product, max(0.0, (half - whole / 2) / 2 - narrowing), narrowing
 
 
