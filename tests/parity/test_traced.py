@@ -103,7 +103,6 @@ PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
     "gpt2": (124, {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024}),
 }  # fmt: skip
 CARDS = ("4090", "h100", "2xh100", "8xh200", "a100-80")
-# Of a technique that a family lacks no set is wanted: what every card runs.
 QUICK = ("gemma-2-2b", "gemma-3-1b", "lfm2-1.2b")
 
 
