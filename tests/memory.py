@@ -34,7 +34,7 @@ from optrush.config import Config
 from optrush.kernels import adamw
 from optrush.models.hf import HFModel, _opened
 from optrush.models.shapes import native_obstacle
-from optrush.models.weights import RandomInit, WeightMap, native_entries
+from optrush.models.weights import RandomInit, WeightEntry, WeightMap, native_entries
 from optrush.planner import baseline, search
 from optrush.technique import Technique
 from optrush.techniques import ALL, fused_loss
@@ -325,7 +325,8 @@ def _unfilled(folder: Any, hf: Any, implementation: Any, dtype: torch.dtype, see
             model: Any = HFModel(_opened(None, hf, dtype))
         model.to_meta()
         model.restore_buffers = lambda device: _to_empty(model, device=device, buffers=True)
-        return model, mock.Mock()
+        entries = {n: WeightEntry(tuple(p.shape), ((n, p.shape[0]),)) for n, p in model.named_parameters()}
+        return model, Unfilled(entries, RandomInit(seed, 0.02, {}))
     model = build_decoder(hf, dtype)
     return model, Unfilled(native_entries(model), RandomInit(seed, 0.02, {}))
 

@@ -39,6 +39,7 @@ from optrush.launch import launched
 from optrush.models.shapes import HF, ModelShape, native_obstacle, refuse_foreign, sdpa_obstacle
 from optrush.models.source import Growth, check_positions, grow, locate, read_generation
 from optrush.models.text_part import text_config, with_vocabulary
+from optrush.models.traced import TracedShape, find_traced, shape_of
 from optrush.planner import calibration
 from optrush.planner.ledger import Short
 from optrush.planner.sets import Candidate, Problem, evaluate_set, micro_batch_rows, search_sets
@@ -150,7 +151,7 @@ def decide(
         config, reasons = _choose_size(with_method(config), classes, ranks, device)
     decided = _checked(config, classes, ranks, device)
     if asked.batch.micro_tokens is None and decided.env.device.kind == "cuda" and native_obstacle(decided.hf):
-        with suppress(UserError):  # nothing predicts its memory: halved where that runs out, unless a technique forbids
+        with suppress(UserError):  # no step of its family was measured: halved where memory runs out
             decided = _checked(_with_chooser(config, classes), classes, ranks, device)
     if "lr" not in config.optim.model_fields_set and decided.config.optim.lr != config.optim.lr:
         reasons.append(Reason("learning rate", f"{decided.config.optim.lr:g}, the default of adapters"))
@@ -292,7 +293,7 @@ def problem_of(
     env = dataclasses.replace(checked.env, ranks=ranks, reach=lengths.reach, axes=axes)
     rows = micro // seq if fixed and isinstance(micro, int) else None
     found = calibration.for_device(env.device)
-    read = ModelShape.read if native_obstacle(checked.hf) is None else stand_in
+    read = stand_in if checked.env.shape is None and native_obstacle(checked.hf) else shape_of
     read(checked.hf)  # raises what no set could mend
     return Problem(checked.hf, env, lengths.padding, found, rows, read, run_tokens(config))
 
@@ -493,9 +494,9 @@ def _checked(
     if config.model.implementation == "native" and obstacle is not None:
         raise NeedsError("`model.implementation: native`", obstacle, "take `model.implementation: transformers`")
     native = config.model.implementation != "transformers" and obstacle is None
-    known = ModelShape.read(hf) if obstacle is None else None
-    shape = known if native else None
-    if shape is None:  # padding has positions too, and a table of them ends
+    known = ModelShape.read(hf) if obstacle is None else find_traced(hf)
+    shape = known if native or obstacle else None
+    if not native:  # padding has positions too, and a table of them ends
         check_positions(text, config.batch.seq, f"`batch.seq: {config.batch.seq}`")
     here = device is None
     device = device or _training_device(ranks)
@@ -505,8 +506,9 @@ def _checked(
     teacher = None if (of := of_teacher(config)) is None else locate(of, weights=weights)
     env = Environment(
         device, ranks, config.batch.seq, rows, micro_rows, config.optim.clip, config.model.dtype, native,
-        blocks=int(text.get("num_hidden_layers") or text.get("n_layer") or 0), vocab=int(text.get("vocab_size") or 0),
-        shape=shape, sdpa_obstacle=None if native else sdpa_obstacle(hf),
+        blocks=known.layers if known else int(text.get("num_hidden_layers") or text.get("n_layer") or 0),
+        vocab=known.vocab if known else int(text.get("vocab_size") or 0), shape=shape,
+        sdpa_obstacle=None if native else known.sdpa_obstacle if isinstance(known, TracedShape) else sdpa_obstacle(hf),
         spec=ModelSpec(grouped_heads=known is None or known.kv_heads < known.heads), paired=config.paired,
         reference=config.referenced.reference if config.referenced else None, axes=axes,
         scored=config.scored, teacher=None if teacher is None else _sizes(config, teacher[1], text),
@@ -633,8 +635,8 @@ def _sizes(config: Config, hf: dict[str, Any], student: dict[str, Any]) -> Teach
     """
     refuse_foreign(hf)
     assert config.distill is not None
-    known = ModelShape.read(hf) if native_obstacle(hf) is None else None
-    if known is None:
+    known = ModelShape.read(hf) if native_obstacle(hf) is None else find_traced(hf)
+    if native_obstacle(hf) is not None:
         check_positions(text_config(hf), config.batch.seq, f"`batch.seq: {config.batch.seq}`, `distill.teacher`")
     asked, vocab = config.distill.store, min(int(of.get("vocab_size") or 0) for of in (text_config(hf), student))
     if asked is not None and asked > vocab:

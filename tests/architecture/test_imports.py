@@ -33,19 +33,19 @@ ONE_SUBJECT = {
 LINES = {
     "data": 8470,
     "trainer": 6380,
-    "models": 5815,
+    "models": 6405,
     "techniques": 5320,
     "kernels": 4620,
     "top": 5850,
     "cli": 4115,
-    "planner": 4165,
+    "planner": 4265,
     "benchmark": 3925,
     "peft": 1760,
     "report": 1870,
     "optim": 820,
     "objectives": 430,
 }
-MOST_FILES = 215
+MOST_FILES = 218
 MOST_MODULES_IN_PACKAGE = 15  # directly in src/optrush, without __init__ and __main__
 MOST_SHARED_NAMES = 40  # public functions and classes whose name two modules or more define
 

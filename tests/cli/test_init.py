@@ -366,8 +366,8 @@ def test_rows_are_no_longer_than_the_model(call: Call, model: Path, here: Path) 
     assert written().batch.seq == 128
 
 
-def test_a_model_that_the_plan_does_not_know(call: Call, here: Path) -> None:
-    """The micro-batch of a dense decoder of its sizes, and the file says that nothing was predicted."""
+def test_a_model_that_runs_through_transformers(call: Call, here: Path) -> None:
+    """Its blocks are traced, and the file says what it is predicted to need."""
     (here / "g").mkdir()
     config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_positions": 256, "n_layer": 2,
               "vocab_size": 2048}  # fmt: skip
@@ -377,7 +377,7 @@ def test_a_model_that_the_plan_does_not_know(call: Call, here: Path) -> None:
     run = written()
     assert run.batch.seq == 256 and run.batch.micro_tokens and run.batch.micro_tokens > 256
     assert "attention" in run.with_ and "amp" in run.with_
-    assert "no prediction of memory" in Path("train.yaml").read_text()
+    assert "predicted to need" in Path("train.yaml").read_text()
 
 
 TURNS = ("<|im_start|>", "<|im_end|>")

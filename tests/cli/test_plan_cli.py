@@ -164,3 +164,46 @@ def test_the_page_shows_what_it_prints(call: Call, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(root)
     found = call("plan", "benchmarks/llama1b.yaml", "--hardware", "h200", "--details")
     assert textwrap.indent(found.out.rstrip(), "    ") in page, "paste it again"
+
+
+SMALL = {
+    "model_type": "gemma3_text", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "head_dim": 16,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def model(here: Path, **changes: object) -> Path:
+    """Write a folder with a config.json alone."""
+    here.mkdir(exist_ok=True)
+    (here / "config.json").write_text(json.dumps({**SMALL, **changes}))
+    return here
+
+
+def test_a_model_without_a_yaml(call: Call, tmp_path: Path) -> None:
+    """A folder is enough; what its blocks keep is traced."""
+    folder = str(model(tmp_path / "m"))
+    found = call("plan", folder, "--hardware", "h100")
+    assert found.code == 0 and found.out.startswith("fits on NVIDIA H100"), found.err
+    assert "(basis: traced, datasheet); this data: 100 steps" in found.out.splitlines()[0]
+    details = call("plan", folder, "--hardware", "h100", "--details", "--with", "amp", "--set", "batch.seq=512")
+    assert "traced: what products give" in details.out and "models of the family" not in details.out
+    assert json.loads(call("plan", folder, "--hardware", "h100", "--json").out)["traced"] is True
+    answer = call("plan", folder, "--hardware", "4090", "--solve", "longest")
+    assert answer.out.startswith("a document of 4,096 tokens a row, all that the model has positions for")
+    refused = call("plan", folder, "--hardware", "4090", "--solve", "largest-model")
+    assert refused.code == 2 and "no other sizes of the family 'gemma3_text' are listed" in refused.err
+    beside = call("plan", str(LLAMA), "--data", "random")
+    assert beside.code == 2 and "--set data.path=random" in beside.err
+
+
+def test_a_model_without_a_plan(call: Call, tmp_path: Path) -> None:
+    """Its code is in its folder, and is not run: the weights are all that is known."""
+    folder = str(model(tmp_path / "m", model_type="somebodys", hidden_size=4096, num_hidden_layers=32))
+    found = call("plan", folder, "--hardware", "4090")
+    first, second = found.out.splitlines()
+    assert found.code == 2 and first == f"no plan for {folder}: its code is not transformers' own"
+    assert second.startswith("  its weights alone need about 4.") and "does NOT fit" not in found.out
+    document = json.loads(call("plan", folder, "--hardware", "4090", "--json").out)
+    assert document["weights_bytes"]["16"] > 3 * document["weights_bytes"]["4"]
+    solved = call("plan", folder, "--hardware", "4090", "--solve", "longest")
+    assert solved.code == 2 and "its code is not transformers' own" in solved.err

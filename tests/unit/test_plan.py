@@ -412,9 +412,9 @@ def test_the_family():
 
 
 def test_a_family_the_plan_does_not_know(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 2, "n_positions": 4096}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt9", "n_layer": 2, "n_positions": 4096}))
     run = llama("model.shape=null", f"model.path={tmp_path}")
-    with pytest.raises(NeedsError, match="a plan for a model of type 'gpt2'"):
+    with pytest.raises(NeedsError, match="a plan for a model of type 'gpt9'"):
         search.predict(run, "h200")
 
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from optrush.cli.options import ConfigFile, Json, Set, With, Without, given, launches, read_run
+from optrush.cli.options import Json, Set, With, Without, given, launches, read_run
 from optrush.errors import ConfigError, ConflictError, NeedsError, UserError
-from optrush.hardware import GIB
+from optrush.hardware import GIB, counted, first_device, parse_hardware, price_usd_h
 from optrush.launch import NOT_SHARED, launched
 
 if TYPE_CHECKING:
@@ -29,11 +29,18 @@ if TYPE_CHECKING:
     from optrush.planner.sets import Candidate, Prediction
 
 BAR = 24  # characters of the longest bar
+Asked = Annotated[
+    Path, typer.Argument(help="the run's YAML, or a model: a folder or hub id", metavar="CONFIG", show_default=False)
+]
+Data = Annotated[
+    str | None, typer.Option("--data", metavar="DATA", help="of a model: JSON Lines, sample:recipes, random[:N]")
+]
 SMALL = 0.01  # share of the peak; smaller lines are shown as one
 
 
 def plan(
-    path: ConfigFile,
+    path: Asked,
+    data: Data = None,
     set_: Set = [],  # noqa: B006 - typer copies it
     with_: With = [],  # noqa: B006
     without: Without = [],  # noqa: B006
@@ -69,12 +76,14 @@ def plan(
     rests on the rates that `optrush calibrate` measured on the device; without them on its datasheet and on the share
     of it that such work reached on one H200; the output names which (basis).
     """
-    config = read_run(path, set_, with_, without)
+    config = _asked(path, data, hardware, set_, with_, without)
     from optrush.decide import decide
-    from optrush.hardware import parse_hardware
     from optrush.planner import answer as asked
     from optrush.planner import search as planner
 
+    for error, text, weights in planner.without_plan(config):
+        print(json.dumps({"refused": error.found, "weights_bytes": weights}) if as_json else text)
+        raise error
     if solve is not None:
         beside = {
             "--out": out is not None, "--price": price is not None, "--details": details, "--keep-maths": keep_maths,
@@ -97,31 +106,36 @@ def plan(
         prediction = planner.predict_decided(decided)
     except (ConfigError, ConflictError, NeedsError) as error:  # another setting may run there
         refused = error  # if none can, the search raises it too
-        if decided is not None:  # no memory plan: what the run takes is known all the same
-            print(json.dumps({"decided": decided.facts()}) if as_json else "\n".join(decided.lines()))
-            raise
     found = asked.answer(config, hardware, keep_maths=keep_maths)
     if as_json:
         print(json.dumps(_document(config, decided, prediction, refused, found, hardware, price)))
     else:
         print("\n".join(_text(config, hardware, decided, prediction, refused, found, price, details)))
     if refused is not None and _lacking_all(config, found):  # what fits is another run than what was configured
-        if out is not None:
-            raise refused  # nothing is written
-        raise typer.Exit(2)
+        raise refused if out is not None else typer.Exit(2)  # nothing is written
     if out is not None:
         _write(config, hardware, found, out)
 
 
+def _asked(path: Path, data: str | None, name: str, *flags: list[str]) -> Config:
+    """Return the configuration of a YAML, or that of a first run of a model."""
+    if path.is_file() or path.suffix in (".yaml", ".yml", ".json"):
+        if data is not None:
+            raise ConfigError(f"--data {data}", f"{path} names its data", f"--set data.path={data}")
+        return read_run(path, *flags)
+    from optrush.planner.init_config import of_model
+
+    return of_model(str(path), data, name, *flags)
+
+
 def _write(config: Config, name: str, found: Answer, out: Path) -> None:
-    from optrush import hardware
     from optrush.config import dump_config
 
     best = found.best
     if best is None or best.setting is None:
         do = found.nearest[0] if found.nearest else "take a smaller model, shorter rows or other hardware"
         raise ConfigError(f"--out {out}", "no setting fits", do)
-    device, ranks = hardware.parse_hardware(name)
+    device, ranks = parse_hardware(name)
     hosts = device.hosts
     launch = f"optrush train {out}" + (f" --ranks {ranks}" if ranks > 1 else "")
     if hosts > 1:
@@ -205,10 +219,8 @@ def _time_document(time: RunTime, hardware: str, price: float | None) -> dict[st
 
 def _usd(seconds: float | None, name: str, price: float | None) -> float | None:
     """Return the price of a run; None: its length or the price of an hour is not known."""
-    from optrush import hardware
-
-    device, ranks = hardware.parse_hardware(name)
-    listed = None if name == "auto" else hardware.price_usd_h(device)
+    device, ranks = parse_hardware(name)
+    listed = None if name == "auto" else price_usd_h(device)
     an_hour = listed if price is None else price
     return None if an_hour is None or seconds is None else seconds / 3600 * an_hour * ranks
 
@@ -254,7 +266,6 @@ def _text(
 def _answer_lines(config: Config, hardware: str, answer: Answer, price: float | None) -> list[str]:
     """Format the answer in one line, then a line for each method, or what is nearest."""
     from optrush.config import METHODS
-    from optrush.hardware import counted, parse_hardware
     from optrush.planner.answer import planned_notes
 
     device, ranks = parse_hardware(hardware)
@@ -338,8 +349,8 @@ def _other_lines(config: Config, hardware: str, answer: Answer) -> list[str]:
     lines = ["", "beside the best"] if found.lost else []
     width = max((len(what) for what, _ in found.lost), default=0)
     lines += [f"  {what:<{width}}  {why}" for what, why in found.lost]
-    lines += ["", "the same on models of the family"]
     rows = list(planner.family(config, hardware, found.settings[0] if found.settings else best.setting))
+    lines += ["", "the same on models of the family"] if rows else []
     width = max((len(name) for name, _, _ in rows), default=0)
     for name, parameters, other in rows:
         cost = "does not fit" if other is None else _short(other)
@@ -397,7 +408,7 @@ def work_lines(p: Prediction) -> list[str]:
 def _speed(p: Prediction) -> str:
     if p.tokens_per_s is None:
         return "speed not known"
-    return f"about {p.tokens_per_s:,.0f} tokens/s (basis: {p.basis})"
+    return f"about {p.tokens_per_s:,.0f} tokens/s (basis: {'traced, ' * p.traced}{p.basis})"
 
 
 def _short(s: Candidate) -> str:
@@ -465,7 +476,6 @@ def calibrate(
         return
     if launched()[1] > 1:
         raise ConfigError("optrush calibrate", f"a launcher has started {launched()[1]} ranks", "start it alone")
-    from optrush.hardware import first_device
     from optrush.planner import calibration
     from optrush.planner.calibrate import loads, measure_rates
 
@@ -488,7 +498,6 @@ def calibrate(
 def _calibrate_links(ranks: int, seconds: float, out: Path | None, as_json: bool) -> None:
     """Measure collectives between ranks, and add them to the device's calibration; the first rank writes."""
     from optrush import launch
-    from optrush.hardware import first_device
     from optrush.planner import calibration
 
     device = first_device()
@@ -515,11 +524,8 @@ def _calibrate_links(ranks: int, seconds: float, out: Path | None, as_json: bool
 
 def _links_text(c: Calibration) -> list[str]:
     """Format a row for each collective."""
-    lines = [f"{c.device}, {c.links[0].ranks} ranks"]
-    return [
-        *lines,
-        *(f"{r.operation:<16} {r.bytes_s / 1e9:9.3g} GB/s, {r.latency_s * 1e6:9.3g} us at least" for r in c.links),
-    ]
+    rows = (f"{r.operation:<16} {r.bytes_s / 1e9:9.3g} GB/s, {r.latency_s * 1e6:9.3g} us at least" for r in c.links)
+    return [f"{c.device}, {c.links[0].ranks} ranks", *rows]
 
 
 @contextmanager

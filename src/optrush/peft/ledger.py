@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from optrush.config import nearest
 from optrush.errors import NeedsError
 from optrush.hardware import Device
+from optrush.models.traced import TracedShape
 from optrush.planner import ledger
 from optrush.planner.ledger import WAYS, Line, Role, Rule, Tag, WorkItem, add, like, live, saved, tagged
 from optrush.technique import LINEARS as technique_linears
@@ -68,6 +69,8 @@ def names_of(shape: ModelShape | None) -> tuple[str, ...]:
     """Return the names of a block's linears without those of experts; those of most families, if unknown."""
     if shape is None:
         return LINEARS
+    if isinstance(shape, TracedShape):
+        return tuple(dict.fromkeys(name for linear in shape.linears.values() for name in linear.pieces))
     mixing = (linear.pieces for linear in shape.linears.values() if linear.module not in ("gate_up", "down"))
     return (*(name for pieces in mixing for name in pieces), *SETS["mlp"])
 
@@ -185,7 +188,11 @@ def _inputs(env: Environment, shape: ModelShape, keep: Collection[str]) -> Itera
     counted = {name for name in keep if name.endswith("_down")} if "down" in keep else set()  # as `saved.product`
     for name in sorted(set(keep) - {"o", "down", "routed", *counted, *(set(DELTA) - {first})}):
         why, linear = f"what enters {name}, kept for its adapter", shape.linears[name]
-        yield add(saved(f"enters.{name}", why, len(linear.layers) * linear.inputs, L))
+        values = 0 if linear.module == "o" else len(linear.layers) * linear.inputs  # what attention gives is kept
+        yield add(saved(f"enters.{name}", why, values, L))
+        if isinstance(shape, TracedShape):
+            why, again = "autocast copies it for each linear", values * (len(linear.pieces) - 1)
+            yield add(saved(f"enters.{name} again", why, again, L, role="cast"))
 
 
 def _added(env: Environment, shape: ModelShape, added: Collection[str]) -> Iterator[Rule]:

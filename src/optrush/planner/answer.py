@@ -361,6 +361,9 @@ def _largest(config: Config, name: str, classes: Sequence[type[Technique]]) -> t
 
     _, hf = locate(config, weights=False)
     sizes = {n: ModelShape.read(s).parameters for n, s in shapes_of(hf["model_type"]).items()}
+    if not sizes:
+        found = f"no other sizes of the family {hf['model_type']!r} are listed"
+        raise ConfigError("--solve largest-model", found, "plan each model: optrush plan MODEL --hardware NAME")
     for shape in sorted(sizes, key=lambda n: -sizes[n]):
         if way := fits(_of_shape(config, shape), name, classes):
             return f"{shape}: {way.method}, {_fact(way)}", _values(way) | {"model": shape}

@@ -17,7 +17,8 @@ from functools import cache
 from typing import Literal
 
 from optrush.models.shapes import DeltaShape, ExpertsShape, ModelShape
-from optrush.planner import ledger
+from optrush.models.traced import TracedShape
+from optrush.planner import ledger, traced
 from optrush.planner.ledger import WAYS, ComputedIn, Entry, Ledger, Line, Live, Role, Rule, Side, Tag, Way, WorkItem
 from optrush.planner.optimizer import MOMENTS, MOVED
 from optrush.technique import Environment, Part, Teacher, Technique
@@ -69,7 +70,8 @@ def entries(shape: ModelShape, T: int, *, native: bool, cuda: bool, padding: flo
         native: our own decoder, not transformers'.
         padding: share of the slots that hold no token.
     """
-    lines = [*_parameters(shape), *_block(shape, T, native, cuda), *_head(shape), *_rest(shape, cuda)]
+    kept = traced.saved_lines(shape, T) if isinstance(shape, TracedShape) else _block(shape, T, native)
+    lines = [*_parameters(shape), *kept, *_working(shape, T, cuda), *_head(shape), *_rest(shape, cuda)]
     if not cuda:
         lines = [dataclasses.replace(e, values=e.values * _heap(e, shape, T), side="") for e in lines]
     return (*lines, *_work(shape, T, native, padding, cuda))
@@ -89,7 +91,7 @@ def _parameters(s: ModelShape) -> Iterator[Line]:
         ("blocks", s.block_parameters, s.layers, ("blocks",)),
         ("embedding", vocabulary, 1, ("embedding",)),
         ("head", 0 if s.tied else vocabulary, 1, ("head",)),
-        ("norm", s.width, 1, ("norm",)),
+        ("norm", s.parameters - s.block_parameters - vocabulary * (1 if s.tied else 2), 1, ("norm",)),
     )
     # The gradient of a tied weight begins at the head and ends at the embedding (`_rest`).
     end: ComputedIn = "throughout" if s.tied else "after"
@@ -110,13 +112,13 @@ def _parameters(s: ModelShape) -> Iterator[Line]:
     yield Line("casts.head", why, vocabulary, "cast", "saved", of=("casts", "head"))
 
 
-def _block(s: ModelShape, T: int, native: bool, cuda: bool) -> Iterator[Line]:
+def _block(s: ModelShape, T: int, native: bool) -> Iterator[Line]:
     D, F = s.width, s.active_width
 
     def saved(name: str, reason: str, values: float, *of: Tag, role: Role = "product") -> Line:
         return ledger.saved(name, reason, s.layers * values, s.layers, *of, role=role)
 
-    yield Line("input", "what enters a block, D", s.layers * D, "residual", "saved", True, s.layers, of=("stream",))
+    yield ledger.entering(s.layers, D)
     yield saved("middle", "what its feed-forward part adds to, D", D, "stream", "product-output")
     yield saved("middle.wide", "of which float32 is kept where products are narrower", D, "stream", role="cast")
     n = len(s.block_norms)
@@ -142,6 +144,11 @@ def _block(s: ModelShape, T: int, native: bool, cuda: bool) -> Iterator[Line]:
     yield saved("product", "what enters the down product, F", F, "mlp", "product-input")
     if s.experts is not None:
         yield from _routed(s, s.experts)
+
+
+def _working(s: ModelShape, T: int, cuda: bool) -> Iterator[Line]:
+    """Yield what one block has in flight."""
+    F = s.active_width
 
     def working(name: str, reason: str, values: float, role: Role, live: Live, *of: Tag, side: Side = "") -> Line:
         return Line(f"working.{name}", reason, values, role, live, True, side=side, of=("fusable", *of))
@@ -249,6 +256,9 @@ def _head(s: ModelShape) -> Iterator[Line]:
     yield ledger.at_head("logits.eager", why, 2 * V, "wide", "logits", "fusable")
     why = "and where logits are narrower, what makes them 3 V in float32"
     yield ledger.at_head("logits.cast.eager", why, V, "narrowing", "logits", "fusable")
+    if isinstance(s, TracedShape) and s.softcap:
+        why = "logits divided by their cap, and what tanh makes of them, 2 V"
+        yield ledger.at_head("logits.capped", why, 2 * V, "product", "logits", "fusable")
 
 
 def _rest(s: ModelShape, cuda: bool) -> Iterator[Line]:
@@ -277,10 +287,11 @@ def _work(s: ModelShape, T: int, native: bool, padding: float, cuda: bool) -> It
     mixing = sum(linear.weights for linear in s.linears.values() if linear.module not in ("gate_up", "down")) / L
     one = "the same one operator at a time"
     yield WorkItem("padding", "slots that hold no token", "token", padding=padding)
-    for name, weights in (("qkv", mixing - o), ("o", o), ("gate_up", 2 * D * F), ("down", F * D)):
+    matrices = {"qkv": L * (mixing - o), "o": L * o, "gate_up": 2 * L * D * F, "down": L * F * D}
+    for name, weights in (traced.matrices(s) if isinstance(s, TracedShape) else matrices).items():
         for way, each in zip(WAYS, (2, 4), strict=True):
             why = f"{each} a weight of the blocks"
-            yield WorkItem(f"{way}.{name}", why, "token", each * L * weights, of=(way, "products"))
+            yield WorkItem(f"{way}.{name}", why, "token", each * weights, of=(way, "products"))
     for way in WAYS:
         yield from _between_products(s, T, way, cuda)
     if s.delta is not None:
@@ -321,9 +332,12 @@ def _between_products(s: ModelShape, T: int, way: Way, cuda: bool) -> Iterator[W
     each = s.width + 2 * (q + s.key_width) + (6 if back else 3) * s.active_width
     yield moved("elementwise", "norms, rotation, gating", L * each, "elementwise")
     why = "the same one operator at a time"
-    yield moved("eager", why, times * 75 * L * s.width, "elementwise", "fusable", role="plain")
-    launches = times * 45 * L * (AUTOGRAD if cuda else 1.0)
-    yield ledger.launched(way, "launches", f"about {times * 45} operators a block", launches, "fusable")
+    values, operators = 75.0 * L * s.width, 45.0
+    if isinstance(s, TracedShape):
+        values, operators = max(0.0, traced.UNEVEN * s.moved - L * (5 * s.width + each)), s.launches / L
+    yield moved("eager", why, times * values, "elementwise", "fusable", role="plain")
+    launches = times * operators * L * (AUTOGRAD if cuda else 1.0)
+    yield ledger.launched(way, "launches", f"about {times * operators:.0f} operators a block", launches, "fusable")
 
 
 def _delta_rule_work(d: DeltaShape, T: int) -> Iterator[WorkItem]:

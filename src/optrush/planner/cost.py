@@ -20,6 +20,7 @@ from typing import Literal
 from optrush import hardware
 from optrush.hardware import CONTEXT_BYTES, Device
 from optrush.models.shapes import ModelShape
+from optrush.models.traced import TracedShape
 from optrush.planner import calibration
 from optrush.planner.calibration import AttentionRate, Calibration
 from optrush.planner.ledger import Ledger, WorkItem, host_bytes, hosted_bytes, most_bytes
@@ -109,6 +110,8 @@ class WorkTime:
 def linears(shape: ModelShape) -> dict[str, tuple[int, int]]:
     """Return (outputs, inputs) of each kind of linear, by the last part of the work's name in the ledger."""
     D, F, all_ = shape.width, shape.ff_width, shape.linears
+    if isinstance(shape, TracedShape):
+        return {**{n: (each.outputs, each.inputs) for n, each in all_.items()}, "head": (shape.vocab, D)}
     inner = sum(linear.weights for linear in all_.values() if linear.module == "qkv" or "latent." in linear.module)
     return {
         "qkv": (inner // (D * shape.attention_layers), D),

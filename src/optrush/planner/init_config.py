@@ -28,6 +28,7 @@ from optrush.config import (
     nearest,
     parse_config,
     parse_scalar,
+    refuse_secrets,
     set_value,
 )
 from optrush.decide import Decided, NothingFits, changed, decide
@@ -182,6 +183,22 @@ def compose(request: InitRequest, file: str, classes: Sequence[type[Technique]] 
     return FirstConfig(text, config, ranks)
 
 
+def of_model(
+    model: str, data: str | None, name: str, sets: Sequence[str], withs: Sequence[str], withouts: Sequence[str]
+) -> Config:
+    """Return the configuration of a first run of a model, to plan; without `data`, of random tokens.
+
+    Raises:
+        UserError: the data cannot be read, or a flag names an unknown key.
+    """
+    data = data or RANDOM
+    request = InitRequest(model, check_data(data, sets), data, "runs/new", name, sets=sets)
+    tree = choose_values(request, *hardware.parse_hardware(name), model=model)
+    config = parse_config(yaml.safe_dump(tree), model, sets, withs, withouts)
+    refuse_secrets(config)
+    return config
+
+
 def _decided(
     request: InitRequest, tree: dict[str, Any], own: dict[str, dict[str, Any]], device: Device, ranks: int,
     classes: Sequence[type[Technique]],
@@ -232,10 +249,18 @@ def _searched(config: Config, request: InitRequest, classes: Sequence[type[Techn
     return {name: dict(options) for name, options in found.best.setting.with_.items()}
 
 
-def choose_values(request: InitRequest, device: Device, ranks: int = 1) -> dict[str, Any]:
-    """Choose every value except the techniques; return them as the tree of the YAML."""
+def choose_values(
+    request: InitRequest, device: Device, ranks: int = 1, *, model: str | None = None
+) -> dict[str, Any]:  # fmt: skip
+    """Choose every value except the techniques; return them as the tree of the YAML.
+
+    Args:
+        model: as it is named, whether or not it needs a chat template; None: the request's, whose files are looked at.
+    """
+    shape = request.model.removeprefix(SHAPE)
+    model = None if shape != request.model else model
     tree: dict[str, Any] = {
-        "model": _model(request),
+        "model": model or _model(request),
         "objective": request.objective,
         "data": _data(request.data, device),
     }

@@ -157,6 +157,12 @@ def saved(name: str, reason: str, values: float, blocks: int, *of: Tag, role: Ro
     return Line(f"saved.{name}", reason, values, role, "saved", True, blocks, side=side, of=("saved", *of))
 
 
+def entering(blocks: int, width: int) -> Line:
+    """Return the line of what enters every block, which stays where a block is recomputed."""
+    why = "what enters a block, D"
+    return Line("input", why, blocks * width, "residual", "saved", True, blocks, of=("stream",))
+
+
 Entry = Line | WorkItem
 Kind = enum.IntEnum("Kind", "ADD RETYPE FREEZE CUT LIVE")  # of rules, in the order in which they are applied
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from optrush.config import Config
 from optrush.data.length_estimate import estimate_fill
-from optrush.decide import Decided, decide, problem_of, with_method, with_setting
-from optrush.errors import NeedsError
-from optrush.hardware import Device, parse_hardware
-from optrush.models.shapes import HF, ModelShape, native_obstacle
-from optrush.models.source import shapes_of
+from optrush.decide import Decided, decide, problem_of, stand_in, with_method, with_setting
+from optrush.hardware import GIB, Device, parse_hardware
+from optrush.models.shapes import HF, ModelShape
+from optrush.models.source import locate, shapes_of
+from optrush.models.traced import NoPlan, shape_of, stored_values
 from optrush.planner import baseline, calibration
 from optrush.planner.ledger import Ledger
 from optrush.planner.sets import Candidate, Evaluations, Prediction, SearchResult, predict_set, search_sets
@@ -46,7 +46,7 @@ def predict_decided(decided: Decided) -> Prediction:
     lengths = estimate_fill(decided.config)
     env = dataclasses.replace(decided.env, reach=lengths.reach)
     found = calibration.for_device(env.device)
-    return predict_set(decided.techniques, env, _shape(decided.hf), lengths.padding, found)
+    return predict_set(decided.techniques, env, shape_of(decided.hf), lengths.padding, found)
 
 
 def books_of(
@@ -59,7 +59,7 @@ def books_of(
     """
     decided, lengths = decide(config, classes, ranks, device), estimate_fill(config)
     env = dataclasses.replace(decided.env, reach=lengths.reach)
-    return baseline.books(decided.techniques, env, _shape(decided.hf), lengths.padding), env, decided.hf
+    return baseline.books(decided.techniques, env, shape_of(decided.hf), lengths.padding), env, decided.hf
 
 
 def search(
@@ -82,7 +82,7 @@ def search(
     config = with_method(config)
     problem = problem_of(config, classes, ranks or count, device, fixed=fixed)
     if not rough:
-        _shape(problem.hf)
+        shape_of(problem.hf)
     return search_sets(
         problem, classes, config.with_, keep_maths=keep_maths, best=best, whole=whole, scarce=scarce, here=here,
         start=start, keep=keep,
@@ -114,8 +114,14 @@ def family(
         yield name, shape.parameters, max(evaluations.settings, key=lambda s: s.speed, default=None)
 
 
-def _shape(hf: HF) -> ModelShape:
-    if (obstacle := native_obstacle(hf)) is not None:
-        asked = f"a plan for a model of type {hf.get('model_type')!r}"
-        raise NeedsError(asked, obstacle, "train it without a plan")
-    return ModelShape.read(hf)
+def without_plan(config: Config) -> Iterator[tuple[NoPlan, str, dict[str, int]]]:
+    """Yield the error, a text and the bytes of weights by bits for a model whose blocks nothing describes."""
+    folder, hf = locate(config, weights=False)
+    try:
+        shape_of(hf)
+    except NoPlan as error:
+        values = stored_values(folder, hf) or stand_in(hf).parameters
+        sizes = {"16": 2 * values, "4": round(values * 4.5 / 8)}  # a scale for 64 of 4 bits
+        least = " and ".join(f"{size / GIB:.1f} GiB in {bits} bits" for bits, size in sizes.items())
+        text = f"no plan for {config.model.path}: {error.found}\n  its weights alone need about {least}"
+        yield error, text, sizes

@@ -22,6 +22,7 @@ from optrush.errors import ConfigError, ConflictError, NeedsError
 from optrush.hardware import Device
 from optrush.models.shapes import HF, ModelShape
 from optrush.models.text_part import text_config
+from optrush.models.traced import TracedShape
 from optrush.planner import baseline, cost, ledger
 from optrush.planner.calibration import Calibration
 from optrush.planner.climb import Score, climb
@@ -70,6 +71,7 @@ class Prediction:
     compile_s: float = 0.0  # that its techniques add to a first start
     stage_bytes: tuple[int, ...] = ()  # peak of each rank of a pipeline
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)  # ranks of each axis that has several
+    traced: bool = False  # the model's blocks are transformers', and were traced
 
     @property
     def filled(self) -> float:
@@ -330,6 +332,7 @@ def _prediction(
         a_parameter=by_kind,
         stage_bytes=stages,
         mesh=env.mesh,
+        traced=isinstance(env.shape, TracedShape),
     )
 
 

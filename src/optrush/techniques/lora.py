@@ -80,8 +80,9 @@ class Lora(Technique):
         return self.init is not None and re.fullmatch(ledger.SPLITS, self.init) is not None
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        if env.native:  # the linears of others are known once the model is built
+        if env.shape is not None:  # the linears of others are known once the model is built
             yield ledger.require_targets(self.name, env, self.targets)
+        if env.native:
             tied = env.shape is not None and env.shape.tied
             yield from ledger.whole(self.name, self.save, ledger.WHOLE, tied)
         beside = env.native and {*ledger.chosen(self.targets, ledger.names_of(env.shape))} & {*ledger.DENSE}

@@ -156,7 +156,9 @@ def _by_budget(budget: float, env: Environment) -> Iterator[Rule]:
     all, and whole scores (which at some budgets it does not).
     """
     shape = env.shape
-    if shape is None or budget == 1:  # assumed, not measured: an even share, and cheap operators run again first
+    if (
+        shape is None or not env.native or budget == 1
+    ):  # assumed, not measured: an even share, and cheap operators run again first
         cheap = min(1.0, 3 * (1 - budget))
         yield live(tagged("saved"), f"of all but {budget:g}, kept by one block at a time", recomputed=1 - budget)
         yield live(tagged("forward", "elementwise"), "elementwise operators run again first", times=1 + cheap)

@@ -1,0 +1,420 @@
+"""Trace one block of each kind of a transformers model without values: what it keeps, multiplies, moves and starts.
+
+The class is built on the meta device, which gives every size. Then one block of each kind runs on fake tensors, while
+`saved_tensors_hooks` sees what autograd keeps and a dispatch mode sees which operator made it. Blocks run at two
+lengths, which separates what grows with a row from what grows with its square; in float32, bfloat16 and under autocast,
+which gives the roles of the ledger; and trained and frozen, which tells what only the gradients of weights read. Others
+pass their input on. On a CPU torch's attention keeps the same tensors as flash attention on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from optrush.console import transformers_silenced
+from optrush.data.batch import Documents
+from optrush.errors import NeedsError, one_line
+from optrush.models.hf import HFModel, opened_on_meta
+from optrush.models.layers import uncast
+from optrush.models.shapes import HF, sdpa_obstacle
+from optrush.models.text_part import text_config
+
+LENGTH = 768  # tokens of the shorter row: a multiple of the chunks of recurrent layers, and no width of a head
+VIEW = 0.25  # of the host's time to start an operator: assumed for one that only makes a view
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
+FLASH = "_scaled_dot_product"
+PRECISIONS = ("float32", "bfloat16", "autocast")
+ROLES = ("product", "residual", "widening", "narrowing")  # of planner.ledger
+KINDS = ("attended", "entering", "weighed", "rest")
+# Tags of the lines of what a block saves, by kind.
+TAGS: Mapping[str, tuple[str, ...]] = {
+    "attended": ("heads", "attention-output", "product-input"),
+    "entering": ("product-input",),
+    "weighed": ("normalised", "fusable"),
+    "rest": (),
+}
+
+
+SavedLine = tuple[str, float, str, list[str], bool]  # a `SavedShape`
+
+
+class Mode(NamedTuple):
+    """How a block runs."""
+
+    attention: str  # "sdpa" or "masked"
+    precision: str  # "float32", "bfloat16" or "autocast"
+    frozen: bool
+    length: int
+
+
+@dataclass
+class Seen:
+    """What one block of a kind did: its storages in the order of their making, and which of them autograd keeps."""
+
+    bytes: dict[int, int] = field(default_factory=dict)  # by number
+    kind: dict[int, str] = field(default_factory=dict)
+    late: set[int] = field(default_factory=set)  # made after attention
+    kept: set[int] = field(default_factory=set)
+    enters: set[int] = field(default_factory=set)  # a product with a weight
+    inputs: dict[str, int] = field(default_factory=dict)  # linear -> storage that enters it; negative: of elsewhere
+    moved: float = 0.0  # values
+    launches: float = 0.0
+    attended: bool = False
+
+    def what(self, number: int, frozen: bool) -> str:
+        """Return the kind of a storage's lines; `frozen`: it is kept where weights are frozen, too."""
+        if self.kind[number] == "attended":
+            return "attended"
+        if frozen or self.kind[number] == "stream":
+            return "rest"
+        return "entering" if number in self.enters else "weighed"
+
+
+class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows the storages of one pass, block by block."""
+
+    def __init__(self, weights: set[int], length: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.weights, self.block, self.length = weights, -1, length
+        self.seen: dict[int, Seen] = defaultdict(Seen)
+        self.number: dict[int, tuple[int, int]] = {}  # of a storage: its block, and its number there
+        self.alive: list[Any] = []  # no storage's address is used twice
+
+    def enter(self, block: int, hidden: Tensor) -> None:
+        """Begin a block, whose input is its storage 0."""
+        self.block = block
+        self._place(hidden, "stream")
+
+    def _place(self, t: Tensor, kind: str) -> None:
+        storage, seen = t.untyped_storage(), self.seen[self.block]
+        number = len(seen.bytes)
+        self.alive.append(storage)
+        self.number[storage._cdata] = (self.block, number)
+        seen.bytes[number], seen.kind[number] = storage.nbytes(), kind
+        if seen.attended:
+            seen.late.add(number)
+
+    def own(self, t: Tensor) -> int | None:
+        """Return the number of a tensor's storage in this block; None: it was made elsewhere."""
+        block, number = self.number.get(t.untyped_storage()._cdata, (-1, -1))
+        return number if block == self.block else None
+
+    def keep(self, t: Tensor) -> Tensor:
+        """Note that autograd keeps a tensor."""
+        if self.block >= 0 and (number := self.own(t)) is not None:
+            self.seen[self.block].kept.add(number)
+        return t
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        name = str(func.overloadpacket).partition(".")[2]
+        whole = {t.untyped_storage()._cdata for t in given}
+        new = [t for t in made if t.untyped_storage()._cdata not in whole]
+        if whole and whole <= self.weights:  # a view of a weight, or its copy in another type
+            for t in new:
+                self.alive.append(t.untyped_storage())
+                self.weights.add(t.untyped_storage()._cdata)
+            return out
+        if self.block < 0:
+            return out
+        seen = self.seen[self.block]
+        seen.launches += VIEW
+        weighed = name in PRODUCTS and bool(whole & self.weights)
+        attends = name.startswith(FLASH) or (name in PRODUCTS and not weighed)
+        if weighed:
+            for t in given:
+                if (number := self.own(t)) is not None:
+                    seen.enters.add(number)
+        if not new and not name.endswith("_"):
+            return out
+        seen.launches += 1 - VIEW
+        if name.startswith(FLASH) or (attends and any(self.squared(t) for t in given)):
+            seen.attended = True
+        copied = name in ("clone", "_to_copy") and (n := self.own(given[0])) is not None and seen.kind[n] == "attended"
+        kind = "attended" if copied or (attends and seen.attended) else "made"
+        fresh: set[int] = set()
+        for t in new:
+            if (key := t.untyped_storage()._cdata) not in fresh:
+                fresh.add(key)
+                self._place(t, kind)
+        if not (attends or weighed):
+            values = sum(t.numel() for t in given if t.untyped_storage()._cdata not in self.weights)
+            seen.moved += values + sum(t.numel() for t in made)
+        return out
+
+    def squared(self, t: Tensor) -> bool:
+        """Return whether a tensor has a value for each two tokens of a row, as probabilities have."""
+        return t.ndim > 2 and t.shape[-1] == t.shape[-2] == self.length
+
+
+def trace_model(hf: HF) -> dict[str, Any]:
+    """Return the fields of the `TracedShape` of a model that transformers builds, as JSON has them.
+
+    Raises:
+        NeedsError: it cannot be built, or its code reads values that a trace does not have.
+    """
+    from transformers import CONFIG_MAPPING
+
+    if str(hf.get("model_type")) not in CONFIG_MAPPING:
+        do = "optrush runs no code of a model's folder: take a model that transformers has, or update transformers"
+        raise NeedsError("a trace of its blocks", "its code is not transformers' own", do)
+    model = opened_on_meta(hf)
+    model.tie_weights()
+    with torch.device("meta"):
+        wrapper = HFModel(model)
+    tracer = Tracer(wrapper, hf)
+    try:
+        with transformers_silenced():
+            figures = tracer.figures()
+    except NeedsError:
+        raise
+    except Exception as error:
+        kind, found = wrapper.config.model_type, f"{type(error).__name__}: {one_line(str(error), 120)}"
+        do = "give `with` and `batch.micro_tokens`, and train it without a plan"
+        raise NeedsError(f"a plan for a model of type {kind!r}", f"its blocks cannot be traced ({found})", do) from None
+    return tracer.shape(figures)
+
+
+class Tracer:
+    """Runs one block of each kind of a model, in all modes."""
+
+    def __init__(self, wrapper: HFModel, hf: HF) -> None:
+        self.wrapper, self.hf = wrapper, hf
+        self.blocks = list(wrapper.blocks.values())
+        config, types = wrapper.config, getattr(wrapper.config, "layer_types", None) or ()
+        of: dict[Any, list[int]] = defaultdict(list)
+        for number, block in enumerate(self.blocks):
+            sizes = tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
+            of[type(block), types[number] if number < len(types) else "", sizes].append(number)
+        self.kinds = {places[-1]: tuple(places) for places in of.values()}  # the last one: others may read its keys
+        self.eager = sdpa_obstacle(hf) is not None
+        wrapper.maskless = {*types} <= {"full_attention", "sliding_attention"}
+        self.config, self.watcher = config, Watcher(set(), LENGTH)
+        for number in self.kinds:
+            for path, module in self.blocks[number].named_modules():
+                if isinstance(module, nn.Linear):
+                    module.register_forward_pre_hook(partial(self._enters, number, path))
+        self.tuples: bool | None = None  # whether blocks return a tuple, hidden states first; None: not known
+
+    def _enters(self, number: int, path: str, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        """Note which storage enters a linear."""
+        own = self.watcher.own(args[0])
+        self.watcher.seen[number].inputs[path] = -args[0].untyped_storage()._cdata if own is None else own
+
+    def figures(self) -> dict[Mode, dict[int, Seen]]:
+        """Return what one block of each kind does in each mode."""
+        found: dict[Mode, dict[int, Seen]] = {}
+        for precision in PRECISIONS:
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                self._fill(torch.bfloat16 if precision == "bfloat16" else torch.float32)
+                for attention in ("masked",) if self.eager else ("sdpa", "masked"):
+                    self.wrapper.set_attention(attention)
+                    for frozen in (False, True) if attention == "sdpa" or self.eager else (False,):
+                        self.wrapper.requires_grad_(not frozen)
+                        for length in (LENGTH, 2 * LENGTH):
+                            mode = Mode(attention, precision, frozen, length)
+                            found[mode] = self._run(mode)
+        return found
+
+    def _fill(self, dtype: torch.dtype) -> None:
+        """Give the parameters and buffers of what runs fake storage, as `bf16` types them."""
+        wide = {id(p) for p in uncast(self.wrapper)}
+        made: dict[int, nn.Parameter] = {}  # a tied parameter stays one
+        left = {id(m) for n, block in enumerate(self.blocks) if n not in self.kinds for m in block.modules()}
+        for module in self.wrapper.modules():
+            if id(module) in left:
+                continue
+            for name, p in module._parameters.items():
+                if p is not None:
+                    kind = torch.float32 if id(p) in wide else dtype if p.is_floating_point() else p.dtype
+                    fake = torch.empty(p.shape, dtype=kind)
+                    module._parameters[name] = made.setdefault(id(p), nn.Parameter(fake, p.is_floating_point()))
+            for name, b in module._buffers.items():
+                if b is not None:
+                    module._buffers[name] = torch.empty(b.shape, dtype=b.dtype)
+
+    def _run(self, mode: Mode) -> dict[int, Seen]:
+        """Run the model in a mode; return what the chosen blocks did."""
+        T, real = mode.length, (p for p in self.wrapper.parameters() if p.device.type != "meta")
+        self.watcher = watcher = Watcher({p.untyped_storage()._cdata for p in real}, T)
+        places = {id(block): number for number, block in enumerate(self.blocks)}
+
+        def through(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            block = call.__self__  # type: ignore[attr-defined]
+            hidden = args[0] if args else kwargs["hidden_states"]
+            if (number := places[id(block)]) not in self.kinds:
+                return (hidden, *[None] * 2) if self.tuples else hidden
+            watcher.enter(number, hidden)
+            with torch.autograd.graph.saved_tensors_hooks(watcher.keep, lambda t: t):
+                out = call(*args, **kwargs)
+            watcher.block = -1
+            self.tuples = isinstance(out, tuple)
+            return out
+
+        self.wrapper.block_call = through
+        tokens, positions = torch.zeros(1, T, dtype=torch.long), torch.arange(T)[None]
+        documents = Documents(torch.tensor([0, T], dtype=torch.int32), torch.zeros(1, T, dtype=torch.int32), T, True)
+        hook = self.wrapper.embedding.register_forward_hook(lambda m, i, out: out.detach().requires_grad_().clone())
+        half = torch.autocast("cpu", torch.bfloat16) if mode.precision == "autocast" else contextlib.nullcontext()
+        try:
+            with watcher, half:
+                self.wrapper(tokens, positions, documents)
+        except Exception:  # if blocks return tuples, the model took the first row of what is no tuple
+            if self.tuples is not None:
+                raise
+            self.tuples = True
+            return self._run(mode)
+        finally:
+            hook.remove()
+        if not self.kinds.keys() <= watcher.seen.keys():
+            raise NeedsError("a trace of every block", "blocks that were not called", "train it without a plan")
+        return dict(watcher.seen)
+
+    # --- from what was seen to the figures of the shape
+
+    def shape(self, found: dict[Mode, dict[int, Seen]]) -> dict[str, Any]:
+        """Return the fields of the shape by the figures of all modes."""
+        w, c, L, embedding = self.wrapper, self.config, len(self.blocks), cast("nn.Embedding", self.wrapper.embedding)
+        base = found[Mode("masked" if self.eager else "sdpa", "float32", False, LENGTH)]
+        count = {number: len(places) for number, places in self.kinds.items()}
+        attending = sum(n for number, n in count.items() if base[number].attended)
+        D, query, groups = int(embedding.weight.shape[-1]), w._query_width if attending else 0, [*self._groups(base)]
+
+        def number(name: str, default: int) -> int:
+            given = getattr(c, name, None) or default
+            return int(given if isinstance(given, int) else max(given))
+
+        heads = number("num_attention_heads", 1)
+        types, window = getattr(c, "layer_types", None) or (), getattr(c, "sliding_window", None)
+        slides = [i for i in range(L) if window and (not types or types[i] == "sliding_attention")]
+        widest = max((sum(pieces.values()) for _, _, _, pieces, *_ in groups), default=8 * D)
+        return {
+            "family": str(text_config(self.hf).get("model_type")), "layers": L, "width": D, "heads": heads,
+            "kv_heads": min(number("num_key_value_heads", heads), heads),
+            "head_width": max(1, round(query / max(1, attending) / heads)),
+            "ff_width": number("intermediate_size", widest // 2), "vocab": int(w.head.weight.shape[0]),
+            "tied": w.tied, "window": int(window) if window and slides else None, "window_layers": slides,
+            "all_parameters": sum(p.numel() for p in w.parameters()),
+            "parameters_of_blocks": sum(p.numel() for block in self.blocks for p in block.parameters()),
+            "matrices": w._block_matrices, "groups": groups, "query_width": query,
+            "saved": [*self._saved(found, D, sum(sum(g[3].values()) * len(g[4]) for g in groups))],
+            "moved": sum(base[number].moved * n for number, n in count.items()) / LENGTH,
+            "launches": sum(base[number].launches * n for number, n in count.items()),
+            "softcap": w.head.softcap is not None, "sdpa_obstacle": sdpa_obstacle(self.hf),
+        }  # fmt: skip
+
+    def _groups(self, base: Mapping[int, Seen]) -> Iterator[tuple[str, str, int, dict[str, int], list[int], bool]]:
+        """Yield the linears of one input: a name, and the `LinearShape`; "o" is what attention's output enters."""
+        found: dict[tuple[Any, ...], list[int]] = {}
+        for number, places in self.kinds.items():
+            by: dict[int, list[str]] = defaultdict(list)
+            for path, storage in base[number].inputs.items():
+                by[storage].append(path)
+            for storage, paths in by.items():
+                members = [(path.rpartition(".")[2], self.blocks[number].get_submodule(path)) for path in paths]
+                pieces = tuple((name, m.out_features) for name, m in members)
+                module = "o" if base[number].kind.get(storage) == "attended" else paths[0]
+                bias = any(m.bias is not None for _, m in members)
+                found.setdefault((module, members[0][1].in_features, pieces, bias), []).extend(places)
+        names: Counter[str] = Counter()
+        for (module, width, pieces, bias), layers in found.items():
+            names[module] += 1
+            name = module if names[module] == 1 else f"{module} {names[module]}"
+            yield name, module, int(width), dict(pieces), sorted(layers), bias
+
+    def _saved(self, found: Mapping[Mode, Mapping[int, Seen]], width: int, outputs: float) -> Iterator[SavedLine]:
+        """Yield what all blocks keep of a token, by the roles that give its bytes in each precision."""
+        attention, L = "masked" if self.eager else "sdpa", len(self.blocks)
+        sizes: dict[tuple[str, bool], dict[str, float]] = defaultdict(lambda: dict.fromkeys(PRECISIONS, 0.0))
+        for precision in PRECISIONS:
+            for key, size in self._sizes(found, attention, precision).items():
+                sizes[key][precision] += size[0]
+        kept = outputs - sum(len(places) * self._last(number) for number, places in self.kinds.items())
+        stream = float(L * width)
+        for kind in KINDS:
+            both = {p: sizes[kind, False][p] + sizes[kind, True][p] for p in PRECISIONS}
+            late = sizes[kind, True]["float32"] / both["float32"] if both["float32"] else 0.0
+            late = 0.0 if kind == "attended" else late
+            product, residual, widening, narrowing = _roles(both)
+            tags = TAGS[kind]
+            if kind == "rest":
+                residual = max(0.0, residual - stream)  # what enters a block has a line of its own
+                for role, values in (("product", product), ("residual", residual)):
+                    part = min(values, kept)
+                    kept -= part
+                    yield from _both(f"outputs.{role}", part, role, ("product-output",), late)
+                    yield from _both(f"made.{role}", values - part, role, ("fusable",), late)
+            else:
+                yield from _both(kind, product, "product", tags, late)
+                yield from _both(f"{kind}.residual", residual, "residual", tags, late)
+            yield from _both(f"{kind}.widened", widening, "widening", (*tags, "widened", "fusable"), late)
+            yield from _both(f"{kind}.narrowed", narrowing, "narrowing", (*tags, "fusable"), late)
+        eager = {p: [0.0, 0.0] for p in PRECISIONS}
+        for precision in PRECISIONS:
+            for linear, squared in self._sizes(found, "masked", precision, frozen=False).values():
+                eager[precision][0] += linear
+                eager[precision][1] += squared
+        for role, values in zip(ROLES, _roles({p: both[1] for p, both in eager.items()}), strict=True):
+            yield (f"scores.{role}", values, role, ["heads", "scores"], True)
+        more = eager["float32"][0] - sum(size["float32"] for size in sizes.values())
+        yield ("spread", 0.0 if self.eager else max(0.0, more / 4), "product", ["heads"], False)
+
+    def _last(self, number: int) -> int:
+        """Return the outputs of the last linear of a block, which autograd does not keep."""
+        own = [m for m in self.blocks[number].modules() if isinstance(m, nn.Linear)]
+        return int(own[-1].out_features) if own else 0
+
+    def _sizes(
+        self, found: Mapping[Mode, Mapping[int, Seen]], attention: str, precision: str, frozen: bool = True
+    ) -> dict[tuple[str, bool], tuple[float, float]]:  # fmt: skip
+        """Return bytes by (kind, after attention): of a token, and of a token and a token of its row."""
+        at: list[dict[tuple[str, bool], float]] = []
+        for length in (LENGTH, 2 * LENGTH):
+            sums: dict[tuple[str, bool], float] = defaultdict(float)
+            full = found[Mode(attention, precision, False, length)]
+            bare = found[Mode(attention, precision, True, length)] if frozen else full
+            for number, places in self.kinds.items():
+                seen, others = full[number], bare[number].kept
+                for n in seen.kept:
+                    key = (seen.what(n, n in others), n in seen.late)
+                    sums[key] += len(places) * seen.bytes[n]
+            at.append(sums)
+        one, two = at
+        result = {}
+        for key in one.keys() | two.keys():
+            a, b = one.get(key, 0.0), two.get(key, 0.0)
+            squared = max(0.0, (b - 2 * a) / (2 * LENGTH**2))
+            squared = squared if squared * LENGTH > 0.002 * a / LENGTH else 0.0  # else a constant of each block
+            result[key] = (a / LENGTH - squared * LENGTH, squared)
+        return result
+
+
+def _roles(sizes: Mapping[str, float]) -> tuple[float, float, float, float]:
+    """Return values by `ROLES`, whose bytes are these in each precision.
+
+    A product and a residual have 4 bytes in float32 and 2 in bfloat16, under autocast 2 and 4; what is widened has 2
+    more in bfloat16, what is narrowed 2 more in both.
+    """
+    whole, half, mixed = (sizes[p] for p in PRECISIONS)
+    product, narrowing = min(whole / 4, max(0.0, (whole - mixed) / 2)), max(0.0, (mixed - whole) / 2)
+    return product, whole / 4 - product, max(0.0, (half - whole / 2) / 2 - narrowing), narrowing
+
+
+def _both(name: str, values: float, role: str, tags: tuple[str, ...], late: float) -> Iterator[SavedLine]:
+    """Yield what is made before attention's end and after it."""
+    yield name, values * (1 - late), role, [*tags], False
+    if late * values:
+        yield f"{name}.late", values * late, role, [*tags, "mlp"], False

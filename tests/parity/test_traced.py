@@ -1,0 +1,273 @@
+"""Plans of models that run through transformers: sizes and saved bytes are traced, and every model gets a figure."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshes import further
+from optrush.config import Config, parse_config
+from optrush.errors import ConfigError, ConflictError, NeedsError
+from optrush.hardware import parse_hardware
+from optrush.models import traced
+from optrush.models.hf import HFModel, opened_on_meta
+from optrush.models.shapes import SHAPES, ModelShape
+from optrush.models.trace import trace_model
+from optrush.models.traced import NoPlan, TracedShape, read_traced, shape_of
+from optrush.planner import answer, baseline, ledger, search
+from optrush.planner.ledger import Line
+from optrush.technique import instantiate
+from optrush.techniques import ALL
+
+from memory import check_prediction
+from parity_models import EXPERTS, FAMILIES
+
+TINY = {
+    "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096, "pad_token_id": 0,
+}  # fmt: skip
+T = 512
+
+
+def sizes(D: int, F: int, L: int, H: int, K: int, V: int, **more: Any) -> dict[str, Any]:
+    return {
+        "hidden_size": D, "intermediate_size": F, "num_hidden_layers": L, "num_attention_heads": H,
+        "num_key_value_heads": K, "vocab_size": V, "max_position_embeddings": 4096, "pad_token_id": 0, **more,
+    }  # fmt: skip
+
+
+GEMMA2 = {
+    "model_type": "gemma2", "sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+}  # fmt: skip
+LFM2 = ["conv", "conv", "full_attention", *["conv", "conv", "full_attention"] * 2, *["conv", "full_attention"] * 3]
+VISION = {
+    "model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27,
+    "num_attention_heads": 16, "image_size": 896, "patch_size": 14,
+}  # fmt: skip
+NEMOTRON_H = {
+    "model_type": "nemotron_h", "mamba_num_heads": 128, "mamba_head_dim": 80, "ssm_state_size": 128, "n_groups": 8,
+    "conv_kernel": 4, "chunk_size": 128, "head_dim": 128,
+    "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+}  # fmt: skip
+# As published, with the parameters in millions that their makers count (of images and text, the language model's).
+PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
+    "gemma-2-2b": (2614, sizes(2304, 9216, 26, 8, 4, 256000, head_dim=256, **GEMMA2)),
+    "gemma-2-9b": (9242, sizes(3584, 14336, 42, 16, 8, 256000, head_dim=256, **GEMMA2)),
+    "gemma-3-270m": (268, sizes(640, 2048, 18, 4, 1, 262144, head_dim=256, model_type="gemma3_text")),
+    "gemma-3-1b": (1000, sizes(1152, 6912, 26, 4, 1, 262144, head_dim=256, model_type="gemma3_text")),
+    "gemma-3-4b": (
+        3880,
+        {
+            "model_type": "gemma3", "vision_config": VISION,
+            "text_config": sizes(2560, 10240, 34, 8, 4, 262208, head_dim=256, model_type="gemma3_text"),
+        },
+    ),
+    "phi-4": (14660, sizes(5120, 17920, 40, 40, 10, 100352, model_type="phi3")),
+    "phi-4-mini": (
+        3836,
+        sizes(3072, 8192, 32, 24, 8, 200064, model_type="phi3", partial_rotary_factor=0.75, tie_word_embeddings=True),
+    ),
+    "granite-3.3-2b": (2534, sizes(2048, 8192, 40, 32, 8, 49159, model_type="granite", tie_word_embeddings=True)),
+    "olmo-2-7b": (7299, sizes(4096, 11008, 32, 32, 32, 100352, model_type="olmo2")),
+    "olmo-2-1b": (1485, sizes(2048, 8192, 16, 16, 16, 100352, model_type="olmo2")),
+    "smollm3-3b": (3075, sizes(2048, 11008, 36, 16, 4, 128256, model_type="smollm3", tie_word_embeddings=True)),
+    "command-r7b": (8028, sizes(4096, 14336, 32, 32, 8, 256000, model_type="cohere2", sliding_window=4096)),
+    "aya-8b": (8028, sizes(4096, 14336, 32, 32, 8, 256000, model_type="cohere")),
+    "nemotron-nano-9b-v2": (8888, sizes(4480, 15680, 56, 40, 8, 131072, **NEMOTRON_H)),
+    "lfm2-1.2b": (
+        1170,
+        sizes(2048, 8192, 16, 32, 8, 65536, model_type="lfm2", layer_types=[*LFM2, "conv"],
+              block_ff_dim=8192, block_auto_adjust_ff_dim=False),
+    ),
+    "glm-4-9b": (9400, sizes(4096, 13696, 40, 32, 2, 151552, head_dim=128, model_type="glm4", attention_bias=True)),
+    "starcoder2-3b": (3030, sizes(3072, 12288, 30, 24, 2, 49152, model_type="starcoder2", use_bias=True)),
+    "exaone-4-1.2b": (
+        1279,
+        sizes(2048, 4096, 30, 32, 8, 102400, head_dim=64, model_type="exaone4", tie_word_embeddings=True),
+    ),
+    "pythia-1.4b": (1415, sizes(2048, 8192, 24, 16, 16, 50304, model_type="gpt_neox")),
+    "gpt-j-6b": (
+        6051,
+        {"model_type": "gptj", "n_embd": 4096, "n_layer": 28, "n_head": 16, "rotary_dim": 64, "vocab_size": 50400,
+         "n_positions": 2048},
+    ),
+    "bloom-1b7": (
+        1722,
+        {"model_type": "bloom", "hidden_size": 2048, "n_layer": 24, "n_head": 16, "vocab_size": 250880},
+    ),
+    "gpt2": (124, {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024}),
+}  # fmt: skip
+CARDS = ("4090", "h100", "2xh100", "8xh200", "a100-80")
+QUICK = ("gemma-2-2b", "gemma-3-1b", "lfm2-1.2b")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One folder of traces for all tests of this file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OPTRUSH_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def folder(here: Path, hf: dict[str, Any]) -> Path:
+    """A folder with a config.json alone."""
+    here.mkdir(exist_ok=True)
+    (here / "config.json").write_text(json.dumps(hf))
+    return here
+
+
+def run(model: Path, with_: str | None = "{}", seq: int = 1024, rows: int = 2) -> Config:
+    """A run of pre-training on random tokens; without `with_`, what is open is decided."""
+    given = "" if with_ is None else f"with: {with_}\n"
+    micro = "" if with_ is None else f", micro_tokens: {seq * rows}"
+    text = f"model: {{path: {model}}}\nobjective: pretrain\ndata: {{random: 64}}\ntrain: {{steps: 3}}\noutput: out\n"
+    return parse_config(f"{text}batch: {{seq: {seq}, tokens: {seq * rows}{micro}}}\n{given}", "case")
+
+
+def trace(hf: dict[str, Any]) -> TracedShape:
+    """The shape by a trace, of a family of our own decoder, too."""
+    return traced._parsed(trace_model(hf), "of a test")
+
+
+def kept(shape: ModelShape, widths: Any) -> float:
+    """Bytes that the blocks keep of a token, scores included."""
+    entries = baseline.entries(shape, T, native=False, cuda=True)
+    lines = [e for e in entries if isinstance(e, Line) and e.live == "saved" and e.per_token and e.blocks > 1]
+    return sum(line.values * widths[line.role] for line in lines)
+
+
+# --- the trace against the ledger of our own decoder, which computes the same
+
+
+NATIVE: dict[str, tuple[dict[str, Any], float]] = {
+    "llama": (SHAPES["llama-3.2-1b"], 0.005),
+    "qwen2": (SHAPES["qwen2.5-0.5b"], 0.005),
+    "mistral": ({**TINY, "model_type": "mistral", "sliding_window": None}, 0.02),
+    "qwen3": ({**TINY, "model_type": "qwen3"}, 0.05),
+}
+
+
+@pytest.mark.parametrize("kind", NATIVE)
+def test_a_trace_finds_what_the_ledger_has(kind: str) -> None:
+    """Sizes exactly, saved bytes closely: the norms of queries and keys, 14 % of a small model, would be missed."""
+    hf, near = NATIVE[kind]
+    written, found = ModelShape.read({"architectures": ["ForCausalLM"], **hf}), trace(hf)
+    assert (found.parameters, found.block_parameters) == (written.parameters, written.block_parameters)
+    assert (found.block_matrices, found.width, found.vocab) == (written.block_matrices, written.width, written.vocab)
+    assert sorted(n.weights for n in found.linears.values()) == sorted(n.weights for n in written.linears.values())
+    assert found.query_width == written.layers * written.heads * written.head_width
+    for widths in (ledger.FLOAT32, ledger.BFLOAT16):
+        assert kept(found, widths) == pytest.approx(kept(written, widths), rel=near)
+
+
+@pytest.mark.parametrize("kind", [k for k in (*FAMILIES, *EXPERTS) if k != "llama4_text"])  # which has no such backbone
+def test_sizes_of_native_families(kind: str) -> None:
+    """Parameters of transformers' class, experts too, are those that `ModelShape` counts."""
+    hf = {**FAMILIES, **EXPERTS}[kind]
+    model = opened_on_meta(hf)
+    model.tie_weights()
+    with torch.device("meta"):
+        wrapper = HFModel(model)
+    written = ModelShape.read({"architectures": ["ForCausalLM"], **hf})
+    assert sum(p.numel() for p in wrapper.parameters()) == written.parameters
+    assert sum(p.numel() for b in wrapper.blocks.values() for p in b.parameters()) == written.block_parameters
+
+
+def test_a_trace_sees_norms_of_queries_and_keys() -> None:
+    with_norms, without = ({**TINY, "model_type": kind, "head_dim": 64} for kind in ("qwen3", "llama"))
+    norms = kept(trace(with_norms), ledger.BFLOAT16) - kept(trace(without), ledger.BFLOAT16)
+    heads = 2 * (4 + 2) * 64  # of two layers
+    assert norms == pytest.approx((4 + 2) * heads, rel=0.35)  # a float32 copy, and before the weight
+
+
+# --- the prediction against steps on tensors without bytes
+
+
+STEPS = [
+    ("gemma-2-2b", 2, "{bf16: {}}"),
+    ("gemma-3-1b", 7, "{bf16: {}, attention: {}}"),
+    ("olmo-2-1b", 6, "{amp: {}, attention: {}, fused-adamw: {}}"),
+    ("phi-4-mini", 3, "{bf16: {}, attention: {}, recompute: {}, fused-loss: {}}"),
+    ("lfm2-1.2b", 5, "{bf16: {}, attention: {}, selective-recompute: {}}"),
+    ("smollm3-3b", 4, "{}"),
+]
+
+
+@pytest.mark.parametrize(("name", "layers", "with_"), further(STEPS, 3))
+def test_the_peak_of_a_step(tmp_path: Path, name: str, layers: int, with_: str) -> None:
+    hf = {**PUBLISHED[name][1], "num_hidden_layers": layers, "vocab_size": 4096}
+    hf |= {"layer_types": hf["layer_types"][:layers]} if "layer_types" in hf else {}
+    check_prediction(run(folder(tmp_path / "model", hf), with_), rel=0.07)
+
+
+# --- every model on every card
+
+
+@pytest.mark.parametrize("name", further([*PUBLISHED], 8))
+def test_sizes_of_published_models(name: str) -> None:
+    millions, hf = PUBLISHED[name]
+    shape = shape_of(hf)
+    assert shape.parameters / 1e6 == pytest.approx(millions, rel=5e-3)
+    assert shape.layers * shape.width <= shape.block_parameters < shape.parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "card"),
+    further([(n, c) for n in (*QUICK, *sorted(PUBLISHED.keys() - {*QUICK})) for c in CARDS], len(CARDS) + 2),
+)
+def test_every_model_has_a_plan_on_every_card(tmp_path: Path, name: str, card: str) -> None:
+    model = folder(tmp_path / "model", PUBLISHED[name][1])
+    _, ranks = parse_hardware(card)
+    found = answer.answer(run(model, None, rows=8 * ranks), card, nearest=False)
+    assert found.best is not None and found.best.setting is not None
+    prediction = found.best.setting.prediction
+    assert prediction.traced and prediction.fits and prediction.tokens_per_s
+    assert prediction.peak_bytes > prediction.parameters / ranks / 2  # 4 bits of a share
+
+
+@pytest.mark.parametrize("name", [c.name for c in ALL])
+def test_rules_of_each_technique_find_their_lines(tmp_path: Path, name: str) -> None:
+    """A rule that matches nothing raises ValueError: only a need may be unmet, never a line missing."""
+    hf = {**TINY, "model_type": "gemma3_text", "num_key_value_heads": 4}
+    model, device = folder(tmp_path / "model", hf), "2xh100"
+    cls = next(c for c in ALL if c.name == name)
+    base = {"bf16": {}, "ddp": {}, "lora": {}, "compile": {}}
+    for left_out in ((), ("bf16",), ("ddp",), ("lora",), ("lora", "compile"), ("bf16", "ddp", "lora", "compile")):
+        chosen = {n: o for n, o in base.items() if n not in left_out} | {name: dict(cls.sample)}
+        config = run(model, json.dumps({n: o for n, o in chosen.items() if n == name or not _clash(n, cls)}))
+        with suppress(NeedsError, ConfigError, ConflictError):
+            assert search.predict(config, device if "ddp" in chosen else "h100").peak_bytes > 0
+
+
+def _clash(name: str, cls: Any) -> bool:
+    return bool(instantiate(ALL, {name: {}})[0].claims & cls.claims)
+
+
+# --- the cache, and models without a plan
+
+
+def test_a_second_plan_traces_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OPTRUSH_CACHE", str(tmp_path))
+    hf = {**TINY, "model_type": "olmo2", "vocab_size": 333}
+    first = read_traced(hf)
+    traced._read.cache_clear()
+    monkeypatch.setattr("optrush.models.trace.trace_model", lambda hf: pytest.fail("traced again"))
+    again = read_traced(hf)
+    assert again == first and again.saved == first.saved and hash(again) == hash(first)
+    (file,) = (tmp_path / "traces").iterdir()
+    file.write_text("{")  # damaged
+    traced._read.cache_clear()
+    monkeypatch.undo()
+    monkeypatch.setenv("OPTRUSH_CACHE", str(tmp_path))
+    assert read_traced(hf) == first
+
+
+def test_a_model_whose_code_is_not_transformers_own(tmp_path: Path) -> None:
+    hf = {**TINY, "model_type": "somebodys", "auto_map": {"AutoConfig": "code.Config"}}
+    with pytest.raises(NoPlan, match="its code is not transformers' own"):
+        read_traced(hf)
