@@ -127,6 +127,7 @@ class ModelSpec:
     rope: Literal["torch", "fused"] = "torch"
     mlp: Literal["torch", "triton", "quack"] = "torch"
     linears: Mapping[str, LinearSpec] = dataclasses.field(default_factory=lambda: dict.fromkeys(LINEARS, LinearSpec()))
+    joined: frozenset[str] = frozenset()  # linears of which one published tensor has all pieces
     adapters_removable: bool = False  # the model before training can be run: `Trainer.adapters_disabled` is set
     narrow_stream: bool = False  # what flows between blocks has the products' type
     rounding: Literal["nearest", "stochastic", "kahan"] = "nearest"  # of updated bfloat16 weights
@@ -524,7 +525,8 @@ def settle(techniques: Sequence[Technique], env: Environment, classes: Sequence[
                     f"`{owners[part]}` with `{t.name}`", f"both own {part.value}", f"take one: --without {t.name}"
                 )
             owners[part] = t.name
-    spec = _described(tuple(techniques), env.spec.grouped_heads)
+    joined = frozenset[str]() if env.shape is None else env.shape.joined
+    spec = _described(tuple(techniques), env.spec.grouped_heads, joined)
     claimed = frozenset(owners) | ({Part.PACKED_ROWS} if env.paired else set())
     axes, sharded = mesh_axes(techniques, env.ranks), frozenset(axis for t in techniques for axis in t.shards)
     env = replaced(env, claimed=claimed, spec=spec, axes=axes, sharded=sharded)
@@ -547,8 +549,8 @@ def settle(techniques: Sequence[Technique], env: Environment, classes: Sequence[
 
 
 @lru_cache(4096)  # of the sets of a search, each of which is settled for several cards and micro-batches
-def _described(techniques: tuple[Technique, ...], grouped_heads: bool) -> ModelSpec:
-    spec = ModelSpec(grouped_heads)
+def _described(techniques: tuple[Technique, ...], grouped_heads: bool, joined: frozenset[str]) -> ModelSpec:
+    spec = ModelSpec(grouped_heads, joined=joined)
     for t in techniques:
         spec = t.describe(spec)
     return spec

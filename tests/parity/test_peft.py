@@ -33,6 +33,7 @@ NEOX = {
     "hidden_size": 32, "hidden_act": "gelu", "rotary_pct": 0.5,
 }  # fmt: skip
 KINDS = {**FAMILIES, "gpt_neox": NEOX, "qwen3_next": EXPERTS["qwen3_next"]}
+JOINED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 DELTA = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 SOME = ["in_proj_qkvz", "in_proj_ba", "o_proj"]
 R, ALPHA = 4, 6
@@ -54,6 +55,17 @@ LORA = {
     "delta, some": ("qwen3_next", "native", {"targets": SOME, "rslora": True},
         {"target_modules": SOME, "use_rslora": True},
     ),
+    "joined": ("phi3", "native", {}, {"target_modules": JOINED}),
+    "joined, dora": (
+        "phi3", "native", {"dora": True, "targets": ["qkv_proj", "down_proj"]},
+        {"target_modules": ["qkv_proj", "down_proj"], "use_dora": True},
+    ),
+    "joined, attention": (
+        "phi3-plain", "native", {"rslora": True, "targets": "attention"},
+        {"target_modules": JOINED[:2], "use_rslora": True},
+    ),
+    "joined, mlp": ("phi3", "native", {"targets": ["mlp", "qkv_proj"]}, {"target_modules": JOINED[2:] + JOINED[:1]}),
+    "joined, transformers": ("phi3", "transformers", {}, {"target_modules": JOINED}),
     "transformers": ("llama", "transformers", {}, {"target_modules": EVERY}),
     "transformers, dora": ("qwen2", "transformers", {"dora": True}, {"target_modules": EVERY, "use_dora": True}),
     "neox": (
@@ -84,6 +96,10 @@ IA3 = {
     "ia3, names": (
         "llama", "native", {"targets": ["q_proj", "up_proj", "o_proj"], "feedforward": ["o_proj"]},
         {"target_modules": ["q_proj", "up_proj", "o_proj"], "feedforward_modules": ["o_proj"]},
+    ),
+    "ia3, joined": (
+        "phi3", "native", {"targets": ["qkv_proj", "gate_up_proj", "down_proj"], "feedforward": ["gate_up_proj"]},
+        {"target_modules": ["qkv_proj", "gate_up_proj", "down_proj"], "feedforward_modules": ["gate_up_proj"]},
     ),
     "ia3, delta": ("qwen3_5_text", "native", {}, {"target_modules": ["k_proj", "v_proj", "down_proj"]}),
     "ia3, delta, names": (

@@ -49,6 +49,7 @@ AROUND = {
     **NAMES, "norm2": ("pre_feedforward_layernorm",),
     "leaving1": ("post_attention_layernorm",), "leaving2": ("post_feedforward_layernorm",),
 }  # fmt: skip
+JOINED = {**NAMES, "qkv": ("self_attn.qkv_proj",), "gate_up": ("{mlp}.gate_up_proj",)}  # rows of a piece below the last
 AFTER = {**NAMES, "norm1": ("post_attention_layernorm",), "norm2": ("post_feedforward_layernorm",)}
 SILU, GELU = ("silu", "swish"), ("gelu_pytorch_tanh",)
 
@@ -96,6 +97,7 @@ class FamilySpec:
     sinks: bool = False  # a learnt logit for each head, to no token
     partial_rotary: bool = False  # a part of each head is rotated
     rope_kinds: tuple[str, ...] = ROPE_KINDS
+    rope_renamed: Mapping[str, str] = field(default_factory=dict)  # types by the names of earlier files
     window: Literal["none", "all", "switched", "upper", "alternate", "pattern"] = "none"
     """Which layers have the sliding window: all; all if `use_sliding_window`; then those of `layer_types`, or from
     `max_window_layers` on; those of `layer_types`, or every other one from the first on, or all but each n-th one, the
@@ -328,6 +330,16 @@ FAMILIES: dict[str, FamilySpec] = {
             "sliding_window_pattern": 4, "rms_norm_eps": 1e-5,
         },
         qk_norm=True, norms="after", names=AFTER, window="pattern", unrotated="full",
+    ),
+    "phi3": FamilySpec(
+        "Phi3ForCausalLM",
+        {
+            "num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+            "original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0,
+        },
+        partial_rotary=True, rope_kinds=("default", "longrope"), window="all", names=JOINED,
+        rope_renamed={"su": "longrope", "yarn": "longrope"},
+        agreed={"resid_pdrop": (0,), "embd_pdrop": (0,), "attention_bias": (False,), "mlp_bias": (False,)},
     ),
     "youtu": FamilySpec(
         "YoutuForCausalLM",

@@ -144,6 +144,7 @@ class LinearShape(NamedTuple):
     pieces: dict[str, int]  # rows of each, by its published name; of dense parts beside experts that begins as "dense."
     layers: tuple[int, ...]
     bias: bool = False
+    joined: tuple[int, ...] = ()  # rows of each piece, where one published tensor has several
 
     @property
     def outputs(self) -> int:
@@ -315,7 +316,7 @@ class ModelShape:
         attending = _others(every, mixed)
         if s is None:
             rows = {"q_proj": q * (1 + self.gated), "k_proj": kv, "v_proj": kv}
-            yield "qkv", LinearShape("qkv", D, rows, attending, self.qkv_bias)
+            yield "qkv", self._pieces(LinearShape("qkv", D, rows, attending, self.qkv_bias))
         else:
             plain, rank = (D, "q_proj", q, False), s.q_rank
             queries = {"q": plain} if rank is None else {
@@ -340,8 +341,18 @@ class ModelShape:
         for name, F, layers in (("shared_", shared, sparse), (of, self.ff_width, dense)):
             if F and layers:
                 pieces = {f"{before}gate_proj": F, f"{before}up_proj": F}
-                yield f"{name}gate_up", LinearShape("gate_up", D, pieces, layers, self.mlp_bias)
+                yield f"{name}gate_up", self._pieces(LinearShape("gate_up", D, pieces, layers, self.mlp_bias))
                 yield f"{name}down", LinearShape("down", F, {f"{before}down_proj": D}, layers, self.mlp_bias)
+
+    def _pieces(self, linear: LinearShape) -> LinearShape:
+        """Return a linear by its family's names: the same, or all its pieces as one."""
+        (first, *others), rows = FAMILIES[self.family].names[linear.module], tuple(linear.pieces.values())
+        return linear if others else linear._replace(pieces={first.rpartition(".")[2]: sum(rows)}, joined=rows)
+
+    @property
+    def joined(self) -> frozenset[str]:
+        """The linears of which one published tensor has all pieces."""
+        return frozenset(name for name, linear in self.linears.items() if linear.joined)
 
     @property
     def active_width(self) -> float:
@@ -476,8 +487,9 @@ def rope_settings(hf: HF) -> dict[str, Any]:
 
 def rope_kind(hf: HF) -> str:
     """Return the RoPE type of a config.json."""
-    rope = rope_settings(hf)
-    return str(rope.get("rope_type", rope.get("type", "default")))
+    rope, spec = rope_settings(hf), FAMILIES.get(str(hf.get("model_type")))
+    kind = str(rope.get("rope_type", rope.get("type", "default")))
+    return kind if spec is None else spec.rope_renamed.get(kind, kind)
 
 
 _ROPE_NEEDS = {

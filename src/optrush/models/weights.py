@@ -1,7 +1,7 @@
 """Load and export the values of a model's parameters: maps to Hugging Face tensors, folders of safetensors.
 
 A parameter has one canonical name (the model's own). Its `WeightEntry` lists its Hugging Face tensors: one, copied; or
-several, interleaved in groups (a fused qkv, a gate/up pair). So a `WeightMap` fills any rectangle of a parameter and
+several, interleaved in groups (a fused qkv, a gate/up pair); or one that has these one below the other. So a `WeightMap` fills any rectangle of a parameter and
 reads only the rows it needs: a shard is loaded without the whole. `split` is the inverse, for export. Values come from
 a folder (`Folder`, `PackedFolder`), a random draw (`RandomInit`) or host memory (`Memory`).
 
@@ -15,7 +15,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -199,6 +199,7 @@ class WeightEntry:
     shape: Shape
     pieces: tuple[tuple[str, int], ...]  # (Hugging Face name, rows in one group)
     groups: int = 1
+    joined: tuple[int, ...] = ()  # one tensor has several pieces, one below the other: rows of each in one group
 
     def hf_shapes(self) -> Iterator[tuple[str, Shape]]:
         """Yield (name, shape) of the Hugging Face tensors."""
@@ -207,24 +208,38 @@ class WeightEntry:
 
     def rows(self, source: WeightSource, first: int, last: int, device: torch.device) -> Tensor:
         """Return rows [first, last) of the parameter."""
-        if len(self.pieces) == 1:
+        sizes = self.joined or [n for _, n in self.pieces]
+        if len(sizes) == 1:
             return source.rows(self.pieces[0][0], first, last, self.shape, device)
-        rows = sum(n for _, n in self.pieces)
+        rows = sum(sizes)
         g0, g1 = first // rows, -(-last // rows)  # the groups that cover [first, last)
-        parts = []
-        for (name, shape), (_, n) in zip(self.hf_shapes(), self.pieces, strict=True):
-            values = source.rows(name, g0 * n, g1 * n, shape, device)
+        parts, above = [], 0
+        for (name, shape), n in zip([*self.hf_shapes()] * (len(self.joined) or 1), sizes, strict=True):
+            values = source.rows(name, above + g0 * n, above + g1 * n, shape, device)
             parts.append(values.reshape(g1 - g0, n, *shape[1:]))
+            above += self.groups * n if self.joined else 0
         return torch.cat(parts, 1).flatten(0, 1)[first - g0 * rows : last - g0 * rows]
 
     def split(self, full: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the Hugging Face tensors of the whole parameter."""
         if len(self.pieces) == 1:
-            yield self.pieces[0][0], full
+            yield self.pieces[0][0], stacked(full, self.joined) if self.joined else full
             return
         parts = torch.split(full.reshape(self.groups, -1, *self.shape[1:]), [n for _, n in self.pieces], 1)
         for (hf, _), part in zip(self.pieces, parts, strict=True):
             yield hf, part.clone(memory_format=torch.contiguous_format).flatten(0, 1)  # storage of its own
+
+
+def stacked(full: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return groups of pieces with these rows (groups x sum, ...) as whole pieces, one below the other."""
+    parts = torch.split(full.reshape(-1, sum(rows), *full.shape[1:]), [*rows], 1)
+    return torch.cat([part.flatten(0, 1) for part in parts])
+
+
+def grouped(whole: Tensor, rows: Sequence[int]) -> Tensor:
+    """Invert `stacked`."""
+    parts = torch.split(whole, [len(whole) // sum(rows) * n for n in rows])
+    return torch.cat([p.reshape(-1, n, *p.shape[1:]) for p, n in zip(parts, rows, strict=True)], 1).flatten(0, 1)
 
 
 @dataclass(frozen=True)
@@ -365,7 +380,10 @@ def native_entries(
         rows, groups = [shape[0]], 1
         if isinstance(module, Linear):
             rows, groups = [n for _, n in module.output_splits], module.groups
-        entries[name] = WeightEntry(shape, tuple(zip(names, rows, strict=True)), groups)
+        joined = tuple(rows) if len(names) < len(rows) else ()
+        entries[name] = WeightEntry(
+            shape, tuple(zip(names, [sum(rows)] if joined else rows, strict=True)), groups, joined
+        )
     return entries
 
 
@@ -387,7 +405,7 @@ def _experts_entry(layer: str, kind: str, shape: Shape, spec: FamilySpec, stored
     groups = shape[1] // 2 if kind == "gate_up" and not e.interleaved else 1
     if e.apart is None or stacked:
         pieces = ((f"{module}.experts.{kind}_proj", shape[1] // groups),)
-        return ExpertsEntry(shape, pieces, groups, True, e.transposed)
+        return ExpertsEntry(shape, pieces, groups, stacked=True, transposed=e.transposed)
     names = e.apart[1:3] if kind == "gate_up" else e.apart[3:]
     rows = 1 if kind == "gate_up" else shape[1]
     return ExpertsEntry(shape, tuple((f"{module}.experts.{{}}.{name}.weight", rows) for name in names), groups)

@@ -3,7 +3,7 @@
 An adapter is a module under `linear.adapter`. It wraps the linear's `matmul` and never reads `linear.weight`, because a
 quantized base has none. Its parameters have canonical names (`blocks.0.qkv.adapter.a`). A linear of
 several pieces (the decoder's qkv and gate/up) has one adapter for its chosen pieces, given by Hugging Face's names
-(`q_proj`).
+(`q_proj`); where one published tensor has all pieces, one adapter of that module, its rows in our order.
 
 IA3: learned factors of a linear's output, or of its input. They multiply in float32 and the result is cast to the type
 of the product: in bfloat16 a factor near 1 would change in steps of 1/256.
@@ -25,7 +25,7 @@ from optrush.errors import NeedsError
 from optrush.kernels.lora_matmul import Padding
 from optrush.models.decoder import Linear
 from optrush.models.experts import Experts
-from optrush.models.weights import Initializer, Shape, WeightMap
+from optrush.models.weights import Initializer, Shape, WeightMap, grouped, stacked
 from optrush.peft.ledger import EMBEDDING, HEAD, last, require_names, whole
 
 if TYPE_CHECKING:
@@ -61,9 +61,11 @@ class LinearAdapter(nn.Module, ABC):
     unsplittable: str | None = None  # why the linear of this adapter cannot be cut
 
     def __init__(self, linear: Linear, modules: Sequence[str], names: Collection[str], switch: AdapterToggle) -> None:
-        """modules: Hugging Face's, one a piece; names: the last parts of the chosen ones."""
+        """modules: Hugging Face's, one a piece, or one of all; names: the last parts of the chosen ones."""
         super().__init__()
-        self.groups, self.sizes = linear.groups, [rows for _, rows in linear.output_splits]
+        sizes = [rows for _, rows in linear.output_splits]
+        self.below = sizes if len(modules) < len(sizes) else []  # pieces of one published tensor, one below the other
+        self.groups, self.sizes = linear.groups, [sum(sizes)] if self.below else sizes
         self.width, self.rows = linear.in_features, linear.out_features
         self.chosen = [last(m) in names for m in modules]
         self.hf = [m for m, yes in zip(modules, self.chosen, strict=True) if yes]
@@ -115,11 +117,15 @@ class LinearAdapter(nn.Module, ABC):
         return t.chunk(ranks, dim)[rank]
 
     def apart(self, t: Tensor) -> list[Tensor]:
-        """(chosen rows, ...) -> for each chosen piece (groups, its rows, ...)."""
+        """(chosen rows, ...) -> for each chosen piece (groups, its rows, ...); of a joined linear (1, rows, ...)."""
+        if self.below:
+            return [stacked(t, self.below)[None]]
         return list(torch.split(t.view(-1, sum(self.chosen_sizes), *t.shape[1:]), self.chosen_sizes, 1))
 
     def together(self, parts: Sequence[Tensor]) -> Tensor:
         """For each chosen piece (groups x its rows, ...) -> (chosen rows, ...)."""
+        if self.below:
+            return grouped(parts[0], self.below)
         shaped = [p.reshape(self.groups, n, *p.shape[1:]) for p, n in zip(parts, self.chosen_sizes, strict=True)]
         return torch.cat(shaped, 1).flatten(0, 1)
 

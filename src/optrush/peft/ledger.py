@@ -28,6 +28,7 @@ PIECES = {  # of each linear of our decoder; latent attention has linears of one
     "down": ("down_proj",),
 }
 LINEARS = tuple(name for names in PIECES.values() for name in names)
+JOINED = {"qkv": "qkv_proj", "o": "o_proj", "gate_up": "gate_up_proj", "down": "down_proj"}  # with all pieces as one
 LATENT = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")  # of latent attention
 DELTA = ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")  # of its rule
 LATENT_LINEARS = technique_linears[4:]  # of our decoder, in the same order
@@ -56,12 +57,15 @@ def chosen(asked: str | Sequence[str], known: Collection[str]) -> tuple[str, ...
         return (asked,)
     if asked == "attention":
         return attention_of(known)
+    if asked == "mlp" and JOINED["gate_up"] in known and "gate_proj" not in known:
+        return JOINED["gate_up"], JOINED["down"]
     return tuple(known) if asked in EVERY else SETS.get(asked, (asked,))
 
 
 def attention_of(known: Collection[str]) -> tuple[str, ...]:
     """Return the names of attention's linears in a model with linears of these names."""
     own = tuple(name for name in LATENT if name in known) if LATENT[3] in known else SETS["attention"]
+    own = (JOINED["qkv"], JOINED["o"]) if JOINED["qkv"] in known else own
     return own + tuple(name for name in DELTA if name in known)
 
 
@@ -72,13 +76,19 @@ def names_of(shape: ModelShape | None) -> tuple[str, ...]:
     if isinstance(shape, TracedShape):
         return tuple(dict.fromkeys(name for linear in shape.linears.values() for name in linear.pieces))
     mixing = (linear.pieces for linear in shape.linears.values() if linear.module not in ("gate_up", "down"))
-    return (*(name for pieces in mixing for name in pieces), *SETS["mlp"])
+    feeding = chosen("mlp", [JOINED["gate_up"]]) if "gate_up" in shape.joined else SETS["mlp"]
+    return (*(name for pieces in mixing for name in pieces), *feeding)
 
 
-def targeted(targets: str | Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Yield each linear of our decoder that `targets` names, whatever the attention, and the number of its pieces."""
-    names = {name.removeprefix("dense.") for known in (LINEARS, LATENT) for name in chosen(targets, known)}
+def targeted(targets: str | Sequence[str], joined: Collection[str]) -> Iterator[tuple[str, int]]:
+    """Yield each linear of our decoder that `targets` names, whatever the attention, and the number of its pieces.
+
+    joined: linears with one adapter for all pieces.
+    """
+    known = (LINEARS, LATENT, *([JOINED.values()] if joined else []))
+    names = {name.removeprefix("dense.") for each in known for name in chosen(targets, [*each])}
     linears = PIECES | {linear: (name,) for linear, name in zip(LATENT_LINEARS, LATENT, strict=False)}
+    linears |= {linear: (JOINED[linear],) for linear in joined}
     yield from ((linear, count) for linear, pieces in linears.items() if (count := len(names & {*pieces})))
 
 
@@ -112,6 +122,9 @@ def require_targets(technique: str, env: Environment, targets: str | Sequence[st
     """Require that our decoder has what `targets` names: linears, of experts their stacked matrices, dense parts."""
     known = names_of(env.shape)
     if env.shape is None or env.shape.experts is None:
+        if "experts" in ((targets,) if isinstance(targets, str) else targets) and JOINED["gate_up"] in known:
+            found, do = "a model without linears of the set experts", f"name some: {', '.join(known)}"
+            return Requirement(False, f"`{technique}:targets={targets}`", found, do)
         return require_names(technique, "targets", targets, known)
     attention = attention_of(known)
     wrong = next((name for name in chosen(targets, attention) if name in ("gate_proj", "up_proj")), None)

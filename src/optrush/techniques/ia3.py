@@ -47,7 +47,7 @@ class Ia3(Technique):
     searched = False  # trains something else
 
     def describe(self, spec: ModelSpec) -> ModelSpec:
-        linears = [linear for linear, _ in ledger.targeted(self._targets(ledger.LINEARS))]
+        linears = [linear for linear, _ in ledger.targeted(self._targets(ledger.LINEARS), spec.joined)]
         return replace(spec.with_linears(linears, adapter="other"), adapters_removable=self.init is None)
 
     def needs(self, env: Environment) -> Iterator[Requirement]:

@@ -66,7 +66,7 @@ class Lora(Technique):
 
     def describe(self, spec: ModelSpec) -> ModelSpec:
         low_rank = not (self.dora or self.dropout)
-        for linear, count in ledger.targeted(self.targets):
+        for linear, count in ledger.targeted(self.targets, spec.joined):
             rows = self.rank * count if low_rank else 0
             spec = spec.with_linears([linear], adapter="low-rank" if low_rank else "other", adapter_rows=rows)
         return replace(spec, adapters_removable=self._removable)

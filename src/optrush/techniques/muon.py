@@ -93,7 +93,7 @@ class Muon(Technique):
 
 def pieces(s: ModelShape) -> list[tuple[int, int]]:
     """Rows and columns of the matrices of one block, taken apart."""
-    return [(rows, linear.inputs) for linear in s.linears.values() for rows in linear.pieces.values()]
+    return [(rows, linear.inputs) for linear in s.linears.values() for rows in linear.joined or linear.pieces.values()]
 
 
 def at_once(s: ModelShape, alone: bool) -> int:
