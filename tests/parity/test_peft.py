@@ -389,6 +389,7 @@ def test_dora_begins_with_the_lengths_of_the_rows(folders, tmp_path):
         ("llama-tied", "transformers", "pissa", {}),
         ("llama", "native", "pissa_niter_4", {}),
         ("llama", "native", "olora", {}),
+        ("phi3-plain", "native", "pissa", {"targets": JOINED}),
     ],
 )  # fmt: skip
 def test_split_weights(folders, tmp_path, family, implementation, init, more):

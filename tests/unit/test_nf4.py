@@ -147,6 +147,24 @@ def test_rows_lie_where_the_linear_has_them(form, width, pieces):
     assert within.shape == (len(want) + 3, width + 5) and torch.equal(within[:-3, :-5], want)
 
 
+@pytest.mark.parametrize("form", [Form(4, True), Form(4, False), Form(8)], ids=str)
+@pytest.mark.parametrize("width", [33, 64, 8192])
+def test_one_tensor_with_all_pieces(form, width):
+    """Rows of pieces one below the other, quantised as one: of the last width no block of scales crosses pieces."""
+    groups, pieces = 3, (("q", 6), ("k", 2), ("v", 2))
+    linear = Linear(width, pieces, groups=groups, bias=False, device=torch.device("meta"), dtype=torch.float32)
+    values = drawn((30, width), seed=4)
+    made = form.quantize(values)
+    dequantize(form, made, values)
+    raws = [part.flatten().view(torch.uint8) for part in made.values()]
+    parts = [torch.nn.functional.pad(raw, (0, raw.numel() % 2)).view(torch.bfloat16) for raw in raws]
+    layout = QuantizedLinear(linear, form, torch.bfloat16, joined=True).layout
+    assert layout.parts == len(parts)
+    found = unpacked(parts, layout, torch.float32, "test")
+    q, k, v = values[:18].view(3, 6, width), values[18:24].view(3, 2, width), values[24:].view(3, 2, width)
+    assert torch.equal(found, torch.cat((q, k, v), 1).flatten(0, 1))
+
+
 # 4-bit floats with a shared power of two.
 
 

@@ -400,7 +400,7 @@ class _Feed(torch.autograd.Function):
 
 def _split(layout: PackedLayout | None, parts: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Split the parts of two weights; layout: of the first."""
-    n = 1 if layout is None else layout.parts * len(layout.rows)
+    n = 1 if layout is None else layout.parts
     return parts[:n], parts[n:]
 
 

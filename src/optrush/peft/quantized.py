@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ from optrush.models.hf import HFModel
 from optrush.models.layers import Pieces
 from optrush.models.weights import Mxfp4Folder, PackedFolder, Shape, WeightEntry, WeightMap, WeightSource, WithNewTokens
 
+JOINED = "joined"  # the role of a tensor with all pieces
 DENSE_values = 1 << 26  # of experts, dense at a time while they are quantized
 
 
@@ -69,7 +71,7 @@ class PackedLayout(NamedTuple):
     """The composition of a dense weight: constants of a compiled graph."""
 
     kind: str  # Form's
-    parts: int  # of each piece
+    parts: int  # of all pieces
     rows: tuple[int, ...]  # of each piece in one group
     groups: int
     width: int
@@ -86,16 +88,17 @@ class Stack(NamedTuple):
 class QuantizedLinear(nn.Module):
     """A linear's weight in another form, or the matrices of a layer's experts."""
 
-    def __init__(self, linear: Linear | Stack, form: Form, carrier: torch.dtype) -> None:
+    def __init__(self, linear: Linear | Stack, form: Form, carrier: torch.dtype, joined: bool = False) -> None:
+        """joined: one tensor has all pieces, one below the other, as the published one."""
         super().__init__()
-        for role, rows in linear.output_splits:
+        rows_of = tuple(rows for _, rows in linear.output_splits)
+        for role, rows in ((JOINED, sum(rows_of)),) if joined else linear.output_splits:
             piece = nn.Module()
             for name, size in form.sizes(linear.groups * rows, linear.in_features).items():
                 held = torch.empty(-(-size // 2), dtype=carrier, device="meta")
                 piece.register_parameter(name, nn.Parameter(held, requires_grad=False))
             self.add_module(role, piece)
-        rows_of = tuple(rows for _, rows in linear.output_splits)
-        self.layout = PackedLayout(form.kind, len(form.sizes(1, 64)), rows_of, linear.groups, linear.in_features)
+        self.layout = PackedLayout(form.kind, len(self.parts()), rows_of, linear.groups, linear.in_features)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the weight (rows, width), in the linear's own order of rows."""
@@ -167,7 +170,7 @@ def dequantize_linear(
     """Dequantize the weight (rows, width) of a linear. One operator, so that a compiler saves nothing of its inside.
 
     Args:
-        parts: of each piece in turn, bytes as views of any type.
+        parts: of each piece in turn, or of one tensor with all, one below the other; bytes as views of any type.
         kind: Form's.
         rows: of each piece in one group.
         use: the purpose. A compiler merges two equal calls, and would keep the weight from one to the other.
@@ -175,17 +178,46 @@ def dequantize_linear(
     """
     many = groups * sum(rows)
     out = torch.empty(many + room[0], width + room[1], dtype=dtype, device=parts[0].device)
-    grouped = out[:many].view(groups, -1, out.shape[1])[..., :width]
-    each = len(parts) // len(rows)
-    for i, target in enumerate(torch.split(grouped, list(rows), 1)):
-        first, *rest = (p.detach().view(torch.uint8) for p in parts[each * i : each * (i + 1)])
-        if kind == "mxfp4":
-            mxfp4.dequantize_mxfp4((first, *rest), target)
-        elif kind == "int8":
-            int8.dequantize_int8((first.view(torch.int8), rest[0].view(torch.float32)), target)
-        else:  # the last part is float32: the scales, or with double quantization the scales of their codes
-            nf4.dequantize_nf4((first, *rest[:-1], rest[-1].view(torch.float32)), target)
+    pieces = torch.split(out[:many].view(groups, -1, out.shape[1])[..., :width], list(rows), 1)
+    each, held = len(parts) // len(rows), [p.detach().view(torch.uint8) for p in parts]
+    if len(parts) >= 2 * len(rows):  # every form has two parts or more
+        for i, target in enumerate(pieces):
+            _dequantize(held[each * i : each * (i + 1)], kind, target)
+        return out
+    ends = list(accumulate((groups * n for n in rows), initial=0))
+    if all(end * width % (nf4.BLOCK * nf4.NESTED) == 0 for end in ends) and kind != "mxfp4":
+        for target, first, last in zip(pieces, ends, ends[1:], strict=False):
+            _dequantize(_cut(held, kind, first * width, last * width, width), kind, target)
+        return out
+    whole = out.new_empty(many, width)
+    _dequantize(held, kind, whole)
+    for target, first, last in zip(pieces, ends, ends[1:], strict=False):
+        target.copy_(whole[first:last].view(target.shape))
     return out
+
+
+def _dequantize(parts: Sequence[Tensor], kind: str, out: Tensor) -> None:
+    """Dequantize the parts of one tensor, bytes, into `out`."""
+    first, *rest = parts
+    if kind == "mxfp4":
+        mxfp4.dequantize_mxfp4((first, *rest), out)
+    elif kind == "int8":
+        int8.dequantize_int8((first.view(torch.int8), rest[0].view(torch.float32)), out)
+    else:  # the last part is float32: the scales, or with double quantization the scales of their codes
+        nf4.dequantize_nf4((first, *rest[:-1], rest[-1].view(torch.float32)), out)
+
+
+def _cut(parts: Sequence[Tensor], kind: str, first: int, last: int, width: int) -> list[Tensor]:
+    """Return the parts of values [first, last) of a tensor, where no block of scales crosses either end."""
+    codes, *scales = parts
+    if kind == "int8":
+        return [codes[first:last], scales[0][4 * first // width : 4 * last // width]]
+    of, each = nf4.BLOCK, 4 if len(scales) == 1 else 1
+    found = [codes[first // 2 : last // 2], scales[0][each * first // of : each * last // of]]
+    if len(scales) > 1:  # the offset of all scales comes last
+        of *= nf4.NESTED
+        found.append(torch.cat((scales[1][4 * first // of : 4 * last // of], scales[1][-4:])))
+    return found
 
 
 @dequantize_linear.register_fake
@@ -216,9 +248,9 @@ def quantize_model(
     carrier = torch.float16 if precision == torch.float16 else torch.bfloat16
     linears = list(model.linears())
     for name, linear in linears:
-        stored = QuantizedLinear(linear, form, carrier)
         entry = recipe.entries[f"{name}.weight"]
-        for (role, _), (hf, shape) in zip(linear.output_splits, entry.hf_shapes(), strict=True):
+        stored = QuantizedLinear(linear, form, carrier, bool(entry.joined))
+        for (role, _), (hf, shape) in zip(stored.named_children(), entry.hf_shapes(), strict=True):
             for part in form.sizes(*shape):
                 read = partial(reader.read, hf, shape)
                 recipe.fillers[f"{name}.quantized.{role}.{part}"] = partial(reader.part, hf, read, part)
