@@ -51,6 +51,8 @@ RULE = {
     "rope_parameters": {**LLAMA["rope_parameters"]},  # transformers writes to it
 }  # fmt: skip
 
+KINDS = {"llama": LLAMA, "qwen2": QWEN, "moe": MOE, "delta": RULE, "phi3": PHI, "phi3-wide": WIDE_PHI}
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
@@ -59,12 +61,7 @@ def folders(tmp_path_factory):
     @functools.cache
     def made(family: str, double: bool = True) -> tuple[Path, Path]:
         dense = tmp_path_factory.mktemp("dense")
-        save(
-            reference(
-                {"llama": LLAMA, "qwen2": QWEN, "moe": MOE, "delta": RULE, "phi3": PHI, "phi3-wide": WIDE_PHI}[family]
-            ),
-            dense,
-        )
+        save(reference(KINDS[family]), dense)
         four = tmp_path_factory.mktemp("four")
         opened(dense, double=double).save_pretrained(four)
         return dense, four
