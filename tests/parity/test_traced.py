@@ -16,7 +16,7 @@ from optrush.errors import ConfigError, ConflictError, NeedsError
 from optrush.hardware import parse_hardware
 from optrush.models import traced
 from optrush.models.hf import HFModel, opened_on_meta
-from optrush.models.shapes import SHAPES, ModelShape
+from optrush.models.shapes import SHAPES, ModelShape, native_obstacle
 from optrush.models.trace import trace_model
 from optrush.models.traced import NoPlan, TracedShape, read_traced, shape_of
 from optrush.planner import answer, baseline, ledger, search
@@ -226,7 +226,8 @@ def test_every_model_has_a_plan_on_every_card(tmp_path: Path, name: str, card: s
     found = answer.answer(run(model, None, rows=8 * ranks), card, nearest=False)
     assert found.best is not None and found.best.setting is not None
     prediction = found.best.setting.prediction
-    assert prediction.traced and prediction.fits and prediction.tokens_per_s
+    assert prediction.traced == (native_obstacle(PUBLISHED[name][1]) is not None)
+    assert prediction.fits and prediction.tokens_per_s
     assert prediction.peak_bytes > prediction.parameters / ranks / 2  # 4 bits of a share
 
 

@@ -37,10 +37,15 @@ CASES = [
     ("qwen3-30b-a3b", "native", ("bf16", *SDPA, "fused-loss"), 2, 1024, 1),
     ("qwen3-30b-a3b", "native", ("bf16", *SDPA, "fused-loss", "fused-kernels", "recompute"), 8, 2048, 1),
 ]
-# Blocks with other places of norms, other multipliers, layers without a rotation.
+# Blocks with other places of norms, other multipliers, layers without a rotation; linears in one tensor of the files.
 ORDERS = [
     (shape, "native", (*withs, *SDPA, "fused-loss"), 4, 1024, 1)
-    for shape in ("google/gemma-3-1b-pt", "allenai/OLMo-2-0425-1B", "HuggingFaceTB/SmolLM3-3B")
+    for shape in (
+        "google/gemma-3-1b-pt",
+        "allenai/OLMo-2-0425-1B",
+        "HuggingFaceTB/SmolLM3-3B",
+        "microsoft/Phi-4-mini-instruct",
+    )
     for withs in (("bf16",), ("amp",), ("bf16", "lora"))
 ]
 SMALL_HEAD = "fused-loss:chunk=128"
