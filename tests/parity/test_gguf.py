@@ -21,13 +21,22 @@ from optrush.data.tokenizer import answer_ends
 from optrush.errors import NeedsError
 from optrush.exporting import write_generation
 from optrush.models.families import FAMILIES as SPECS
-from optrush.models.gguf import ENDS_BY_TEXT, write_gguf
+from optrush.models.gguf import ENDS_BY_TEXT, _splitting, write_gguf
 from optrush.models.tiny import TEMPLATE, _tokenizer
 
 from parity_models import FAMILIES, SIZES, reference
 
 WIDE = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96, "vocab_size": 2050}
-ROPE_PAIRS = ("llama", "llama-tied", "mistral")
+ROPE_PAIRS = ("llama", "llama-tied", "mistral", "smollm3", "granite")
+PLAIN = {"rope_type": "default", "rope_theta": 1000.0}
+# What the format has no place for, replaced.
+WITH = {
+    "smollm3": {"mlp_bias": False, "no_rope_layers": [1, 1]}, "olmo2": {"rope_parameters": PLAIN},
+    "phi3": {"rope_parameters": {
+        **FAMILIES["phi3"]["rope_parameters"], "short_factor": [1.0 + i / 8 for i in range(6)],
+        "long_factor": [1.0 + i for i in range(6)],
+    }},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +45,7 @@ def tokenizer() -> Any:
 
 
 def folder(at: Path, family: str, tokenizer: Any) -> Path:
-    model = reference({**FAMILIES[family], **WIDE})
+    model = reference({**FAMILIES[family], **WIDE, **WITH.get(family, {})})
     model.save_pretrained(at)
     tokenizer.save_pretrained(at, save_jinja_files=False)
     ends = [tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.eos_token_id]
@@ -56,7 +65,7 @@ def in_pairs(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", further(["q8_0", "bf16", "f32", "f16"], 1))
-@pytest.mark.parametrize("family", sorted(name for name in FAMILIES if name in SPECS and SPECS[name].gguf))
+@pytest.mark.parametrize("family", sorted(n for n in FAMILIES if n in SPECS and SPECS[n].gguf))
 def test_every_tensor_is_there(tmp_path: Path, tokenizer: Any, family: str, kind: Any) -> None:
     at = folder(tmp_path / "model", family, tokenizer)
     write_gguf(at, tmp_path / "m.gguf", kind, "name")
@@ -66,7 +75,9 @@ def test_every_tensor_is_there(tmp_path: Path, tokenizer: Any, family: str, kind
              "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
              "mlp.down_proj": "ffn_down",
              "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_norm": "attn_q_norm",
-             "self_attn.k_norm": "attn_k_norm"}  # fmt: skip
+             "self_attn.k_norm": "attn_k_norm", "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up",
+             "post_feedforward_layernorm": "post_ffw_norm"}  # fmt: skip
+    short |= {"post_attention_layernorm": "post_attention_norm"} if family == "olmo2" else {}
     top = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
            "lm_head.weight": "output.weight"}  # fmt: skip
     weights = load_file(at / "model.safetensors")
@@ -88,7 +99,66 @@ def test_every_tensor_is_there(tmp_path: Path, tokenizer: Any, family: str, kind
         )
         off = np.abs(values - wanted.float().numpy()).max()
         assert off == 0 or (kind == "q8_0" and not exact and off <= weight.abs().max().item() / 127)
-    assert set(read) == ({"rope_freqs.weight"} if family == "llama" else set())
+    factors = {"llama": {"rope_freqs.weight"}, "phi3": {"rope_factors_long.weight", "rope_factors_short.weight"}}
+    assert set(read) == factors.get(family, set())
+    rope = WITH["phi3"]["rope_parameters"]
+    for name in factors["phi3"] & set(read):
+        assert read[name].data.tolist() == rope[f"{name.split('_')[2].removesuffix('.weight')}_factor"]
+
+
+def test_keys_of_long_positions_and_of_multipliers(tmp_path: Path, tokenizer: Any) -> None:
+    keys = {}
+    for family in ("phi3", "phi3-plain", "granite"):
+        write_gguf(folder(tmp_path / family, family, tokenizer), tmp_path / f"{family}.gguf", "f16", "name")
+        fields = gguf.GGUFReader(tmp_path / f"{family}.gguf").fields
+        keys[family] = {name.partition(".")[2]: field.contents() for name, field in fields.items()}
+    phi, plain, granite = keys.values()
+    assert phi["rope.dimension_count"] == 12 and plain["rope.dimension_count"] == 16
+    assert phi["attention.sliding_window"] == phi["context_length"] == 4 and plain["attention.sliding_window"] == 0
+    assert phi["rope.scaling.original_context_length"] == 32
+    assert phi["rope.scaling.attn_factor"] == pytest.approx((1 + np.log(2) / np.log(32)) ** 0.5)
+    scales = [granite[key] for key in ("embedding_scale", "attention.scale", "residual_scale", "logit_scale")]
+    assert scales == pytest.approx([6.5, 0.2, 0.3, 2.5])
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "says"),
+    [
+        ("smollm3", {"mlp_bias": True}, "linears with biases"),
+        ("olmo2", {"attention_bias": True}, "linears with biases"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "layers 1 without rotary embedding, where llama.cpp has each fourth"),
+        ("olmo2", {"rope_parameters": FAMILIES["llama"]["rope_parameters"]}, "files of olmo2 get default, linear"),
+    ],
+)  # fmt: skip
+def test_what_an_architecture_there_does_not_have_is_refused(
+    tmp_path: Path, family: str, changes: dict[str, Any], says: str
+) -> None:
+    reference({**FAMILIES[family], **WIDE, **WITH[family]}).save_pretrained(tmp_path)
+    hf = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**hf, **changes}))
+    with pytest.raises(NeedsError, match=says):
+        write_gguf(tmp_path, tmp_path / "m.gguf", "f16", "name")
+
+
+CL100K = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+"
+O200K = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}]*[\p{Ll}\p{Lm}]+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s+(?!\S)|\s+"
+
+
+def split(pattern: str) -> list[dict[str, Any]]:
+    return [{"type": "Split", "pattern": {"Regex": pattern}}, {"type": "ByteLevel", "use_regex": False}]
+
+
+@pytest.mark.parametrize(
+    ("parts", "whole", "name"),
+    [
+        (split(CL100K), True, "llama-bpe"), (split(CL100K), False, "dbrx"), (split(O200K), False, "gpt-4o"),
+        ([{"type": "Digits", "individual_digits": True}, {"type": "ByteLevel"}], False, "smollm"),
+        ([{"type": "ByteLevel"}], False, "gpt-2"),
+    ],
+)  # fmt: skip
+def test_names_of_rules_that_split_words(parts: list[dict[str, Any]], whole: bool, name: str) -> None:
+    engine = {"model": {"ignore_merges": whole}, "pre_tokenizer": {"type": "Sequence", "pretokenizers": parts}}
+    assert _splitting(engine, "") == name
 
 
 def test_tokenizer_template_and_ends(tmp_path: Path, tokenizer: Any) -> None:

@@ -122,6 +122,8 @@ class FamilySpec:
     nested: tuple[str, ...] = NEEDED  # keys that a model of images must give for its language model
     gguf: str = ""  # the architecture in GGUF files; empty: none are written
     gguf_pairs: bool = False  # rotated values are neighbouring pairs there
+    gguf_biases: bool = True  # its linears may have biases there
+    gguf_scales: bool = False  # it has keys for multipliers there
 
     @property
     def other_layers(self) -> str:
@@ -302,6 +304,7 @@ FAMILIES: dict[str, FamilySpec] = {
             "no_rope_layer_interval": 4,
         },
         **_BIASED, mlp_bias="mlp_bias", unrotated="listed", agreed={"use_sliding_window": (False,)},
+        gguf="SMOLLM3", gguf_pairs=True, gguf_biases=False,
     ),
     "granite": FamilySpec(
         "GraniteForCausalLM",
@@ -313,8 +316,9 @@ FAMILIES: dict[str, FamilySpec] = {
             "embedding": ("embedding_multiplier", 1), "scores": ("attention_multiplier", 1),
             "residual": ("residual_multiplier", 1), "logits": ("logits_scaling", -1),
         },
+        gguf="GRANITE", gguf_pairs=True, gguf_scales=True,
     ),
-    "olmo2": _OLMO,
+    "olmo2": replace(_OLMO, gguf="OLMO2", gguf_biases=False),
     "olmo3": replace(
         _OLMO, architecture="Olmo3ForCausalLM",
         defaults={
@@ -339,7 +343,7 @@ FAMILIES: dict[str, FamilySpec] = {
         },
         partial_rotary=True, rope_kinds=("default", "longrope"), window="all", names=JOINED,
         rope_renamed={"su": "longrope", "yarn": "longrope"},
-        agreed={"resid_pdrop": (0,), "embd_pdrop": (0,), "attention_bias": (False,), "mlp_bias": (False,)},
+        gguf="PHI3", agreed={"resid_pdrop": (0,), "embd_pdrop": (0,), "attention_bias": (False,), "mlp_bias": (False,)},
     ),
     "youtu": FamilySpec(
         "YoutuForCausalLM",

@@ -20,14 +20,16 @@ from safetensors import safe_open
 from optrush.errors import NeedsError, RunError
 from optrush.files import read_file, regular
 from optrush.models.config_json import read_config_json
-from optrush.models.families import FAMILIES
+from optrush.models.families import FAMILIES, FamilySpec
 from optrush.models.shapes import ModelShape
 from optrush.models.weights import Folder
 
 Kind = Literal["f32", "f16", "bf16", "q8_0"]
-ROPE_KINDS = ("default", "linear", "llama3")  # of which the files here have the keys or factors
+# RoPE types that the files here have the keys of, or tensors of factors.
+ROPE_KINDS = {"default": "", "linear": "", "llama3": "ROPE_FREQS", "longrope": "ROPE_FACTORS_LONG"}
+UNROTATED = 4  # there each fourth layer of a family with such layers has no rotary embedding
 # A byte-level tokenizer is known there by the name of its rule for splitting words.
-_LLAMA3, _QWEN = r"\p{N}{1,3}", r"\p{N}|"
+_LLAMA3, _QWEN, _CASES = r"\p{N}{1,3}", r"\p{N}|", r"\p{Lu}"
 MOST_ENDS = 3  # tokens that end an answer: eos, eot, eom
 # Tokens that end an answer there by their text, without one of these roles.
 ENDS_BY_TEXT = {
@@ -63,9 +65,7 @@ def write_gguf(folder: Path, file: Path, kind: Kind, name: str) -> int:
     if spec is None or not spec.gguf:
         raise NeedsError(f"{family} as GGUF", "not written here", f"one of {', '.join(written)}; else export to hf")
     shape, arch = ModelShape.read(hf), spec.gguf
-    if shape.rope.kind not in ROPE_KINDS:
-        found = f"not written here, where GGUF files get {', '.join(ROPE_KINDS)}"
-        raise NeedsError(f"RoPE type {shape.rope.kind!r} as GGUF", found, "export to hf")
+    _refuse(shape, spec)
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[arch]])
     _write_sizes(writer, hf, shape, kind, name)
     _write_tokenizer(writer, folder, shape.vocab)
@@ -83,8 +83,7 @@ def write_gguf(folder: Path, file: Path, kind: Kind, name: str) -> int:
                 heads = shape.heads if ".q_proj." in hf_name else shape.kv_heads
                 values = _reordered(values, heads)
             yield new, values.numpy()
-        if (factors := _rope_factors(shape)) is not None:
-            yield "rope_freqs.weight", factors
+        yield from _rope_factors(shape)
 
     types: dict[str, gguf.GGMLQuantizationType] = {}
     for new, values in tensors():  # sizes first: the file begins with them
@@ -123,17 +122,37 @@ def _reordered(values: torch.Tensor, heads: int) -> torch.Tensor:
     return halves.swapaxes(1, 2).reshape(values.shape).contiguous()
 
 
-def _rope_factors(shape: ModelShape) -> np.ndarray[Any, Any] | None:
-    """Return what llama3's RoPE divides each frequency by, (E / 2,); None: another kind."""
+def _refuse(shape: ModelShape, spec: FamilySpec) -> None:
+    """Raise NeedsError for parts of a model that its architecture does not have there."""
+    import gguf
+
+    held = gguf.MODEL_TENSORS[gguf.MODEL_ARCH[spec.gguf]]
+    kinds = [kind for kind, tensor in ROPE_KINDS.items() if not tensor or gguf.MODEL_TENSOR[tensor] in held]
+    if shape.rope.kind not in kinds:
+        found = f"not written here, where GGUF files of {shape.family} get {', '.join(kinds)}"
+        raise NeedsError(f"RoPE type {shape.rope.kind!r} as GGUF", found, "export to hf")
+    if not spec.gguf_biases and (shape.qkv_bias or shape.o_bias or shape.mlp_bias):
+        raise NeedsError(f"{shape.family} as GGUF", "linears with biases, which have no place there", "export to hf")
+    fourth = tuple(range(UNROTATED - 1, shape.layers, UNROTATED))
+    if spec.unrotated != "none" and shape.unrotated != fourth:
+        found = f"layers {', '.join(map(str, shape.unrotated)) or 'none'} without rotary embedding"
+        raise NeedsError(f"{shape.family} as GGUF", f"{found}, where llama.cpp has each fourth", "export to hf")
+
+
+def _rope_factors(shape: ModelShape) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+    """Yield tensors of what RoPE divides each frequency by, (rotated width / 2,)."""
     r = shape.rope
+    if r.kind == "longrope":
+        yield "rope_factors_long.weight", np.array(r.long_factor, np.float32)
+        yield "rope_factors_short.weight", np.array(r.short_factor, np.float32)
     if r.kind != "llama3":
-        return None
+        return
     dim = shape.head_width
     waves = 2 * np.pi * r.theta ** (torch.arange(0, dim, 2, dtype=torch.float32).numpy() / dim)
     low, high = r.original_max / r.low_freq_factor, r.original_max / r.high_freq_factor
     smooth = (r.original_max / waves - r.low_freq_factor) / (r.high_freq_factor - r.low_freq_factor)
     between = 1 / ((1 - smooth) / r.factor + smooth)
-    return np.where(waves < high, 1.0, np.where(waves > low, r.factor, between)).astype(np.float32)
+    yield "rope_freqs.weight", np.where(waves < high, 1.0, np.where(waves > low, r.factor, between)).astype(np.float32)
 
 
 def _write_sizes(writer: Any, hf: dict[str, Any], shape: ModelShape, kind: Kind, name: str) -> None:
@@ -152,11 +171,22 @@ def _write_sizes(writer: Any, hf: dict[str, Any], shape: ModelShape, kind: Kind,
     writer.add_head_count_kv(shape.kv_heads)
     writer.add_key_length(shape.head_width)
     writer.add_value_length(shape.head_width)
-    writer.add_rope_dimension_count(shape.head_width)
+    writer.add_rope_dimension_count(shape.rotated_width)
     writer.add_rope_freq_base(shape.rope.theta)
     if shape.rope.kind == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(shape.rope.factor)
+    if shape.rope.kind == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(shape.rope.original_max)
+        writer.add_rope_scaling_attn_factors(shape.rope.scale)
+    if FAMILIES[shape.family].gguf == "PHI3":
+        writer.add_sliding_window(shape.window or 0)  # 0 says which models of the architecture have none
+    if FAMILIES[shape.family].gguf_scales:
+        m = shape.multipliers
+        writer.add_embedding_scale(m.embedding)
+        writer.add_attention_scale(m.scores * shape.head_width**-0.5)
+        writer.add_residual_scale(m.residual)
+        writer.add_logit_scale(1 / m.logits)
     writer.add_layer_norm_rms_eps(shape.norm_eps)
     writer.add_vocab_size(shape.vocab)
     kinds = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
@@ -211,9 +241,12 @@ def _splitting(engine: dict[str, Any], asked: str) -> str:
     parts = first.get("pretokenizers") or [first]
     patterns = [str((p.get("pattern") or {}).get("Regex", "")) for p in parts if p.get("type") == "Split"]
     if not patterns and any(p.get("type") == "ByteLevel" and p.get("use_regex", True) for p in parts):
-        return "gpt-2"
+        digits = any(p.get("type") == "Digits" and p.get("individual_digits") for p in parts)
+        return "smollm" if digits else "gpt-2"
     if len(patterns) == 1 and _LLAMA3 in patterns[0]:
-        return "llama-bpe"
+        if _CASES in patterns[0]:
+            return "gpt-4o"
+        return "llama-bpe" if engine["model"].get("ignore_merges") else "dbrx"  # equal rules, but whole words first
     if len(patterns) == 1 and _QWEN in patterns[0]:
         return "qwen2"
     raise NeedsError(asked, f"words split by {patterns or first.get('type')}", "export to hf, and convert it elsewhere")

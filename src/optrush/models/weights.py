@@ -2,8 +2,9 @@
 
 A parameter has one canonical name (the model's own). Its `WeightEntry` lists its Hugging Face tensors: one, copied;
 several, interleaved in groups (a fused qkv, a gate/up pair); or one with these pieces one below the other. So a
-`WeightMap` fills any rectangle of a parameter and reads only the rows it needs: a shard is loaded without the whole. `split` is the inverse, for export. Values come from
-a folder (`Folder`, `PackedFolder`), a random draw (`RandomInit`) or host memory (`Memory`).
+`WeightMap` fills any rectangle of a parameter and reads only the rows it needs: a shard is loaded without the whole.
+`split` is the inverse, for export. Values come from a folder (`Folder`, `PackedFolder`), a random draw (`RandomInit`)
+or host memory (`Memory`).
 
 Nothing is unpickled: a folder without safetensors is refused.
 """
