@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 from optrush import config
+from optrush.decide import decide
 from optrush.errors import NeedsError
 from optrush.exporting import write_model
 from optrush.peft import io
@@ -349,6 +350,19 @@ def first(trainer) -> dict[str, torch.Tensor]:
     """What adapters hold, under the names of PEFT's files."""
     adapters = io.adapters(trainer.model).values()
     return {key: t for a in adapters for key, t in a.published({n: p.detach() for n, p in a.named_parameters()})}
+
+
+def test_one_module_with_all_pieces_has_no_other_names(folders, tmp_path):
+    """Keys and values have no module of their own; nor have experts."""
+    for with_, found, do in (
+        ({"ia3": {}}, "linears of other names: qkv_proj, o_proj, gate_up_proj, down_proj", "name them"),
+        ({"lora": {"targets": ["q_proj"]}}, "no linear is called q_proj", "did you mean `qkv_proj`"),
+        ({"lora": {"targets": "experts"}}, "a model without linears of the set experts", "gate_up_proj"),
+    ):
+        asked = run(folders("phi3"), tmp_path / "run", "joined").model_copy(update={"with_": with_})
+        with pytest.raises(NeedsError) as caught:
+            decide(asked)
+        assert caught.value.found == found and do in caught.value.do
 
 
 def test_it_begins_as_the_model_itself(folders, tmp_path):

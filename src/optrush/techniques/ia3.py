@@ -55,6 +55,7 @@ class Ia3(Technique):
             yield env.needs_dense("`ia3`")
         if env.native:
             known = ledger.names_of(env.shape)
+            yield self._named(known)
             yield ledger.require_names(self.name, "targets", self._targets(known), known)
             yield from self._apart(ledger.PIECES.values(), self._targets(known))
             yield self._within(ledger.chosen(self._targets(known), known))
@@ -66,6 +67,11 @@ class Ia3(Technique):
         if self.targets != "auto":
             return self.targets
         return next((names for names in (OURS, *OTHERS) if {*names} <= {*known}), "auto")
+
+    def _named(self, known: Collection[str]) -> Requirement:
+        """Require targets in a model for whose linears `auto` has no meaning."""
+        found, do = f"linears of other names: {', '.join(known)}", "name them: targets, and of these feedforward"
+        return Requirement(self._targets(known) != "auto", "`ia3:targets=auto`", found, do)
 
     def _apart(self, linears: Collection[Collection[str]], targets: str | tuple[str, ...]) -> Iterator[Requirement]:
         """Whether no module whose input is to be scaled shares it with another."""
@@ -104,16 +110,13 @@ class Ia3(Technique):
             yield add(saved("left", why, left, env.blocks, "adapters"))
 
     def peft(self, trainer: Trainer) -> int:
-        from optrush.errors import NeedsError
         from optrush.peft import adapter as adapted
         from optrush.peft.adapter import Ia3 as Adapter
 
         model, recipe = trainer.model, trainer.weight_map
         known = adapted.known(model, recipe)
         targets = self._targets(known)
-        if targets == "auto":
-            found = f"linears of other names: {', '.join(known)}"
-            raise NeedsError("`ia3:targets=auto`", found, "name them: targets, and of these feedforward")
+        refuse_unmet([self._named(known)])
         adapted.check_targets(self.name, model, recipe, targets, ())
         names = ledger.chosen(targets, known)
         refuse_unmet([self._within(names)])
