@@ -160,12 +160,10 @@ def clean_files(
     return cleaned
 
 
-def measure_files(
-    files: Sequence[Path], task: Task, workers: int | None, progress: Progress, strict: bool = False
-) -> Table:
+def measure_files(files: Sequence[Path], task: Task, workers: int | None, progress: Progress, strict: bool) -> Table:
     """Return the measured rows of all files, and which are bad; `strict` raises DataError at the first of these."""
     parts = [part for file in files for part in chunks(file, tokenize.chunk_bytes(files), task.text_rows)]
-    # The cost of a part against that of others: its bytes, or row groups of a Parquet file.
+    # What a part costs: its bytes, or row groups of a Parquet file.
     sizes = [max(1, p.file.stat().st_size if p.end is None else p.end - p.start) for p in parts]
     table, done = Table(task), 0.0
     table.stamps = {file: _stamp(file) for file in files}
@@ -173,8 +171,7 @@ def measure_files(
         table.add(part, found)
         if table.bad and strict:
             raise bad_row(*table.bad[0][1:])
-        done += size
-        progress(done / sum(sizes), len(table))
+        progress((done := done + size) / sum(sizes), len(table))
     return table
 
 

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from optrush.errors import RunError
+from optrush.files import read_file
 from optrush.launch import LAUNCHER, process_stat
 
 BEAT_S = 0.5
@@ -381,9 +382,9 @@ def _siblings(known: Container[int]) -> dict[int, Beat]:
     found: dict[int, Beat] = {}
     for children in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
         with suppress(OSError):
-            for pid in map(int, children.read_text().split()):
+            for pid in map(int, read_file(children).split()):
                 with suppress(OSError):
-                    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                    variables = read_file(f"/proc/{pid}/environ").split(b"\0")
                     ranks = [int(v[5:]) for v in variables if v.startswith(b"RANK=")]
                     if pid != os.getpid() and ranks and ranks[0] not in known and all(v in variables for v in same):
                         begun = process_stat(pid)[1]
