@@ -24,15 +24,13 @@ import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from optrush.errors import RunError
-from optrush.files import read_file
-from optrush.launch import LAUNCHER, process_stat
+from optrush.launch import LAUNCHER, process_stat, sibling_ranks
 
 BEAT_S = 0.5
 LATE_S = 2.0  # a beat older than this is missing, once a collective has failed
@@ -377,18 +375,12 @@ class Start:
 
 
 def _siblings(known: Container[int]) -> dict[int, Beat]:
-    """Return the processes that this one's launcher has started as other ranks, which may not have answered yet."""
-    same = [f"{name}={os.environ.get(name)}".encode() for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
+    """Return the processes of other ranks that this one's launcher has started, which may not have answered yet."""
     found: dict[int, Beat] = {}
-    for children in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
-        with suppress(OSError):
-            for pid in map(int, read_file(children).split()):
-                with suppress(OSError):
-                    variables = read_file(f"/proc/{pid}/environ").split(b"\0")
-                    ranks = [int(v[5:]) for v in variables if v.startswith(b"RANK=")]
-                    if pid != os.getpid() and ranks and ranks[0] not in known and all(v in variables for v in same):
-                        begun = process_stat(pid)[1]
-                        found[ranks[0]] = Beat(HOST, pid, begun, 0, "the start, before it met the others")
+    for r, pid in sibling_ranks().items():
+        if r not in known:
+            with suppress(OSError):
+                found[r] = Beat(HOST, pid, process_stat(pid)[1], 0, "the start, before it met the others")
     return found
 
 
