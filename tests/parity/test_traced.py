@@ -16,7 +16,7 @@ from optrush.errors import ConfigError, ConflictError, NeedsError
 from optrush.hardware import parse_hardware
 from optrush.models import traced
 from optrush.models.hf import HFModel, opened_on_meta
-from optrush.models.shapes import SHAPES, ModelShape
+from optrush.models.shapes import SHAPES, ModelShape, native_obstacle
 from optrush.models.trace import trace_model
 from optrush.models.traced import NoPlan, TracedShape, read_traced, shape_of
 from optrush.planner import answer, baseline, ledger, search
@@ -226,14 +226,15 @@ def test_every_model_has_a_plan_on_every_card(tmp_path: Path, name: str, card: s
     found = answer.answer(run(model, None, rows=8 * ranks), card, nearest=False)
     assert found.best is not None and found.best.setting is not None
     prediction = found.best.setting.prediction
-    assert prediction.traced and prediction.fits and prediction.tokens_per_s
+    assert prediction.traced == (native_obstacle(PUBLISHED[name][1]) is not None)
+    assert prediction.fits and prediction.tokens_per_s
     assert prediction.peak_bytes > prediction.parameters / ranks / 2  # 4 bits of a share
 
 
 @pytest.mark.parametrize("name", [c.name for c in ALL])
 def test_rules_of_each_technique_find_their_lines(tmp_path: Path, name: str) -> None:
     """A rule that matches nothing raises ValueError: only a need may be unmet, never a line missing."""
-    hf = {**TINY, "model_type": "gemma3_text", "num_key_value_heads": 4}
+    hf = {**TINY, "model_type": "gemma2", "attn_logit_softcapping": None, "num_key_value_heads": 4}
     model, device = folder(tmp_path / "model", hf), "2xh100"
     cls = next(c for c in ALL if c.name == name)
     base = {"bf16": {}, "ddp": {}, "lora": {}, "compile": {}}
