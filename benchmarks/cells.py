@@ -33,6 +33,7 @@ FAST: dict[str, Any] = {
 }  # fmt: skip
 PARTS: dict[str, Any] = {**FAST, "fused-kernels": {"norm": True, "rope": True}}  # for other products of matrices
 NORMED: dict[str, Any] = {**FAST, "fused-kernels": {"mlp": "quack", "norm": True}}  # norms before the rotation
+GEMMA: dict[str, Any] = {**NATIVE, "bf16": {}, "attention": {"impl": "varlen"}}  # blocks of another order
 LORA: dict[str, Any] = {"lora": {"rank": 16, "alpha": 16}}
 QLORA: dict[str, Any] = {**LORA, "nf4": {}}
 EXPERTS: dict[str, Any] = {"lora": {"rank": 16, "alpha": 16, "targets": [
@@ -157,6 +158,12 @@ KINDS = {
     "qwen3-14b lora T=4096, 2 rows": Cell("Qwen/Qwen3-14B", 4096, 2, 1, {**NORMED, **LORA}),
     "qwen3-32b qlora T=4096": Cell("Qwen/Qwen3-32B", 4096, 1, 1, {**NORMED, **QLORA}),
     "qwen3-32b qlora recompute T=8192": Cell("Qwen/Qwen3-32B", 8192, 2, 1, {**NORMED, **QLORA, "recompute": {}}),
+    "gemma-3-1b T=4096": Cell("google/gemma-3-1b-pt", 4096, 4, 1, GEMMA),
+    "gemma-3-4b lora T=4096": Cell("google/gemma-3-4b-pt", 4096, 2, 1, {**GEMMA, **LORA}),
+    "gemma-3-12b qlora T=4096": Cell("google/gemma-3-12b-pt", 4096, 1, 1, {**GEMMA, **QLORA}),
+    "olmo2-7b lora T=4096": Cell("allenai/OLMo-2-1124-7B", 4096, 2, 1, {**GEMMA, **LORA}),
+    "granite-8b least T=4096": Cell("ibm-granite/granite-3.3-8b-base", 4096, 1, 1, {**GEMMA, **LEAN, "recompute": {}}),
+    "smollm3 T=4096": Cell("HuggingFaceTB/SmolLM3-3B", 4096, 2, 1, NORMED),
     "30b-a3b qlora of attention T=2048, no recompute": Cell(
         "qwen3-30b-a3b",
         2048,
