@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from optrush.errors import ConfigError, NeedsError
-from optrush.models.config_json import EXPERTS
+from optrush.models.config_json import EXPERTS, is_readable
 from optrush.models.families import (
     FAMILIES,
     GELU,
@@ -660,8 +660,10 @@ def refuse_foreign(hf: HF) -> None:
     given = [each.get("quantization_config") for each in (hf, text)]
     config = next((each for each in given if each is not None), None)
     packed = isinstance(config, dict) and config.get("quant_method") == "mxfp4"
-    if config is not None and not (packed and spec is not None and spec.mxfp4):
+    readable = is_readable(config) and not multimodal and spec is not None
+    if config is not None and not readable and not (packed and spec is not None and spec.mxfp4):
         method = config.get("quant_method", "unnamed") if isinstance(config, dict) else f"of no mapping, {config!r}"
+        method += f", {config['bits']} bits" if isinstance(config, dict) and "bits" in config else ""
         do = "start from the unquantised checkpoint; a technique quantises the frozen base while it is loaded"
         do = "add --with nf4 --with lora" if method == "bitsandbytes" and not multimodal else do
         raise NeedsError(asked, f"weights quantised on disk (quantization_config, method {method})", do)
