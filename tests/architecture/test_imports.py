@@ -32,8 +32,8 @@ ONE_SUBJECT = {
 # that says what the lines buy; what shrinks is lowered with it.
 LINES = {
     "data": 8470,
-    "trainer": 6480,
-    "models": 6630,
+    "trainer": 6485,
+    "models": 6800,
     "techniques": 5325,
     "kernels": 4640,
     "top": 5870,
@@ -45,7 +45,7 @@ LINES = {
     "optim": 820,
     "objectives": 430,
 }
-MOST_FILES = 219
+MOST_FILES = 220
 MOST_MODULES_IN_PACKAGE = 15  # directly in src/optrush, without __init__ and __main__
 MOST_SHARED_NAMES = 40  # public functions and classes whose name two modules or more define
 
