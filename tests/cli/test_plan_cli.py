@@ -23,7 +23,7 @@ def test_for_people(call: Call) -> None:
     short = call("plan", str(LLAMA), "--hardware", "h200")
     first = short.out.splitlines()[0]
     assert (
-        first.startswith("fits on NVIDIA H200: full, ")
+        first.startswith("fits on NVIDIA H200, rows of 2,048 tokens: full, ")
         and "tokens/s" in first
         and " steps, " in first
         and "USD" in first
@@ -185,7 +185,8 @@ def test_a_model_without_a_yaml(call: Call, tmp_path: Path) -> None:
     folder = str(model(tmp_path / "m"))
     found = call("plan", folder, "--hardware", "h100")
     assert found.code == 0 and found.out.startswith("fits on NVIDIA H100"), found.err
-    assert "(basis: traced, datasheet); this data: 100 steps" in found.out.splitlines()[0]
+    assert "tokens/s; this data: 100 steps" in found.out.splitlines()[0]
+    assert "(basis: traced, datasheet)" in found.out
     details = call("plan", folder, "--hardware", "h100", "--details", "--with", "amp", "--set", "batch.seq=512")
     assert "traced: what products give" in details.out and "models of the family" not in details.out
     assert json.loads(call("plan", folder, "--hardware", "h100", "--json").out)["traced"] is True
@@ -195,6 +196,16 @@ def test_a_model_without_a_yaml(call: Call, tmp_path: Path) -> None:
     assert refused.code == 2 and "no other sizes of the family 'gemma2' are listed" in refused.err
     beside = call("plan", str(LLAMA), "--data", "random")
     assert beside.code == 2 and "--set data.path=random" in beside.err
+
+
+def test_the_memory_of_the_host_is_compared(call: Call, tmp_path: Path) -> None:
+    asked = ("plan", "shape:llama-3.1-8b", "--hardware", "4090", "--set", "method=full", "--set", "optim.clip=null")
+    asked += ("--set", "batch.tokens=2048", "--set", "batch.seq=2048")
+    found = call(*asked, "--host-memory", "64")
+    assert found.out.startswith("fits on NVIDIA GeForce RTX 4090, rows of 2,048 tokens: full, "), found.out
+    assert call(*asked, "--host-memory", "8").out.startswith("does NOT fit on NVIDIA GeForce RTX 4090, rows of 2,048")
+    refused = call("plan", "shape:llama-3.1-8b", "--hardware", "cpu", "--host-memory", "8")
+    assert refused.code == 2 and "take 4090@64GiB" in refused.err
 
 
 def test_a_model_without_a_plan(call: Call, tmp_path: Path) -> None:
