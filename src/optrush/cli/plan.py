@@ -291,9 +291,8 @@ def _answer_lines(config: Config, hardware: str, answer: Answer, price: float | 
     time = _time(config, best.time, hardware, price)
     lacking = _without(config, best.setting)
     size = f"{p.peak_bytes / GIB:.1f}{most} GiB{_on_host(p)}"
-    lines = [
-        f"fits on {on}, rows of {config.batch.seq:,} tokens: {best.method}, {mesh}{size}, {_speed(p, basis=False)}{time}{lacking}"
-    ]
+    where = f"{on}, rows of {config.batch.seq:,} tokens"
+    lines = [f"fits on {where}: {best.method}, {mesh}{size}, {_speed(p, basis=False)}{time}{lacking}"]
     if p.tokens_per_s is None:
         lines.append("  rates of this device are not known: there, optrush calibrate measures them")
     lines += [f"  {note}" for note in planned_notes(config, device, ranks)]
