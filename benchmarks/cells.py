@@ -32,6 +32,8 @@ FAST: dict[str, Any] = {
     "compile": {}, "fused-loss": {"impl": "quack", "chunk": 8192}, "fused-adamw": {},
 }  # fmt: skip
 PARTS: dict[str, Any] = {**FAST, "fused-kernels": {"norm": True, "rope": True}}  # for other products of matrices
+NORMED: dict[str, Any] = {**FAST, "fused-kernels": {"mlp": "quack", "norm": True}}  # norms before the rotation
+GEMMA: dict[str, Any] = {**NATIVE, "bf16": {}, "attention": {"impl": "varlen"}}  # blocks of another order
 LORA: dict[str, Any] = {"lora": {"rank": 16, "alpha": 16}}
 QLORA: dict[str, Any] = {**LORA, "nf4": {}}
 EXPERTS: dict[str, Any] = {"lora": {"rank": 16, "alpha": 16, "targets": [
@@ -148,6 +150,27 @@ KINDS = {
     "gpt-oss-20b qlora T=4096": Cell("gpt-oss-20b", 4096, 2, 1, {**SUNK, **LEAST, "fused-loss": {"chunk": 1024}}),
     "qwen3.5-9b T=4096": Cell("qwen3.5-9b", 4096, 2, 1, HYBRID),
     "qwen3-8b T=4096": Cell("Qwen/Qwen3-8B", 4096, 2, 1, HYBRID),
+    "qwen3-0.6b T=16384": Cell("Qwen/Qwen3-0.6B", 16384, 1, 1, NORMED),
+    "qwen3-0.6b lora T=4096": Cell("Qwen/Qwen3-0.6B", 4096, 8, 1, {**NORMED, **LORA}),
+    "qwen3-4b T=4096": Cell("Qwen/Qwen3-4B", 4096, 2, 1, NORMED),
+    "qwen3-4b selective recompute T=8192": Cell("Qwen/Qwen3-4B", 8192, 2, 1, {**NORMED, "selective-recompute": {}}),
+    "qwen3-14b lora T=4096": Cell("Qwen/Qwen3-14B", 4096, 1, 1, {**NORMED, **LORA}),
+    "qwen3-14b lora T=4096, 2 rows": Cell("Qwen/Qwen3-14B", 4096, 2, 1, {**NORMED, **LORA}),
+    "qwen3-32b qlora T=4096": Cell("Qwen/Qwen3-32B", 4096, 1, 1, {**NORMED, **QLORA}),
+    "qwen3-32b qlora recompute T=8192": Cell("Qwen/Qwen3-32B", 8192, 2, 1, {**NORMED, **QLORA, "recompute": {}}),
+    "gemma-3-1b T=4096": Cell("google/gemma-3-1b-pt", 4096, 4, 1, GEMMA),
+    "gemma-3-4b lora T=4096": Cell("google/gemma-3-4b-pt", 4096, 2, 1, {**GEMMA, **LORA}),
+    "gemma-3-12b qlora T=4096": Cell("google/gemma-3-12b-pt", 4096, 1, 1, {**GEMMA, **QLORA}),
+    "olmo2-7b lora T=4096": Cell("allenai/OLMo-2-1124-7B", 4096, 2, 1, {**GEMMA, **LORA}),
+    "granite-8b least T=4096": Cell("ibm-granite/granite-3.3-8b-base", 4096, 1, 1, {**GEMMA, **LEAN, "recompute": {}}),
+    "smollm3 T=4096": Cell("HuggingFaceTB/SmolLM3-3B", 4096, 2, 1, NORMED),
+    "30b-a3b qlora of attention T=2048, no recompute": Cell(
+        "qwen3-30b-a3b",
+        2048,
+        1,
+        1,
+        {"bf16": {}, **NATIVE, "lora": {"rank": 16, "alpha": 16, "targets": "attention"}, "nf4": {}},
+    ),
 }
 RECOMPUTED = {**FAST, "selective-recompute": {}}
 BASIC: dict[str, Any] = {"amp": {}, "attention": {}, "fused-loss": {}, "recompute": {}}

@@ -377,7 +377,8 @@ def _choose_set(
     what = "any method" if automatic else config.method or "all weights"
     asked = f"a run of {what} on {problem.env.device.name}, with the maths of its precision"
     needs = "" if least is None else f"; the smallest needs {least.text()}"
-    raise NothingFits(asked, f"no set of techniques fits{needs}", _what_fits(config, classes, ranks, device, here))
+    kept = f"no set of techniques that keeps the type of the weights ({config.model.dtype}) fits"
+    raise NothingFits(asked, f"{kept}{needs}", _what_fits(config, classes, ranks, device, here))
 
 
 def _what_fits(

@@ -72,23 +72,44 @@ def _gpu(
 NAMED: dict[str, Device] = {
     "t4": _gpu("Tesla T4", (7, 5), 6.5e13, 8.1e12, 3.2e11, 1.6e10, 14.6),
     "v100": _gpu("Tesla V100-SXM2-16GB", (7, 0), 1.25e14, 1.57e13, 9.0e11, 1.5e11, 15.8),
+    "2080ti": _gpu("NVIDIA GeForce RTX 2080 Ti", (7, 5), 5.38e13, 1.34e13, 6.16e11, 1.6e10, 10.7),
+    "v100-32": _gpu("Tesla V100-SXM2-32GB", (7, 0), 1.25e14, 1.57e13, 9.0e11, 1.5e11, 31.7),
     "a10": _gpu("NVIDIA A10", (8, 6), 1.25e14, 3.12e13, 6.0e11, 3.2e10, 22.1),
+    "a10g": _gpu("NVIDIA A10G", (8, 6), 7.0e13, 3.5e13, 6.0e11, 3.2e10, 22.1),
+    "a30": _gpu("NVIDIA A30", (8, 0), 1.65e14, 1.03e13, 9.33e11, 3.2e10, 23.6),
     "l4": _gpu("NVIDIA L4", (8, 9), 1.21e14, 3.03e13, 3.0e11, 3.2e10, 22.0),
     "l40": _gpu("NVIDIA L40", (8, 9), 1.81e14, 9.05e13, 8.64e11, 3.2e10, 44.4),
     "l40s": _gpu("NVIDIA L40S", (8, 9), 3.62e14, 9.16e13, 8.64e11, 3.2e10, 44.4),
     "a40": _gpu("NVIDIA A40", (8, 6), 1.497e14, 3.74e13, 6.96e11, 3.2e10, 44.4),
     "3060": _gpu("NVIDIA GeForce RTX 3060", (8, 6), 2.55e13, 1.27e13, 3.6e11, 3.2e10, 11.6),
+    "3060ti": _gpu("NVIDIA GeForce RTX 3060 Ti", (8, 6), 3.24e13, 1.62e13, 4.48e11, 3.2e10, 7.7),
     "3070": _gpu("NVIDIA GeForce RTX 3070", (8, 6), 4.06e13, 2.03e13, 4.48e11, 3.2e10, 7.7),
+    "3070ti": _gpu("NVIDIA GeForce RTX 3070 Ti", (8, 6), 4.35e13, 2.17e13, 6.08e11, 3.2e10, 7.7),
     "3080": _gpu("NVIDIA GeForce RTX 3080", (8, 6), 5.95e13, 2.98e13, 7.6e11, 3.2e10, 9.6),
+    "3080ti": _gpu("NVIDIA GeForce RTX 3080 Ti", (8, 6), 6.82e13, 3.41e13, 9.12e11, 3.2e10, 11.7),
     "3090": _gpu("NVIDIA GeForce RTX 3090", (8, 6), 7.1e13, 3.56e13, 9.36e11, 3.2e10, 23.7),
+    "3090ti": _gpu("NVIDIA GeForce RTX 3090 Ti", (8, 6), 8.0e13, 4.0e13, 1.008e12, 3.2e10, 23.7),
+    "4060": _gpu("NVIDIA GeForce RTX 4060", (8, 9), 3.02e13, 1.51e13, 2.72e11, 1.6e10, 7.6),
+    "4060ti-8": _gpu("NVIDIA GeForce RTX 4060 Ti 8GB", (8, 9), 4.41e13, 2.21e13, 2.88e11, 1.6e10, 7.6),
     "4060ti-16": _gpu("NVIDIA GeForce RTX 4060 Ti", (8, 9), 4.41e13, 2.21e13, 2.88e11, 1.6e10, 15.6),
     "4070": _gpu("NVIDIA GeForce RTX 4070", (8, 9), 5.83e13, 2.91e13, 5.04e11, 3.2e10, 11.6),
+    "4070super": _gpu("NVIDIA GeForce RTX 4070 SUPER", (8, 9), 7.1e13, 3.55e13, 5.04e11, 3.2e10, 11.6),
+    "4070ti": _gpu("NVIDIA GeForce RTX 4070 Ti", (8, 9), 8.02e13, 4.01e13, 5.04e11, 3.2e10, 11.6),
+    "4070tisuper": _gpu("NVIDIA GeForce RTX 4070 Ti SUPER", (8, 9), 8.82e13, 4.41e13, 6.72e11, 3.2e10, 15.6),
     "4080": _gpu("NVIDIA GeForce RTX 4080", (8, 9), 9.75e13, 4.87e13, 7.168e11, 3.2e10, 15.6),
+    "4080super": _gpu("NVIDIA GeForce RTX 4080 SUPER", (8, 9), 1.044e14, 5.22e13, 7.36e11, 3.2e10, 15.6),
     "4090": _gpu("NVIDIA GeForce RTX 4090", (8, 9), 1.652e14, 8.26e13, 1.008e12, 3.2e10, 23.6),
+    "5060": _gpu("NVIDIA GeForce RTX 5060", (12, 0), 3.84e13, 1.92e13, 4.48e11, 3.2e10, 7.5),
+    "5060ti-16": _gpu("NVIDIA GeForce RTX 5060 Ti", (12, 0), 4.74e13, 2.37e13, 4.48e11, 3.2e10, 15.5),
+    "5070": _gpu("NVIDIA GeForce RTX 5070", (12, 0), 6.17e13, 3.09e13, 6.72e11, 6.4e10, 11.5),
     "5070ti": _gpu("NVIDIA GeForce RTX 5070 Ti", (12, 0), 8.79e13, 4.39e13, 8.96e11, 6.4e10, 15.5),
     "5080": _gpu("NVIDIA GeForce RTX 5080", (12, 0), 1.126e14, 5.63e13, 9.6e11, 6.4e10, 15.5),
     "5090": _gpu("NVIDIA GeForce RTX 5090", (12, 0), 2.095e14, 1.048e14, 1.792e12, 6.4e10, 31.4),
+    "a4000": _gpu("NVIDIA RTX A4000", (8, 6), 7.67e13, 1.92e13, 4.48e11, 3.2e10, 15.7),
+    "a5000": _gpu("NVIDIA RTX A5000", (8, 6), 1.111e14, 2.78e13, 7.68e11, 3.2e10, 23.7),
     "a6000": _gpu("NVIDIA RTX A6000", (8, 6), 1.548e14, 3.87e13, 7.68e11, 3.2e10, 47.5),
+    "4000ada": _gpu("NVIDIA RTX 4000 Ada Generation", (8, 9), 1.069e14, 2.67e13, 3.6e11, 3.2e10, 19.5),
+    "5000ada": _gpu("NVIDIA RTX 5000 Ada Generation", (8, 9), 2.612e14, 6.53e13, 5.76e11, 3.2e10, 31.4),
     "6000ada": _gpu("NVIDIA RTX 6000 Ada Generation", (8, 9), 3.642e14, 9.11e13, 9.6e11, 3.2e10, 47.4),
     "rtxpro6000": _gpu(
         "NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (12, 0), 5.03e14, 1.25e14, 1.792e12, 6.4e10, 95.0
@@ -96,12 +117,16 @@ NAMED: dict[str, Device] = {
     "a100-40": _gpu("NVIDIA A100-SXM4-40GB", (8, 0), 3.12e14, 1.95e13, 1.555e12, 3.0e11, 39.4),
     "a100-80": _gpu("NVIDIA A100-SXM4-80GB", (8, 0), 3.12e14, 1.95e13, 2.039e12, 3.0e11, 79.1),
     "h100": _gpu("NVIDIA H100 80GB HBM3", (9, 0), 9.895e14, 6.7e13, 3.35e12, 4.5e11, 79.1),
+    "h100-pcie": _gpu("NVIDIA H100 PCIe", (9, 0), 7.56e14, 5.1e13, 2.0e12, 6.4e10, 79.1),
+    "h100-nvl": _gpu("NVIDIA H100 NVL", (9, 0), 8.35e14, 6.0e13, 3.9e12, 3.0e11, 93.1),
+    "h20": _gpu("NVIDIA H20", (9, 0), 1.48e14, 4.4e13, 4.0e12, 4.5e11, 95.0),
+    "gh200": _gpu("NVIDIA GH200 480GB", (9, 0), 9.895e14, 6.7e13, 4.0e12, 4.5e11, 94.5),
     "h200": _gpu("NVIDIA H200", (9, 0), 9.895e14, 6.7e13, 4.8e12, 4.5e11, 139.8),
     "b200": _gpu("NVIDIA B200", (10, 0), 2.25e15, 7.5e13, 8.0e12, 9.0e11, 178.3),
     "mi300x": Device("cuda", "AMD Instinct MI300X", (8, 0), None, bandwidth_bytes_s=5.3e12, memory_bytes=191 * GIB),
 }
 # Where several products have one name: what to ask.
-AMBIGUOUS = {"a100": ("a100-40", "a100-80"), "4060ti": ("4060ti-16",)}
+AMBIGUOUS = {"a100": ("a100-40", "a100-80"), "4060ti": ("4060ti-8", "4060ti-16")}
 # US dollars an hour of one card: list prices of rented ones, September to October 2026 (akash.network/pricing/gpus,
 # openrelay.inc/pricing, verda.com/pricing). Prices change: they rank cards, and `--price` gives your own.
 PRICES_USD_H = {
@@ -112,7 +137,6 @@ PRICES_USD_H = {
 _VARIANTS = {
     "NVIDIA A100 80GB PCIe": dataclasses.replace(NAMED["a100-80"], bandwidth_bytes_s=1.935e12, link_bytes_s=3.2e10),
     "NVIDIA A100-PCIE-40GB": dataclasses.replace(NAMED["a100-40"], link_bytes_s=3.2e10),
-    "NVIDIA H100 PCIe": _gpu("NVIDIA H100 PCIe", (9, 0), 7.56e14, 5.1e13, 2.0e12, 6.4e10, 79.1),
 }
 _BY_NAME = {d.name: d for d in NAMED.values()} | _VARIANTS
 
@@ -139,6 +163,7 @@ PCIE_SHARE, SOCKET_S = 0.62 * 0.8, 6.3e9 * 0.8
 HOST_SHARE, HOST_A_CARD = 0.9, 2
 
 _FREE = re.compile(r"([0-9]{1,4}(?:\.[0-9]{1,3})?)\s*gi?b")  # 24gib: a GPU of so much memory, of unknown rates
+_WITH_HOST = re.compile(r"(.+)@([0-9]{1,5}(?:\.[0-9]{1,3})?)\s*gi?b")  # 4090@64gib: in a host with so much memory
 _LINKED = re.compile(rf"([^:]+):({'|'.join(SLOWER)})")  # 4xh200:pcie
 _HOSTS = re.compile(r"([0-9]{1,5})x([0-9]{1,5}x[^:]+):(.+)")  # 2x8xh100:infiniband
 
@@ -151,7 +176,8 @@ def _unnamed(gib: float) -> Device:
 def parse_hardware(text: str) -> tuple[Device, int]:
     """Return the device of a `--hardware` name, and their number: "h200", "2xh200", "2x8xh200:infiniband", "auto".
 
-    Several of one host may have a slower link than the product: "4xh200:pcie", "4xh200:socket". `auto` has what NCCL's
+    Several of one host may have a slower link than the product: "4xh200:pcie", "4xh200:socket". "4090@64GiB" is in a
+    host with so much memory. `auto` has what NCCL's
     variables in the environment turn it to.
 
     Raises:
@@ -159,6 +185,11 @@ def parse_hardware(text: str) -> tuple[Device, int]:
     """
     plain = re.sub(r"\s*([x*:])\s*", r"\1", text.lower().strip())
     plain = re.sub(r"(?<=[0-9])\*(?=\S)", "x", plain)  # 8*h100
+    if hosted := _WITH_HOST.fullmatch(plain):
+        device, count = parse_hardware(hosted[1])
+        if device.kind != "cuda" or not float(hosted[2]):
+            raise ConfigError(f"the hardware {text}", "memory of a host without a GPU, or none", "take 4090@64GiB")
+        return dataclasses.replace(device, host_memory_bytes=int(float(hosted[2]) * GIB)), count
     behind = re.fullmatch(r"([a-z0-9][a-z0-9-]*[0-9])[x*]([0-9]{1,5})", plain)
     if behind and behind[1] in {*NAMED, *AMBIGUOUS}:
         plain = f"{behind[2]}x{behind[1]}"  # h100x8
@@ -189,12 +220,19 @@ def parse_hardware(text: str) -> tuple[Device, int]:
         return share_of_cpu(count), count
     if name not in NAMED:
         known = ", ".join(["auto", "cpu", *NAMED])
-        close = difflib.get_close_matches(name, NAMED, 1)
-        nearest = f"did you mean `{close[0]}`? " if close else ""
+        close = difflib.get_close_matches(name, NAMED, 1) or _as_large(name)
+        nearest = f"did you mean {' or '.join(f'`{n}`' for n in close)}? " if close else ""
         nearest = f"for the memory alone write {name}GiB; " if re.fullmatch(r"[0-9]{1,3}", name) else nearest
         do = f"{nearest}known: {known}; several as 2xh200, others as 24GiB"
         raise ConfigError(f"the hardware {text}", "no such name", do)
     return NAMED[name], count
+
+
+def _as_large(name: str) -> list[str]:
+    """Return the cards with the memory that a card's name says ("5090d 24gb"), at most three."""
+    sized = re.search(r"([0-9]{1,3})\s*gi?b", name)
+    near = (n for n, d in NAMED.items() if sized and d.memory_bytes and 0.9 < d.memory_bytes / GIB / int(sized[1]) <= 1)
+    return list(near)[-3:]
 
 
 def _card(text: str) -> str:

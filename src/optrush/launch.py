@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -134,6 +135,21 @@ def process_stat(pid: int) -> tuple[str, int]:
     """
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0], int(fields[19])
+
+
+def sibling_ranks() -> dict[int, int]:
+    """Return the process ids of the other ranks of this start that this process' parent has started."""
+    same = [f"{name}={os.environ.get(name)}".encode() for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
+    found: dict[int, int] = {}
+    for children in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
+        with suppress(OSError):
+            for pid in map(int, children.read_text().split()):
+                with suppress(OSError):  # it has ended
+                    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                    ranks = [int(v[5:]) for v in variables if v.startswith(b"RANK=")]
+                    if pid != os.getpid() and ranks and all(v in variables for v in same):
+                        found[ranks[0]] = pid
+    return found
 
 
 def _signal_name(number: int) -> str:

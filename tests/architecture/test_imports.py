@@ -32,27 +32,27 @@ ONE_SUBJECT = {
 # that says what the lines buy; what shrinks is lowered with it.
 LINES = {
     "data": 8470,
-    "trainer": 6380,
-    "models": 6405,
-    "techniques": 5320,
-    "kernels": 4620,
-    "top": 5850,
-    "cli": 4115,
-    "planner": 4265,
-    "benchmark": 3925,
+    "trainer": 6485,
+    "models": 6800,
+    "techniques": 5325,
+    "kernels": 4640,
+    "top": 5870,
+    "cli": 4210,
+    "planner": 4280,
+    "benchmark": 3980,
     "peft": 1760,
     "report": 1870,
     "optim": 820,
     "objectives": 430,
 }
-MOST_FILES = 218
+MOST_FILES = 220
 MOST_MODULES_IN_PACKAGE = 15  # directly in src/optrush, without __init__ and __main__
 MOST_SHARED_NAMES = 40  # public functions and classes whose name two modules or more define
 
 PURE = (
     "errors", "config", "models.shapes", "hardware", "technique", "planner.ledger", "planner.optimizer",
     "planner.baseline", "planner.cost", "planner.search", "planner.sets", "decide", "launch", "planner.calibration",
-    "models.source",
+    "models.source", "models.rope_config",
     "data.length_estimate", "optim.schedule", "cli", "techniques",
 )  # fmt: skip
 FOUNDATION = ("models", "kernels", "objectives", "optim", "data")  # import nothing of the trainer
@@ -192,7 +192,8 @@ def test_the_foundation_imports_nothing_above_it() -> None:
 def test_the_lowest_import_errors_only(name: str) -> None:
     more = {
         "optrush.models.shapes": {
-            f"optrush.models{end}" for end in ("", ".config_json", ".families", ".published", ".text_part")
+            f"optrush.models{end}"
+            for end in ("", ".config_json", ".families", ".published", ".rope_config", ".text_part")
         },
         "optrush.config": {"optrush.foreign_keys"},  # hints for the keys of other tools
     }

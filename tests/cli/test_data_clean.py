@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import re
 import signal
@@ -138,10 +139,52 @@ def test_what_is_read_is_not_written_over(call: Call, recipes: Path) -> None:
     assert done.code == 2 and "the folder of the input out/rows.jsonl" in done.err
 
 
+BAD_FILES = {
+    "lines.jsonl": (
+        b'{"text": "a"}\n{"text": 1}\n{"text": "b"\n\n{"messages": [{"role": "user"}]}\n[1]\n\xff\n{"x": 1}\n',
+        {2: "text is a number", 3: "not valid JSON", 4: "an empty line", 5: "has no 'content'", 6: "a list where",
+         7: "invalid UTF-8", 8: "neither 'text' nor 'messages'"}, 8,
+    ),
+    "cells.csv": (b"prompt,completion\na,b\nc\n", {2: "1 cells under 2 columns"}, 2),
+    "list.json": (b'[{"text": "a"}, {"text": null}, {"text": "c"}]', {2: "text"}, 3),
+    "pairs.jsonl": (b'{"chosen": "a", "rejected": "b"}\n{"chosen": "a"}\n', {2: "chosen"}, 2),
+    "good.jsonl": (b'{"text": "a"}\n{"prompt": "a", "completion": "b"}\n', {}, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_without_filters_bad_rows_are_listed(call: Call, here: Path, name: str) -> None:
+    """All of them, by file and line, with their number; nothing is written."""
+    content, bad, rows = BAD_FILES[name]
+    (here / name).write_bytes(content)
+    before = sorted(os.listdir(here))
+    done, listed = call("data", "clean", name), call("data", "clean", name, "--json")
+    *lines, total = done.out.splitlines()
+    assert total == f"{len(bad)} of {rows} rows are bad"
+    assert [line.partition(": ")[0] for line in lines] == [f"{name}:{at}" for at in bad]
+    assert all(reason in line for reason, line in zip(bad.values(), lines, strict=True)), lines
+    found = json.loads(listed.out)
+    assert (found["rows"], found["bad"]) == (rows, len(bad))
+    assert [f"{row['file']}:{row['line']}: {row['reason']}" for row in found["bad_rows"]] == lines
+    assert done.code == listed.code == (2 if bad else 0)
+    remedy = f"--set data.bad_rows=quarantine --set data.most_bad={math.ceil(1000 * len(bad) / rows) / 1000:g}"
+    assert (remedy in done.err) == bool(bad)
+    assert call("data", "clean", name, *remedy.split()).code == 0
+    assert sorted(os.listdir(here)) == before
+
+
+def test_bad_rows_of_a_run(call: Call, here: Path, write: Callable[..., str]) -> None:
+    """By the objective and the columns of its YAML."""
+    (here / "rows.jsonl").write_text('{"q": "a", "a": "b"}\n{"q": "a"}\n')
+    config = write(data={"path": "rows.jsonl", "columns": {"q": "prompt", "a": "completion"}}, objective="sft")
+    done = call("data", "clean", config)
+    assert done.code == 2 and done.out.startswith("rows.jsonl:2: ") and "1 of 2 rows are bad" in done.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["recipes.jsonl"], "no folder to write"),
+        (["recipes.jsonl", "--set", "data.clean.chars=[1,9]"], "no folder to write"),
         (["--out", "out"], "nothing to clean"),
         (["recipes.jsonl", "--out", "out"], "no `data.clean`"),
         (["run.yaml", "recipes.jsonl", "--out", "out"], "another source is run.yaml"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ import pytest
 
 from optrush import hardware, technique
 from optrush.cli import setup
+from optrush.config import parse_config
 from optrush.hardware import NAMED, Device
 from optrush.technique import Environment, Part, Requirement, Technique
 from optrush.techniques import ALL
@@ -53,6 +55,52 @@ def test_json(call: Call) -> None:
         assert isinstance(row["runs"], bool)
         for need in [*row["lacks"], *(n for lacks in row["options"].values() for n in lacks)]:
             assert need["asked"] and need["found"] and need["do"]
+
+
+@pytest.mark.parametrize(
+    ("writable", "prefix", "bare", "note"),
+    [
+        (True, None, False, ""),
+        (False, None, False, "set PYTHONPYCACHEPREFIX=DIR"),
+        (False, "/cache", False, ""),
+        (True, None, True, "unset PYTHONDONTWRITEBYTECODE"),
+    ],
+)
+def test_warm(
+    call: Call, monkeypatch: pytest.MonkeyPatch, writable: bool, prefix: str | None, bare: bool, note: str
+) -> None:
+    """Two runs in a folder that is gone afterwards; what cannot be kept is said."""
+    folders: list[Path] = []
+
+    def run(command: list[str], cwd: str, **_: object) -> subprocess.CompletedProcess[str]:
+        assert command[1:] == ["-m", "optrush", "train", "warm.yaml"]
+        assert parse_config((Path(cwd) / "warm.yaml").read_text(), "warm").train.steps == 2
+        (Path(cwd) / "run").mkdir()
+        folders.append(Path(cwd))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(setup.subprocess, "run", run)
+    monkeypatch.setattr(setup.os, "access", lambda path, mode: writable)
+    monkeypatch.setattr(sys, "pycache_prefix", prefix)
+    monkeypatch.setattr(sys, "dont_write_bytecode", bare)
+    found, text = call("doctor", "--warm", "--json"), call("doctor", "--warm")
+    assert found.code == 0 and len(folders) == 4 and not any(folder.exists() for folder in folders)
+    facts = json.loads(found.out)
+    assert set(facts) == {"first_s", "again_s", "note"} and (note in facts["note"] if note else not facts["note"])
+    assert "a first run of two steps took " in text.out and note in text.out
+
+
+def test_warming_that_fails(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = subprocess.CompletedProcess([], 2, "", "asked: a\nfound: no disk\ndo:    b\n")
+    monkeypatch.setattr(setup.subprocess, "run", lambda *_, **__: failed)
+    done = call("doctor", "--warm")
+    assert done.code == 1 and "found: exit code 2: asked: a found: no disk do: b" in done.err
+
+
+@pytest.mark.slow
+def test_warm_trains(call: Call) -> None:
+    facts = json.loads(call("doctor", "--warm", "--json").out)
+    assert facts["first_s"] > 0 and facts["again_s"] > 0
 
 
 def test_text(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ def test_for_people(call: Call) -> None:
     short = call("plan", str(LLAMA), "--hardware", "h200")
     first = short.out.splitlines()[0]
     assert (
-        first.startswith("fits on NVIDIA H200: full, ")
+        first.startswith("fits on NVIDIA H200, rows of 2,048 tokens: full, ")
         and "tokens/s" in first
         and " steps, " in first
         and "USD" in first
@@ -167,8 +167,9 @@ def test_the_page_shows_what_it_prints(call: Call, monkeypatch: pytest.MonkeyPat
 
 
 SMALL = {
-    "model_type": "gemma3_text", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "head_dim": 16,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 4096,
+    "model_type": "gemma2", "attn_logit_softcapping": None, "hidden_size": 64, "intermediate_size": 160,
+    "num_hidden_layers": 3, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512,
+    "max_position_embeddings": 4096,
 }  # fmt: skip
 
 
@@ -184,16 +185,27 @@ def test_a_model_without_a_yaml(call: Call, tmp_path: Path) -> None:
     folder = str(model(tmp_path / "m"))
     found = call("plan", folder, "--hardware", "h100")
     assert found.code == 0 and found.out.startswith("fits on NVIDIA H100"), found.err
-    assert "(basis: traced, datasheet); this data: 100 steps" in found.out.splitlines()[0]
+    assert "tokens/s; this data: 100 steps" in found.out.splitlines()[0]
+    assert "(basis: traced, datasheet)" in found.out
     details = call("plan", folder, "--hardware", "h100", "--details", "--with", "amp", "--set", "batch.seq=512")
     assert "traced: what products give" in details.out and "models of the family" not in details.out
     assert json.loads(call("plan", folder, "--hardware", "h100", "--json").out)["traced"] is True
     answer = call("plan", folder, "--hardware", "4090", "--solve", "longest")
     assert answer.out.startswith("a document of 4,096 tokens a row, all that the model has positions for")
     refused = call("plan", folder, "--hardware", "4090", "--solve", "largest-model")
-    assert refused.code == 2 and "no other sizes of the family 'gemma3_text' are listed" in refused.err
+    assert refused.code == 2 and "no other sizes of the family 'gemma2' are listed" in refused.err
     beside = call("plan", str(LLAMA), "--data", "random")
     assert beside.code == 2 and "--set data.path=random" in beside.err
+
+
+def test_the_memory_of_the_host_is_compared(call: Call, tmp_path: Path) -> None:
+    asked = ("plan", "shape:llama-3.1-8b", "--hardware", "4090", "--set", "method=full", "--set", "optim.clip=null")
+    asked += ("--set", "batch.tokens=2048", "--set", "batch.seq=2048")
+    found = call(*asked, "--host-memory", "64")
+    assert found.out.startswith("fits on NVIDIA GeForce RTX 4090, rows of 2,048 tokens: full, "), found.out
+    assert call(*asked, "--host-memory", "8").out.startswith("does NOT fit on NVIDIA GeForce RTX 4090, rows of 2,048")
+    refused = call("plan", "shape:llama-3.1-8b", "--hardware", "cpu", "--host-memory", "8")
+    assert refused.code == 2 and "take 4090@64GiB" in refused.err
 
 
 def test_a_model_without_a_plan(call: Call, tmp_path: Path) -> None:

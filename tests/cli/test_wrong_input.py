@@ -254,7 +254,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "mixture of experts": ({"model_type": "qwen2_moe", "num_experts": 8}, ("num_experts = 8", "dense")),
     "encoder-decoder": ({"model_type": "t5", "is_encoder_decoder": True}, ("an encoder-decoder", "causal")),
     "quantised": (
-        {"quantization_config": {"quant_method": "gptq"}}, ("weights quantised on disk", "gptq", "unquantised"),
+        {"quantization_config": {"quant_method": "hqq"}}, ("weights quantised on disk", "hqq", "unquantised"),
     ),
     "unknown rope": (
         {"rope_parameters": {"rope_type": "llama33", "rope_theta": 1e4}}, ("RoPE type 'llama33'", "correct rope_type"),

@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -22,7 +23,7 @@ from meshes import further
 from optrush.data import sampler
 from optrush.errors import RunError
 from optrush.launch import NOT_SHARED, process_stat, unjoinable
-from optrush.trainer import build, distributed, peers
+from optrush.trainer import build, distributed, peers, run, trainer
 from optrush.trainer.checkpoint import find_checkpoints, verify
 
 from harness import ended, launch_env, told, wait_until
@@ -116,6 +117,101 @@ def test_a_rank_that_hangs_is_named_with_what_it_does(home: Path) -> None:
     assert asked == "asked: step 5, the forward and backward passes, on 2 ranks"
     assert f"rank 1 did not answer rank 0 for {TIMEOUT_S} s" in found
     assert "was last seen in step 5, the sum of the targets" in found
+
+
+def stopped_in(module: Any, name: str, victim: int, after: bool = False) -> Callable[[], None]:
+    """A `before` with which one rank stops when it calls a function, or when the function has returned."""
+
+    def before() -> None:
+        real = getattr(module, name)
+
+        def call(*args: Any, **named: Any) -> Any:
+            stop = os.environ["RANK"] == str(victim)
+            if stop and not after:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            result = real(*args, **named)
+            if stop and after:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return result
+
+        setattr(module, name, call)
+
+    return before
+
+
+STARTS = {
+    "store": (peers, "_peek", 1, False, "the start, meeting the others"),
+    "met": (distributed, "meet", 1, True, "the start, meeting the others"),
+    "met, the store's": (distributed, "meet", 0, True, "the start, meeting the others"),
+    "group": (dist, "init_process_group", 0, True, "the start, meeting the others"),
+    "watch": (distributed, "Watch", 1, False, "the start, meeting the others"),
+}
+
+
+@pytest.mark.parametrize("at", further(list(STARTS), 3))
+def test_a_rank_that_stops_at_the_start(home: Path, at: str) -> None:
+    """The timeout holds from the first greeting on, whichever rank has the store; the stopped process is ended."""
+    module, name, victim, after, doing = STARTS[at]
+    config = configuration(home, home / f"start-{at[:4]}-{victim}", **{"with": DDP})
+    began = time.monotonic()
+    before = stopped_in(module, name, victim, after)
+    codes = trained_on(2, config, "--set", "train.timeout=2", before=before)
+    assert time.monotonic() - began < 2 + 8  # of the 60 s that a rank gets to import its libraries
+    assert codes[1 - victim] == 1 and codes[victim] == -9
+    asked, found, do = refusal(config)
+    assert asked.startswith("asked: ") and asked.endswith(", on 2 ranks")
+    assert found.startswith(f"found: rank {victim} did not answer") and "2 s (train.timeout)" in found
+    assert f"; rank {victim}, process " in found and found.endswith(f"is stopped, last seen in {doing}")
+    assert do in ("do:    start it again with: --resume auto", "do:    nothing is saved yet; begin again")
+
+
+def test_ranks_that_have_not_met_are_found_by_their_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that stops while it imports has left no greeting; other runs' processes are not its."""
+    meeting = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    waits = [sys.executable, "-c", "import time; time.sleep(60)"]
+    told_ = [{**meeting, "RANK": "2"}, {**meeting, "RANK": "3", "MASTER_PORT": "2"}, {"RANK": "1"}]
+    others = [subprocess.Popen(waits, env=env) for env in told_]
+    try:
+        for name, value in meeting.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(os, "getppid", os.getpid)
+        wait_until(lambda: peers._siblings(()), "the rank is found")
+        assert {r: beat.pid for r, beat in peers._siblings(()).items()} == {2: others[0].pid}
+        others[0].send_signal(signal.SIGSTOP)
+        wait_until(lambda: peers._siblings(())[2].state() == "stopped", "it is stopped")
+        assert not peers._siblings({2})
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+def test_one_rank_without_a_beat_hides_no_other() -> None:
+    store = dist.HashStore()
+    store.set("beat/1", json.dumps([1, peers.HOST, os.getpid(), process_stat(os.getpid())[1], 0, "the start"]))
+    watch = peers.Watch(store, store, 0, 3, 60.0, {2: peers.Beat("b", 7, 8, 0, "the start, meeting the others")})
+    try:
+        wait_until(lambda: watch.beats[1][0], "the beat of rank 1 is read")
+        beat = watch._beat_of(2)
+        assert beat is not None and "process 7 on b, was last seen in the start, meeting the others" in beat.place(2)
+    finally:
+        watch.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "doing"),
+    [("evaluate", "step 6, the evaluation"), ("save", "step 6, saving a checkpoint")],
+)
+def test_what_takes_long_is_named_at_once(home: Path, name: str, doing: str) -> None:
+    """A rank that stops as soon as it evaluates or saves was last seen there, not in the update before it."""
+    config = configuration(
+        home, home / f"doing-{name}", train__eval_every=6, train__save_every=6, data__eval=0.1, **{"with": DDP}
+    )
+
+    stop = stopped_in(run.Session, "save", 1) if name == "save" else at_step(6, stopped_in(trainer, "evaluate", 1))
+    codes = trained_on(2, config, "--set", "train.timeout=2", before=together(met(), stop))
+    assert codes == [1, -9]
+    assert refusal(config)[1].endswith(f"is stopped, last seen in {doing}")
 
 
 def test_a_collective_that_failed_is_explained_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,7 +117,18 @@ CASES["llama4"] = {
         "projector_output_dim": 16,
     },
 }  # fmt: skip
-NATIVE = {"gemma3", "llama4", "kimi_k25", "qwen3_5", "qwen3_5_moe", "mistral3", "qwen2_5_vl", "qwen3_vl", "llava", "internvl"}
+NATIVE = {
+    "gemma3",
+    "llama4",
+    "kimi_k25",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "mistral3",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "llava",
+    "internvl",
+}
 ROWS = [[5, 7, 3], [13, 2]]
 
 

@@ -234,7 +234,7 @@ def test_every_model_has_a_plan_on_every_card(tmp_path: Path, name: str, card: s
 @pytest.mark.parametrize("name", [c.name for c in ALL])
 def test_rules_of_each_technique_find_their_lines(tmp_path: Path, name: str) -> None:
     """A rule that matches nothing raises ValueError: only a need may be unmet, never a line missing."""
-    hf = {**TINY, "model_type": "gemma3_text", "num_key_value_heads": 4}
+    hf = {**TINY, "model_type": "gemma2", "attn_logit_softcapping": None, "num_key_value_heads": 4}
     model, device = folder(tmp_path / "model", hf), "2xh100"
     cls = next(c for c in ALL if c.name == name)
     base = {"bf16": {}, "ddp": {}, "lora": {}, "compile": {}}

@@ -15,7 +15,7 @@ from optrush import hardware
 from optrush.cli.plan import _answer_lines
 from optrush.config import ADAPTER_LR, PAIRED, Config, dump_config, parse_config
 from optrush.data.length_estimate import estimate_tokens
-from optrush.decide import decide, problem_of, spelled_out, with_method, with_rate, with_setting
+from optrush.decide import changed, decide, problem_of, spelled_out, with_method, with_rate, with_setting
 from optrush.errors import ConfigError, NeedsError
 from optrush.models.published import SHAPES
 from optrush.planner import answer, search, sets
@@ -268,9 +268,40 @@ def test_smaller_steps_are_near(tmp_path) -> None:
     found = chats(tmp_path, "4090", "method=full")
     assert found.best is None and found.least.peak_bytes > 30 * hardware.GIB
     (steps,) = [text for text in found.nearest if text.startswith("smaller steps")]
-    assert steps.startswith("smaller steps: batch.tokens: 4096, optim.clip: null (full, ")
+    assert steps.startswith("smaller steps: --set batch.tokens=4096 --set optim.clip=null (full, ")
+    assert found.nearest[0].startswith("another method: --set method=lora")
     small = chats(tmp_path, "4090", "method=full", "optim.clip=null", tokens=4096).best
     assert {"update-in-backward", "paged-states"} & small.setting.with_.keys()
+
+
+def test_methods_are_written_as_they_are_typed() -> None:
+    assert answer._typed("lora") == "--set method=lora"
+    assert answer._typed("lora + int8") == "--set method=lora --with int8"
+
+
+def test_the_longest_row_is_all_that_there_are_positions_for(tmp_path: Path) -> None:
+    """Between two powers of two, too, and where no step of the search ends there."""
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPES["llama-3.2-1b"], "max_position_embeddings": 5000}))
+    config = changed(run("llama-3.2-1b"), {"model.shape": None, "model.path": str(tmp_path)})
+    text, values = answer.solve(config, "h200", "longest")
+    assert values["seq"] == 5000 and "all that the model has positions for" in text
+
+
+def test_the_fewest_gpus() -> None:
+    text, values = answer.solve(run("llama-3.1-70b", method="qlora"), "h100", "gpus")
+    assert (values["gpus"], values["method"]) == (1, "qlora") and text.startswith("1 x h100: qlora, ")
+    _, values = answer.solve(run("llama-3.1-70b", method="lora"), "h100", "gpus")
+    assert values["hardware"] == f"{values['gpus']}xh100" and values["gpus"] in (2, 4)
+    with pytest.raises(ConfigError, match="nothing fits on 8x3060"):
+        answer.solve(run("llama-3.1-70b", method="full"), "3060", "gpus")
+    with pytest.raises(ConfigError, match="no card that has a name here"):
+        answer.solve(run("llama-3.1-70b"), "24GiB", "gpus")
+
+
+def test_the_cheapest_hardware_has_as_many_gpus_as_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "PRICES_USD_H", {"4090": 1.0, "h100": 100.0})
+    _, values = answer.solve(run("llama-3.1-70b", method="qlora"), "h100", "cheapest")
+    assert values["hardware"] in ("2x4090", "4x4090")
 
 
 def test_more_cards_of_a_kind_are_near() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from optrush import hardware
+from optrush.errors import ConfigError
 from optrush.trainer import distributed
 
 
@@ -52,3 +53,21 @@ def test_the_memory_that_a_container_may_have(tmp_path, groups, limits, found):
     assert sorted(hardware._limits(tmp_path)) == found
     whole = hardware._memory(str(tmp_path / "none"))
     assert hardware._memory(str(tmp_path)) == min([whole, *found])
+
+
+def test_cards_are_found_by_their_memory() -> None:
+    with pytest.raises(ConfigError) as error:
+        hardware.parse_hardware("5090d 24gb")
+    assert "`4090`" in error.value.do and "did you mean" in error.value.do
+    for text, name in {
+        "A10G": "NVIDIA A10G",
+        "H100 PCIe": "NVIDIA H100 PCIe",
+        "RTX 4060": "NVIDIA GeForce RTX 4060",
+    }.items():
+        assert hardware.parse_hardware(text)[0].name == name
+    hosted, count = hardware.parse_hardware("2x4090@64GiB")
+    assert (hosted.host_memory_bytes, count, hosted.memory_bytes) == (
+        64 * 2**30,
+        2,
+        hardware.NAMED["4090"].memory_bytes,
+    )

@@ -1,26 +1,34 @@
 """The ledger against torch itself: real steps of published shapes on tensors without bytes, every storage counted.
 
-The tracker (tests/memory.py) sees what eager code allocates, and is held to the allocator by its own tests. What
-torch.compile allocates it does not see: the cells of benchmarks/cells.py were measured for that.
+The tracker (tests/memory.py) sees what eager code allocates, and is held to the allocator by its own tests. Of what
+torch.compile allocates only the values that a block keeps are compared; the cells of benchmarks/cells.py have the rest.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from functorch.compile import min_cut_rematerialization_partition
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshes import further
 from optrush.config import Config, parse_config
+from optrush.data.batch import Documents
+from optrush.hardware import parse_hardware
 from optrush.kernels import attention
 from optrush.models.shapes import SHAPES
 from optrush.models.source import _published
 from optrush.planner import baseline, search
 
 from memory import supposed, track
+from trials import assembled
 
 SDPA = ("fused-adamw", "attention")
 CASES = [
@@ -118,3 +126,93 @@ def test_peak(
     with supposed(asked) as job, sdpa_kernel(SDPBackend.MATH) if scored else nullcontext():
         found = track(job, 1, supposed=True, cuda=True)
     assert said == pytest.approx(found.peak, rel=near)
+
+
+NORMED = {  # Qwen3-0.6B, of four blocks and few words
+    "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 2048, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True, "rope_theta": 1e6, "max_position_embeddings": 40960,
+}  # fmt: skip
+PRECISIONS = [("bf16",), ("amp",), (), ("amp:stream=half",), ("bf16", "selective-recompute"), ("bf16", "recompute")]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "withs"),
+    further([*(("native", w) for w in PRECISIONS), ("transformers", ("bf16",)), ("transformers", ("amp",))], 3),
+    ids=str,
+)
+def test_peak_with_norms_of_heads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, implementation: str, withs: tuple[str, ...]
+) -> None:
+    """Queries and keys are kept before their norms as well as after the rotation."""
+    monkeypatch.setattr(attention, "_groups", lambda q: q.dtype != torch.float32)  # as on an H200
+    monkeypatch.setitem(SHAPES, "normed", NORMED)
+    asked = run(tmp_path, "normed", implementation, (*withs, *SDPA, SMALL_HEAD), 4, 2048, 1)
+    said = search.predict(asked, "h200").peak_bytes - baseline.CUBLAS_BYTES
+    with supposed(asked) as job:
+        found = track(job, 1, supposed=True, cuda=True)
+    assert said == pytest.approx(found.peak, rel=0.02)
+
+
+def test_tensor_parallelism_divides_norms_of_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "normed", NORMED)
+    config = run(tmp_path, "normed", "native", ("bf16", "attention", "compile", "tensor:size=2"), 1, 64, 1)
+    (book,), *_ = search.books_of(config, parse_hardware("2xh100")[0], 2)
+    lines = {line.name: line for line in book.lines}
+    assert all(lines[f"saved.{name} heads"].cut == {"tp": 2} for name in ("entering", "scales of"))
+
+
+@torch.library.custom_op("optrush_tests::attend", mutates_args=())
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.empty_like(q)
+
+
+@torch.library.custom_op("optrush_tests::attend_backward", mutates_args=())
+def attend_backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> list[Tensor]:
+    return [torch.empty_like(t) for t in (q, k, v)]
+
+
+attend.register_fake(lambda q, k, v: torch.empty_like(q))
+attend_backward.register_fake(lambda gradient, q, k, v, out: [torch.empty_like(t) for t in (q, k, v)])
+attend.register_autograd(
+    lambda ctx, gradient: tuple(attend_backward(gradient, *ctx.saved_tensors)),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, output),
+)
+GROUPED = {"num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 64}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"model_type": "llama"}, GROUPED, {**GROUPED, "num_key_value_heads": 12}, {"model_type": "qwen2"}],
+    ids=["qwen3", "llama", "grouped", "heads of their own", "qwen2"],
+)
+def test_what_a_compiled_block_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
+    """The bytes a token that torch's partitioner keeps for a block's backward pass, by a kernel for attention."""
+    monkeypatch.setitem(SHAPES, "normed", NORMED | {"num_hidden_layers": 1, **changes})
+    torch._dynamo.reset()
+    asked = run(tmp_path, "normed", "native", ("bf16", "attention", "compile"), 1, 64, 1)
+    (book,), *_ = search.books_of(asked, parse_hardware("h200")[0], 1)
+    said = sum(book.width(line) * line.values for line in book.lines if line.name.startswith(("input", "saved.")))
+    block = next(iter(assembled(run(tmp_path, "normed", "native", (), 1, 64, 1)).model.blocks.values()))
+    block = block.to(torch.bfloat16)
+    block.attention = lambda q, k, v, documents, **_: attend(q, k, v)
+    kept: list[float] = []
+
+    def forward(graph: Any, inputs: Any) -> Any:
+        (outputs,) = next(node for node in graph.graph.nodes if node.op == "output").args
+        values = [node.meta["val"] for node in outputs[1:] if hasattr(node, "meta")]  # the first is what it returns
+        tokens = [t for t in values if 64 in t.shape[:2] and t.shape[1:] != (64, 1, E)]  # but for the angles
+        kept.append(sum(t.nbytes for t in tokens) / 64)
+        return graph
+
+    E, D = SHAPES["normed"]["head_dim"], NORMED["hidden_size"]
+    x, angle = (torch.randn(1, 64, *n, dtype=torch.bfloat16) for n in ((D,), (1, E)))
+    documents = Documents(torch.tensor([0, 64], dtype=torch.int32), torch.zeros(1, 64, dtype=torch.int32), 64, True)
+    backend = aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=lambda graph, _: graph,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    torch.compile(block, backend=backend, fullgraph=True, dynamic=False)(x.requires_grad_(), angle, angle, documents)
+    assert kept and said == pytest.approx(kept[0], rel=0.005)

@@ -143,7 +143,8 @@ def test_windows(given, window):
         ({"text_config": {"a": 1}}, "text_config"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"architectures": ["BertModel"]}, "BertModel"),
-        ({"quantization_config": {"quant_method": "awq"}}, "method awq"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "method aqlm"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "method gptq, 3 bits"),
     ],
 )
 def test_foreign_kinds(given, found):

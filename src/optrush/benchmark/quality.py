@@ -238,7 +238,7 @@ class QualityState(BenchState):
             other = next(r for r in self.rungs if r.name == since)
             common["changes"] = changes_since(other, rung.config, rung.ranks, rung.env)
         values = {key: [r[key] for r in own] for key in ("held_out", "evals", "eval_targets")}
-        alone = [r for r in own if not r.get("beside")] or own  # others shared their GPU, and tell no times
+        alone = [r for r in own if not r.get("beside")] or own  # others shared their GPU
         medians = {key: statistics.median(r[key] for r in alone) for key in ("start_s", "seconds")}
         figures: dict[str, Any] = {
             **values, **medians, "seeds": [rung.config.seed + n for n in range(len(own))],

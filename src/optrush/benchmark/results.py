@@ -394,7 +394,7 @@ class BenchState:
     source: dict[str, Any]
     machine: dict[str, str]
     exact_limit: bool = False  # the limit holds on a slow machine too
-    at_once: int = 1  # whole runs beside each other
+    at_once: int = 1  # whole runs at the same time
     rehearses: bool = False  # a process executes the largest step first, as a run does
     refused: dict[str, str] = field(default_factory=dict)  # by rung: why it cannot start
     absent: dict[str, str] = field(default_factory=dict)  # by rung: why it is left out without a record

@@ -166,7 +166,7 @@ def run_ladder(
         repeats, limit_s: override the ladder's own.
         resume: continue in a folder that an earlier bench of the same rungs, by the same code, has left.
         command: the command line, for the records.
-        at_once: whole runs of a seed beside each other, spread over the GPUs. Those of the first seed have a GPU each,
+        at_once: whole runs of a seed at the same time, spread over the GPUs. Those of the first seed have a GPU each,
             and their speeds and times are the records'.
 
     Raises:
@@ -403,7 +403,7 @@ def _measure(state: BenchState, board: ProgressBoard) -> None:
 def _results(
     state: BenchState, repeat: int, rungs: Sequence[Rung], board: ProgressBoard
 ) -> Iterator[tuple[Rung, dict[str, Any]]]:
-    """Yield each rung with its result: one after the other, or of whole runs `at_once` beside each other."""
+    """Yield each rung with its result: one by one, or `at_once` whole runs at the same time."""
     here = [r.name for r in state.rungs if r.name not in state.absent]
     gpus: list[str] = []
     if state.at_once > 1:
@@ -593,7 +593,7 @@ def run_worker(
         return result
 
 
-_stopping = threading.Event()  # of runs beside each other: their threads end, and with them their processes
+_stopping = threading.Event()  # of runs at the same time: their threads end, and with them their processes
 
 
 def _exit_codes(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> list[int | None]:

@@ -44,7 +44,9 @@ def bench(
     ] = None,
     at_once: Annotated[
         int,
-        typer.Option("--at-once", min=1, help="quality: runs beside each other, over all GPUs; seed 1 has one each"),
+        typer.Option(
+            "--at-once", min=1, help="quality: runs at the same time, over all GPUs; each of the first seed has a GPU"
+        ),
     ] = 1,
     resume: Annotated[bool, typer.Option("--resume", help="continue a bench that was stopped")] = False,
     dry_run: Annotated[

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import os
 import shutil
 import sys
@@ -334,7 +335,10 @@ def clean(
     set_: Set = [],  # noqa: B006 - typer copies it
     as_json: Json = False,
 ) -> None:
-    """Take rows out of data, and show which and why.
+    """Take rows out of data, and show which and why; without filters and --out, list the bad rows.
+
+    A bad row cannot be read, or fits no kind of row: the list has its file, its line and the reason. The exit code is 2
+    where a run would not start with so many (`data.bad_rows`, `data.most_bad`).
 
     The filters are those of `data.clean` in the YAML, or of flags: --set data.clean.chars=[200,4000] --set
     data.clean.exact_duplicates=true --set data.clean.near_duplicates=0.8. Bounds in tokens need a tokenizer: --set
@@ -348,10 +352,13 @@ def clean(
         _check_cleaning(check)
         print(json.dumps({"same": True}) if as_json else f"{check}: cleaned again, the same bytes")
         return
-    if not sources or out is None:
-        found = "nothing to clean" if not sources else "no folder to write"
-        raise ConfigError("optrush data clean", found, "optrush data clean SOURCE... --out DIR")
+    if not sources:
+        do = "optrush data clean SOURCE... lists bad rows; with filters: --out DIR"
+        raise ConfigError("optrush data clean", "nothing to clean", do)
     config = _run(sources, set_)
+    if out is None:
+        _list_bad(config, as_json)
+        return
     record = _clean(config, out)
     if as_json:
         print(json.dumps(record))
@@ -380,6 +387,40 @@ def _bare(data: Mapping[str, Any], model: Mapping[str, Any], sets: list[str], ob
     return parse_config(yaml.safe_dump(document), "the command line", sets)
 
 
+def _list_bad(config: Config, as_json: bool) -> None:
+    """Print the bad rows of a run's data; raise DataError where the run would not start with them."""
+    from optrush.config import Cleaning
+    from optrush.data.cleaning import Task, filters, measure_files
+    from optrush.data.schema import row_rules
+
+    d = config.data
+    if filters(d.clean or Cleaning()):
+        raise ConfigError("optrush data clean", "no folder to write", "optrush data clean SOURCE... --out DIR")
+    with _bar() as progress:
+        task = Task(Cleaning(), d.text_rows, row_rules(config), None, None)
+        table = measure_files(_files(config, "to list bad rows"), task, d.workers, progress, strict=False)
+    bad = [{"file": str(where.file), "line": where.line, "reason": why} for _, where, why in table.bad]
+    found = f"{len(bad):,} of {len(table):,} rows are bad"
+    lines = [*(f"{where}: {why}" for _, where, why in table.bad), found]
+    _print(json.dumps({"rows": len(table), "bad": len(bad), "bad_rows": bad}) if as_json else "\n".join(lines))
+    if len(bad) > (d.most_bad * len(table) if d.bad_rows == "quarantine" else 0):
+        share = math.ceil(1000 * len(bad) / len(table)) / 1000
+        do = f"fix them, or train without them: --set data.bad_rows=quarantine --set data.most_bad={share:g}"
+        sys.stdout.flush()
+        raise DataError("rows that a run can train on", found, do)
+
+
+def _files(config: Config, asked: str) -> list[Path]:
+    from optrush.data import readers
+    from optrush.data.tokenize import cache_root
+
+    path, cache = config.data.path, cache_root(config.data.cache)
+    if path is None:
+        raise ConfigError(asked, "no `data.path`", "name a data file, or `path:` under `data:`")
+    named = [p if isinstance(p, str) else p.path for p in ([path] if isinstance(path, str) else path)]
+    return list(dict.fromkeys(file for one in named for file in readers.find_files(one, cache)))
+
+
 def _clean(config: Config, folder: Path) -> dict[str, Any]:
     from optrush.data import readers
     from optrush.data.cleaning import clean_files, write_rows
@@ -390,13 +431,10 @@ def _clean(config: Config, folder: Path) -> dict[str, Any]:
     from optrush.report import data
 
     d = config.data
-    if d.path is None or d.clean is None:
-        found = "no `data.path`" if d.path is None else "no `data.clean`"
-        do = "name both: --set data.clean.exact_duplicates=true, or `clean:` under `data:`"
-        raise ConfigError(f"to clean into {folder}", found, do)
-    cache = cache_root(d.cache)
-    named = [p if isinstance(p, str) else p.path for p in ([d.path] if isinstance(d.path, str) else d.path)]
-    reads = list(dict.fromkeys(file for path in named for file in readers.find_files(path, cache)))
+    if d.clean is None:
+        do = "add one: --set data.clean.exact_duplicates=true; or leave --out out to list the bad rows"
+        raise ConfigError(f"to clean into {folder}", "no filter: no `data.clean`", do)
+    cache, reads = cache_root(d.cache), _files(config, f"to clean into {folder}")
     tokens = None
     if d.clean.tokens is not None and (config.model.path or config.model.tokenizer):
         tokens = open_tokens(config, None if config.model.path is None else locate(config, weights=False)[0])

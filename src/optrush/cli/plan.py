@@ -62,7 +62,12 @@ def plan(
     ] = False,
     solve: Annotated[
         str | None,
-        typer.Option("--solve", metavar="WHAT", help="longest (row), largest-model, cheapest (card), batch"),
+        typer.Option(
+            "--solve", metavar="WHAT", help="longest (row), largest-model, gpus (fewest), cheapest (card), batch"
+        ),
+    ] = None,
+    host_memory: Annotated[
+        float | None, typer.Option("--host-memory", min=1, metavar="GIB", help="of the host that named GPUs are in")
     ] = None,
     price: Annotated[
         float | None, typer.Option("--price", min=0, metavar="USD", help="an hour of one card; else a list price")
@@ -76,6 +81,8 @@ def plan(
     rests on the rates that `optrush calibrate` measured on the device; without them on its datasheet and on the share
     of it that such work reached on one H200; the output names which (basis).
     """
+    if host_memory is not None:
+        hardware = f"{hardware}@{host_memory:g}GiB"
     config = _asked(path, data, hardware, set_, with_, without)
     from optrush.decide import decide
     from optrush.planner import answer as asked
@@ -274,19 +281,23 @@ def _answer_lines(config: Config, hardware: str, answer: Answer, price: float | 
     if best is None or best.setting is None:
         needs = "" if (least := answer.least) is None else f"; the smallest tried needs {least.text()}"
         nearest = answer.nearest or ("optrush knows none: take a smaller model, shorter rows or other hardware",)
-        return [f"does NOT fit on {on}{needs}", *(f"  nearest: {text}" for text in nearest)]
+        return [
+            f"does NOT fit on {on}, rows of {config.batch.seq:,} tokens{needs}",
+            *(f"  nearest: {text}" for text in nearest),
+        ]
     p = best.setting.prediction
     most = "" if p.room_bytes is None else f" of {p.room_bytes / GIB:.1f}"
     mesh = f"{best.mesh}, " if best.mesh else ""
     time = _time(config, best.time, hardware, price)
     lacking = _without(config, best.setting)
     size = f"{p.peak_bytes / GIB:.1f}{most} GiB{_on_host(p)}"
-    lines = [f"fits on {on}: {best.method}, {mesh}{size}, {_speed(p)}{time}{lacking}"]
+    where = f"{on}, rows of {config.batch.seq:,} tokens"
+    lines = [f"fits on {where}: {best.method}, {mesh}{size}, {_speed(p, basis=False)}{time}{lacking}"]
     if p.tokens_per_s is None:
         lines.append("  rates of this device are not known: there, optrush calibrate measures them")
     lines += [f"  {note}" for note in planned_notes(config, device, ranks)]
     if config.method is None and METHODS.get(best.method, {}).keys() - config.with_.keys():
-        lines.append(f"  it needs `method: {best.method}` in the file, which trains all weights as it is")
+        lines.append(f"  as it is, all weights are trained; for this answer add --set method={best.method}")
     width = max(len(w.method) for w in answer.ways)
     for way in answer.ways:
         if way.refused:
@@ -405,10 +416,11 @@ def work_lines(p: Prediction) -> list[str]:
     return lines
 
 
-def _speed(p: Prediction) -> str:
+def _speed(p: Prediction, basis: bool = True) -> str:
     if p.tokens_per_s is None:
         return "speed not known"
-    return f"about {p.tokens_per_s:,.0f} tokens/s (basis: {'traced, ' * p.traced}{p.basis})"
+    of = f" (basis: {'traced, ' * p.traced}{p.basis})" if basis else ""
+    return f"about {p.tokens_per_s:,.0f} tokens/s{of}"
 
 
 def _short(s: Candidate) -> str:

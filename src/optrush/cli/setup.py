@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import importlib.util
 import json
 import os
 import platform
 import shlex
 import shutil
+import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +23,7 @@ import typer
 
 from optrush import hardware
 from optrush.cli.options import Json, Set
-from optrush.errors import ConfigError, UserError
+from optrush.errors import ConfigError, RunError, UserError
 from optrush.hardware import Device
 from optrush.technique import (
     COMPILERS,
@@ -175,12 +179,26 @@ def _new(file: Path) -> str:
     return next(name for name in names if not os.path.lexists(name))
 
 
-def doctor(as_json: Json = False) -> None:
+def doctor(
+    warm: Annotated[
+        bool, typer.Option("--warm", help="build what a first run builds, by two short runs; print their seconds")
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Show what this machine has, and which techniques it can run.
 
     Each technique is `ok`, or `lacks` something: what was asked for, what was found, and the line that mends it. What
-    is lacking is no error: the exit code is 0.
+    is lacking is no error: the exit code is 0. --warm trains the built-in model for two steps, twice, in a folder that
+    it removes: Python then has the bytecode of what training imports, and Triton its kernels.
     """
+    if warm:
+        first, again, note = _warm()
+        facts = {"first_s": round(first, 1), "again_s": round(again, 1), "note": note}
+        text = f"a first run of two steps took {first:.1f} s, the same run again {again:.1f} s" + f"\n{note}" * bool(
+            note
+        )
+        print(json.dumps(facts) if as_json else text)
+        return
     machine = examine()
     if as_json:
         print(json.dumps(_document(machine)))
@@ -189,6 +207,37 @@ def doctor(as_json: Json = False) -> None:
     if machine.problems:
         lines += [*(line for need in machine.problems for line in _lacks(need, "")), ""]
     print("\n".join([*lines, *(line for t in machine.techniques for line in _standing(t))]))
+
+
+WARMING = """
+{model: tiny, objective: pretrain, data: {random: 8}, batch: {seq: 64, tokens: 128}, train: {steps: 2}, output: run}
+"""
+
+
+def _warm() -> tuple[float, float, str]:
+    """Train two steps twice in a temporary folder; return the seconds of both, and what could not be kept.
+
+    Raises:
+        RunError: the run failed.
+    """
+    seconds = []
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "warm.yaml").write_text(WARMING)
+        for _ in range(2):
+            begun = time.monotonic()
+            command = [sys.executable, "-m", "optrush", "train", "warm.yaml"]
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+            seconds.append(time.monotonic() - begun)
+            if done.returncode:
+                found = f"exit code {done.returncode}: {' '.join(done.stderr.split()[-60:])}"
+                raise RunError("two steps of the built-in model, by --warm", found, "fix that, and try again")
+            shutil.rmtree(Path(folder) / "run")
+    libraries = Path(importlib.util.find_spec("torch").submodule_search_locations[0]).parent  # type: ignore[union-attr, index]
+    kept = sys.pycache_prefix is not None or os.access(libraries, os.W_OK)
+    if sys.dont_write_bytecode:
+        return seconds[0], seconds[1], "no bytecode is written: unset PYTHONDONTWRITEBYTECODE"
+    note = f"{libraries} cannot be written: set PYTHONPYCACHEPREFIX=DIR, for this command and for runs"
+    return seconds[0], seconds[1], "" if kept else note
 
 
 def _document(machine: MachineFacts) -> dict[str, object]:

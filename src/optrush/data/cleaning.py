@@ -138,18 +138,11 @@ def clean_files(
         tokenizer = tokens.tokenizer.backend_tokenizer.to_str()
     judging = [] if settings.decontaminate is None else find_files(settings.decontaminate, cache)
     evaluation = read_evaluation(judging, text_rows, rules) if judging else None
-    parts = [part for file in files for part in chunks(file, tokenize.chunk_bytes(files), text_rows)]
-    # The cost of a part against that of others: its bytes, or row groups of a Parquet file.
-    sizes = [max(1, p.file.stat().st_size if p.end is None else p.end - p.start) for p in parts]
-    reading, done = 0.75 if settings.near_duplicates is not None else 0.95, 0.0  # of the work, about
-    table = Table(Task(settings, text_rows, rules, tokenizer, evaluation))
-    table.stamps = {file: _stamp(file) for file in files}
-    for part, size, found in zip(parts, sizes, _measured(table.task, parts, workers)):
-        table.add(part, found)
-        if table.bad and bad_rows == "error":
-            raise bad_row(*table.bad[0][1:])
-        done += size
-        progress(reading * done / sum(sizes), len(table))
+    reading = 0.75 if settings.near_duplicates is not None else 0.95  # of the work, about
+    task = Task(settings, text_rows, rules, tokenizer, evaluation)
+    table = measure_files(
+        files, task, workers, lambda share, rows: progress(reading * share, rows), bad_rows == "error"
+    )
     if len(table.bad) > most_bad * len(table):
         refused = [tokenize.BadRow(where, bad_row(where, why)) for _, where, why in table.bad]
         tokenize.check_bad_share(refused, len(table), most_bad)
@@ -165,6 +158,21 @@ def clean_files(
         do = "loosen the filter that took most, or look at the rows: `optrush data clean` shows examples"
         raise DataError(f"rows that stay of {names}", f"none: {cleaned.summary()}", do)
     return cleaned
+
+
+def measure_files(files: Sequence[Path], task: Task, workers: int | None, progress: Progress, strict: bool) -> Table:
+    """Return the measured rows of all files, and which are bad; `strict` raises DataError at the first of these."""
+    parts = [part for file in files for part in chunks(file, tokenize.chunk_bytes(files), task.text_rows)]
+    # What a part costs: its bytes, or row groups of a Parquet file.
+    sizes = [max(1, p.file.stat().st_size if p.end is None else p.end - p.start) for p in parts]
+    table, done = Table(task), 0.0
+    table.stamps = {file: _stamp(file) for file in files}
+    for part, size, found in zip(parts, sizes, _measured(task, parts, workers)):
+        table.add(part, found)
+        if table.bad and strict:
+            raise bad_row(*table.bad[0][1:])
+        progress((done := done + size) / sum(sizes), len(table))
+    return table
 
 
 def check_settings(settings: Cleaning) -> None:

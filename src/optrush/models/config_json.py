@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from optrush.errors import ConfigError, one_line
 from optrush.files import read_file
@@ -122,3 +122,19 @@ def _check_types(tree: Mapping[str, Any], file: Path, path: str, depth: int) -> 
             if depth == DEEPEST:
                 raise ConfigError(f"{file}", f"more than {DEEPEST} mappings in each other", "download the model again")
             _check_types(value, file, f"{path}{key}.", depth + 1)
+
+
+# Of `quantization_config`: the methods whose weights are read as dense ones (stored_quantized.py).
+METHODS = {"fp8": "FP8", "compressed-tensors": "FP8", "gptq": "GPTQ", "awq": "AWQ"}
+
+
+def is_readable(settings: Any) -> TypeGuard[Mapping[str, Any]]:
+    """Return whether weights quantised on disk with these settings are read as dense ones."""
+    if not isinstance(settings, Mapping) or (method := settings.get("quant_method")) not in METHODS:
+        return False
+    bits = settings.get("bits", 4)
+    if method == "awq":
+        return bits == 4 and str(settings.get("version", "gemm")).lower() == "gemm"
+    if method == "compressed-tensors":
+        return settings.get("format") == "float-quantized"
+    return method == "fp8" or bits in (2, 4, 8)

@@ -38,7 +38,8 @@ from optrush.models.layers import CentredNorm, Pieces, RMSNorm, UnitNorm, WholeN
 from optrush.models.layers import Linear as Linear
 from optrush.models.layers import Product as Product
 from optrush.models.rope_angles import angles, frequencies, query_scales
-from optrush.models.shapes import ModelShape, RopeShape
+from optrush.models.rope_config import RopeShape
+from optrush.models.shapes import ModelShape
 
 
 def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -257,7 +258,7 @@ class Decoder(nn.Module):
         if chunks is not None:
             scale, within = query_scales(chunks.temperature, positions), documents.in_chunks(chunks.size, positions)
         for block in blocks:
-            cos, sin = local if block.local else rotation if block.rotated else (scale, scale)
+            cos, sin = local if local and block.local else rotation if block.rotated else (scale, scale)
             x = self.block_call(block, x, cos, sin, documents if block.chunk is None else within)
             if block.experts is not None:
                 x, load = x

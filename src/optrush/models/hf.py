@@ -35,8 +35,9 @@ from optrush.models.families import FAMILIES
 from optrush.models.multimodal import OtherTensors, TextFolder
 from optrush.models.rope_angles import document_lengths
 from optrush.models.shapes import HF, ModelShape, native_obstacle, refuse_foreign, sdpa_obstacle
+from optrush.models.stored_quantized import opened_weights, refuse_quantised
 from optrush.models.text_part import is_multimodal, prefixes, with_vocabulary
-from optrush.models.weights import Folder, Memory, WeightEntry, WeightMap, WeightSource, open_weights
+from optrush.models.weights import Folder, Memory, WeightEntry, WeightMap, WeightSource
 
 if TYPE_CHECKING:
     from optrush.models.source import Growth
@@ -646,6 +647,7 @@ def load(
     refuse_foreign(hf)
     if implementation == "transformers" or (implementation is None and native_obstacle(hf) is not None):
         if folder is not None:
+            refuse_quantised(folder, hf)
             weights.refuse_packed(folder)
         return load_hf(folder, hf, dtype, seed, growth)
     return _native(folder, hf, dtype, seed, growth)
@@ -657,7 +659,7 @@ def _native(
     """Build our own decoder, and the map of its weights."""
     multimodal = is_multimodal(hf)
     prefix, head = names = prefixes(hf)
-    stored = None if folder is None else TextFolder(folder, names) if multimodal else open_weights(folder)
+    stored = None if folder is None else TextFolder(folder, names) if multimodal else opened_weights(folder, hf)
     if stored is not None:
         weights.refuse_more_layers(stored, hf)
     shape = ModelShape.read(hf)

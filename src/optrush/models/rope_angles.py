@@ -18,7 +18,7 @@ import math
 import torch
 from torch import Tensor
 
-from optrush.models.shapes import RopeShape
+from optrush.models.rope_config import RopeShape
 
 
 def frequencies(rope: RopeShape, width: int) -> Tensor:

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from optrush.errors import ConfigError, NeedsError, one_line
-from optrush.models.config_json import EXPERTS
+from optrush.errors import ConfigError, NeedsError
+from optrush.models.config_json import EXPERTS, is_readable
 from optrush.models.families import (
     FAMILIES,
-    FOREIGN_ROPE_KINDS,
     GELU,
     LACKING,
     MIXTURES,
@@ -28,33 +27,19 @@ from optrush.models.families import (
     limits,
 )
 from optrush.models.published import SHAPES as SHAPES
+from optrush.models.rope_config import (
+    RopeShape,
+    read_rope,
+    rope_by_kind,
+    rope_kind,
+    rope_obstacle,
+    rope_settings,
+    rotary_part,
+)
 from optrush.models.text_part import OTHER_MEDIA, as_text, is_multimodal, nested_obstacle, text_config
 
 HF = Mapping[str, Any]  # a config.json
 LOAD_FIGURES = ("expert_busiest", "expert_entropy")  # of a model with experts, in metrics.jsonl
-
-
-@dataclass(frozen=True)
-class RopeShape:
-    """Rotary embedding; what each kind reads is in models/rope_angles.py."""
-
-    kind: str = "default"
-    theta: float = 10000.0
-    factor: float = 1.0
-    low_freq_factor: float = 1.0  # this and the next one: of 'llama3'
-    high_freq_factor: float = 4.0
-    original_max: int = 8192
-    scale: float = 1.0  # of cosines and sines
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()
-
-    @property
-    def by_length(self) -> bool:
-        """Whether a document's angles depend on its length."""
-        return self.kind in ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
@@ -227,10 +212,10 @@ class ModelShape:
             found += f"head_dim {full['head_dim']}"
             do = "heads must be a multiple of key/value heads, head_dim even, and hidden_size a multiple of heads"
             raise ConfigError(f"a {family} model from config.json", found, do)
-        part = _rotary_part(full) if spec.partial_rotary else 1.0
+        part = rotary_part(full) if spec.partial_rotary else 1.0
         rotated = None if part == 1 else int(head_width * part)
         window, window_layers = _window(full, spec)
-        text, local = _by_kind(full, spec)
+        text, local = rope_by_kind(full, spec)
         return cls(
             family=family, layers=_size(full, "num_hidden_layers"), width=width, heads=heads, kv_heads=int(kv_heads),
             head_width=int(head_width), ff_width=_size(full, spec.ff_width), vocab=_size(full, "vocab_size"),
@@ -238,12 +223,12 @@ class ModelShape:
             o_bias=_is_on(spec.o_bias, full), mlp_bias=_is_on(spec.mlp_bias, full),
             qk_norm=_is_on(spec.qk_norm, full), whole_qk_norm=spec.whole_qk_norm, centred=spec.centred,
             gated=spec.gated, sinks=spec.sinks, norm_eps=float(full.get("rms_norm_eps", 1e-6)),
-            rope=_rope(text, latent.rotated if latent else rotated or int(head_width)), rotated=rotated,
+            rope=read_rope(text, latent.rotated if latent else rotated or int(head_width)), rotated=rotated,
             window=window, window_layers=window_layers, experts=_experts(hf, full, spec), latent=latent,
             delta=_delta(full, spec) if spec.delta else None, chunks=_chunks(full) if spec.chunks else None,
             norms=spec.norms, gelu=spec.activation == GELU, multipliers=_multipliers(full, spec, int(head_width)),
-            softcap=full.get("final_logit_softcapping"), local_rope=local and _rope(local, int(head_width)),
-            unrotated=_unrotated(full, spec, window_layers),
+            softcap=full.get("final_logit_softcapping"), unrotated=_unrotated(full, spec, window_layers),
+            local_rope=None if local is None else read_rope(local, int(head_width)),
         )  # fmt: skip
 
     @property
@@ -480,81 +465,6 @@ def _size(hf: HF, key: str) -> int:
     return value
 
 
-def rope_settings(hf: HF) -> dict[str, Any]:
-    """Return the mapping of rotary settings in a config.json, of either form; empty: the defaults."""
-    return dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
-
-
-def rope_kind(hf: HF) -> str:
-    """Return the RoPE type of a config.json."""
-    rope, spec = rope_settings(hf), FAMILIES.get(str(hf.get("model_type")))
-    kind = str(rope.get("rope_type", rope.get("type", "default")))
-    return kind if spec is None else spec.rope_renamed.get(kind, kind)
-
-
-_ROPE_NEEDS = {
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor",),
-}
-
-
-def _rope(hf: HF, width: int) -> RopeShape:
-    """Read both forms: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (earlier versions).
-
-    Args:
-        width: of the part of a head that is rotated.
-    """
-    given, kind = rope_settings(hf), rope_kind(hf)
-    theta = given.get("rope_theta", hf.get("rope_theta"))
-    read: dict[str, Any] = {"theta": 10000.0 if theta is None else float(theta)}
-    by_ratio = kind == "yarn" and "factor" in given and given["factor"] is None
-    for key in () if by_ratio else _ROPE_NEEDS.get(kind, ()):
-        if not isinstance(given.get(key), int | float):
-            found = f"{key} is {given.get(key)!r} in config.json"
-            raise ConfigError(f"RoPE type {kind!r}", found, f"give {key} a number")
-        read[key] = float(given[key])
-    if kind in ("default", "linear"):
-        return RopeShape(kind, **read)
-    key, positions = "original_max_position_embeddings", hf["max_position_embeddings"]
-    original = positions if kind == "dynamic" else hf.get(key) or given.get(key) or positions
-    read["original_max"] = int(original)
-    if kind == "yarn":
-        read.setdefault("factor", positions / original)
-        scale = given.get("attention_factor")
-        read["scale"] = _yarn_scale(given, read["factor"]) if scale is None else float(scale)
-        read |= {"beta_fast": float(given.get("beta_fast") or 32), "beta_slow": float(given.get("beta_slow") or 1)}
-        read["truncate"] = bool(given.get("truncate", True))
-    if kind == "longrope":
-        read |= _longrope(given, float(given.get("factor") or positions / original), original, width)
-    return RopeShape(kind, **read)
-
-
-def _longrope(given: HF, factor: float, original: float, width: int) -> dict[str, Any]:
-    """Return the fields of a longrope: its two lists of factors, and the scale of cosines and sines."""
-    scale = given.get("attention_factor")
-    if scale is None:
-        scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    read: dict[str, Any] = {"factor": factor, "scale": float(scale)}
-    for key in ("short_factor", "long_factor"):
-        if not isinstance(given.get(key), list) or len(given[key]) != width // 2:
-            found = f"{key} is {one_line(repr(given.get(key)), 60)} in config.json"
-            raise ConfigError("RoPE type 'longrope'", found, f"give {key} {width // 2} numbers")
-        read[key] = tuple(map(float, given[key]))
-    return read
-
-
-def _yarn_scale(given: HF, factor: float) -> float:
-    """Return the factor of cosines and sines: 0.1 ln(factor) + 1, or the ratio of two such ones (DeepSeek's)."""
-
-    def scale(by: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
-
-    one, other = given.get("mscale"), given.get("mscale_all_dim")
-    return scale(one) / scale(other) if one and other else scale(1.0)
-
-
 def _delta(full: HF, spec: FamilySpec) -> DeltaShape:
     """Read the layers of a delta rule, every one but each fourth unless listed."""
     L, every = _size(full, "num_hidden_layers"), _size(full, "full_attention_interval")
@@ -650,26 +560,6 @@ def _expert_layers(full: HF, e: ExpertsSpec) -> tuple[int, ...]:
     return tuple(i for i in layers if i not in dense and (i + 1) % step == 0 and i >= first)
 
 
-def _by_kind(full: HF, spec: FamilySpec) -> tuple[HF, HF | None]:
-    """Return what layers of full attention read their rotary embedding from, and layers with a window; None: the same.
-
-    In `rope_parameters` each kind of layers has a mapping of its own; in the earlier form the scaling is that of full
-    attention, and `rope_local_base_freq` the base of the others.
-    """
-    if not spec.local_rope:
-        return full, None
-    given, rest = rope_settings(full), {k: v for k, v in full.items() if k not in ("rope_scaling", "rope_parameters")}
-    local = {**rest, "rope_theta": full["rope_local_base_freq"]}
-    if _nested_rope(given):
-        of = {kind: given.get(kind) or {} for kind in ("full_attention", "sliding_attention")}
-        return {**rest, "rope_parameters": of["full_attention"]}, {**local, "rope_parameters": of["sliding_attention"]}
-    return full, local
-
-
-def _nested_rope(given: Mapping[str, Any]) -> bool:
-    return any(isinstance(value, Mapping) for value in given.values())
-
-
 def _multipliers(full: HF, spec: FamilySpec, head_width: int) -> Multipliers:
     """Read the constants of a family; scores are divided by E^0.5 besides."""
     found: dict[str, float] = {}
@@ -694,12 +584,6 @@ def _unrotated(full: HF, spec: FamilySpec, windowed: tuple[int, ...]) -> tuple[i
         found = f"{len(rotated)} values in no_rope_layers, and {L} layers"
         raise ConfigError("layers of attention from config.json", found, "give no_rope_layers a value for each layer")
     return tuple(i for i in range(L) if not rotated[i])
-
-
-def _rotary_part(full: HF) -> float:
-    """Return the part of each head that is rotated."""
-    part: float = rope_settings(full).get("partial_rotary_factor") or full["partial_rotary_factor"]
-    return float(part)
 
 
 def _window(full: HF, spec: FamilySpec) -> tuple[int | None, tuple[int, ...]]:
@@ -732,7 +616,7 @@ def native_obstacle(hf: HF) -> str | None:
     spec = FAMILIES.get(str(family))
     if spec is None:
         return f"model_type {family!r}, where our decoder has {', '.join(FAMILIES)}"
-    if (found := _rope_obstacle(hf, spec)) is not None:
+    if (found := rope_obstacle(hf, spec)) is not None:
         return found
     for key, allowed, instead in limits(str(family)):
         unread = key == "first_k_dense_replace" and hf.get("mlp_layer_types")
@@ -742,25 +626,6 @@ def native_obstacle(hf: HF) -> str | None:
         return f"num_key_value_heads {hf['num_key_value_heads']}, fewer or more than heads, beside a latent"
     odd = sorted(set(hf.get("layer_types") or ()) - {"full_attention", spec.other_layers})
     return f"layer types {', '.join(map(repr, odd))}" if odd else None
-
-
-def _rope_obstacle(hf: HF, spec: FamilySpec) -> str | None:
-    """Return the reason why our decoder does not compute the rotary embedding of a family's config.json."""
-    rope, kind = rope_settings(hf), rope_kind(hf)
-    if _nested_rope(rope):
-        if not spec.local_rope:
-            return "RoPE parameters that differ between layers"
-        parts = ({**hf, "rope_scaling": None, "rope_parameters": part} for part in rope.values() if part)
-        return next((found for part in parts if (found := _rope_obstacle(part, spec)) is not None), None)
-    if kind not in (*ROPE_KINDS, *FOREIGN_ROPE_KINDS):
-        found = f"known here: {', '.join(ROPE_KINDS)}; known to transformers too: {', '.join(FOREIGN_ROPE_KINDS)}"
-        raise NeedsError(f"RoPE type {kind!r} in a {hf['model_type']} model", found, "correct rope_type in config.json")
-    if kind not in spec.rope_kinds:
-        return f"RoPE type {kind!r}, where our decoder has {', '.join(spec.rope_kinds)}"
-    partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0) and not spec.partial_rotary:
-        return f"partial_rotary_factor {partial}: only a part of each head is rotated"
-    return None
 
 
 def sdpa_obstacle(hf: HF) -> str | None:
@@ -806,8 +671,10 @@ def refuse_foreign(hf: HF) -> None:
     given = [each.get("quantization_config") for each in (hf, text)]
     config = next((each for each in given if each is not None), None)
     packed = isinstance(config, dict) and config.get("quant_method") == "mxfp4"
-    if config is not None and not (packed and spec is not None and spec.mxfp4):
+    readable = is_readable(config) and not multimodal and spec is not None
+    if config is not None and not readable and not (packed and spec is not None and spec.mxfp4):
         method = config.get("quant_method", "unnamed") if isinstance(config, dict) else f"of no mapping, {config!r}"
+        method += f", {config['bits']} bits" if isinstance(config, dict) and "bits" in config else ""
         do = "start from the unquantised checkpoint; a technique quantises the frozen base while it is loaded"
         do = "add --with nf4 --with lora" if method == "bitsandbytes" and not multimodal else do
         raise NeedsError(asked, f"weights quantised on disk (quantization_config, method {method})", do)

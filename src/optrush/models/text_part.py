@@ -45,7 +45,9 @@ def as_text(hf: HF) -> HF:
     family, unread = SAME.get(kind, (kind, ()))
     found = {key: value for key, value in text.items() if key not in (*OTHER_MEDIA, "architectures", *unread)}
     found["model_type"] = family
-    found["tie_word_embeddings"] = bool(hf.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
+    tied = [part["tie_word_embeddings"] for part in (hf, text) if "tie_word_embeddings" in part]
+    default = FAMILIES[family].defaults.get("tie_word_embeddings") if family in FAMILIES else False
+    found["tie_word_embeddings"] = any(tied) if tied else bool(default)
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(rope := found.get(key), dict):
             rope = {name: value for name, value in rope.items() if not name.startswith("mrope")}

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 from optrush.errors import NeedsError, UserError
 from optrush.files import parse_json, read_text, write_whole
-from optrush.models.shapes import HF, LinearShape, ModelShape, RopeShape, native_obstacle, refuse_foreign
+from optrush.models.rope_config import RopeShape
+from optrush.models.shapes import HF, LinearShape, ModelShape, native_obstacle, refuse_foreign
 
 FORMAT = 3  # of the file, and of what a trace measures
 

@@ -217,24 +217,34 @@ def _nearest(config: Config, name: str, classes: Sequence[type[Technique]]) -> I
     freed = {n: o for n, o in config.with_.items() if n not in trained}
     other = changed(config, {"method": None, "with": freed})
     if (config.method is not None or freed != config.with_) and (way := fits(other, name, classes)):
-        yield f"method: {way.method} ({_fact(way)})"
+        yield f"another method: {_typed(way.method)} ({_fact(way)})"
     T, tokens = config.batch.seq, config.batch.seq * hardware.parse_hardware(name)[1]
     smaller = changed(config, {"batch.tokens": tokens, "batch.micro_tokens": None})
     steps = []
     if config.method == "full" and tokens < config.batch.tokens:  # gradients need not wait for the last row
         unclipped = changed(smaller, {"optim.clip": None})
-        what = f"smaller steps: batch.tokens: {tokens}"
-        steps = [(what, smaller, name), (f"{what}, optim.clip: null", unclipped, name)]
+        what = f"smaller steps: --set batch.tokens={tokens}"
+        steps = [(what, smaller, name), (f"{what} --set optim.clip=null", unclipped, name)]
     lengths = itertools.takewhile(lambda n: n >= SHORTEST, (T // 2**k for k in range(1, 12)))
-    rows = [(f"rows of {n} tokens: batch.seq: {n}", _rows_of(config, n), name) for n in lengths]
+    shorter = [(n, _rows_of(config, n)) for n in lengths]
+    rows = [(f"shorter rows: --set batch.seq={n} --set batch.tokens={c.batch.tokens}", c, name) for n, c in shorter]
     models = [(f"a smaller model: {shape}", other, name) for shape, other in reversed(_family(config))]
-    cards = [(f"other hardware: {c}", _shared(config, hardware.parse_hardware(c)[1]), c) for c in larger_hardware(name)]
+    cards = [
+        (f"other hardware: --hardware {c}", _shared(config, hardware.parse_hardware(c)[1]), c)
+        for c in larger_hardware(name)
+    ]
     for options in (steps, rows, models, cards):
         # What comes after one that fits is taken to fit, too.
         first = bisect_left(options, True, key=lambda o: _any_fits(o[1], o[2], classes))
         for what, other, card in options[first : first + 1]:
             if way := fits(other, card, classes):
                 yield f"{what} ({way.method}, {_fact(way)})"
+
+
+def _typed(method: str) -> str:
+    """Return the options of a method, such as "lora + int8"."""
+    name, _, technique = method.partition(" + ")
+    return f"--set method={name}" + (f" --with {technique}" if technique else "")
 
 
 def _fact(way: Way) -> str:
@@ -312,7 +322,7 @@ def solve(config: Config, name: str, what: str, classes: Sequence[type[Technique
     Raises:
         ConfigError: nothing fits, or no such question.
     """
-    asked = {"longest": _longest, "largest-model": _largest, "cheapest": _cheapest, "batch": _batch}
+    asked = {"longest": _longest, "largest-model": _largest, "gpus": _gpus, "cheapest": _cheapest, "batch": _batch}
     if what not in asked:
         raise ConfigError(f"--solve {what}", "no such question", f"take {', '.join(asked)}")
     return asked[what](config, name, classes)
@@ -345,7 +355,7 @@ def _longest(config: Config, name: str, classes: Sequence[type[Technique]]) -> t
     if best is None:
         raise _nothing("longest", name)
     step, low = best[0] // 8, best[0]
-    for seq in range(low + step, min(2 * low, most + 1), step) if 2 * low <= most else ():
+    for seq in sorted({*range(low + step, min(2 * low, most + 1), step), *((most,) if low < most < 2 * low else ())}):
         if (way := of(seq)) is None:
             break
         best = (seq, way)
@@ -370,20 +380,43 @@ def _largest(config: Config, name: str, classes: Sequence[type[Technique]]) -> t
     raise _nothing("largest-model", name)
 
 
+def _fewest(config: Config, card: str, classes: Sequence[type[Technique]]) -> tuple[int, Way] | None:
+    """Return the fewest GPUs of a card, of one host, on which something fits, and the best way there."""
+    for count in (1, 2, 4, HOST_GPUS):
+        if way := fits(_shared(config, count), f"{count}x{card}", classes):
+            return count, way
+    return None
+
+
+def _gpus(config: Config, name: str, classes: Sequence[type[Technique]]) -> tuple[str, dict[str, Any]]:
+    """Search the fewest GPUs of one host that the run needs: 1, 2, 4 or 8."""
+    device, _ = hardware.parse_hardware(name)
+    card = next((n for n, d in hardware.NAMED.items() if d.name == device.name), None)
+    if card is None:
+        asked, found = f"--solve gpus on {name}", "no card that has a name here"
+        raise ConfigError(asked, found, "take --hardware 4090, for instance")
+    if (best := _fewest(config, card, classes)) is None:
+        raise _nothing("gpus", f"{HOST_GPUS}x{card}")
+    count, way = best
+    text = f"{count} x {card}: {way.method}, {_fact(way)}"
+    return text, _values(way) | {"hardware": f"{count}x{card}", "gpus": count}
+
+
 def _cheapest(config: Config, name: str, classes: Sequence[type[Technique]]) -> tuple[str, dict[str, Any]]:
-    """Search the hardware whose run costs least: an hour's price over its speed."""
-    costs: list[tuple[float, str, Way]] = []
+    """Search the hardware whose run costs least: price over speed, on as few GPUs of a card as it needs."""
+    costs: list[tuple[float, str, float, Way]] = []
     for card, price in hardware.PRICES_USD_H.items():
-        way = fits(changed(config, {"batch.micro_tokens": None}), card)
-        speed = None if way is None or way.setting is None else way.setting.prediction.tokens_per_s
-        if way is not None and speed:
-            costs.append((price / speed / 3600 * 1e9, card, way))
+        best = _fewest(changed(config, {"batch.micro_tokens": None}), card, classes)
+        speed = None if best is None or best[1].setting is None else best[1].setting.prediction.tokens_per_s
+        if best is not None and speed:
+            text = card if best[0] == 1 else f"{best[0]}x{card}"
+            costs.append((price * best[0] / speed / 3600 * 1e9, text, price * best[0], best[1]))
     if not costs:
-        raise _nothing("cheapest", "any one card of the table")
-    cost, card, way = min(costs, key=lambda c: c[0])
+        raise _nothing("cheapest", f"up to {HOST_GPUS} of any card of the table")
+    cost, card, price, way = min(costs, key=lambda c: c[0])
     text = f"{card}: {way.method}, {_fact(way)}, about {cost:,.0f} USD a billion tokens"
     if way.time.seconds is not None:
-        text += f", {way.time.seconds / 3600 * hardware.PRICES_USD_H[card]:,.2f} USD for this run"
+        text += f", {way.time.seconds / 3600 * price:,.2f} USD for this run"
     return text, _values(way) | {"hardware": card, "usd_a_billion_tokens": cost}
 
 

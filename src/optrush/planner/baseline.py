@@ -136,7 +136,7 @@ def _block(s: ModelShape, T: int, native: bool) -> Iterator[Line]:
     if not native:
         why = "autocast copies it for each product that reads it, 3 D"
         yield saved("normed again", why, 3 * D, "fusable", role="cast")
-    yield from _attention(s, T)
+    yield from _attention(s, T, native)
     if s.delta is not None:
         yield from _delta_rule(s.delta, len(s.delta.layers))
     yield saved("gate_up", "gate and up, 2 F", 2 * F, "mlp", "product-output")
@@ -165,30 +165,36 @@ def _working(s: ModelShape, T: int, cuda: bool) -> Iterator[Line]:
     yield Line("feed.gradients", why, 2 * F, "product", "backward", True, side="feed", of=("mlp",))
 
 
-def _attention(s: ModelShape, T: int) -> Iterator[Line]:
+def _attention(s: ModelShape, T: int, native: bool) -> Iterator[Line]:
     """Yield what attention saves, a mean over the layers where some have none."""
     q, kv = s.heads * s.head_width, s.key_width
 
     def saved(name: str, reason: str, values: float, *of: Tag, role: Role = "product") -> Line:
         return ledger.saved(name, reason, s.attention_layers * values, s.layers, *of, role=role)
 
-    def normed(entering: float, widened: float, weighed: float) -> Iterator[Line]:
-        why = "what enters the norms of queries and keys, (H + K) E, or of latents, with the shared key"
-        yield saved("entering heads", why, entering, *(("fusable",) if s.latent is None else ()), role="residual")
-        why = "float32 copies inside these norms"
-        yield saved("widened heads", why, widened, "widened", "fusable", role="widening")
-        if weighed:
-            why = "before these norms' weights"
-            yield saved("normalised heads", why, weighed, "normalised", "fusable", role="residual")
+    def normed(share: float) -> Iterator[Line]:
+        # Ours are one product, which is kept whole: for a compiler what is taken out of it is the same tensor.
+        why = "queries and keys before their norms, in one tensor with the values, (H + 2 K) E; transformers (H + K) E"
+        yield saved("entering heads", why, share * (q + kv + native * kv))
+        why = "1 / rms of each query and key head, H + K"
+        yield saved("scales of heads", why, share * (2 if s.whole_qk_norm else s.heads + s.kv_heads), role="wide")
+        why = "what one operator at a time copies of them, H E, or where products are narrower (H + K) E"
+        role: Role = "product" if native else "narrowing"
+        yield saved("widened heads", why, share * (q + (not native) * kv), "widened", "fusable", role=role)
 
     if s.chunks is not None and s.chunks.normed:
-        share = (s.layers - len(s.chunks.unrotated)) / s.layers
-        yield from normed(share * (q + kv), share * (q + kv), 0)
+        yield from normed((s.layers - len(s.chunks.unrotated)) / s.layers)
     if s.qk_norm:
-        yield from normed(q + kv, q + kv, q + kv)
+        yield from normed(1.0)
+        why = "before the weights of these norms, (H + K) E"
+        yield saved("normalised heads", why, q + kv, "normalised", "fusable")
     if (latent := s.latent) is not None:
         ranks = latent.kv_rank + (latent.q_rank or 0)
-        yield from normed(ranks + latent.rotated, ranks, ranks)
+        yield saved("entering heads", "what enters the norms of latents", ranks + latent.rotated, role="residual")
+        why = "float32 copies inside these norms"
+        yield saved("widened heads", why, ranks, "widened", "fusable", role="widening")
+        why = "before these norms' weights"
+        yield saved("normalised heads", why, ranks, "normalised", "fusable", role="residual")
         yield saved("latents", "what enters the products after these norms", ranks, "product-input")
     yield saved("heads", "queries, keys and values, (H + 2 K) E", q + 2 * kv, "heads", "product-output")
     why, spread = "keys and values repeated for each query head, 2 (H - K) E", (s.heads - s.kv_heads) * s.head_width

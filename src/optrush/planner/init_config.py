@@ -496,7 +496,7 @@ def check_new_output(text: str) -> str:
 def _longest(tree: dict[str, Any], seq: int) -> int:
     """Return the tokens a row: `seq`, or fewer if the model has fewer positions."""
     bare = {"model": tree["model"], "objective": tree["objective"], "data": tree["data"], "output": "runs/new"}
-    _, hf = locate(Config.model_validate(bare))
+    _, hf = locate(Config.model_validate(bare), weights=False)
     refuse_foreign(hf)
     text = text_config(hf)
     limits = [text.get("max_position_embeddings"), text.get("n_positions")]

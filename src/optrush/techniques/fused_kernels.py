@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -13,7 +13,6 @@ from optrush.planner.ledger import OURS, WAYS, Line, Rule, WorkItem, add, launch
 from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, Trainer
 
 if TYPE_CHECKING:
-    from optrush.kernels.swiglu import Mlp
     from optrush.models.experts import Experts
     from optrush.models.shapes import ModelShape
 
@@ -247,7 +246,7 @@ def _set_quack(blocks: Sequence[Any]) -> None:
 
     linears = [linear for block in blocks for linear in (block.gate_up, block.down)]
     if all(lora.fits(linear) for linear in linears):
-        feed: Mlp = lora.feed
+        feed: Callable[..., Any] = lora.feed
     elif all(_plain(linear) for linear in linears):
         feed = swiglu_quack.quack_mlp
     else:

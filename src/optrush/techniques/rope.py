@@ -10,7 +10,7 @@ from pydantic import Field
 
 from optrush.errors import ConfigError, NeedsError
 from optrush.models.families import FAMILIES
-from optrush.models.shapes import rope_kind, rope_settings
+from optrush.models.rope_config import rope_kind, rope_settings
 from optrush.technique import Environment, Numerics, Technique
 
 

@@ -96,6 +96,9 @@ class TensorParallel(Technique):
         yield cut("update.loop", "tp", n, "of a rank's rows")
         yield cut(tagged("tied"), "tp", n, "a rank's rows of the vocabulary")
         yield cut(tagged("heads"), "tp", n, "a rank's own heads")
+        if env.shape is not None and env.shape.qk_norm:
+            for name in ("entering", "scales of", "widened", "normalised"):
+                yield cut(f"saved.{name} heads", "tp", n, "a rank's own heads")
         yield cut(tagged("mlp"), "tp", n, "a rank's share of the width")
         yield cut(tagged("vocabulary"), "tp", n, "a rank's share of the vocabulary")
         yield from _loss(env)

@@ -30,6 +30,7 @@ from optrush.data.stored_tokens import StoredTokens
 from optrush.data.tokenizer import open_tokens, turn_ends
 from optrush.decide import Decided
 from optrush.errors import ConfigError, NeedsError, NoEffectError
+from optrush.models.config_json import METHODS, is_readable
 from optrush.models.decoder import frozen_flops
 from optrush.models.delta_rule import rules
 from optrush.models.hf import HFModel, load
@@ -259,6 +260,8 @@ def _note_model(trainer: Trainer, growth: Growth | None) -> None:
         trainer.notes.append(f"rows of {seq} tokens, where the model was made for {made} positions")
     if growth is not None:
         trainer.notes.append(growth.note)
+    if is_readable(stored := trainer.hf.get("quantization_config")):
+        trainer.notes.append(f"the base's {METHODS[stored['quant_method']]} weights are read as dense ones")
     talks = trainer.config.objective not in ("pretrain", "reward") and getattr(trainer.tokenizer, "chat_template", None)
     if talks and not turn_ends(trainer.tokenizer):
         known = "add it to eos_token_id in generation_config.json of the exported model"

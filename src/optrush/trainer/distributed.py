@@ -30,7 +30,7 @@ from optrush import errors
 from optrush.errors import ConfigError, RunError, UserError, first_line
 from optrush.launch import launched
 from optrush.technique import DATA_AXES, MESH_ORDER, SAME_ROWS, SUMMED
-from optrush.trainer.peers import Watch, meet
+from optrush.trainer.peers import Start, Watch, meet
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -136,7 +136,8 @@ def join(kind: str, timeout_s: float = TIMEOUT_S) -> torch.device:
         This process's device.
 
     Raises:
-        RunError: a rank has not come within `timeout_s`, at least JOINING_S.
+        RunError: a rank has not come within `timeout_s`, at least JOINING_S. The process ends where another one of this
+            host is stopped for `timeout_s`.
     """
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
@@ -159,22 +160,29 @@ def _join_group(backend: str, timeout_s: float) -> None:
         limit = timedelta(seconds=limit_s)
         return TCPStore(*where, ranks, serves, limit, wait_for_workers=False, multi_tenant=True)
 
+    start = Start(rank, ranks, timeout_s)
     try:
-        store = connect(rank == 0 and not agent)
-        name = meet(store, rank, ranks, limit_s)
-        reports, store = PrefixStore(f"{name}/watch", store), PrefixStore(name, store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s))
-        _watch = Watch(PrefixStore(f"{name}/watch", connect(False)), reports, rank, ranks, timeout_s)
+        with start.watched():
+            store = connect(rank == 0 and not agent)
+            name = meet(store, rank, ranks, limit_s, start.known)
+            reports, store = PrefixStore(f"{name}/watch", store), PrefixStore(name, store)
+            limit = timedelta(seconds=timeout_s)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+            _watch = Watch(PrefixStore(f"{name}/watch", connect(False)), reports, rank, ranks, timeout_s, start.known)
     except RuntimeError as error:
         found = first_line(error)
         do = "look for another rank's error above, and at MASTER_ADDR and MASTER_PORT"
         raise RunError(f"rank {rank} of {ranks}, joining the others", found, do) from error
 
 
-def under_way(operation: str, step: int = 0) -> None:
-    """Note the operation that begins: what an error names if another rank does not come to it."""
+def under_way(operation: str, step: int = 0, at_once: bool = True) -> None:
+    """Note the operation that begins: what an error names if another rank does not come to it.
+
+    Args:
+        at_once: for the other ranks to see before the next beat, which an operation of every step is too short for.
+    """
     if _watch is not None:
-        _watch.under_way = (step, operation)
+        _watch.note(step, operation, at_once)
 
 
 def resume_with(line: Callable[[], str]) -> None:

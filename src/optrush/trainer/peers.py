@@ -5,9 +5,10 @@ every rank writes a beat to a store, twice a second: a count, and the step and o
 thread compares the beats of the others with the clock: the store's own calls block while its process is stopped.
 
 A rank is gone when its process on this host has ended; it does not answer when its beat, or its part of a collective,
-has not come for `train.timeout` seconds. A rank that fails for a reason of its own reports that to the store, and the
-others end without a message. Everything else is an error of three lines, printed by the first rank that is left, and
-by the first rank of each host that no longer reaches the store.
+has not come for `train.timeout` seconds. While the ranks meet, `Start` watches their processes: there are no beats yet.
+A rank that fails for a reason of its own reports that to the store, and the others end without a message. Everything
+else is an error of three lines, printed by the first rank that is left, and by the first rank of each host that no
+longer reaches the store.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from optrush.errors import RunError
-from optrush.launch import LAUNCHER, process_stat
+from optrush.launch import LAUNCHER, process_stat, sibling_ranks
 
 BEAT_S = 0.5
 LATE_S = 2.0  # a beat older than this is missing, once a collective has failed
@@ -39,6 +40,7 @@ COLLECTIVE = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by 
 
 LATE = ("timed out", "timeout")  # in the error of a collective that a rank did not come to
 
+RESUME = "start it again with: --resume auto"
 State = Literal["alive", "stopped", "gone", "unknown"]
 
 
@@ -62,6 +64,12 @@ class Beat:
                 return "stopped" if letter in "Tt" else "alive"
         return "gone"
 
+    def place(self, r: int) -> str:
+        """Return where rank `r` runs, and what was under way there."""
+        state = "is stopped, last seen in" if self.state() == "stopped" else "was last seen in"
+        host = self.host.partition(" ")[0]
+        return f"; rank {r}, process {self.pid} on {host}, {state} {_at(self.step)}{self.operation}"
+
 
 def _host() -> str:
     """Return the name of this host and of its space of process ids: containers may share the first."""
@@ -76,19 +84,24 @@ HOST = _host()
 class Watch:
     """The beats of all ranks of a run. `under_way` is written by the training thread, the rest by the watch's own."""
 
-    def __init__(self, store: Store, reports: Store, rank: int, ranks: int, timeout_s: float) -> None:
+    def __init__(
+        self, store: Store, reports: Store, rank: int, ranks: int, timeout_s: float, known: Mapping[int, Beat] = {}
+    ) -> None:
         """Begin to beat and to watch.
 
         Args:
             store: a connection that nothing else uses; rank 0's process, or torchrun's agent, holds the other end.
             reports: the same store by the connection of the training thread.
+            known: where the other ranks were before their first beat.
         """
         self.store, self.reports, self.rank, self.ranks, self.timeout_s = store, reports, rank, ranks, timeout_s
-        self.under_way = (0, "starting")  # the step, and the operation
-        self.resume: Callable[[], str] = lambda: "start it again with: --resume auto"
+        self.under_way = (0, "the start")  # the step, and the operation
+        self.count, self.beating = 0, threading.Lock()
+        self.resume: Callable[[], str] = lambda: RESUME
         self.begun = process_stat(os.getpid())[1]
         now = time.monotonic()
         self.beats: dict[int, tuple[str, float]] = {r: ("", now) for r in range(ranks) if r != rank}
+        self.known = {**known}
         self.answered, self.reads = now, 0  # when the store answered last, and how often it has
         self.hurry = threading.Event()  # read again without a pause
         self.failed_at: float | None = None  # when another rank's own failure was read
@@ -103,27 +116,37 @@ class Watch:
         """End the watch: the ranks are about to leave."""
         self.closing = True
 
+    def note(self, step: int, operation: str, at_once: bool) -> None:
+        """Note what begins. The other ranks see it with the next beat, or `at_once`, for a round trip to the store."""
+        self.under_way = (step, operation)
+        if at_once:
+            with suppress(RuntimeError):  # the store's process has ended: the watch's own thread finds it, too
+                self._tell()
+
     # --- the thread that talks to the store
 
     def _beat(self) -> None:
-        count = 0
         try:
             while not self.closing:
-                count += 1
-                report = [count, HOST, os.getpid(), self.begun, *self.under_way]
-                self.store.set(f"beat/{self.rank}", json.dumps(report))
+                self._tell()
                 self._read()
                 self.answered, self.reads = time.monotonic(), self.reads + 1
                 self.hurry.wait(BEAT_S)
         except RuntimeError:  # the store's process has ended
             self.broken = True
 
+    def _tell(self) -> None:
+        with self.beating:  # or an older report could replace a newer one
+            self.count += 1
+            report = [self.count, HOST, os.getpid(), self.begun, *self.under_way]
+            self.store.set(f"beat/{self.rank}", json.dumps(report))
+
     def _read(self) -> None:
-        keys = [f"beat/{r}" for r in self.beats]
-        if not self.store.check(keys):
-            return
+        heard = list(self.beats)
+        if not self.store.check([f"beat/{r}" for r in heard]):  # a rank has not begun: the others count all the same
+            heard = [r for r in heard if self.beats[r][0] or self.store.check([f"beat/{r}"])]
         now = time.monotonic()
-        for r, value in zip(self.beats, self.store.multi_get(keys), strict=True):
+        for r, value in zip(heard, self.store.multi_get([f"beat/{r}" for r in heard]) if heard else [], strict=True):
             text = value.decode()
             if text != self.beats[r][0]:
                 self.beats[r] = (text, now)
@@ -166,7 +189,7 @@ class Watch:
 
     def _beat_of(self, r: int) -> Beat | None:
         text = self.beats[r][0]
-        return Beat(*json.loads(text)[1:]) if text else None
+        return Beat(*json.loads(text)[1:]) if text else self.known.get(r)
 
     def _in_state(self, state: State) -> list[int]:
         return [r for r in self.beats if (beat := self._beat_of(r)) is not None and beat.state() == state]
@@ -252,11 +275,8 @@ class Watch:
             found = f"{_ranks(names)} ended, and rank {self.rank} waited for {'it' if len(names) == 1 else 'them'}"
         else:
             found = f"{_ranks(names)} did not answer rank {self.rank} {limit}"
-        found += "".join(self._place(r, r in stopped) for r in names[:4])
-        for r in set(stopped) & set(names) if LAUNCHER not in os.environ else ():
-            if beat := self._beat_of(r):
-                with suppress(OSError):
-                    os.kill(beat.pid, signal.SIGKILL)  # its training is over, and torchrun would wait for 30 s
+        found += "".join(beat.place(r) for r in names[:4] if (beat := self._beat_of(r)) is not None)
+        _kill(beat for r in set(stopped) & set(names) if (beat := self._beat_of(r)) is not None)
         return RunError(f"{_at(step)}{operation}, on {self.ranks} ranks", found, self._remedy(names))
 
     def _remedy(self, missing: list[int]) -> str:
@@ -280,13 +300,12 @@ class Watch:
         beat = self._beat_of(r)
         return beat is not None and (beat.step, beat.operation) != self.under_way
 
-    def _place(self, r: int, stopped: bool) -> str:
-        beat = self._beat_of(r)
-        if beat is None:
-            return ""
-        what = f"process {beat.pid} on {beat.host.partition(' ')[0]}"
-        state = "is stopped, last seen in" if stopped else "was last seen in"
-        return f"; rank {r}, {what}, {state} {_at(beat.step)}{beat.operation}"
+
+def _kill(stopped: Iterable[Beat]) -> None:
+    """End stopped processes unless `--ranks` does: their training is over, and torchrun would wait for 30 s."""
+    for beat in stopped if LAUNCHER not in os.environ else ():
+        with suppress(OSError):
+            os.kill(beat.pid, signal.SIGKILL)
 
 
 def _of_a_collective(error: RuntimeError) -> bool:
@@ -305,31 +324,102 @@ def _at(step: int) -> str:
 # --- Joining
 
 
-def meet(store: Store, rank: int, ranks: int, limit_s: float) -> str:
+class Start:
+    """The ranks of this host while they meet: a thread ends this process if one is stopped for `train.timeout`."""
+
+    def __init__(self, rank: int, ranks: int, timeout_s: float) -> None:
+        self.rank, self.ranks, self.timeout_s = rank, ranks, timeout_s
+        self.known: dict[int, Beat] = {}  # the other ranks of which a process is known
+        self.over, self.ending = threading.Event(), threading.Lock()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch the other ranks within it; name a rank that is missing where the store or the group fails."""
+        threading.Thread(target=self._judge, name="optrush-start", daemon=True).start()
+        try:
+            yield
+        except (RuntimeError, RunError):
+            self.known |= _siblings(self.known)
+            if missing := [r for r, beat in list(self.known.items()) if beat.state() in ("stopped", "gone")]:
+                self._leave(missing)
+            raise
+        finally:
+            self.over.set()
+
+    def _judge(self) -> None:
+        since: dict[int, float] = {}
+        while not self.over.wait(BEAT_S):
+            self.known |= _siblings(self.known)
+            now = time.monotonic()
+            since = {r: since.get(r, now) for r, beat in list(self.known.items()) if beat.state() == "stopped"}
+            if late := [r for r, at in since.items() if now - at > self.timeout_s]:
+                self._leave(late)
+
+    def _leave(self, missing: list[int]) -> None:
+        """End this process; the first rank of this host that has noticed prints which ranks are missing."""
+        if not self.ending.acquire(blocking=False):
+            time.sleep(2 * LEAVING_S)  # the other thread prints and ends the process
+        beats = {r: self.known[r] for r in sorted(missing)}
+        stopped = [beat for beat in beats.values() if beat.state() == "stopped"]
+        first = min({self.rank, *self.known} - {*beats})
+        if first != self.rank:
+            time.sleep(1.0)
+        told = first != self.rank and self.known[first].state() != "alive"
+        if not told and (stopped or LAUNCHER not in os.environ):  # else the launcher prints which signal it was
+            what = f"did not answer for {self.timeout_s:g} s (train.timeout)" if stopped else "ended"
+            found = f"{_ranks([*beats])} {what}" + "".join(beat.place(r) for r, beat in [*beats.items()][:4])
+            sys.stderr.write(f"{RunError(f'the start, on {self.ranks} ranks', found, RESUME)}\n")
+            sys.stderr.flush()
+        _kill(stopped)
+        os._exit(1)
+
+
+def _siblings(known: Container[int]) -> dict[int, Beat]:
+    """Return the processes of other ranks that this one's launcher has started, which may not have answered yet."""
+    found: dict[int, Beat] = {}
+    for r, pid in sibling_ranks().items():
+        if r not in known:
+            with suppress(OSError):
+                found[r] = Beat(HOST, pid, process_stat(pid)[1], 0, "the start, before it met the others")
+    return found
+
+
+def meet(store: Store, rank: int, ranks: int, limit_s: float, known: dict[int, Beat] | None = None) -> str:
     """Return a name for this start of the ranks, the same on all of them and never used before.
 
     torchrun starts dead ranks again with the store that holds the keys of those before them: without a new name a rank
     would read the address of one that is gone. Rank 0 answers the greetings that it finds, and each rank waits until
     the answer contains its own.
 
+    Args:
+        known: gets the processes of the other ranks, which their greetings name.
+
     Raises:
         RunError: a rank did not come within `limit_s` seconds.
     """
-    own, end = secrets.token_hex(8), time.monotonic() + limit_s
+    place = json.dumps([HOST, os.getpid(), process_stat(os.getpid())[1], 0, "the start, meeting the others"])
+    own, end = f"{secrets.token_hex(8)} {place}", time.monotonic() + limit_s
     store.set(f"hello/{rank}", own)
     others = [r for r in range(ranks) if r != rank]
     missing = others
     while time.monotonic() < end:
+        start = _peek(store, "start")
+        hellos = {r: _peek(store, f"hello/{r}") for r in (others if rank == 0 else [0])}
+        ours = bool(start) and json.loads(start)[rank] == own
+        if ours and rank:
+            hellos = {r: hello for r, hello in enumerate(json.loads(start)) if r != rank}
+        if known is not None:
+            met = {r: hello.partition(" ")[2] for r, hello in hellos.items()}
+            beats = {r: Beat(*json.loads(at)) for r, at in met.items() if at}
+            known |= {r: beat for r, beat in beats.items() if beat.state() != "gone"}  # an earlier start's greeting
         if rank == 0:
-            hellos = {r: _peek(store, f"hello/{r}") for r in others}
             store.set("start", json.dumps([own, *(hellos[r] for r in others)]))
             missing = [r for r in others if _peek(store, f"met/{r}") != own]
             if not missing:
-                return own
-        elif (start := _peek(store, "start")) and json.loads(start)[rank] == own:
-            name: Any = json.loads(start)[0]
-            store.set(f"met/{rank}", name)
-            return str(name)
+                return own.partition(" ")[0]
+        elif ours:
+            store.set(f"met/{rank}", hellos[0])
+            return hellos[0].partition(" ")[0]
         time.sleep(0.02)
     found = f"{_ranks(missing if rank == 0 else [0])} did not come within {limit_s:g} s"
     raise RunError(f"{ranks} ranks", found, "look for its error above, and whether every machine runs the same command")

@@ -563,6 +563,7 @@ class Session:
     def evaluate_untrained(self) -> None:
         """Evaluate before the first step of a new run."""
         if self.trainer.evaluation is not None and self.plan.done == 0:
+            distributed.under_way("the evaluation before step 1")
             with self.meter.aside("evaluation"):
                 self.meter.evaluated(0, *evaluate(self.trainer))
             if self.patience is not None:
@@ -608,6 +609,7 @@ class Session:
                 text = f"{done} evaluation{'s' * (done > 1)} without a held-out loss below {least:.4f}"
                 self.meter.write({"step": step, "stopped_early": text})
         if self.best is not None and self.best.is_best(step, loss) and not self.plan.saves(step):
+            distributed.under_way("saving the best checkpoint", step)
             with self.meter.aside("saving"):
                 self.save(step)
 

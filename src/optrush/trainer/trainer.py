@@ -427,23 +427,23 @@ def idle_settings(config: Config, steps: int, held_out: bool) -> Iterator[str]:
 def train(trainer: Trainer, meter: Meter, plan: RunPlan, save: Callable[[int], None]) -> None:
     """Take the steps of the plan; evaluate and save where they are due."""
     for step in plan.steps:  # ends early, on the same step everywhere
-        under_way("reading data", step)
+        under_way("reading data", step, at_once=False)
         batches: list[Batch] = []
         try:
             with meter.waiting():
                 batches = next(trainer.batches)  # this rank's micro-batches of one step
         except NoBatch:
             trainer.stop.starved = True
-        under_way("the sum of the targets", step)
+        under_way("the sum of the targets", step, at_once=False)
         terms = trainer.all_reduce_int(sum(b.n_terms for b in batches))  # over the data axes; a host integer
         if trainer.stop.starved:  # a rank was told to stop and has no batch: the step before is the last, on all ranks
             if step - 1 > plan.done:
                 save(step - 1)
             return
         trainer.set_step(step)  # learning rate and random state are functions of the step
-        under_way("the forward and backward passes", step)
+        under_way("the forward and backward passes", step, at_once=False)
         loss = trainer.forward_backward(batches, terms)  # forward, backward, reduction
-        under_way("the update", step)
+        under_way("the update", step, at_once=False)
         norm, skipped = trainer.optimizer_step()  # unscale, guard, clip, step, free
         meter.tick(step, batches, loss, norm, skipped)  # reads the device only when this step logs
         if plan.evaluates(step):

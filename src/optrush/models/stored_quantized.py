@@ -1,0 +1,149 @@
+"""Read linears that are quantised on disk as dense weights: FP8, compressed-tensors in FP8, GPTQ and AWQ.
+
+    fp8                 `weight` float8_e4m3fn (out, in), `weight_scale_inv` a scale each block of 128 x 128
+    compressed-tensors  `weight` float8_e4m3fn (out, in), `weight_scale` (out, 1) or one; format `float-quantized`
+    gptq                `qweight` int32 (in 8 / bits / 4, out), `qzeros` and `scales` a group of inputs, `g_idx` (in,)
+    awq                 `qweight` int32 (in, out / 8), `qzeros` and `scales` a group of inputs; version `gemm`, 4 bits
+
+A weight is scale * (code - zero), in float32, rounded once to bfloat16. What is trained beside or instead of it, and
+whether it is quantised again, other techniques determine; an export is dense.
+
+Sources of the layouts: https://huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/README_WEIGHTS.md,
+https://github.com/vllm-project/compressed-tensors, https://github.com/AutoGPTQ/AutoGPTQ (arXiv:2210.17323),
+https://github.com/casper-hansen/AutoAWQ (arXiv:2306.00978)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optrush.errors import NeedsError
+from optrush.models.config_json import METHODS, is_readable
+from optrush.models.weights import Folder, PackedFolder, Shape, open_weights
+
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of each of 8 outputs among the 4-bit fields of an int32
+SIDES = {
+    "fp8": ("weight_scale_inv",), "compressed-tensors": ("weight_scale", "input_scale"),
+    "gptq": ("qzeros", "scales", "g_idx"), "awq": ("qzeros", "scales"),
+}  # fmt: skip
+
+
+def opened_weights(folder: Path, hf: Mapping[str, Any]) -> Folder | PackedFolder:
+    """Open the weights of a folder in whatever form they are stored; hf: its config.json."""
+    settings = hf.get("quantization_config")
+    return QuantizedFolder(folder, settings) if is_readable(settings) else open_weights(folder)
+
+
+def refuse_quantised(folder: Path, hf: Mapping[str, Any]) -> None:
+    """Raise NeedsError for quantised weights of a model that runs through transformers."""
+    if is_readable(settings := hf.get("quantization_config")):
+        found = "a model that runs through transformers, where no dense weights are made of them"
+        do = "take model.implementation: native, or the unquantised checkpoint"
+        raise NeedsError(f"the {METHODS[settings['quant_method']]} weights in {folder}", found, do)
+
+
+class QuantizedFolder(Folder):
+    """A folder whose quantised linears have the names and shapes of dense ones."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        super().__init__(folder)
+        assert is_readable(settings)
+        self.method, self.bits = str(settings["quant_method"]), int(settings.get("bits", 4))
+        self.block = tuple(settings.get("weight_block_size") or ())
+        # The first layout of GPTQ stores each zero less one.
+        self.less = int(self.method == "gptq" and settings.get("checkpoint_format", "gptq") == "gptq")
+        self.stored = Folder(folder)
+        codes = "qweight" if self.method in ("gptq", "awq") else "weight"
+        sides = SIDES[self.method]
+        self.packed = {
+            name.removesuffix(codes): name
+            for name in self.files
+            if name.endswith(f".{codes}") and f"{name.removesuffix(codes)}{self._scales}" in self.files
+        }
+        held = {f"{module}{end}" for module in self.packed for end in (codes, *sides)}
+        dense = {f"{module}weight": self.files[name] for module, name in self.packed.items()}
+        self.files = {name: file for name, file in self.files.items() if name not in held} | dense
+        self._last: tuple[str, Tensor] = ("", torch.empty(0))
+
+    @property
+    def _scales(self) -> str:
+        return {"fp8": "weight_scale_inv", "compressed-tensors": "weight_scale"}.get(self.method, "scales")
+
+    def check(self, needed: Mapping[str, Shape], duplicates: Mapping[str, str]) -> None:
+        """Check as `Folder.check` does; biases of zeros, which GPTQ's writers add to every linear, are left out."""
+        extra = (f"{module}bias" for module in self.packed)
+        for name in [name for name in extra if name in self.files and name not in needed]:
+            if not bool(self.stored._slice(name)[:].any()):
+                del self.files[name]
+        super().check(needed, duplicates)
+
+    def shape(self, name: str) -> Shape:
+        module = name.removesuffix("weight")
+        if module not in self.packed:
+            return super().shape(name)
+        rows, columns = self.stored.shape(self.packed[module])
+        fields = 32 // self.bits
+        if self.method == "gptq":
+            return columns, rows * fields
+        return (columns * fields, rows) if self.method == "awq" else (rows, columns)
+
+    def rows(self, name: str, first: int, last: int, shape: Shape, device: torch.device) -> Tensor:
+        """Return rows (last - first, in) of a linear in bfloat16; a quantised one is read whole."""
+        module = name.removesuffix("weight")
+        if module not in self.packed:
+            return super().rows(name, first, last, shape, device)
+        if self._last[0] != name or self._last[1].device != device:
+            self._last = ("", torch.empty(0))  # freed before the next one is read
+            self._last = name, self._dense(module, device)
+        return self._last[1][first:last]
+
+    def _dense(self, module: str, device: torch.device) -> Tensor:
+        parts = {end: self._part(module + end, device) for end in (*SIDES[self.method], self._scales)}
+        codes = self._part(self.packed[module], device)
+        assert codes is not None
+        try:
+            if self.method in ("gptq", "awq"):
+                weight = self._integers(codes, parts)
+            else:
+                weight = self._floats(codes, parts[self._scales])
+        except (RuntimeError, IndexError, AttributeError, TypeError) as error:
+            kinds = ", ".join(f"{end} {'missing' if t is None else list(t.shape)}" for end, t in parts.items())
+            found = f"{list(codes.shape)} of {codes.dtype}, {kinds} ({error})"
+            raise NeedsError(f"{METHODS[self.method]} weights of {module[:-1]}", found, "download it again") from None
+        return weight.to(torch.bfloat16)
+
+    def _part(self, name: str, device: torch.device) -> Tensor | None:
+        return self.stored._slice(name)[:].to(device) if name in self.stored.files else None
+
+    def _floats(self, codes: Tensor, scale: Tensor | None) -> Tensor:
+        assert scale is not None
+        weight, scale = codes.float(), scale.float()
+        if self.block:
+            scale = scale.repeat_interleave(self.block[0], 0)[: len(weight)]
+            scale = scale.repeat_interleave(self.block[1], 1)[:, : weight.shape[1]]
+        return weight * scale
+
+    def _integers(self, codes: Tensor, parts: Mapping[str, Tensor | None]) -> Tensor:
+        """codes as on disk -> (out, in) float32."""
+        zeros, scales, groups = parts["qzeros"], parts["scales"], parts.get("g_idx")
+        assert zeros is not None and scales is not None
+        if self.method == "awq":
+            q, z = (_fields(t, 4)[..., list(AWQ_ORDER)].flatten(1) for t in (codes, zeros))  # (in, out), (groups, out)
+        else:
+            q = _fields(codes.t().contiguous(), self.bits).flatten(1).t()
+            z = _fields(zeros, self.bits).flatten(1) + self.less
+        if groups is None:
+            groups = torch.arange(len(q), device=q.device) // (len(q) // len(scales))
+        groups = groups.long()
+        return ((q - z[groups]).float() * scales.float()[groups]).t().contiguous()
+
+
+def _fields(words: Tensor, bits: int) -> Tensor:
+    """words (..., n) int32 -> (..., n, 32 / bits) their fields of bits, the lowest first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
+    return torch.bitwise_and(torch.bitwise_right_shift(words[..., None], shifts), (1 << bits) - 1)
