@@ -66,6 +66,9 @@ LORA = {
         {"target_modules": JOINED[:2], "use_rslora": True},
     ),
     "joined, mlp": ("phi3", "native", {"targets": ["mlp", "qkv_proj"]}, {"target_modules": JOINED[2:] + JOINED[:1]}),
+    "one joined": (
+        "glm4", "native", {"targets": ["attention", "mlp"]}, {"target_modules": EVERY[:4] + JOINED[2:]},
+    ),
     "joined, transformers": ("phi3", "transformers", {}, {"target_modules": JOINED}),
     "transformers": ("llama", "transformers", {}, {"target_modules": EVERY}),
     "transformers, dora": ("qwen2", "transformers", {"dora": True}, {"target_modules": EVERY, "use_dora": True}),

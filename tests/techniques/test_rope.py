@@ -119,6 +119,7 @@ def test_two_ranks_and_recomputation(box, pair, reference):
             {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
             "'linear' already",
         ),
+        ({"factor": 2.0}, {"model_type": "phi3"}, "a model of type 'phi3', which has default, longrope"),
         ({"factor": 2.0}, {"max_position_embeddings": None}, "no max_position_embeddings"),
         ({"factor": 2.0}, {"model_type": "gpt2", "rope_theta": None}, "no rotary positions"),
         ({"factor": 2.0}, {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ between layers"),

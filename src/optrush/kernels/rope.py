@@ -69,7 +69,9 @@ def split_and_scale(qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: HeadNorm | No
 
 
 def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate neighbouring values of x (B, T, n, E); of cos and sin (B, T, 1, E) the first halves are read."""
+    """Rotate neighbouring values of x (B, T, n, E), or the first ones; of cos and sin the first halves are read."""
+    if (rotated := cos.shape[-1]) < x.shape[-1]:
+        return torch.cat((_rotate_pairs(x[..., :rotated], cos, sin), x[..., rotated:]), -1)
     cos, sin = (t[..., : x.shape[-1] // 2] for t in (cos, sin))
     first, second = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
     return torch.stack((first * cos - second * sin, first * sin + second * cos), -1).flatten(-2)

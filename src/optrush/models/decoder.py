@@ -103,11 +103,11 @@ class Block(nn.Module):
             self.shared_gate = Linear(D, (("shared_gate", 1),), bias=False, **at)
         self.head_width = E
         self.group = s.heads // s.kv_heads  # query heads of one key/value head
-        self.split_and_rope: rope.SplitAndRotate = rope.split_and_rotate
+        self.split_and_rope: rope.SplitAndRotate = rope.split_and_rotate_pairs if s.pairs else rope.split_and_rotate
         self.rotated, self.chunk = True, None  # tokens of a chunk, within which it attends
         if (chunks := s.chunks) is not None:
             self.rotated, self.chunk = layer not in chunks.unrotated, chunks.size if layer in chunks.layers else None
-            self.split_and_rope = rope.split_and_rotate_pairs if self.rotated else rope.split_and_scale
+            self.split_and_rope = self.split_and_rope if self.rotated else rope.split_and_scale
             if chunks.normed and self.rotated:  # before the rotation, which changes no length
                 self.q_norm, self.k_norm = UnitNorm(s.norm_eps), UnitNorm(s.norm_eps)
         if layer in s.unrotated:
@@ -252,7 +252,8 @@ class Decoder(nn.Module):
         """Run hidden states x (B, T, D) through some of the blocks."""
         loads, chunks = [], self.shape.chunks
         # Pairs are rotated in float32, as published.
-        rotation = self.angles(positions, x.dtype if chunks is None else torch.promote_types(x.dtype, torch.float32))
+        wide = torch.promote_types(x.dtype, torch.float32) if self.shape.pairs else x.dtype
+        rotation = self.angles(positions, wide)
         local = None if (r := self.shape.local_rope) is None else self.angles(positions, x.dtype, r)
         scale, within = None, documents
         if chunks is not None:

@@ -96,6 +96,7 @@ class FamilySpec:
     gated: bool = False  # attention's output is gated
     sinks: bool = False  # a learnt logit for each head, to no token
     partial_rotary: bool = False  # a part of each head is rotated
+    pairs: bool = False  # rotated values are neighbouring pairs, not half a head apart
     rope_kinds: tuple[str, ...] = ROPE_KINDS
     rope_renamed: Mapping[str, str] = field(default_factory=dict)  # types by the names of earlier files
     window: Literal["none", "all", "switched", "upper", "alternate", "pattern"] = "none"
@@ -345,6 +346,25 @@ FAMILIES: dict[str, FamilySpec] = {
         rope_renamed={"su": "longrope", "yarn": "longrope"},
         gguf="PHI3", agreed={"resid_pdrop": (0,), "embd_pdrop": (0,), "attention_bias": (False,), "mlp_bias": (False,)},
     ),
+    "glm4": FamilySpec(
+        "Glm4ForCausalLM",
+        {
+            "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1.5625e-7,
+            "attention_bias": True, "partial_rotary_factor": 0.5,
+        },
+        qkv_bias="attention_bias", norms="around", partial_rotary=True, pairs=True, names={
+            **NAMES, "gate_up": JOINED["gate_up"], "leaving1": ("post_self_attn_layernorm",),
+            "leaving2": ("post_mlp_layernorm",),
+        },
+    ),
+    "ernie4_5": FamilySpec(
+        "Ernie4_5ForCausalLM",
+        {
+            "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0, "tie_word_embeddings": True,
+        },
+        qkv_bias="use_bias", o_bias="use_bias", mlp_bias="use_bias", pairs=True,
+    ),
     "youtu": FamilySpec(
         "YoutuForCausalLM",
         {
@@ -372,7 +392,7 @@ FAMILIES: dict[str, FamilySpec] = {
             "no_rope_layer_interval": 4, "attention_chunk_size": 8192, "attn_temperature_tuning": True,
             "floor_scale": 8192, "attn_scale": 0.1, "use_qk_norm": True, "n_shared_experts": 1,
         },
-        **_BIASED, chunks=True, ff_width="intermediate_size_mlp", feed_forward="feed_forward", nested=(),
+        **_BIASED, chunks=True, pairs=True, ff_width="intermediate_size_mlp", feed_forward="feed_forward", nested=(),
         rope_kinds=("default", "linear", "llama3", "dynamic"),  # others scale what the norms of queries and keys get
         experts=ExpertsSpec(
             "logits", width="intermediate_size", step="interleave_moe_layer_step", listed="moe_layers",

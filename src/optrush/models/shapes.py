@@ -183,6 +183,7 @@ class ModelShape:
     softcap: float | None = None  # bound of the logits by a tanh
     local_rope: RopeShape | None = None  # of layers with a window; None: that of all
     unrotated: tuple[int, ...] = ()  # layers without rotary embedding
+    pairs: bool = False  # rotated values are neighbouring pairs
 
     @classmethod
     def read(cls, hf: HF) -> ModelShape:
@@ -228,7 +229,7 @@ class ModelShape:
             delta=_delta(full, spec) if spec.delta else None, chunks=_chunks(full) if spec.chunks else None,
             norms=spec.norms, gelu=spec.activation == GELU, multipliers=_multipliers(full, spec, int(head_width)),
             softcap=full.get("final_logit_softcapping"), unrotated=_unrotated(full, spec, window_layers),
-            local_rope=None if local is None else read_rope(local, int(head_width)),
+            local_rope=None if local is None else read_rope(local, int(head_width)), pairs=spec.pairs,
         )  # fmt: skip
 
     @property

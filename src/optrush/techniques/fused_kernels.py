@@ -101,9 +101,8 @@ class FusedKernels(Technique):
             latent = env.shape is not None and env.shape.latent is not None
             found = "the model makes them in several products, through latents"
             yield Requirement(not latent, asked, found, "take rope=false")
-            pairs = env.shape is not None and env.shape.chunks is not None
-            found = "the model rotates neighbouring pairs, and some layers nothing"
-            yield Requirement(not pairs, asked, found, "take rope=false")
+            pairs = env.shape is not None and env.shape.pairs
+            yield Requirement(not pairs, asked, "the model rotates neighbouring pairs", "take rope=false")
             unrotated = env.shape is not None and bool(env.shape.unrotated)
             yield Requirement(not unrotated, asked, "some layers rotate nothing", "take rope=false")
         if self.mlp == "quack":
@@ -179,7 +178,7 @@ class FusedKernels(Technique):
         if env.device.capability == (9, 0) and (env.shape is None or env.shape.other_order is None):
             yield {"mlp": "quack"}
             if Part.ADAPTERS in env.claimed and (s := env.shape) is not None and not s.centred:
-                rope = not (s.qk_norm or s.rotated or s.latent or s.chunks or s.unrotated)  # which `needs` would refuse
+                rope = not (s.qk_norm or s.rotated or s.latent or s.pairs or s.unrotated)  # which `needs` would refuse
                 yield {"mlp": "quack", "norm": True, **({"rope": True} if rope else {})}
 
     def recompute(self, trainer: Trainer) -> int:  # the linears are settled here, and nothing is compiled yet
