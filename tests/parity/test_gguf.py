@@ -76,7 +76,8 @@ def test_every_tensor_is_there(tmp_path: Path, tokenizer: Any, family: str, kind
              "mlp.down_proj": "ffn_down",
              "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_norm": "attn_q_norm",
              "self_attn.k_norm": "attn_k_norm", "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up",
-             "post_feedforward_layernorm": "post_ffw_norm"}  # fmt: skip
+             "post_feedforward_layernorm": "post_ffw_norm", "post_self_attn_layernorm": "post_attention_norm",
+             "post_mlp_layernorm": "post_ffw_norm"}  # fmt: skip
     short |= {"post_attention_layernorm": "post_attention_norm"} if family == "olmo2" else {}
     top = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
            "lm_head.weight": "output.weight"}  # fmt: skip
@@ -108,12 +109,14 @@ def test_every_tensor_is_there(tmp_path: Path, tokenizer: Any, family: str, kind
 
 def test_keys_of_long_positions_and_of_multipliers(tmp_path: Path, tokenizer: Any) -> None:
     keys = {}
-    for family in ("phi3", "phi3-plain", "granite"):
+    for family in ("phi3", "phi3-plain", "granite", "glm4"):
         write_gguf(folder(tmp_path / family, family, tokenizer), tmp_path / f"{family}.gguf", "f16", "name")
         fields = gguf.GGUFReader(tmp_path / f"{family}.gguf").fields
         keys[family] = {name.partition(".")[2]: field.contents() for name, field in fields.items()}
-    phi, plain, granite = keys.values()
-    assert phi["rope.dimension_count"] == 12 and plain["rope.dimension_count"] == 16
+    phi, plain, granite, glm = keys.values()
+    assert (
+        phi["rope.dimension_count"] == 12 and plain["rope.dimension_count"] == 16 and glm["rope.dimension_count"] == 8
+    )
     assert phi["attention.sliding_window"] == phi["context_length"] == 4 and plain["attention.sliding_window"] == 0
     assert phi["rope.scaling.original_context_length"] == 32
     assert phi["rope.scaling.attn_factor"] == pytest.approx((1 + np.log(2) / np.log(32)) ** 0.5)

@@ -356,6 +356,7 @@ FAMILIES: dict[str, FamilySpec] = {
             **NAMES, "gate_up": JOINED["gate_up"], "leaving1": ("post_self_attn_layernorm",),
             "leaving2": ("post_mlp_layernorm",),
         },
+        gguf="GLM4",
     ),
     "ernie4_5": FamilySpec(
         "Ernie4_5ForCausalLM",
