@@ -267,7 +267,7 @@ class Training(StrictModel):
         return max(1, min(10, total // 20)) if self.log_every is None else self.log_every
 
     def eval_cadence(self, total: int) -> float | None:
-        """Return `eval_every`, or what stands for it in a run of `total` steps; None: at the end alone."""
+        """Return `eval_every`, or its value in a run of `total` steps; None: at the end alone."""
         return 0.2 if self.eval_every is None and total >= 100 else self.eval_every
 
 
