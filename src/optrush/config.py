@@ -226,8 +226,10 @@ class BatchSize(StrictModel):
 
 class Optim(StrictModel):
     lr: Annotated[float, Field(gt=0)] = 2e-5
-    schedule: Literal["cosine", "constant", "linear"] = "cosine"
+    schedule: Literal["cosine", "constant", "linear", "wsd"] = "cosine"
     warmup: Annotated[float, Field(ge=0), AfterValidator(_cadence)] = 0.03
+    decay: Cadence = 0.1  # of wsd: the last steps, whose rates fall linearly
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0  # of `lr`, at which a schedule would end
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     betas: Annotated[tuple[Share, Share], Strict(False)] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8
@@ -267,7 +269,7 @@ class Training(StrictModel):
         return max(1, min(10, total // 20)) if self.log_every is None else self.log_every
 
     def eval_cadence(self, total: int) -> float | None:
-        """Return `eval_every`, or what stands for it in a run of `total` steps; None: at the end alone."""
+        """Return `eval_every`, or its value in a run of `total` steps; None: at the end alone."""
         return 0.2 if self.eval_every is None and total >= 100 else self.eval_every
 
 

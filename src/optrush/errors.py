@@ -26,7 +26,7 @@ def one_line(text: str, longest: int = 300) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Return another library's exception in one line: its message, with its class where that alone says little."""
+    """Return another library's exception in one line: its message, with its class where that alone is too short."""
     text, name = one_line(str(error)), type(error).__name__
     whole = isinstance(error, OSError | ValueError | RuntimeError | ImportError)
     return text if whole and text else f"{name}: {text}" if text else name

@@ -65,7 +65,6 @@ def rules_of(fates: Mapping[str, str | Rule]) -> Table:
 
 LEAVE = "leave it out: optrush has no counterpart"
 NO_IMAGES = only(do="leave it out: models of images are not trained here")
-NO_OPTIONS = only(do="leave it out: a schedule has no options here, and decays to 0")
 DROPPED = only(do="leave it out: what is too long is left out whole")
 LOGGED = listed("the name of a log; `tracker:` reports a run (docs/trackers.md)")
 PATHS = listed("where files are kept does not change the training")
@@ -90,7 +89,9 @@ NOT_RESUMED = only(*OFF, "auto", do="leave it out, and run: optrush train --resu
 BOOL = {True: True, False: False}
 FLAG = {True: True, False: None}  # off is what it is where it is left out
 
-SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "@constant", "constant_with_warmup": "constant"}
+SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "@constant", "constant_with_warmup": "constant"} | {
+    "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd",
+}  # fmt: skip
 OPTIMIZERS: dict[str, dict[str, Any]] = spread({
     "adamw_torch_fused adamw_apex_fused": {"fused-adamw": {}}, "adamw_torch adamw_hf adamw": {},
     "adamw_8bit adamw_bnb_8bit adamw_torch_8bit": {"adam8bit": {}}, "adamw_torch_4bit": {"adam4bit": {}},
@@ -129,7 +130,7 @@ TRAINER = rules_of({
     "data_seed": only(42, None, do="seed: the data's is the run's"),
     "per_device_train_batch_size": "@rows", "gradient_accumulation_steps": "@accumulate",
     "learning_rate": "optim.lr", "lr_scheduler_type": to("optim.schedule", SCHEDULES),
-    "lr_scheduler_kwargs": NO_OPTIONS, "warmup_ratio": "@warmup_ratio", "warmup_steps": "@warmup_steps",
+    "lr_scheduler_kwargs": "@schedule", "warmup_ratio": "@warmup_ratio", "warmup_steps": "@warmup_steps",
     "weight_decay": "optim.weight_decay", "adam_beta1": "@beta1", "adam_beta2": "@beta2", "adam_epsilon": "optim.eps",
     "max_grad_norm": "optim.clip", "num_train_epochs": "train.epochs", "max_steps": "train.steps",
     "logging_steps": "train.log_every", "eval_strategy evaluation_strategy": "@eval_strategy",
@@ -194,7 +195,7 @@ TRL = TRAINER | rules_of({
     "shuffle_dataset": listed("every epoch is shuffled, by the seed"),
     "ignore_bias_buffers": listed("`ddp` sends no buffers"), "num_processes": "@ranks",
     "accelerate_config": "@accelerate", "env": listed("set variables where the command is run"),
-    "liger_kernel_config": SPEED, "learning_rate_scheduler_kwargs": NO_OPTIONS,
+    "liger_kernel_config": SPEED, "learning_rate_scheduler_kwargs": only(do="write lr_scheduler_kwargs"),
 })  # fmt: skip
 TRL_SFT = TRL | rules_of({
     "loss_type": only("nll", "chunked_nll", do="leave it out: the loss is the mean over target tokens"),
@@ -308,8 +309,9 @@ AXOLOTL = TRAINER | rules_of({
     "skip_prepare_dataset": only(*OFF, do="leave it out: models of images are not trained here"),
     "curriculum_sampling relora gptq lora_fan_in_fan_out": ABSENT,
     "lora_on_cpu": listed("where an adapter is merged: `optrush export` merges one"),
-    "cosine_min_lr_ratio cosine_constant_lr_ratio": only(
-        0, 0.0, do="leave it out: a cosine has no floor here, and decays to 0"),
+    "cosine_min_lr_ratio": "optim.min_lr_ratio",
+    "cosine_constant_lr_ratio": only(
+        0, 0.0, do="leave it out: a cosine falls to the end; optim.schedule: wsd keeps its rate first"),
     "eval_max_new_tokens eval_table_size": GENERATED, "gpu_count": listed("--ranks N"),
     "use_tensorboard use_wandb project_name": LOGGED, "orpo_alpha": "*.beta",
     "num_labels": only(1, do="num_labels: 1: `objective: reward` trains one score"),
@@ -420,6 +422,7 @@ FORMS: dict[str, ValueKind] = spread({
     "*.undesirable_weight *.gamma *.center distill.temperature": ValueKind((int, float), float),
     "with.lora.lr_ratio with.neftune.alpha": _MORE, "train.steps with.loader.workers": _COUNT,
     "@tensor @context @experts @shards @replicas": ValueKind((int,), lambda n: n if n > 1 else None),
+    "optim.min_lr_ratio": ValueKind((int, float), lambda n: float(n) or None), "@schedule": ValueKind((dict,)),
     "@datasets @pretraining @held_out": ValueKind((list, dict, str)), "@data with.lora.targets": ValueKind((str, list)),
     "with.lora.save": ValueKind((str, list), split_names), "@plugins": ValueKind((list,)), "model.revision": _REVISION,
     "model.add_tokens": ValueKind((list,), do="list the tokens to add: [<a>, <b>]"),

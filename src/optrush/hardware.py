@@ -229,7 +229,7 @@ def parse_hardware(text: str) -> tuple[Device, int]:
 
 
 def _as_large(name: str) -> list[str]:
-    """Return the cards with the memory that a card's name says ("5090d 24gb"), at most three."""
+    """Return the cards with the memory in a card's name ("5090d 24gb"), at most three."""
     sized = re.search(r"([0-9]{1,3})\s*gi?b", name)
     near = (n for n, d in NAMED.items() if sized and d.memory_bytes and 0.9 < d.memory_bytes / GIB / int(sized[1]) <= 1)
     return list(near)[-3:]

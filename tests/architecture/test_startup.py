@@ -6,11 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from optrush.cli import app
+
 HEAVY = ("torch", "transformers", "matplotlib", "numpy", "safetensors", "tokenizers")
 OFTEN_UNUSED = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "transformers", "matplotlib")
 PROBE = """
 import sys
 from pathlib import Path
+
+from optrush.cli import app
 {code}
 print(*[name for name in {heavy!r} if name in sys.modules], file=sys.stderr)
 """
@@ -66,3 +70,14 @@ def test_commands_without_torch() -> None:
 def test_training_imports_no_compiler_and_no_sharding() -> None:
     """Nor the libraries of tokenizers and reports, which take a second or more and are not always used."""
     assert loaded("import optrush.trainer.run, optrush.benchmark.worker", OFTEN_UNUSED) == []
+
+
+def test_the_list_of_verbs_imports_none_of_them() -> None:
+    """Nor what they need: it is printed in a fifth of a second."""
+    assert loaded(EACH.format(commands=[(["--help"], 0)], heavy=()), ("pydantic", "yaml", "optrush.techniques")) == []
+
+
+def test_the_list_of_verbs_says_what_their_docstrings_say() -> None:
+    for name, (_, text) in app.VERBS.items():
+        command = app.Verbs()[name]
+        assert command.name == name and command.help.replace("\n", " ").startswith(text), name

@@ -492,6 +492,13 @@ def test_all_refused_keys_are_named_at_once(call: Call, here: Path) -> None:
         (AXOLOTL, {"cosine_min_lr_ratio": 0.0}, ("optim", "schedule"), "cosine"),
         (AXOLOTL, {"metric_for_best_model": "eval_loss", "greater_is_better": False}, ("train", "best"), False),
         (FACTORY, {"lr_scheduler_kwargs": {}}, ("optim", "schedule"), "constant"),
+        (AXOLOTL, {"cosine_min_lr_ratio": 0.1}, ("optim", "min_lr_ratio"), 0.1),
+        (FACTORY, {"learning_rate": 1e-4, "lr_scheduler_type": "cosine_with_min_lr",
+                   "lr_scheduler_kwargs": {"min_lr": 1e-5}}, ("optim", "min_lr_ratio"), pytest.approx(0.1)),
+        (DPO, {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.2}},
+         ("optim", "min_lr_ratio"), 0.2),
+        (FACTORY, {"lr_scheduler_type": "warmup_stable_decay",
+                   "lr_scheduler_kwargs": {"decay_type": "linear", "num_decay_steps": 20}}, ("optim", "decay"), 20),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) and len(value) < 4 else "",
 )  # fmt: skip
@@ -506,12 +513,14 @@ def test_more_keys(here: Path, file: dict[str, Any], given: dict[str, Any], plac
 @pytest.mark.parametrize(
     ("file", "given", "reason"),
     [
-        (AXOLOTL, {"cosine_min_lr_ratio": 0.1}, "no floor"), (FACTORY, {"early_stopping_steps": 3}, "no rows are held"),
-        (FACTORY, {"lr_scheduler_kwargs": {"min_lr": 1e-5}}, "no options"),
+        (AXOLOTL, {"cosine_constant_lr_ratio": 0.1}, "falls to the end"),
+        (FACTORY, {"early_stopping_steps": 3}, "no rows are held"),
+        (FACTORY, {"lr_scheduler_kwargs": {"num_cycles": 3}}, "num_cycles: 3, which has no counterpart"),
+        (FACTORY, {"lr_scheduler_kwargs": {"min_lr": "low"}}, "min_lr: 'low'"),
+        (FACTORY, {"lr_scheduler_type": "warmup_stable_decay"}, "decay of type cosine"),
         (AXOLOTL, {"early_stopping_patience": 3, "val_set_size": 0}, "no rows are held out"),
         (AXOLOTL, {"early_stopping_patience": 2.5}, "a whole number"),
         (DPO, {"metric_for_best_model": "accuracy"}, "the least held-out loss"),
-        (DPO, {"lr_scheduler_kwargs": {"min_lr": 1e-5}}, "no options"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) and len(value) < 4 else "",
 )  # fmt: skip

@@ -200,7 +200,7 @@ def answer_request(measure: Callable[[dict[str, Any], Keep], dict[str, Any]]) ->
     except Exception as error:  # a rung may fail in any way; the ladder continues
         result = {"error": describe_error(error), "traceback": traceback.format_exc()}
     rank, ranks = launched()
-    if rank == 0 or "error" in result:  # of several ranks the first one tells the figures
+    if rank == 0 or "error" in result:  # of several ranks the first one has the figures
         keep(result)
     if ranks > 1:  # threads of the group's library may still run, and end a process that ends under them by a signal
         sys.stderr.flush()

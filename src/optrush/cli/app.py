@@ -7,6 +7,7 @@ keyboard; 143 stopped by a signal, resumable.
 from __future__ import annotations
 
 import errno
+import importlib
 import io
 import logging
 import os
@@ -14,18 +15,83 @@ import sys
 import threading
 import traceback
 from contextlib import suppress
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from optrush import __version__
-from optrush.cli import bench, chat, data, import_config, launch, plan, setup, train, tune
 from optrush.console import LOST, shown
 from optrush.errors import ConfigError, RunError, UserError, one_line
 from optrush.launch import TRACKER_THREAD
 
+# Each verb: its function, and its line in the list of verbs, the first sentence of its docstring.
+VERBS = {
+    "init": ("setup:init", "Write a commented YAML for a first run."),
+    "plan": ("plan:plan", "Find what fits and how fast it is, by method and techniques."),
+    "tune": ("tune:tune", "Measure the plan's best settings and write the fastest."),
+    "import": ("import_config:import_command", "Translate another trainer's configuration."),
+    "train": ("train:train_command", "Train a model."),
+    "eval": ("train:eval_command", "Measure a model's loss on held-out data, or its answers to public tasks."),
+    "launch": ("launch:launch", "Write the job file of a run for a cluster's own scheduler; nothing is submitted."),
+    "bench": ("bench:bench", "Measure optimisations one by one."),
+    "calibrate": ("plan:calibrate", "Measure this machine's rates, for the plan."),
+    "report": ("bench:report", "Write report.html from the records."),
+    "techniques": ("setup:techniques", "List the techniques."),
+    "export": (
+        "chat:export_command",
+        "Write a checkpoint of a run as a folder that transformers loads, as a GGUF file, or in 8-bit floats.",
+    ),
+    "chat": ("chat:chat", "Talk to a model in the terminal."),
+    "generate": ("chat:generate", "Answer a file of prompts."),
+    "doctor": ("setup:doctor", "Show what this machine has, and which techniques it can run."),
+    "schema": ("setup:schema", "Print the JSON schema of a run's YAML, for editors."),
+    "data": ("data:data_app", "Clean the data of a run, see it as it is trained on, tokenise it ahead."),
+}
+
+
+class Verbs(dict[str, Any]):
+    """The commands by name; a command's module is imported at its first use, which keeps `--help` quick."""
+
+    def __missing__(self, name: str) -> Any:
+        module, _, function = VERBS[name][0].partition(":")
+        found = getattr(importlib.import_module(f"optrush.cli.{module}"), function)
+        if not isinstance(found, typer.Typer):
+            alone = typer.Typer(rich_markup_mode=None, add_completion=False)
+            alone.command(name)(found)
+            found = alone
+        self[name] = typer.main.get_command(found)
+        self[name].name = name
+        return self[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in VERBS else default
+
+    def keys(self) -> Any:
+        return VERBS.keys()
+
+    def items(self) -> Any:
+        return [(name, self[name]) for name in VERBS]
+
+
+class LazyGroup(typer.core.TyperGroup):
+    """The group of all verbs, which lists them without their modules."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = Verbs()
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(VERBS)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text.removesuffix(".")) for name, (_, text) in VERBS.items()])
+
+
 app = typer.Typer(
     name="optrush",
+    cls=LazyGroup,
     help="Train large language models as efficiently as the hardware allows, and prove it.",
     epilog="A run is a YAML file: `optrush train --help` shows the smallest one, examples/ has commented ones. "
     "Exit codes: 0 done, 1 the run failed, 2 something must be changed and nothing was written, 143 stopped by a "
@@ -41,33 +107,6 @@ def top(version: Annotated[bool, typer.Option("--version", help="print the versi
     if version:
         print(__version__)
         raise typer.Exit
-
-
-app.command()(setup.init)
-app.command()(plan.plan)
-app.command()(tune.tune)
-app.command("import")(import_config.import_command)
-app.command("train")(train.train_command)
-app.command("eval")(train.eval_command)
-app.command()(launch.launch)
-app.command()(bench.bench)
-app.command()(plan.calibrate)
-app.command()(bench.report)
-app.command()(setup.techniques)
-data_app = typer.Typer(
-    help="Clean the data of a run, see it as it is trained on, tokenise it ahead.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
-app.add_typer(data_app, name="data")
-data_app.command()(data.clean)
-data_app.command()(data.show)
-data_app.command()(data.pack)
-app.command("export")(chat.export_command)
-app.command()(chat.chat)
-app.command()(chat.generate)
-app.command()(setup.doctor)
-app.command()(setup.schema)
 
 
 def _of_rank(rank: str, text: str) -> str:
@@ -105,7 +144,7 @@ def main() -> None:
 def to_stderr(record: logging.LogRecord) -> bool:
     """Print a warning of DeepSpeed's logger, which writes to standard output: there `--json` promises one document.
 
-    Other libraries import DeepSpeed where it is installed, so that it also speaks in runs without it.
+    Other libraries import DeepSpeed where it is installed, so its logger also prints in runs without it.
     """
     if record.levelno >= logging.WARNING:
         print(record.getMessage(), file=sys.stderr)

@@ -99,7 +99,7 @@ def bench(
 
 
 def _planned_lines(planned: Sequence[PlannedRung], times: int) -> list[str]:
-    """Format the rungs with what the plan says of them, and below each what it changes or why it is refused."""
+    """Format the rungs with the plan's figures, and below each its changes or why it is refused."""
     speeds = {p.rung.name: p.tokens_per_s for p in planned}
     width = max(len(p.rung.name) for p in planned)
     lines = [f"{'rung':<{width}}  ranks  planned tok/s  x since  planned GiB"]

@@ -566,3 +566,14 @@ def _bar() -> Iterator[Callable[[float, int], None]]:
         yield report
     finally:
         bar.stop()
+
+
+data_app = typer.Typer(
+    help="Clean the data of a run, see it as it is trained on, tokenise it ahead.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+data_app.command()(clean)
+data_app.command()(show)
+data_app.command()(pack)

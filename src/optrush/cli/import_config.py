@@ -621,6 +621,27 @@ class _Composer:
         optim["warmup"] = steps if steps > 0 else self.get("@warmup_ratio", 0.0)
         if optim["schedule"] == "@constant":  # transformers warms up only by another name
             optim["schedule"], optim["warmup"] = "constant", 0.0
+        self._schedule(dict(self.get("@schedule") or {}))
+
+    def _schedule(self, options: dict[str, Any]) -> None:
+        """Set what options of transformers' schedule give: its floor and, of wsd, its last steps."""
+        optim = self.tree["optim"]
+        floors = {name: options.pop(name) for name in ("min_lr", "min_lr_rate", "min_lr_ratio") if name in options}
+        for name, value in floors.items():
+            if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
+                raise self.refuse("@schedule", f"{name}: {value!r}", "give a number from 0 on")
+            if share := value / optim["lr"] if name == "min_lr" else value:
+                optim["min_lr_ratio"] = share
+        if optim["schedule"] == "wsd":
+            key = "@schedule" if options else "optim.schedule"
+            kind = options.pop("decay_type", "cosine")
+            if kind != "linear" or options.pop("warmup_type", "linear") != "linear":
+                found = f"a decay of type {kind}, where optim.schedule: wsd has a linear one"
+                raise self.refuse(key, found, "lr_scheduler_kwargs: {decay_type: linear, num_decay_steps: N}")
+            if (steps := options.pop("num_decay_steps", None)) is not None:
+                optim["decay"] = steps
+        for name in options:
+            raise self.refuse("@schedule", f"{name}: {options[name]!r}, which has no counterpart", LEAVE)
 
     def _steps(self) -> None:
         """Set how often is evaluated and saved, as a number of steps or a share of the run."""

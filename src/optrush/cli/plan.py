@@ -8,7 +8,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -94,13 +94,9 @@ def plan(
     if solve is not None:
         beside = {
             "--out": out is not None, "--price": price is not None, "--details": details, "--keep-maths": keep_maths,
-            "--hardware": solve == "cheapest" and hardware != "auto",  # it asks all cards that have a price
+            "--hardware": solve == "cheapest" and hardware != "auto",  # all cards with a price are compared
         }  # fmt: skip
-        for option in (name for name, given in beside.items() if given):
-            why = "it compares all cards that have a price" if option == "--hardware" else "--solve prints one line"
-            raise ConfigError(f"--solve {solve} with {option}", why, f"leave out {option}; then plan its answer")
-        text, values = asked.solve(config, hardware, solve)
-        print(json.dumps(values) if as_json else text)
+        print(_solved(config, hardware, solve, [name for name, given in beside.items() if given], as_json))
         return
     if out is not None and out.exists() and not force:
         raise ConfigError(f"--out {out}", "this file exists", "take another name, or add --force")
@@ -122,6 +118,17 @@ def plan(
         raise refused if out is not None else typer.Exit(2)  # nothing is written
     if out is not None:
         _write(config, hardware, found, out)
+
+
+def _solved(config: Config, hardware: str, what: str, others: Sequence[str], as_json: bool) -> str:
+    """Return the answer of --solve; raise ConfigError with other options, which it does not read."""
+    from optrush.planner import answer as asked
+
+    for option in others:
+        why = "it compares all cards that have a price" if option == "--hardware" else "--solve prints one line"
+        raise ConfigError(f"--solve {what} with {option}", why, f"leave out {option}; then plan its answer")
+    text, values = asked.solve(config, hardware, what)
+    return json.dumps(values) if as_json else text
 
 
 def _asked(path: Path, data: str | None, name: str, *flags: list[str]) -> Config:

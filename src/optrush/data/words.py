@@ -159,7 +159,7 @@ WRITTEN = "LNPS"  # classes of characters that say something: letters, numbers, 
 
 
 def widths(source: dict[str, Any]) -> np.ndarray | None:
-    """Return how many bytes of a text each token stands for, (V,); None if tokens are not made of its own bytes.
+    """Return how many bytes of a text each token covers, (V,); None if tokens are not made of its own bytes.
 
     Texts are then tokenised without offsets, which takes a quarter less time. `source` is the engine's JSON.
     """

@@ -180,7 +180,7 @@ def _write_sizes(writer: Any, hf: dict[str, Any], shape: ModelShape, kind: Kind,
         writer.add_rope_scaling_orig_ctx_len(shape.rope.original_max)
         writer.add_rope_scaling_attn_factors(shape.rope.scale)
     if FAMILIES[shape.family].gguf == "PHI3":
-        writer.add_sliding_window(shape.window or 0)  # 0 says which models of the architecture have none
+        writer.add_sliding_window(shape.window or 0)  # 0 marks models without one
     if FAMILIES[shape.family].gguf_scales:
         m = shape.multipliers
         writer.add_embedding_scale(m.embedding)

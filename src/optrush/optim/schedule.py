@@ -15,14 +15,19 @@ def warmup_steps(optim: Optim, steps: int) -> int:
 def learning_rate(optim: Optim, step: int, steps: int) -> float:
     """Return the rate of update `step` (1 ... steps): a linear warm-up that ends at the full rate, then the schedule.
 
-    Decaying schedules would reach zero at step steps + 1, so that no update is wasted on a rate of zero.
+    Decaying schedules would reach `optim.min_lr_ratio` of the full rate at step steps + 1, so that no update is wasted
+    on a rate of zero. `wsd` keeps the full rate until `optim.decay` begins: a fraction of the run below 1, else steps.
+
+    Source of wsd: Hu et al., MiniCPM, https://arxiv.org/abs/2404.06395
     """
     warm = warmup_steps(optim, steps)
     if step <= warm:
         return optim.lr * step / warm
-    progress = (step - 1 - warm) / max(1, steps - warm)
-    if optim.schedule == "cosine":
-        return optim.lr * 0.5 * (1 + math.cos(math.pi * progress))
-    if optim.schedule == "linear":
-        return optim.lr * (1 - progress)
-    return optim.lr
+    begin = warm
+    if optim.schedule == "wsd":
+        begin = max(warm, steps - (math.ceil(optim.decay * steps) if optim.decay < 1 else int(optim.decay)))
+    progress = max(0.0, (step - 1 - begin) / max(1, steps - begin))
+    if optim.schedule == "constant":
+        return optim.lr
+    left = 0.5 * (1 + math.cos(math.pi * progress)) if optim.schedule == "cosine" else 1 - progress
+    return optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * left)

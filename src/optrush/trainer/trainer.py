@@ -415,6 +415,10 @@ def idle_settings(config: Config, steps: int, held_out: bool) -> Iterator[str]:
     length, warmup = config.train, config.optim.warmup
     if warmup > max(1, steps):
         yield f"optim.warmup: {warmup:g} steps, in a run of {steps}: the rate does not reach optim.lr"
+    if "decay" in config.optim.model_fields_set and config.optim.schedule != "wsd":
+        yield f"optim.decay does nothing: it is of optim.schedule: wsd, and the schedule is {config.optim.schedule}"
+    if config.optim.min_lr_ratio and config.optim.schedule == "constant":
+        yield "optim.min_lr_ratio does nothing: optim.schedule is constant"
     if length.eval_every is not None and not held_out:
         yield "train.eval_every does nothing: no data is held out (data.eval: 0.1, for instance)"
     if length.steps is not None and length.epochs != 1.0:
