@@ -525,8 +525,7 @@ def settle(techniques: Sequence[Technique], env: Environment, classes: Sequence[
                     f"`{owners[part]}` with `{t.name}`", f"both own {part.value}", f"take one: --without {t.name}"
                 )
             owners[part] = t.name
-    joined = frozenset[str]() if env.shape is None else env.shape.joined
-    spec = _described(tuple(techniques), env.spec.grouped_heads, joined)
+    spec = _described(tuple(techniques), env.spec.grouped_heads, env.shape.joined if env.shape else frozenset())
     claimed = frozenset(owners) | ({Part.PACKED_ROWS} if env.paired else set())
     axes, sharded = mesh_axes(techniques, env.ranks), frozenset(axis for t in techniques for axis in t.shards)
     env = replaced(env, claimed=claimed, spec=spec, axes=axes, sharded=sharded)

@@ -55,8 +55,7 @@ class Ia3(Technique):
             yield env.needs_dense("`ia3`")
         if env.native:
             known = ledger.names_of(env.shape)
-            yield self._named(known)
-            yield ledger.require_names(self.name, "targets", self._targets(known), known)
+            yield from (self._named(known), ledger.require_names(self.name, "targets", self._targets(known), known))
             yield from self._apart(ledger.PIECES.values(), self._targets(known))
             yield self._within(ledger.chosen(self._targets(known), known))
         if self.init is not None:
@@ -69,7 +68,6 @@ class Ia3(Technique):
         return next((names for names in (OURS, *OTHERS) if {*names} <= {*known}), "auto")
 
     def _named(self, known: Collection[str]) -> Requirement:
-        """Require targets in a model for whose linears `auto` has no meaning."""
         found, do = f"linears of other names: {', '.join(known)}", "name them: targets, and of these feedforward"
         return Requirement(self._targets(known) != "auto", "`ia3:targets=auto`", found, do)
 

@@ -88,8 +88,7 @@ class Rope(Technique):
         if (kind := rope_kind(hf)) != "default" and self.kind != "base":
             do = "take kind: base, or leave rope out"
             raise NeedsError(f"`rope: kind: {self.kind}` scales positions", f"RoPE type {kind!r} already", do)
-        spec = FAMILIES.get(str(family))
-        if spec is not None and spec.rope_renamed and self.kind not in ("base", *spec.rope_kinds):
+        if (spec := FAMILIES.get(str(family))) and spec.rope_renamed and self.kind not in ("base", *spec.rope_kinds):
             found = f"a model of type {family!r}, which has {', '.join(spec.rope_kinds)}"
             raise NeedsError(f"`rope: kind: {self.kind}`", found, "take kind: base, or leave rope out")
         if not hf.get("max_position_embeddings"):
