@@ -626,3 +626,22 @@ def test_split_weights_are_rebuilt(box, tmp_path):
     list(steps(job))
     for (name, ours), (_, theirs) in zip(job.model.named_parameters(), rebuilt.model.named_parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("targets", "rows", "values"),
+    [
+        ("auto", {"qkv": 16, "o": 16, "gate_up": 16, "down": 16}, 55_705_600),
+        ("attention", {"qkv": 16, "o": 16}, 40 * 16 * (5120 + 7680 + 5120 + 5120)),
+        (["gate_up_proj"], {"gate_up": 16}, 40 * 16 * (5120 + 2 * 17920)),
+    ],
+)
+def test_the_plan_of_one_adapter_for_all_pieces(targets, rows, values):
+    """Of Phi-4, whose files have query, key and value in one tensor, and gate and up in another."""
+    config = shaped("microsoft/phi-4", "bf16", "lora")
+    config.with_["lora"]["targets"] = targets
+    env = decide(config).env
+    found = {name: env.spec.linears[name].adapter_rows for name in env.shape.linears}
+    assert {name: many for name, many in found.items() if many} == rows
+    held = {line.name: line.bytes for line in search.predict(config, "h200").lines}
+    assert held["weights.adapters"] == 4 * values

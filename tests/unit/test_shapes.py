@@ -176,3 +176,13 @@ def test_the_table_is_what_transformers_has(family):
     for key, value in spec.defaults.items():
         other = config.get(key, rope.get(key))
         assert None in (value, other) or value == other or (key == "rope_parameters" and value.items() <= other.items())
+
+
+@pytest.mark.parametrize("name", ["su", "yarn", "longrope"])
+def test_earlier_names_of_long_positions(name):
+    """As transformers reads them in files of Phi-3."""
+    factors = {"short_factor": [1.0], "long_factor": [2.0], "type": name}
+    positions = {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
+    rope = ModelShape.read({**TINY, "model_type": "phi3", **positions, "rope_scaling": factors}).rope
+    assert (rope.kind, rope.original_max, rope.long_factor) == ("longrope", 16, (2.0,))
+    assert native_obstacle({**TINY, "model_type": "phi3", "resid_pdrop": 0.1}).startswith("resid_pdrop 0.1")
