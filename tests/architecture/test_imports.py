@@ -23,6 +23,7 @@ MODULES = {".".join(f.relative_to(ROOT / "src").with_suffix("").parts).removesuf
 LONGEST_FILE, LONGEST_FUNCTION = 800, 80
 # Longer files, each with the reason why it is one subject.
 ONE_SUBJECT = {
+    "cli/import_config.py": "another trainer's configuration, section by section",
     "config.py": "every key of the YAML, what it may hold, and its text",
     "data/schema.py": "every form that a row may have, and what is wrong with the others",
     "trainer/run.py": "a run from its refusals to its export",
@@ -32,15 +33,15 @@ ONE_SUBJECT = {
 # that says what the lines buy; what shrinks is lowered with it.
 LINES = {
     "data": 8470,
-    "trainer": 6485,
-    "models": 6800,
+    "trainer": 6490,
+    "models": 6900,
     "techniques": 5325,
     "kernels": 4640,
-    "top": 5905,
-    "cli": 4275,
+    "top": 5915,
+    "cli": 4300,
     "planner": 4315,
     "benchmark": 3980,
-    "peft": 1760,
+    "peft": 1815,
     "report": 1870,
     "optim": 820,
     "objectives": 430,

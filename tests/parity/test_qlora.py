@@ -275,8 +275,8 @@ def test_without_nf4(folders, tmp_path):
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"quant_method": "gptq"}, "method gptq"),
-        ({"quant_method": "fp8"}, "method fp8"),
+        ({"quant_method": "hqq"}, "method hqq"),
+        ({"quant_method": "gptq", "bits": 3}, "method gptq, 3 bits"),
         ({"bnb_4bit_quant_type": "fp4"}, "they are fp4 in uint8"),
         ({"bnb_4bit_quant_storage": "bfloat16"}, "they are nf4 in bfloat16"),
         ({"load_in_4bit": False, "load_in_8bit": True}, "they are int8"),

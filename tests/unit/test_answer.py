@@ -275,8 +275,8 @@ def test_smaller_steps_are_near(tmp_path) -> None:
 
 
 def test_methods_are_written_as_they_are_typed() -> None:
-    assert answer._typed("lora") == "--set method=lora"
-    assert answer._typed("lora + int8") == "--set method=lora --with int8"
+    assert answer.typed("lora") == "--set method=lora"
+    assert answer.typed("lora + int8") == "--set method=lora --with int8"
 
 
 def test_the_longest_row_is_all_that_there_are_positions_for(tmp_path: Path) -> None:

@@ -640,8 +640,9 @@ class _Composer:
                 raise self.refuse(key, found, "lr_scheduler_kwargs: {decay_type: linear, num_decay_steps: N}")
             if (steps := options.pop("num_decay_steps", None)) is not None:
                 optim["decay"] = steps
-        for name in options:
-            raise self.refuse("@schedule", f"{name}: {options[name]!r}, which has no counterpart", LEAVE)
+        if options:
+            name, value = next(iter(options.items()))
+            raise self.refuse("@schedule", f"{name}: {value!r}, which has no counterpart", LEAVE)
 
     def _steps(self) -> None:
         """Set how often is evaluated and saved, as a number of steps or a share of the run."""

@@ -280,7 +280,7 @@ def _text(
 def _answer_lines(config: Config, hardware: str, answer: Answer, price: float | None) -> list[str]:
     """Format the answer in one line, then a line for each method, or what is nearest."""
     from optrush.config import METHODS
-    from optrush.planner.answer import planned_notes
+    from optrush.planner.answer import planned_notes, typed
 
     device, ranks = parse_hardware(hardware)
     on = counted(device, ranks)
@@ -303,8 +303,9 @@ def _answer_lines(config: Config, hardware: str, answer: Answer, price: float | 
     if p.tokens_per_s is None:
         lines.append("  rates of this device are not known: there, optrush calibrate measures them")
     lines += [f"  {note}" for note in planned_notes(config, device, ranks)]
-    if config.method is None and METHODS.get(best.method, {}).keys() - config.with_.keys():
-        lines.append(f"  as it is, all weights are trained; for this answer add --set method={best.method}")
+    name, _, frozen = best.method.partition(" + ")
+    if config.method is None and {*METHODS.get(name, {}), *([frozen] if frozen else [])} - config.with_.keys():
+        lines.append(f"  as it is, all weights are trained; for this answer add {typed(best.method)}")
     width = max(len(w.method) for w in answer.ways)
     for way in answer.ways:
         if way.refused:

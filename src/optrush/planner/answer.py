@@ -217,7 +217,7 @@ def _nearest(config: Config, name: str, classes: Sequence[type[Technique]]) -> I
     freed = {n: o for n, o in config.with_.items() if n not in trained}
     other = changed(config, {"method": None, "with": freed})
     if (config.method is not None or freed != config.with_) and (way := fits(other, name, classes)):
-        yield f"another method: {_typed(way.method)} ({_fact(way)})"
+        yield f"another method: {typed(way.method)} ({_fact(way)})"
     T, tokens = config.batch.seq, config.batch.seq * hardware.parse_hardware(name)[1]
     smaller = changed(config, {"batch.tokens": tokens, "batch.micro_tokens": None})
     steps = []
@@ -241,7 +241,7 @@ def _nearest(config: Config, name: str, classes: Sequence[type[Technique]]) -> I
                 yield f"{what} ({way.method}, {_fact(way)})"
 
 
-def _typed(method: str) -> str:
+def typed(method: str) -> str:
     """Return the options of a method, such as "lora + int8"."""
     name, _, technique = method.partition(" + ")
     return f"--set method={name}" + (f" --with {technique}" if technique else "")
