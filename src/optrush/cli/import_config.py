@@ -641,8 +641,8 @@ class _Composer:
             if (steps := options.pop("num_decay_steps", None)) is not None:
                 optim["decay"] = steps
         if options:
-            name, value = next(iter(options.items()))
-            raise self.refuse("@schedule", f"{name}: {value!r}, which has no counterpart", LEAVE)
+            key, value = next(iter(options.items()))
+            raise self.refuse("@schedule", f"{key}: {value!r}, which has no counterpart", LEAVE)
 
     def _steps(self) -> None:
         """Set how often is evaluated and saved, as a number of steps or a share of the run."""
