@@ -22,7 +22,7 @@ from optrush.files import parse_json, read_text, write_whole
 from optrush.models.rope_config import RopeShape
 from optrush.models.shapes import HF, LinearShape, ModelShape, native_obstacle, refuse_foreign
 
-FORMAT = 3  # of the file, and of what a trace measures
+FORMAT = 4  # of the file, and of what a trace measures
 
 
 class NoPlan(NeedsError):
@@ -47,6 +47,9 @@ class TracedShape(ModelShape):
     all_parameters: int = 0
     parameters_of_blocks: int = 0
     matrices: int = 0  # weights of the blocks' matrices
+    stacked: int = 0  # of these, those of experts
+    routed: int = 0  # of these, those of a token's experts
+    largest: int = 0  # values of the largest parameter
     groups: tuple[tuple[str, LinearShape], ...] = ()  # linears with one input each
     saved: tuple[SavedShape, ...] = ()
     query_width: int = 0  # heads times head width, summed over the blocks
@@ -79,7 +82,12 @@ class TracedShape(ModelShape):
         return round(self.query_width / max(1, self.heads * self.head_width))
 
     def _matrices(self, every: bool) -> int:
-        return self.matrices
+        return self.matrices if every else self.matrices - self.stacked + self.routed
+
+    @property
+    def expert_parameters(self) -> int:  # type: ignore[override]
+        """Number of weights of the matrices of all experts."""
+        return self.stacked
 
     def named_parameters(self) -> Iterator[tuple[str, int]]:
         """Yield nothing: names of parameters are transformers' own."""
