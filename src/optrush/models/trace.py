@@ -10,6 +10,7 @@ pass their input on. On a CPU torch's attention keeps the same tensors as flash 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -297,6 +298,8 @@ class Tracer:
         each = [m for number, places in self.kinds.items() for m in len(places) * self._experts(number)]
         fed = max((m.active * m.sizes["down_proj"][1 if m.transposed else 2] for m in each), default=0)
 
+        outputs = sum(sum(g[3].values()) * len(g[4]) for g in groups) + sum(map(_rows, each))
+
         def number(name: str, default: int) -> int:
             given = getattr(c, name, None) or default
             return int(given if isinstance(given, int) else max(given))
@@ -316,7 +319,8 @@ class Tracer:
             "matrices": w._block_matrices, "groups": groups, "query_width": query,
             "stacked": sum(m.weights for m in each), "routed": sum(m.active * m.weights // m.count for m in each),
             "largest": max(p.numel() for p in w.parameters()),
-            "saved": [*self._saved(found, D, sum(sum(g[3].values()) * len(g[4]) for g in groups) + sum(map(_rows, each)))],
+            "largest_stack": max((math.prod(size) for m in each for size in m.sizes.values()), default=0),
+            "saved": [*self._saved(found, D, outputs)],
             "moved": sum(base[number].moved * n for number, n in count.items()) / LENGTH,
             "launches": sum(base[number].launches * n for number, n in count.items()),
             "softcap": w.head.softcap is not None, "sdpa_obstacle": sdpa_obstacle(self.hf),

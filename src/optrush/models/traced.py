@@ -22,7 +22,7 @@ from optrush.files import parse_json, read_text, write_whole
 from optrush.models.rope_config import RopeShape
 from optrush.models.shapes import HF, LinearShape, ModelShape, native_obstacle, refuse_foreign
 
-FORMAT = 4  # of the file, and of what a trace measures
+FORMAT = 5  # of the file, and of what a trace measures
 
 
 class NoPlan(NeedsError):
@@ -50,6 +50,7 @@ class TracedShape(ModelShape):
     stacked: int = 0  # of these, those of experts
     routed: int = 0  # of these, those of a token's experts
     largest: int = 0  # values of the largest parameter
+    largest_stack: int = 0  # weights of the largest matrix of all experts of a layer
     groups: tuple[tuple[str, LinearShape], ...] = ()  # linears with one input each
     saved: tuple[SavedShape, ...] = ()
     query_width: int = 0  # heads times head width, summed over the blocks

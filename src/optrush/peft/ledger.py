@@ -111,6 +111,13 @@ def whole(technique: str, save: Sequence[str], known: Collection[str], tied: boo
 def require_targets(technique: str, env: Environment, targets: str | Sequence[str]) -> Requirement:
     """Require that our decoder has what `targets` names: linears, of experts their stacked matrices, dense parts."""
     known = names_of(env.shape)
+    asked = {targets} if isinstance(targets, str) else {*targets}
+    if isinstance(env.shape, TracedShape) and env.shape.stacked and asked & {"experts", "gate_up_proj"}:
+        found, do = (
+            "experts of a transformers model, which have no adapters here",
+            "take targets=attention or all-linear",
+        )
+        return Requirement(False, f"`{technique}:targets={targets}`", found, do)
     if env.shape is None or env.shape.experts is None:
         return require_names(technique, "targets", targets, known)
     attention = attention_of(known)
@@ -279,7 +286,9 @@ def predict_quantized(env: Environment, width_bytes: float) -> Iterator[Rule]:
     if env.shape is not None:
         s = env.shape
         largest = max(linear.inputs * linear.outputs for linear in s.linears.values())
-        if s.experts is not None and (inside := 2 * s.experts.count * s.experts.ff_width * s.width) > largest:
+        inside = 0 if s.experts is None else 2 * s.experts.count * s.experts.ff_width * s.width
+        inside = s.largest_stack if isinstance(s, TracedShape) else inside
+        if inside > largest:
             largest, why = inside, "gate and up of a layer's experts, dense while they multiply"
         for way in WAYS:
             yield add(Line(f"working.dense.{way}", why, largest, "product", way))

@@ -192,6 +192,7 @@ class Lora(Technique):
             yield from _lengths(env, crossed, weights, rows)
 
     def peft(self, trainer: Trainer) -> int:
+        from optrush.models.experts import StackedMatrices
         from optrush.peft import adapter as adapted
         from optrush.peft.lora import Lora as Adapter
         from optrush.peft.lora import Settings
@@ -205,6 +206,8 @@ class Lora(Technique):
             inside = [name for name, *_ in ledger.expert_sizes(shape, self.targets)]
             what = "the routers of the experts stay" if inside else "the experts and their routers stay"
             trainer.notes.append(f"lora: {what} frozen, without adapters")
+        elif any(isinstance(m, StackedMatrices) for m in model.modules()):
+            trainer.notes.append("lora: the stacked matrices of the experts stay frozen, without adapters")
         chosen_names = (name for name in ledger.chosen(self.targets, known) if name not in (*inside, *ledger.DENSE))
         names = (*chosen_names, *dense)
         if names or not inside:
