@@ -427,7 +427,7 @@ class TheirExperts(StackedMatrices):
             rows = theirs._apply_gate(rows) if theirs.has_gate else theirs.act_fn(rows)
             rows = self._linear("down_proj", rows.to(dtype), ordered, ends)
             if theirs.has_post_expert_norm:
-                rows = self.post_expert_norm(rows)
+                rows = self.get_submodule("post_expert_norm")(rows)
             rows = rows * top_k_weights.flatten()[order][:, None]
             out: Tensor = _Gather.apply(rows, order, inverse, k)  # type: ignore[no-untyped-call]
         return out.to(hidden_states.dtype).view(hidden_states.shape)

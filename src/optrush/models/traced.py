@@ -86,7 +86,7 @@ class TracedShape(ModelShape):
         return self.matrices if every else self.matrices - self.stacked + self.routed
 
     @property
-    def expert_parameters(self) -> int:  # type: ignore[override]
+    def expert_parameters(self) -> int:
         """Number of weights of the matrices of all experts."""
         return self.stacked
 
