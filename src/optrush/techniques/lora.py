@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from optrush.errors import NeedsError
+from optrush.models.traced import TracedShape
 from optrush.peft import io, ledger
 from optrush.planner.ledger import OURS, WAYS, Line, Role, Rule, WorkItem, add, launched, saved
 from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, Trainer
@@ -85,9 +86,11 @@ class Lora(Technique):
         if env.native:
             tied = env.shape is not None and env.shape.tied
             yield from ledger.whole(self.name, self.save, ledger.WHOLE, tied)
-        beside = env.native and {*ledger.chosen(self.targets, ledger.names_of(env.shape))} & {*ledger.DENSE}
+        dense = {name.removeprefix("" if env.native else "dense.") for name in ledger.DENSE}
+        routed = env.native or (isinstance(env.shape, TracedShape) and env.shape.stacked > 0)
+        beside = routed and {*ledger.chosen(self.targets, ledger.names_of(env.shape))} & dense
         found = "dora or dropout, which PEFT does not have for parts beside experts"
-        do = "leave dense out, or dora and dropout"
+        do = "take targets=attention, or leave out dora and dropout"
         met = not (beside and (self.dora or self.dropout))
         yield Requirement(met, f"`lora:targets={self.targets}`", found, do)
         if env.shape is not None and [*ledger.expert_sizes(env.shape, self.targets)]:
