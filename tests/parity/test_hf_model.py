@@ -11,10 +11,11 @@ from torch.utils.checkpoint import checkpoint
 from meshes import further
 from optrush.errors import NeedsError
 from optrush.models import hf as hf_module
-from optrush.models.experts import TheirExperts
+from optrush.models.experts import TheirExperts, take_experts
 from optrush.models.hf import HFModel, load, load_hf, probe_model
 
 from parity_models import (
+    EXPERTS,
     FAMILIES,
     SIZES,
     THEIR_EXPERTS,
@@ -190,9 +191,10 @@ def test_export_reloads_to_the_bit(model, tmp_path):
     compare_export(theirs, ours, recipe, hf, tmp_path)
 
 
-def test_a_native_family_through_transformers(tmp_path):
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_a_native_family_through_transformers(kind, tmp_path):
     """The same file through both implementations: equal to rounding."""
-    hf = save(reference(FAMILIES["qwen3"]), tmp_path)
+    hf = save(reference({**FAMILIES, **EXPERTS}[kind]), tmp_path)
     batch = packed([[5, 7, 3], [12, 2]], 16, 61)
     hidden = []
     for implementation in ("native", "transformers"):
@@ -291,6 +293,20 @@ def test_experts_of_other_families(mixture, tmp_path):
     compare_alone(ours)
     ours.set_attention("masked")
     compare_export(theirs, ours, recipe, hf, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "mixtral"])
+def test_products_are_those_of_the_loop_over_experts(kind):
+    """gpt-oss has biases, an activation of its own, and the width before rows."""
+    model, tokens, found = reference(EXPERTS[kind]), torch.arange(20)[None] * 7 % 60, []
+    model.set_experts_implementation("eager")
+    for taken in (0, 2):
+        assert not taken or take_experts(model) == taken
+        model.zero_grad()
+        logits = model(input_ids=tokens, use_cache=False).logits
+        logits.square().mean().backward()
+        found.append((logits, [p.grad for p in model.parameters()]))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
 
 
 def test_matrices_of_a_token(mixture):

@@ -263,10 +263,13 @@ def test_every_model_has_a_plan_on_every_card(tmp_path: Path, name: str, card: s
     assert prediction.peak_bytes > prediction.parameters / ranks / 2  # 4 bits of a share
 
 
+@pytest.mark.parametrize(
+    "kind", [{"model_type": "gemma2", "attn_logit_softcapping": None}, QWEN_MOE], ids=["gemma2", "experts"]
+)
 @pytest.mark.parametrize("name", [c.name for c in ALL])
-def test_rules_of_each_technique_find_their_lines(tmp_path: Path, name: str) -> None:
+def test_rules_of_each_technique_find_their_lines(tmp_path: Path, name: str, kind: dict[str, Any]) -> None:
     """A rule that matches nothing raises ValueError: only a need may be unmet, never a line missing."""
-    hf = {**TINY, "model_type": "gemma2", "attn_logit_softcapping": None, "num_key_value_heads": 4}
+    hf = {**TINY, **kind, "num_key_value_heads": 4}
     model, device = folder(tmp_path / "model", hf), "2xh100"
     cls = next(c for c in ALL if c.name == name)
     base = {"bf16": {}, "ddp": {}, "lora": {}, "compile": {}}

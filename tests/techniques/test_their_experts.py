@@ -75,6 +75,13 @@ def test_a_correction_of_the_choice_is_not_trained(mixed):
     assert held and all(torch.equal(now[n], p) and not now[n].requires_grad for n, p in held.items())
 
 
+def test_a_correction_keeps_its_type(mixed):
+    job = assembled(golden_run(mixed["ernie4_5_moe"], packed=True, bf16={}))
+    types = {n.rpartition(".")[2]: p.dtype for n, p in job.model.named_parameters()}
+    assert types["e_score_correction_bias"] == torch.float32 and types["down_proj"] == torch.bfloat16
+    assert all(torch.isfinite(torch.tensor(line[:2])).all() for line in steps(job, 2))
+
+
 @pytest.mark.parametrize("with_", [{"amp": {}}, {"bf16": {}}], ids=str)
 def test_in_16_bits(mixed, with_):
     for (loss, _), (want, _) in zip(
