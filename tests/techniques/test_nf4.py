@@ -449,18 +449,22 @@ def test_experts_equal_to_dense_ones_of_these_values(routed, form, family, besid
     assert_equal(played(ours, 2), played(plain, 2))
 
 
-def test_experts_of_a_transformers_model(routed, tmp_path):
+@pytest.mark.parametrize("targets", ["all-linear", "experts", ["q_proj", "gate_up_proj"]], ids=str)
+def test_experts_of_a_transformers_model(routed, tmp_path, targets):
     """They are held in 4 bits, too, as the plan says, and adapters beside them are PEFT's."""
-    box, lora = routed["qwen2_moe"], {"lora": {**LORA["lora"], "targets": "all-linear"}}
+    box, lora = routed["qwen2_moe"], {"lora": {**LORA["lora"], "rank": 8, "targets": targets}}
     ours, plain = job_of(box, {"nf4": {}, **lora}), job_of(box, lora)
     assert_equal(played(ours, 2), played(given(plain, ours), 2))
     assert all(experts.down_proj is None for experts in experts_of(ours))
     assert ours.model.frozen_flops == plain.model.frozen_flops > 0
-    assert any("stacked matrices of the experts stay frozen" in note for note in ours.notes)
+    frozen = "stacked matrices" if targets == "all-linear" else "routers"
+    assert any(f"the {frozen} of the experts stay frozen" in note for note in ours.notes)
     held = {n: p.nbytes for n, p in ours.model.named_parameters() if ".layers." in n and "adapter" not in n}
     small = sum(size for n, size in held.items() if "quantized" not in n)
     of = {line.name: line.bytes for line in search.predict(ours.config, "h100").lines}
     assert of["weights.blocks"] == pytest.approx(sum(held.values()), abs=small)
+    adapters = sum(p.nbytes for n, p in ours.model.named_parameters() if "adapter" in n)
+    assert of["weights.adapters"] == pytest.approx(adapters)
     test_experts_merged_and_exported(routed, tmp_path, "qwen2_moe", lora)
 
 

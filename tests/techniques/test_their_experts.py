@@ -107,9 +107,25 @@ def test_a_whole_run(mixed):
 
 
 @pytest.mark.parametrize("targets", ["experts", "gate_up_proj"])
-def test_no_adapters_of_stacked_matrices(mixed, targets):
-    with pytest.raises(NeedsError, match="no adapters here"):
-        assembled(golden_run(mixed["qwen2_moe"], packed=True, lora={"rank": 2, "alpha": 4, "targets": targets}))
+def test_no_adapters_of_transposed_matrices(tmp_path, box, targets):
+    sizes = {"model_type": "aria_text", "moe_num_experts": 4, "moe_topk": 2, "pad_token_id": None}
+    make_golden.write_model(tmp_path / "untied", False, **sizes)
+    (tmp_path / "text.jsonl").write_text((box / "text.jsonl").read_text())
+    for with_, found in (
+        ({"lora": {"rank": 2, "alpha": 4, "targets": targets}}, "without gates or transposed"),
+        ({"nf4": {}, "lora": {"rank": 2, "alpha": 4}}, r"stored as \(experts, width, rows\)"),
+    ):
+        with pytest.raises(NeedsError, match=found):
+            assembled(golden_run(tmp_path, packed=True, **with_))
+
+
+@pytest.mark.parametrize("data", further([{"fsdp": {}}, {"ddp": {}}], 1), ids=str)
+def test_adapters_of_experts_on_two_ranks(mixed, pair, data):
+    lora = {"lora": {"rank": 2, "alpha": 4, "targets": ["attention", "experts"]}}
+    want = three_steps(mixed["granitemoe"], lora)
+    for found in pair(three_steps, mixed["granitemoe"], lora | data):
+        for a, b in zip(found, want, strict=True):
+            assert a == pytest.approx(b, rel=1e-5)
 
 
 def test_experts_that_no_block_of_codes_fits(tmp_path, box):

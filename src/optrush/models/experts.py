@@ -413,6 +413,11 @@ class TheirExperts(StackedMatrices):
         self.sizes = {kind: cast("tuple[int, int, int]", tuple(self.get_parameter(kind).shape)) for kind in self.kinds}
         self.count = self.num_experts = self.sizes["down_proj"][0]
 
+    def is_pair(self, width: int) -> bool:
+        """Return whether an expert is (2 F, D) and (D, F) of this width D."""
+        first, (_, rows, inner) = self.sizes[self.kinds[0]], self.sizes["down_proj"]
+        return not self.transposed and first[1:] == (2 * inner, width) and rows == width
+
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states (..., D), top_k_index and top_k_weights (S, k) -> (..., D)."""
         x, chosen = hidden_states.flatten(0, -2), top_k_index.flatten(0, -2)

@@ -92,8 +92,9 @@ class HFModel(nn.Module):
         for name, p in backbone.named_parameters():  # loaded from files it would be trained
             if name.endswith(CORRECTIONS):
                 p.requires_grad_(False)
-                owner, _, last = name.rpartition(".")
-                backbone.get_submodule(owner).uncast = (last,)
+                path, _, last = name.rpartition(".")
+                router: Any = backbone.get_submodule(path)
+                router.uncast = (last,)
         for block in self.blocks.values():
             self._own_linears(block)
             self._reroute(block)

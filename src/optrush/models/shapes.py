@@ -230,6 +230,11 @@ class ModelShape:
         )  # fmt: skip
 
     @property
+    def mixture(self) -> ExpertsShape | None:
+        """The experts that adapters may adapt."""
+        return self.experts
+
+    @property
     def rotated_width(self) -> int:
         """Number of values of a head that are rotated."""
         if self.latent is not None:

@@ -319,6 +319,7 @@ class Tracer:
             "matrices": w._block_matrices, "groups": groups, "query_width": query,
             "stacked": sum(m.weights for m in each), "routed": sum(m.active * m.weights // m.count for m in each),
             "largest": max(p.numel() for p in w.parameters()),
+            "adaptable": self._adaptable(D),
             "largest_stack": max((math.prod(size) for m in each for size in m.sizes.values()), default=0),
             "saved": [*self._saved(found, D, outputs)],
             "moved": sum(base[number].moved * n for number, n in count.items()) / LENGTH,
@@ -328,6 +329,14 @@ class Tracer:
 
     def _experts(self, number: int) -> list[TheirExperts]:
         return [m for m in self.blocks[number].modules() if isinstance(m, TheirExperts)]
+
+    def _adaptable(self, width: int) -> tuple[list[int], int, int, int] | None:
+        """Return layers, N, k and F of experts that adapters may adapt; None: there are none, or of several sizes."""
+        found = {n: self._experts(n) for n in self.kinds}
+        sizes = {(m.count, m.active, m.weights // (3 * m.count * width)) for each in found.values() for m in each}
+        pairs = all(len(each) < 2 and all(m.is_pair(width) for m in each) for each in found.values())
+        layers = sorted(i for n, each in found.items() if each for i in self.kinds[n])
+        return (layers, *sizes.pop()) if pairs and len(sizes) == 1 else None
 
     def _groups(self, base: Mapping[int, Seen]) -> Iterator[tuple[str, str, int, dict[str, int], list[int], bool]]:
         """Yield the linears of one input: a name, and the `LinearShape`; "o" is what attention's output enters."""

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 from optrush.errors import NeedsError, UserError
 from optrush.files import parse_json, read_text, write_whole
 from optrush.models.rope_config import RopeShape
-from optrush.models.shapes import HF, LinearShape, ModelShape, native_obstacle, refuse_foreign
+from optrush.models.shapes import HF, ExpertsShape, LinearShape, ModelShape, native_obstacle, refuse_foreign
 
-FORMAT = 5  # of the file, and of what a trace measures
+FORMAT = 6  # of the file, and of what a trace measures
 
 
 class NoPlan(NeedsError):
@@ -50,6 +50,7 @@ class TracedShape(ModelShape):
     stacked: int = 0  # of these, those of experts
     routed: int = 0  # of these, those of a token's experts
     largest: int = 0  # values of the largest parameter
+    adaptable: ExpertsShape | None = None  # experts that adapters may adapt
     largest_stack: int = 0  # weights of the largest matrix of all experts of a layer
     groups: tuple[tuple[str, LinearShape], ...] = ()  # linears with one input each
     saved: tuple[SavedShape, ...] = ()
@@ -84,6 +85,11 @@ class TracedShape(ModelShape):
 
     def _matrices(self, every: bool) -> int:
         return self.matrices if every else self.matrices - self.stacked + self.routed
+
+    @property
+    def mixture(self) -> ExpertsShape | None:
+        """The experts that adapters may adapt: pairs of stacked matrices, alike in all layers that have some."""
+        return self.adaptable
 
     @property
     def expert_parameters(self) -> int:
@@ -170,7 +176,7 @@ def _folder() -> Path:
 
 
 def _parsed(read: dict[str, Any], digest: str) -> TracedShape:
-    more = {
+    more: dict[str, Any] = {
         "window_layers": tuple(read["window_layers"]),
         "saved": tuple(SavedShape(n, v, role, tuple(tags), sq) for n, v, role, tags, sq in read["saved"]),
         "groups": tuple(
@@ -178,5 +184,8 @@ def _parsed(read: dict[str, Any], digest: str) -> TracedShape:
             for name, module, inputs, pieces, layers, bias in read["groups"]
         ),
     }
+    if (e := read["adaptable"]) is not None:
+        layers, count, active, width = e
+        more["adaptable"] = ExpertsShape(tuple(layers), count, active, width, False, 0.0)
     unread = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias", "qk_norm"), False)
     return TracedShape(**{**read, **more, **unread}, norm_eps=1e-6, rope=RopeShape(), digest=digest)

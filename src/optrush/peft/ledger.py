@@ -111,13 +111,11 @@ def whole(technique: str, save: Sequence[str], known: Collection[str], tied: boo
 def require_targets(technique: str, env: Environment, targets: str | Sequence[str]) -> Requirement:
     """Require that our decoder has what `targets` names: linears, of experts their stacked matrices, dense parts."""
     known = names_of(env.shape)
-    asked = {targets} if isinstance(targets, str) else {*targets}
-    if isinstance(env.shape, TracedShape) and env.shape.stacked and asked & {"experts", "gate_up_proj"}:
-        found, do = (
-            "experts of a transformers model, which have no adapters here",
-            "take targets=attention or all-linear",
-        )
-        return Requirement(False, f"`{technique}:targets={targets}`", found, do)
+    if isinstance(env.shape, TracedShape) and env.shape.stacked and stacked(targets):
+        found, do = "experts of several sizes, without gates or transposed", "take targets=attention or all-linear"
+        if env.shape.mixture is None or not (rest := beside(targets)):
+            return Requirement(env.shape.mixture is not None, f"`{technique}:targets={targets}`", found, do)
+        return require_names(technique, "targets", rest, known)
     if env.shape is None or env.shape.experts is None:
         return require_names(technique, "targets", targets, known)
     attention = attention_of(known)
@@ -133,11 +131,26 @@ def require_targets(technique: str, env: Environment, targets: str | Sequence[st
     return Requirement(False, f"`{technique}:targets={targets}`", found, do)
 
 
+def stacked(targets: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the matrices of a transformers model's experts that `targets` names: `down_proj` alone is a linear."""
+    asked = {targets} if isinstance(targets, str) else {*targets}
+    return SETS["experts"] if "experts" in asked else SETS["experts"][:1] if "gate_up_proj" in asked else ()
+
+
+def beside(targets: str | Sequence[str]) -> str | list[str]:
+    """Return `targets` without the experts of a transformers model."""
+    if not stacked(targets):
+        return targets if isinstance(targets, str) else [*targets]
+    return [] if isinstance(targets, str) else [one for one in targets if one not in ("experts", "gate_up_proj")]
+
+
 def expert_sizes(shape: ModelShape, targets: str | Sequence[str]) -> Iterator[tuple[str, int, int]]:
     """Yield (name, width, rows) of an expert's matrices that `targets` names."""
-    if shape.experts is None:
+    if shape.mixture is None:
         return
-    names, F = chosen(targets, attention_of(names_of(shape))), shape.experts.ff_width
+    names, F = stacked(targets), shape.mixture.ff_width
+    if not isinstance(shape, TracedShape):
+        names = chosen(targets, attention_of(names_of(shape)))
     sizes = {"gate_up_proj": (shape.width, 2 * F), "down_proj": (F, shape.width)}
     yield from ((name, *size) for name, size in sizes.items() if name in names)
 
