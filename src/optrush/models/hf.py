@@ -109,6 +109,7 @@ class HFModel(nn.Module):
         matrices = (p for block in self.blocks.values() for p in block.parameters() if p.ndim > 1)
         self._block_matrices = sum(p.numel() for p in matrices)
         self._query_width = sum(_query_widths(config, list(self.blocks.values())))
+        self._mixtures = [m for m in backbone.modules() if isinstance(m, TheirExperts)]
         self.ties = _ties(self)
         self.tied = bool(self.ties)
         self.elsewhere: dict[str, Linear] = {}
@@ -208,7 +209,7 @@ class HFModel(nn.Module):
     @property
     def matrix_parameters(self) -> int:
         """N_mm: number of weights of the blocks' matrices and the head; of experts those that a token is routed to."""
-        idle = ((1 - m.active / m.count) * m.weights for m in self.modules() if isinstance(m, TheirExperts))
+        idle = ((1 - m.active / m.count) * m.weights for m in self._mixtures)
         return self._block_matrices - round(sum(idle)) + self.head.weight.numel()
 
     def flops(self, tokens: int, attended: int) -> int:
