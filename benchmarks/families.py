@@ -45,6 +45,8 @@ SMALL = {
     "encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS, "num_key_value_heads": 2, "head_dim": 8,
     "max_position_embeddings": 128, "n_positions": 128, "word_embed_proj_dim": WIDTH, "rotary_dim": 8,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 8),
+    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
 LATENT = {  # heads of latent attention
     "head_dim": 8, "num_key_value_heads": HEADS, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
@@ -52,7 +54,10 @@ LATENT = {  # heads of latent attention
 }  # fmt: skip
 NEEDED = {  # by family: what its class has no value for, or a large one
     "deepseek_v2": {"num_experts_per_tok": 2}, "qwen3_next": {"num_experts": 16, "linear_num_value_heads": 16},
-    "qwen3_5_moe_text": {"num_experts": 16},
+    "qwen3_5_moe_text": {"num_experts": 16}, "hunyuan_v1_moe": {"head_dim": 8}, "doge": {"num_experts": 16},
+    "zaya": {"num_experts_per_tok": 1},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     **{kind: {"layer_types": ["conv", "full_attention"]} for kind in ("lfm2", "lfm3")},
 }  # fmt: skip
 TOWER = {  # of images, whatever a family calls the sizes
@@ -103,7 +108,7 @@ def small(kind: str) -> dict[str, Any]:
         return _small_parts(known, whole)
     sizes = SMALL | LATENT if hasattr(known, "qk_rope_head_dim") else SMALL
     given = {key: value for key, value in sizes.items() if getattr(known, key, None) is not None}
-    made = type(known)(**given, **NEEDED.get(kind, {}))
+    made = type(known)(**given | NEEDED.get(kind, {}))
     return json.loads(made.to_json_string(use_diff=False))
 
 

@@ -30,7 +30,7 @@ from optrush.data.tokenizer import answer_ends, open_tokenizer
 from optrush.errors import ConfigError, DataError, NeedsError, RunError, UserError, exhausted, write_remedy
 from optrush.files import regular
 from optrush.models import fp8_folder, gguf
-from optrush.models.experts import Experts
+from optrush.models.experts import StackedMatrices
 from optrush.models.hf import load_plain
 from optrush.models.source import GENERATION, read_generation
 from optrush.models.text_part import text_config
@@ -200,7 +200,7 @@ def _published(trainer: Trainer, kept: torch.dtype) -> Iterator[tuple[str, Tenso
                 yield f"{name}.bias", bias.detach().to(to, kept)
     merged = set[str]()
     for owner, experts in model.named_modules():
-        if not isinstance(experts, Experts) or (experts.adapter is None and experts.quantized is None):
+        if not isinstance(experts, StackedMatrices) or (experts.adapter is None and experts.quantized is None):
             continue
         adapter = experts.adapter
         inside = ("adapter.", "quantized.")

@@ -251,7 +251,11 @@ def test_no_configuration(call: Call, here: Path) -> None:
 # --- models
 
 CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "mixture of experts": ({"model_type": "qwen2_moe", "num_experts": 8}, ("num_experts = 8", "dense")),
+    "experts of a dense type": ({"num_experts": 8}, ("num_experts = 8", "dense")),
+    "a router's balance loss": (
+        {"model_type": "qwen2_moe", "output_router_logits": True, "router_aux_loss_coef": 0.01},
+        ("output_router_logits true", "times 0.01", '"output_router_logits": false'),
+    ),
     "encoder-decoder": ({"model_type": "t5", "is_encoder_decoder": True}, ("an encoder-decoder", "causal")),
     "quantised": (
         {"quantization_config": {"quant_method": "hqq"}}, ("weights quantised on disk", "hqq", "unquantised"),

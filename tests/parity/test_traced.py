@@ -20,7 +20,7 @@ from optrush.models.shapes import SHAPES, ModelShape, native_obstacle
 from optrush.models.trace import trace_model
 from optrush.models.traced import NoPlan, TracedShape, read_traced, shape_of
 from optrush.planner import answer, baseline, ledger, search
-from optrush.planner.ledger import Line
+from optrush.planner.ledger import Line, WorkItem
 from optrush.technique import instantiate
 from optrush.techniques import ALL
 
@@ -54,6 +54,11 @@ NEMOTRON_H = {
     "conv_kernel": 4, "chunk_size": 128, "head_dim": 128,
     "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
 }  # fmt: skip
+QWEN_MOE = {
+    "model_type": "qwen2_moe", "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+}  # fmt: skip
+GRANITE_MOE = {"model_type": "granitemoe", "num_experts_per_tok": 8, "tie_word_embeddings": True}
 # As published, with the parameters in millions that their makers count (of images and text, the language model's).
 PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
     "gemma-2-2b": (2614, sizes(2304, 9216, 26, 8, 4, 256000, head_dim=256, **GEMMA2)),
@@ -100,6 +105,9 @@ PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
         1722,
         {"model_type": "bloom", "hidden_size": 2048, "n_layer": 24, "n_head": 16, "vocab_size": 250880},
     ),
+    "qwen1.5-moe-a2.7b": (14316, sizes(2048, 5632, 24, 16, 16, 151936, **QWEN_MOE)),
+    "granite-3.0-1b-a400m": (1335, sizes(1024, 512, 24, 16, 8, 49155, **GRANITE_MOE, num_local_experts=32)),
+    "granite-3.0-3b-a800m": (3299, sizes(1536, 512, 32, 24, 8, 49155, **GRANITE_MOE, num_local_experts=40)),
     "gpt2": (124, {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024}),
 }  # fmt: skip
 CARDS = ("4090", "h100", "2xh100", "8xh200", "a100-80")
@@ -185,6 +193,27 @@ def test_a_trace_sees_norms_of_queries_and_keys() -> None:
     assert norms == pytest.approx((4 + 2) * heads, rel=0.35)  # a float32 copy, and before the weight
 
 
+ACTIVE = {"qwen1.5-moe-a2.7b": 2689, "granite-3.0-1b-a400m": 429, "granite-3.0-3b-a800m": 883}
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_matrices_that_a_token_passes(name: str) -> None:
+    """Millions: what the names say. The work counts these, and memory all."""
+    shape = shape_of(PUBLISHED[name][1])
+    assert isinstance(shape, TracedShape) and 0 < shape.routed < shape.stacked < shape.matrices
+    embedding = 0 if shape.tied else shape.vocab * shape.width
+    assert (shape.matrix_parameters + embedding) / 1e6 == pytest.approx(ACTIVE[name], rel=5e-3)
+    work = {e.name: e for e in baseline.entries(shape, T, native=False, cuda=True) if isinstance(e, WorkItem)}
+    assert work["forward.experts"].flop == 2.4 * shape.routed
+
+
+def test_a_loop_over_experts_has_no_plan() -> None:
+    """Its products depend on values, which a trace does not have."""
+    hf = {**TINY, "model_type": "jetmoe", "num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}
+    with pytest.raises(NoPlan, match="its blocks cannot be traced"):
+        read_traced({**hf, "num_attention_heads": 4, "num_key_value_heads": 2})
+
+
 # --- the prediction against steps on tensors without bytes
 
 
@@ -195,6 +224,9 @@ STEPS = [
     ("phi-4-mini", 3, "{bf16: {}, attention: {}, recompute: {}, fused-loss: {}}"),
     ("lfm2-1.2b", 5, "{bf16: {}, attention: {}, selective-recompute: {}}"),
     ("smollm3-3b", 4, "{}"),
+    ("qwen1.5-moe-a2.7b", 2, "{bf16: {}, attention: {}}"),
+    ("granite-3.0-3b-a800m", 4, "{amp: {}, attention: {}, fused-adamw: {}}"),
+    ("granite-3.0-1b-a400m", 6, "{bf16: {}, attention: {}, recompute: {}, fused-loss: {}}"),
 ]
 
 
@@ -231,10 +263,13 @@ def test_every_model_has_a_plan_on_every_card(tmp_path: Path, name: str, card: s
     assert prediction.peak_bytes > prediction.parameters / ranks / 2  # 4 bits of a share
 
 
+@pytest.mark.parametrize(
+    "kind", [{"model_type": "gemma2", "attn_logit_softcapping": None}, QWEN_MOE], ids=["gemma2", "experts"]
+)
 @pytest.mark.parametrize("name", [c.name for c in ALL])
-def test_rules_of_each_technique_find_their_lines(tmp_path: Path, name: str) -> None:
+def test_rules_of_each_technique_find_their_lines(tmp_path: Path, name: str, kind: dict[str, Any]) -> None:
     """A rule that matches nothing raises ValueError: only a need may be unmet, never a line missing."""
-    hf = {**TINY, "model_type": "gemma2", "attn_logit_softcapping": None, "num_key_value_heads": 4}
+    hf = {**TINY, **kind, "num_key_value_heads": 4}
     model, device = folder(tmp_path / "model", hf), "2xh100"
     cls = next(c for c in ALL if c.name == name)
     base = {"bf16": {}, "ddp": {}, "lora": {}, "compile": {}}

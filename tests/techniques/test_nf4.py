@@ -23,7 +23,7 @@ from optrush.errors import ConflictError, NeedsError
 from optrush.exporting import write_model
 from optrush.hardware import NAMED
 from optrush.kernels import nf4
-from optrush.models.experts import Experts
+from optrush.models.experts import StackedMatrices
 from optrush.models.shapes import SHAPES
 from optrush.models.weights import export_weights
 from optrush.planner import search
@@ -47,6 +47,10 @@ MIXTURES = {
     "gpt_oss": {
         "model_type": "gpt_oss", "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 16,
         "swiglu_limit": 1.0, "intermediate_size": 64,
+    },
+    "qwen2_moe": {  # through transformers
+        "model_type": "qwen2_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64, "pad_token_id": None,
     },
     "deepseek_v3": {  # whose linears of latent attention, dense layers and shared experts are held so, too
         "model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 10,
@@ -114,7 +118,7 @@ def given(trainer, source):
 
 
 def experts_of(trainer):
-    return [m for m in trainer.model.modules() if isinstance(m, Experts)]
+    return [m for m in trainer.model.modules() if isinstance(m, StackedMatrices)]
 
 
 def played(job, n=3):
@@ -443,6 +447,25 @@ def test_experts_equal_to_dense_ones_of_these_values(routed, form, family, besid
     assert all(experts.gate_up.dtype == narrow for experts in experts_of(plain)), "frozen: as each product casts them"
     assert ours.model.frozen_flops == plain.model.frozen_flops > 0
     assert_equal(played(ours, 2), played(plain, 2))
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "experts", ["q_proj", "gate_up_proj"]], ids=str)
+def test_experts_of_a_transformers_model(routed, tmp_path, targets):
+    """They are held in 4 bits, too, as the plan says, and adapters beside them are PEFT's."""
+    box, lora = routed["qwen2_moe"], {"lora": {**LORA["lora"], "rank": 8, "targets": targets}}
+    ours, plain = job_of(box, {"nf4": {}, **lora}), job_of(box, lora)
+    assert_equal(played(ours, 2), played(given(plain, ours), 2))
+    assert all(experts.down_proj is None for experts in experts_of(ours))
+    assert ours.model.frozen_flops == plain.model.frozen_flops > 0
+    frozen = "stacked matrices" if targets == "all-linear" else "routers"
+    assert any(f"the {frozen} of the experts stay frozen" in note for note in ours.notes)
+    held = {n: p.nbytes for n, p in ours.model.named_parameters() if ".layers." in n and "adapter" not in n}
+    small = sum(size for n, size in held.items() if "quantized" not in n)
+    of = {line.name: line.bytes for line in search.predict(ours.config, "h100").lines}
+    assert of["weights.blocks"] == pytest.approx(sum(held.values()), abs=small)
+    adapters = sum(p.nbytes for n, p in ours.model.named_parameters() if "adapter" in n)
+    assert of["weights.adapters"] == pytest.approx(adapters)
+    test_experts_merged_and_exported(routed, tmp_path, "qwen2_moe", lora)
 
 
 def test_experts_of_one_matrix_are_dense_at_a_time(routed):

@@ -112,6 +112,8 @@ def _check_types(tree: Mapping[str, Any], file: Path, path: str, depth: int) -> 
     """Check the values of a mapping and of the mappings in it."""
     for key, value in tree.items():
         place, kind = one_line(f"{path}{key}", 120), (_ROPE_TYPE_OF if path.startswith("rope_") else _TYPE_OF).get(key)
+        if key == "sliding_window" and value == 0 and tree.get("use_sliding_window") is False:
+            continue  # as transformers writes a window that is off
         if kind is not None and not kind[1](value) and (value is not None or key in _REQUIRED):
             raise ConfigError(f"{file}: {place}", one_line(repr(value), 120), f"give {place} {kind[0]}")
         for part in value if isinstance(value, list) else [value]:

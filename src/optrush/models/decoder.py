@@ -32,7 +32,7 @@ from optrush.errors import NeedsError
 from optrush.kernels import attention, rope, swiglu, widen
 from optrush.kernels.cross_entropy import LossKernel, Reduce, Whole
 from optrush.models.delta_rule import RULES, DeltaRule
-from optrush.models.experts import Experts
+from optrush.models.experts import Experts, StackedMatrices
 from optrush.models.latent_attention import LatentAttention
 from optrush.models.layers import CentredNorm, Pieces, RMSNorm, UnitNorm, WholeNorm
 from optrush.models.layers import Linear as Linear
@@ -321,9 +321,10 @@ def frozen_flops(model: Any) -> int:
     flop = 6 * (model.shape.vocab - 1) * model.shape.width if dense else 0
     flop += 0 if model.head.weight is None or model.head.weight.requires_grad else 2 * model.head.weight.numel()
     below = _without_backward(model)
-    for experts in (m for m in model.modules() if isinstance(m, Experts)):
-        active, saved = experts.shape.active / experts.shape.count, 4 if experts in below else 2
-        flop += 0 if experts.router.requires_grad else saved * experts.router.numel()
+    for experts in (m for m in model.modules() if isinstance(m, StackedMatrices)):
+        active, saved = experts.active / experts.count, 4 if experts in below else 2
+        if isinstance(experts, Experts) and not experts.router.requires_grad:
+            flop += saved * experts.router.numel()
         for kind, size in experts.sizes.items():
             if experts.quantized is not None or not experts.get_parameter(kind).requires_grad:
                 flop += round(saved * math.prod(size) * active)

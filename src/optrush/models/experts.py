@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -237,18 +237,59 @@ class _Rows(torch.autograd.Function):
         return each.t() @ incoming[0], None
 
 
-class Experts(nn.Module):
+class StackedMatrices(nn.Module):
+    """The matrices of a layer's experts, one parameter of each kind in `sizes`, or their quantized form.
+
+    Quantized weights replace the parameters, which are None then. Slots: `grouped`, the product of groups of rows,
+    adapters and quantized weights too; `piece`, of a parameter what this rank has.
+    """
+
+    adapter: ExpertsLora | None
+    quantized: Mapping[str, QuantizedLinear] | None  # an nn.ModuleDict
+    sizes: Mapping[str, tuple[int, int, int]]  # (N, rows, width), or if transposed (N, width, rows)
+    transposed = False
+    count: int  # N
+    active: int  # k, of a token; 0: no token was routed yet
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapter = self.quantized = None
+        self.grouped: Grouped = grouped_matmul
+        self.piece: Callable[[Tensor], Tensor] = whole
+
+    @property
+    def weights(self) -> int:
+        """Number of weights of all experts, without biases."""
+        return sum(math.prod(size) for size in self.sizes.values())
+
+    def dense(self, kind: str, dtype: torch.dtype) -> Tensor:
+        """Return the matrices of that name, as `sizes` has them, from any form of storage."""
+        if self.quantized is None:
+            return self.get_parameter(kind).to(dtype)
+        return self.quantized[kind].dense(dtype).view(self.sizes[kind])
+
+    def _product(self, kind: str, x: Tensor, ends: Tensor) -> Tensor:
+        """Multiply groups of rows x (rows, width) by the matrices of that name, with their adapters."""
+        if self.quantized is not None:
+            y: Tensor = self.quantized[kind].grouped_product(x, ends, self.grouped)
+        else:
+            weight = self.piece(self.get_parameter(kind)).to(x.dtype)
+            y = self.grouped(x, weight if self.transposed else weight.mT, ends)
+        return y if self.adapter is None else self.adapter.added(kind, y, x, ends, self.piece, self.grouped)
+
+    def _rows(self, bias: Tensor, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+        found: Tensor = _Rows.apply(self.piece(bias).to(dtype), numbers)  # type: ignore[no-untyped-call]
+        return found
+
+
+class Experts(StackedMatrices):
     """Routed experts: the sum of `down(weight * silu(gate) * up)` over a token's experts, in some families with biases.
 
     Rows of gate and up alternate, as in the dense part. Slots: `feed`, from tokens and their experts to sums; that
-    calls `dispatch`, who multiplies rows by their experts; that `grouped`, the product of groups of rows, adapters and
-    quantized weights too, and `activation`, pairs (rows, 2 F) -> (rows, F); `piece`, of a parameter what this rank has.
-    Quantized weights replace `gate_up` and `down`, which are None then.
+    calls `dispatch`, who multiplies rows by their experts; that `activation`, pairs (rows, 2 F) -> (rows, F).
     """
 
     uncast = ("correction",)
-    adapter: ExpertsLora | None
-    quantized: Mapping[str, QuantizedLinear] | None  # an nn.ModuleDict
     gate_up: nn.Parameter | None  # (N, 2 F, D)
     down: nn.Parameter | None  # (N, D, F)
     router_bias: nn.Parameter | None  # (N,)
@@ -260,6 +301,7 @@ class Experts(nn.Module):
         super().__init__()
         assert shape.experts is not None
         self.shape = e = shape.experts
+        self.count, self.active = e.count, e.active
         at: dict[str, Any] = {"device": device, "dtype": dtype}
         self.router = nn.Parameter(torch.empty(e.count, shape.width, **at))
         self.sizes = {"gate_up": (e.count, 2 * e.ff_width, shape.width), "down": (e.count, shape.width, e.ff_width)}
@@ -271,13 +313,10 @@ class Experts(nn.Module):
         # Not trained by gradients, and float32 whatever the weights are.
         fixed = torch.empty(e.count, device=device, dtype=torch.float32) if e.sigmoid else None
         self.correction = None if fixed is None else nn.Parameter(fixed, requires_grad=False)
-        self.adapter = self.quantized = None
         clamped = None if e.clamp is None else partial(gate_clamped_pairs, *e.clamp)
         self.activation: Callable[[Tensor], Tensor] = clamped or gate_pairs
         self.feed: Feed = feed_sorted
         self.dispatch: Dispatch = multiply_here
-        self.grouped: Grouped = grouped_matmul
-        self.piece: Callable[[Tensor], Tensor] = whole
 
     def forward(self, h: Tensor, filled: Tensor | None) -> tuple[Tensor, Tensor]:
         """h (B, T, D), filled (B, T) bool -> (B, T, D), and over the filled tokens (2, N) float32: how many an expert
@@ -290,21 +329,10 @@ class Experts(nn.Module):
                 weights, chosen, probabilities = route_by_sigmoid(logits, self.correction, e)
             else:
                 weights, chosen, probabilities = (route_by_logits if e.scaled_input else route)(logits, e)
-            flat = chosen.flatten()
-            ordered, order = torch.sort(flat, stable=True)
-            inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-            numbers = torch.arange(e.count, device=order.device)
-            ends = torch.searchsorted(ordered, numbers, right=True).int()
-            out = self.feed(self, x.to(dtype), weights, Places(order, inverse, ordered, ends))
+            out = self.feed(self, x.to(dtype), weights, places_of(chosen, e.count))
             # A part of the graph that no backward pass goes through would keep what recomputation made for it.
             probabilities = probabilities if e.balance else probabilities.detach()
             return out.view(h.shape), _load(chosen, probabilities, filled)
-
-    def dense(self, kind: str, dtype: torch.dtype) -> Tensor:
-        """Return the matrices (N, rows, width) of that name from any form of storage."""
-        if self.quantized is None:
-            return self.get_parameter(kind).to(dtype)
-        return self.quantized[kind].dense(dtype).view(self.sizes[kind])
 
     def multiply(self, rows: Tensor, weight: Tensor, ordered: Tensor, ends: Tensor) -> Tensor:
         """Run rows (S, D) through the experts that are here, as `Dispatch`."""
@@ -319,18 +347,6 @@ class Experts(nn.Module):
             return y
         return (y + weight * self._rows(self.down_bias, ordered, rows.dtype)).to(rows.dtype)
 
-    def _product(self, kind: str, x: Tensor, ends: Tensor) -> Tensor:
-        """Multiply groups of rows x (rows, width) by the matrices of that name, with their adapters."""
-        if self.quantized is not None:
-            y: Tensor = self.quantized[kind].grouped_product(x, ends, self.grouped)
-        else:
-            y = self.grouped(x, self.piece(self.get_parameter(kind)).to(x.dtype).mT, ends)
-        return y if self.adapter is None else self.adapter.added(kind, y, x, ends, self.piece, self.grouped)
-
-    def _rows(self, bias: Tensor, numbers: Tensor, dtype: torch.dtype) -> Tensor:
-        found: Tensor = _Rows.apply(self.piece(bias).to(dtype), numbers)  # type: ignore[no-untyped-call]
-        return found
-
 
 class Places(NamedTuple):
     """Where S tokens lie in the order of their experts, k rows each."""
@@ -339,6 +355,14 @@ class Places(NamedTuple):
     inverse: Tensor  # (S k,) of each choice, its row
     ordered: Tensor  # (S k,) numbers of the rows' experts
     ends: Tensor  # (N,) int32 of the experts' rows
+
+
+def places_of(chosen: Tensor, count: int) -> Places:
+    """Return the places of tokens whose experts are `chosen` (S, k), of `count`."""
+    ordered, order = torch.sort(chosen.flatten(), stable=True)
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    numbers = torch.arange(count, device=order.device)
+    return Places(order, inverse, ordered, torch.searchsorted(ordered, numbers, right=True).int())
 
 
 Feed = Callable[[Experts, Tensor, Tensor, Places], Tensor]
@@ -368,6 +392,63 @@ def multiply_here(experts: Experts, rows: Tensor, weight: Tensor, ordered: Tenso
 def whole(parameter: Tensor) -> Tensor:
     """The default of the `piece` slot."""
     return parameter
+
+
+class TheirExperts(StackedMatrices):
+    """The experts of one layer of a transformers model, in the place of the module that implements its interface.
+
+    Parameters keep their names and layout, the router, the activation and a norm behind each expert are the model's
+    own. The products are `grouped_matmul`, which on the CPU keeps a token's result from depending on other tokens, and
+    of frozen matrices saves no input; it is never a matrix for each row, as transformers' `batched_mm` has.
+    """
+
+    def __init__(self, theirs: Any) -> None:
+        super().__init__()
+        self.theirs = (theirs,)  # for its activation; no child
+        self.kinds = ("gate_up_proj" if theirs.has_gate else "up_proj", "down_proj")
+        self.transposed, self.active = theirs.is_transposed, 0
+        self._parameters, theirs._parameters = theirs._parameters, {}  # else `theirs` would keep values in memory
+        self._buffers.update(theirs._buffers)
+        self._modules.update(theirs._modules)
+        self.sizes = {kind: cast("tuple[int, int, int]", tuple(self.get_parameter(kind).shape)) for kind in self.kinds}
+        self.count = self.num_experts = self.sizes["down_proj"][0]
+
+    def is_pair(self, width: int) -> bool:
+        """Return whether an expert is (2 F, D) and (D, F) of this width D."""
+        first, (_, rows, inner) = self.sizes[self.kinds[0]], self.sizes["down_proj"]
+        return not self.transposed and first[1:] == (2 * inner, width) and rows == width
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden_states (..., D), top_k_index and top_k_weights (S, k) -> (..., D)."""
+        x, chosen = hidden_states.flatten(0, -2), top_k_index.flatten(0, -2)
+        dtype, theirs, k = compute_dtype(x), self.theirs[0], chosen.shape[1]
+        self.active = self.active or k
+        if self.quantized is None and not torch.is_autocast_enabled(x.device.type):
+            dtype = self.get_parameter("down_proj").dtype
+        with torch.autocast(x.device.type, enabled=False):
+            order, inverse, ordered, ends = places_of(chosen, self.count)
+            rows: Tensor = _Scatter.apply(x.to(dtype), order, inverse, k)  # type: ignore[no-untyped-call]
+            rows = self._linear(self.kinds[0], rows, ordered, ends)
+            rows = theirs._apply_gate(rows) if theirs.has_gate else theirs.act_fn(rows)
+            rows = self._linear("down_proj", rows.to(dtype), ordered, ends)
+            if theirs.has_post_expert_norm:
+                rows = self.get_submodule("post_expert_norm")(rows)
+            rows = rows * top_k_weights.flatten()[order][:, None]
+            out: Tensor = _Gather.apply(rows, order, inverse, k)  # type: ignore[no-untyped-call]
+        return out.to(hidden_states.dtype).view(hidden_states.shape)
+
+    def _linear(self, kind: str, x: Tensor, ordered: Tensor, ends: Tensor) -> Tensor:
+        y, bias = self._product(kind, x, ends), self._parameters.get(f"{kind}_bias")
+        return y if bias is None else y + self._rows(bias, ordered, y.dtype)
+
+
+def take_experts(model: nn.Module) -> int:
+    """Put `TheirExperts` in the place of every module with transformers' interface; return the number of layers."""
+    found = [(name, m) for name, m in model.named_modules() if hasattr(m, "has_post_expert_norm")]
+    for name, module in found:
+        owner, _, last = name.rpartition(".")
+        setattr(model.get_submodule(owner), last, TheirExperts(module))
+    return len(found)
 
 
 def _load(chosen: Tensor, probabilities: Tensor, filled: Tensor | None) -> Tensor:

@@ -402,9 +402,6 @@ FAMILIES: dict[str, FamilySpec] = {
     ),
 }  # fmt: skip
 MIXTURES = tuple(name for name, spec in FAMILIES.items() if spec.experts is not None)
-LACKING = {  # families of experts, and what of them our decoder does not have
-    "kimi_linear": "a delta rule with a decay for each channel, latent attention without RoPE",
-}
 # As `limits`, of every family.
 PLAIN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("attention_dropout", (None, 0), "which our decoder does not have"),

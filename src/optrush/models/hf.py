@@ -28,15 +28,16 @@ from optrush.console import transformers_silenced
 from optrush.data.batch import Documents
 from optrush.errors import NeedsError, UserError, reason
 from optrush.models import weights
-from optrush.models.config_json import read_config_json
+from optrush.models.config_json import EXPERTS, read_config_json
 from optrush.models.decoder import Decoder, Head, Linear, call, redo_ties
 from optrush.models.delta_rule import causal_convolution
+from optrush.models.experts import TheirExperts, take_experts
 from optrush.models.families import FAMILIES
 from optrush.models.multimodal import OtherTensors, TextFolder
 from optrush.models.rope_angles import document_lengths
-from optrush.models.shapes import HF, ModelShape, native_obstacle, refuse_foreign, sdpa_obstacle
+from optrush.models.shapes import HF, ModelShape, native_obstacle, refuse_balance, refuse_foreign, sdpa_obstacle
 from optrush.models.stored_quantized import opened_weights, refuse_quantised
-from optrush.models.text_part import is_multimodal, prefixes, with_vocabulary
+from optrush.models.text_part import as_text, is_multimodal, prefixes, with_vocabulary
 from optrush.models.weights import Folder, Memory, WeightEntry, WeightMap, WeightSource
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ PROBE_LOGIT = 60.0  # hidden states are scaled until logits are this large, whic
 ATTENTIONS = {"masked": "eager", "sdpa": "sdpa"}  # our name: transformers' name
 CLASSIFIER = "ForSequenceClassification"  # what transformers' classes of reward models end with
 ALONE = "optrush_sdpa"  # name of `_alone` in transformers' registries
+CORRECTIONS = ("e_score_correction_bias", ".expert_bias")  # correct the choice of experts, by no gradient
 SHORT_CONVOLUTIONS = ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")  # classes that compute the same
 NUMBERED = frozenset({None, "default", "linear", "llama3", "yarn"})  # rotations independent of the row's length
 
@@ -87,6 +89,13 @@ class HFModel(nn.Module):
         rope = getattr(config, "rope_parameters", None) or {}
         self._planes = POSITION_PLANES if "mrope_section" in rope else 0
         self._blocks = _block_list(backbone, self.prefix, config)  # number -> path
+        take_experts(backbone)
+        for name, p in backbone.named_parameters():  # loaded from files it would be trained
+            if name.endswith(CORRECTIONS):
+                p.requires_grad_(False)
+                path, _, last = name.rpartition(".")
+                router: Any = backbone.get_submodule(path)
+                router.uncast = (last,)
         for block in self.blocks.values():
             self._own_linears(block)
             self._reroute(block)
@@ -101,6 +110,7 @@ class HFModel(nn.Module):
         matrices = (p for block in self.blocks.values() for p in block.parameters() if p.ndim > 1)
         self._block_matrices = sum(p.numel() for p in matrices)
         self._query_width = sum(_query_widths(config, list(self.blocks.values())))
+        self._mixtures = [m for m in backbone.modules() if isinstance(m, TheirExperts)]
         self.ties = _ties(self)
         self.tied = bool(self.ties)
         self.elsewhere: dict[str, Linear] = {}
@@ -199,8 +209,9 @@ class HFModel(nn.Module):
 
     @property
     def matrix_parameters(self) -> int:
-        """N_mm: number of weights of the blocks' matrices and the head."""
-        return self._block_matrices + self.head.weight.numel()
+        """N_mm: number of weights of the blocks' matrices and the head; of experts those that a token is routed to."""
+        idle = ((1 - m.active / m.count) * m.weights for m in self._mixtures)
+        return self._block_matrices - round(sum(idle)) + self.head.weight.numel()
 
     def flops(self, tokens: int, attended: int) -> int:
         """Return training FLOPs as `ModelShape.flops` does; sliding windows count as full attention."""
@@ -245,6 +256,7 @@ def load_hf(
     Raises:
         NeedsError: transformers does not support it, the weights do not fit, or the probe found a difference.
     """
+    refuse_balance(as_text(hf))
     published = hf if growth is None else with_vocabulary(hf, growth.rows)
     hf_model = _opened(folder, published if folder else hf, dtype)
     if growth is not None and folder is not None:
@@ -539,8 +551,8 @@ def probe_model(wrapper: HFModel, hf_model: Any, dtype: torch.dtype) -> None:
     """Compare on the CPU a packed row with its documents alone, and our head with the model's logits; NeedsError.
 
     Packed and single documents agree to rounding only, which in bfloat16 could hide a small leak; therefore the first
-    document is also changed, which must not change any bit of the others. sdpa without a mask is compared with masked
-    attention, and only sets `maskless`.
+    document is also changed, which must not change any bit of the others, except where `_loops`. sdpa without a mask is
+    compared with masked attention, and only sets `maskless`.
     """
     was, close = wrapper.training, 1e-4 if dtype in (torch.float32, torch.float64) else 5e-2
     wrapper.eval()
@@ -559,7 +571,7 @@ def probe_model(wrapper: HFModel, hf_model: Any, dtype: torch.dtype) -> None:
     changed[:, :first] = (changed[:, :first] + 1) % wrapper.head.weight.shape[0]
     others = wrapper(changed, positions, documents)[:, first:]
     what = "documents in a row with a changed document, before and after,"
-    _compare(wrapper.config, what, others, hidden[:, first:], 0.0)
+    _compare(wrapper.config, what, others, hidden[:, first:], close if _loops(wrapper) else 0.0)
     largest = F.linear(hidden, wrapper.head.weight).float().abs().max().clamp_min(1e-6).item()
     # At 0 only a bias remains, 1 is the model itself, and a softcap is visible only in large logits.
     for factor in (0.0, 1.0, PROBE_LOGIT / largest):
@@ -567,6 +579,15 @@ def probe_model(wrapper: HFModel, hf_model: Any, dtype: torch.dtype) -> None:
         _compare(wrapper.config, f"our head's logits and its own (hidden states x {factor:.3g})", ours, theirs, close)
     wrapper.maskless = _maskless(wrapper, tokens[:, spans[-1][0] :], single, alone[-1], close)
     wrapper.train(was)
+
+
+def _loops(wrapper: HFModel) -> bool:
+    """Return whether experts of transformers multiply as many rows at once as are routed to each of them.
+
+    How a product is rounded depends on the number of its rows, and so on other documents; a leak is orders larger.
+    """
+    text = wrapper.config.to_dict()
+    return any(text.get(key) for key in EXPERTS) and not any(isinstance(m, TheirExperts) for m in wrapper.modules())
 
 
 def _maskless(wrapper: HFModel, tokens: Tensor, documents: Documents, expected: Tensor, close: float) -> bool:

@@ -18,7 +18,6 @@ from optrush.models.config_json import EXPERTS, is_readable
 from optrush.models.families import (
     FAMILIES,
     GELU,
-    LACKING,
     MIXTURES,
     ROPE_KINDS,
     ExpertsSpec,
@@ -231,6 +230,11 @@ class ModelShape:
             softcap=full.get("final_logit_softcapping"), unrotated=_unrotated(full, spec, window_layers),
             local_rope=None if local is None else read_rope(local, int(head_width)), pairs=spec.pairs,
         )  # fmt: skip
+
+    @property
+    def mixture(self) -> ExpertsShape | None:
+        """The experts that adapters may adapt."""
+        return self.experts
 
     @property
     def rotated_width(self) -> int:
@@ -644,8 +648,19 @@ def sdpa_obstacle(hf: HF) -> str | None:
     return None if model._supports_sdpa else f"a model of type {hf['model_type']!r}, which has no sdpa in transformers"
 
 
+def refuse_balance(text: HF) -> None:
+    """Raise NeedsError if transformers would add a balance loss of the experts' router, which only our decoder has."""
+    factor = next((text[key] for key in ("router_aux_loss_coef", "aux_loss_alpha") if text.get(key)), None)
+    if text.get("output_router_logits") and factor is not None:
+        asked = f"to train a model of type {text.get('model_type')!r} through transformers"
+        found = (
+            f"output_router_logits true: a balance loss of the router, times {factor}, which optrush would leave out"
+        )
+        raise NeedsError(asked, found, 'set "output_router_logits": false in config.json: train without that loss')
+
+
 def refuse_foreign(hf: HF) -> None:
-    """Raise NeedsError for what has no unquantized causal language model that is trained on text, or foreign experts.
+    """Raise NeedsError for what has no unquantized causal language model that is trained on text.
 
     Of a model of images and text that is its language model.
     """
@@ -654,11 +669,11 @@ def refuse_foreign(hf: HF) -> None:
     dense = "choose a text-only causal language model (architecture ...ForCausalLM)"
     spec = FAMILIES.get(str(text.get("model_type")))
     found = next((f"{key} = {text[key]}" for key in EXPERTS if text.get(key) not in (None, 0, 1)), None)
-    if (found is not None or "moe" in kind) and (spec is None or spec.experts is None):
+    if found is not None and spec is not None and spec.experts is None:
         do = f"choose a dense model, or one of type {', '.join(MIXTURES)}"
-        missing = LACKING.get(str(text.get("model_type")))
-        lacking = "" if missing is None else f": {missing}"
-        raise NeedsError(asked, f"a mixture of experts ({found or kind}) that our decoder does not have{lacking}", do)
+        raise NeedsError(asked, f"a mixture of experts ({found}), where the class of this type is dense", do)
+    if spec is None:
+        refuse_balance(text)
     for key in OTHER_MEDIA if not multimodal else ():
         if hf.get(key) not in (None, {}):
             raise NeedsError(asked, f"a model of more than text ({key} in config.json)", dense)

@@ -10,6 +10,7 @@ pass their input on. On a CPU torch's attention keeps the same tensors as flash 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from optrush.console import transformers_silenced
 from optrush.data.batch import Documents
 from optrush.errors import NeedsError, one_line
+from optrush.models.experts import TheirExperts
 from optrush.models.hf import HFModel, opened_on_meta
 from optrush.models.layers import uncast
 from optrush.models.shapes import HF, sdpa_obstacle
@@ -32,7 +34,7 @@ from optrush.models.text_part import text_config
 
 LENGTH = 768  # tokens of the shorter row: a multiple of the chunks of recurrent layers, and no width of a head
 VIEW = 0.25  # of the host's time to start an operator: assumed for one that only makes a view
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "grouped_matmul")
 FLASH = "_scaled_dot_product"
 PRECISIONS = ("float32", "bfloat16", "autocast")
 ROLES = ("product", "residual", "widening", "narrowing")  # of planner.ledger
@@ -293,6 +295,11 @@ class Tracer:
         attending = sum(n for number, n in count.items() if base[number].attended)
         D, query, groups = int(embedding.weight.shape[-1]), w._query_width if attending else 0, [*self._groups(base)]
 
+        each = [m for number, places in self.kinds.items() for m in len(places) * self._experts(number)]
+        fed = max((m.active * m.sizes["down_proj"][1 if m.transposed else 2] for m in each), default=0)
+
+        outputs = sum(sum(g[3].values()) * len(g[4]) for g in groups) + sum(map(_rows, each))
+
         def number(name: str, default: int) -> int:
             given = getattr(c, name, None) or default
             return int(given if isinstance(given, int) else max(given))
@@ -305,16 +312,31 @@ class Tracer:
             "family": str(text_config(self.hf).get("model_type")), "layers": L, "width": D, "heads": heads,
             "kv_heads": min(number("num_key_value_heads", heads), heads),
             "head_width": max(1, round(query / max(1, attending) / heads)),
-            "ff_width": number("intermediate_size", widest // 2), "vocab": int(w.head.weight.shape[0]),
+            "ff_width": max(number("intermediate_size", widest // 2), fed), "vocab": int(w.head.weight.shape[0]),
             "tied": w.tied, "window": int(window) if window and slides else None, "window_layers": slides,
             "all_parameters": sum(p.numel() for p in w.parameters()),
             "parameters_of_blocks": sum(p.numel() for block in self.blocks for p in block.parameters()),
             "matrices": w._block_matrices, "groups": groups, "query_width": query,
-            "saved": [*self._saved(found, D, sum(sum(g[3].values()) * len(g[4]) for g in groups))],
+            "stacked": sum(m.weights for m in each), "routed": sum(m.active * m.weights // m.count for m in each),
+            "largest": max(p.numel() for p in w.parameters()),
+            "adaptable": self._adaptable(D),
+            "largest_stack": max((math.prod(size) for m in each for size in m.sizes.values()), default=0),
+            "saved": [*self._saved(found, D, outputs)],
             "moved": sum(base[number].moved * n for number, n in count.items()) / LENGTH,
             "launches": sum(base[number].launches * n for number, n in count.items()),
             "softcap": w.head.softcap is not None, "sdpa_obstacle": sdpa_obstacle(self.hf),
         }  # fmt: skip
+
+    def _experts(self, number: int) -> list[TheirExperts]:
+        return [m for m in self.blocks[number].modules() if isinstance(m, TheirExperts)]
+
+    def _adaptable(self, width: int) -> tuple[list[int], int, int, int] | None:
+        """Return layers, N, k and F of experts that adapters may adapt; None: there are none, or of several sizes."""
+        found = {n: self._experts(n) for n in self.kinds}
+        sizes = {(m.count, m.active, m.weights // (3 * m.count * width)) for each in found.values() for m in each}
+        pairs = all(len(each) < 2 and all(m.is_pair(width) for m in each) for each in found.values())
+        layers = sorted(i for n, each in found.items() if each for i in self.kinds[n])
+        return (layers, *sizes.pop()) if pairs and len(sizes) == 1 else None
 
     def _groups(self, base: Mapping[int, Seen]) -> Iterator[tuple[str, str, int, dict[str, int], list[int], bool]]:
         """Yield the linears of one input: a name, and the `LinearShape`; "o" is what attention's output enters."""
@@ -400,6 +422,11 @@ class Tracer:
             squared = squared if squared * LENGTH > 0.002 * a / LENGTH else 0.0  # else a constant of each block
             result[key] = (a / LENGTH - squared * LENGTH, squared)
         return result
+
+
+def _rows(experts: TheirExperts) -> int:
+    """Return the values that the products of a token's experts give."""
+    return experts.active * sum(size[2 if experts.transposed else 1] for size in experts.sizes.values())
 
 
 def _roles(sizes: Mapping[str, float]) -> tuple[float, float, float, float]:

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 from optrush.errors import NeedsError, UserError
 from optrush.files import parse_json, read_text, write_whole
 from optrush.models.rope_config import RopeShape
-from optrush.models.shapes import HF, LinearShape, ModelShape, native_obstacle, refuse_foreign
+from optrush.models.shapes import HF, ExpertsShape, LinearShape, ModelShape, native_obstacle, refuse_foreign
 
-FORMAT = 3  # of the file, and of what a trace measures
+FORMAT = 6  # of the file, and of what a trace measures
 
 
 class NoPlan(NeedsError):
@@ -47,6 +47,11 @@ class TracedShape(ModelShape):
     all_parameters: int = 0
     parameters_of_blocks: int = 0
     matrices: int = 0  # weights of the blocks' matrices
+    stacked: int = 0  # of these, those of experts
+    routed: int = 0  # of these, those of a token's experts
+    largest: int = 0  # values of the largest parameter
+    adaptable: ExpertsShape | None = None  # experts that adapters may adapt
+    largest_stack: int = 0  # weights of the largest matrix of all experts of a layer
     groups: tuple[tuple[str, LinearShape], ...] = ()  # linears with one input each
     saved: tuple[SavedShape, ...] = ()
     query_width: int = 0  # heads times head width, summed over the blocks
@@ -79,7 +84,17 @@ class TracedShape(ModelShape):
         return round(self.query_width / max(1, self.heads * self.head_width))
 
     def _matrices(self, every: bool) -> int:
-        return self.matrices
+        return self.matrices if every else self.matrices - self.stacked + self.routed
+
+    @property
+    def mixture(self) -> ExpertsShape | None:
+        """The experts that adapters may adapt: pairs of stacked matrices, alike in all layers that have some."""
+        return self.adaptable
+
+    @property
+    def expert_parameters(self) -> int:
+        """Number of weights of the matrices of all experts."""
+        return self.stacked
 
     def named_parameters(self) -> Iterator[tuple[str, int]]:
         """Yield nothing: names of parameters are transformers' own."""
@@ -161,7 +176,7 @@ def _folder() -> Path:
 
 
 def _parsed(read: dict[str, Any], digest: str) -> TracedShape:
-    more = {
+    more: dict[str, Any] = {
         "window_layers": tuple(read["window_layers"]),
         "saved": tuple(SavedShape(n, v, role, tuple(tags), sq) for n, v, role, tags, sq in read["saved"]),
         "groups": tuple(
@@ -169,5 +184,8 @@ def _parsed(read: dict[str, Any], digest: str) -> TracedShape:
             for name, module, inputs, pieces, layers, bias in read["groups"]
         ),
     }
+    if (e := read["adaptable"]) is not None:
+        layers, count, active, width = e
+        more["adaptable"] = ExpertsShape(tuple(layers), count, active, width, False, 0.0)
     unread = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias", "qk_norm"), False)
     return TracedShape(**{**read, **more, **unread}, norm_eps=1e-6, rope=RopeShape(), digest=digest)

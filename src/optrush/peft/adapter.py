@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from optrush.errors import NeedsError
 from optrush.kernels.lora_matmul import Padding
 from optrush.models.decoder import Linear
-from optrush.models.experts import Experts
+from optrush.models.experts import StackedMatrices
 from optrush.models.weights import Initializer, Shape, WeightMap, grouped, stacked
 from optrush.peft.ledger import EMBEDDING, HEAD, last, require_names, whole
 
@@ -236,7 +236,7 @@ def freeze_base(model: Model, recipe: WeightMap, save: Collection[str], precisio
         return trained
     matrices: list[tuple[nn.Module, str]] = []
     matrices += [(linear, "weight") for _, linear in model.linears() if linear.quantized is None]
-    experts = [m for m in model.modules() if isinstance(m, Experts) and m.quantized is None]
+    experts = [m for m in model.modules() if isinstance(m, StackedMatrices) and m.quantized is None]
     matrices += [(m, kind) for m in experts for kind in m.sizes]
     for module, name in (*matrices, (model.head, "weight"), (model.embedding, "weight")):
         weight = module.get_parameter(name)

@@ -10,20 +10,23 @@ Source: https://arxiv.org/abs/2106.09685; the format is PEFT's (version 0.21, `P
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from optrush.models.experts import Experts, Grouped
+from optrush.errors import NeedsError
+from optrush.models.experts import Grouped, StackedMatrices
 from optrush.models.families import FamilySpec
 from optrush.models.weights import Initializer, Shape, WeightMap, seeded_generator
 from optrush.peft.adapter import AdapterToggle, fill_constant
 from optrush.peft.lora import Settings
 
-KINDS = ("gate_up", "down")
+
+def _published(kind: str) -> str:
+    return f"{kind.removesuffix('_proj')}_proj"
 
 
 class ExpertsLora(nn.Module):
@@ -33,16 +36,16 @@ class ExpertsLora(nn.Module):
     feedforward = False
 
     def __init__(
-        self, experts: Experts, module: str, names: Collection[str], switch: AdapterToggle, settings: Settings,
-        spec: FamilySpec,
+        self, experts: StackedMatrices, module: str, names: Collection[str], switch: AdapterToggle, settings: Settings,
+        spec: FamilySpec | None,
     ) -> None:  # fmt: skip
-        """module: transformers' name of the experts."""
+        """module: transformers' name of the experts; spec: of the family, None for transformers' own layout."""
         super().__init__()
         self.module, self.switch, self.s = module, switch, settings
-        assert spec.experts is not None
-        self.interleaved, self.swapped = spec.experts.interleaved, spec.experts.untold
-        self.kinds = [kind for kind in KINDS if f"{kind}_proj" in names]
-        self.parameters_of = [f"{'.'.join(module.split('.')[-2:])}.{kind}_proj" for kind in self.kinds]
+        of = None if spec is None else spec.experts
+        self.interleaved, self.swapped = of is None or of.interleaved, of is not None and of.untold
+        self.kinds = [kind for kind in experts.sizes if _published(kind) in names]
+        self.parameters_of = [f"{'.'.join(module.split('.')[-2:])}.{_published(kind)}" for kind in self.kinds]
         at: dict[str, Any] = {"device": torch.device("meta"), "dtype": settings.dtype}
         for kind in self.kinds:
             N, rows, width = experts.sizes[kind]
@@ -80,7 +83,7 @@ class ExpertsLora(nn.Module):
 
     def _key(self, kind: str) -> str:
         """Return PEFT's name of the module: where both are adapted, it wraps the experts for gate_up first."""
-        return f"{self.module}.base_layer" if kind == "gate_up" and len(self.kinds) == 2 else self.module
+        return f"{self.module}.base_layer" if kind == self.kinds[0] and len(self.kinds) == 2 else self.module
 
     def published(self, whole: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield PEFT's names and tensors of whole parameters, given by our names."""
@@ -124,21 +127,27 @@ class ExpertsLora(nn.Module):
         """Draw as kaiming_uniform_ with a = sqrt(5), whole, from a generator of the matrix's name."""
         whole = torch.empty(self.get_parameter(f"{kind}_a").shape, device=local.device)
         bound = whole.shape[2] ** -0.5
-        generator = seeded_generator(seed, f"{self.module}.{kind}_proj.lora_A", local.device)
+        generator = seeded_generator(seed, f"{self.module}.{_published(kind)}.lora_A", local.device)
         whole.uniform_(-bound, bound, generator=generator)
         local.copy_(whole[tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))])
 
 
 def place(
-    model: nn.Module, recipe: WeightMap, names: Collection[str], switch: AdapterToggle, settings: Settings, seed: int,
-    spec: FamilySpec,
+    model: nn.Module, recipe: WeightMap, names: Sequence[str], switch: AdapterToggle, settings: Settings, seed: int,
+    spec: FamilySpec | None,
 ) -> int:  # fmt: skip
     """Attach adapters to the experts of each layer; return how many layers have some."""
     changed = 0
     for name, experts in model.named_modules():
-        if isinstance(experts, Experts):
-            layer = ".".join(recipe.entries[f"{name}.router"].pieces[0][0].split(".")[:-3])
-            module = f"{layer}.{spec.feed_forward}.experts"
+        if isinstance(experts, StackedMatrices):
+            if spec is None and experts.transposed:
+                found, do = "experts stored as (experts, width, rows)", "take targets=attention or all-linear"
+                raise NeedsError("`lora` adapts experts", found, do)
+            if spec is None:  # of a transformers model
+                module = recipe.entries[f"{name}.{names[-1]}"].pieces[0][0].rpartition(".")[0]
+            else:
+                layer = ".".join(recipe.entries[f"{name}.router"].pieces[0][0].split(".")[:-3])
+                module = f"{layer}.{spec.feed_forward}.experts"
             adapter = ExpertsLora(experts, module, names, switch, settings, spec)
             experts.adapter = adapter
             recipe.fillers.update({f"{name}.adapter.{own}": fill for own, fill in adapter.fillers(seed)})

@@ -42,13 +42,13 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
 
 def adapters(model: Model) -> dict[str, LinearAdapter | ExpertsLora]:
     """Return a model's adapters, those on other ranks too, by the names of their linears or of a layer's experts."""
-    from optrush.models.experts import Experts
+    from optrush.models.experts import StackedMatrices
 
     linears = (*model.linears(), *model.elsewhere.items())
     found: dict[str, LinearAdapter | ExpertsLora] = {
         name: linear.adapter for name, linear in linears if linear.adapter is not None
     }
-    experts = ((name, module) for name, module in model.named_modules() if isinstance(module, Experts))
+    experts = ((name, module) for name, module in model.named_modules() if isinstance(module, StackedMatrices))
     return found | {name: module.adapter for name, module in experts if module.adapter is not None}
 
 
@@ -102,9 +102,9 @@ def _beside_experts(model: Model, theirs: Mapping[str, LinearAdapter | ExpertsLo
 
     As modules PEFT (version 0.21) would take their names for those of experts, as transformers once had them.
     """
-    from optrush.models.experts import Experts
+    from optrush.models.experts import StackedMatrices
 
-    if not any(isinstance(module, Experts) for module in model.modules()):
+    if not any(isinstance(module, StackedMatrices) for module in model.modules()):
         return {}
     modules = (m for a in theirs.values() for m in a.hf if f"dense.{last(m)}" in DENSE)
     return {m: f"{re.sub(r'^.*?[.]layers[.][0-9]+[.]', '', m)}.weight" for m in modules}

@@ -121,6 +121,11 @@ def whole(technique: str, save: Sequence[str], known: Collection[str], tied: boo
 def require_targets(technique: str, env: Environment, targets: str | Sequence[str]) -> Requirement:
     """Require that our decoder has what `targets` names: linears, of experts their stacked matrices, dense parts."""
     known = names_of(env.shape)
+    if isinstance(env.shape, TracedShape) and env.shape.stacked and stacked(targets):
+        found, do = "experts of several sizes, without gates or transposed", "take targets=attention or all-linear"
+        if env.shape.mixture is None or not (rest := beside(targets)):
+            return Requirement(env.shape.mixture is not None, f"`{technique}:targets={targets}`", found, do)
+        return require_names(technique, "targets", rest, known)
     if env.shape is None or env.shape.experts is None:
         if "experts" in ((targets,) if isinstance(targets, str) else targets) and JOINED["gate_up"] in known:
             found, do = "a model without linears of the set experts", f"name some: {', '.join(known)}"
@@ -139,11 +144,26 @@ def require_targets(technique: str, env: Environment, targets: str | Sequence[st
     return Requirement(False, f"`{technique}:targets={targets}`", found, do)
 
 
+def stacked(targets: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the matrices of a transformers model's experts that `targets` names: `down_proj` alone is a linear."""
+    asked = {targets} if isinstance(targets, str) else {*targets}
+    return SETS["experts"] if "experts" in asked else SETS["experts"][:1] if "gate_up_proj" in asked else ()
+
+
+def beside(targets: str | Sequence[str]) -> str | list[str]:
+    """Return `targets` without the experts of a transformers model."""
+    if not stacked(targets):
+        return targets if isinstance(targets, str) else [*targets]
+    return [] if isinstance(targets, str) else [one for one in targets if one not in ("experts", "gate_up_proj")]
+
+
 def expert_sizes(shape: ModelShape, targets: str | Sequence[str]) -> Iterator[tuple[str, int, int]]:
     """Yield (name, width, rows) of an expert's matrices that `targets` names."""
-    if shape.experts is None:
+    if shape.mixture is None:
         return
-    names, F = chosen(targets, attention_of(names_of(shape))), shape.experts.ff_width
+    names, F = stacked(targets), shape.mixture.ff_width
+    if not isinstance(shape, TracedShape):
+        names = chosen(targets, attention_of(names_of(shape)))
     sizes = {"gate_up_proj": (shape.width, 2 * F), "down_proj": (F, shape.width)}
     yield from ((name, *size) for name, size in sizes.items() if name in names)
 
@@ -292,7 +312,9 @@ def predict_quantized(env: Environment, width_bytes: float) -> Iterator[Rule]:
     if env.shape is not None:
         s = env.shape
         largest = max(linear.inputs * linear.outputs for linear in s.linears.values())
-        if s.experts is not None and (inside := 2 * s.experts.count * s.experts.ff_width * s.width) > largest:
+        inside = 0 if s.experts is None else 2 * s.experts.count * s.experts.ff_width * s.width
+        inside = s.largest_stack if isinstance(s, TracedShape) else inside
+        if inside > largest:
             largest, why = inside, "gate and up of a layer's experts, dense while they multiply"
         for way in WAYS:
             yield add(Line(f"working.dense.{way}", why, largest, "product", way))

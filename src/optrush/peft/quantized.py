@@ -16,6 +16,7 @@ tensor, and their scales have one offset for all experts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from optrush.errors import NeedsError
 from optrush.kernels import compute_dtype, int8, mxfp4, nf4
 from optrush.models.decoder import Decoder, Linear
-from optrush.models.experts import Experts, Grouped, grouped_matmul
+from optrush.models.experts import Grouped, StackedMatrices, grouped_matmul
 from optrush.models.hf import HFModel
 from optrush.models.layers import Pieces
 from optrush.models.weights import Mxfp4Folder, PackedFolder, Shape, WeightEntry, WeightMap, WeightSource, WithNewTokens
@@ -257,8 +258,9 @@ def quantize_model(
         recipe.fillers[f"{name}.weight"] = partial(reader.weight, entry, stored.layout)
         linear.weight = None  # type: ignore[assignment]
         linear.quantized, linear.matmul = stored, stored.product
-    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, Experts)]
+    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, StackedMatrices)]
     for name, experts in layers:
+        _check_stacked(name, experts, form)
         held = nn.ModuleDict()
         for kind, (N, rows, width) in experts.sizes.items():
             held[kind] = QuantizedLinear(Stack((("experts", N * rows),), 1, width), of_experts, carrier)
@@ -285,6 +287,20 @@ def _check_packed(model: Decoder | HFModel, recipe: WeightMap, source: WeightSou
             asked = f"{name} in {form.bits} bits" + (f" with {scales[form.double]}" if form.bits == 4 else "")
             do = f"take --with nf4:double={str(double).lower()}, or start from the unquantised checkpoint"
             raise NeedsError(asked, f"it is packed in 4 bits with {scales[double]}", do)
+
+
+def _check_stacked(name: str, experts: StackedMatrices, form: Form) -> None:
+    """Raise NeedsError for experts whose matrices cannot be stored in fewer bits."""
+    asked, odd = f"{name} in {form.bits} bits", [size for size in experts.sizes.values() if math.prod(size[1:]) % 64]
+    if experts.transposed:
+        found, do = (
+            "experts stored as (experts, width, rows), where a scale is of a row",
+            "train LoRA over bf16 weights",
+        )
+        raise NeedsError(asked, found, f"leave nf4 or int8 out: {do}")
+    if form.bits == 4 and odd:
+        found = f"experts of {odd[0][1]} x {odd[0][2]} values, where a block of 64 may not cross experts"
+        raise NeedsError(asked, found, "take --with int8 instead")
 
 
 class _Reader:

@@ -275,6 +275,7 @@ def _rest(s: ModelShape, cuda: bool) -> Iterator[Line]:
     yield Line("tied.sum", "and their sum, where it is not made in place, V D", values, "gradient", "end", of=("tied",))
     experts = 1 if s.experts is None else s.experts.count
     largest = max(s.vocab * s.width, experts * s.width * 2 * (s.experts or s).ff_width)
+    largest = s.largest if isinstance(s, TracedShape) else largest
     why = "two temporaries of the largest parameter"
     yield Line("update.loop", why, 2 * largest, "weight", "update", of=("update",))
     yield Line("angles", "cosines and sines, 2 E", 2 * s.rotated_width, "residual", "always", True)

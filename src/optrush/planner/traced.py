@@ -15,6 +15,8 @@ from optrush.planner.ledger import Line, Role, Tag
 # Operators read and write at half of a copy's rate: what takes a Llama's block from its traced values to those of our
 # own ledger, which was fitted to measured steps.
 UNEVEN = 2.0
+# A product of groups of rows takes as long as this many times its FLOPs in one product (planner.baseline).
+GROUPED = 1.2
 REASONS = {
     "attended": "what attention gives, kept by it or for the output product",
     "entering": "what enters products, kept for the weights' gradients",
@@ -44,4 +46,5 @@ def saved_lines(s: TracedShape, T: int) -> Iterator[Line]:
 def matrices(s: TracedShape) -> dict[str, float]:
     """Return the weights of each kind of linear in all blocks, and of what else multiplies."""
     known = {name: float(linear.weights) for name, linear in s.linears.items()}
-    return {**known, "others": max(0.0, s.matrices - sum(known.values()))}
+    others = max(0.0, s.matrices - s.stacked - sum(known.values()))
+    return {**known, "others": others, **({"experts": GROUPED * s.routed} if s.routed else {})}

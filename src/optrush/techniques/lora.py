@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from optrush.errors import NeedsError
+from optrush.models.traced import TracedShape
 from optrush.peft import io, ledger
 from optrush.planner.ledger import OURS, WAYS, Line, Role, Rule, WorkItem, add, launched, saved
 from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, Trainer
@@ -85,9 +86,11 @@ class Lora(Technique):
         if env.native:
             tied = env.shape is not None and env.shape.tied
             yield from ledger.whole(self.name, self.save, ledger.WHOLE, tied)
-        beside = env.native and {*ledger.chosen(self.targets, ledger.names_of(env.shape))} & {*ledger.DENSE}
+        parts = {name.removeprefix("" if env.native else "dense.") for name in ledger.DENSE}
+        routed = env.native or (isinstance(env.shape, TracedShape) and env.shape.stacked > 0)
+        beside = routed and not parts.isdisjoint(ledger.chosen(self.targets, ledger.names_of(env.shape)))
         found = "dora or dropout, which PEFT does not have for parts beside experts"
-        do = "leave dense out, or dora and dropout"
+        do = "take targets=attention, or leave out dora and dropout"
         met = not (beside and (self.dora or self.dropout))
         yield Requirement(met, f"`lora:targets={self.targets}`", found, do)
         if env.shape is not None and [*ledger.expert_sizes(env.shape, self.targets)]:
@@ -140,10 +143,13 @@ class Lora(Technique):
         """The frozen model, h = A x of r values a piece and token, and B laid out over all rows."""
         learnt: list[tuple[int, int]] = []
         keep, r, laid, low, rows, weights, crossed = dict[str, int](), self.rank, 0, 0, 0, 0, 0
-        there = back = 0  # values of a token's rows at experts that the passes read and write for the adapters alone
-        known = ledger.names_of(env.shape)
+        there = back = entering = (
+            0  # values of a token's rows at experts that the passes read and write for the adapters alone
+        )
+        known, traced = ledger.names_of(env.shape), isinstance(env.shape, TracedShape)
+        linears = ledger.chosen(ledger.beside(self.targets) if traced else self.targets, known)
         for name, linear in {} if env.shape is None else env.shape.linears.items():
-            mine = [n for piece, n in linear.pieces.items() if piece in ledger.chosen(self.targets, known)]
+            mine = [n for piece, n in linear.pieces.items() if piece in linears]
             if not mine:
                 continue
             keep[name] = layers = len(linear.layers)
@@ -155,13 +161,16 @@ class Lora(Technique):
             laid += layers * mine_rank * (all_rows + width)
             weights += layers * all_rows * width
             crossed += layers * mine_rank * (all_rows * width + mine_rank * (all_rows + width))
-        active = 0 if env.shape is None or env.shape.experts is None else env.shape.experts.active
+        e = None if env.shape is None else env.shape.mixture
         sharing = 1 if "dp" in env.sharded else env.expert_ranks  # that sharding cuts over all ranks anyway
         for name, width, many in () if env.shape is None else ledger.expert_sizes(env.shape, self.targets):
-            assert env.shape is not None and env.shape.experts is not None
-            here, L = env.shape.experts.count // sharing, len(env.shape.experts.layers)
+            assert e is not None
+            here, L, active = e.count // sharing, len(e.layers), e.active
             learnt += [(here * r * width, L), (here * r * many, L)]
-            keep["routed" if name == "gate_up_proj" else "down"] = L
+            if traced:
+                entering += L * active * width
+            else:
+                keep["routed" if name == "gate_up_proj" else "down"] = L
             low += L * active * r
             rows += L * active * many
             laid += L * active * r * (many + width)
@@ -173,6 +182,8 @@ class Lora(Technique):
         L = env.blocks
         why = "A x of every adapter, n r values" + (", and what is scaled" if self.dora else "")
         copies = "A and B in the products' type, B over all rows"
+        if entering:
+            yield add(saved("enters.experts", "rows that enter experts, kept for their adapters", entering, L))
         yield add(
             saved("low", why, low + rows * self.dora, L, "adapters"),
             Line("saved.laid", copies, laid, "product", "saved", blocks=L, of=("saved", "adapters")),
@@ -192,12 +203,14 @@ class Lora(Technique):
             yield from _lengths(env, crossed, weights, rows)
 
     def peft(self, trainer: Trainer) -> int:
+        from optrush.models.experts import StackedMatrices
         from optrush.peft import adapter as adapted
         from optrush.peft.lora import Lora as Adapter
         from optrush.peft.lora import Settings
 
         model, recipe = trainer.model, trainer.weight_map
         known, shape = adapted.known(model, recipe), trainer.env.shape
+        targets: str | Sequence[str] = self.targets
         inside, dense = list[str](), list[str]()  # of the experts; of other feed-forward parts beside them
         if shape is not None and shape.experts is not None:
             known = [name for name in known if name in ledger.attention_of(known)]
@@ -205,10 +218,15 @@ class Lora(Technique):
             inside = [name for name, *_ in ledger.expert_sizes(shape, self.targets)]
             what = "the routers of the experts stay" if inside else "the experts and their routers stay"
             trainer.notes.append(f"lora: {what} frozen, without adapters")
-        chosen_names = (name for name in ledger.chosen(self.targets, known) if name not in (*inside, *ledger.DENSE))
+        elif any(isinstance(m, StackedMatrices) for m in model.modules()):
+            inside, targets = [*ledger.stacked(self.targets)], ledger.beside(self.targets)
+            what = "the routers" if inside else "the stacked matrices"
+            trainer.notes.append(f"lora: {what} of the experts stay frozen, without adapters")
+        own = inside if targets is self.targets else ()
+        chosen_names = (name for name in ledger.chosen(targets, known) if name not in (*own, *ledger.DENSE))
         names = (*chosen_names, *dense)
         if names or not inside:
-            asked = names if inside or dense else self.targets
+            asked = names if inside or dense else targets
             adapted.check_targets(self.name, model, recipe, asked, self.save)
         if self.splits_base and inside:
             do = "leave init out, or take targets: attention"
@@ -223,11 +241,11 @@ class Lora(Technique):
             adapter = Adapter(linear, modules, names, switch, settings, trainer.env.spec.mlp == "quack", split)
             adapted.place(name, linear, adapter, recipe, adapter.fillers(name, linear, recipe, trainer.config.seed))
         layers = 0
-        if inside and shape is not None:
+        if inside:
             from optrush.models.families import FAMILIES
             from optrush.peft import experts
 
-            spec = FAMILIES[shape.family]
+            spec = FAMILIES[shape.family] if shape is not None and shape.experts is not None else None
             layers = experts.place(model, recipe, inside, switch, settings, trainer.config.seed, spec)
         if self.init is not None and not self.splits_base:
             begun = io.load_adapter(self.name, self.init, model, recipe, trained)
