@@ -163,7 +163,7 @@ PCIE_SHARE, SOCKET_S = 0.62 * 0.8, 6.3e9 * 0.8
 HOST_SHARE, HOST_A_CARD = 0.9, 2
 
 _FREE = re.compile(r"([0-9]{1,4}(?:\.[0-9]{1,3})?)\s*gi?b")  # 24gib: a GPU of so much memory, of unknown rates
-_WITH_HOST = re.compile(r"(.+)@([0-9]{1,5}(?:\.[0-9]{1,3})?)\s*gi?b")  # 4090@64gib: in a host with so much memory
+_WITH_HOST = re.compile(r"(.+)@([0-9]{1,7}(?:\.[0-9]{1,3})?)\s*gi?b")  # 4090@64gib: in a host with so much memory
 _LINKED = re.compile(rf"([^:]+):({'|'.join(SLOWER)})")  # 4xh200:pcie
 _HOSTS = re.compile(r"([0-9]{1,5})x([0-9]{1,5}x[^:]+):(.+)")  # 2x8xh100:infiniband
 
@@ -186,11 +186,13 @@ def parse_hardware(text: str) -> tuple[Device, int]:
     plain = re.sub(r"\s*([x*:])\s*", r"\1", text.lower().strip())
     plain = re.sub(r"(?<=[0-9])\*(?=\S)", "x", plain)  # 8*h100
     if hosted := _WITH_HOST.fullmatch(plain):
+        if "@" in hosted[1]:
+            raise ConfigError(f"the hardware {text}", "the memory of a host twice", "give it once")
         device, count = parse_hardware(hosted[1])
         if device.kind != "cuda" or not float(hosted[2]):
             raise ConfigError(f"the hardware {text}", "memory of a host without a GPU, or none", "take 4090@64GiB")
         return dataclasses.replace(device, host_memory_bytes=int(float(hosted[2]) * GIB)), count
-    behind = re.fullmatch(r"([a-z0-9][a-z0-9-]*[0-9])[x*]([0-9]{1,5})", plain)
+    behind = re.fullmatch(r"([a-z0-9][a-z0-9-]*[a-z0-9])[x*]([0-9]{1,5})", plain)
     if behind and behind[1] in {*NAMED, *AMBIGUOUS}:
         plain = f"{behind[2]}x{behind[1]}"  # h100x8
     if (linked := _LINKED.fullmatch(plain)) and not re.fullmatch(r"[0-9]+x[0-9]+x.+", linked[1]):

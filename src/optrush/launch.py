@@ -146,7 +146,7 @@ def sibling_ranks() -> dict[int, int]:
             for pid in map(int, children.read_text().split()):
                 with suppress(OSError):  # it has ended
                     variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                    ranks = [int(v[5:]) for v in variables if v.startswith(b"RANK=")]
+                    ranks = [int(v[5:]) for v in variables if v.startswith(b"RANK=") and v[5:].isdigit()]
                     if pid != os.getpid() and ranks and all(v in variables for v in same):
                         found[ranks[0]] = pid
     return found

@@ -60,4 +60,4 @@ def test_a_forward_pass_that_fails(
 
     monkeypatch.setattr(HFModel, "forward", fail)
     with pytest.raises(kind, match=re.escape(text)):
-        load(None, script["small"]("phi3"), None, torch.float32, 0)
+        load(None, script["small"]("phi"), None, torch.float32, 0)

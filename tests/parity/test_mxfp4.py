@@ -154,6 +154,6 @@ def test_what_is_refused(boxes: tuple[Path, Path], tmp_path: Path) -> None:
         with pytest.raises(NeedsError, match=f"the MXFP4 tensor {BLOCKS.removesuffix('_blocks')}"):
             assembled(golden_run(broken(packed, tmp_path / str(i), BLOCKS, edit), packed=True))
     file = tmp_path / "told" / "untied" / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": {"quant_method": "fp8"}}))
-    with pytest.raises(NeedsError, match="method fp8"):
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": {"quant_method": "hqq"}}))
+    with pytest.raises(NeedsError, match="method hqq"):
         decide(golden_run(tmp_path / "told", packed=True))

@@ -138,7 +138,6 @@ def test_windows(given, window):
     [
         ({"num_experts": 8}, "num_experts = 8"),
         ({"n_routed_experts": 64}, "n_routed_experts = 64"),
-        ({"model_type": "qwen2_moe"}, "qwen2_moe"),
         ({"vision_config": {"a": 1}}, "vision_config"),
         ({"text_config": {"a": 1}}, "text_config"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
@@ -186,3 +185,30 @@ def test_earlier_names_of_long_positions(name):
     rope = ModelShape.read({**TINY, "model_type": "phi3", **positions, "rope_scaling": factors}).rope
     assert (rope.kind, rope.original_max, rope.long_factor) == ("longrope", 16, (2.0,))
     assert native_obstacle({**TINY, "model_type": "phi3", "resid_pdrop": 0.1}).startswith("resid_pdrop 0.1")
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "found"),
+    [
+        ("gemma3_text", {"num_hidden_layers": None}, "num_hidden_layers is None"),
+        ("gemma3_text", {"layer_types": ["sliding_attention"]}, "1 values in layer_types"),
+        ("smollm3", {"no_rope_layers": [1]}, "1 values in no_rope_layers"),
+        ("granite", {"residual_multiplier": 0}, "residual_multiplier is 0"),
+        ("olmo3", {"max_position_embeddings": None, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+         "max_position_embeddings is None"),
+    ],
+)  # fmt: skip
+def test_values_that_a_family_cannot_have(family: str, given: dict[str, object], found: str) -> None:
+    sizes = {
+        "model_type": family, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 99,
+        "num_attention_heads": 4, "num_key_value_heads": 2,
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=found):
+        ModelShape.read({**sizes, **given})
+
+
+def test_a_bound_of_logits_is_of_the_families_that_read_it() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 99}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "final_logit_softcapping": 30.0}
+    assert ModelShape.read({"model_type": "llama", **sizes}).softcap is None
+    assert ModelShape.read({"model_type": "gemma3_text", **sizes}).softcap == 30.0

@@ -427,7 +427,6 @@ def _results(
         finally:
             free.put(environment)
 
-    _stopping.clear()
     pool = ThreadPoolExecutor(width)
     try:
         for done in as_completed([pool.submit(work, rung) for rung in rungs]):
@@ -437,6 +436,7 @@ def _results(
     finally:
         _stopping.set()
         pool.shutdown(cancel_futures=True)
+        _stopping.clear()
 
 
 def _request(state: BenchState, rung: Rung, repeat: int) -> dict[str, Any]:

@@ -45,7 +45,9 @@ def bench(
     at_once: Annotated[
         int,
         typer.Option(
-            "--at-once", min=1, help="quality: runs at the same time, over all GPUs; each of the first seed has a GPU"
+            "--at-once",
+            min=1,
+            help="quality: runs at the same time, over all GPUs; each of the first seed has a GPU, where there are any",
         ),
     ] = 1,
     resume: Annotated[bool, typer.Option("--resume", help="continue a bench that was stopped")] = False,

@@ -630,7 +630,10 @@ class _Composer:
         for name, value in floors.items():
             if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
                 raise self.refuse("@schedule", f"{name}: {value!r}", "give a number from 0 on")
-            if share := value / optim["lr"] if name == "min_lr" else value:
+            share = value / (optim["lr"] or 1.0) if name == "min_lr" else value
+            if share > 1:
+                raise self.refuse("@schedule", f"{name}: {value!r}, above the learning rate", "give a smaller one")
+            if share:
                 optim["min_lr_ratio"] = share
         if optim["schedule"] == "wsd":
             key = "@schedule" if options else "optim.schedule"
@@ -639,6 +642,8 @@ class _Composer:
                 found = f"a decay of type {kind}, where optim.schedule: wsd has a linear one"
                 raise self.refuse(key, found, "lr_scheduler_kwargs: {decay_type: linear, num_decay_steps: N}")
             if (steps := options.pop("num_decay_steps", None)) is not None:
+                if type(steps) is not int or steps < 1:
+                    raise self.refuse("@schedule", f"num_decay_steps: {steps!r}", "give a number of steps")
                 optim["decay"] = steps
         if options:
             key, value = next(iter(options.items()))

@@ -82,7 +82,7 @@ def plan(
     of it that such work reached on one H200; the output names which (basis).
     """
     if host_memory is not None:
-        hardware = f"{hardware}@{host_memory:g}GiB"
+        hardware = _hosted(hardware, host_memory, solve)
     config = _asked(path, data, hardware, set_, with_, without)
     from optrush.decide import decide
     from optrush.planner import answer as asked
@@ -94,6 +94,7 @@ def plan(
     if solve is not None:
         beside = {
             "--out": out is not None, "--price": price is not None, "--details": details, "--keep-maths": keep_maths,
+            "--force": force,
             "--hardware": solve == "cheapest" and hardware != "auto",  # all cards with a price are compared
         }  # fmt: skip
         print(_solved(config, hardware, solve, [name for name, given in beside.items() if given], as_json))
@@ -118,6 +119,14 @@ def plan(
         raise refused if out is not None else typer.Exit(2)  # nothing is written
     if out is not None:
         _write(config, hardware, found, out)
+
+
+def _hosted(hardware: str, memory_gib: float, solve: str | None) -> str:
+    """Return the name of the hardware in a host with so much memory."""
+    if parse_hardware(hardware)[0].kind != "cuda" or not memory_gib < 1e6 or solve == "cheapest":
+        others = f"--hardware {hardware}{' --solve cheapest' * (solve == 'cheapest')}"
+        raise ConfigError(f"--host-memory {memory_gib:g}", others, "name a GPU, such as --hardware 4090; below 1e6 GiB")
+    return f"{hardware}@{memory_gib:.0f}GiB"
 
 
 def _solved(config: Config, hardware: str, what: str, others: Sequence[str], as_json: bool) -> str:

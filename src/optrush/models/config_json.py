@@ -39,7 +39,7 @@ _TYPES: dict[tuple[str, Check], tuple[str, ...]] = {
         "sliding_window", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
         "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
         "linear_num_value_heads", "full_attention_interval", "attention_chunk_size", "intermediate_size_mlp",
-        "interleave_moe_layer_step", "no_rope_layer_interval", "floor_scale",
+        "interleave_moe_layer_step", "no_rope_layer_interval", "floor_scale", "bits",
     ),
     ("a positive whole number below 2**31", lambda v: _whole(v, 1) or _list_of(lambda i: _whole(i, 1))(v)): (
         "intermediate_size", "num_attention_heads", "num_key_value_heads", "ffn_dim",  # one a layer in some families
@@ -58,19 +58,29 @@ _TYPES: dict[tuple[str, Check], tuple[str, ...]] = {
     _NUMBER: (
         "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_eps", "initializer_range",
         "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop",
-        "attn_pdrop", "logit_scale", "logits_scaling", "final_logit_softcapping", "attn_logit_softcapping",
+        "attn_pdrop", "logit_scale", "final_logit_softcapping", "attn_logit_softcapping",
         "router_aux_loss_coef", "router_jitter_noise", "clip_qkv", "swiglu_alpha", "swiglu_limit",
         "routed_scaling_factor", "attn_scale",
     ),
-    ("a positive number", lambda value: _number(value) and value > 0): ("rope_theta", "partial_rotary_factor"),
+    ("a positive number", lambda value: _number(value) and value > 1e-30): (
+        "rope_theta", "rope_local_base_freq", "embedding_multiplier", "attention_multiplier", "residual_multiplier",
+        "logits_scaling", "query_pre_attn_scalar",
+    ),
+    ("a number above 0, at most 1", lambda value: _number(value) and 0 < value <= 1): ("partial_rotary_factor",),
+    ("two positive whole numbers", lambda v: _list_of(lambda i: _whole(i, 1))(v) and len(v) == 2): (
+        "weight_block_size",
+    ),
     ("true or false", lambda value: isinstance(value, bool)): (
         "tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "is_encoder_decoder", "use_cache",
-        "norm_topk_prob", "output_router_logits", "rope_interleave", "use_qk_norm",
+        "norm_topk_prob", "output_router_logits", "rope_interleave", "use_qk_norm", "use_bias",
     ),
     ("true, false or a whole number", lambda value: isinstance(value, bool) or _whole(value, 0)): (
         "attn_temperature_tuning",  # 4 in the first files of Llama 4
     ),
-    _TEXT: ("model_type", "hidden_act", "hidden_activation", "activation_function", "scoring_func", "topk_method"),
+    _TEXT: (
+        "model_type", "hidden_act", "hidden_activation", "activation_function", "scoring_func", "topk_method",
+        "quant_method",
+    ),
     ("a type of torch such as bfloat16", lambda value: isinstance(value, str) and value in DTYPES): (
         "torch_dtype", "dtype",
     ),
@@ -85,6 +95,7 @@ _ROPE_FACTORS = (
 _ROPE_TYPE_OF = {  # within rope_scaling and rope_parameters, in which some families have a mapping a kind of layer
     **_TYPE_OF, **dict.fromkeys(("type", "rope_type"), _TEXT), **dict.fromkeys(_ROPE_FACTORS, _NUMBER),
     **dict.fromkeys(("short_factor", "long_factor"), ("a list of numbers", _list_of(_number))),
+    **dict.fromkeys(("full_attention", "sliding_attention"), ("a mapping", lambda value: isinstance(value, dict))),
 }  # fmt: skip
 _REQUIRED = {"num_attention_heads", "hidden_size", "num_hidden_layers", "vocab_size", "rms_norm_eps"}  # never null
 
@@ -132,7 +143,7 @@ METHODS = {"fp8": "FP8", "compressed-tensors": "FP8", "gptq": "GPTQ", "awq": "AW
 
 def is_readable(settings: Any) -> TypeGuard[Mapping[str, Any]]:
     """Return whether weights quantised on disk with these settings are read as dense ones."""
-    if not isinstance(settings, Mapping) or (method := settings.get("quant_method")) not in METHODS:
+    if not isinstance(settings, Mapping) or (method := str(settings.get("quant_method"))) not in METHODS:
         return False
     bits = settings.get("bits", 4)
     if method == "awq":

@@ -89,6 +89,7 @@ class FamilySpec:
     whole_qk_norm: bool = False  # one norm over all heads of a token
     centred: bool = False  # norms multiply by 1 + weight
     norms: Literal["before", "around", "after"] = "before"  # where attention and feed-forward part have norms
+    softcap: bool = False  # logits may be bounded by `final_logit_softcapping`
     activation: tuple[str, ...] = SILU  # of the gate, by the names that config.json may give it
     multipliers: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     """What multiplies the embedding, the scores in place of E^-0.5, what a part adds, and the logits: a key of
@@ -295,7 +296,7 @@ FAMILIES: dict[str, FamilySpec] = {
             "query_pre_attn_scalar": 256, "rope_theta": 1e6, "rope_local_base_freq": 10000.0,
         },
         **_BIASED, **{**_GEMMA, "multipliers": {**_GEMMA["multipliers"], "scores": ("query_pre_attn_scalar", -0.5)}},
-        qk_norm=True, norms="around", names=AROUND, window="pattern", local_rope=True, nested=(),
+        qk_norm=True, norms="around", names=AROUND, window="pattern", local_rope=True, softcap=True, nested=(),
         agreed={"hidden_activation": GELU, "attn_logit_softcapping": (), **_CAUSAL},
     ),
     "smollm3": FamilySpec(

@@ -75,6 +75,11 @@ def read_rope(hf: HF, width: int) -> RopeShape:
         return RopeShape(kind, **read)
     key, positions = "original_max_position_embeddings", hf["max_position_embeddings"]
     original = positions if kind == "dynamic" else hf.get(key) or given.get(key) or positions
+    for name, value in (("max_position_embeddings", positions), (key, original)):
+        if not isinstance(value, int) or value < 2:
+            raise ConfigError(
+                f"RoPE type {kind!r}", f"{name} is {value!r} in config.json", f"give {name} a whole number"
+            )
     read["original_max"] = int(original)
     if kind == "yarn":
         read.setdefault("factor", positions / original)
@@ -133,8 +138,8 @@ def _differs(given: Mapping[str, Any]) -> bool:
 
 def rotary_part(full: HF) -> float:
     """Return the part of each head that is rotated."""
-    part: float = rope_settings(full).get("partial_rotary_factor") or full["partial_rotary_factor"]
-    return float(part)
+    part = rope_settings(full).get("partial_rotary_factor") or full.get("partial_rotary_factor")
+    return 1.0 if part is None else float(part)
 
 
 def rope_obstacle(hf: HF, spec: FamilySpec) -> str | None:

@@ -227,7 +227,8 @@ class ModelShape:
             window=window, window_layers=window_layers, experts=_experts(hf, full, spec), latent=latent,
             delta=_delta(full, spec) if spec.delta else None, chunks=_chunks(full) if spec.chunks else None,
             norms=spec.norms, gelu=spec.activation == GELU, multipliers=_multipliers(full, spec, int(head_width)),
-            softcap=full.get("final_logit_softcapping"), unrotated=_unrotated(full, spec, window_layers),
+            softcap=(full.get("final_logit_softcapping") or None) if spec.softcap else None,
+            unrotated=_unrotated(full, spec, window_layers),
             local_rope=None if local is None else read_rope(local, int(head_width)), pairs=spec.pairs,
         )  # fmt: skip
 
@@ -580,7 +581,7 @@ def _unrotated(full: HF, spec: FamilySpec, windowed: tuple[int, ...]) -> tuple[i
     """Return the layers without rotary embedding."""
     L = _size(full, "num_hidden_layers")
     if spec.unrotated == "full":
-        return _others(tuple(range(L)), windowed) if windowed else ()
+        return () if full.get("sliding_window") is None else _others(tuple(range(L)), windowed)
     if spec.unrotated == "none":
         return ()
     every = 0 if full.get("no_rope_layers") else _size(full, "no_rope_layer_interval")
@@ -593,7 +594,7 @@ def _unrotated(full: HF, spec: FamilySpec, windowed: tuple[int, ...]) -> tuple[i
 
 def _window(full: HF, spec: FamilySpec) -> tuple[int | None, tuple[int, ...]]:
     """Return the sliding window, and the layers that have it."""
-    window, layers, rule = full.get("sliding_window"), range(full["num_hidden_layers"]), spec.window
+    window, layers, rule = full.get("sliding_window"), range(_size(full, "num_hidden_layers")), spec.window
     switched_off = rule in ("switched", "upper") and not full.get("use_sliding_window", False)
     if rule == "none" or window is None or switched_off:
         return None, ()
@@ -601,6 +602,9 @@ def _window(full: HF, spec: FamilySpec) -> tuple[int | None, tuple[int, ...]]:
     if not kinds and rule == "pattern":
         slides = tuple(i for i in layers if (i + 1) % _size(full, "sliding_window_pattern"))
     elif kinds:
+        if len(kinds) < len(layers):
+            found = f"{len(kinds)} values in layer_types, and {len(layers)} layers"
+            raise ConfigError("layers of attention from config.json", found, "give layer_types a value for each layer")
         slides = tuple(i for i, kind in zip(layers, kinds, strict=False) if kind == "sliding_attention")
     else:
         begin, step = int(full["max_window_layers"]) if rule == "upper" else 0, 2 if rule == "alternate" else 1
@@ -689,7 +693,9 @@ def refuse_foreign(hf: HF) -> None:
     packed = isinstance(config, dict) and config.get("quant_method") == "mxfp4"
     readable = is_readable(config) and not multimodal and spec is not None
     if config is not None and not readable and not (packed and spec is not None and spec.mxfp4):
-        method = config.get("quant_method", "unnamed") if isinstance(config, dict) else f"of no mapping, {config!r}"
+        method = (
+            str(config.get("quant_method", "unnamed")) if isinstance(config, dict) else f"of no mapping, {config!r}"
+        )
         method += f", {config['bits']} bits" if isinstance(config, dict) and "bits" in config else ""
         do = "start from the unquantised checkpoint; a technique quantises the frozen base while it is loaded"
         do = "add --with nf4 --with lora" if method == "bitsandbytes" and not multimodal else do

@@ -75,7 +75,14 @@ class QuantizedFolder(Folder):
         return {"fp8": "weight_scale_inv", "compressed-tensors": "weight_scale"}.get(self.method, "scales")
 
     def check(self, needed: Mapping[str, Shape], duplicates: Mapping[str, str]) -> None:
-        """Check as `Folder.check` does; biases of zeros, which GPTQ's writers add to every linear, are left out."""
+        """Check as `Folder.check` does; biases of zeros, which GPTQ's writers add to every linear, are left out.
+
+        Raises NeedsError for a linear in 8-bit floats without its scale, too.
+        """
+        for name in sorted(needed.keys() & self.files.keys()):
+            if name.removesuffix("weight") not in self.packed and self.stored._slice(name).get_dtype().startswith("F8"):
+                found = f"{name} in 8-bit floats without {name.removesuffix('weight')}{self._scales}"
+                raise NeedsError(f"{METHODS[self.method]} weights in {self.folder}", found, "download it again")
         extra = (f"{module}bias" for module in self.packed)
         for name in [name for name in extra if name in self.files and name not in needed]:
             if not bool(self.stored._slice(name)[:].any()):
@@ -86,7 +93,10 @@ class QuantizedFolder(Folder):
         module = name.removesuffix("weight")
         if module not in self.packed:
             return super().shape(name)
-        rows, columns = self.stored.shape(self.packed[module])
+        if len(held := self.stored.shape(self.packed[module])) != 2:
+            found = f"{self.packed[module]} has {len(held)} dimensions"
+            raise NeedsError(f"{METHODS[self.method]} weights in {self.folder}", found, "download it again")
+        rows, columns = held
         fields = 32 // self.bits
         if self.method == "gptq":
             return columns, rows * fields
@@ -111,7 +121,7 @@ class QuantizedFolder(Folder):
                 weight = self._integers(codes, parts)
             else:
                 weight = self._floats(codes, parts[self._scales])
-        except (RuntimeError, IndexError, AttributeError, TypeError) as error:
+        except (RuntimeError, IndexError, AttributeError, TypeError, ValueError, ArithmeticError) as error:
             kinds = ", ".join(f"{end} {'missing' if t is None else list(t.shape)}" for end, t in parts.items())
             found = f"{list(codes.shape)} of {codes.dtype}, {kinds} ({error})"
             raise NeedsError(f"{METHODS[self.method]} weights of {module[:-1]}", found, "download it again") from None
@@ -131,7 +141,8 @@ class QuantizedFolder(Folder):
     def _integers(self, codes: Tensor, parts: Mapping[str, Tensor | None]) -> Tensor:
         """codes as on disk -> (out, in) float32."""
         zeros, scales, groups = parts["qzeros"], parts["scales"], parts.get("g_idx")
-        assert zeros is not None and scales is not None
+        if zeros is None or scales is None:
+            raise ValueError("a part is missing")
         if self.method == "awq":
             q, z = (_fields(t, 4)[..., list(AWQ_ORDER)].flatten(1) for t in (codes, zeros))  # (in, out), (groups, out)
         else:
@@ -140,6 +151,8 @@ class QuantizedFolder(Folder):
         if groups is None:
             groups = torch.arange(len(q), device=q.device) // (len(q) // len(scales))
         groups = groups.long()
+        if groups.min() < 0:
+            raise ValueError("a negative group")
         return ((q - z[groups]).float() * scales.float()[groups]).t().contiguous()
 
 

@@ -224,21 +224,21 @@ class WeightEntry:
     def split(self, full: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the Hugging Face tensors of the whole parameter."""
         if len(self.pieces) == 1:
-            yield self.pieces[0][0], stacked(full, self.joined) if self.joined else full
+            yield self.pieces[0][0], put_in_turn(full, self.joined) if self.joined else full
             return
         parts = torch.split(full.reshape(self.groups, -1, *self.shape[1:]), [n for _, n in self.pieces], 1)
         for (hf, _), part in zip(self.pieces, parts, strict=True):
             yield hf, part.clone(memory_format=torch.contiguous_format).flatten(0, 1)  # storage of its own
 
 
-def stacked(full: Tensor, rows: Sequence[int]) -> Tensor:
+def put_in_turn(full: Tensor, rows: Sequence[int]) -> Tensor:
     """Return groups of pieces with these rows (groups x sum, ...) as whole pieces, one below the other."""
     parts = torch.split(full.reshape(-1, sum(rows), *full.shape[1:]), [*rows], 1)
     return torch.cat([part.flatten(0, 1) for part in parts])
 
 
 def grouped(whole: Tensor, rows: Sequence[int]) -> Tensor:
-    """Invert `stacked`."""
+    """Invert `put_in_turn`."""
     parts = torch.split(whole, [len(whole) // sum(rows) * n for n in rows])
     return torch.cat([p.reshape(-1, n, *p.shape[1:]) for p, n in zip(parts, rows, strict=True)], 1).flatten(0, 1)
 

@@ -25,7 +25,7 @@ from optrush.errors import NeedsError
 from optrush.kernels.lora_matmul import Padding
 from optrush.models.decoder import Linear
 from optrush.models.experts import StackedMatrices
-from optrush.models.weights import Initializer, Shape, WeightMap, grouped, stacked
+from optrush.models.weights import Initializer, Shape, WeightMap, grouped, put_in_turn
 from optrush.peft.ledger import EMBEDDING, HEAD, last, require_names, whole
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class LinearAdapter(nn.Module, ABC):
     def apart(self, t: Tensor) -> list[Tensor]:
         """(chosen rows, ...) -> for each chosen piece (groups, its rows, ...); of a joined linear (1, rows, ...)."""
         if self.below:
-            return [stacked(t, self.below)[None]]
+            return [put_in_turn(t, self.below)[None]]
         return list(torch.split(t.view(-1, sum(self.chosen_sizes), *t.shape[1:]), self.chosen_sizes, 1))
 
     def together(self, parts: Sequence[Tensor]) -> Tensor:

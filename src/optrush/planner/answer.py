@@ -380,10 +380,16 @@ def _largest(config: Config, name: str, classes: Sequence[type[Technique]]) -> t
     raise _nothing("largest-model", name)
 
 
-def _fewest(config: Config, card: str, classes: Sequence[type[Technique]]) -> tuple[int, Way] | None:
-    """Return the fewest GPUs of a card, of one host, on which something fits, and the best way there."""
+def _fewest(
+    config: Config, card: str, classes: Sequence[type[Technique]], host: str = ""
+) -> tuple[int, Way] | None:  # fmt: skip
+    """Return the fewest GPUs of a card, of one host, on which something fits, and the best way there.
+
+    Args:
+        host: its memory, as `parse_hardware` takes it: "@64GiB".
+    """
     for count in (1, 2, 4, HOST_GPUS):
-        if way := fits(_shared(config, count), f"{count}x{card}", classes):
+        if way := fits(_shared(config, count), f"{count}x{card}{host}", classes):
             return count, way
     return None
 
@@ -395,7 +401,12 @@ def _gpus(config: Config, name: str, classes: Sequence[type[Technique]]) -> tupl
     if card is None:
         asked, found = f"--solve gpus on {name}", "no card that has a name here"
         raise ConfigError(asked, found, "take --hardware 4090, for instance")
-    if (best := _fewest(config, card, classes)) is None:
+    if ":" in name:
+        raise ConfigError(
+            f"--solve gpus on {name}", "a link between GPUs", "leave it out, then plan the answer with it"
+        )
+    host = "" if device.host_memory_bytes is None or name == "auto" else f"@{device.host_memory_bytes / GIB:g}GiB"
+    if (best := _fewest(config, card, classes, host)) is None:
         raise _nothing("gpus", f"{HOST_GPUS}x{card}")
     count, way = best
     text = f"{count} x {card}: {way.method}, {_fact(way)}"
