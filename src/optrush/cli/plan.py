@@ -81,8 +81,7 @@ def plan(
     rests on the rates that `optrush calibrate` measured on the device; without them on its datasheet and on the share
     of it that such work reached on one H200; the output names which (basis).
     """
-    if host_memory is not None:
-        hardware = _hosted(hardware, host_memory, solve)
+    hardware = hardware if host_memory is None else _hosted(hardware, host_memory, solve)
     config = _asked(path, data, hardware, set_, with_, without)
     from optrush.decide import decide
     from optrush.planner import answer as asked
