@@ -163,6 +163,7 @@ KINDS = {
     "gemma-3-12b qlora T=4096": Cell("google/gemma-3-12b-pt", 4096, 1, 1, {**GEMMA, **QLORA}),
     "olmo2-7b lora T=4096": Cell("allenai/OLMo-2-1124-7B", 4096, 2, 1, {**GEMMA, **LORA}),
     "granite-8b least T=4096": Cell("ibm-granite/granite-3.3-8b-base", 4096, 1, 1, {**GEMMA, **LEAN, "recompute": {}}),
+    "phi-4 qlora T=4096": Cell("microsoft/phi-4", 4096, 1, 1, {**NORMED, **QLORA}),
     "smollm3 T=4096": Cell("HuggingFaceTB/SmolLM3-3B", 4096, 2, 1, NORMED),
     "30b-a3b qlora of attention T=2048, no recompute": Cell(
         "qwen3-30b-a3b",

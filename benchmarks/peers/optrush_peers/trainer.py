@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from optrush.config import Config
 from optrush.technique import Requirement
 
-from optrush_peers.work import LINEARS, Adapting, Work
+from optrush_peers.work import Adapting, Work
 
 
 class Trainer(Adapting):
@@ -150,5 +150,5 @@ class Trainer(Adapting):
             return model
         import peft
 
-        settings = peft.LoraConfig(r=self.rank, lora_alpha=self.rank, target_modules=list(LINEARS), bias="none")
+        settings = peft.LoraConfig(r=self.rank, lora_alpha=self.rank, target_modules="all-linear", bias="none")
         return peft.get_peft_model(model, settings)
