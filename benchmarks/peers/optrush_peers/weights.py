@@ -42,7 +42,7 @@ def ensure(config: Config, dtype: str, device: str) -> tuple[Path, dict[str, Any
         return folder, hf
     request = {"hf": hf, "dtype": dtype, "seed": config.seed, "device": device}
     digest = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()[:12]
-    target = root() / f"{config.model.shape}-{dtype}-{digest}"
+    target = root() / f"{str(config.model.shape).replace('/', '--')}-{dtype}-{digest}"
     if not target.is_dir():
         root().mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
