@@ -38,7 +38,8 @@ LADDER = Path("benchmarks/results/h200-single-gpu")
 PLAIN = Path("benchmarks/results/h200-plain.jsonl")  # in turn with an earlier run of its lower rungs
 CELLS = Path("benchmarks/results/h200-cells.jsonl")
 FURTHER = tuple(
-    Path(f"benchmarks/results/{name}.jsonl") for name in ("h200-cells-kinds", "2xh200-cells", "4xh200-cells")
+    Path(f"benchmarks/results/{name}.jsonl")
+    for name in ("h200-cells-kinds", "h200-cells-families", "2xh200-cells", "4xh200-cells")
 )
 LAYOUTS = Path("benchmarks/results/h200-data")
 FASTEST = tuple(

@@ -222,7 +222,9 @@ def _inputs(env: Environment, shape: ModelShape, keep: Collection[str]) -> Itera
     for name in sorted(set(keep) - {"o", "down", "routed", *counted, *(set(DELTA) - {first})}):
         why, linear = f"what enters {name}, kept for its adapter", shape.linears[name]
         values = 0 if linear.module == "o" else len(linear.layers) * linear.inputs  # what attention gives is kept
-        yield add(saved(f"enters.{name}", why, values, L))
+        # Without a norm before it a linear reads the stream, which is kept already, or a narrower copy of it.
+        role: Role = "cast" if shape.norms == "after" and name in ("qkv", "gate_up") else "product"
+        yield add(saved(f"enters.{name}", why, values, L, role=role))
         if isinstance(shape, TracedShape):
             why, again = "autocast copies it for each linear", values * (len(linear.pieces) - 1)
             yield add(saved(f"enters.{name} again", why, again, L, role="cast"))
