@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from optrush.benchmark import ladder
-from optrush.benchmark.record import Record, read_records
+from optrush.benchmark.record import Record, is_quality, read_records
 from optrush.config import Config
 
 GIB = 2**30
@@ -33,7 +33,7 @@ def pages(results: Path, names: list[str], link: str) -> dict[str, str]:
         link: path of `results`, relative to the page.
     """
     found: dict[str, list[tuple[Path, Record, Record, bool]]] = {name: [] for name in names}
-    for folder in sorted(path.parent for path in results.glob("*/records.jsonl")):
+    for folder in sorted(path.parent for path in results.glob("*/records.jsonl") if not is_quality(path.parent)):
         records = [renamed(r) for r in read_records(folder)]
         by_name = {r.rung: r for r in records}
         for r in records:

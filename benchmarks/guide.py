@@ -11,7 +11,7 @@ from typing import Any
 
 import cells
 
-from optrush.benchmark.record import Record, read_records
+from optrush.benchmark.record import Record, read_quality, read_records
 
 RESULTS = Path(__file__).parent / "results"
 LINK = "../../benchmarks/results"
@@ -80,6 +80,30 @@ def steps(*rungs: tuple[str, str]) -> str:
     return "\n".join([*rows, "", sources(*(folder for folder, _ in rungs))])
 
 
+QUALITY = "h200-quality"
+
+
+def learnt(*rungs: str) -> str:
+    """Return what the rungs learnt of the ladder `quality`, all of them if none is named; `first` has no difference."""
+    found = [r for r in read_quality(RESULTS / QUALITY) if r.loss is not None and (not rungs or r.rung in rungs)]
+    assert len(found) == len(rungs) or not rungs, f"{QUALITY}: not all of {rungs} have figures"
+    text = [
+        "| rung | held-out loss | compared with | difference | verdict | updates | tokens/s | peak GiB |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for r in found:
+        apart = "" if r.difference is None else f"{r.difference:+.4f} ± {r.margin:.4f}"
+        figures = f"{r.evals[0][-1][0]:,} | {r.tokens_per_s or 0:,.0f} | {gib(r.peak_bytes)}"
+        text.append(f"| {r.rung} | {r.loss:.4f} | {r.since or ''} | {apart} | {r.verdict} | {figures} |")
+    first = found[0]
+    tail = (
+        f"SmolLM2-135M-Instruct, {first.config['train']['epochs']:g} epochs of GSM8K, {len(first.seeds)} seeds, one "
+        f"{first.device.removeprefix('NVIDIA ')}; before training {first.evals[0][0][1]:.2f}. "
+        "How the margin is found: [quality](../ladder.md#quality)."
+    )
+    return "\n".join(["What it costs in quality:", "", *text, "", tail, "", sources(QUALITY)])
+
+
 def model() -> str:
     """What sizes and methods cost on one card: measured speeds as hours a billion tokens."""
     chosen = (
@@ -141,7 +165,8 @@ def rows_of_documents() -> str:
         f"longest of eight: {ours.targets_per_s:,.0f} against {other.targets_per_s:,.0f} learnt tokens a second, "
         f"{ratio:.1f} times."
     )
-    return "\n".join([*text, "", tail, "", sources("h200-data", "h200-chat-lengths")])
+    rows = "\n".join([*text, "", tail, "", sources("h200-data", "h200-chat-lengths")])
+    return rows + "\n\n" + learnt("amp", "wrap", "pad", "sort")
 
 
 def precision() -> str:
@@ -154,7 +179,11 @@ def precision() -> str:
     for r in lines("h200-gradients.jsonl"):
         if r["ladder"] == "precisions" and r["rung"] in ("transformers, mixed precision", "bf16", "float8"):
             text.append(f"| {r['rung']} | {1 - r['cosine']:.1e} |")
-    return "\n".join([*text, "", sources("h200-gradients.jsonl")])
+    rungs = (
+        "float32", "amp", "bf16, stochastic rounding", "bf16, rounding to the nearest", "bf16, kahan", "fp8",
+        "quantised activations",
+    )  # fmt: skip
+    return "\n".join([*text, "", sources("h200-gradients.jsonl"), "", learnt(*rungs)])
 
 
 def optimizers() -> str:
@@ -174,8 +203,11 @@ def optimizers() -> str:
             means = " | ".join(f"{statistics.mean(x):.3f}" for x in held)
             found.append(f"| {lr:g} | {means} | {min(map(len, held))} |")
     return "\n".join(
-        [text, "", "Muon from random weights, few steps:", "", *found, "", sources("h100-muon-curve.jsonl")]
-    )
+        [
+            text, "", "Muon from random weights, few steps:", "", *found, "", sources("h100-muon-curve.jsonl"), "",
+            learnt("amp", "8-bit moments", "4-bit moments", "muon", "update in backward", "NEFTune"),
+        ]
+    )  # fmt: skip
 
 
 def loader() -> str:
@@ -312,7 +344,13 @@ def ladder() -> str:
         f"The ladder goes on to {last:,.0f} tokens/s, {last / first:.1f} times the first rung: "
         "[every rung](../benchmarks.md)."
     )
-    return "\n".join([*text, "", tail, "", sources("h200-single-gpu")])
+    (trl,) = lines("h200-quality-trl.jsonl")
+    other = (
+        f"The same rows by {trl['system']}, {trl['steps']} updates: {trl['evals'][-1]:.4f}. It counts one token more a "
+        f"row, the end of a line that is easy to guess: {trl['evals'][-1] / trl['count']:.4f} of ours. "
+        f"{sources('h200-quality-trl.jsonl')}"
+    )
+    return "\n".join([*text, "", tail, "", sources("h200-single-gpu"), "", learnt(), "", other])
 
 
 def pages(of: Sequence[tuple[str, Callable[[], str]]]) -> dict[str, Callable[[], str]]:
@@ -327,10 +365,14 @@ PAGES = pages((
     ("05-precision", precision),
     ("06-adapters", lambda: steps(("h200-adapters", "ours, LoRA"), ("h200-adapters", "Unsloth, LoRA"),
                                   ("h200-adapters8", "ours, LoRA"), ("h200-adapters8", "Unsloth, LoRA"),
-                                  ("h200-eight", "four rows"))),
+                                  ("h200-eight", "four rows"))
+     + "\n\n" + learnt("amp", *(r.rung for r in read_quality(RESULTS / QUALITY)
+                               if "LoRA" in r.rung and r.rung[:4] not in ("QLoR", "int8")),
+                          "DoRA r 32", "PiSSA r 32")),
     ("07-four-bits", lambda: steps(("h200-adapters8-rows", "ours, QLoRA, one row"), ("h200-adapters8", "ours, QLoRA"),
                                    ("h100-doubt-quantized", "4 bits"), ("h100-doubt-quantized", "8 bits"),
-                                   ("h200-qlora", "8B, one row"))),
+                                   ("h200-qlora", "8B, one row"))
+     + "\n\n" + learnt("amp", "LoRA r 32", "QLoRA r 32", "int8 and LoRA r 32")),
     ("08-optimizers", optimizers),
     ("09-compile", lambda: steps(("h200-single-gpu", "compile"), ("h200-single-gpu", "max-autotune"),
                                  ("h200-single-gpu", "CUDA graphs"), ("h100-doubt-adapters", "CUDA graphs"))),

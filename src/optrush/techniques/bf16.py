@@ -50,7 +50,9 @@ class Bf16(Technique):
         yield env.needs_capability((8, 0), asked, "take --with amp:dtype=fp16")
 
     def quality(self, env: Environment) -> str:
-        return "" if Part.ADAPTERS in env.claimed else "bf16 weights"  # adapters are float32
+        if Part.ADAPTERS in env.claimed:  # which are float32
+            return ""
+        return "bf16 weights" + " rounded to the nearest, which loses small updates" * (self.rounding == "nearest")
 
     def optimizer_spec(self, env: Environment) -> OptimizerSpec | None:
         if self.rounding == "nearest":
