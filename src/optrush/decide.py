@@ -604,6 +604,10 @@ def _check_store(settings: Distill, stream: bool) -> None:
 
 def check_pairs(config: Config) -> None:
     """Raise ConfigError for a section that the objective ignores, or data that pairs cannot have; reads nothing."""
+    if config.loss is not None and config.objective in SECTIONS and config.objective not in ("orpo", "simpo"):
+        asked = f"a loss of your own with `objective: {config.objective}`"
+        do = "take objective: sft or pretrain; for pairs orpo, whose rows it has"
+        raise ConfigError(asked, "an objective with a loss of its own", do)
     asked, d, settings = f"`objective: {config.objective}`", config.data, config.dpo or Dpo()
     for name in SECTIONS:
         if name != config.objective and getattr(config, name) is not None:

@@ -38,6 +38,7 @@ from optrush.techniques.nf4 import Int8, Nf4
 from optrush.techniques.offload_activations import OffloadActivations
 from optrush.techniques.paged_states import PagedStates
 from optrush.techniques.pipeline import Pipeline
+from optrush.techniques.plugged_optimizer import PluggedOptimizer
 from optrush.techniques.quantised_activations import QuantisedActivations
 from optrush.techniques.quantised_links import QuantisedLinks
 from optrush.techniques.recompute import Recompute
@@ -60,6 +61,7 @@ OWN: tuple[type[Technique], ...] = (
     Adam8bit,
     Adam4bit,
     Muon,
+    PluggedOptimizer,
     Attention,
     LongLora,
     FusedKernels,
