@@ -22,6 +22,7 @@ from optrush.techniques.ddp import Ddp
 from optrush.techniques.deepspeed import DeepSpeed
 from optrush.techniques.experts import ExpertParallel
 from optrush.techniques.fp8 import Fp8
+from optrush.techniques.freeze import Freeze
 from optrush.techniques.fsdp import Fsdp
 from optrush.techniques.fused_adamw import FusedAdamW
 from optrush.techniques.fused_kernels import FusedKernels
@@ -55,6 +56,7 @@ OWN: tuple[type[Technique], ...] = (
     Int8,
     Lora,
     Ia3,
+    Freeze,
     Neftune,
     Rope,
     FusedAdamW,
