@@ -189,7 +189,7 @@ class Data(StrictModel):
     random: Annotated[int, Field(ge=1)] | Literal[True] | None = None
     eval: Annotated[float, Field(gt=0, lt=1)] | File | None = None
     max_samples: Annotated[int, Field(ge=1)] | None = None
-    train_on: Literal["assistant", "last", "all"] = "assistant"
+    train_on: Literal["assistant", "answer", "last", "all"] = "assistant"  # answer: its thoughts are read alone
     too_long: Literal["error", "split", "drop", "truncate"] = "error"
     most_truncated: Annotated[float, Field(ge=0, le=1)] = 0.1  # of the rows, by too_long: truncate
     bad_rows: Literal["error", "quarantine"] = "error"

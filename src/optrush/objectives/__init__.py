@@ -45,10 +45,11 @@ def unit(config: Config) -> str:
 def learnt(config: Config) -> str:
     """Return which tokens of a conversation are targets: in pre-training all, in fine-tuning `data.train_on`.
 
-    `each` is one document an answer, in which that answer alone is learnt (`data.split_turns`).
+    `each` is one document an answer, in which that answer alone is learnt (`data.split_turns`); `each-answer` the
+    same without its thoughts.
     """
     if config.data.split_turns:
-        return "each"
+        return "each-answer" if config.data.train_on == "answer" else "each"
     return "all" if config.objective == "pretrain" else config.data.train_on
 
 
