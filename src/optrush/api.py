@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from optrush.config import SECTIONS, Config, Sampling, parse_config, refuse_secrets
+from optrush.config import Config, Plugin, Sampling, parse_config, refuse_secrets
 from optrush.decide import changed
 from optrush.errors import ConfigError, ConflictError, DataError, NeedsError, UserError
 from optrush.files import config_text
@@ -36,6 +36,9 @@ Configuration = Config | Mapping[str, Any] | str | Path
 Loss = Callable[["nn.Module", "Tensor", "Batch"], "Tensor"]
 """(head, hidden (B, T, D), batch) -> () float32: the sum over the batch's target tokens, as
 `optrush.objectives.next_token`. `head(hidden, batch.labels, reduce="none")` returns their losses, (B, T)."""
+
+
+OWN_OPTIMIZER = "own-optimizer"  # the technique
 
 
 class Callback(Protocol):
@@ -65,6 +68,9 @@ def _config(given: Configuration) -> Config:
     Raises:
         ConfigError: a key, a type or a value that is not known, with the nearest that is.
     """
+    from optrush.objectives.plugged import refuse_while_importing
+
+    refuse_while_importing("a function of `optrush`")
     if isinstance(given, Config):
         config = given
     elif isinstance(given, Mapping):
@@ -111,7 +117,8 @@ def train(
     *,
     rows: Iterable[Mapping[str, Any]] | None = None,
     eval_rows: Iterable[Mapping[str, Any]] | None = None,
-    loss: Loss | None = None,
+    loss: Loss | str | None = None,
+    optimizer: Any = None,
     callbacks: Sequence[Callback] = (),
     resume: Literal["auto"] | str | Path | None = None,
     allow_change: Iterable[str] = (),
@@ -122,7 +129,9 @@ def train(
         rows: the data, in place of `data.path`: mappings such as {"messages": [...]}, {"prompt": ..., "completion":
             ...}, {"text": ...}. They are written to a file in the cache, so any length will do.
         eval_rows: held-out rows, in place of `data.eval`.
-        loss: in place of the objective's loss (pretrain and sft), see `Loss`. Checkpoints do not contain it.
+        loss: in place of the objective's loss (pretrain, sft, and orpo for pairs): a function (see `Loss`), a `partial`
+            of one, or a name such as "focal.py:focal". Checkpoints do not contain it.
+        optimizer: a subclass of torch.optim.Optimizer, or a class of docs/optimizer.md; a `partial`, or a name.
         callbacks: see `Callback`.
         resume: "auto" goes on from the newest intact checkpoint, a folder from that one.
         allow_change: fields that may have changed since, as --allow-change.
@@ -143,15 +152,29 @@ def train(
     from optrush.trainer.run import RunRequest, run
 
     begun = time.monotonic()
-    chosen = _with_rows(_config(config), rows, eval_rows)
-    if loss is not None and chosen.objective in SECTIONS:
-        asked = f"a loss of your own with `objective: {chosen.objective}`"
-        raise ConfigError(asked, "an objective with a loss of its own", "take objective: sft or pretrain")
+    chosen = _with_own(_with_rows(_config(config), rows, eval_rows), loss, optimizer)
     start: Literal["auto"] | Path | None = "auto" if resume == "auto" else None if resume is None else Path(resume)
     if start is not None:
         chosen = as_begun(chosen, launched()[1])
     with distributed.leaving():
-        return run(RunRequest(decide(chosen), start, frozenset(allow_change), loss, tuple(callbacks), begun))
+        return run(RunRequest(decide(chosen), start, frozenset(allow_change), tuple(callbacks), begun))
+
+
+def _with_own(config: Config, loss: Loss | str | None, optimizer: Any, *, elsewhere: bool = False) -> Config:
+    """Return the configuration with a loss and an optimizer that a program gives.
+
+    Args:
+        elsewhere: other processes must find them.
+    """
+    from optrush.objectives.plugged import named
+
+    changes: dict[str, Any] = {}
+    if loss is not None:
+        changes["loss"] = Plugin(**named("loss", loss, elsewhere=elsewhere))
+    if optimizer is not None:
+        given = named("optimizer", optimizer, elsewhere=elsewhere)
+        changes["with"] = {**config.with_, OWN_OPTIMIZER: {**config.with_.get(OWN_OPTIMIZER, {}), **given}}
+    return changed(config, changes)
 
 
 def _with_rows(
@@ -196,12 +219,16 @@ def _stored(rows: Iterable[Mapping[str, Any]], name: str, cache: str | None) -> 
     return str(whole)
 
 
-def evaluate(config: Configuration, *, model: str | Path | None = None, data: str | Path | None = None) -> Evaluated:
+def evaluate(
+    config: Configuration, *, model: str | Path | None = None, data: str | Path | None = None,
+    loss: Loss | str | None = None,
+) -> Evaluated:  # fmt: skip
     """Measure a model's loss on held-out data, packed, as `optrush eval` does.
 
     Args:
         model: another model's folder, such as OUTPUT/model; the configuration's own, which is what a run began from.
         data: another file of rows; what the configuration holds out (`data.eval`), else all its data.
+        loss: as of `train`.
 
     Returns:
         `loss` (mean nats a target token), `targets` (their number), `figures` (other metrics of the objective).
@@ -217,7 +244,7 @@ def evaluate(config: Configuration, *, model: str | Path | None = None, data: st
     from optrush.trainer.build import build
     from optrush.trainer.trainer import evaluate as measure
 
-    chosen = _config(config)
+    chosen = _with_own(_config(config), loss, None)
     if chosen.has_reference:
         asked, found = f"`evaluate` of `objective: {chosen.objective}`", "answers, which a second model is compared on"
         raise ConfigError(asked, found, "optrush eval CONFIG --model OUTPUT/model")
@@ -236,6 +263,7 @@ def evaluate(config: Configuration, *, model: str | Path | None = None, data: st
 def bench(
     config: Configuration, out: str | Path, *, ladder: str = "config", repeats: int | None = None,
     limit_s: float | None = None, cumulative_only: bool = False, resume: bool = False,
+    loss: Loss | str | None = None, optimizer: Any = None,
 ) -> list[Record | QualityRecord]:  # fmt: skip
     """Measure the rungs of a ladder one by one, each in fresh processes; records and report are written to `out`.
 
@@ -245,6 +273,7 @@ def bench(
         limit_s: seconds that one process may take at most.
         cumulative_only: leave out the rungs that take one technique away.
         resume: go on with a bench that was stopped.
+        loss, optimizer: as of `train`, at the top level of a file: fresh processes import it.
 
     Returns:
         A record a rung: tokens_per_s, peak_bytes, predicted_*, verdict, error; of whole runs held_out.
@@ -258,7 +287,7 @@ def bench(
     from optrush.benchmark.ladder import find_ladder
     from optrush.benchmark.runner import ProgressBoard, run_ladder
 
-    chosen = _config(config)
+    chosen = _with_own(_config(config), loss, optimizer, elsewhere=True)
     with ProgressBoard() as board:
         return run_ladder(
             find_ladder(ladder, chosen), chosen, Path(out), board, repeats=repeats, cumulative_only=cumulative_only,
@@ -266,13 +295,17 @@ def bench(
         )  # fmt: skip
 
 
-def tune(config: Configuration, out: str | Path, *, budget_s: float = 600.0, ranks: int = 1) -> Tuned:
+def tune(
+    config: Configuration, out: str | Path, *, budget_s: float = 600.0, ranks: int = 1,
+    loss: Loss | str | None = None, optimizer: Any = None,
+) -> Tuned:  # fmt: skip
     """Measure the plan's best settings, prove each, and write the fastest as YAML, as `optrush tune` does.
 
     Args:
         out: the YAML to write; the records are in the folder of its name without the suffix.
         budget_s: seconds that all processes together may take.
         ranks: processes on this machine, one a GPU.
+        loss, optimizer: as of `bench`.
 
     Returns:
         `config` (to train with), `ratio` (of its speed to the configuration's), `tried`, `sentence()`.
@@ -288,7 +321,8 @@ def tune(config: Configuration, out: str | Path, *, budget_s: float = 600.0, ran
     from optrush.benchmark.tune import tune_config
 
     with ProgressBoard() as board:
-        return tune_config(_config(config), Path(out), board, budget_s=budget_s, ranks=ranks)
+        chosen = _with_own(_config(config), loss, optimizer, elsewhere=True)
+        return tune_config(chosen, Path(out), board, budget_s=budget_s, ranks=ranks)
 
 
 def export(

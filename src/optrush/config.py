@@ -189,7 +189,7 @@ class Data(StrictModel):
     random: Annotated[int, Field(ge=1)] | Literal[True] | None = None
     eval: Annotated[float, Field(gt=0, lt=1)] | File | None = None
     max_samples: Annotated[int, Field(ge=1)] | None = None
-    train_on: Literal["assistant", "last", "all"] = "assistant"
+    train_on: Literal["assistant", "answer", "last", "all"] = "assistant"  # answer: its thoughts are read alone
     too_long: Literal["error", "split", "drop", "truncate"] = "error"
     most_truncated: Annotated[float, Field(ge=0, le=1)] = 0.1  # of the rows, by too_long: truncate
     bad_rows: Literal["error", "quarantine"] = "error"
@@ -333,6 +333,22 @@ JUDGED = "kto"  # the objective whose rows are answers with a label
 COMPARED = PAIRED | {JUDGED}  # objectives whose samples are two documents
 
 
+def _short_plugin(value: object) -> object:
+    return {"use": value} if isinstance(value, str) else value
+
+
+class Plugin(StrictModel):
+    """A function or class of other people: an entry point, `FILE.py:NAME` or `MODULE:NAME` (docs/python.md)."""
+
+    use: Text
+    options: dict[str, Any] = Field(default_factory=dict)  # its keywords
+
+
+# The rows that an objective of other people learns from, and the objective here that has the same rows.
+ROWS = {"text": "pretrain", "chat": "sft", "pairs": "orpo"}
+_OWN_OBJECTIVE = frozenset({"use", "rows", "options"})
+
+
 def _short_tracker(value: object) -> object:
     return {"name": value} if isinstance(value, str) else value
 
@@ -356,6 +372,7 @@ class Config(StrictModel):
 
     model: Annotated[Model, BeforeValidator(_short_model)]
     objective: Literal["pretrain", "sft", "dpo", "kto", "orpo", "simpo", "reward", "distill"]
+    loss: Annotated[Plugin | None, BeforeValidator(_short_plugin)] = None  # in place of the objective's
     method: Literal["full", "lora", "qlora", "auto"] | None = None  # None: what `with` says
     dpo: Dpo | None = None  # None: its defaults, where the objective is of that name
     kto: Kto | None = None
@@ -371,6 +388,18 @@ class Config(StrictModel):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     output: File
     with_: dict[str, dict[str, Any]] = Field(default_factory=dict, alias="with")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_objective(cls, given: Any) -> Any:
+        """Return `objective: {use: NAME, rows: chat}` as the objective here with those rows, and the loss."""
+        own = given.get("objective") if isinstance(given, dict) else None
+        if not isinstance(own, dict) or given.get("loss") is not None:
+            return given
+        if "use" not in own or own.get("rows") not in ROWS or own.keys() - _OWN_OBJECTIVE:
+            return given  # refused as a value of `objective`
+        used = {key: own[key] for key in ("use", "options") if key in own}
+        return {**given, "objective": ROWS[own["rows"]], "loss": used}
 
     @model_validator(mode="before")
     @classmethod
@@ -644,6 +673,8 @@ def explain(
     here = [p for p in problems if _path(p["loc"])[: len(path)] == path]
     whole = all(p["type"] == "model_type" for p in here)
     do = _whole_section(root, path, first["input"], flag) if whole else accepted(here)
+    if path == ("objective",):
+        do += f"; one of your own: `objective: {{use: FILE.py:NAME, rows: {'|'.join(ROWS)}}}`"
     if path[:2] == ("data", "columns") and path[-1] in get_args(Column) and isinstance(first["input"], str):
         do = f"write the row's key first: `data.columns: {{{first['input']}: {path[-1]}}}`"
     place, found, do = (LOGIN.sub("***@", text) for text in (place, f"{first['input']!r}", do))  # repeat no password

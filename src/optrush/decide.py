@@ -21,6 +21,7 @@ from typing import Any
 from optrush import hardware
 from optrush.config import (
     ADAPTER_LR,
+    COMPARED,
     JUDGED,
     METHODS,
     SECTIONS,
@@ -555,9 +556,13 @@ def check_fields(config: Config) -> None:
     """Raise ConfigError for fields of `data:`, `model:` and the objective that contradict each other; reads nothing."""
     refuse_secrets(config)
     d = config.data
-    if config.objective == "pretrain" and d.train_on == "last":
-        raise ConfigError("`data.train_on: last`", "`objective: pretrain` learns every token", "objective: sft")
-    if d.split_turns and (config.objective, d.train_on) != ("sft", "assistant"):
+    if config.objective in COMPARED and d.train_on == "answer":
+        found, do = f"`objective: {config.objective}` compares whole answers", "leave it out, or take objective: sft"
+        raise ConfigError("`data.train_on: answer`", found, do)
+    if config.objective == "pretrain" and d.train_on in ("last", "answer"):
+        asked, found = f"`data.train_on: {d.train_on}`", "`objective: pretrain` learns every token"
+        raise ConfigError(asked, found, "objective: sft")
+    if d.split_turns and (config.objective != "sft" or d.train_on not in ("assistant", "answer")):
         found = (
             f"`objective: {config.objective}`, `data.train_on: {d.train_on}`: not every answer alone is learnt there"
         )
@@ -604,6 +609,10 @@ def _check_store(settings: Distill, stream: bool) -> None:
 
 def check_pairs(config: Config) -> None:
     """Raise ConfigError for a section that the objective ignores, or data that pairs cannot have; reads nothing."""
+    if config.loss is not None and config.objective in SECTIONS and config.objective not in ("orpo", "simpo"):
+        asked = f"a loss of your own with `objective: {config.objective}`"
+        do = "take objective: sft or pretrain; for pairs orpo, whose rows it has"
+        raise ConfigError(asked, "an objective with a loss of its own", do)
     asked, d, settings = f"`objective: {config.objective}`", config.data, config.dpo or Dpo()
     for name in SECTIONS:
         if name != config.objective and getattr(config, name) is not None:

@@ -60,7 +60,7 @@ def card(
         measured = [("measured", escaped(f"not known, for metrics.jsonl is damaged: {reason(error)}"))]
     facts = [
         ("base model", _base(config)),
-        ("objective", f"`{config.objective}`"),
+        ("objective", f"`{config.objective}`" + (f", the loss {escaped(config.loss.use)}" if config.loss else "")),
         ("data", escaped(_data(config)) + (f": {escaped(data)}" if data else "")),
         ("steps", f"{steps:,}"),
         ("techniques", escaped(", ".join(config.with_) or "none")),

@@ -122,7 +122,7 @@ def _bare(config: Config) -> Config:
             with_[t.name] = {key: value for key, value in config.with_[t.name].items() if key == "dtype"}
     seq = config.batch.seq
     batch = BatchSize(seq=seq, tokens=seq, micro_tokens=seq)
-    changes = {"objective": "pretrain", **dict.fromkeys(SECTIONS), "data": Data(random=1), "batch": batch}
+    changes = {"objective": "pretrain", "loss": None, **dict.fromkeys(SECTIONS), "data": Data(random=1), "batch": batch}
     return changed(config, {**changes, "with": with_, "method": None})
 
 

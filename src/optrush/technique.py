@@ -361,7 +361,7 @@ class Edit:
     @classmethod
     def of(cls, stage: str, technique: Technique, count: int) -> Edit:
         """With the options that are on, defaults too: which kernel was chosen is one of them."""
-        chosen = (f"{name}={value}" for name, value in vars(technique).items() if value not in (None, False, ()))
+        chosen = (f"{name}={value}" for name, value in vars(technique).items() if value not in (None, False, (), {}))
         return cls(stage, technique.name, count, ", ".join(chosen))
 
     def __str__(self) -> str:

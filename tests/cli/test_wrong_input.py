@@ -219,6 +219,12 @@ VALUES: dict[str, Case] = {
     "learn the last of everything": (
         {"objective": "pretrain", "data": {"train_on": "last"}}, [], ("train_on: last", "learns every token"),
     ),
+    "learn the answers of everything": (
+        {"objective": "pretrain", "data": {"train_on": "answer"}}, [], ("train_on: answer", "learns every token"),
+    ),
+    "learn the answers of pairs": (
+        {"objective": "orpo", "data": {"train_on": "answer"}}, [], ("train_on: answer", "compares whole answers"),
+    ),
     "every one and a half steps": ({"train": {"save_every": 1.5}}, [], ("save_every", "1.5", "whole number of steps")),
     "with a number": ({"with": {"packing": 5}}, ["--with", "packing:x=1"], ("`with.packing` holds 5", "as a mapping")),
     "with a list": ({"with": ["packing"]}, ["--without", "packing"], ("--without packing", "no mapping")),

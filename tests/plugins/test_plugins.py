@@ -141,14 +141,32 @@ def test_the_systems_of_a_package_that_cannot_be_loaded(monkeypatch: pytest.Monk
             peer.find_peers(tmp_path)
 
 
-# The page: files and commands as they stand there.
+# The pages: files and commands as they stand there.
+
+
+def test_the_technique_of_the_page_from_python(tmp_path: Path) -> None:
+    """Its package is listed, and a run has its effect."""
+    files_of("python.md", tmp_path)
+    path = installed(tmp_path, tmp_path / "path")
+    (tmp_path / "run.yaml").write_text(json.dumps({**CONFIG, "train": {"steps": 1, "export": False}, "with": {}}))
+    assert "clip-values" in optrush("techniques", folder=tmp_path, path=path).stdout
+    trained = optrush("train", "run.yaml", "--with", "clip-values:limit=1e-9", folder=tmp_path, path=path)
+    assert trained.returncode == 0 and "clip-values (limit=1e-09): 1 change" in trained.stderr, trained.stderr
+    lines = [json.loads(x) for x in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert all(0 < line["grad_norm"] < 1e-5 for line in lines if "loss" in line)
+
+
+def files_of(page: str, folder: Path) -> str:
+    """Write the files of a page into a folder; return its text."""
+    text = (ROOT / "docs" / page).read_text("utf-8")
+    for name, content in re.findall(r"```\w+\n# (\S+\.\w+)\n(.*?)```", text, re.DOTALL):
+        (folder / name).write_text(content)
+    return text
 
 
 def written(folder: Path) -> list[list[str]]:
-    """Write the files of the page into a folder; return its commands."""
-    text = (ROOT / "docs" / "optimizer.md").read_text("utf-8")
-    for name, content in re.findall(r"```\w+\n# (\S+\.\w+)\n(.*?)```", text, re.DOTALL):
-        (folder / name).write_text(content)
+    """Write the files of the page about optimizers into a folder; return its commands."""
+    text = files_of("optimizer.md", folder)
     (commands,) = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     return [shlex.split(line) for line in commands.splitlines()]
 

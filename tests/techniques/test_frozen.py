@@ -1,54 +1,34 @@
-"""A technique of a few lines that freezes a part of the model: what it computes, what a plan says, what is saved."""
+"""Freezing a part of the model: which parameters, what it computes, what a plan says, what is saved."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from optrush.config import Config, parse_config
+from optrush.decide import decide
+from optrush.errors import CheckpointError, ConflictError, NeedsError, UserError
+from optrush.exporting import export_run
 from optrush.hardware import parse_hardware
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.planner import ledger, search
-from optrush.planner.frozen import frozen_parameters
-from optrush.planner.ledger import Rule
-from optrush.technique import Environment, Numerics, Part, Technique, Trainer
 from optrush.techniques import ALL
+from optrush.techniques.freeze import published_names
+from optrush.trainer import checkpoint
+from optrush.trainer import run as fit
+from optrush.trainer.trainer import Trainer
 
+from golden.make_golden import Case
 from memory import check_prediction, supposed
+from trials import assembled, first_gradients, golden_run, steps, weights
 
-
-@dataclass(frozen=True)
-class Freeze(Technique):
-    """Does not train the parameters whose names match."""
-
-    names: tuple[str, ...] = ()
-
-    name = "freeze"
-    summary = "parameters that are not trained"
-    source = "https://arxiv.org/abs/1911.03090"
-    numerics = Numerics.DIFFERENT_MATHS
-    claims = frozenset({Part.TRAINED})
-
-    def predict(self, env: Environment) -> Iterator[Rule]:
-        assert env.shape is not None
-        names = {name for name, _ in env.shape.named_parameters() if self._matches(name)}
-        yield from frozen_parameters(env, env.shape, names)
-
-    def peft(self, trainer: Trainer) -> int:
-        chosen = [p for name, p in trainer.model.named_parameters() if self._matches(name)]
-        for p in chosen:
-            p.requires_grad_(False)
-        trainer.fingerprints["freeze"] = ", ".join(self.names)
-        return len(chosen)
-
-    def _matches(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self.names)
-
-
-CLASSES = (*ALL, Freeze)
+CLASSES = ALL
 EIGHT = "blocks.[0-7].*"
 
 
@@ -58,7 +38,7 @@ model: {{shape: {shape}}}
 objective: pretrain
 data: {{random: 32}}
 batch: {{seq: 1024, tokens: {rows * 1024}, micro_tokens: {rows * 1024}}}
-with: {{bf16: {{}}, fused-adamw: {{}}, attention: {{}}, freeze: {{names: {list(names)}}}}}
+with: {{bf16: {{}}, fused-adamw: {{}}, attention: {{}}, {f"freeze: {{names: {list(names)}}}" if names else ""}}}
 output: unused
 """
     return parse_config(text, "case", (), more)
@@ -94,3 +74,160 @@ def test_flops() -> None:
     for names, saved in (((EIGHT,), 8 * 2 * block), ((EIGHT, "embedding.*"), 8 * 4 * block + 2 * head)):
         with supposed(run(*names), CLASSES) as job:
             assert job.model.frozen_flops == saved
+
+
+# Which parameters, and what becomes of them.
+
+
+def names_of(job: Trainer) -> set[str]:
+    return {name for name, p in job.model.named_parameters() if not p.requires_grad}
+
+
+CHOSEN: dict[str, tuple[dict[str, Any], Callable[[str], bool]]] = {
+    "layers": ({"layers": "0"}, lambda n: n.startswith("blocks.0.")),
+    "a number": ({"layers": 1}, lambda n: n.startswith("blocks.1.")),
+    "a list": ({"layers": [1]}, lambda n: n.startswith("blocks.1.")),
+    "spaces": ({"layers": " 0 - 0 , 1"}, lambda n: n.startswith("blocks.")),
+    "names of files": ({"names": ["model.layers.0.mlp.*", "embed_tokens"]},
+                       lambda n: n == "embedding.weight" or n.startswith(("blocks.0.gate_up", "blocks.0.down"))),
+    "one text": ({"names": "*layernorm.weight"}, lambda n: ".norm" in n),
+    "own names": ({"names": ["blocks.*.down.weight"]}, lambda n: n.endswith("down.weight")),
+    "both": ({"layers": "0", "names": ["o_proj"]}, lambda n: n.startswith("blocks.0.") or ".o." in n),
+    "all pieces": ({"names": ["gate_proj", "up_proj"]}, lambda n: "gate_up" in n),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CHOSEN)
+def test_what_is_frozen_stays_and_the_rest_learns_as_it_would(box: Path, kind: str) -> None:
+    """The first step's gradients are those of a run of everything; nothing else moves; a plan counts the same."""
+    options, wanted = CHOSEN[kind]
+    config = golden_run(box, packed=True, freeze=options)
+    job, everything = assembled(config), assembled(golden_run(box, packed=True))
+    frozen = names_of(job)
+    assert frozen == {n for n, _ in everything.model.named_parameters() if wanted(n)} and frozen
+    before = {n: p.detach().clone() for n, p in job.model.named_parameters()}
+    (loss, grads), (other, whole) = first_gradients(job), first_gradients(everything)
+    assert loss == other and grads.keys() == whole.keys() - frozen
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, whole[name], rtol=1e-6, atol=1e-8, msg=name)
+    list(steps(job, 2))
+    for name, p in job.model.named_parameters():
+        assert torch.equal(p, before[name]) == (name in frozen), name
+    assert not job.optimizer.state().keys() & frozen
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    ({}, ["neither `layers` nor `names`"]),
+    ({"layers": "0-7"}, ["layers 0 to 1", "below 2"]),
+    ({"layers": "1-0"}, ["the range 1-0 is empty"]),
+    ({"layers": "first"}, ["no numbers", '"0-3,7"']),
+    ({"layers": ""}, ["no numbers"]),
+    ({"layers": [-1]}, ["layers 0 to 1"]),
+    ({"names": ["no_such"]}, ["no parameter of that name", "q_proj"]),
+    ({"layers": "0", "names": ["o_proj", "k_prog"]}, ["[k_prog]", "no parameter"]),
+    ({"names": ["q_proj"]}, ["k_proj, v_proj", "one tensor"]),
+    ({"names": ["*"]}, ["nothing is left"]),
+])  # fmt: skip
+def test_what_cannot_be_frozen(box: Path, options: dict[str, Any], says: list[str]) -> None:
+    with pytest.raises(NeedsError) as caught:
+        decide(golden_run(box, freeze=options))
+    assert all(text in str(caught.value) for text in says), caught.value
+
+
+@pytest.mark.parametrize("name", ["no_such", "lm_head"])
+def test_a_head_that_is_the_embedding(box: Path, name: str) -> None:
+    with pytest.raises(NeedsError, match="no_such" if name == "no_such" else r"(?s)tied.*embed_tokens"):
+        decide(golden_run(box, Case(True), freeze={"names": [name]}))
+
+
+@pytest.mark.parametrize(("with_", "error"), [
+    ({"lora": {}}, ConflictError), ({"ia3": {}}, ConflictError), ({"nf4": {}}, NeedsError),
+])  # fmt: skip
+def test_what_it_contradicts(box: Path, with_: dict[str, Any], error: type[UserError]) -> None:
+    with pytest.raises(error, match="freeze"):
+        decide(golden_run(box, freeze={"layers": "0"}, **with_))
+
+
+LOWER: dict[str, Any] = {"layers": "0", "names": ["embed_tokens", "lm_head"]}
+
+
+def frozen_figures(box: Path, with_: dict[str, Any], rows: int = 2) -> tuple[list[tuple[float, float]], Any]:
+    job = assembled(golden_run(box, packed=True, rows=rows, freeze=LOWER, **with_))
+    return [f[:2] for f in steps(job, 3)], weights(job)
+
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "recompute": {"recompute": {}}, "fused": {"fused-adamw": {}, "fused-loss": {}, "attention": {}},
+    "8 bits": {"adam8bit": {}}, "muon": {"muon": {}}, "sums": {"selective-recompute": {}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_beside_others(box: Path, beside: str) -> None:
+    plain, _ = frozen_figures(box, {})
+    figures, _ = frozen_figures(box, BESIDE[beside])
+    near = 1e-4 if beside in ("recompute", "fused", "sums") else 0.05
+    assert [f[0] for f in figures] == pytest.approx([f[0] for f in plain], rel=near)
+    assert figures[0] == pytest.approx(plain[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+def test_over_ranks(box: Path, pair: Any, sharding: str) -> None:
+    plain, whole = frozen_figures(box, {}, rows=4)
+    for figures, held in pair(frozen_figures, box, {sharding: {}}):
+        assert figures == [pytest.approx(f, rel=1e-4) for f in plain]
+        assert held.keys() == whole.keys()
+
+
+def test_a_resumed_run_and_an_export(box: Path, tmp_path: Path) -> None:
+    """To the bit; a checkpoint has what is trained, and the model at the end everything."""
+    config = golden_run(box, packed=True, freeze=LOWER, sets=[f"output={tmp_path}/out"])
+    straight = assembled(config)
+    list(steps(straight, 2))
+    checkpoint.save(straight, 2, checkpoint.Meta("00ff", 0, fingerprints=straight.fingerprints))
+    list(steps(straight, 1, first=3))
+    again = assembled(config)
+    found = checkpoint.find_checkpoints(tmp_path / "out")[0]
+    checkpoint.restore(again, found, again.fingerprints)
+    for _ in range(2):
+        next(again.batches)
+    list(steps(again, 1, first=3))
+    assert all(torch.equal(w, weights(straight)[n]) for n, w in weights(again).items())
+    other = assembled(golden_run(box, packed=True, freeze={"layers": "1"}, sets=[f"output={tmp_path}/out"]))
+    with pytest.raises(CheckpointError):
+        checkpoint.restore(other, found, other.fingerprints)
+
+
+def test_a_run_exports_every_weight(box: Path, tmp_path: Path) -> None:
+    config = golden_run(box, packed=True, freeze={"layers": "0"}, sets=[f"output={tmp_path}/out", "train.steps=2"])
+    assert fit.run(fit.RunRequest(decide(config))).code == 0
+    base, found = (load_file(f / "model.safetensors") for f in (box / "untied", tmp_path / "out/model"))
+    assert base.keys() == found.keys()
+    for name, w in base.items():
+        assert torch.equal(w, found[name]) == name.startswith("model.layers.0."), name
+    assert export_run(tmp_path / "out", tmp_path / "again").out.is_dir()
+    assert torch.equal(load_file(tmp_path / "again/model.safetensors")["lm_head.weight"], found["lm_head.weight"])
+
+
+def test_through_transformers(box: Path) -> None:
+    sets = ["model.implementation=transformers"]
+    job = assembled(golden_run(box, freeze={"layers": "0", "names": ["embed_tokens"]}, sets=sets))
+    entries = job.weight_map.entries
+    pieces = {n: entries[n].pieces[0][0] for n, _ in job.model.named_parameters()}
+    assert names_of(job) == {n for n, piece in pieces.items() if ".layers.0." in piece or "embed_tokens" in piece}
+    list(steps(job, 1))
+
+
+def test_names_of_files_are_those_of_the_model(box: Path) -> None:
+    """What a plan takes for the names of a family is what its files have."""
+    job = assembled(golden_run(box))
+    assert job.env.shape is not None
+    for name, pieces in published_names(job.env.shape).items():
+        assert pieces == [piece for piece, _ in job.weight_map.entries[name].pieces], name
+
+
+def test_half_frozen_needs_less(box: Path) -> None:
+    whole, half = (search.predict(run(*names), "h200") for names in ((), (EIGHT, "embed_tokens")))
+    lines = [{line.name: line.bytes for line in found.lines} for found in (whole, half)]
+    assert lines[1]["states.blocks"] == pytest.approx(lines[0]["states.blocks"] / 2, rel=0.02)
+    assert half.peak_bytes < 0.7 * whole.peak_bytes

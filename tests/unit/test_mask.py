@@ -277,3 +277,55 @@ def test_thoughts_that_a_template_leaves_out_are_refused_whatever_is_learnt(byte
         tokens.document(parse_row(WHERE, {"messages": first}), "all", WHERE)
     inside = [turns[0], {"role": "assistant", "content": "<think>\nEggs boil.\n</think>\n\nb"}]
     assert tokens.document(parse_row(WHERE, {"messages": inside}), train_on, WHERE)
+
+
+QWEN = CHATML.replace(
+    "message['content']",
+    "('<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' if message.reasoning_content else '')"
+    " + message['content']",
+)
+APART = CHATML.replace(
+    "message['content']",
+    "('(thinks) ' + message.thinking + ' (says) ' if message.thinking else '') + message['content']",
+)
+
+
+THINKING_TURNS = {
+    "in the content": ({"content": "<think>\nTwo and two.\n</think>\n\nFour."}, CHATML, "Four.<|im_end|>"),
+    "without marks": ({"content": "Four."}, CHATML, "Four.<|im_end|>"),
+    "mark named later": ({"content": "Write <think> first."}, CHATML, "Write <think> first.<|im_end|>"),
+    "only the end": ({"content": "Two and two.\n</think>\n\nFour."}, CHATML, "Four.<|im_end|>"),
+    "a mark in the answer": ({"content": "<think>a</think>b </think> c"}, CHATML, "b </think> c<|im_end|>"),
+    "no answer": ({"content": "<think>a</think>"}, CHATML, "<|im_end|>"),
+    "apart, with marks": ({"content": "Four.", "reasoning_content": "Two and two."}, QWEN, "Four.<|im_end|>"),
+    "apart, none": ({"content": "Four."}, QWEN, "Four.<|im_end|>"),
+    "apart, the same words": ({"content": "Four.", "reasoning_content": "Four. Four."}, QWEN, "Four.<|im_end|>"),
+    "other marks": ({"content": "Four.", "thinking": "Two and two."}, APART, "Four.<|im_end|>"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", THINKING_TURNS)
+def test_thoughts_are_read_and_not_learnt(bytelevel, kind):
+    turn, template, wanted = THINKING_TURNS[kind]
+    tokens = Tokens(bytelevel, template)
+    turns = [{"role": "user", "content": "How many?"}, {"role": "assistant", **turn}]
+    made = tokens.document(parse_row(WHERE, {"messages": turns}), "answer", WHERE)
+    assert [text.lstrip() for text in learnt(tokens, made)] == [wanted]
+    assert len(made) == len(tokens.document(parse_row(WHERE, {"messages": turns}), "assistant", WHERE)), "they are read"
+    both = [*turns, {"role": "user", "content": "And?"}, {"role": "assistant", "content": "<think>x</think>No."}]
+    made = tokens.document(parse_row(WHERE, {"messages": both}), "last-answer", WHERE)
+    assert learnt(tokens, made) == ["No.<|im_end|>"]
+
+
+def test_thoughts_of_plain_texts(bytelevel):
+    tokens = Tokens(bytelevel, CHATML)
+    made = tokens.document(Completion("How many? ", "<think>Two.</think> Four."), "answer", WHERE)
+    assert learnt(tokens, made)[0].lstrip().startswith("Four.")
+
+
+def test_thoughts_without_an_end(bytelevel):
+    tokens = Tokens(bytelevel, CHATML)
+    chat = Chat((Message("user", "How many?"), Message("assistant", "<think>Two and")))
+    with pytest.raises(DataError, match=r"messages\[1\] begins with <think>"):
+        tokens.document(chat, "answer", WHERE)
+    assert tokens.document(chat, "assistant", WHERE)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import pkgutil
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,9 @@ import pytest
 
 import optrush
 from optrush import api
-from optrush.errors import ConfigError, DataError
+from optrush.cli import app
+from optrush.config import Plugin, dump_config, parse_config
+from optrush.errors import CheckpointError, ConfigError, DataError, RunError, UserError
 
 ROOT = Path(__file__).parents[2]
 CONFIG: dict[str, Any] = {
@@ -27,12 +32,22 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def page(here: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The page: blocks that begin with a file's name are written as files; the others of Python."""
+    monkeypatch.syspath_prepend(here)
+    text = (ROOT / "docs" / "python.md").read_text("utf-8")
+    for name, content in re.findall(r"```\w+\n# (\S+\.\w+)\n(.*?)```", text, re.DOTALL):
+        Path(name).write_text(content)
+        monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
+    return re.findall(r"```python\n(?!# \S+\.py\n)(.*?)```", text, re.DOTALL)
+
+
 @pytest.mark.slow
-def test_the_page_runs_as_it_is_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_runs_as_it_is_written(page: list[str], here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every block of Python in one namespace, in order."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text("utf-8"), re.DOTALL)
     names: dict[str, Any] = {}
-    for block in blocks:
+    for block in page:
         exec(compile(block, "docs/python.md", "exec"), names)
     out = capsys.readouterr().out
     assert "a run lies there ->" in out and "saved runs/shown/checkpoints/step-000002" in out
@@ -41,6 +56,184 @@ def test_the_page_runs_as_it_is_written(here: Path, capsys: pytest.CaptureFixtur
     plain = [json.loads(line)["loss"] for line in Path("runs/python/metrics.jsonl").read_text().splitlines()
              if '"loss"' in line]  # fmt: skip
     assert all(0 < own < usual for own, usual in zip(losses, plain, strict=True)), "(1 - p)^2 < 1"
+    lines = [json.loads(line) for line in Path("runs/margin/metrics.jsonl").read_text().splitlines()]
+    assert all(math.isfinite(line["lead"]) for line in lines if "loss" in line) and any("loss" in x for x in lines)
+    assert "'signs'" in out and not [r.error for r in names["records"] if r.error]
+
+
+def test_the_parts_of_the_page_run(page: list[str], here: Path) -> None:
+    """The loss, the objective and the optimizer; the technique in tests/plugins."""
+    blocks = [block for block in page if "train({**config" in block and ("focal" in block or "margin" in block)]
+    small = {**CONFIG, "train": {"steps": 1, "export": False}, "data": CONFIG["data"] | {"max_samples": 6}}
+    names: dict[str, Any] = {
+        "config": small,
+        "train": optrush.train,
+        "plan": optrush.plan,
+        "partial": functools.partial,
+    }
+    assert len(blocks) == 3
+    for block in [*blocks, next(block for block in page if "from signs" in block)]:
+        exec(compile(block, "docs/python.md", "exec"), names)
+    assert {p.name for p in Path("runs").iterdir()} == {"focal", "focal-1", "margin", "signs"}
+
+
+LOSSES = """
+import torch
+from optrush import train
+
+def half(head, hidden, batch, share=0.5):
+    return share * head(hidden, batch.labels)
+
+class Weighted:
+    def __init__(self, share=0.5):
+        self.share = share
+    def __call__(self, head, hidden, batch):
+        return half(head, hidden, batch, self.share)
+
+def each(head, hidden, batch):
+    return head(hidden, batch.labels, reduce="none")
+
+def nothing(head, hidden, batch):
+    pass
+
+def breaks(head, hidden, batch):
+    return {}["logits"]
+
+class Turned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x
+    @staticmethod
+    def backward(ctx, g):
+        raise ValueError("of backward")
+
+def turned(head, hidden, batch):
+    return Turned.apply(half(head, hidden, batch))
+
+later = []
+def breaks_later(head, hidden, batch):
+    later.append(1)
+    return half(head, hidden, batch) if len(later) < 5 else 1 / 0
+
+def two(head, hidden):
+    pass
+"""
+
+
+@pytest.fixture
+def losses(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(here)
+    (here / "losses.py").write_text(LOSSES)
+    (here / "broken.py").write_text("import torch\nimport no_such_module\n")
+    (here / "wrong.py").write_text("def f(:\n")
+    (here / "calls.py").write_text(f"import optrush\noptrush.train({CONFIG!r})\n")
+    return here
+
+
+def first_loss(**changes: Any) -> float:
+    optrush.train({**CONFIG, **changes, "train": CONFIG["train"] | {"clean": True, "steps": 1}})
+    return next(x["loss"] for x in map(json.loads, Path("out/metrics.jsonl").read_text().splitlines()) if "loss" in x)
+
+
+@pytest.mark.parametrize(("loss", "times"), [
+    ("losses.py:half", 0.5), ("losses:half", 0.5), ({"use": "losses.py:half", "options": {"share": 2.0}}, 2.0),
+    ({"use": "losses.py:Weighted", "options": {"share": 0.25}}, 0.25),
+])  # fmt: skip
+def test_a_loss_by_its_name(losses: Path, loss: Any, times: float) -> None:
+    assert first_loss(loss=loss) == pytest.approx(times * first_loss(), rel=1e-5)
+    folder = Path("out/run.yaml").read_text()
+    assert "loss" not in folder.split("data:")[0]
+
+
+def test_a_named_loss_is_in_the_run_and_is_needed_to_resume(losses: Path) -> None:
+    """Its run.yaml names the file from the root; a changed text is refused, and allowed by its name."""
+    long = {**CONFIG, "loss": "losses.py:half", "train": {"steps": 2, "save_every": 1, "export": False}}
+    optrush.train({**long, "train": long["train"] | {"steps": 1}})
+    assert f"use: {losses / 'losses.py'}:half" in Path("out/run.yaml").read_text()
+    (losses / "other.py").write_text(LOSSES.replace("share * head", "head"))
+    with pytest.raises(CheckpointError, match="loss"):
+        optrush.train({**long, "loss": "other.py:half"}, resume="auto", allow_change=["order"])
+    optrush.train({**long, "loss": "other.py:half"}, resume="auto", allow_change=["order", "loss"])
+
+
+@pytest.mark.parametrize(("use", "says"), [
+    ("losses.py:each", ["Tensor of shape (1, 128)", "without dimensions"]),
+    ("losses.py:nothing", ["NoneType", "without dimensions"]),
+    ("losses.py:breaks", ["KeyError: 'logits', in breaks (", "losses.py:21"]),
+    ("losses.py:two", ["too many positional", "(head, hidden, batch)"]),
+    ("losses.py:hlaf", ["no `hlaf`", "half"]),
+    ("losses.py:later", ["list, which cannot be called"]),
+    ("broken.py:f", ["ModuleNotFoundError", "broken.py:2"]),
+    ("wrong.py:f", ["SyntaxError", "wrong.py:1"]),
+    ("calls.py:f", ["__main__"]),
+    ("none.py:f", ["no file"]),
+    ("no_such_module:f", ["ModuleNotFoundError"]),
+    ("focal", ["no entry point", "optrush.losses"]),
+    ("python:focal", ["another Python process", "loss=focal"]),
+])  # fmt: skip
+def test_a_loss_that_fails_is_named(losses: Path, use: str, says: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        optrush.train({**CONFIG, "loss": use})
+    assert f"the loss `{use}`" in str(caught.value) and all(text in str(caught.value) for text in says), caught.value
+    assert not Path("out").exists()
+
+
+def test_a_loss_that_fails_in_a_later_step_fails_the_run(losses: Path) -> None:
+    with pytest.raises(RunError, match=r"breaks_later[\s\S]*ZeroDivisionError[\s\S]*losses.py:\d+"):
+        optrush.train({**CONFIG, "loss": "losses.py:breaks_later", "train": {"steps": 5, "export": False}})
+
+
+def test_a_loss_that_fails_in_its_backward_pass_is_named(losses: Path) -> None:
+    """By the command line: autograd calls it, without a frame of the loss."""
+    with pytest.raises(ValueError, match="of backward") as caught:
+        optrush.train({**CONFIG, "loss": "losses.py:turned"})
+    assert "the loss `losses.py:turned`" in str(blamed := app._of_plugin(caught.value)) and "Turned" in str(blamed)
+
+
+@pytest.mark.parametrize(("objective", "changes"), [
+    ("dpo", {}), ("kto", {}), ("reward", {}), ("distill", {"distill": {"teacher": "tiny"}}),
+])  # fmt: skip
+def test_a_loss_in_place_of_one_that_has_no_other(losses: Path, objective: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="a loss of its own"):
+        optrush.train({**CONFIG, "objective": objective, "loss": "losses.py:half", **changes})
+
+
+@pytest.mark.parametrize("own", [
+    {"use": "losses.py:half"}, {"use": "losses.py:half", "rows": "words"}, {"rows": "chat"}, "mine",
+    {"use": "losses.py:half", "rows": "chat", "beta": 1},
+])  # fmt: skip
+def test_an_objective_that_is_not_whole(losses: Path, own: Any) -> None:
+    with pytest.raises(ConfigError, match=r"use: FILE.py:NAME, rows: text\|chat\|pairs"):
+        optrush.train({**CONFIG, "objective": own})
+
+
+@pytest.mark.parametrize(("rows", "objective"), [("text", "pretrain"), ("chat", "sft"), ("pairs", "orpo")])
+def test_the_rows_of_an_objective(rows: str, objective: str) -> None:
+    config = parse_config(json.dumps({**CONFIG, "objective": {"use": "x", "rows": rows}}), "run")
+    assert (config.objective, config.loss) == (objective, Plugin(use="x"))
+    assert parse_config(dump_config(config), "again") == config
+
+
+def test_a_ladder_needs_a_loss_of_a_file(here: Path) -> None:
+    with pytest.raises(ConfigError, match="at the top level of a file"):
+        optrush.bench(CONFIG, "ladder", loss=lambda head, hidden, batch: hidden.sum())
+    with pytest.raises(ConfigError, match="at the top level of a file"):
+        optrush.tune(CONFIG, "tuned.yaml", optimizer=type("Local", (), {}))
+
+
+def test_entry_points(losses: Path) -> None:
+    """Of a package that is installed: a loss, an objective and an optimizer by their names alone."""
+    facts = losses / "mine-1.0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    entries = "[optrush.losses]\nhalf = losses:half\n[optrush.objectives]\nquarter = losses:Weighted\n"
+    (facts / "entry_points.txt").write_text(f"{entries}[optrush.optimizers]\nada = torch.optim:Adagrad\n")
+    plain = first_loss(**{"with": {}})
+    assert first_loss(loss="half", **{"with": {}}) == pytest.approx(plain / 2, rel=1e-5)
+    quarter = {"use": "quarter", "rows": "chat", "options": {"share": 0.25}}
+    assert first_loss(objective=quarter, **{"with": {"own-optimizer": {"use": "ada", "states": 1.0}}}) == pytest.approx(
+        plain / 4, rel=1e-5
+    )
 
 
 def test_refusals(here: Path) -> None:

@@ -191,9 +191,12 @@ def _run(debug: bool) -> int:
 
 
 def _of_plugin(error: Exception) -> UserError | RunError | None:
-    """Return the error of a technique of another package, by the innermost call that has to do with it."""
+    """Return the error of a technique of another package, by the innermost call that has to do with it, or a loss."""
+    from optrush.objectives.plugged import blame
     from optrush.techniques import ALL, OWN
 
+    if (named := blame(error)) is not None:
+        return named
     packages = {technique.__module__.partition(".")[0]: technique for technique in ALL[len(OWN) :]}
     calls = list(traceback.walk_tb(error.__traceback__))
     names = [frame.f_code.co_name for frame, _ in calls]

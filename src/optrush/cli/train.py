@@ -97,9 +97,8 @@ def train_command(
     with distributed.leaving():
         outcome = run(RunRequest(decided, start, frozenset(allow_change), begun=BEGUN))
     if outcome.code == 0 and launched()[0] == 0:
-        print(
-            "\n".join(map(shown, outcome.closing_lines(config.objective in SECTIONS, config.scored))), file=sys.stderr
-        )
+        own = config.loss is not None or config.objective in SECTIONS
+        print("\n".join(map(shown, outcome.closing_lines(own, config.scored))), file=sys.stderr)
         print(outcome.output)
     raise typer.Exit(outcome.code)
 

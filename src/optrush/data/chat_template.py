@@ -36,6 +36,7 @@ from optrush.data.mask import (
     Template,
     any_of,
     find_layout,
+    thoughts_end,
     visible,
 )
 from optrush.data.schema import Chat, Completion, Document, Judged, Message, Pair, Row, RowLocation, Text, parts_of
@@ -82,7 +83,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 GIVE_TEMPLATE = "give one: `model.chat_template: chatml`, which is built in, or `model.chat_template: FILE.jinja`"
-TRAIN_ON = ("assistant", "last", "all")
+TRAIN_ON = ("assistant", "last", "all", "answer", "last-answer")
 LONGEST_TEMPLATE_bytes = 64 * 2**10
 LONGEST_TEXT_bytes = 8 << 20  # of a row; a book has 1 MiB
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -155,7 +156,8 @@ class Tokens:
 
         Args:
             train_on: what is learnt of a conversation or a completion: `assistant` all answers, `last` the last one,
-                `all` every token but the first. A text is always learnt whole.
+                `all` every token but the first. A text is always learnt whole. With `answer` and `last-answer` the
+                thoughts of these answers are not learnt.
         """
         drafts: list[list[_Draft] | DataError] = []  # of each row
         rendering = any(isinstance(part, Chat) for _, row in samples for part in parts_of(row))
@@ -360,17 +362,26 @@ class Tokens:
             return _Draft(where, row.text, special=True)
         if isinstance(row, Completion):
             seam = 0 if train_on == "all" else len(row.prompt)
+            seam += thoughts_end(row.completion, row.completion, None) if train_on.endswith("answer") else 0
             return _Draft(where, row.prompt + row.completion, special=True, seam=seam)
         turns = answers(row, train_on)
         if not turns and train_on != "all":
             found = "no answer of them is to be learnt"
             raise DataError(f"to learn from the messages at {where}", found, "take them out")
         try:
-            rendered, spans = self.spans(row, turns, where, train_on == "assistant", train_on == "all")
+            rendered, spans = self.spans(row, turns, where, train_on in ("assistant", "answer"), train_on == "all")
         except RecursionError as error:
             raise DataError(f"to mask the messages at {where}", "calls nested too deeply", "take them out") from error
         if unknown := {stop for span in spans for stop in span.stops} - self._control - REASONING_MARKS:
             refuse(row, any_of(unknown), where)
+        if train_on.endswith("answer"):
+            said = [(rendered[s.start : s.end], row.messages[i]) for s, i in zip(spans, turns, strict=True)]
+            if (n := next((i for i in turns if _never_ending(row.messages[i])), None)) is not None:
+                found = f"messages[{n}] begins with <think> and has no </think>"
+                do = "add </think> where the thoughts end, or learn them, too (data.train_on: assistant)"
+                raise DataError(f"to learn the answers at {where}", found, do)
+            begin = [thoughts_end(text, turn.content, turn.reasoning) for text, turn in said]
+            spans = [s._replace(start=s.start + n) for s, n in zip(spans, begin, strict=True)]
         return _Draft(where, rendered, special=False, spans=tuple(spans), rest=train_on == "all")
 
     def _documents(self, drafts: Sequence[_Draft]) -> list[Document | DataError]:
@@ -628,13 +639,17 @@ def tokenizing(asked: str) -> Iterator[None]:
         raise DataError(f"to tokenize {asked}", f"the tokenizer fails: {one_line(str(error))}", do) from None
 
 
+def _never_ending(turn: Message) -> bool:
+    return turn.content.lstrip().startswith("<think>") and "</think>" not in turn.content
+
+
 def answers(chat: Chat, train_on: str) -> list[int]:
     """Return the turns to be masked, by number: those that are learnt, or with `all` those that are not."""
     turns = [i for i, message in enumerate(chat.messages) if message.role == "assistant"]
     if train_on == "all":
         return [i for i in turns if not chat.messages[i].learnt]
     turns = [i for i in turns if i >= chat.prompt and chat.messages[i].learnt]
-    return turns[-1:] if train_on == "last" else turns
+    return turns[-1:] if train_on.startswith("last") else turns
 
 
 def _dated(source: str, today: datetime.date) -> str:

@@ -572,7 +572,7 @@ class _Reading:
         for n in shelf.rows_with_samples():
             _, where, row, _ = first[n]
             assert row is not None and not isinstance(row, DataError)
-            apart = learnt(self.config) == "each" or isinstance(row, Judged)
+            apart = learnt(self.config).startswith("each") or isinstance(row, Judged)
             samples += [(where, part) for part in (tokenize.split_turns(row) if apart else [row])]
         documents: list[list[Document]] = [[] for _ in samples]
         found = view(shelf, T=T, how=d.too_long, some=False)
@@ -585,7 +585,7 @@ class _Reading:
     def probe(self, rows: int, truncated: int) -> None:
         """Raise DataError at the first fault; `rows` 0: how many are truncated is unknown yet."""
         most = self.config.data.most_truncated
-        how = "last" if self.config.data.split_turns else learnt(self.config)
+        how = learnt(self.config).replace("each", "last")
         probe_rows(*self._first, self.maker.tokens, how, rows=rows, truncated=truncated, most_truncated=most)
 
     def shelf(self, work: TokenizeWork, T: int | None, most: int | None) -> TokenShards:

@@ -614,6 +614,24 @@ def find_layout(template: Template, marks: EndMarks, chat: Chat, turns: Sequence
     return Layout((*pieces, rest), spans[0].stops if spans else ())
 
 
+def thoughts_end(text: str, content: str, reasoning: str | None) -> int:
+    """Return where thoughts end in an assistant's text as it is rendered, white space behind them included.
+
+    Args:
+        content: of the turn; it has thoughts if it begins with <think>, or its first mark is </think>.
+        reasoning: of the turn, if it is apart: what follows it up to a mark, or to the content, belongs to it.
+    """
+    at = 0
+    if reasoning and reasoning.strip():
+        at = text.find(reasoning.strip()) + len(reasoning.strip())
+        between = text.find(content.strip(), at) if content.strip() else len(text)
+        close = text.find("</think>", at, between)
+        at = close + len("</think>") if close >= 0 else between if content.strip() else at
+    elif content.lstrip().startswith("<think>") or _unopened(content):
+        at = text.find("</think>") + len("</think>") if "</think>" in text else len(text)
+    return at + len(text[at:]) - len(text[at:].lstrip()) if at else 0
+
+
 def _unopened(content: str) -> bool:
     """Return whether the first thinking mark of a content is the one that ends reasoning."""
     first = THINKING.search(content)

@@ -329,7 +329,7 @@ def shards(
 
 def row_samples(tokens: Tokens, rows: Sequence[tuple[RowLocation, Row]], train_on: str) -> list[Samples | DataError]:
     """Return the samples of each row, or the error that names it: one, or with `each` one an answer that is learnt."""
-    if train_on != "each":
+    if not train_on.startswith("each"):
         found = zip(rows, tokens.batch(rows, train_on), strict=True)
         return [
             made if isinstance(made, DataError) else [(d,) for d in made] if isinstance(row, Judged) else [made]
@@ -337,7 +337,7 @@ def row_samples(tokens: Tokens, rows: Sequence[tuple[RowLocation, Row]], train_o
         ]
     parts = [split_turns(row) for _, row in rows]
     flat = [(where, part) for (where, _), of in zip(rows, parts, strict=True) for part in of]
-    made = iter(tokens.batch(flat, "last"))
+    made = iter(tokens.batch(flat, train_on.replace("each", "last")))
     result: list[Samples | DataError] = []
     for of in parts:
         samples = [next(made) for _ in of]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 from optrush.config import JUDGED, SECTIONS, Config
 from optrush.errors import ConfigError
+from optrush.objectives.plugged import figures_of, plugged_loss
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,22 +29,27 @@ ALL_FIGURES = tuple(dict.fromkeys((*FIGURES, *JUDGEMENTS, *LESSONS)))
 
 def figures(config: Config) -> tuple[str, ...]:
     """Return the names of the objective's other metrics."""
+    if config.loss is not None:
+        return figures_of(config.loss)
     of = {JUDGED: JUDGEMENTS, "distill": LESSONS}
     return of.get(config.objective, FIGURES if config.paired else ())
 
 
 def unit(config: Config) -> str:
     """Return the unit of the loss."""
+    if config.loss is not None:
+        return f"{config.loss.use}, {'a pair' if config.paired else 'a target token'}"
     return "a judged answer" if config.objective == JUDGED else "a pair" if config.paired else "nats a target token"
 
 
 def learnt(config: Config) -> str:
     """Return which tokens of a conversation are targets: in pre-training all, in fine-tuning `data.train_on`.
 
-    `each` is one document an answer, in which that answer alone is learnt (`data.split_turns`).
+    `each` is one document an answer, in which that answer alone is learnt (`data.split_turns`); `each-answer` the
+    same without its thoughts.
     """
     if config.data.split_turns:
-        return "each"
+        return "each-answer" if config.data.train_on == "answer" else "each"
     return "all" if config.objective == "pretrain" else config.data.train_on
 
 
@@ -68,6 +74,8 @@ def loss_of(config: Config, head: nn.Module, metrics: Mapping[str, Tensor]) -> C
     Args:
         metrics: of each name of `figures`, to which sums are added.
     """
+    if config.loss is not None:
+        return plugged_loss(config.loss, head, metrics)
     if config.objective not in SECTIONS:
         return partial(next_token, head)
     score = import_module(f"{__name__}.{config.objective}").score

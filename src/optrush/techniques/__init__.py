@@ -22,6 +22,7 @@ from optrush.techniques.ddp import Ddp
 from optrush.techniques.deepspeed import DeepSpeed
 from optrush.techniques.experts import ExpertParallel
 from optrush.techniques.fp8 import Fp8
+from optrush.techniques.freeze import Freeze
 from optrush.techniques.fsdp import Fsdp
 from optrush.techniques.fused_adamw import FusedAdamW
 from optrush.techniques.fused_kernels import FusedKernels
@@ -38,6 +39,7 @@ from optrush.techniques.nf4 import Int8, Nf4
 from optrush.techniques.offload_activations import OffloadActivations
 from optrush.techniques.paged_states import PagedStates
 from optrush.techniques.pipeline import Pipeline
+from optrush.techniques.plugged_optimizer import PluggedOptimizer
 from optrush.techniques.quantised_activations import QuantisedActivations
 from optrush.techniques.quantised_links import QuantisedLinks
 from optrush.techniques.recompute import Recompute
@@ -54,12 +56,14 @@ OWN: tuple[type[Technique], ...] = (
     Int8,
     Lora,
     Ia3,
+    Freeze,
     Neftune,
     Rope,
     FusedAdamW,
     Adam8bit,
     Adam4bit,
     Muon,
+    PluggedOptimizer,
     Attention,
     LongLora,
     FusedKernels,

@@ -22,7 +22,6 @@ from torch import Tensor
 from optrush import console
 from optrush.config import Config
 from optrush.data import sampler
-from optrush.data.batch import Batch
 from optrush.data.chat_template import AS_STORED, COMPARED_ROWS, Tokens
 from optrush.data.dataset import Sources, read_sources
 from optrush.data.samples import SampleSource
@@ -40,6 +39,7 @@ from optrush.models.source import Growth, check_positions
 from optrush.models.text_part import text_config
 from optrush.models.weights import refuse_frozen, weights_fingerprint
 from optrush.objectives import check_layout, dpo, figures, loss_of
+from optrush.objectives.plugged import source_of
 from optrush.optim.adamw import AdamW
 from optrush.technique import Edit, Technique
 from optrush.trainer import distributed
@@ -81,7 +81,6 @@ class Assembly:
     data: str | None
     progress: Callable[[str], None] | None
     today: datetime.date | None
-    objective: Callable[[Any, Tensor, Batch], Tensor] | None
     first_steps: int | None
 
 
@@ -93,7 +92,6 @@ def build(
     data: str | None = None,
     progress: Callable[[str], None] | None = None,
     today: datetime.date | None = None,
-    objective: Callable[[Any, Tensor, Batch], Tensor] | None = None,
     first_steps: int | None = None,
 ) -> Trainer:
     """Build the trainer: everything before step 0 but resuming. An error of one rank is raised on all.
@@ -103,18 +101,17 @@ def build(
         training: False leaves out the optimizer, and what only it shows (`optrush eval`).
         data: a file to evaluate on instead of what the run holds out.
         progress: called with a line now and then during long work.
-        objective: the loss, in place of `next_token`: head, hidden (B, T, D), batch -> () float32, a sum.
         today: the date for chat templates that use one; a resumed run keeps its first date.
         first_steps: no others are taken, and nothing is evaluated: a second model stores tokens of their rows alone.
     """
     started = started or join_ranks(prepared)
     distributed.under_way("reading the data and the model")
     world = distributed.build_mesh(prepared.env.axes, started.device)
-    a = Assembly(prepared, started, world, training, data, progress, today, objective, first_steps)
+    a = Assembly(prepared, started, world, training, data, progress, today, first_steps)
     trainer, held_out = distributed.agreed(lambda: _opened(a))
     held_out = held_out if first_steps is None else None
     held_tokens, settings = None, prepared.config.distill
-    if prepared.teacher is not None and settings is not None and settings.store is not None and objective is None:
+    if prepared.teacher is not None and settings is not None and settings.store is not None:
         held_tokens = _store_tokens(a, trainer, prepared.teacher, held_out)
     distributed.agreed(lambda: _completed(a, trainer, held_out, held_tokens))
     distributed.check_equal(trainer.fingerprints)
@@ -142,7 +139,7 @@ def _opened(a: Assembly) -> tuple[Trainer, SampleSource | None]:
     trainer.applied = [*prepared.applied, *a.started.applied]
     trainer.tokenizer = None if tokens is None else tokens.tokenizer
     _note_model(trainer, growth)
-    _defaults(trainer, a.objective)
+    _defaults(trainer)
     _stage(trainer, prepared.techniques, "data")
     check_layout(config, trainer.layout)
     console.loading(f"reading the data: {_named(config)}")
@@ -242,7 +239,7 @@ def _other_model(a: Assembly, trainer: Trainer, stage: str) -> None:
     if stage == "peft" and settings is not None and dpo.by_adapter(settings, untrained):
         assert untrained is not None
         trainer.loss = partial(dpo.loss_with_reference, trainer.loss, trainer.model, untrained)
-    if stage == "loss" and a.prepared.teacher is not None and a.objective is None:
+    if stage == "loss" and a.prepared.teacher is not None:
         add_teacher(trainer, *a.prepared.teacher)
 
 
@@ -292,15 +289,14 @@ def _refuse_without_effect(trainer: Trainer, techniques: Sequence[Technique]) ->
             raise NoEffectError(f"`{t.name}`", "it changed nothing here", f"leave it out: --without {t.name}")
 
 
-def _defaults(trainer: Trainer, objective: Callable[[Any, Tensor, Batch], Tensor] | None) -> None:
+def _defaults(trainer: Trainer) -> None:
     device = trainer.world.device
     trainer.metrics = {name: torch.zeros((), device=device) for name in figures(trainer.config)}
     if trainer.env.shape is not None and trainer.env.shape.experts is not None:
         trainer.metrics.update((name, torch.zeros((), device=device)) for name in LOAD_FIGURES)
     trainer.loss_from_hidden = loss_of(trainer.config, trainer.model.head, trainer.metrics)
-    if objective is not None:
-        trainer.loss_from_hidden = partial(objective, trainer.model.head)
-        trainer.notes.append(f"the loss is {getattr(objective, '__qualname__', objective)}, not the objective's own")
+    if (own := trainer.config.loss) is not None:
+        trainer.notes.append(f"the loss is {own.use}, not the objective's own")
     trainer.loss = partial(loss, trainer)
     trainer.place = lambda batch: batch.to(device)
     trainer.forward_backward = partial(forward_backward, trainer)
@@ -348,6 +344,8 @@ def fingerprints(
     order = f"seed {trainer.config.seed}, {trainer.env.rows} rows of {trainer.env.seq} tokens a step, {trainer.layout}"
     order += "" if sources.train.tokenized else f", windows of {sampler.LIVE_WINDOW} rows"
     found = {"config": digest(trainer.hf), "data": sources.fingerprint, "order": order}
+    if trainer.config.loss is not None:
+        found["loss"] = digest([source_of("loss", trainer.config.loss.use), trainer.config.loss.options])
     if tokens is not None:
         found["tokenizer"] = digest(tokens.tokenizer.backend_tokenizer.to_str())
         template = getattr(tokens.tokenizer, "chat_template", None)

@@ -235,8 +235,8 @@ def slices(trainer: Trainer) -> list[Slice]:
             name, shape = f"state/{kind}/{t.name}", tuple(state.shape)
             if shape == tuple(local.shape):
                 found.append(Slice(name, state, whole, offset, saves))
-            elif not shape:  # one value, the same on every rank
-                found.append(Slice(name, state, (), (), first and not any(offset)))
+            elif not shape or (tuple(local.shape) == whole and shape[0] != local.shape[0]):  # the same on every rank
+                found.append(Slice(name, state, shape, (0,) * len(shape), first and not any(offset)))
             else:  # blocks inside rows: cut where the parameter's rows are
                 cut_alike = shape[0] == local.shape[0] and tuple(local.shape[1:]) == whole[1:]
                 assert cut_alike, f"{name}: cut unlike its rows"

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from optrush import console, files
-from optrush.config import SECTIONS, Cleaning, Config, Origin, dump_config
+from optrush.config import SECTIONS, Cleaning, Config, Origin, Plugin, dump_config
 from optrush.data import sampler, tokenize
 from optrush.data.batch import INVENTED, Batch
 from optrush.data.sampler import ROOM, reading
@@ -50,6 +50,7 @@ from optrush.exporting import write_model
 from optrush.files import read_text
 from optrush.hardware import GIB
 from optrush.launch import stop_numbers, unjoinable
+from optrush.objectives import plugged
 from optrush.report import data
 from optrush.report.bench import write_run
 from optrush.report.run import beside_steps, load_run, off_plan
@@ -80,13 +81,12 @@ class RunRequest:
 
     resume: "auto" continues from the newest intact checkpoint, a folder from that one, None begins anew.
     allow_change: fields whose fingerprint may have changed since the checkpoint.
-    loss: replaces `objectives.next_token`. callbacks: called on rank 0. begun: when the command or the call began.
+    callbacks: called on rank 0. begun: when the command or the call began.
     """
 
     resolved: Decided
     resume: Literal["auto"] | Path | None = None
     allow_change: frozenset[str] = frozenset()
-    loss: Callable[[Any, Tensor, Batch], Tensor] | None = None
     callbacks: tuple[Listener, ...] = ()
     begun: float = field(default_factory=time.monotonic)
 
@@ -289,7 +289,10 @@ def absolute(config: Config) -> Config:
     template = m.chat_template  # a folder of that name is no template: `chatml` may be meant
     template = full(template) if template is not None and Path(template).is_file() else template
     path = m.path if m.path == "tiny" else full(m.path)
+    loss = config.loss and Plugin(use=plugged.absolute_name(config.loss.use), options=config.loss.options)
+    with_ = {n: {**o, "use": plugged.absolute_name(o["use"])} if "use" in o else o for n, o in config.with_.items()}
     return changed(config, {
+        "loss": loss, "with": with_,
         "data.path": source, "data.eval": held_out, "data.clean": clean, "data.cache": full(d.cache),
         "model.path": path, "model.chat_template": template, "model.tokenizer": full(m.tokenizer),
         "train.clean": False,  # run again, it must not empty itself
@@ -321,9 +324,7 @@ def build_to_fit(
     resolved = resized(resolved, rows) if rows < resolved.env.micro_rows else resolved
     length = resolved.config.train
     while True:
-        trainer = build(
-            resolved, group, progress=console.say, today=today, objective=request.loss, first_steps=first_steps
-        )
+        trainer = build(resolved, group, progress=console.say, today=today, first_steps=first_steps)
         plan = RunPlan(trainer, trainer.stream.plan(None if length.steps else length.epochs, length.steps))
         refusal: UserError | None = None
         if resolved.config.referenced is not None:  # by the weights before a checkpoint is restored

@@ -1,0 +1,191 @@
+"""Step this rank's pieces with an optimizer of other people: a class of torch.optim's, or one like ours."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from optrush.config import Optim
+from optrush.errors import NeedsError
+from optrush.kernels.adamw import Rounding
+from optrush.objectives.plugged import blamed, built
+from optrush.optim.adamw import LocalParam, Optimizer
+
+# Classes of torch that update each value by itself, so that a piece of a matrix is updated like the whole.
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop", "ASGD")
+
+
+def plugged_optimizer(
+    what: str, made: Callable[..., Any], options: Mapping[str, Any], trained: Sequence[LocalParam], optim: Optim
+) -> Optimizer:
+    """Build an optimizer over parameters: `made(groups, lr=...)` of torch, else `made(trained, optim)`.
+
+    Raises:
+        UserError: it cannot be built, or not with these options or these pieces.
+    """
+    if inspect.isclass(made) and issubclass(made, torch.optim.Optimizer):
+        return TorchOptimizer(what, made, options, trained, optim)
+    inner = built(what, made, options, trained, optim)
+    if missing := [name for name in ("step", "state") if not callable(getattr(inner, name, None))]:
+        do = "name a subclass of torch.optim.Optimizer, or a class with step and state (docs/optimizer.md)"
+        raise NeedsError(what, f"{type(inner).__name__} has no {' and no '.join(missing)}", do)
+    return BlamedOptimizer(what, inner)
+
+
+class BlamedOptimizer:
+    """An optimizer like ours, whose errors name it."""
+
+    def __init__(self, what: str, inner: Any) -> None:
+        self.what, self.inner = what, inner
+        self.reads_host: bool = getattr(inner, "reads_host", True)
+        self.rounding: Rounding = getattr(inner, "rounding", "nearest")
+
+    def step(self, lr: Tensor, grad_scale: Tensor, found_inf: Tensor, only: Sequence[int] | None = None) -> None:
+        with blamed(self.what):
+            self.inner.step(lr, grad_scale, found_inf, **({} if only is None else {"only": only}))
+
+    def state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        with blamed(self.what):
+            found: Mapping[str, Mapping[str, Tensor]] = self.inner.state()
+            return found
+
+
+class TorchOptimizer:
+    """A torch.optim.Optimizer over this rank's pieces. Its learning rate is the run's; it reads the device.
+
+    States that the class makes in its first step have to be there for a checkpoint to be loaded into: a step on a
+    gradient of zeros makes them, one parameter at a time. `updates` counts a parameter's steps; before the first one
+    those states are dropped, so that the class begins as it always does. Numbers among its states are saved as tensors.
+    """
+
+    reads_host = True
+    rounding: Rounding = "nearest"
+
+    def __init__(
+        self, what: str, made: type[torch.optim.Optimizer], options: Mapping[str, Any], trained: Sequence[LocalParam],
+        optim: Optim,
+    ) -> None:  # fmt: skip
+        self.what, self.trained = what, trained
+        _check(what, made, options, trained)
+        takes = inspect.signature(made).parameters
+        self.parameters = [nn.Parameter(t.local) for t in trained]
+        groups = []
+        for decays in (True, False):
+            held = [p for p, t in zip(self.parameters, trained, strict=True) if t.decays is decays and p.numel()]
+            decay = {"weight_decay": optim.weight_decay if decays else 0.0} if "weight_decay" in takes else {}
+            groups += [{"params": held, **decay}] if held else []
+        given = {**({"lr": optim.lr} if "lr" in takes else {}), **options}
+        self.inner: torch.optim.Optimizer = built(what, made, given, groups)
+        self.made = {i: dict(self.inner.state[p]) for i, p in enumerate(self.parameters) if p in self.inner.state}
+        self.initial = {i: {k: _copy(v) for k, v in s.items()} for i, s in self.made.items()}
+        self.facts = self._facts()
+        self.saved: list[dict[str, Tensor]] = [{} for _ in trained]
+        for i, p in enumerate(self.parameters):
+            if p.numel():
+                before = p.detach().clone()
+                p.grad = torch.zeros_like(p)
+                self._step_inner()
+                p.data.copy_(before)
+                p.grad = None
+            self._save(i, torch.zeros((), device=p.device))
+            for state in self.saved[i].values():  # unread before the first step
+                state.zero_()
+
+    def step(self, lr: Tensor, grad_scale: Tensor, found_inf: Tensor, only: Sequence[int] | None = None) -> None:
+        """Update once, as `Optimizer.step`."""
+        if found_inf.item():
+            return
+        for group in self.inner.param_groups:
+            group["lr"] = lr.item()
+        stepped = []
+        for i in range(len(self.trained)) if only is None else only:
+            p, grad = self.parameters[i], self.trained[i].grad
+            if grad is None or not p.numel():
+                continue
+            p.grad = (grad / grad_scale).to(p.dtype)
+            self._restore(i, p)
+            stepped.append(i)
+        self._step_inner()
+        for i in stepped:
+            self.parameters[i].grad = None
+            self._save(i, self.saved[i]["updates"] + 1)
+
+    def state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        return {t.name: saved for t, saved in zip(self.trained, self.saved, strict=True)}
+
+    def _step_inner(self) -> None:
+        with blamed(self.what):
+            self.inner.step()
+        changed = [key for key, value in self._facts().items() if value != self.facts.get(key)]
+        if changed:
+            found = f"it keeps `{changed[0][1]}` in a parameter group and changes it: no checkpoint would have that"
+            raise NeedsError(self.what, found, "keep it as a tensor in self.state[p]")
+
+    def _facts(self) -> dict[tuple[int, str], Any]:
+        """Return the plain values of the parameter groups, but for the rate."""
+        return {
+            (n, key): value
+            for n, group in enumerate(self.inner.param_groups)
+            for key, value in group.items()
+            if key != "lr" and isinstance(value, int | float | str)
+        }
+
+    def _restore(self, i: int, p: nn.Parameter) -> None:
+        """Give the class its states: those saved, or before the first step what it made when it was built."""
+        if not self.saved[i]["updates"].item():
+            self.inner.state.pop(p, None)
+            if i in self.initial:
+                self.inner.state[p] = {k: _copy(v) for k, v in self.initial[i].items()}
+            return
+        held = self.inner.state[p]
+        for key, value in held.items():
+            if isinstance(value, int | float):
+                held[key] = type(value)(self.saved[i][key].item())
+
+    def _save(self, i: int, updates: Tensor) -> None:
+        """Keep the states under one tensor each, which a checkpoint reads and is loaded into."""
+        saved, held = self.saved[i], self.inner.state.get(self.parameters[i], {})
+        for key, value in {**held, "updates": updates}.items():
+            if value is None:
+                continue
+            if not isinstance(value, Tensor | int | float):
+                found = f"its state `{key}` is a {type(value).__name__}, which no checkpoint has"
+                raise NeedsError(self.what, found, f"keep it as a tensor: self.state[p]['{key}'] = torch.tensor(...)")
+            if not _savable(self.trained[i], value):
+                found = f"its state `{key}` of {self.trained[i].name} has other rows than this rank's piece"
+                raise NeedsError(self.what, found, "take ddp, whose ranks hold whole parameters")
+            new = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+            if key not in saved:
+                saved[key] = new.detach()
+            elif saved[key] is not value:
+                saved[key].copy_(new)
+            if isinstance(value, Tensor) and key in held:
+                held[key] = saved[key]
+
+
+def _check(
+    what: str, made: type[torch.optim.Optimizer], options: Mapping[str, Any], trained: Sequence[LocalParam]
+) -> None:
+    """Raise NeedsError for options that the run sets, and for pieces of matrices that the class may need whole."""
+    for key in {"lr", "weight_decay"} & options.keys():
+        raise NeedsError(what, f"its option `{key}`, which the run sets", f"write `optim.{key}`")
+    ours = made.__module__.startswith("torch.optim") and made.__name__ in ELEMENTWISE
+    cut = next((t for t in trained if tuple(t.local.shape) != tuple(t.full_shape)), None)
+    if cut is not None and not (ours or getattr(made, "elementwise", False)):
+        found = f"this rank holds {tuple(cut.local.shape)} of the {tuple(cut.full_shape)} of {cut.name}"
+        do = "take ddp, or write `elementwise = True` into the class if it updates each value by itself"
+        raise NeedsError(what, found, do)
+
+
+def _savable(t: LocalParam, state: Any) -> bool:
+    """Return whether a checkpoint can save a state: of a piece, the state has its shape, its rows or no dimensions."""
+    whole, local, shape = tuple(t.full_shape), tuple(t.local.shape), tuple(getattr(state, "shape", ()))
+    return local == whole or shape in ((), local) or (shape[0] == local[0] and local[1:] == whole[1:])
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

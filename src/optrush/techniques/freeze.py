@@ -1,0 +1,148 @@
+"""Parameters that are not trained: whole layers, or those of some names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from optrush.models.families import FAMILIES
+from optrush.models.shapes import ModelShape
+from optrush.planner.frozen import frozen_parameters
+from optrush.planner.ledger import Rule
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer, refuse_unmet
+
+Published = Mapping[str, Collection[str]]  # names in the model's files, by our decoder's name
+
+
+@dataclass(frozen=True)
+class Freeze(Technique):
+    """Does not train the parameters of these layers and names.
+
+    layers: numbers from 0 and ranges with both ends, "0-3,7".
+    names: of the model's files or of our decoder, or parts of them between dots; `*` stands for any text.
+
+    Source: https://arxiv.org/abs/1911.03090
+    Memory: no gradient and no states; below the first trained block nothing is kept for the backward pass.
+    Work: 4 FLOPs a frozen weight and token instead of 6; 2 below the first trained block, if embeddings are frozen.
+    """
+
+    layers: str | int | tuple[int, ...] | None = None
+    names: tuple[str, ...] | str = ()
+
+    name = "freeze"
+    summary = "layers or parameters that are not trained: no gradients, no optimizer states"
+    source = "https://arxiv.org/abs/1911.03090"
+    numerics = Numerics.DIFFERENT_MATHS
+    proof = "tests/techniques/test_frozen.py"
+    verified_on = ("cpu",)
+    claims = frozenset({Part.TRAINED})
+    searched = False  # trains something else
+    sample = {"layers": "0"}  # noqa: RUF012
+
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        do = "name some: --with freeze:layers=0-3, or names: [embed_tokens]"
+        yield Requirement(self.layers is not None or bool(self.names), "`freeze`", "neither `layers` nor `names`", do)
+        found, do = "a technique that quantizes frozen weights: it is for adapters", "leave one of the two out"
+        met = all(linear.weight == "dense" for linear in env.spec.linears.values())
+        yield Requirement(met, "`freeze` leaves weights as they are", found, do)
+        found = "a technique that gives ranks parts of the layers: one may have nothing to train"
+        yield Requirement(Part.PP not in env.claimed, "`freeze` in a pipeline", found, do)
+        yield from self._within(env.blocks)
+        if env.shape is not None:
+            yield from self._matching(published_names(env.shape), env.shape.tied)
+
+    def predict(self, env: Environment) -> Iterator[Rule]:
+        if env.shape is not None:
+            yield from frozen_parameters(env, env.shape, set(self._chosen(published_names(env.shape))))
+
+    def peft(self, trainer: Trainer) -> int:
+        parameters, entries = dict(trainer.model.named_parameters()), trainer.weight_map.entries
+        known = {name: [piece for piece, _ in entries[name].pieces] if name in entries else [] for name in parameters}
+        refuse_unmet(self._matching(known, trainer.model.head.weight is trainer.model.embedding.weight))
+        chosen = list(self._chosen(known))
+        for name in chosen:
+            parameters[name].requires_grad_(False)
+        trainer.fingerprints["freeze"] = ", ".join(chosen)
+        frozen, every = (sum(parameters[name].numel() / 1e6 for name in names) for names in (chosen, parameters))
+        trainer.notes.append(f"freeze: {frozen:,.1f} M of {every:,.1f} M parameters are not trained")
+        return len(chosen)
+
+    def _numbers(self) -> list[tuple[int, int]]:
+        """Return the ranges of layers, both ends included; an empty list if the text is none."""
+        if not isinstance(self.layers, str):
+            numbers = () if self.layers is None else (self.layers,) if isinstance(self.layers, int) else self.layers
+            return [(n, n) for n in numbers]
+        found = [re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part) for part in self.layers.split(",")]
+        return [(int(m[1]), int(m[2] or m[1])) for m in found if m] if all(found) else []
+
+    def _within(self, blocks: int) -> Iterator[Requirement]:
+        """Yield whether `layers` can be read, and names layers that the model has."""
+        if self.layers is None:
+            return
+        asked, ranges = f"`freeze:layers={self.layers}`", self._numbers()
+        yield Requirement(bool(ranges), asked, "no numbers and ranges", 'write numbers from 0 and ranges: "0-3,7"')
+        wrong = next((f"{a}-{b}" for a, b in ranges if a > b), "")
+        yield Requirement(not wrong, asked, f"the range {wrong} is empty", "write the smaller number first")
+        met = not blocks or all(a >= 0 and b < blocks for a, b in ranges)
+        yield Requirement(met, asked, f"a model with the layers 0 to {blocks - 1}", f"take numbers below {blocks}")
+
+    def _matching(self, known: Published, tied: bool) -> Iterator[Requirement]:
+        """Yield whether each name matches whole parameters, and something is left to train."""
+        for pattern in (self.names,) if isinstance(self.names, str) else self.names:
+            asked = f"`freeze:names=[{pattern}]`"
+            met = any(_matches(pattern, [name, *pieces]) for name, pieces in known.items())
+            found, do = f"no parameter of that name among {len(known)}", f"names are, for example: {_examples(known)}"
+            if tied and _matches(pattern, ["lm_head.weight", "head.weight"]):
+                found, do = "the head is the embedding's weight: the two are tied", "write names: [embed_tokens]"
+            yield Requirement(met, asked, found, do)
+            for name, pieces in known.items():
+                halves = [piece for piece in pieces if not _matches(pattern, [piece])]
+                whole = not halves or len(halves) == len(pieces) or self._freezes(name, pieces)
+                found = f"{name} holds {', '.join(_module(p) for p in pieces)} in one tensor, of which it names a part"
+                yield Requirement(whole, asked, found, f"name {', '.join(_module(p) for p in halves)}, too")
+        chosen = set(self._chosen(known))
+        found, do = "every parameter of the model: nothing is left to train", "name fewer"
+        yield Requirement(chosen != set(known), "`freeze`", found, do)
+
+    def _chosen(self, known: Published) -> Iterator[str]:
+        return (name for name, pieces in known.items() if self._freezes(name, pieces))
+
+    def _freezes(self, name: str, pieces: Collection[str]) -> bool:
+        layer = re.search(r"\.(\d+)\.", name)  # blocks.3.down.weight, model.layers.3.mlp...
+        if layer and any(a <= int(layer[1]) <= b for a, b in self._numbers()):
+            return True
+        patterns = (self.names,) if isinstance(self.names, str) else self.names
+        own = any(_matches(p, [name]) for p in patterns)
+        return own or (bool(pieces) and all(any(_matches(p, [piece]) for p in patterns) for piece in pieces))
+
+
+def published_names(shape: ModelShape) -> dict[str, list[str]]:
+    """Return the names that the model's files give to each parameter of our decoder; where not known here, none."""
+    spec, found = FAMILIES[shape.family], {}
+    for name, _ in shape.named_parameters():
+        module, _, kind = name.rpartition(".")
+        _, number, part = [*module.split(".", 2), "", ""][:3]
+        layer = f"model.layers.{number}"
+        if module in ("embedding", "norm", "head"):
+            found[name] = [{"embedding": "model.embed_tokens.", "norm": "model.norm."}.get(module, "lm_head.") + kind]
+        elif part.startswith("delta."):
+            found[name] = [f"{layer}.linear_attn.{part.removeprefix('delta.')}.{kind}"]
+        else:
+            last = spec.names.get(part.rpartition(".")[2], ())
+            found[name] = [f"{layer}.{text.format(mlp=spec.feed_forward)}.{kind}" for text in last]
+    return found
+
+
+def _matches(pattern: str, names: Iterable[str]) -> bool:
+    return any(fnmatchcase(f".{name}.", f"*.{pattern}.*") or fnmatchcase(name, pattern) for name in names)
+
+
+def _module(name: str) -> str:
+    return name.rsplit(".", 2)[-2]
+
+
+def _examples(known: Published) -> str:
+    names = dict.fromkeys(_module(piece) for name, pieces in known.items() for piece in pieces or [name])
+    return ", ".join([*names][:10])
