@@ -424,6 +424,13 @@ def limits(family: str) -> Iterator[tuple[str, tuple[Any, ...], str]]:
         yield key, (None, *agreed), f"where our decoder has {' or '.join(map(repr, agreed))} in a {family} model"
 
 
+# Language models whose documents meet in a row: transformers passes no borders of documents to a recurrent state, to a
+# convolution, or to a bias or embedding by place. They train on rows of one document.
+UNSEPARATED = frozenset({
+    "afmoe", "bailing_hybrid", "bamba", "biogpt", "bloom", "falcon", "falcon_h1", "falcon_mamba", "granitemoehybrid",
+    "inkling2_text", "inkling_text", "jamba", "kimi_linear", "mamba", "mamba2", "minimax", "mpt", "nemotron_h",
+    "olmo_hybrid", "openai-gpt", "opt", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xglm", "xlstm", "zaya", "zamba2",
+})  # fmt: skip
 # Models of images and text whose language model our own decoder has: transformers' class.
 MULTIMODAL = {
     "gemma3": "Gemma3ForConditionalGeneration",

@@ -20,6 +20,7 @@ from optrush.models.families import (
     GELU,
     MIXTURES,
     ROPE_KINDS,
+    UNSEPARATED,
     ExpertsSpec,
     FamilySpec,
     Switch,
@@ -231,6 +232,11 @@ class ModelShape:
             unrotated=_unrotated(full, spec, window_layers),
             local_rope=None if local is None else read_rope(local, int(head_width)), pairs=spec.pairs,
         )  # fmt: skip
+
+    @property
+    def separates(self) -> bool:
+        """Whether documents of one row can be kept apart."""
+        return self.family not in UNSEPARATED
 
     @property
     def mixture(self) -> ExpertsShape | None:
