@@ -75,6 +75,8 @@ def load_teacher(trainer: Trainer, folder: Path | None, hf: dict[str, Any]) -> D
     attention = trainer.env.spec.attention
     if isinstance(teacher, HFModel) and attention != "masked":
         attention = "masked" if sdpa_obstacle(hf) else "sdpa"
+    if isinstance(teacher, Decoder) and teacher.shape.score_cap is not None:
+        attention = "masked"
     teacher.set_attention(attention)
     teacher.to_empty(device=trainer.world.device)
     teacher.tie()
