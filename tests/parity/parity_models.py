@@ -59,6 +59,10 @@ FAMILIES = {
     },
     "youtu": {**SIZES, **LATENT, "model_type": "youtu", "q_lora_rank": None, "rope_interleave": False},
     "gemma": {**SIZES, "model_type": "gemma", "pad_token_id": None, "attention_bias": True},
+    "gemma2": {
+        **SIZES, "model_type": "gemma2", "pad_token_id": None, "num_hidden_layers": 3, "sliding_window": 4,
+        "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0,
+    },
     "gemma3_text": {
         **SIZES, "model_type": "gemma3_text", "pad_token_id": None, "num_hidden_layers": 3, "sliding_window": 4,
         "sliding_window_pattern": 2, "query_pre_attn_scalar": 12, "rope_parameters": BY_LAYER,

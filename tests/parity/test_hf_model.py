@@ -6,12 +6,14 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from meshes import further
 from optrush.errors import NeedsError
 from optrush.models import hf as hf_module
 from optrush.models.experts import TheirExperts, take_experts
+from optrush.models.families import UNSEPARATED
 from optrush.models.hf import HFModel, load, load_hf, probe_model
 
 from parity_models import (
@@ -21,6 +23,7 @@ from parity_models import (
     THEIR_EXPERTS,
     compare_alone,
     compare_export,
+    compare_gradients,
     compare_isolated,
     compare_step,
     materialise,
@@ -250,20 +253,75 @@ def test_what_is_drawn_and_what_is_not():
     assert values["model.layers.0.self_attn.q_norm.weight"].shape == (4, 8)
 
 
+MAMBA = {"mamba_n_heads": 6, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_expand": 2, "mamba_d_ssm": 48}
+ALONE = {
+    "bloom": {"hidden_size": 24, "n_layer": 2, "n_head": 4},
+    "opt": {**SIZES, "ffn_dim": 40, "word_embed_proj_dim": 24, "pad_token_id": None},
+    "mamba": {"hidden_size": 24, "num_hidden_layers": 2, "state_size": 4, "time_step_rank": 3},
+    "falcon_h1": {**SIZES, **MAMBA, "head_dim": 6, "pad_token_id": None, "mamba_n_groups": 1},
+    "granitemoehybrid": {
+        **SIZES, **MAMBA, "layer_types": ["mamba", "attention"], "pad_token_id": None, "num_local_experts": 0,
+        "shared_intermediate_size": 20, "logits_scaling": 2.0, "mamba_n_groups": 1,
+    },
+    "nemotron_h": {
+        **SIZES, "layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 1,
+        "ssm_state_size": 8, "pad_token_id": None, "head_dim": 6,
+    },
+    "recurrent_gemma": {
+        **SIZES, "num_key_value_heads": 1, "lru_width": 24, "block_types": ["recurrent", "attention"],
+        "logits_soft_cap": 3.0, "pad_token_id": None, "attention_window_size": 64,
+    },
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_probe_refuses_documents_that_meet(dtype):
-    hf = {"model_type": "bloom", "vocab_size": 61, "hidden_size": 24, "n_layer": 2, "n_head": 4}
-    with pytest.raises(NeedsError, match=r"packed documents|changed document"):
-        load(None, hf, None, dtype, 0)
+def test_the_probe_finds_documents_that_meet(dtype):
+    ours, _ = load(None, {"model_type": "bloom", "vocab_size": 61, **ALONE["bloom"]}, None, dtype, 0)
+    assert not ours.supports_packing
+    with pytest.raises(NeedsError, match="rows of several documents for a model of type 'bloom'") as error:
+        hf_module.refuse_shared_rows(ours, {"model_type": "bloom"}, paired=False)
+    assert "--without packing" in error.value.do
+    with pytest.raises(NeedsError, match="rows of several documents"):
+        hf_module.refuse_shared_rows(ours, {"model_type": "bloom"}, paired=True)
 
 
-def test_the_probe_refuses_positions_that_run_on(monkeypatch):
+@pytest.mark.parametrize("kind", ["bert", "big_bird", "roberta", "cpmant"])
+def test_the_probe_refuses_tokens_that_read_later_ones(kind):
+    hf = {**SIZES, "model_type": kind, "pad_token_id": 0, "dim_head": 6, "dim_ff": 20, "prompt_length": 2, "segment": 2}
+    with pytest.raises(NeedsError, match="a document alone and before other tokens differ by"):
+        load(None, hf, None, torch.float32, 0)
+
+
+@pytest.mark.parametrize("kind", ALONE)
+def test_rows_of_one_document(kind, tmp_path):
+    """Logits, loss and every gradient of padded rows; the export; no plan that packs."""
+    theirs = reference({"vocab_size": 61, "model_type": kind, **ALONE[kind]})
+    hf = save(theirs, tmp_path / "base")
+    ours, recipe = load(tmp_path / "base", hf, None, torch.float32, 0)
+    ours = materialise(ours, recipe).eval()
+    assert not ours.supports_packing and kind in UNSEPARATED
+    batch = packed([[5], [19]], 20, 61, single=True)
+    hidden = ours(batch.tokens, batch.positions, batch.documents)
+    wanted, loss = reference_alone(theirs, batch)
+    mine = ours.head.logits(hidden)
+    torch.testing.assert_close(torch.cat((mine[0, :5], mine[1, :19])), torch.cat(wanted), rtol=1e-4, atol=1e-4)
+    mine = ours.head(hidden, batch.labels)
+    torch.testing.assert_close(mine, loss, rtol=1e-5, atol=0)
+    theirs.zero_grad()
+    ours.zero_grad()
+    loss.backward()
+    mine.backward()
+    compare_gradients(ours, recipe, theirs, every=False)
+    compare_export(theirs, ours, recipe, hf, tmp_path / "out")
+
+
+def test_the_probe_finds_positions_that_run_on(monkeypatch):
     theirs = reference(MODELS["gpt2"])
     ours = HFModel(theirs)
     forward = HFModel.forward
     monkeypatch.setattr(HFModel, "forward", lambda self, t, p, d: forward(self, t, torch.arange(p.shape[1])[None], d))
-    with pytest.raises(NeedsError, match="packed documents and the same documents alone differ by"):
-        probe_model(ours, theirs, torch.float32)
+    probe_model(ours, theirs, torch.float32)
+    assert not ours.supports_packing
 
 
 # --- experts of families that our own decoder does not have
@@ -330,10 +388,16 @@ def test_the_probe_finds_documents_that_meet_in_experts(dtype, loops, monkeypatc
     ours = HFModel(theirs)
     assert bool(layers_of_experts(ours)) != loops
     probe_model(ours, theirs, dtype)
+    assert ours.supports_packing
     for block in ours.blocks.values():
         inner = block.mlp.forward
-        block.mlp.forward = lambda h, inner=inner: inner(h + 0.2 * h.roll(1, 1))
-    with pytest.raises(NeedsError, match=r"packed documents|changed document"):
+        block.mlp.forward = lambda h, inner=inner: inner(h + 0.2 * F.pad(h, (0, 0, 1, -1)))
+    probe_model(ours, theirs, dtype)
+    assert not ours.supports_packing
+    for block in ours.blocks.values():
+        inner = block.mlp.forward
+        block.mlp.forward = lambda h, inner=inner: inner(h + 0.2 * h.roll(1, 1))  # the first token reads the last one
+    with pytest.raises(NeedsError, match="a document alone and before other tokens differ"):
         probe_model(ours, theirs, dtype)
 
 

@@ -92,6 +92,10 @@ def test_packed_rows_equal_documents_alone(family):
     _, folder, hf = family
     ours, _ = native(folder, hf)
     for name in ("masked", "sdpa"):
+        if name == "sdpa" and ours.shape.score_cap is not None:
+            with pytest.raises(NeedsError, match="attn_logit_softcapping 2, which its kernel does not have"):
+                ours.set_attention(name)
+            continue
         assert ours.set_attention(name) == hf["num_hidden_layers"]
         compare_alone(ours)
 

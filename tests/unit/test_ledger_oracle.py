@@ -56,6 +56,10 @@ ORDERS = [
     )
     for withs in (("bf16",), ("amp",), ("bf16", "lora"))
 ]
+ORDERS += [
+    ("google/gemma-2-2b", "native", (*withs, "fused-adamw", "fused-loss"), 2, 1024, 1)
+    for withs in (("bf16",), ("amp",))
+]
 SMALL_HEAD = "fused-loss:chunk=128"
 BACKWARD = [  # the peak is a block's backward pass, or the embedding's
     ("llama-3.2-1b", "native", ("bf16", *SDPA, SMALL_HEAD, "recompute"), 16, 2048, 1),

@@ -5,7 +5,8 @@
 with scores scaled by E^-0.5; query head h reads key/value head h // (H / K). `masked`, `sdpa` and `varlen` take values
 of another width than E, which the output has then. Some take two more arguments: `window`, the number of tokens that a
 token reads, itself the last (Mistral 7B, arXiv:2310.06825); and `sinks` (H,), a logit of each head that is in the sum
-of its softmax, and to which no value belongs (arXiv:2309.17453, as gpt-oss learns it).
+of its softmax, and to which no value belongs (arXiv:2309.17453, as gpt-oss learns it). `masked` alone takes `cap`, a
+bound of the scores by a tanh (Gemma 2, arXiv:2408.00118).
 
     masked   plain torch, float32 softmax, whole (B, H, T, T) scores: the reference; windows and sinks
     sdpa     torch's fused attention; one document a row: causal without a mask, else a boolean mask; windows by the
@@ -179,10 +180,11 @@ def visible_tokens(documents: Documents, window: int | None = None) -> Tensor:
 
 
 def masked(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, window: int | None = None, sinks: Tensor | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, window: int | None = None, sinks: Tensor | None = None,
+    cap: float | None = None,
+) -> Tensor:  # fmt: skip
     """Compute the reference: full scores, float32 softmax. Saves (B, H, T, T) probabilities; any device, float type."""
-    return _isolated(partial(_masked, sinks=sinks), q, k, v, visible_tokens(documents, window))
+    return _isolated(partial(_masked, sinks=sinks, cap=cap), q, k, v, visible_tokens(documents, window))
 
 
 def sdpa(
@@ -305,11 +307,14 @@ def _finite(x: Tensor) -> Tensor:
     return torch.isfinite(x).flatten(2).all(-1)
 
 
-def _masked(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sinks: Tensor | None = None) -> Tensor:
+def _masked(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sinks: Tensor | None = None, cap: float | None = None
+) -> Tensor:
     H, E = q.shape[2:]
     q = q.transpose(1, 2)  # (B, H, T, E)
     k, v = repeat_heads(k, H).transpose(1, 2), repeat_heads(v, H).transpose(1, 2)
     scores = (q @ k.transpose(2, 3)) * E**-0.5  # (B, H, T, T)
+    scores = scores if cap is None else torch.tanh(scores / cap) * cap
     scores = scores.masked_fill(~visible[:, None], float("-inf"))
     wide = torch.promote_types(q.dtype, torch.float32)
     if sinks is not None:

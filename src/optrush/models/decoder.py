@@ -86,6 +86,7 @@ class Block(nn.Module):
             self.o = Linear(s.attended_width, (("o", D),), bias=s.o_bias, **at)
         self.window = s.window if layer in s.window_layers else None
         self.sinks = nn.Parameter(torch.empty(s.heads, **at)) if s.sinks else None
+        self.cap = s.score_cap
         self.norm2 = plain(D, s.norm_eps, **at)
         self.order, self.residual, self.query = s.norms, s.multipliers.residual, s.multipliers.scores
         if s.norms == "around":
@@ -178,6 +179,8 @@ class Block(nn.Module):
             found["window"] = self.window
         if self.sinks is not None:
             found["sinks"] = self.sinks
+        if self.cap is not None:
+            found["cap"] = self.cap
         return found
 
 
@@ -287,6 +290,9 @@ class Decoder(nn.Module):
         """Put a function of `kernels.attention` into every block; return the number of blocks. NeedsError: no such."""
         if name not in attention.ATTENTIONS:
             raise NeedsError(f"attention {name!r}", f"known: {', '.join(attention.ATTENTIONS)}", "choose one of them")
+        if (cap := self.shape.score_cap) is not None and name != "masked":
+            found = f"attn_logit_softcapping {cap:g}, which its kernel does not have"
+            raise NeedsError(f"attention {name!r}", found, "use masked attention")
         for block in self.blocks.values():
             assert isinstance(block, Block)
             block.attention = attention.ATTENTIONS[name]

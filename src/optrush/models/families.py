@@ -90,6 +90,7 @@ class FamilySpec:
     centred: bool = False  # norms multiply by 1 + weight
     norms: Literal["before", "around", "after"] = "before"  # where attention and feed-forward part have norms
     softcap: bool = False  # logits may be bounded by `final_logit_softcapping`
+    score_cap: bool = False  # scores of attention may be bounded by `attn_logit_softcapping`
     activation: tuple[str, ...] = SILU  # of the gate, by the names that config.json may give it
     multipliers: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     """What multiplies the embedding, the scores in place of E^-0.5, what a part adds, and the logits: a key of
@@ -173,6 +174,7 @@ _CAUSAL: dict[str, tuple[Any, ...]] = {"use_bidirectional_attention": (False,)}
 _GEMMA: dict[str, Any] = {
     "centred": True, "activation": GELU, "multipliers": {"embedding": ("hidden_size", 0.5)},
 }  # fmt: skip
+_GEMMA_SCALED = {**_GEMMA, "multipliers": {**_GEMMA["multipliers"], "scores": ("query_pre_attn_scalar", -0.5)}}
 _OLMO = FamilySpec(
     "Olmo2ForCausalLM",
     {"num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
@@ -288,6 +290,16 @@ FAMILIES: dict[str, FamilySpec] = {
         },
         **_BIASED, **_GEMMA, agreed={"hidden_act": ("gelu", *GELU), **_CAUSAL},
     ),
+    "gemma2": FamilySpec(
+        "Gemma2ForCausalLM",
+        {
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192,
+            "tie_word_embeddings": True, "sliding_window": 4096, "query_pre_attn_scalar": 256,
+            "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0,
+        },
+        **_BIASED, **_GEMMA_SCALED, norms="around", names=AROUND, window="alternate", softcap=True, score_cap=True,
+        agreed={"hidden_activation": GELU, **_CAUSAL},
+    ),
     "gemma3_text": FamilySpec(
         "Gemma3ForCausalLM",
         {
@@ -295,8 +307,8 @@ FAMILIES: dict[str, FamilySpec] = {
             "tie_word_embeddings": True, "vocab_size": 262208, "sliding_window": 4096, "sliding_window_pattern": 6,
             "query_pre_attn_scalar": 256, "rope_theta": 1e6, "rope_local_base_freq": 10000.0,
         },
-        **_BIASED, **{**_GEMMA, "multipliers": {**_GEMMA["multipliers"], "scores": ("query_pre_attn_scalar", -0.5)}},
-        qk_norm=True, norms="around", names=AROUND, window="pattern", local_rope=True, softcap=True, nested=(),
+        **_BIASED, **_GEMMA_SCALED, qk_norm=True, norms="around", names=AROUND, window="pattern", local_rope=True,
+        softcap=True, nested=(),
         agreed={"hidden_activation": GELU, "attn_logit_softcapping": (), **_CAUSAL},
     ),
     "smollm3": FamilySpec(
@@ -424,6 +436,13 @@ def limits(family: str) -> Iterator[tuple[str, tuple[Any, ...], str]]:
         yield key, (None, *agreed), f"where our decoder has {' or '.join(map(repr, agreed))} in a {family} model"
 
 
+# Language models whose documents meet in a row: transformers passes no borders of documents to a recurrent state, to a
+# convolution, or to a bias or embedding by place. They train on rows of one document.
+UNSEPARATED = frozenset({
+    "afmoe", "bailing_hybrid", "bamba", "biogpt", "bloom", "falcon", "falcon_h1", "falcon_mamba", "granitemoehybrid",
+    "inkling2_text", "inkling_text", "jamba", "kimi_linear", "mamba", "mamba2", "minimax", "mpt", "nemotron_h",
+    "olmo_hybrid", "openai-gpt", "opt", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xglm", "xlstm", "zaya", "zamba2",
+})  # fmt: skip
 # Models of images and text whose language model our own decoder has: transformers' class.
 MULTIMODAL = {
     "gemma3": "Gemma3ForConditionalGeneration",

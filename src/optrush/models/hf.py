@@ -4,7 +4,8 @@ The published modules compute, unchanged; our part is the interface around them:
 that is called, a `block_call` slot around every block, weights that can be sharded. transformers separates packed
 documents by their restarting positions, but only without an attention mask and without a cache, and only in models that
 pass positions to its mask builder. `load_hf` therefore runs every model on the CPU first and compares (`probe_model`):
-one with an unknown head, or in which documents attend to each other, is refused, with the difference in the error.
+one with an unknown head is refused, with the difference in the error; one in which documents of a row meet gets rows of
+one document only.
 
 Canonical names are transformers' own, except the head's: `head.weight`, `head.bias`.
 """
@@ -12,6 +13,7 @@ Canonical names are transformers' own, except the head's: `head.weight`, `head.b
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
@@ -50,6 +52,7 @@ PROBE_LOGIT = 60.0  # hidden states are scaled until logits are this large, whic
 ATTENTIONS = {"masked": "eager", "sdpa": "sdpa"}  # our name: transformers' name
 CLASSIFIER = "ForSequenceClassification"  # what transformers' classes of reward models end with
 ALONE = "optrush_sdpa"  # name of `_alone` in transformers' registries
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # keys of config.json
 CORRECTIONS = ("e_score_correction_bias", ".expert_bias")  # correct the choice of experts, by no gradient
 SHORT_CONVOLUTIONS = ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")  # classes that compute the same
 NUMBERED = frozenset({None, "default", "linear", "llama3", "yarn"})  # rotations independent of the row's length
@@ -62,7 +65,7 @@ class HFModel(nn.Module):
         hf_model: ...ForCausalLM with real values on the CPU; its modules are reused, its class is not.
     """
 
-    supports_packing = True
+    supports_packing = True  # False, set by `probe_model`: documents of one row meet
     frozen_flops = 0  # as Decoder's
 
     def __init__(self, hf_model: Any) -> None:
@@ -81,7 +84,7 @@ class HFModel(nn.Module):
         owner.add_module(last, backbone)
         self.head = Head(output.weight, output.bias)
         self.head.scale = _logit_scale(config)
-        self.head.softcap = getattr(config, "final_logit_softcapping", None)
+        self.head.softcap = next((cap for key in SOFTCAPS if (cap := getattr(config, key, None)) is not None), None)
         self.block_call: Callable[..., Any] = call
         self.maskless = False  # set by `probe_model`: sdpa needs no mask where rows hold one document
         self._attention_flags: dict[str, Any] = {}  # arguments of the attention function for such rows
@@ -378,7 +381,10 @@ def _backbone(hf_model: Any) -> tuple[str, Any]:
     """Return the path and module of the decoder of a model, in a model of images and text its language model."""
     prefix: str = hf_model.base_model_prefix
     if not is_multimodal(hf_model.config.to_dict()):
-        return prefix, getattr(hf_model, prefix, None)
+        backbone = getattr(hf_model, prefix, None)
+        inner = getattr(backbone, "decoder", None)  # OPT's head reads it, and not the module around it
+        alone = backbone is not None and [*backbone.children()] == [inner]
+        return (f"{prefix}.decoder", inner) if alone else (prefix, backbone)
     path = f"{prefix}.language_model"
     found = next((module for name, module in hf_model.named_modules() if name == path), None)
     if found is None:
@@ -523,8 +529,10 @@ def _convolve_by_document(module: Any) -> None:
 
 
 def _logit_scale(config: Any) -> float:
-    """Return the factor of the logits: Cohere multiplies by logit_scale, Granite divides by logits_scaling."""
-    return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    """Return the factor of the logits: Cohere multiplies by logit_scale, Granite and Inkling divide by theirs."""
+    keys = ("logits_scaling", "logits_mup_width_multiplier")
+    below = math.prod(float(getattr(config, key, None) or 1.0) for key in keys)
+    return float(getattr(config, "logit_scale", None) or 1.0) / below
 
 
 def _block_list(backbone: nn.Module, prefix: str, config: Any) -> dict[str, str]:
@@ -551,27 +559,30 @@ def probe_model(wrapper: HFModel, hf_model: Any, dtype: torch.dtype) -> None:
     """Compare on the CPU a packed row with its documents alone, and our head with the model's logits; NeedsError.
 
     Packed and single documents agree to rounding only, which in bfloat16 could hide a small leak; therefore the first
-    document is also changed, which must not change any bit of the others, except where `_loops`. sdpa without a mask is
-    compared with masked attention, and only sets `maskless`.
+    document is also changed, which must not change any bit of the others, except where `_loops`. A model that fails
+    this gets rows of one document, if what follows a document does not change it. sdpa without a mask is compared with
+    masked attention, and only sets `maskless`.
     """
     was, close = wrapper.training, 1e-4 if dtype in (torch.float32, torch.float64) else 5e-2
     wrapper.eval()
     tokens, positions, documents = _probe_row(wrapper)
     try:
         hidden = wrapper(tokens, positions, documents)
-    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except (TypeError, ValueError, AttributeError, RuntimeError, LookupError) as error:
         if "alloc" in str(error):  # memory
             raise
         raise unsupported(wrapper.config, f"it does not run on tokens and positions ({error})") from None
     spans = list(zip(documents.starts[:-1].tolist(), documents.starts[1:].tolist(), strict=True))
     single = documents._replace(single=True)
     alone = [wrapper(tokens[:, a:b], positions[:, a:b], single) for a, b in spans]
-    _compare(wrapper.config, "packed documents and the same documents alone", hidden, torch.cat(alone, 1), close)
     changed, first = tokens.clone(), spans[0][1]
     changed[:, :first] = (changed[:, :first] + 1) % wrapper.head.weight.shape[0]
     others = wrapper(changed, positions, documents)[:, first:]
-    what = "documents in a row with a changed document, before and after,"
-    _compare(wrapper.config, what, others, hidden[:, first:], close if _loops(wrapper) else 0.0)
+    met = _apart(hidden, torch.cat(alone, 1)) <= close  # False of a NaN, too
+    wrapper.supports_packing = met and _apart(others, hidden[:, first:]) <= (close if _loops(wrapper) else 0.0)
+    if not wrapper.supports_packing:
+        row = wrapper(tokens, torch.arange(tokens.shape[1])[None], single)
+        _compare(wrapper.config, "a document alone and before other tokens", row[:, :first], alone[0], close)
     largest = F.linear(hidden, wrapper.head.weight).float().abs().max().clamp_min(1e-6).item()
     # At 0 only a bias remains, 1 is the model itself, and a softcap is visible only in large logits.
     for factor in (0.0, 1.0, PROBE_LOGIT / largest):
@@ -647,6 +658,16 @@ def _apart(ours: Tensor, theirs: Tensor) -> float:
 
 
 # --- the two ways to load a model
+
+
+def refuse_shared_rows(model: Decoder | HFModel, hf: HF, paired: bool) -> None:
+    """Raise NeedsError if a model's documents meet in a row: rows of several are asked for."""
+    if not model.supports_packing:
+        do = (
+            "take objective: sft, or a model of another family" if paired else "leave `packing` out (--without packing)"
+        )
+        asked = f"rows of several documents for a model of type {hf.get('model_type')!r}"
+        raise NeedsError(asked, "a document in its row changes the hidden states of the next one", do)
 
 
 def load(

@@ -20,6 +20,7 @@ from optrush.models.families import (
     GELU,
     MIXTURES,
     ROPE_KINDS,
+    UNSEPARATED,
     ExpertsSpec,
     FamilySpec,
     Switch,
@@ -180,6 +181,7 @@ class ModelShape:
     gelu: bool = False  # the gate's activation is gelu's approximation by tanh; else silu
     multipliers: Multipliers = Multipliers()
     softcap: float | None = None  # bound of the logits by a tanh
+    score_cap: float | None = None  # bound of attention's scores by a tanh
     local_rope: RopeShape | None = None  # of layers with a window; None: that of all
     unrotated: tuple[int, ...] = ()  # layers without rotary embedding
     pairs: bool = False  # rotated values are neighbouring pairs
@@ -227,10 +229,16 @@ class ModelShape:
             window=window, window_layers=window_layers, experts=_experts(hf, full, spec), latent=latent,
             delta=_delta(full, spec) if spec.delta else None, chunks=_chunks(full) if spec.chunks else None,
             norms=spec.norms, gelu=spec.activation == GELU, multipliers=_multipliers(full, spec, int(head_width)),
-            softcap=(full.get("final_logit_softcapping") or None) if spec.softcap else None,
+            softcap=_cap(full, "final_logit_softcapping") if spec.softcap else None,
+            score_cap=_cap(full, "attn_logit_softcapping") if spec.score_cap else None,
             unrotated=_unrotated(full, spec, window_layers),
             local_rope=None if local is None else read_rope(local, int(head_width)), pairs=spec.pairs,
         )  # fmt: skip
+
+    @property
+    def separates(self) -> bool:
+        """Whether documents of one row can be kept apart."""
+        return self.family not in UNSEPARATED
 
     @property
     def mixture(self) -> ExpertsShape | None:
@@ -469,6 +477,15 @@ def _size(hf: HF, key: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError("a model from config.json", f"{key} is {value!r}", f"give {key} a positive whole number")
     return value
+
+
+def _cap(full: HF, key: str) -> float | None:
+    """Read a bound by a tanh; None or 0: there is none."""
+    if not (value := full.get(key)):
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ConfigError("a model from config.json", f"{key} is {value!r}", f"give {key} a positive number, or null")
+    return float(value)
 
 
 def _delta(full: HF, spec: FamilySpec) -> DeltaShape:

@@ -199,6 +199,9 @@ def _attention(s: ModelShape, T: int, native: bool) -> Iterator[Line]:
     yield saved("heads", "queries, keys and values, (H + 2 K) E", q + 2 * kv, "heads", "product-output")
     why, spread = "keys and values repeated for each query head, 2 (H - K) E", (s.heads - s.kv_heads) * s.head_width
     yield saved("spread", why, 2 * spread, "heads")
+    if s.score_cap is not None:
+        why = "scores bounded by a tanh, H T"
+        yield saved("scores.capped.held", why, s.heads * T, "heads", "scores", "fusable")
     yield saved("scores.held", "probabilities, H T, in float32", s.heads * T, "heads", "scores", role="wide")
     why = "probabilities again, in the products' type"
     yield saved("scores.cast.held", why, s.heads * T, "heads", "scores", "fusable", role="narrowing")
@@ -262,7 +265,7 @@ def _head(s: ModelShape) -> Iterator[Line]:
     yield ledger.at_head("logits.eager", why, 2 * V, "wide", "logits", "fusable")
     why = "and where logits are narrower, what makes them 3 V in float32"
     yield ledger.at_head("logits.cast.eager", why, V, "narrowing", "logits", "fusable")
-    if isinstance(s, TracedShape) and s.softcap:
+    if s.softcap:
         why = "logits divided by their cap, and what tanh makes of them, 2 V"
         yield ledger.at_head("logits.capped", why, 2 * V, "product", "logits", "fusable")
 

@@ -183,6 +183,9 @@ def _kinds(env: Environment, impl: str) -> Iterator[Requirement]:
         met = impl != "cudnn" and not (impl == "fa4" and env.device.capability >= (12, 0))
         found = "attention sinks in the model" + (f", on {env.device.name}" if impl == "fa4" else "")
         yield Requirement(met, asked, found, "take impl=varlen or sdpa")
+    if s is not None and s.score_cap is not None:
+        found = f"attn_logit_softcapping {s.score_cap:g}, scores bounded by a tanh, which no fused kernel here has"
+        yield Requirement(impl == "masked", asked, found, "leave attention out, or take impl=masked")
 
 
 def _ungrouped(env: Environment) -> bool:

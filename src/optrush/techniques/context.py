@@ -67,7 +67,8 @@ class Context(Technique):
             found = (
                 "attention sinks in the model" if s.sinks else f"a sliding window of {s.window} tokens in some layers"
             )
-            met = not s.sinks and (s.window is None or s.window >= env.seq)
+            found = found if s.score_cap is None else "a bound of attention's scores (attn_logit_softcapping)"
+            met = not s.sinks and s.score_cap is None and (s.window is None or s.window >= env.seq)
             yield Requirement(met, "`context` attends to all earlier tokens of a document", found, do)
             found = f"RoPE type {s.rope.kind!r}, whose angles depend on the length of a document"
             yield Requirement(not s.rope.by_length, "`context` gives each rank its positions", found, do)

@@ -85,6 +85,9 @@ class FusedLoss(Technique):
             yield like("head.logits", at_head("chunk", why, values, "product", most_tokens=most))
             why = "operators of a chunk, one at a time"
             yield like("head.logits", at_head("chunk.eager", why, 1.25, "wide", "fusable", most_tokens=most))
+            if env.shape is not None and env.shape.softcap:
+                why = "the slope of the logits' cap, V"
+                yield like("head.logits", at_head("chunk.capped", why, 1.0, "wide", "fusable", most_tokens=most))
         if self.impl == "quack" and env.slots <= most:
             # In the backward pass: what shards of the head arrived in, which is as large, has been freed by then.
             role = "cast" if "dp" in env.sharded and not (env.shape is None or env.shape.tied) else "gradient"

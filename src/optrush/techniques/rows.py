@@ -132,3 +132,7 @@ class Packing(LayoutTechnique):
     claims = frozenset({Part.BATCH_LAYOUT, Part.PACKED_ROWS})
     searched = True
     padding = (0.02, "rows hold several documents, and little else")
+
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        found = "a model in which a document of a row changes the next one"
+        yield Requirement(env.shape is None or env.shape.separates, "`packing`", found, "leave packing out")

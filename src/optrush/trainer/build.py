@@ -32,7 +32,7 @@ from optrush.errors import ConfigError, NeedsError, NoEffectError
 from optrush.models.config_json import METHODS, is_readable
 from optrush.models.decoder import frozen_flops
 from optrush.models.delta_rule import rules
-from optrush.models.hf import HFModel, load
+from optrush.models.hf import HFModel, load, refuse_shared_rows
 from optrush.models.score import score_head
 from optrush.models.shapes import LOAD_FIGURES
 from optrush.models.source import Growth, check_positions
@@ -41,7 +41,7 @@ from optrush.models.weights import refuse_frozen, weights_fingerprint
 from optrush.objectives import check_layout, dpo, figures, loss_of
 from optrush.objectives.plugged import source_of
 from optrush.optim.adamw import AdamW
-from optrush.technique import Edit, Technique
+from optrush.technique import Edit, Part, Technique
 from optrush.trainer import distributed
 from optrush.trainer.distributed import World
 from optrush.trainer.teacher import StoringPass, add_teacher
@@ -130,6 +130,8 @@ def _opened(a: Assembly) -> tuple[Trainer, SampleSource | None]:
     model, recipe = load(prepared.folder, hf, config.model.implementation, dtype, config.seed, growth)
     if prepared.scored:
         recipe, hf = score_head(model, recipe, hf, dtype, config.seed)
+    if Part.PACKED_ROWS in env.claimed:
+        refuse_shared_rows(model, hf, env.paired)
     if isinstance(model, HFModel):  # its config has the defaults of what config.json leaves out
         check_positions(model.config.to_dict(), config.batch.seq, f"`batch.seq: {config.batch.seq}`")
     assert isinstance(model.embedding.weight, Tensor)
@@ -255,6 +257,8 @@ def _note_model(trainer: Trainer, growth: Growth | None) -> None:
     seq = trainer.config.batch.seq
     if seq > (made := text_config(trainer.hf).get("max_position_embeddings") or seq):
         trainer.notes.append(f"rows of {seq} tokens, where the model was made for {made} positions")
+    if not trainer.model.supports_packing:
+        trainer.notes.append("rows of one document: in transformers' model a document changes the next one of its row")
     if growth is not None:
         trainer.notes.append(growth.note)
     if is_readable(stored := trainer.hf.get("quantization_config")):

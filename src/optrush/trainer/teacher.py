@@ -27,11 +27,12 @@ from optrush.data.tokenizer import open_tokenizer
 from optrush.errors import DataError, NeedsError, exhausted, first_line
 from optrush.kernels.distillation import Blend, Compared, Lesson, likeliest
 from optrush.models.decoder import Decoder
-from optrush.models.hf import HFModel, load
+from optrush.models.hf import HFModel, load, refuse_shared_rows
 from optrush.models.shapes import sdpa_obstacle
 from optrush.models.text_part import text_config
 from optrush.models.weights import weights_fingerprint
 from optrush.objectives.distill import loss_with_stored, loss_with_teacher
+from optrush.technique import Part
 from optrush.trainer import distributed
 from optrush.trainer.run_dir import free_space
 from optrush.trainer.sample_store import SamplePart, SampleStore, batches_of, values_digest
@@ -52,6 +53,8 @@ def add_teacher(trainer: Trainer, folder: Path | None, hf: dict[str, Any]) -> No
     trainer.fingerprints["teacher"] = weights_fingerprint(folder, config.seed)
     if settings.store is None:
         teacher = load_teacher(trainer, folder, hf)
+        if Part.PACKED_ROWS in trainer.env.claimed:
+            refuse_shared_rows(teacher, hf, trainer.env.paired)
         logits = teacher.head.logits
         trainer.loss = partial(loss_with_teacher, trainer.loss, teacher, lesson)
     else:
@@ -72,6 +75,8 @@ def load_teacher(trainer: Trainer, folder: Path | None, hf: dict[str, Any]) -> D
     attention = trainer.env.spec.attention
     if isinstance(teacher, HFModel) and attention != "masked":
         attention = "masked" if sdpa_obstacle(hf) else "sdpa"
+    if isinstance(teacher, Decoder) and teacher.shape.score_cap is not None:
+        attention = "masked"
     teacher.set_attention(attention)
     teacher.to_empty(device=trainer.world.device)
     teacher.tie()
