@@ -5,7 +5,10 @@ Names are Hugging Face's, the last part of a module's name: `q_proj`. A linear o
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Collection, Iterator, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from optrush.config import nearest
@@ -35,10 +38,21 @@ LATENT_LINEARS = technique_linears[4:]  # of our decoder, in the same order
 EVERY = ("auto", "all-linear")
 DENSE = tuple(f"dense.{name}" for name in LINEARS[4:])  # of a model with experts, whose own matrices have other names
 SETS = {"attention": LINEARS[:4], "mlp": LINEARS[4:], "experts": ("gate_up_proj", "down_proj"), "dense": DENSE}
+STACKED = SETS["experts"]
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 SPLITS = r"pissa|olora|pissa_niter_[1-9]\d?"  # values of `init` that split the weights themselves
 WHOLE = (EMBEDDING, HEAD, "norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm",
          "q_a_layernorm", "kv_a_layernorm")  # fmt: skip
+
+# Modules of a block that have linears, by the last part of a linear's name; others may be in either.
+MIXERS = ("self_attn", "linear_attn", "attention", "attn", "self_attention", "conv", "mixer")
+FEEDERS = ("mlp", "feed_forward", "ffn")
+SHARED = (*FEEDERS, *(f"{name}.shared_expert{s}" for name in FEEDERS for s in ("", "s")))
+BLOCKS = ("model.layers", "model.language_model.layers", "language_model.model.layers", "transformer.h", "layers")
+FEW = 40  # layers that tell whether an expression is one of all layers
+# Linears of other families, which a list of targets may name though a model has others.
+OTHERS = ("c_attn", "c_proj", "c_fc", "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2",
+          "out_proj", "in_proj", "x_proj", "dt_proj", "w1", "w2", "w3", "Wqkv", "wq", "wk", "wv", "wo")  # fmt: skip
 
 
 def last(module: str) -> str:
@@ -48,10 +62,11 @@ def last(module: str) -> str:
 def chosen(asked: str | Sequence[str], known: Collection[str]) -> tuple[str, ...]:
     """Return the names that `targets` selects in a model with linears of these names; a list may name sets, too.
 
-    A linear with the name of a set is meant by it: `dense` in models of gpt_neox, falcon and phi.
+    A linear with the name of a set is meant by it: `dense` in models of gpt_neox, falcon and phi. A text that is no
+    name is a regular expression of whole module names; a name with a dot in a list is the end of one, as PEFT reads it.
     """
     if not isinstance(asked, str):
-        parts = (chosen(one, known) if one in SETS else (one,) for one in asked)
+        parts = (chosen(one, known) if one in SETS else _ends_with(one, known) for one in asked)
         return tuple(dict.fromkeys(name for part in parts for name in part))
     if asked in known:
         return (asked,)
@@ -59,7 +74,63 @@ def chosen(asked: str | Sequence[str], known: Collection[str]) -> tuple[str, ...
         return attention_of(known)
     if asked == "mlp" and JOINED["gate_up"] in known and "gate_proj" not in known:
         return JOINED["gate_up"], JOINED["down"]
-    return tuple(known) if asked in EVERY else SETS.get(asked, (asked,))
+    if asked in EVERY or asked in SETS:
+        return tuple(known) if asked in EVERY else SETS[asked]
+    return (asked,) if re.fullmatch(r"[\w.]+", asked) else matching(asked, tuple(known))
+
+
+def _ends_with(name: str, known: Collection[str]) -> tuple[str, ...]:
+    """Return the names of linears whose modules end so, shared experts' too; the name itself, if there are none."""
+    if "." not in name or name in DENSE:
+        return (name,)
+    end = rf".*\.{re.escape(name)}"
+    return matching(end, tuple(known)) or (matching(end, DENSE) if "shared_expert" in name else ()) or (name,)
+
+
+@lru_cache(maxsize=256)
+def matching(pattern: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of linears whose modules a regular expression matches as a whole, in every layer.
+
+    Raises:
+        NeedsError: no regular expression, or one that matches in some layers alone.
+    """
+    try:
+        read = re.compile(pattern)
+    except re.error as error:
+        raise NeedsError(f"`targets={pattern}`", f"not a regular expression: {error}", "fix it") from None
+    mixing, found = {*attention_of(known), *LATENT, *DELTA, JOINED["qkv"]}, list[str]()
+    for name in known:
+        own = name.removeprefix("dense.")
+        inside = SHARED if own != name else FEEDERS if own in (*SETS["mlp"], JOINED["gate_up"]) else MIXERS
+        inside = (
+            (*MIXERS, *FEEDERS) if own == name and own not in {*mixing, *SETS["mlp"], JOINED["gate_up"]} else inside
+        )
+        ends = [f"{part}.{own}" for part in inside]
+        layers = [n for n in range(FEW) if any(read.fullmatch(f"{top}.{n}.{end}") for top in BLOCKS for end in ends)]
+        if layers and len(layers) < FEW:
+            do = f"name the linears, which have adapters in all layers: [{name}]"
+            raise NeedsError(f"`targets={pattern}`", f"it matches {name} in some layers only", do)
+        found += [name] * bool(layers)
+    return tuple(found)
+
+
+def unmatched(asked: str | Sequence[str], known: Collection[str]) -> list[str]:
+    """Return the entries of a list of targets that match no linear of a model, where others of the list do."""
+    names = [] if isinstance(asked, str) else [one for one in asked if one not in SETS]
+    lacking = [one for one in names if not {*_ends_with(one, known)} & {*known, *DENSE}]
+    return lacking if {*chosen(asked, known)} & {*known} else []
+
+
+def lacking(technique: str, targets: str | Sequence[str], known: Collection[str]) -> Iterator[str]:
+    """Yield a note on targets that match nothing in a model."""
+    if names := unmatched(targets, known):
+        yield f"{technique}: no linear of this model is called {', '.join(names)}: the other targets have adapters"
+
+
+def _meant(name: str, known: Collection[str]) -> bool:
+    """Return whether a name that a model does not have is of another family, and no slip of the keyboard."""
+    families = {*LINEARS, *LATENT, *DELTA, *JOINED.values(), *OTHERS}
+    return last(name) in families or not difflib.get_close_matches(last(name), {*known, *families}, 1, 0.75)
 
 
 def attention_of(known: Collection[str]) -> tuple[str, ...]:
@@ -95,7 +166,8 @@ def targeted(targets: str | Sequence[str], joined: Collection[str]) -> Iterator[
 def require_names(technique: str, option: str, asked: str | Sequence[str], known: Collection[str]) -> Requirement:
     """Require that a model has what an option names."""
     names = chosen(asked, known)
-    wrong = next((n for n in names if n not in known), None)
+    other = unmatched(asked, known) if option == "targets" else []
+    wrong = next((n for n in names if n not in known and not (n in other and _meant(n, known))), None)
     found, do = f"no {'linear' if option == 'targets' else 'such module'} is called {wrong}", ""
     of = [one for one in ((asked,) if isinstance(asked, str) else asked) if wrong in SETS.get(one, ())]
     if wrong is not None and of and wrong not in asked:
@@ -103,7 +175,8 @@ def require_names(technique: str, option: str, asked: str | Sequence[str], known
     elif wrong is not None:
         do = nearest(wrong, known)
     elif not names:
-        found, do = "no linears to choose from", f"name some: {', '.join(known)}" if known else "take another model"
+        found = "it matches no linear of this model" if known else "no linears to choose from"
+        do = f"name some: {', '.join(known)}" if known else "take another model"
     text = asked if isinstance(asked, str) else f"[{', '.join(asked)}]"
     return Requirement(wrong is None and bool(names), f"`{technique}:{option}={text}`", found, do)
 
@@ -134,6 +207,9 @@ def require_targets(technique: str, env: Environment, targets: str | Sequence[st
     attention = attention_of(known)
     wrong = next((name for name in chosen(targets, attention) if name in ("gate_proj", "up_proj")), None)
     dense = any({*linear.pieces} & {*DENSE} for linear in env.shape.linears.values())
+    if dense and isinstance(targets, str) and targets not in (*SETS, *EVERY) and {*chosen(targets, DENSE)} & {*DENSE}:
+        found, do = "it matches layers without experts or shared experts", "name the linears: [q_proj, dense]"
+        return Requirement(False, f"`{technique}:targets={targets}`", found, do)
     if wrong is None and not dense and {*chosen(targets, attention)} & {*DENSE}:
         found, do = "every layer has experts, and none that all tokens share", "leave dense out"
         return Requirement(False, f"`{technique}:targets={targets}`", found, do)

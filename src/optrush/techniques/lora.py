@@ -18,6 +18,7 @@ from optrush.technique import Environment, ModelSpec, Numerics, Part, Requiremen
 
 if TYPE_CHECKING:
     from optrush.models.decoder import Linear
+    from optrush.models.shapes import ModelShape
     from optrush.peft.decomposed import Decomposed
 
 
@@ -26,7 +27,8 @@ class Lora(Technique):
     """Adds alpha / rank * B A x to what a frozen linear gives, A and B of the given rank; B begins as zeros.
 
     rslora: the factor is alpha / sqrt(rank). dora: each row of the sum is scaled to a learnt length.
-    targets: `auto` and `all-linear` every linear of the blocks, `attention`, `mlp`, or names: [q_proj, v_proj]. Of a
+    targets: `auto` and `all-linear` every linear of the blocks, `attention`, `mlp`, names: [q_proj, v_proj], or a
+        regular expression of whole module names, as PEFT has it. Names that match nothing are listed. Of a
         model with experts `auto` is its attention; `experts` names their stacked matrices, [gate_up_proj, down_proj],
         `dense` its other feed-forward parts: shared experts, layers without experts. Lists may name sets, too.
     save: modules that are trained whole as well: embed_tokens, lm_head, names of norms.
@@ -139,6 +141,12 @@ class Lora(Technique):
     def quality(self, env: Environment) -> str:
         return "adapters only" if self.dtype == "float32" else "adapters only, in bf16"
 
+    def remarks(self, shape: ModelShape) -> Iterator[str]:
+        known = ledger.names_of(shape)
+        yield from ledger.lacking(
+            self.name, self.targets, known if shape.experts is None else (*known, *ledger.STACKED)
+        )
+
     def predict(self, env: Environment) -> Iterator[Rule]:
         """The frozen model, h = A x of r values a piece and token, and B laid out over all rows."""
         learnt: list[tuple[int, int]] = []
@@ -228,6 +236,7 @@ class Lora(Technique):
         if names or not inside:
             asked = names if inside or dense else targets
             adapted.check_targets(self.name, model, recipe, asked, self.save)
+            trainer.notes += ledger.lacking(self.name, asked, known)
         if self.splits_base and inside:
             do = "leave init out, or take targets: attention"
             raise NeedsError(f"`lora:init={self.init}`", "targets among the experts, which are not decomposed", do)
