@@ -244,6 +244,15 @@ def test_llama_factory(here: Path) -> None:
     assert found["batch"] == {"seq": 128, "tokens": 2 * 4 * 128, "micro_tokens": 256}
 
 
+@pytest.mark.parametrize("model", ["$MODEL", "${MODEL}", "${OTHER:-tiny}", '"$MODEL"', "tiny"])
+@pytest.mark.parametrize("line", ["MODEL=tiny", "export MODEL='tiny'  # the built-in one"])
+def test_a_script_of_llama_factory(here: Path, model: str, line: str) -> None:
+    """Its option `--stage sft` is no script of TRL, and variables of the shell that it sets are put in their places."""
+    command = f"llamafactory-cli train \\\n  --model_name_or_path {model} --stage sft --dataset x --cutoff_len 64\n"
+    found = translated("run.sh", f"#!/bin/bash\n{line}\n{command}", data="rows.jsonl")
+    assert found["model"]["path"] == "tiny" and found["batch"]["seq"] == 64 and "lora" in found["with"]
+
+
 def test_full_training_of_llama_factory(here: Path) -> None:
     """A value that means none is not replaced by the tool's default."""
     given = {**FACTORY, "finetuning_type": "full", "quantization_bit": None}

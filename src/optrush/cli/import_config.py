@@ -35,6 +35,8 @@ ANSWERS = ("assistant", "gpt")  # their roles
 LANGUAGE_MODEL = {"model.language_model", "language_model", "language_model.model"}
 EMBEDDINGS = {"lm_head", "embed_tokens", "model.embed_tokens"}
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
+_ASSIGNED = re.compile(r"(?m)^\s*(?:export\s+)?([A-Za-z_]\w*)=(?:([\w./:@+-]*)|[\"']([^\"'$`\n]*)[\"'])\s*(?:#.*)?$")
+_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")  # of a shell
 _DATA_FILE = re.compile(r"\.(jsonl?|parquet|csv|txt|arrow|zst|gz)\Z")
 # How a tool is recognised: by the name of the script that a command runs; else by keys.
 SIGNS: tuple[tuple[ToolName, str, set[str]], ...] = (
@@ -159,22 +161,25 @@ def _read(file: Path) -> tuple[dict[str, Any], Mapping[Any, int]]:
 
 def _arguments(text: str, file: Path) -> dict[str, Any]:
     """Return the arguments of the last command in a text that has any, and under `@script` what is run."""
+    given = {name: first or second for name, first, second in _ASSIGNED.findall(text)}
+    text = _VARIABLE.sub(lambda m: given.get(m[1] or m[3], m[0] if m[2] is None else m[2]), text)
     commands = [line for line in re.sub(r"\\\r?\n", " ", text).splitlines() if re.search(r"\s--[a-z]", line)]
     try:
         words = shlex.split(commands[-1], comments=True) if commands else []
     except ValueError as error:
         raise ConfigError(f"{file}", f"no command line: {error}", "mend its quotes") from None
     scripts = ("sft", "dpo", "kto", "reward")
-    at = next((n for n, word in enumerate(words) if word.endswith(".py") or word in scripts), -1)
-    given: dict[str, Any] = {"@script": Path(words[at]).name if at >= 0 else ""}
+    at = next((n for n, (before, word) in enumerate(zip(["", *words], words, strict=False))
+               if word.endswith(".py") or (word in scripts and not before.startswith("--"))), -1)  # fmt: skip
+    found: dict[str, Any] = {"@script": Path(words[at]).name if at >= 0 else ""}
     launcher = dict(_pairs(words[: max(at, 0)]))
     for name, key in (("num_processes", "@ranks"), ("nproc_per_node", "@ranks"), ("num_gpus", "@ranks"),
                       ("config_file", "config_file")):  # fmt: skip
         if name in launcher:
-            given[key] = launcher[name]
+            found[key] = launcher[name]
     if sharded := {key: value for key, value in launcher.items() if foreign.SHARDED.match(key)}:
-        given["accelerate launch"] = sharded
-    return given | dict(_pairs(words[at + 1 :]))
+        found["accelerate launch"] = sharded
+    return found | dict(_pairs(words[at + 1 :]))
 
 
 def _pairs(words: list[str]) -> Iterator[tuple[str, Any]]:
