@@ -477,19 +477,24 @@ def test_preferences_of_llama_factory(here: Path, row: dict[str, Any], tags: dic
         assert read(translated("f.yaml", given), row) == PAIR
 
 
-@pytest.mark.parametrize("named", [{}, {"prompt": "instruction", "query": "input"}, {"prompt": "ask"}], ids=str)
-def test_preferences_of_texts_of_llama_factory(here: Path, named: dict[str, str]) -> None:
-    """They are rendered as turns there, and here with a `system` in the rows."""
+@pytest.mark.parametrize("named", [{}, {"prompt": "instruction", "query": "input"}, {"prompt": "ask"},
+                                   {"prompt": "prompt"}, {"prompt": "prompt", "system": "system"}],
+                         ids=str)  # fmt: skip
+@pytest.mark.parametrize("system", [None, "", "be kind"])
+def test_preferences_of_texts_of_llama_factory(here: Path, named: dict[str, str], system: str | None) -> None:
+    """They are turns, as there; a `system` or an `input` that its columns do not name is not read."""
+    row = {named.get("prompt", "instruction"): "q", "input": "odd", "chosen": "yes", "worse": "no"}
+    row |= {} if system is None else {"system": system}
+    (here / "rows.jsonl").write_text(json.dumps(row))
+    columns = {**named, "chosen": "chosen", "rejected": "worse"}
+    entry = {"file_name": "rows.jsonl", "ranking": True, "columns": columns}
+    (here / "dataset_info.json").write_text(json.dumps({"pairs": entry}))
     given = {**FACTORY, "stage": "dpo", "dataset": "pairs", "dataset_dir": str(here)}
-    for more in ({}, {"system": "system"}):
-        columns = {**named, "chosen": "chosen", "rejected": "worse", **more}
-        entry = {"file_name": "rows.jsonl", "ranking": True, "columns": columns}
-        (here / "dataset_info.json").write_text(json.dumps({"pairs": entry}))
-        if not more:
-            with pytest.raises(ConfigError, match="pairs of texts, which no chat template renders"):
-                translated("f.yaml", given)
-    row = {named.get("prompt", "instruction"): "q", "input": "", "system": "", "chosen": "yes", "worse": "no"}
-    assert read(translated("f.yaml", given), row) == PAIR
+    ask = "q\n\nodd" if "query" in named else "q"
+    before = (Message("system", "be kind"),) if system and "system" in named else ()
+    turns = (*before, Message("user", ask))
+    pair = Pair(*(Chat((*turns, Message("assistant", text)), prompt=len(turns)) for text in ("yes", "no")))
+    assert read(translated("f.yaml", given), row) == pair
 
 
 def test_turns_of_other_keys(here: Path) -> None:

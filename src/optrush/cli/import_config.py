@@ -571,16 +571,12 @@ class _Composer:
         tags = _read_keys(given.get("@tags", {}), foreign.FACTORY_TAGS, place, f"{name}.tags.").of
         moved = {"columns.instruction": "columns.text"} if self.get("objective") == "pretrain" else {}
         if ranking:
-            moved = dict.fromkeys(("columns.messages", "columns.instruction"), "columns.prompt")
+            moved = {"columns.messages": "columns.prompt"}
         read = {moved.get(ours, ours): theirs for ours, theirs in found.items()}
         roles = {role: [theirs] for role, theirs in tags.items() if role[0] != "@"}
         self._columns_of({**read, **tags, "@messages": columns.get("messages", "")}, roles, ranking)
         source = given.get("hf_hub_url") or str(listed.parent / given.get("file_name", name))
-        if ranking and not sharegpt and "system" not in {*columns, *_first_row(source)}:
-            pairs = f"{name} has pairs of texts, which no chat template renders here"
-            do = "give each row a `system`, which may be empty, and name it: columns: {system: system}"
-            raise self.refuse("@data", pairs, do)
-        if self.get("objective", "sft") == "sft":
+        if self.get("objective", "sft") == "sft" or (ranking and not sharegpt):
             self._unnamed(source, given)
         return self._origin({**given, "path": source})
 

@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +266,7 @@ def _cells(file: io.BufferedReader, delimiter: str) -> Rows:
     csv.field_size_limit(LONGEST_ROW_bytes)  # the module's own is 128 KiB, for the whole process
     wrong: list[str] = []  # what is wrong with the bytes of the row that is being read
     row = first = size = 0
+    delimiter = _separator(file, delimiter)
 
     def decoded() -> Iterator[str]:
         nonlocal size
@@ -315,6 +316,20 @@ def _cells(file: io.BufferedReader, delimiter: str) -> Rows:
 
 
 SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
+
+
+def _separator(file: io.BufferedReader, usual: str) -> str:
+    """Return what separates the columns of a table: another mark if the header and the first row are several by it."""
+    head = file.peek(PIECE_bytes)[:PIECE_bytes].decode("utf-8", "ignore").splitlines(True)
+
+    def cells(mark: str, rows: int) -> list[int]:
+        try:
+            return [len(row) for row in islice(csv.reader(head, delimiter=mark, strict=True), rows)]
+        except csv.Error:
+            return []
+
+    found = {mark: cells(mark, 2) for mark in SEPARATORS if mark != usual and cells(usual, 1) == [1]}
+    return next((mark for mark, many in found.items() if len(many) == 2 and many[0] == many[1] > 1), usual)
 
 
 def _refuse_separator(header: list[str], cells: list[str], delimiter: str) -> None:
