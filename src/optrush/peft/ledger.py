@@ -44,10 +44,9 @@ SPLITS = r"pissa|olora|pissa_niter_[1-9]\d?"  # values of `init` that split the 
 WHOLE = (EMBEDDING, HEAD, "norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm",
          "q_a_layernorm", "kv_a_layernorm")  # fmt: skip
 
-# Modules of a block that have linears, by the last part of a linear's name; others may be in either.
-MIXERS = ("self_attn", "linear_attn", "attention", "attn", "self_attention", "conv", "mixer")
+# Names of a block's modules that have linears. The first is most families'; of others an expression has the name.
+MIXERS = ("self_attn", "attention", "attn", "self_attention")
 FEEDERS = ("mlp", "feed_forward", "ffn")
-SHARED = (*FEEDERS, *(f"{name}.shared_expert{s}" for name in FEEDERS for s in ("", "s")))
 BLOCKS = ("model.layers", "model.language_model.layers", "language_model.model.layers", "transformer.h", "layers")
 FEW = 40  # layers that tell whether an expression is one of all layers
 # Linears of other families, which a list of targets may name though a model has others.
@@ -98,13 +97,19 @@ def matching(pattern: str, known: tuple[str, ...]) -> tuple[str, ...]:
         read = re.compile(pattern)
     except re.error as error:
         raise NeedsError(f"`targets={pattern}`", f"not a regular expression: {error}", "fix it") from None
-    mixing, found = {*attention_of(known), *LATENT, *DELTA, JOINED["qkv"]}, list[str]()
+    found = list[str]()
+    mixers, feeders = (
+        [part for part in parts if re.search(rf"(?<![a-z_]){part}(?![a-z])", pattern)] or [parts[0]]
+        for parts in (MIXERS, FEEDERS)
+    )
     for name in known:
-        own = name.removeprefix("dense.")
-        inside = SHARED if own != name else FEEDERS if own in (*SETS["mlp"], JOINED["gate_up"]) else MIXERS
-        inside = (
-            (*MIXERS, *FEEDERS) if own == name and own not in {*mixing, *SETS["mlp"], JOINED["gate_up"]} else inside
-        )
+        own, inside = name.removeprefix("dense."), [*mixers, *feeders]
+        if own != name:
+            inside = [f"{part}{shared}" for part in feeders for shared in ("", ".shared_expert", ".shared_experts")]
+        elif own in (*SETS["mlp"], JOINED["gate_up"]):
+            inside = feeders
+        elif own in {*attention_of(known), *LATENT, *DELTA, JOINED["qkv"]}:
+            inside = ["linear_attn"] if own in DELTA else mixers
         ends = [f"{part}.{own}" for part in inside]
         layers = [n for n in range(FEW) if any(read.fullmatch(f"{top}.{n}.{end}") for top in BLOCKS for end in ends)]
         if layers and len(layers) < FEW:
@@ -121,10 +126,21 @@ def unmatched(asked: str | Sequence[str], known: Collection[str]) -> list[str]:
     return lacking if {*chosen(asked, known)} & {*known} else []
 
 
-def lacking(technique: str, targets: str | Sequence[str], known: Collection[str]) -> Iterator[str]:
-    """Yield a note on targets that match nothing in a model."""
-    if names := unmatched(targets, known):
-        yield f"{technique}: no linear of this model is called {', '.join(names)}: the other targets have adapters"
+def remarks(
+    technique: str, targets: str | tuple[str, ...], shape: ModelShape | None, known: Collection[str] | None = None
+) -> Iterator[str]:
+    """Yield a note on targets that match nothing in a model with linears of these names, or not the experts."""
+    routed = shape is not None and shape.experts is not None
+    meant = in_mixture(targets, shape)
+    known = {*(names_of(shape) if known is None else known), *(STACKED if routed else ())} - {*(SETS["mlp"] * routed)}
+    lacking = unmatched(meant, known | {"down_proj"} if routed else known)
+    lacking += [
+        name for name in targets if meant is not targets and name in SETS["mlp"] and f"dense.{name}" not in meant
+    ]
+    if lacking:
+        yield f"{technique}: no linear of this model is called {', '.join(lacking)}: the other targets have adapters"
+    elif meant is not targets:
+        yield f"{technique}: gate_proj and up_proj are those beside the experts; `experts` adapts the experts, too"
 
 
 def _meant(name: str, known: Collection[str]) -> bool:
@@ -175,7 +191,7 @@ def require_names(technique: str, option: str, asked: str | Sequence[str], known
     elif wrong is not None:
         do = nearest(wrong, known)
     elif not names:
-        found = "it matches no linear of this model" if known else "no linears to choose from"
+        found = "it matches no linear of this model" if asked and known else "no linears to choose from"
         do = f"name some: {', '.join(known)}" if known else "take another model"
     text = asked if isinstance(asked, str) else f"[{', '.join(asked)}]"
     return Requirement(wrong is None and bool(names), f"`{technique}:{option}={text}`", found, do)
@@ -189,6 +205,19 @@ def whole(technique: str, save: Sequence[str], known: Collection[str], tied: boo
     found = "embedding and head are one weight in this model"
     asked = f"`{technique}:save=[{', '.join(save)}]`"
     yield Requirement(not tied or len(alone) != 1, asked, found, f"name both, {EMBEDDING} and {HEAD}, or neither")
+
+
+def in_mixture(targets: str | tuple[str, ...], shape: ModelShape | None) -> str | tuple[str, ...]:
+    """Return targets for a model whose experts are stacked: names of linears are those beside experts, as PEFT has it.
+
+    `down_proj` alone is the experts'; beside `gate_proj` or `up_proj` it is a linear.
+    """
+    if shape is None or shape.experts is None or isinstance(targets, str) or not {*targets} & {"gate_proj", "up_proj"}:
+        return targets
+    beside = any({*linear.pieces} & {*DENSE} for linear in shape.linears.values())
+    rest = tuple(name for name in targets if name not in SETS["mlp"])
+    names = tuple(f"dense.{name}" for name in SETS["mlp"] if name in targets)
+    return (*rest, *names) if beside else rest or targets
 
 
 def require_targets(technique: str, env: Environment, targets: str | Sequence[str]) -> Requirement:
