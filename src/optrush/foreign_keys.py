@@ -541,6 +541,9 @@ FACTORY_TAGS = Tool("LLaMA-Factory's tags", rules_of({
 }))  # fmt: skip
 # Columns that LLaMA-Factory does not read where its list names others and not these; ours by theirs.
 FACTORY_UNNAMED = {"query": "input", "system": "system"}
+# The columns that it reads where its list names none.
+FACTORY_NAMED = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
+IGNORED = "ignore"
 
 # --- hints for a YAML of ours
 

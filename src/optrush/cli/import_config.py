@@ -161,8 +161,8 @@ def _read(file: Path) -> tuple[dict[str, Any], Mapping[Any, int]]:
 
 def _arguments(text: str, file: Path) -> dict[str, Any]:
     """Return the arguments of the last command in a text that has any, and under `@script` what is run."""
-    given = {name: first or second for name, first, second in _ASSIGNED.findall(text)}
-    text = _VARIABLE.sub(lambda m: given.get(m[1] or m[3], m[0] if m[2] is None else m[2]), text)
+    given: dict[str, str] = {name: first or second for name, first, second in _ASSIGNED.findall(text)}
+    text = _VARIABLE.sub(lambda m: str(given.get(m[1] or m[3], m[0] if m[2] is None else m[2])), text)
     commands = [line for line in re.sub(r"\\\r?\n", " ", text).splitlines() if re.search(r"\s--[a-z]", line)]
     try:
         words = shlex.split(commands[-1], comments=True) if commands else []
@@ -582,12 +582,13 @@ class _Composer:
 
     def _unnamed(self, source: str, given: Mapping[str, Any]) -> None:
         """Leave out columns that LLaMA-Factory does not read, and note how it joins those that it does."""
-        named, row = given.get("@columns"), _first_row(source)
+        from optrush.data.schema import MEANT
+
+        named, row = given.get("@columns") or foreign.FACTORY_NAMED, _first_row(source)
+        tags = {"messages": "conversations"} if given.get("@formatting") == "sharegpt" else {"prompt": "instruction"}
+        self.columns |= dict.fromkeys(MEANT & row.keys() - {*(tags | named).values()}, foreign.IGNORED)
         for column, ours in foreign.FACTORY_UNNAMED.items():
-            read = column in named if named else column == "query"
-            if not read and ours in row:
-                self.columns[ours] = "ignore"
-            elif not read and not Path(source).is_file():
+            if column not in named and not Path(source).is_file():
                 self.notes.append(f"dataset: here a column {ours!r} of {source} is read, there it is not")
         if given.get("@formatting", "alpaca") == "alpaca":
             self.notes.append("dataset: an empty line is between instruction and input, where theirs is a line break")
