@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from optrush.data.hub import cache_folder, fetch
 from optrush.data.schema import MEANT, RowLocation, bad_row
 from optrush.data.strict_json import decode_json, kind_of, not_utf8, quoted, remedy
 from optrush.errors import DataError, NeedsError, first_line
-from optrush.files import open_file, parse_json, read_file, regular, write_whole
+from optrush.files import SEPARATORS, open_file, parse_json, read_file, regular, separator, write_whole
 
 PACKED = (".gz", ".bz2", ".xz", ".zst")
 LINES, ARRAY, PARQUET = (".jsonl", ".ndjson"), ".json", ".parquet"
@@ -266,7 +266,7 @@ def _cells(file: io.BufferedReader, delimiter: str) -> Rows:
     csv.field_size_limit(LONGEST_ROW_bytes)  # the module's own is 128 KiB, for the whole process
     wrong: list[str] = []  # what is wrong with the bytes of the row that is being read
     row = first = size = 0
-    delimiter = _separator(file, delimiter)
+    delimiter = separator(file.peek(PIECE_bytes)[:PIECE_bytes].decode("utf-8", "ignore"), delimiter)
 
     def decoded() -> Iterator[str]:
         nonlocal size
@@ -313,23 +313,6 @@ def _cells(file: io.BufferedReader, delimiter: str) -> Rows:
         yield from blank
         blank.clear()
         yield row, f"{wrong[0]} (line {first} of the file)" if wrong else dict(zip(header, cells))
-
-
-SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
-
-
-def _separator(file: io.BufferedReader, usual: str) -> str:
-    """Return what separates the columns of a table: another mark if the header and the first row are several by it."""
-    head = file.peek(PIECE_bytes)[:PIECE_bytes].decode("utf-8", "ignore").splitlines(True)
-
-    def cells(mark: str, rows: int) -> list[int]:
-        try:
-            return [len(row) for row in islice(csv.reader(head, delimiter=mark, strict=True), rows)]
-        except csv.Error:
-            return []
-
-    found = {mark: cells(mark, 2) for mark in SEPARATORS if mark != usual and cells(usual, 1) == [1]}
-    return next((mark for mark, many in found.items() if len(many) == 2 and many[0] == many[1] > 1), usual)
 
 
 def _refuse_separator(header: list[str], cells: list[str], delimiter: str) -> None:
