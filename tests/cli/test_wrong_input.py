@@ -167,6 +167,7 @@ VALUES: dict[str, Case] = {
             (f"`model.shape: {name}`", "no such shape", do),
         ) for name, do in (
             ("LLAMA-3.1-8b", "did you mean `llama-3.1-8b`?"), ("zzz", "are in docs/models.md"), ("1", "nearest: llama-3"),
+           
             ("deepseek-v3", "nearest: deepseek-ai"),
         )
     },
