@@ -559,11 +559,17 @@ def parse_scalar(text: str) -> Any:
     return None if node is None else _plain(node, (), "flag", {})
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint for an unknown name: the nearest known one, or the list."""
-    known = sorted(known)
-    close = difflib.get_close_matches(name, known, 1, 0.6)
-    return f"did you mean `{close[0]}`?" if close else "known: " + ", ".join(known)
+MOST_LISTED = 50  # names in a message
+
+
+def nearest(name: str, known: Iterable[str], page: str = "") -> str:
+    """Return a hint for an unknown name: the nearest known one, the list, or the nearest of a list on a page."""
+    names = {one.lower(): one for one in sorted(known)}
+    close = difflib.get_close_matches(name.lower(), names, 1, 0.6)
+    if not close and len(names) > MOST_LISTED:
+        near = ", ".join(names[one] for one in difflib.get_close_matches(name.lower(), names, 5, 0.0))
+        return f"nearest: {near}; {f'all {len(names)} are in {page}' if page else f'{len(names) - 5} more are known'}"
+    return f"did you mean `{names[close[0]]}`?" if close else "known: " + ", ".join(names.values())
 
 
 def _plain(node: yaml.Node, path: Keys, where: str, lines: dict[Keys, int]) -> Any:

@@ -6,12 +6,14 @@ the process there.
 
 from __future__ import annotations
 
+import csv
 import errno
 import hashlib
 import json
 import os
 import stat
 from collections.abc import Collection, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,6 +24,23 @@ KINDS = {
     stat.S_IFIFO: "a named pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket",
     stat.S_IFDIR: "a folder",
 }  # fmt: skip
+
+
+SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}  # of tables
+
+
+def separator(head: str, usual: str) -> str:
+    """Return what separates a table's columns: another mark if the header and the first row are several by it."""
+
+    def cells(mark: str, rows: int) -> list[int]:
+        try:
+            read = csv.reader(head.splitlines(True), delimiter=mark, strict=True)
+            return [len(row) for row in islice(read, rows)]
+        except csv.Error:
+            return []
+
+    found = {mark: cells(mark, 2) for mark in SEPARATORS if mark != usual and cells(usual, 1) == [1]}
+    return next((mark for mark, many in found.items() if len(many) == 2 and many[0] == many[1] > 1), usual)
 
 
 def open_file(path: Path | str, buffering: int = -1) -> Any:

@@ -77,6 +77,7 @@ COMPILED = listed("`compile` has settings of its own")
 READING = listed("rows are read and tokenised by `data.workers` processes")
 GENERATED = listed("no text is generated while training: `optrush generate` answers prompts afterwards")
 PACKED = listed("packing counts the tokens of the rows, and has its own window")
+SPECIAL = listed("the tokenizer's own are taken, and no token is padding")
 TOKENIZER = listed("tokenizer.json of the model's folder is read")
 DEVICES = listed("a rank has one device: --ranks N, and `ddp` or `fsdp` follow")
 REFERENCE = listed("the reference is computed in batches of training's size")
@@ -141,7 +142,8 @@ TRAINER = rules_of({
     "greater_is_better": only(*OFF, do="leave it out: the best is the least held-out loss"),
     "bf16": to("@bf16", BF16), "fp16": on("amp", dtype="fp16"), "pure_bf16": to("@pure", FLAG), "fp8": on("fp8"),
     "optim": to("with", OPTIMIZERS), "attn_implementation": to("with", ATTENTION),
-    "gradient_checkpointing": to("@recompute", RECOMPUTE), "activation_offloading": on("offload-activations"),
+    "gradient_checkpointing": to("@recompute", RECOMPUTE), "activation_offloading": to(
+        "with", {False: {}, **{name: {"offload-activations": {}} for name in (True, "legacy", "disk")}}),
     "torch_compile": on("compile"), "use_liger_kernel use_liger": on("fused-loss"), "group_by_length": on(
         "sort-by-length"), "train_sampling_strategy": to("with", {
         "random": {}, "group_by_length": {"sort-by-length": {}}}),
@@ -169,7 +171,12 @@ TRAINER = rules_of({
     "use_fast_tokenizer": TOKENIZER, "save_safetensors": listed("weights are written as safetensors"),
     "average_tokens_across_devices": listed("the loss is divided by the targets of all ranks"), "local_rank": DEVICES,
     "dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor ddp_find_unused_parameters "
-    "low_cpu_mem_usage ddp_bucket_cap_mb": ELSEWHERE,
+    "low_cpu_mem_usage ddp_bucket_cap_mb ddp_broadcast_buffers torch_empty_cache_steps accelerator_config": ELSEWHERE,
+    "dataloader_drop_last": listed("each row is read once an epoch, those of the last step too"),
+    "logging_nan_inf_filter skip_memory_metrics log_level_replica save_on_each_node": LOGGED,
+    "hub_always_push hub_revision": HUB_ACCESS, "auto_find_batch_size full_determinism": ABSENT,
+    "prediction_loss_only eval_on_start eval_delay include_for_metrics batch_eval_metrics eval_do_concat_batches":
+        EVALUATION,
     "save_only_model": listed("a checkpoint has all that a run needs to go on"),
     "lora_r lora_rank": "with.lora.rank", "lora_alpha": "with.lora.alpha", "lora_dropout": "with.lora.dropout",
     "use_rslora": to("with.lora.rslora", FLAG), "use_dora": to("with.lora.dora", FLAG),
@@ -257,13 +264,22 @@ LLAMA_FACTORY = TRAINER | rules_of({
     "infer_backend": only(do="this is no training: optrush chat"),
     "ref_model": only(do="leave it out: the reference is the model that training begins with"),
     "freeze_vision_tower image_max_pixels video_max_pixels": NO_IMAGES, "early_stopping_steps": "train.stop_after",
-    "reserved_label_len": listed("a document is cut at its end"), "preprocessing_batch_size": READING,
+    "reserved_label_len": listed("a document is cut at its end"),
+    "preprocessing_batch_size data_shared_file_system": READING, "use_v1_kernels": SPEED,
+    "add_tokens add_special_tokens": "model.add_tokens", "mix_strategy": only(
+        "concat", do="mix_strategy: concat; data.path: [{path: FILE, weight: 0.5}] reads less of one"),
+    "compute_accuracy eval_on_each_dataset": listed("held-out loss is measured; `optrush eval` does so afterwards"),
+    "print_param_status": LOGGED, "ms_hub_token om_hub_token hf_hub_token": HUB_ACCESS,
+    "max_new_tokens top_p top_k temperature repetition_penalty skip_special_tokens do_sample num_beams": GENERATED,
+    "ignore_pad_token_for_loss": only(*ON, do="leave it out: padding is never learnt"),
+    "infer_dtype offload_folder": ELSEWHERE,
 })  # fmt: skip
 AXOLOTL = TRAINER | rules_of({
     "base_model": "model.path", "revision_of_model": "model.revision", "tokenizer_config": "@tokenizer",
     "model_type tokenizer_type": listed("the files of the model's folder name the class"),
-    "tokens": "model.add_tokens", "special_tokens": listed(
-        "the tokenizer's own are taken, and no token is padding"), "eot_tokens": "@eot", "chat_template": TEMPLATE,
+    "cls_model_config base_model_config type_of_model is_falcon_derived_model is_llama_derived_model "
+    "is_mistral_derived_model is_qwen_derived_model": listed("the files of the model's folder name the class"),
+    "tokens": "@tokens", "special_tokens": SPECIAL, "eot_tokens": "@eot", "chat_template": TEMPLATE,
     "chat_template_jinja": only(do="write it into a file: model.chat_template"),
     "datasets": "@datasets", "pretraining_dataset": "@pretraining", "test_datasets": "@held_out",
     "val_set_size": "data.eval", "sequence_len": "batch.seq", "sample_packing": on("packing"),
@@ -281,42 +297,75 @@ AXOLOTL = TRAINER | rules_of({
         "with.lora.init", FIRST, do="peft_init_lora_weights: true, pissa, pissa_niter_N or olora"),
     "train_on_inputs": to("data.train_on", {True: "all", False: None}),
     "rl": to("objective", {name: name for name in ("dpo", "ipo", "kto", "orpo", "simpo")}),
-    "reward_model": to("objective", {True: "reward", False: None}), "rl_beta": "*.beta",
+    "reward_model": to("objective", {True: "reward", False: None}), "rl_beta dpo_beta beta": "*.beta",
+    "dpo_loss_type": LOSSES, "simpo_gamma": "*.gamma", "cpo_alpha": only(0, 0.0, do=LEAVE),
+    "precompute_ref_log_probs": PRECOMPUTED, "dpo_use_weighting dpo_norm_loss": ABSENT, "max_prompt_len": DROPPED,
+    "dpo_generate_during_eval": GENERATED,
     "kto_desirable_weight": "*.desirable_weight", "kto_undesirable_weight": "*.undesirable_weight",
     "center_rewards_coefficient": "*.center", "dpo_label_smoothing": "*.label_smoothing",
-    "flash_attention": on("attention", impl="varlen"), "sdp_attention xformers_attention": on(
-        "attention", impl="sdpa"), "pad_to_sequence_len": to("@whole_rows", BOOL), "plugins": "@plugins",
-    "cut_cross_entropy liger_fused_linear_cross_entropy": on("fused-loss"),
+    "flash_attention": on("attention", impl="varlen"), "sdp_attention xformers_attention flex_attention": on(
+        "attention", impl="sdpa"), "eager_attention": on("attention", impl="masked"),
+    "pad_to_sequence_len": to("@whole_rows", BOOL), "plugins": "@plugins",
+    "cut_cross_entropy liger_fused_linear_cross_entropy chunked_cross_entropy": on("fused-loss"),
+    "noisy_embedding_alpha": "with.neftune.alpha",
     "auto_resume_from_checkpoints": listed("optrush train --resume auto goes on"),
     "strict": listed("keys are always checked"),
     "quantize_moe_experts": listed("experts are held in the bits of the linears beside them"),
     "liger_glu_activation liger_rms_norm liger_layer_norm liger_rope liger_cross_entropy liger_rms_norm_gated "
     "lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel unsloth_lora_mlp flash_attn_cross_entropy "
     "flash_attn_rms_norm flash_attn_fuse_mlp flash_attn_fuse_qkv flash_optimum flex_attn_compile_kwargs use_kernels "
-    "fused_attn_kernel use_scattermoe use_sonicmoe experts_implementation moe_bnb_fast": SPEED,
+    "fused_attn_kernel use_scattermoe use_sonicmoe experts_implementation moe_bnb_fast unsloth_lora_qkv unsloth_lora_o "
+    "unsloth_cross_entropy_loss unsloth_rms_norm unsloth_rope liger_swiglu use_liger_loss dpo_use_liger_kernel "
+    "chunked_cross_entropy_num_chunks flash_attn_d512 moe_grouped_backend moe_dequant_chunk_size use_dsv4_kernels "
+    "use_glm_dsa_kernels dsv4_fp8_lora_kernel dsv4_shared_mlp_lora_kernel": SPEED,
+    "dpo_use_logits_to_keep dpo_padding_free batch_flattening ring_attn_func heads_k_stride sdpa_varlen deepcompile "
+    "large_head_attention gemma4_hybrid_attn_impl expert_backend dsv4_fp4_grouped_mode expert_parallel_backend "
+    "expert_parallel_num_nvl_bytes expert_parallel_num_rdma_bytes expert_parallel_fallback_on_unsupported": ELSEWHERE,
+    "llama4_linearized_experts": listed("experts are read as one matrix or one by one"),
     "resize_token_embeddings_to_32x": listed("the embedding keeps its size"),
-    "tokenizer_use_fast tokenizer_legacy": TOKENIZER, "tiled_mlp": ELSEWHERE, "fsdp_version": listed("`fsdp` is FSDP2"),
-    "streaming_multipack_buffer_size sample_packing_eff_est total_num_tokens": PACKED, "eval_batch_size": EVALUATION,
-    "eval_sample_packing": LAYOUT, "dataset_processes": READING,
+    "tokenizer_use_fast tokenizer_legacy tokenizer_use_mistral_common tokenizer_save_jinja_files": TOKENIZER,
+    "tiled_mlp tiled_mlp_num_shards tiled_mlp_use_original_mlp layer_offloading gc_steps gc_collect_steps max_memory "
+    "cpu_offload_pin_memory qlora_sharded_model_loading peft_autocast_adapter_dtype embeddings_skip_upcast": ELSEWHERE,
+    "selective_checkpointing recompute_layer_types dynamic_checkpoint": RECOMPUTED, "torch_compile_options": COMPILED,
+    "fp32_norms fp32_norm_classes": listed("norms are computed in float32"),
+    "freeze_mm_modules": listed("the language model alone is trained"),
+    "base_model_ignore_patterns": PATHS,
+    "eta_min": listed("axolotl does not read it: `cosine_min_lr_ratio` is a floor"),
+    "lora_fan_in_fan_out": listed("PEFT switches it off for linears"),
+    "model_quantization_config": only("Mxfp4Config", do="leave it out: stored MXFP4 is read as it is"),
+    "model_quantization_config_kwargs": only({"dequantize": True}, do="leave it out: stored MXFP4 is read as it is"),
+    "pretrain_multipack_attn": only(*ON, do="true: packed documents never see each other"),
+    "shuffle_before_merging_datasets": listed("every epoch is shuffled, by the seed"),
+    "do_causal_lm_eval eval_causal_lm_metrics do_bench_eval bench_dataset bench_split lm_eval_tasks lm_eval_batch_size "
+    "lm_eval_post_train": listed("held-out loss is measured; `optrush eval` measures more afterwards"),
+    "include_tkps use_trackio profiler_steps profiler_steps_start axolotl_config_path": LOGGED,
+ "fsdp_version": listed("`fsdp` is FSDP2"),
+    "streaming_multipack_buffer_size sample_packing_eff_est total_num_tokens total_supervised_tokens "
+    "sample_packing_bin_size sample_packing_group_size sample_packing_mp_start_method multipack_real_batches "
+    "pretrain_multipack_buffer_size": PACKED, "eval_batch_size eval_sequence_len": EVALUATION,
+    "eval_sample_packing": LAYOUT, "dataset_processes dataset_keep_in_memory num_dataset_shards_to_save": READING,
     "device_map ddp experimental_skip_move_to_device": DEVICES,
     "gpu_memory_limit": only(do="leave it out, and add `with: {memory-cap: {mib: N}}`"),
-    "bnb_config_kwargs": only(do="leave it out, and give `with: {nf4: {double: false}}`"),
+    "bnb_config_kwargs": "@bnb",
     "dataset_prepared_path torchdistx_path": PATHS, "push_dataset_to_hub hf_use_auth_token": HUB_ACCESS,
     "debug": listed("--debug shows tracebacks"), "shuffle_merged_datasets": only(*ON, do="rows are always shuffled"),
     "loss_watchdog_threshold loss_watchdog_patience": listed("a loss that is not finite stops a run"),
     "save_first_step": listed("`train.save_every` says when checkpoints are written"),
     "max_packed_sequence_len": only(do="sample_packing: true"), "processor_type": NO_IMAGES,
     "skip_prepare_dataset": only(*OFF, do="leave it out: models of images are not trained here"),
-    "curriculum_sampling relora gptq lora_fan_in_fan_out": ABSENT,
+    "curriculum_sampling relora gptq": ABSENT,
     "lora_on_cpu": listed("where an adapter is merged: `optrush export` merges one"),
     "cosine_min_lr_ratio": "optim.min_lr_ratio",
     "cosine_constant_lr_ratio": only(
         0, 0.0, do="leave it out: a cosine falls to the end; optim.schedule: wsd keeps its rate first"),
-    "eval_max_new_tokens eval_table_size": GENERATED, "gpu_count": listed("--ranks N"),
+    "eval_max_new_tokens eval_table_size generate_samples num_generation_samples generation_max_new_tokens": GENERATED,
+    "gpu_count": listed("--ranks N"),
     "use_tensorboard use_wandb project_name": LOGGED, "orpo_alpha": "*.beta",
     "num_labels": only(1, do="num_labels: 1: `objective: reward` trains one score"),
-    "tensor_parallel_size": "@tensor", "context_parallel_size": "@context", "expert_parallel_size": "@experts",
-    "dp_shard_size": "@shards", "dp_replicate_size": "@replicas",
+    "tensor_parallel_size": "@tensor", "context_parallel_size sequence_parallel_degree": "@context",
+    "expert_parallel_size": "@experts",
+    "dp_shard_size": "@shards", "dp_replicate_size": "@replicas", "unfrozen_parameters": "@unfrozen",
+    "model_config overrides_of_model_config": "@config_json", "reinit_weights": to("@random", FLAG),
 })  # fmt: skip
 # Known keys of these tools whose counterpart is missing: the refusal gives the reason, not the nearest spelling.
 FOREIGN = re.compile(
@@ -356,7 +405,7 @@ TOOLS: dict[ToolName, Tool] = {
         "@beta1": 0.9, "@beta2": 0.999, "seed": 42, "optim.schedule": "cosine", "train.best": False, "@double": True,
         "data.too_long": "drop", "batch.seq": 512, "with.lora.rank": 8, "with.lora.alpha": 8.0,
         "with.lora.dropout": 0.0, "@rows": 1, "output": "runs/axolotl", "optim.lr": 5e-5, "@save_strategy": "epoch",
-        "@logged": 500,
+        "@logged": 500, "@pure": True,
     }),
     "llama-factory": Tool("llama-factory", LLAMA_FACTORY, {
         **_TRAINER, "batch.seq": 2048, "data.too_long": "truncate", "optim.lr": 5e-5, "with.lora.rank": 8,
@@ -424,8 +473,9 @@ FORMS: dict[str, ValueKind] = spread({
     "@tensor @context @experts @shards @replicas": ValueKind((int,), lambda n: n if n > 1 else None),
     "optim.min_lr_ratio": ValueKind((int, float), lambda n: float(n) or None), "@schedule": ValueKind((dict,)),
     "@datasets @pretraining @held_out": ValueKind((list, dict, str)), "@data with.lora.targets": ValueKind((str, list)),
-    "with.lora.save": ValueKind((str, list), split_names), "@plugins": ValueKind((list,)), "model.revision": _REVISION,
-    "model.add_tokens": ValueKind((list,), do="list the tokens to add: [<a>, <b>]"),
+    "with.lora.save": ValueKind((str, list), split_names), "@plugins @unfrozen": ValueKind((list,)),
+    "@tokens": ValueKind((list, dict)), "@bnb @config_json": ValueKind((dict,)), "model.revision": _REVISION,
+    "model.add_tokens": ValueKind((list, str), split_names, do="list the tokens to add: [<a>, <b>]"),
     "optim.clip": ValueKind((int, float), _clip), "data.eval": ValueKind((int, float, str), _share),
     "data.clean.tokens": _LEAST,
     "@keys @roles @columns @tags": ValueKind((dict,)), "@dataset_dir @messages @role @content file_name hf_hub_url "
@@ -457,9 +507,9 @@ _SOURCE = rules_of({
     "message_property_mappings": "@keys", "message_field_role": "@role", "message_field_content": "@content",
     "roles": "@roles", "field text_column": "columns.text", "field_chosen": "columns.chosen",
     "field_rejected": "columns.rejected", "field_instruction": "columns.instruction", "field_input": "columns.input",
-    "field_output": "columns.output", "field_system": "columns.system",
+    "field_output": "columns.output", "field_system": "columns.system", "field_tools": "columns.tools",
     "ds_type format no_input_format chat_template field_thinking template_thinking_key trust_remote_code "
-    "preprocess_shards": TEMPLATED,
+    "preprocess_shards split_thinking conversation": TEMPLATED,
 })  # fmt: skip
 # An entry of axolotl's `datasets`: of conversations, and of other rows.
 CHAT_SOURCE = Tool("axolotl's datasets", _SOURCE | rules_of({
@@ -491,6 +541,9 @@ FACTORY_TAGS = Tool("LLaMA-Factory's tags", rules_of({
 }))  # fmt: skip
 # Columns that LLaMA-Factory does not read where its list names others and not these; ours by theirs.
 FACTORY_UNNAMED = {"query": "input", "system": "system"}
+# The columns that it reads where its list names none.
+FACTORY_NAMED = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
+IGNORED = "ignore"
 
 # --- hints for a YAML of ours
 
@@ -498,7 +551,8 @@ FACTORY_UNNAMED = {"query": "input", "system": "system"}
 NEAREST = {
     "model.path": "model", "@warmup_ratio": "optim.warmup", "@warmup_steps": "optim.warmup", "@adapter": "method",
     "@eval_steps": "train.eval_every", "@save_steps": "train.save_every", "@data": "data.path", "@recompute": "with",
-    "@datasets": "data.path", "@held_out": "data.eval", "report_to": "tracker", "*.gamma": "simpo.gamma",
+    "@datasets": "data.path", "@tokens": "model.add_tokens",
+    "@held_out": "data.eval", "report_to": "tracker", "*.gamma": "simpo.gamma",
     "*.center": "reward.center", "*.beta": "dpo.beta", "*.loss": "dpo.loss", "*.reference": "dpo.reference",
     "*.label_smoothing": "dpo.label_smoothing", "*.desirable_weight": "kto.desirable_weight",
     "*.undesirable_weight": "kto.undesirable_weight",

@@ -427,6 +427,10 @@ class Technique:
         """Return what it costs in quality, in a few words; empty: nothing."""
         return ""
 
+    def remarks(self, shape: ModelShape) -> Iterator[str]:
+        """Yield what of its options has no effect on a model of these sizes."""
+        yield from ()
+
     def packages(self) -> tuple[tuple[str, str], ...]:
         """Return (distribution, extra of optrush that installs it) of each package that these options call."""
         return ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,10 @@ from typing import Any
 import pytest
 
 from optrush import hardware
+from optrush.config import nearest
 from optrush.models import tiny
+from optrush.models.published import SHAPES
+from optrush.models.source import _published
 
 from clirun import Found, edited, write_rows
 
@@ -157,6 +161,16 @@ VALUES: dict[str, Case] = {
         {"model": {"shape": "llama-3.2-1bb"}, "objective": "pretrain", "data": {"path": None, "random": 8}}, [],
         ("`model.shape: llama-3.2-1bb`", "no such shape", "did you mean `llama-3.2-1b`?"),
     ),
+    **{
+        f"unknown shape {name}": (
+            {"model": {"shape": name}, "objective": "pretrain", "data": {"path": None, "random": 8}}, [],
+            (f"`model.shape: {name}`", "no such shape", do),
+        ) for name, do in (
+            ("LLAMA-3.1-8b", "did you mean `llama-3.1-8b`?"), ("zzz", "are in docs/models.md"), ("1", "nearest: llama-3"),
+           
+            ("deepseek-v3", "nearest: deepseek-ai"),
+        )
+    },
     "text longer than T": (
         {"batch": {"seq": 32, "tokens": 32}}, [],
         ("at most 32 tokens (batch.seq)", "chat.jsonl:1", "data.too_long: split, drop or truncate"),
@@ -475,3 +489,14 @@ def test_usage(arguments: list[str], call: Call, write: Write) -> None:
     write()
     found = call(*arguments)
     assert found.code == 2 and found.out == "" and "Usage: optrush" in found.err and "Error" in found.err
+
+
+def test_a_long_list_of_names_is_not_printed() -> None:
+    """The nearest five are, and where to see all; the page has each of them."""
+    known = {**SHAPES, **_published()}
+    for name in ("zzz", "1", "", "deepseek-v3"):
+        assert len(hint := nearest(name, known, "docs/models.md")) < 300 and f"all {len(known)} are in docs/" in hint
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text("utf-8").partition("## Named shapes")[2]
+    assert {*re.findall("`([^`]+)`", page)} >= known.keys()
+    assert nearest("zzz", map(str, range(99))).endswith("; 94 more are known")
+    assert nearest("zzz", ["a", "b"]) == "known: a, b"

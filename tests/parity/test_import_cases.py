@@ -55,7 +55,7 @@ def ours(found: Imported, path: Path) -> list[tuple[list[int], list[int]]]:
     for batch in build(decide(found.config), training=False, data=str(path)).evaluation or ():
         ids = batch.documents.ids.tolist()
         for tokens, labels, numbers, row in zip(batch.tokens.tolist(), batch.labels.tolist(), ids, batch.rows):
-            for n in range(len(row.samples)):
+            for n in sorted({*numbers[: row.tokens]}):  # documents: a pair has two
                 at = [i for i, number in enumerate(numbers[: row.tokens]) if number == n]
                 learnt = [i - at[0] + 1 for i in at if labels[i] != IGNORE]
                 made.append(([tokens[i] for i in at], learnt))
@@ -114,6 +114,56 @@ def test_what_is_learnt_is_what_their_code_learns(model: Path, tmp_path: Path, n
         assert found == want
     else:
         assert sorted(compared(*row, tokenizer) for row in found) == sorted(compared(*row, tokenizer) for row in want)
+
+
+CHAT = [("system", "be short"), ("user", "salt?"), ("assistant", "a spoon"), ("user", "oil?"), ("assistant", "two")]
+TURNS = [{"role": role, "content": text} for role, text in CHAT]
+SHARED = [{"from": {"user": "human", "assistant": "gpt"}.get(role, role), "value": text} for role, text in CHAT]
+ALPACA = {"instruction": "cook", "input": "rice", "output": "boil"}
+PAIRED = {"chosen": "yes", "rejected": "no"}
+BOTH = ["a spoon<|im_end|>", "two<|im_end|>"]
+# What is learnt of a row, written from the tools' documentation: an answer with its end; of a text, all.
+DOCUMENTED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], list[str]]] = [
+    ("axolotl", {"messages": TURNS}, {"type": "chat_template"}, {}, BOTH),
+    ("axolotl", {"messages": TURNS}, {"type": "chat_template", "roles_to_train": ["assistant"]}, {}, BOTH),
+    ("axolotl", {"talk": SHARED}, {"type": "chat_template", "field_messages": "talk", "message_property_mappings": {
+        "role": "from", "content": "value"}}, {}, BOTH),
+    ("axolotl", {"conversations": SHARED}, {"type": "sharegpt"}, {}, BOTH),
+    ("axolotl", ALPACA, {"type": "alpaca"}, {"train_on_inputs": False}, ["boil<|im_end|>"]),
+    ("axolotl", {"text": "boil rice"}, {"type": "completion"}, {}, ["boil rice<|eos|>"]),
+    ("axolotl", {"messages": TURNS[:2], "chosen": TURNS[2], "rejected": TURNS[4]}, {"type": "chat_template"},
+     {"rl": "dpo"}, BOTH),
+    ("axolotl", {"prompt": "salt?", "chosen": "a spoon", "rejected": "two", "system": ""}, {"type": "chatml.ultra"},
+     {"rl": "dpo"}, BOTH),
+    ("llama-factory", ALPACA, {}, {}, ["boil<|im_end|>"]),
+    ("llama-factory", {"conversations": SHARED}, {"formatting": "sharegpt"}, {}, BOTH),
+    ("llama-factory", {"conversations": SHARED}, {"formatting": "sharegpt"}, {"mask_history": True}, BOTH[1:]),
+    ("llama-factory", {**ALPACA, **PAIRED}, {"ranking": True, "columns": {
+        "prompt": "instruction", "query": "input", "chosen": "chosen", "rejected": "rejected"}}, {"stage": "dpo"},
+     ["yes<|im_end|>", "no<|im_end|>"]),
+    ("llama-factory", {"prompt": "cook", **PAIRED}, {"ranking": True, "columns": {
+        "prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}}, {"stage": "rm"},
+     ["yes<|im_end|>", "no<|im_end|>"]),
+    ("llama-factory", {"ask": "cook", "say": "boil"}, {"columns": {"prompt": "ask", "response": "say"}}, {},
+     ["boil<|im_end|>"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tool", "row", "dataset", "config", "texts"), DOCUMENTED, ids=[f"{n} {t[0]}" for n, t in enumerate(DOCUMENTED)]
+)
+def test_what_is_learnt_is_what_they_document(
+    model: Path, tmp_path: Path, tool: str, row: dict[str, Any], dataset: dict[str, Any], config: dict[str, Any],
+    texts: list[str],
+) -> None:  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    case = {"tool": tool, "rows": [row], "dataset": dataset, "config": config}
+    runs = []
+    for tokens, learnt in ours(imported(case, model, tmp_path), tmp_path / "rows.jsonl"):
+        begins = [n for n in learnt if n - 1 not in learnt]
+        ends = [n for n in learnt if n + 1 not in learnt]
+        runs += [tokenizer.decode(tokens[a : b + 1]) for a, b in zip(begins, ends, strict=True)]
+    assert runs == texts
 
 
 def answer(tokens: list[int], learnt: list[int]) -> list[int]:

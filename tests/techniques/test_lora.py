@@ -20,13 +20,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshes import further
+from optrush.config import parse_config
 from optrush.decide import decide
 from optrush.errors import ConfigError, ConflictError, NeedsError
 from optrush.exporting import published_tensors, write_adapter
+from optrush.hardware import parse_hardware
 from optrush.models import activation_offload
 from optrush.models.weights import Memory, WeightMap, native_entries
-from optrush.peft import io
+from optrush.peft import io, ledger
 from optrush.planner import baseline, search
+from optrush.planner.answer import planned_notes
 from optrush.restore import rebuild
 from optrush.technique import instantiate
 from optrush.techniques import ALL
@@ -457,6 +460,77 @@ def test_speed_is_said():
     assert predicted("lora", usual=usual, sets=sets).peak_bytes < plain.peak_bytes
 
 
+# Targets.
+
+ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+GLM = {  # GLM-4.7-Flash
+    "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "hidden_act": "silu",
+    "hidden_size": 2048, "intermediate_size": 10240, "moe_intermediate_size": 1536, "norm_topk_prob": True,
+    "num_attention_heads": 20, "n_routed_experts": 64, "n_shared_experts": 1, "num_hidden_layers": 47,
+    "num_key_value_heads": 20, "q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64, "v_head_dim": 256, "vocab_size": 154880, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("targets", "names"),
+    [
+        (r"model.layers.[\d]+.(mlp|cross_attn|self_attn).(up|down|gate|q|k|v|o)_proj", (*ATTENTION, *MLP)),
+        (r"model.language_model.layers.[\d]+.(mlp|self_attn).(up|down|gate|q|k|v|o)_proj", (*ATTENTION, *MLP)),
+        (r".*\.self_attn\.(q|v)_proj", ("q_proj", "v_proj")), (r".*mlp\..*", MLP), (r"(?!.*mlp).*proj$", ATTENTION),
+        (r".*feed_forward.*|.*self_attn.q_proj", ("q_proj", *MLP)), (r"(?!.*(visual|self_attn)).*", MLP),
+        (r".*(vision|visual).*_proj", ()), (["self_attn.q_proj", "mlp.up_proj"], ("q_proj", "up_proj")),
+        (["shared_expert.up_proj", "o_proj"], ("dense.up_proj", "o_proj")), (["mlp", "q_proj"], (*MLP, "q_proj")),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_expressions_and_ends_of_names(targets, names):
+    """As PEFT reads them: a text that is no name as an expression of whole names, an entry with dots as an end."""
+    assert ledger.chosen(targets, ledger.LINEARS) == names
+
+
+@pytest.mark.parametrize("pattern", [r".*layers\.(3|7)\..*q_proj", r".*\.1[0-9]\..*", "(q_proj", "*q_proj"])
+def test_an_expression_of_some_layers_or_of_none(pattern):
+    with pytest.raises(NeedsError, match=r"in some layers only|not a regular expression"):
+        ledger.chosen(pattern, ledger.LINEARS)
+
+
+def test_an_expression_adapts_what_its_names_do(box):
+    found, named = (
+        [t.name for t in assembled(golden_run(box, lora={"targets": targets})).trained]
+        for targets in (r".*\.(self_attn\.(q|v)|mlp\.down)_proj", ["q_proj", "v_proj", "down_proj"])
+    )
+    assert found == named and found
+
+
+@pytest.mark.parametrize(
+    ("targets", "note"),
+    [
+        ("auto", None), ("all-linear", None), ("attention", None), (r".*self_attn.*", None),
+        (["o_proj", "dense"], None),
+        (["q_proj", "v_proj", "k_proj", "o_proj"], "is called q_proj, v_proj, k_proj"),
+        ([*ATTENTION, *MLP], "is called q_proj, k_proj, v_proj"),
+        (["q_a_proj", *MLP], "those beside the experts"), (["q_a_proj", "c_attn"], "is called c_attn"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_targets_of_which_some_match(tmp_path, targets, note):
+    """What matches nothing is named in the plan and in the run's notes; a slip of the keyboard is refused."""
+    (tmp_path / "config.json").write_text(json.dumps(GLM))
+    config = parse_config(json.dumps({
+        "model": {"path": str(tmp_path)}, "objective": "pretrain", "data": {"random": 8}, "output": "o",
+        "with": {"lora": {"targets": targets}, "bf16": {}},
+    }), "r")  # fmt: skip
+    decide(config, ranks=1, device=parse_hardware("h200")[0])
+    notes = [text for text in planned_notes(config, parse_hardware("h200")[0], 1) if text.startswith("lora: ")]
+    assert [note in text for text in notes] == [True] * (note is not None)
+
+
+def test_a_target_of_another_family_is_noted(box):
+    job = assembled(golden_run(box, lora={"targets": ["q_proj", "c_attn"]}))
+    assert any("no linear of this model is called c_attn" in note for note in job.notes)
+
+
 # Messages.
 
 
@@ -464,6 +538,8 @@ def test_speed_is_said():
     ("options", "with_", "sets", "text"),
     [
         ({"targets": ["q_prj"]}, {}, [], "did you mean `q_proj`"),
+        ({"targets": ["q_proj", "v_prj"]}, {}, [], "did you mean `v_proj`"),
+        ({"targets": ".*vision.*"}, {}, [], "it matches no linear of this model"),
         ({"targets": "dense"}, {}, [], "a model without linears of the set dense"),
         ({"targets": ["q_proj", "experts"]}, {}, [], "a model without linears of the set experts"),
         ({"targets": "mpl"}, {}, [], "no linear is called mpl"),

@@ -254,6 +254,21 @@ def test_a_csv_that_cannot_be_read_on(tmp_path, monkeypatch, raw, reason):
     assert "an empty file" in refused(lambda: found(path)).found
 
 
+@pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize(
+    ("name", "mark"),
+    [("a.csv", ";"), ("a.csv", "\t"), ("a.csv.gz", "|"), ("a.tsv", ","), ("a.csv", ","), ("a.tsv", "\t")],
+)
+def test_a_table_with_another_separator(tmp_path, name, mark, bom):
+    """Spreadsheets of many countries write semicolons; the header and the first row agree on them."""
+    rows = [["instruction", "output"], ["Boil, or\nfry?", 'say "boil"'], ["a;b\nc", "c|d, e\tf"]]
+    made = io.StringIO()
+    csv.writer(made, delimiter=mark).writerows(rows)
+    raw = bom + made.getvalue().encode()
+    (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
+    assert found(tmp_path / name) == [(n, dict(zip(rows[0], row))) for n, row in enumerate(rows[1:], 1)]
+
+
 @pytest.mark.parametrize(
     ("name", "header", "held", "do"),
     [
@@ -263,9 +278,10 @@ def test_a_csv_that_cannot_be_read_on(tmp_path, monkeypatch, raw, reason):
         ("a.tsv", "instruction,output", "commas", "save the file with tabs between columns, or name it .csv"),
     ],
 )
-def test_a_table_with_another_separator(tmp_path, name, header, held, do):
-    """The separator is in its rows as well, which then have a wrong number of cells."""
-    raw = f"\ufeff{header}\n{header} a, b\tc\n".encode()
+def test_a_table_whose_separator_is_unclear(tmp_path, name, header, held, do):
+    """Its first row has another number of cells than its header."""
+    mark = header[len("instruction")]
+    raw = f"\ufeff{header}\n{header}{mark}more\n".encode()
     (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
     error = refused(lambda: found(tmp_path / name))
     assert f"the header has one column, {header!r}, which holds {held}" in error.found and do in error.do

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from optrush.config import parse_config
-from optrush.data.schema import Chat, Completion, Message, Pair, RowLocation, Text, parse_row, row_text
+from optrush.data.schema import Chat, Completion, Message, Pair, RowLocation, Text, parse_row, row_rules, row_text
 from optrush.errors import ConfigError, DataError
 
 WHERE = RowLocation(Path("data.jsonl"), 3)
@@ -76,6 +76,24 @@ def test_every_kind_is_known_by_its_keys():
 def test_two_texts_have_their_prompt_in_common(prompt, chosen, rejected):
     want = Pair(Completion(prompt, chosen), Completion(prompt, rejected))
     assert row(chosen=prompt + chosen, rejected=prompt + rejected) == want
+
+
+@pytest.mark.parametrize("objective", ["dpo", "orpo", "simpo", "reward"])
+@pytest.mark.parametrize(
+    "more", [{}, {"input": "x"}, {"system": "s"}, {"system": None}, {"system": "", "id": 1}], ids=str
+)
+def test_an_instruction_before_two_answers_is_a_turn(objective, more):
+    """As LLaMA-Factory has pairs; with an `output` it is not known which answer is meant."""
+    rules = row_rules(parse_config(f"model: {{path: tiny}}\nobjective: {objective}\ndata: {{path: x}}\noutput: o", "x"))
+    given = {"instruction": "ask", "chosen": "answer", "rejected": "worse", **more}
+    before = (Message("system", "s"),) if more.get("system") else ()
+    before += (Message("user", "ask\n\nx" if "input" in more else "ask"),)
+    pair = Pair(Chat((*before, A), prompt=len(before)), Chat((*before, B), prompt=len(before)))
+    assert parse_row(WHERE, given, rules) == pair
+    with pytest.raises(DataError, match="cannot be known"):
+        parse_row(WHERE, given | {"output": "o"}, rules)
+    with pytest.raises(DataError, match="which one is meant"):
+        row(**given)
 
 
 def test_exactly_one_kind_is_meant():

@@ -27,11 +27,16 @@ from optrush.files import read_text
 from optrush.foreign_keys import LEAVE, Rule, Tool, ToolName, split_names
 from optrush.models.shapes import native_obstacle
 from optrush.models.source import known_config
+from optrush.peft.ledger import LINEARS, matching
 
 Notes = list[str]
 ALIKE = 0.9  # of difflib's ratio: a slip of the keyboard and not another word
 ANSWERS = ("assistant", "gpt")  # their roles
+LANGUAGE_MODEL = {"model.language_model", "language_model", "language_model.model"}
+EMBEDDINGS = {"lm_head", "embed_tokens", "model.embed_tokens"}
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
+_ASSIGNED = re.compile(r"(?m)^\s*(?:export\s+)?([A-Za-z_]\w*)=(?:([\w./:@+-]*)|[\"']([^\"'$`\n]*)[\"'])\s*(?:#.*)?$")
+_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")  # of a shell
 _DATA_FILE = re.compile(r"\.(jsonl?|parquet|csv|txt|arrow|zst|gz)\Z")
 # How a tool is recognised: by the name of the script that a command runs; else by keys.
 SIGNS: tuple[tuple[ToolName, str, set[str]], ...] = (
@@ -156,22 +161,25 @@ def _read(file: Path) -> tuple[dict[str, Any], Mapping[Any, int]]:
 
 def _arguments(text: str, file: Path) -> dict[str, Any]:
     """Return the arguments of the last command in a text that has any, and under `@script` what is run."""
+    given: dict[str, str] = {name: first or second for name, first, second in _ASSIGNED.findall(text)}
+    text = _VARIABLE.sub(lambda m: str(given.get(m[1] or m[3], m[0] if m[2] is None else m[2])), text)
     commands = [line for line in re.sub(r"\\\r?\n", " ", text).splitlines() if re.search(r"\s--[a-z]", line)]
     try:
         words = shlex.split(commands[-1], comments=True) if commands else []
     except ValueError as error:
         raise ConfigError(f"{file}", f"no command line: {error}", "mend its quotes") from None
     scripts = ("sft", "dpo", "kto", "reward")
-    at = next((n for n, word in enumerate(words) if word.endswith(".py") or word in scripts), -1)
-    given: dict[str, Any] = {"@script": Path(words[at]).name if at >= 0 else ""}
+    at = next((n for n, (before, word) in enumerate(zip(["", *words], words, strict=False))
+               if word.endswith(".py") or (word in scripts and not before.startswith("--"))), -1)  # fmt: skip
+    found: dict[str, Any] = {"@script": Path(words[at]).name if at >= 0 else ""}
     launcher = dict(_pairs(words[: max(at, 0)]))
     for name, key in (("num_processes", "@ranks"), ("nproc_per_node", "@ranks"), ("num_gpus", "@ranks"),
                       ("config_file", "config_file")):  # fmt: skip
         if name in launcher:
-            given[key] = launcher[name]
+            found[key] = launcher[name]
     if sharded := {key: value for key, value in launcher.items() if foreign.SHARDED.match(key)}:
-        given["accelerate launch"] = sharded
-    return given | dict(_pairs(words[at + 1 :]))
+        found["accelerate launch"] = sharded
+    return found | dict(_pairs(words[at + 1 :]))
 
 
 def _pairs(words: list[str]) -> Iterator[tuple[str, Any]]:
@@ -349,6 +357,35 @@ class _Composer:
         if (tokenizer := self.get("@tokenizer")) not in (None, model["path"]):
             found = f"{tokenizer}, another tokenizer than the model's"
             raise self.refuse("@tokenizer", found, "put its files into the model's folder")
+        if isinstance(tokens := self.get("@tokens"), dict):
+            self.notes.append(f"tokens: {foreign.SPECIAL.idle}")
+        elif tokens:
+            model["add_tokens"] = tokens
+        hf = known_config(model["path"])
+        for key, value in dict(self.get("@config_json") or {}).items():
+            dense = hf is not None and not any("expert" in name for name in hf)
+            if key == "output_router_logits" and (not value or dense):
+                self.notes.append(f"model_config.{key}: no effect: no loss of a router is added")
+            elif hf is None or hf.get(key) != value:
+                do = f'write "{key}": {json.dumps(value)} into config.json of a copy of the model, and name it'
+                raise self.refuse("@config_json", f"{key}: {value!r}, which is not read from this file", do)
+        if self.get("@random"):
+            if hf is None or Path(model["path"]).exists():
+                raise self.refuse("@random", "random weights of a model whose sizes have no name here", "model.shape")
+            model["shape"] = model["tokenizer"] = model.pop("path")
+        if patterns := self.get("@unfrozen"):
+            self._unfrozen([str(pattern) for pattern in patterns])
+
+    def _unfrozen(self, patterns: list[str]) -> None:
+        """Note parameters that are trained alone, if they are the language model; refuse others."""
+        names = {re.sub(r"\\?(\.\*|\.?weight|[\^$*.])+$", "", pattern.removeprefix("^")) for pattern in patterns}
+        if self.get("@adapter") is not None:
+            self.notes.append("unfrozen_parameters: no effect beside an adapter, which alone is trained")
+        elif names & LANGUAGE_MODEL and "lm_head" in names and not names - LANGUAGE_MODEL - EMBEDDINGS:
+            self.notes.append("unfrozen_parameters: the language model alone is trained")
+        else:
+            do = "leave it out, and add `adapter: lora`, or train all weights"
+            raise self.refuse("@unfrozen", f"{', '.join(patterns)}: some parameters alone", do)
 
     # Data
 
@@ -534,27 +571,24 @@ class _Composer:
         tags = _read_keys(given.get("@tags", {}), foreign.FACTORY_TAGS, place, f"{name}.tags.").of
         moved = {"columns.instruction": "columns.text"} if self.get("objective") == "pretrain" else {}
         if ranking:
-            moved = dict.fromkeys(("columns.messages", "columns.instruction"), "columns.prompt")
+            moved = {"columns.messages": "columns.prompt"}
         read = {moved.get(ours, ours): theirs for ours, theirs in found.items()}
         roles = {role: [theirs] for role, theirs in tags.items() if role[0] != "@"}
         self._columns_of({**read, **tags, "@messages": columns.get("messages", "")}, roles, ranking)
         source = given.get("hf_hub_url") or str(listed.parent / given.get("file_name", name))
-        if ranking and not sharegpt and "system" not in {*columns, *_first_row(source)}:
-            pairs = f"{name} has pairs of texts, which no chat template renders here"
-            do = "give each row a `system`, which may be empty, and name it: columns: {system: system}"
-            raise self.refuse("@data", pairs, do)
-        if self.get("objective", "sft") == "sft":
+        if self.get("objective", "sft") == "sft" or (ranking and not sharegpt):
             self._unnamed(source, given)
         return self._origin({**given, "path": source})
 
     def _unnamed(self, source: str, given: Mapping[str, Any]) -> None:
         """Leave out columns that LLaMA-Factory does not read, and note how it joins those that it does."""
-        named, row = given.get("@columns"), _first_row(source)
+        from optrush.data.schema import MEANT
+
+        named, row = given.get("@columns") or foreign.FACTORY_NAMED, _first_row(source)
+        tags = {"messages": "conversations"} if given.get("@formatting") == "sharegpt" else {"prompt": "instruction"}
+        self.columns |= dict.fromkeys(MEANT & row.keys() - {*(tags | named).values()}, foreign.IGNORED)
         for column, ours in foreign.FACTORY_UNNAMED.items():
-            read = column in named if named else column == "query"
-            if not read and ours in row:
-                self.columns[ours] = "ignore"
-            elif not read and not Path(source).is_file():
+            if column not in named and not Path(source).is_file():
                 self.notes.append(f"dataset: here a column {ours!r} of {source} is read, there it is not")
         if given.get("@formatting", "alpaca") == "alpaca":
             self.notes.append("dataset: an empty line is between instruction and input, where theirs is a line break")
@@ -684,6 +718,9 @@ class _Composer:
     # Techniques
 
     def _precision(self) -> None:
+        if "fp8" in self.with_ and "compile" not in self.with_:
+            self.with_["compile"] = {}
+            self.notes.append("fp8: `compile` is added, which rounds what enters a product")
         if "amp" not in self.with_:  # of fp16
             if self.get("@pure") and self.get("@adapter") is None:
                 self.with_["bf16"] = {"rounding": "nearest"}
@@ -721,18 +758,28 @@ class _Composer:
             options["init"] = f"pissa_niter_{turns}" if turns >= 0 else "pissa"
         self.with_["lora"] = options
         if adapter == "qlora" or self.get("@four") or self.get("@bits") == 4:
-            self.with_["nf4"] = {"double": bool(self.get("@double"))}
+            self.with_["nf4"] = {"double": self._double()}
         elif codes:
             self.with_["int8"] = {}
+
+    def _double(self) -> bool:
+        """Return whether the scales of 4-bit codes are quantised, by either key."""
+        given = dict(self.get("@bnb") or {})
+        if (kind := given.get("bnb_4bit_quant_type", "nf4")) != "nf4":
+            raise self.refuse("@bnb", f"bnb_4bit_quant_type: {kind}", "take nf4, the one type of four bits here")
+        return bool(given.get("bnb_4bit_use_double_quant", self.get("@double")))
 
     def _targets(self, given: Any) -> Any:
         """Return the linears that have an adapter, as `lora:targets` has them."""
         if self.get("@linear") or given in ("all", "all-linear", None):
             return "all-linear"
-        names = ["q_proj", "v_proj"] if given == "peft" else split_names(given)  # PEFT's choice for these families
-        if any(not re.fullmatch(r"\w+", name) for name in names):
-            raise self.refuse("with.lora.targets", f"{given!r}", "name the linears: [q_proj, v_proj]")
-        return names
+        if isinstance(given, str) and re.search(r"[^\w.,\s]", given):  # an expression, as PEFT reads one
+            try:
+                matching(given, LINEARS)
+            except UserError as error:
+                raise self.refuse("with.lora.targets", error.found, error.do) from None
+            return given
+        return ["q_proj", "v_proj"] if given == "peft" else split_names(given)  # PEFT's choice for these families
 
     def _with_experts(self, targets: Any) -> Any:
         """Add experts to an adapter's targets: parameters there, whose names are those of linears beside them."""
@@ -744,6 +791,8 @@ class _Composer:
         if not experts or {name for _, _, name in parts} != {"gate_up_proj", "down_proj"}:
             do = "name mlp.experts.gate_up_proj and mlp.experts.down_proj, or neither"
             raise self.refuse("@parameters", f"{given!r}", do)
+        if isinstance(targets, str) and targets != "all-linear":
+            targets = [*matching(targets, LINEARS)]
         if not isinstance(targets, list):
             if self.get("@linear") or self.get("with.lora.targets") is not None:
                 do = "name the linears: lora_target_modules: [q_proj, v_proj]"
@@ -765,7 +814,7 @@ class _Composer:
         elif not self.get("@whole_rows") and not self.with_.keys() & {"compile", "sort-by-length"}:
             self.with_["pad"] = {}
         for plugin in self.get("@plugins", []):
-            if not re.search(r"\.(liger|cut_cross_entropy|kernels|swanlab)\.", str(plugin)):
+            if not re.search(r"\.(liger|cut_cross_entropy|kernels|swanlab|expert_parallel|lm_eval)\.", str(plugin)):
                 raise self.refuse("@plugins", f"{plugin}", LEAVE)
             if ".cut_cross_entropy." in str(plugin):
                 self.with_.setdefault("fused-loss", {})
@@ -775,13 +824,13 @@ class _Composer:
     def _sharding(self) -> None:
         sharding: Sharding | None = None
         for place in ("@accelerate", "@launcher", "@sharding", "@fsdp_config"):  # a later one overrides
+            if place == "@fsdp_config" and sharding is None and self.tool != "axolotl" and self.get(place):
+                self.notes.append("fsdp_config: no effect without `fsdp`")
+                continue
             if (one := self._cut(place)) is None:
                 continue
             if place == "@fsdp_config" and sharding is not None:  # the strategy is in one of the two
                 one = replace(sharding, stage=min(sharding.stage, one.stage), recompute=one.recompute)
-            elif place == "@fsdp_config" and self.tool != "axolotl":
-                self.notes.append("fsdp_config: no effect without `fsdp`")
-                continue
             sharding = one
         if sharding is not None and sharding.recompute and "offload-activations" not in self.with_:
             self.with_["recompute"] = {}
@@ -805,9 +854,14 @@ class _Composer:
         if sharding is None:
             return None
         if sharding.in_host is not None:
-            do = "leave it out: `with: {paged-states: {}}` keeps the optimizer's states there"
             name = f"{key}.{sharding.in_host}" if sharding.in_host else key
-            raise self.refuse(name, "it keeps weights or states in host memory", do)
+            if self.get("@adapter") is None:
+                self.with_["paged-states"] = {}
+                self.notes.append(
+                    f"{name}: `paged-states` keeps the optimizer's states in host memory, not the weights"
+                )
+            else:
+                self.notes.append(f"{name}: weights stay on the GPUs, and `optrush plan` says what fits")
         if sharding.source == "missing file":
             self.notes.append(f"{key}: {given} is not here: stage {sharding.stage} is taken from its name")
         elif sharding.source == "settings":

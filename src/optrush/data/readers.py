@@ -31,7 +31,7 @@ from optrush.data.hub import cache_folder, fetch
 from optrush.data.schema import MEANT, RowLocation, bad_row
 from optrush.data.strict_json import decode_json, kind_of, not_utf8, quoted, remedy
 from optrush.errors import DataError, NeedsError, first_line
-from optrush.files import open_file, parse_json, read_file, regular, write_whole
+from optrush.files import SEPARATORS, open_file, parse_json, read_file, regular, separator, write_whole
 
 PACKED = (".gz", ".bz2", ".xz", ".zst")
 LINES, ARRAY, PARQUET = (".jsonl", ".ndjson"), ".json", ".parquet"
@@ -266,6 +266,7 @@ def _cells(file: io.BufferedReader, delimiter: str) -> Rows:
     csv.field_size_limit(LONGEST_ROW_bytes)  # the module's own is 128 KiB, for the whole process
     wrong: list[str] = []  # what is wrong with the bytes of the row that is being read
     row = first = size = 0
+    delimiter = separator(file.peek(PIECE_bytes)[:PIECE_bytes].decode("utf-8", "ignore"), delimiter)
 
     def decoded() -> Iterator[str]:
         nonlocal size
@@ -312,9 +313,6 @@ def _cells(file: io.BufferedReader, delimiter: str) -> Rows:
         yield from blank
         blank.clear()
         yield row, f"{wrong[0]} (line {first} of the file)" if wrong else dict(zip(header, cells))
-
-
-SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
 
 
 def _refuse_separator(header: list[str], cells: list[str], delimiter: str) -> None:

@@ -358,7 +358,14 @@ def _sign(found: dict[str, Any], objective: str) -> str:
 
 
 def _prompted(found: dict[str, Any], rules: RowRules) -> dict[str, Any]:
-    """Return the row with its conversation as `prompt`, where that has no answer and two answers are next to it."""
+    """Return the row with its conversation as `prompt`, where that has no answer and two answers are next to it.
+
+    An `instruction` before two texts is a user's turn: `system`, even none, makes turns of texts.
+    """
+    asks = rules.objective in COMPARED and found.get("instruction") is not None and isinstance(found.get("chosen"), str)
+    if asks and found.get("output") is None and found.get("prompt") is None:
+        turns = {"prompt": _question(found), "system": found.get("system")}
+        return {key: value for key, value in found.items() if key not in ("instruction", "input")} | turns
     key = next((key for key in ("messages", "conversations") if found.get(key) is not None), None)
     answers = [found.get("chosen"), found.get("rejected")]
     if key is None or found.get("prompt") is not None or not all(isinstance(one, dict | list) for one in answers):
@@ -478,14 +485,17 @@ def _may_be_mask(value: Any) -> bool:
     return isinstance(value, bool | int | float) or _flag(value) is not None
 
 
+def _question(found: dict[str, Any]) -> str:
+    """Return the instruction of a row, and its input after an empty line."""
+    ask, given = _full(found["instruction"], "instruction"), _string(_given(found, "input", ""), "input")
+    return f"{ask}\n\n{given}" if given.strip() else ask
+
+
 def _alpaca(found: dict[str, Any]) -> Chat:
     _refuse(found, ("tools",), "the row")
-    ask = _full(found["instruction"], "instruction")
+    ask = _question(found)
     if found.get("output") is None:
         raise _Bad("'instruction' without 'output'", _mapping(found))
-    given = _string(_given(found, "input", ""), "input")
-    if given.strip():
-        ask = f"{ask}\n\n{given}"
     turns = (Message("user", ask), Message("assistant", _full(found["output"], "output")))
     return _chat(_with_system(found, turns, "instruction"))
 

@@ -41,7 +41,7 @@ def locate(config: Config, weights: bool = True) -> tuple[Path | None, dict[str,
     if m.shape is not None:
         known = {**SHAPES, **_published()}
         if m.shape not in known:
-            raise ConfigError(f"`model.shape: {m.shape}`", "no such shape", nearest(m.shape, known))
+            raise ConfigError(f"`model.shape: {m.shape}`", "no such shape", nearest(m.shape, known, "docs/models.md"))
         return None, copy.deepcopy(known[m.shape])
     assert m.path is not None
     if m.revision is not None and (m.path == "tiny" or Path(m.path).is_dir()):

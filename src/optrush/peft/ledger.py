@@ -5,7 +5,10 @@ Names are Hugging Face's, the last part of a module's name: `q_proj`. A linear o
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Collection, Iterator, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from optrush.config import nearest
@@ -35,10 +38,20 @@ LATENT_LINEARS = technique_linears[4:]  # of our decoder, in the same order
 EVERY = ("auto", "all-linear")
 DENSE = tuple(f"dense.{name}" for name in LINEARS[4:])  # of a model with experts, whose own matrices have other names
 SETS = {"attention": LINEARS[:4], "mlp": LINEARS[4:], "experts": ("gate_up_proj", "down_proj"), "dense": DENSE}
+STACKED = SETS["experts"]
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 SPLITS = r"pissa|olora|pissa_niter_[1-9]\d?"  # values of `init` that split the weights themselves
 WHOLE = (EMBEDDING, HEAD, "norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm",
          "q_a_layernorm", "kv_a_layernorm")  # fmt: skip
+
+# Names of a block's modules that have linears. The first is most families'; of others an expression has the name.
+MIXERS = ("self_attn", "attention", "attn", "self_attention")
+FEEDERS = ("mlp", "feed_forward", "ffn")
+BLOCKS = ("model.layers", "model.language_model.layers", "language_model.model.layers", "transformer.h", "layers")
+FEW = 40  # layers that tell whether an expression is one of all layers
+# Linears of other families, which a list of targets may name though a model has others.
+OTHERS = ("c_attn", "c_proj", "c_fc", "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2",
+          "out_proj", "in_proj", "x_proj", "dt_proj", "w1", "w2", "w3", "Wqkv", "wq", "wk", "wv", "wo")  # fmt: skip
 
 
 def last(module: str) -> str:
@@ -48,10 +61,11 @@ def last(module: str) -> str:
 def chosen(asked: str | Sequence[str], known: Collection[str]) -> tuple[str, ...]:
     """Return the names that `targets` selects in a model with linears of these names; a list may name sets, too.
 
-    A linear with the name of a set is meant by it: `dense` in models of gpt_neox, falcon and phi.
+    A linear with the name of a set is meant by it: `dense` in models of gpt_neox, falcon and phi. A text that is no
+    name is a regular expression of whole module names; a name with a dot in a list is the end of one, as PEFT reads it.
     """
     if not isinstance(asked, str):
-        parts = (chosen(one, known) if one in SETS else (one,) for one in asked)
+        parts = (chosen(one, known) if one in SETS else _ends_with(one, known) for one in asked)
         return tuple(dict.fromkeys(name for part in parts for name in part))
     if asked in known:
         return (asked,)
@@ -59,7 +73,80 @@ def chosen(asked: str | Sequence[str], known: Collection[str]) -> tuple[str, ...
         return attention_of(known)
     if asked == "mlp" and JOINED["gate_up"] in known and "gate_proj" not in known:
         return JOINED["gate_up"], JOINED["down"]
-    return tuple(known) if asked in EVERY else SETS.get(asked, (asked,))
+    if asked in EVERY or asked in SETS:
+        return tuple(known) if asked in EVERY else SETS[asked]
+    return (asked,) if re.fullmatch(r"[\w.]+", asked) else matching(asked, tuple(known))
+
+
+def _ends_with(name: str, known: Collection[str]) -> tuple[str, ...]:
+    """Return the names of linears whose modules end so, shared experts' too; the name itself, if there are none."""
+    if "." not in name or name in DENSE:
+        return (name,)
+    end = rf".*\.{re.escape(name)}"
+    return matching(end, tuple(known)) or (matching(end, DENSE) if "shared_expert" in name else ()) or (name,)
+
+
+@lru_cache(maxsize=256)
+def matching(pattern: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of linears whose modules a regular expression matches as a whole, in every layer.
+
+    Raises:
+        NeedsError: no regular expression, or one that matches in some layers alone.
+    """
+    try:
+        read = re.compile(pattern)
+    except re.error as error:
+        raise NeedsError(f"`targets={pattern}`", f"not a regular expression: {error}", "fix it") from None
+    found = list[str]()
+    mixers, feeders = (
+        [part for part in parts if re.search(rf"(?<![a-z_]){part}(?![a-z])", pattern)] or [parts[0]]
+        for parts in (MIXERS, FEEDERS)
+    )
+    for name in known:
+        own, inside = name.removeprefix("dense."), [*mixers, *feeders]
+        if own != name:
+            inside = [f"{part}{shared}" for part in feeders for shared in ("", ".shared_expert", ".shared_experts")]
+        elif own in (*SETS["mlp"], JOINED["gate_up"]):
+            inside = feeders
+        elif own in {*attention_of(known), *LATENT, *DELTA, JOINED["qkv"]}:
+            inside = ["linear_attn"] if own in DELTA else mixers
+        ends = [f"{part}.{own}" for part in inside]
+        layers = [n for n in range(FEW) if any(read.fullmatch(f"{top}.{n}.{end}") for top in BLOCKS for end in ends)]
+        if layers and len(layers) < FEW:
+            do = f"name the linears, which have adapters in all layers: [{name}]"
+            raise NeedsError(f"`targets={pattern}`", f"it matches {name} in some layers only", do)
+        found += [name] * bool(layers)
+    return tuple(found)
+
+
+def unmatched(asked: str | Sequence[str], known: Collection[str]) -> list[str]:
+    """Return the entries of a list of targets that match no linear of a model, where others of the list do."""
+    names = [] if isinstance(asked, str) else [one for one in asked if one not in SETS]
+    lacking = [one for one in names if not {*_ends_with(one, known)} & {*known, *DENSE}]
+    return lacking if {*chosen(asked, known)} & {*known} else []
+
+
+def remarks(
+    technique: str, targets: str | tuple[str, ...], shape: ModelShape | None, known: Collection[str] | None = None
+) -> Iterator[str]:
+    """Yield a note on targets that match nothing in a model with linears of these names, or not the experts."""
+    routed = shape is not None and shape.experts is not None
+    meant = in_mixture(targets, shape)
+    known = {*(names_of(shape) if known is None else known), *(STACKED if routed else ())} - {*(SETS["mlp"] * routed)}
+    lacking = unmatched(meant, known | {"down_proj"} if routed else known)
+    lacking += [
+        name for name in targets if meant is not targets and name in SETS["mlp"] and f"dense.{name}" not in meant
+    ]
+    if lacking:
+        yield f"{technique}: no linear of this model is called {', '.join(lacking)}: the other targets have adapters"
+    elif meant is not targets:
+        yield f"{technique}: gate_proj and up_proj are those beside the experts; `experts` adapts the experts, too"
+
+
+def _meant(name: str, known: Collection[str]) -> bool:
+    """Return whether a name that a model does not have is of another family, and no slip of the keyboard."""
+    families = {*LINEARS, *LATENT, *DELTA, *JOINED.values(), *OTHERS}
+    return last(name) in families or not difflib.get_close_matches(last(name), {*known, *families}, 1, 0.75)
 
 
 def attention_of(known: Collection[str]) -> tuple[str, ...]:
@@ -95,7 +182,8 @@ def targeted(targets: str | Sequence[str], joined: Collection[str]) -> Iterator[
 def require_names(technique: str, option: str, asked: str | Sequence[str], known: Collection[str]) -> Requirement:
     """Require that a model has what an option names."""
     names = chosen(asked, known)
-    wrong = next((n for n in names if n not in known), None)
+    other = unmatched(asked, known) if option == "targets" else []
+    wrong = next((n for n in names if n not in known and not (n in other and _meant(n, known))), None)
     found, do = f"no {'linear' if option == 'targets' else 'such module'} is called {wrong}", ""
     of = [one for one in ((asked,) if isinstance(asked, str) else asked) if wrong in SETS.get(one, ())]
     if wrong is not None and of and wrong not in asked:
@@ -103,7 +191,8 @@ def require_names(technique: str, option: str, asked: str | Sequence[str], known
     elif wrong is not None:
         do = nearest(wrong, known)
     elif not names:
-        found, do = "no linears to choose from", f"name some: {', '.join(known)}" if known else "take another model"
+        found = "it matches no linear of this model" if asked and known else "no linears to choose from"
+        do = f"name some: {', '.join(known)}" if known else "take another model"
     text = asked if isinstance(asked, str) else f"[{', '.join(asked)}]"
     return Requirement(wrong is None and bool(names), f"`{technique}:{option}={text}`", found, do)
 
@@ -116,6 +205,19 @@ def whole(technique: str, save: Sequence[str], known: Collection[str], tied: boo
     found = "embedding and head are one weight in this model"
     asked = f"`{technique}:save=[{', '.join(save)}]`"
     yield Requirement(not tied or len(alone) != 1, asked, found, f"name both, {EMBEDDING} and {HEAD}, or neither")
+
+
+def in_mixture(targets: str | tuple[str, ...], shape: ModelShape | None) -> str | tuple[str, ...]:
+    """Return targets for a model whose experts are stacked: names of linears are those beside experts, as PEFT has it.
+
+    `down_proj` alone is the experts'; beside `gate_proj` or `up_proj` it is a linear.
+    """
+    if shape is None or shape.experts is None or isinstance(targets, str) or not {*targets} & {"gate_proj", "up_proj"}:
+        return targets
+    beside = any({*linear.pieces} & {*DENSE} for linear in shape.linears.values())
+    rest = tuple(name for name in targets if name not in SETS["mlp"])
+    names = tuple(f"dense.{name}" for name in SETS["mlp"] if name in targets)
+    return (*rest, *names) if beside else rest or targets
 
 
 def require_targets(technique: str, env: Environment, targets: str | Sequence[str]) -> Requirement:
@@ -134,6 +236,9 @@ def require_targets(technique: str, env: Environment, targets: str | Sequence[st
     attention = attention_of(known)
     wrong = next((name for name in chosen(targets, attention) if name in ("gate_proj", "up_proj")), None)
     dense = any({*linear.pieces} & {*DENSE} for linear in env.shape.linears.values())
+    if dense and isinstance(targets, str) and targets not in (*SETS, *EVERY) and {*chosen(targets, DENSE)} & {*DENSE}:
+        found, do = "it matches layers without experts or shared experts", "name the linears: [q_proj, dense]"
+        return Requirement(False, f"`{technique}:targets={targets}`", found, do)
     if wrong is None and not dense and {*chosen(targets, attention)} & {*DENSE}:
         found, do = "every layer has experts, and none that all tokens share", "leave dense out"
         return Requirement(False, f"`{technique}:targets={targets}`", found, do)

@@ -288,10 +288,16 @@ def _of_shape(config: Config, name: str) -> Config:
 
 
 def planned_notes(config: Config, device: hardware.Device, ranks: int) -> Iterator[str]:
-    """Yield what may not be meant: rows longer than the model's positions, more GPUs of one host than hosts have."""
-    seq, text = config.batch.seq, text_config(locate(config, weights=False)[1])
+    """Yield what may not be meant: rows longer than the model's positions, options without effect, GPUs of one host."""
+    from optrush.models.shapes import ModelShape
+
+    hf = locate(config, weights=False)[1]
+    seq, text = config.batch.seq, text_config(hf)
     made = int(text.get("max_position_embeddings") or seq)
-    scaled = any(type(t).config is not Technique.config for t in instantiate(ALL, config.with_))
+    techniques = instantiate(ALL, config.with_)
+    scaled = any(type(t).config is not Technique.config for t in techniques)
+    if native_obstacle(hf) is None:
+        yield from (note for t in techniques for note in t.remarks(ModelShape.read(hf)))
     if seq > made and not scaled:
         yield f"rows of {seq} tokens, where the model was made for {made} positions: shorter rows, or --with rope"
     if device.hosts == 1 and device.kind == "cuda" and ranks > HOST_GPUS:

@@ -18,6 +18,7 @@ from optrush.technique import Environment, ModelSpec, Numerics, Part, Requiremen
 
 if TYPE_CHECKING:
     from optrush.models.decoder import Linear
+    from optrush.models.shapes import ModelShape
     from optrush.peft.decomposed import Decomposed
 
 
@@ -26,7 +27,8 @@ class Lora(Technique):
     """Adds alpha / rank * B A x to what a frozen linear gives, A and B of the given rank; B begins as zeros.
 
     rslora: the factor is alpha / sqrt(rank). dora: each row of the sum is scaled to a learnt length.
-    targets: `auto` and `all-linear` every linear of the blocks, `attention`, `mlp`, or names: [q_proj, v_proj]. Of a
+    targets: `auto` and `all-linear` every linear of the blocks, `attention`, `mlp`, names: [q_proj, v_proj], or a
+        regular expression of whole module names, as PEFT has it. Names that match nothing are listed. Of a
         model with experts `auto` is its attention; `experts` names their stacked matrices, [gate_up_proj, down_proj],
         `dense` its other feed-forward parts: shared experts, layers without experts. Lists may name sets, too.
     save: modules that are trained whole as well: embed_tokens, lm_head, names of norms.
@@ -81,20 +83,21 @@ class Lora(Technique):
         return self.init is not None and re.fullmatch(ledger.SPLITS, self.init) is not None
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
+        targets = ledger.in_mixture(self.targets, env.shape)
         if env.shape is not None:  # the linears of others are known once the model is built
-            yield ledger.require_targets(self.name, env, self.targets)
+            yield ledger.require_targets(self.name, env, targets)
         if env.native:
             tied = env.shape is not None and env.shape.tied
             yield from ledger.whole(self.name, self.save, ledger.WHOLE, tied)
         parts = {name.removeprefix("" if env.native else "dense.") for name in ledger.DENSE}
         routed = env.native or (isinstance(env.shape, TracedShape) and env.shape.stacked > 0)
-        beside = routed and not parts.isdisjoint(ledger.chosen(self.targets, ledger.names_of(env.shape)))
+        beside = routed and not parts.isdisjoint(ledger.chosen(targets, ledger.names_of(env.shape)))
         found = "dora or dropout, which PEFT does not have for parts beside experts"
         do = "take targets=attention, or leave out dora and dropout"
         met = not (beside and (self.dora or self.dropout))
-        yield Requirement(met, f"`lora:targets={self.targets}`", found, do)
-        if env.shape is not None and [*ledger.expert_sizes(env.shape, self.targets)]:
-            asked, do = f"`lora:targets={self.targets}`", "take targets=attention for it"
+        yield Requirement(met, f"`lora:targets={targets}`", found, do)
+        if env.shape is not None and [*ledger.expert_sizes(env.shape, targets)]:
+            asked, do = f"`lora:targets={targets}`", "take targets=attention for it"
             found = "dora or dropout, which have no meaning for a product by rows of several experts"
             yield Requirement(not (self.dora or self.dropout), f"{asked} adapts experts", found, do)
             found = f"rank {self.rank}, where a grouped product on a GPU needs multiples of 8"
@@ -139,6 +142,9 @@ class Lora(Technique):
     def quality(self, env: Environment) -> str:
         return "adapters only" if self.dtype == "float32" else "adapters only, in bf16"
 
+    def remarks(self, shape: ModelShape) -> Iterator[str]:
+        yield from ledger.remarks(self.name, self.targets, shape)
+
     def predict(self, env: Environment) -> Iterator[Rule]:
         """The frozen model, h = A x of r values a piece and token, and B laid out over all rows."""
         learnt: list[tuple[int, int]] = []
@@ -146,8 +152,9 @@ class Lora(Technique):
         there = back = entering = (
             0  # values of a token's rows at experts that the passes read and write for the adapters alone
         )
+        targets = ledger.in_mixture(self.targets, env.shape)
         known, traced = ledger.names_of(env.shape), isinstance(env.shape, TracedShape)
-        linears = ledger.chosen(ledger.beside(self.targets) if traced else self.targets, known)
+        linears = ledger.chosen(ledger.beside(targets) if traced else targets, known)
         for name, linear in {} if env.shape is None else env.shape.linears.items():
             mine = [n for piece, n in linear.pieces.items() if piece in linears]
             if not mine:
@@ -163,7 +170,7 @@ class Lora(Technique):
             crossed += layers * mine_rank * (all_rows * width + mine_rank * (all_rows + width))
         e = None if env.shape is None else env.shape.mixture
         sharing = 1 if "dp" in env.sharded else env.expert_ranks  # that sharding cuts over all ranks anyway
-        for name, width, many in () if env.shape is None else ledger.expert_sizes(env.shape, self.targets):
+        for name, width, many in () if env.shape is None else ledger.expert_sizes(env.shape, targets):
             assert e is not None
             here, L, active = e.count // sharing, len(e.layers), e.active
             learnt += [(here * r * width, L), (here * r * many, L)]
@@ -210,24 +217,26 @@ class Lora(Technique):
 
         model, recipe = trainer.model, trainer.weight_map
         known, shape = adapted.known(model, recipe), trainer.env.shape
-        targets: str | Sequence[str] = self.targets
+        chosen_targets = ledger.in_mixture(self.targets, shape)
+        targets: str | Sequence[str] = chosen_targets
         inside, dense = list[str](), list[str]()  # of the experts; of other feed-forward parts beside them
         if shape is not None and shape.experts is not None:
             known = [name for name in known if name in ledger.attention_of(known)]
-            dense = [name.removeprefix("dense.") for name in ledger.chosen(self.targets, known) if name in ledger.DENSE]
-            inside = [name for name, *_ in ledger.expert_sizes(shape, self.targets)]
+            dense = [name.removeprefix("dense.") for name in ledger.chosen(targets, known) if name in ledger.DENSE]
+            inside = [name for name, *_ in ledger.expert_sizes(shape, targets)]
             what = "the routers of the experts stay" if inside else "the experts and their routers stay"
             trainer.notes.append(f"lora: {what} frozen, without adapters")
         elif any(isinstance(m, StackedMatrices) for m in model.modules()):
             inside, targets = [*ledger.stacked(self.targets)], ledger.beside(self.targets)
             what = "the routers" if inside else "the stacked matrices"
             trainer.notes.append(f"lora: {what} of the experts stay frozen, without adapters")
-        own = inside if targets is self.targets else ()
+        own = inside if targets is chosen_targets else ()
         chosen_names = (name for name in ledger.chosen(targets, known) if name not in (*own, *ledger.DENSE))
         names = (*chosen_names, *dense)
         if names or not inside:
             asked = names if inside or dense else targets
             adapted.check_targets(self.name, model, recipe, asked, self.save)
+        trainer.notes += ledger.remarks(self.name, self.targets, shape, known)
         if self.splits_base and inside:
             do = "leave init out, or take targets: attention"
             raise NeedsError(f"`lora:init={self.init}`", "targets among the experts, which are not decomposed", do)
