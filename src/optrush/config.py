@@ -323,9 +323,46 @@ class Distill(StrictModel):
     store: Annotated[int, Field(ge=1)] | None = None  # likeliest tokens that are stored of a target; None: it runs live
 
 
+class RewardRule(StrictModel):
+    """A reward of answers: number, exact, contains, regex, length, or a function as `FILE.py:NAME` (docs/grpo.md)."""
+
+    use: Text
+    weight: float = 1.0  # in the sum of all rewards
+    options: dict[str, Any] = Field(default_factory=dict)  # regex: {pattern}, length: {most}; a function's keywords
+
+
+def _rewards(value: object) -> object:
+    values = value if isinstance(value, list | tuple) else [value]
+    return tuple({"use": one} if isinstance(one, str) else one for one in values)
+
+
+class Grpo(StrictModel):
+    """Of `objective: grpo`: what is sampled, how it is rewarded, and the loss (docs/grpo.md)."""
+
+    rewards: Annotated[tuple[RewardRule, ...], BeforeValidator(_rewards), Strict(False), Field(min_length=1)] = (
+        RewardRule(use="number"),
+    )
+    reward_timeout: Annotated[float, Field(gt=0)] = 5.0  # seconds of a function for an answer
+    prompts: Annotated[int, Field(ge=1)] = 8  # of a step, over all ranks
+    group: Annotated[int, Field(ge=2)] = 8  # answers to a prompt
+    max_new: Annotated[int, Field(ge=1)] = 256  # tokens of an answer
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    slots: Annotated[int, Field(ge=1)] = 64  # answers that are sampled at the same time, on each rank
+    loss: Literal["clip", "cispo"] = "clip"
+    ratio: Literal["token", "sequence"] = "token"
+    clip: Annotated[tuple[Share, Annotated[float, Field(gt=0)]], Strict(False)] = (0.2, 0.28)
+    normalise: Literal["tokens", "sequences", "constant"] = "tokens"
+    divide_by_spread: bool = False
+    beta: Annotated[float, Field(ge=0)] = 0.0  # weight of the divergence from the model before training
+    updates: Annotated[int, Field(ge=1)] = 1  # steps that learn from the same answers
+    truncated: Literal["mask", "keep"] = "mask"  # answers that were cut off at max_new: not learnt, or as others
+
+
 # Objectives with settings of their own, under their own name.
-SECTIONS: dict[str, type[Dpo] | type[Kto] | type[Orpo] | type[Simpo] | type[Reward] | type[Distill]] = {
-    "dpo": Dpo, "kto": Kto, "orpo": Orpo, "simpo": Simpo, "reward": Reward, "distill": Distill,
+SECTIONS: dict[
+    str, type[Dpo] | type[Kto] | type[Orpo] | type[Simpo] | type[Reward] | type[Distill] | type[Grpo]
+] = {
+    "dpo": Dpo, "kto": Kto, "orpo": Orpo, "simpo": Simpo, "reward": Reward, "distill": Distill, "grpo": Grpo,
 }  # fmt: skip
 # Objectives whose rows are pairs of a chosen and a rejected answer.
 PAIRED = frozenset({"dpo", "orpo", "simpo", "reward"})
@@ -371,7 +408,7 @@ class Config(StrictModel):
     """Describe a run: what a YAML file holds (docs/contract.md)."""
 
     model: Annotated[Model, BeforeValidator(_short_model)]
-    objective: Literal["pretrain", "sft", "dpo", "kto", "orpo", "simpo", "reward", "distill"]
+    objective: Literal["pretrain", "sft", "dpo", "kto", "orpo", "simpo", "reward", "distill", "grpo"]
     loss: Annotated[Plugin | None, BeforeValidator(_short_plugin)] = None  # in place of the objective's
     method: Literal["full", "lora", "qlora", "auto"] | None = None  # None: what `with` says
     dpo: Dpo | None = None  # None: its defaults, where the objective is of that name
@@ -380,6 +417,7 @@ class Config(StrictModel):
     simpo: Simpo | None = None
     reward: Reward | None = None
     distill: Distill | None = None
+    grpo: Grpo | None = None
     data: Data
     batch: BatchSize = BatchSize()
     optim: Optim = Optim()
@@ -444,6 +482,7 @@ class Config(StrictModel):
 # What a method trains, as techniques; `full` has none.
 METHODS: dict[str, dict[str, dict[str, Any]]] = {"full": {}, "lora": {"lora": {}}, "qlora": {"nf4": {}, "lora": {}}}
 ADAPTER_LR = 2e-4  # where adapters are trained and `optim.lr` is left out
+ANSWERS_LR = 1e-6  # where sampled answers are learnt, of all weights; ten times as much of adapters
 
 
 def dump_config(config: Config) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 from optrush import hardware
 from optrush.config import (
     ADAPTER_LR,
+    ANSWERS_LR,
     COMPARED,
     JUDGED,
     METHODS,
@@ -28,6 +29,7 @@ from optrush.config import (
     Config,
     Distill,
     Dpo,
+    Grpo,
     Model,
     parse_config,
     refuse_secrets,
@@ -138,9 +140,11 @@ def decide(
     here = device is None if here is None else here
     check_pairs(config)
     check_fields(config)
+    config = with_answers(config, classes)
     choose = config.unplanned if choose is None else choose
     if not choose and isinstance(config.batch.micro_tokens, int):
-        return _checked(config, classes, ranks, device)
+        decided = _checked(config, classes, ranks, device)
+        return dataclasses.replace(decided, reasons=tuple(_sampling(decided)))
     asked = config
     if isinstance(config.batch.micro_tokens, int):
         rows_of_batch(config, 1)  # refuses what divides into no rows
@@ -156,7 +160,19 @@ def decide(
             decided = _checked(_with_chooser(config, classes), classes, ranks, device)
     if "lr" not in config.optim.model_fields_set and decided.config.optim.lr != config.optim.lr:
         reasons.append(Reason("learning rate", f"{decided.config.optim.lr:g}, the default of adapters"))
-    return dataclasses.replace(decided, reasons=tuple(reasons))
+    return dataclasses.replace(decided, reasons=(*reasons, *_sampling(decided)))
+
+
+def _sampling(decided: Decided) -> Iterator[Reason]:
+    """Yield what sampling takes beside the update, which alone is planned; nothing where nothing is sampled."""
+    g, shape, seq = decided.config.grpo, decided.env.shape, decided.config.batch.seq
+    if g is None or not isinstance(shape, ModelShape):
+        return
+    slots = min(g.slots, g.prompts * g.group // decided.env.data_ranks)
+    values = 2 * shape.key_width * shape.layers * (slots + 1) * seq
+    size = values * (2 if Part.PRECISION in decided.env.claimed or decided.env.dtype == "bfloat16" else 4)
+    text = f"{slots} answers at a time; not planned: its time, and {size / GIB:.1f} GiB of keys and values"
+    yield Reason("sampling", f"{text}, which are freed before the update")
 
 
 # --- changes of a configuration
@@ -210,6 +226,28 @@ def with_rate(config: Config, classes: Sequence[type[Technique]] = ALL) -> Confi
         return config
     adapters = any(Part.ADAPTERS in t.claims for t in instantiate(classes, with_method(config).with_))
     return changed(config, {"optim.lr": ADAPTER_LR if adapters and not config.paired else config.optim.lr})
+
+
+def with_answers(config: Config, classes: Sequence[type[Technique]] = ALL) -> Config:
+    """Return a configuration of sampled answers with a step of as many rows, and the learning rate of such runs.
+
+    Raises:
+        ConfigError: `batch.tokens` is another number than the answers of a step have room for.
+    """
+    g, b = config.grpo or Grpo(), config.batch
+    if config.objective != "grpo":
+        return config
+    slots = g.prompts * g.group * b.seq
+    if "tokens" in b.model_fields_set and b.tokens != slots:
+        found = f"a step is {g.prompts} prompts x {g.group} answers, at most {slots:,} slots"
+        raise ConfigError(
+            f"`batch.tokens: {b.tokens}`", found, "leave it out; grpo.prompts and grpo.group set the step"
+        )
+    config = changed(config, {"grpo": g, "batch.tokens": slots})
+    if "lr" in config.optim.model_fields_set:
+        return config
+    adapters = any(Part.ADAPTERS in t.claims for t in instantiate(classes, with_method(config).with_))
+    return changed(config, {"optim.lr": ANSWERS_LR * (10 if adapters else 1)})
 
 
 def with_reference(config: Config, kind: str) -> Config:

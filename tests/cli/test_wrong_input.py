@@ -166,8 +166,8 @@ VALUES: dict[str, Case] = {
             {"model": {"shape": name}, "objective": "pretrain", "data": {"path": None, "random": 8}}, [],
             (f"`model.shape: {name}`", "no such shape", do),
         ) for name, do in (
-            ("LLAMA-3.1-8b", "did you mean `llama-3.1-8b`?"), ("zzz", "are in docs/models.md"), ("1", "nearest: llama-3"),
-           
+            ("LLAMA-3.1-8b", "did you mean `llama-3.1-8b`?"), ("zzz", "are in docs/models.md"),
+            ("1", "nearest: llama-3"),
             ("deepseek-v3", "nearest: deepseek-ai"),
         )
     },

@@ -16,7 +16,7 @@ from optrush.trainer import run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 HARDWARE = {  # where an example names none in its comment
-    "demo": "cpu", "tiny-sft-cpu": "cpu", "tiny-dpo-cpu": "cpu", "llama1b-sft-1gpu": "a100-40",
+    "demo": "cpu", "tiny-sft-cpu": "cpu", "tiny-dpo-cpu": "cpu", "tiny-grpo-cpu": "cpu", "llama1b-sft-1gpu": "a100-40",
     "llama1b-pretrain-1gpu": "h100",
 }  # fmt: skip
 CHAT = {

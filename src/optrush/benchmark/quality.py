@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +33,7 @@ from optrush.console import err
 from optrush.errors import ConfigError, DataError, RunError
 from optrush.files import write_whole
 from optrush.launch import launched
+from optrush.objectives.rewards import last_number
 from optrush.report.quality import columns
 
 if TYPE_CHECKING:
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 UNSTEADY = 10.0  # times the median variance of the rungs
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  # of 1 to 10 degrees of freedom
 BATCHES = (64, 8, 1)  # prompts at once; the next where memory runs out
-NUMBER = re.compile(r"(?<!\d)-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 
 # --- the statistics
 
@@ -87,12 +85,6 @@ def judge_quality(difference: float, margin: float | None) -> QualityVerdict:
     if margin is None:
         return "one seed"
     return "equal" if abs(difference) <= margin else "worse" if difference > 0 else "better"
-
-
-def last_number(text: str) -> Decimal | None:
-    """Return the last number of a text: 1,234.50 is 1234.5."""
-    found = NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "")) if found else None
 
 
 # --- before anything runs

@@ -87,13 +87,18 @@ def estimate_tokens(config: Config) -> float | None:
     lengths = _lengths(config)
     if not lengths:
         return None
-    mean = sum(lengths) / len(lengths)
+    rows = estimate_rows(config)
+    return None if rows is None else rows * sum(lengths) / len(lengths)
+
+
+def estimate_rows(config: Config) -> float | None:
+    """Estimate the rows of one epoch, without those held out; None: not known."""
+    data = config.data
     rows: float | None = float(SAMPLES) if data.sample is not None else _rows(data)
     if rows is None:
         return None
     rows = rows if data.max_samples is None else min(rows, data.max_samples)
-    held_out = data.eval if isinstance(data.eval, float) else 0.0
-    return rows * (1 - held_out) * mean
+    return rows * (1 - (data.eval if isinstance(data.eval, float) else 0.0))
 
 
 def run_tokens(config: Config) -> float | None:

@@ -24,14 +24,16 @@ if TYPE_CHECKING:
 FIGURES = ("rewards_chosen", "rewards_rejected", "reward_accuracy", "reward_margin")
 JUDGEMENTS = ("kl", "reward_accuracy", "reward_margin")  # of judged answers, means over them (docs/kto.md)
 LESSONS = ("kl", "next_token_loss")  # of distillation, means over target tokens (docs/distill.md)
-ALL_FIGURES = tuple(dict.fromkeys((*FIGURES, *JUDGEMENTS, *LESSONS)))
+# Of sampled answers, means over their tokens, and the largest of all (docs/grpo.md).
+SAMPLED = ("ratio", "clipped", "kl", "logp_difference_mean", "logp_difference_max")
+ALL_FIGURES = tuple(dict.fromkeys((*FIGURES, *JUDGEMENTS, *LESSONS, *SAMPLED)))
 
 
 def figures(config: Config) -> tuple[str, ...]:
     """Return the names of the objective's other metrics."""
     if config.loss is not None:
         return figures_of(config.loss)
-    of = {JUDGED: JUDGEMENTS, "distill": LESSONS}
+    of = {JUDGED: JUDGEMENTS, "distill": LESSONS, "grpo": SAMPLED}
     return of.get(config.objective, FIGURES if config.paired else ())
 
 
@@ -39,7 +41,8 @@ def unit(config: Config) -> str:
     """Return the unit of the loss."""
     if config.loss is not None:
         return f"{config.loss.use}, {'a pair' if config.paired else 'a target token'}"
-    return "a judged answer" if config.objective == JUDGED else "a pair" if config.paired else "nats a target token"
+    of = {JUDGED: "a judged answer", "grpo": "a sampled token, weighted by its advantage"}
+    return of.get(config.objective, "a pair" if config.paired else "nats a target token")
 
 
 def learnt(config: Config) -> str:
@@ -50,7 +53,7 @@ def learnt(config: Config) -> str:
     """
     if config.data.split_turns:
         return "each-answer" if config.data.train_on == "answer" else "each"
-    return "all" if config.objective == "pretrain" else config.data.train_on
+    return {"pretrain": "all", "grpo": "last"}.get(config.objective, config.data.train_on)
 
 
 def check_layout(config: Config, layout: RowLayout) -> None:

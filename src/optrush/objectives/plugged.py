@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
     from optrush.data.batch import Batch
 
-Kind = Literal["loss", "optimizer"]
+Kind = Literal["loss", "optimizer", "reward"]
 GROUPS: dict[Kind, tuple[str, ...]] = {
     "loss": ("optrush.losses", "optrush.objectives"), "optimizer": ("optrush.optimizers",),
+    "reward": ("optrush.rewards",),
 }  # fmt: skip
 HERE = "python:"  # begins the name of an object that no other process can import
 _given: dict[str, Any] = {}  # by name, what a program gave as an object

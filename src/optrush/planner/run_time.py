@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from optrush.config import Config
-from optrush.data.length_estimate import estimate_tokens
+from optrush.data.length_estimate import estimate_rows, estimate_tokens
 from optrush.decide import changed
 from optrush.planner.sets import Prediction
 
@@ -44,6 +44,10 @@ def run_time(config: Config, p: Prediction, tokens: float | None) -> RunTime:
         tokens: of one epoch; None: not known.
     """
     length = config.train
+    if (g := config.grpo) is not None:  # how long answers will be, and so the time of a step, is not known
+        rows = estimate_rows(config)
+        epoch = None if rows is None else length.epochs * rows / g.prompts * g.updates
+        return RunTime(float(length.steps) if length.steps else None if epoch is None else math.ceil(epoch))
     if p.step_s is None or not p.tokens_per_s:
         return RunTime(None if length.steps is None else float(length.steps))
     steps: float | None = length.steps

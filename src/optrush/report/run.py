@@ -205,11 +205,12 @@ def beside_steps(config: Config, beside: Mapping[str, tuple[float, int]], steps:
     fewer = "hold out fewer rows (data.eval)"
     held_out = f"train.eval_every: {train.eval_cadence(steps)}; raise it, or {fewer}" if evals > 1 else fewer
     workers = "--with loader" if loader is None else f"raise with.loader.workers ({loader.get('workers', 2)})"
+    tokenised = f"{workers}, or tokenise before the run (optrush data pack)"
     # A single save is the last, which no key changes; in a quick run a single evaluation or batch says nothing.
     reasons = (
         ("saving", f"saving {often['saving']}", saved, beside["saving"][1] > 1),
         ("evaluation", f"evaluation {often['evaluation']}", held_out, evals > 1 or seconds > LONG_S),
-        ("data", "waiting for data", f"{workers}, or tokenise before the run (optrush data pack)", seconds > LONG_S),
+        ("data", "waiting for data", tokenised, seconds > LONG_S and config.grpo is None),  # there it is sampling
     )
     return {
         what: f"{name} took {beside[what][0] / seconds:.0%} of {duration(seconds)}: {keys}"
@@ -356,6 +357,15 @@ def _curves(run: RunLog) -> list[tuple[str, str, Markup]]:
         )
         shares += [(f"{over[0]} right", "percent of a step's, by their rewards", run.points("reward_accuracy", 100))]
         shares += [("Reward margin", over[1], run.points("reward_margin"))]
+    if run.config.objective == "grpo":
+        shares += [
+            ("Reward", "mean of a step's answers", run.points("reward")),
+            ("Length of an answer", "tokens", run.points("answer_tokens")),
+            ("Cut off", "percent of a step's answers", run.points("truncated", 100)),
+            ("Groups of equal rewards", "percent: nothing is learnt from them", run.points("groups_flat", 100)),
+            ("Entropy", "nats a sampled token", run.points("entropy")),
+            ("Sampled and trained", "largest difference of log-probabilities", run.points("logp_difference_max")),
+        ]
     busiest, entropy = LOAD_FIGURES
     if run.median(busiest) is not None:
         shares += [("Busiest expert", "percent of a layer's tokens, mean over the layers", run.points(busiest, 100))]

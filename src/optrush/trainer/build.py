@@ -42,7 +42,7 @@ from optrush.objectives import check_layout, dpo, figures, loss_of
 from optrush.objectives.plugged import source_of
 from optrush.optim.adamw import AdamW
 from optrush.technique import Edit, Part, Technique
-from optrush.trainer import distributed
+from optrush.trainer import distributed, rollout
 from optrush.trainer.distributed import World
 from optrush.trainer.teacher import StoringPass, add_teacher
 from optrush.trainer.trainer import (
@@ -153,6 +153,9 @@ def _opened(a: Assembly) -> tuple[Trainer, SampleSource | None]:
     if tokens is not None and a.world.rank == 0 and config.data.random is None:
         _note_tokens(trainer, tokens, prepared.folder)
     trainer.fingerprints = fingerprints(trainer, tokens, sources, a.today)
+    if config.grpo is not None:
+        trainer.stream = rollout.prompt_stream(config, sources.train, trainer.layout, env.seq)
+        return trainer, held_out
     trainer.stream = sampler.stream_of(
         sources.train, trainer.layout, T=env.seq, rows=env.rows, seed=config.seed, cost=model.flops,
         most_bad=config.data.most_bad,
@@ -199,7 +202,7 @@ def _completed(a: Assembly, trainer: Trainer, held_out: SampleSource | None, hel
         _other_model(a, trainer, name)
     if prepared.growth is not None and training:
         refuse_frozen(model, trainer.weight_map, prepared.growth)
-    if held_out is not None:
+    if held_out is not None and config.grpo is None:
         trainer.evaluation = sampler.evaluation(
             held_out, T=env.seq, micro_rows=env.micro_rows, rank=world.data_rank, ranks=world.data_ranks,
             packed=model.supports_packing,
@@ -224,6 +227,8 @@ def _completed(a: Assembly, trainer: Trainer, held_out: SampleSource | None, hel
         _refuse_without_effect(trainer, prepared.techniques)
     else:
         stage("wrap_step")
+    if config.grpo is not None:
+        rollout.attach(trainer, held_out)
 
 
 def _held_out(sources: Sources, training: bool) -> SampleSource | None:
@@ -241,6 +246,8 @@ def _other_model(a: Assembly, trainer: Trainer, stage: str) -> None:
     if stage == "peft" and settings is not None and dpo.by_adapter(settings, untrained):
         assert untrained is not None
         trainer.loss = partial(dpo.loss_with_reference, trainer.loss, trainer.model, untrained)
+    if stage == "peft":
+        rollout.add_reference(trainer)
     if stage == "loss" and a.prepared.teacher is not None:
         add_teacher(trainer, *a.prepared.teacher)
 

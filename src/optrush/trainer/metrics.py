@@ -53,7 +53,7 @@ class _Noted(NamedTuple):
     steps: int  # since the line before, as are the tokens, the FLOPs of a rank, and the seconds
     tokens: int
     flop: float
-    counts: dict[str, int]
+    counts: dict[str, float]
     memory: dict[str, Any]
     wait_s: float
     aside_s: float
@@ -123,7 +123,8 @@ class Meter:
         tokens, attended = total(self.tokens), total(self.attended)
         self.all_tokens += tokens
         own = {"tokens": sum(b.n_tokens for b in batches), "target_tokens": sum(b.n_targets for b in batches)}
-        counts = {name: total(n) for name, n in own.items()}
+        counts: dict[str, float] = {name: total(n) for name, n in own.items()}
+        counts |= self.trainer.host_figures
         figures = self._figures(sum(b.n_terms for b in batches))
         values = torch.stack([t.double() for t in (loss, self.trainer.lr, norm, self.skipped, *figures)])
         if self.device.type == "cuda":
@@ -137,11 +138,19 @@ class Meter:
         self._begin(now)
 
     def _figures(self, terms: int) -> list[Tensor]:
-        """Return the means of the objective's other metrics over the terms of all ranks; `terms` of this rank."""
+        """Return the means of the objective's other metrics over the terms of all ranks; `terms` of this rank.
+
+        Of a name that ends with `_max` it is the largest value of all ranks.
+        """
         if not self.trainer.metrics:
             return []
         sums = self.trainer.all_reduce(torch.stack(list(self.trainer.metrics.values())))
-        return list((sums / max(1, self.trainer.all_reduce_int(terms))).unbind())
+        means = dict(
+            zip(self.trainer.metrics, (sums / max(1, self.trainer.all_reduce_int(terms))).unbind(), strict=True)
+        )
+        for name in (name for name in means if name.endswith("_max")):
+            means[name] = self.trainer.all_reduce_max(self.trainer.metrics[name].clone())
+        return list(means.values())
 
     def _drain(self, *, wait: bool) -> None:
         self._read_flags(wait=wait)

@@ -430,7 +430,8 @@ def _preflight_windows(trainer: Trainer, plan: RunPlan) -> Iterator[list[Batch]]
     yield [largest_batch(trainer, plan)] * many
     if rows.tokenized:  # of a stream the first step exists once a window of rows has been read
         rank, ranks = world.data_rank, world.data_ranks
-        yield rows.batches(plan.done, plan.length, rank=rank, ranks=ranks, micro_rows=env.micro_rows)
+        if first := rows.batches(plan.done, plan.length, rank=rank, ranks=ranks, micro_rows=env.micro_rows):
+            yield first
 
 
 def largest_batch(trainer: Trainer, plan: RunPlan) -> Batch:

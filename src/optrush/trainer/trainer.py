@@ -209,6 +209,8 @@ class Trainer:
     metrics: dict[str, Tensor] = field(default_factory=dict)
     """The objective's other metrics, by the names of metrics.jsonl: () float32 on the device, sums over this
     rank's terms since the window began (forward_backward clears them) or the evaluation did."""
+    host_figures: dict[str, float] = field(default_factory=dict)
+    """Further metrics of the step under way that the host knows, of all ranks: part of a logged step's line."""
     max_skipped_updates: int = 3  # skipped updates in a row that end the run
 
     # descriptions
@@ -244,6 +246,12 @@ class Trainer:
         """Sum a device tensor over the data axes, in place; return it."""
         if (group := self.world.summing) is not None:
             torch.distributed.all_reduce(t, group=group)
+        return t
+
+    def all_reduce_max(self, t: Tensor) -> Tensor:
+        """Take the largest value of a device tensor over the data axes, in place; return it."""
+        if (group := self.world.summing) is not None:
+            torch.distributed.all_reduce(t, torch.distributed.ReduceOp.MAX, group=group)
         return t
 
     def all_reduce_int(self, n: int) -> int:

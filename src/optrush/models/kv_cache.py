@@ -1,0 +1,134 @@
+"""Keep keys and values of sequences in slots, so that the decoder continues many sequences one token at a time.
+
+The cache goes in through the decoder's own slots (`block.attention`, `block_call`): the modules, weights and adapters
+that are trained are the ones that sample, so there is nothing to copy or to keep equal. A prompt passes once, packed
+with others, and what its tokens leave is written to every slot that continues it.
+
+Shapes: S slots, C tokens of a slot, K key/value heads, E head width, H query heads, N tokens of a packed pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from optrush.data.batch import Documents
+from optrush.errors import NeedsError
+from optrush.models.decoder import Block, Decoder
+
+BUCKET = 64  # a step reads a multiple of so many tokens of every slot: few shapes
+
+
+@dataclass
+class Step:
+    """What the pass under way writes and reads, for all layers.
+
+    target: (M,) int64, places of the cache, slot * C + position; a place in slot S is read by nobody.
+    source: (M,) int64, the pass's token of each, counted over its rows; None: token by token.
+    lengths: (S,) int64, tokens of each slot once this step's is written; None: the prompts attend among themselves.
+    span: no slot is longer.
+    """
+
+    target: Tensor
+    source: Tensor | None = None
+    lengths: Tensor | None = None
+    span: int = 0
+
+
+class LayerCache:
+    """The keys and values of one layer, and its attention while they are kept."""
+
+    def __init__(self, cache: SlotCache, inner: Any, window: int | None) -> None:
+        self.cache, self.inner, self.window = cache, inner, window
+        self.keys: Tensor | None = None  # (S + 1, C, K, E), in the type that attention reads
+        self.values: Tensor | None = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, **masks: Any) -> Tensor:
+        """Attend as `kernels.attention` does: q (B, T, H, E), k and v (B, T, K, E) -> (B, T, H, E)."""
+        step, places = self.cache.step, (self.cache.slots + 1, self.cache.room)
+        if self.keys is None or self.values is None:
+            self.keys, self.values = k.new_zeros(*places, *k.shape[2:]), v.new_zeros(*places, *v.shape[2:])
+        for kept, new in ((self.keys, k), (self.values, v)):
+            flat = new.flatten(0, 1)
+            kept.view(-1, *new.shape[2:])[step.target] = flat if step.source is None else flat[step.source]
+        if step.lengths is None:
+            attended: Tensor = self.inner(q, k, v, documents, **masks)
+            return attended
+        slots, span = self.cache.slots, step.span
+        masks["window"] = self.window  # a step's own rows are shorter than any
+        return attend(q, self.keys[:slots, :span], self.values[:slots, :span], step.lengths, **masks)
+
+
+class SlotCache:
+    """The layers' caches of a decoder: `slots` sequences of at most `room` tokens."""
+
+    def __init__(self, model: Decoder, slots: int, room: int) -> None:
+        """Raises NeedsError: a layer keeps other things of a sequence than keys and values."""
+        check_cacheable(model)
+        self.slots, self.room = slots, -(-room // BUCKET) * BUCKET
+        self.step = Step(torch.zeros(0, dtype=torch.int64))
+
+    @contextmanager
+    def within(self, model: Decoder) -> Iterator[None]:
+        """Let the decoder's blocks attend through the cache, uncompiled and without checkpoints of activations."""
+        blocks = [block for block in model.blocks.values() if isinstance(block, Block)]
+        before = [block.attention for block in blocks]
+        call, training = model.block_call, model.training
+        model.block_call = lambda block, *args, **kwargs: block.forward(*args, **kwargs)
+        for block in blocks:
+            block.attention = LayerCache(self, block.attention, block.window)
+        model.eval()
+        try:
+            yield
+        finally:
+            model.block_call = call
+            for block, attention in zip(blocks, before, strict=True):
+                block.attention = attention
+            model.train(training)
+
+
+def check_cacheable(model: Any) -> None:
+    """Raise NeedsError where a model cannot continue sequences from keys and values alone."""
+    asked, do = "to sample from the model that is trained", "take a dense model or one with experts in our own decoder"
+    if not isinstance(model, Decoder):
+        raise NeedsError(asked, "it runs through transformers", do)
+    shape = model.shape
+    if shape.delta is not None:
+        raise NeedsError(asked, "layers of a delta rule, whose state is no keys and values", do)
+    if shape.chunks is not None:
+        raise NeedsError(asked, "layers that attend within chunks", do)
+    if model.head.scores:
+        raise NeedsError(asked, "its head gives scores of texts and no next tokens", do)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, window: int | None = None, sinks: Tensor | None = None,
+    cap: float | None = None,
+) -> Tensor:  # fmt: skip
+    """Attend from the last token of each slot: q (S, 1, H, E), k and v (S, span, K, E) -> (S, 1, H, E).
+
+    lengths: (S,) tokens of each slot, of which the last attends; 0: a slot without a sequence, whose result is any.
+    """
+    place = torch.arange(k.shape[1], device=q.device)
+    read = place < lengths[:, None].clamp_min(1)  # (S, span)
+    if window is not None:
+        read &= place >= (lengths[:, None] - window)
+    mask = torch.zeros(read.shape, dtype=q.dtype, device=q.device).masked_fill_(~read, -torch.inf)[:, None, None]
+    q, k, v = (x.transpose(1, 2) for x in (q, k.to(q.dtype), v.to(q.dtype)))  # (S, heads, tokens, E)
+    if sinks is not None:  # one more key, whose score is the sink and whose value is zero
+        S, H = q.shape[:2]
+        k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+        sink = sinks.to(q.dtype).view(1, H, 1, 1).expand(S, H, 1, 1)
+        mask = torch.cat((mask.expand(S, H, 1, -1), sink), -1)
+    if cap is not None:  # between product and softmax, where no fused kernel lets it in
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        scores = torch.tanh((q @ k.mT).float() * q.shape[-1] ** -0.5 / cap) * cap + mask
+        return (scores.softmax(-1).to(v.dtype) @ v).transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2)

@@ -1,0 +1,255 @@
+"""Sample answers to prompts from the decoder that is trained, many at a time.
+
+Sequences take slots of a cache; one that ends leaves its slot to the next in the queue (continuous batching). What is
+drawn depends on (seed, prompt, member, position) alone, never on which sequences are sampled at the same time, on the
+number of slots or on an earlier draw.
+
+Shapes: S slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from optrush.data.batch import Documents, collate
+from optrush.data.schema import Document
+from optrush.models.decoder import Decoder
+from optrush.models.kv_cache import BUCKET, SlotCache, Step
+
+CHECK = 16  # tokens between two looks at which sequences have ended, on a GPU
+PROMPTS = 8192  # tokens of prompts in one packed pass
+
+
+class Prompt(NamedTuple):
+    """What is continued: its number in the run, which the draws depend on, and its token ids."""
+
+    number: int
+    ids: np.ndarray  # (n,) int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A sampled continuation of a prompt.
+
+    log_p: of each of its tokens, natural logarithms under the temperature.
+    ended: its last token is one that ends an answer; else it was cut off.
+    """
+
+    prompt: int  # the place among the prompts that were given
+    member: int
+    ids: list[int]
+    log_p: list[float]
+    ended: bool
+    entropy: float  # mean over its tokens, nats
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How answers are drawn.
+
+    temperature: 0 takes the likeliest token.
+    ends: token ids that end an answer.
+    """
+
+    most: int  # tokens of an answer
+    temperature: float
+    ends: Collection[int]
+    seed: int
+    slots: int = 64
+
+
+@torch.no_grad()
+def sample(
+    model: Decoder,
+    prompts: Sequence[Prompt],
+    members: int,
+    drawing: Drawing,
+    precision: AbstractContextManager[object] | None = None,
+) -> list[Answer]:
+    """Return `members` answers to each prompt, prompt by prompt.
+
+    Args:
+        precision: the context of the model's forward passes, such as autocast.
+
+    Raises:
+        NeedsError: as `kv_cache.check_cacheable`.
+    """
+    if not prompts or not members:
+        return []
+    slots = min(drawing.slots, len(prompts) * members)
+    cache = SlotCache(model, slots, max(len(p.ids) for p in prompts) + drawing.most)
+    with precision or nullcontext(), cache.within(model):
+        run = _Run(model, cache, prompts, drawing)
+        run.queue.extend((p, m) for p in range(len(prompts)) for m in range(members))
+        while run.queue or run.slot_of:
+            run.admit()
+            for _ in range(CHECK if run.device.type == "cuda" else 1):
+                run.advance()
+            run.collect()
+    return sorted(run.answers, key=lambda a: (a.prompt, a.member))
+
+
+@dataclass
+class _Run:
+    """The sequences under way."""
+
+    model: Decoder
+    cache: SlotCache
+    prompts: Sequence[Prompt]
+    drawing: Drawing
+    queue: deque[tuple[int, int]] = field(default_factory=deque)
+    slot_of: dict[int, tuple[int, int]] = field(default_factory=dict)  # slot -> prompt, member
+    answers: list[Answer] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        S, most = self.cache.slots, self.drawing.most
+        self.device = device = self.model.embedding.weight.device
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        self.token, self.length, self.made, self.number, self.member = (zeros(S) for _ in range(5))
+        self.live, self.ended = zeros(S, dtype=torch.bool), zeros(S, dtype=torch.bool)
+        self.out = zeros(S, most)
+        self.log_p, self.entropy = (zeros(S, most, dtype=torch.float32) for _ in range(2))
+        self.ends = torch.tensor(sorted(self.drawing.ends), dtype=torch.int64, device=device)
+        self.first = torch.arange(S, device=device) * self.cache.room  # places of the slots' first tokens
+        self.span = 0
+
+    def admit(self) -> None:
+        """Pass the prompts of the next sequences, and draw their first tokens."""
+        free = [slot for slot in range(self.cache.slots) if slot not in self.slot_of]
+        taken: dict[int, list[tuple[int, int]]] = {}  # prompt -> its slots and members
+        tokens = 0
+        while free and self.queue:
+            p, m = self.queue[0]
+            tokens += 0 if p in taken else len(self.prompts[p].ids)
+            if taken and tokens > PROMPTS:
+                break
+            self.queue.popleft()
+            taken.setdefault(p, []).append((slot := free.pop(0), m))
+            self.slot_of[slot] = p, m
+        if taken:
+            self._pass_prompts(taken)
+
+    def _pass_prompts(self, taken: dict[int, list[tuple[int, int]]]) -> None:
+        lengths = [len(self.prompts[p].ids) for p in taken]
+        documents = [
+            (p, Document(np.asarray(self.prompts[p].ids, np.int32), np.zeros(n, bool)))
+            for p, n in zip(taken, lengths, strict=True)
+        ]
+        batch = collate([documents], sum(lengths), single=len(documents) == 1, most=len(documents) + 1)
+        target, source, last, slots = list[np.ndarray](), list[np.ndarray](), list[int](), list[int]()
+        at = 0
+        for (_, mine), n in zip(taken.items(), lengths, strict=True):
+            for slot, _ in mine:
+                target.append(slot * self.cache.room + np.arange(n))
+                source.append(at + np.arange(n))
+                last.append(at + n - 1)
+                slots.append(slot)
+            at += n
+
+        def there(values: Sequence[int] | np.ndarray) -> Tensor:
+            return torch.as_tensor(np.asarray(values, np.int64), device=self.device)
+
+        self.cache.step = Step(there(np.concatenate(target)), there(np.concatenate(source)))
+        batch = batch.to(self.device)
+        hidden = Decoder.forward(self.model, batch.tokens, batch.positions, batch.documents)
+        at_slots = there(slots)
+        members = [(p, m, n) for (p, mine), n in zip(taken.items(), lengths, strict=True) for _, m in mine]
+        self.number[at_slots] = there([self.prompts[p].number for p, _, _ in members])
+        self.member[at_slots] = there([m for _, m, _ in members])
+        self.length[at_slots] = there([n for _, _, n in members])
+        self.made[at_slots], self.live[at_slots], self.ended[at_slots] = 0, True, False
+        self.span = max([self.span, *lengths])
+        logits = self.model.head.logits(hidden[0, there(last)])
+        fresh = torch.zeros_like(self.live)
+        fresh[at_slots] = True
+        whole = logits.new_zeros(self.cache.slots, logits.shape[-1])
+        whole[at_slots] = logits
+        self._draw(whole, fresh)
+
+    def advance(self) -> None:
+        """Continue every sequence by one token."""
+        S, room = self.cache.slots, self.cache.room
+        self.span += 1
+        span = min(room, -(-self.span // BUCKET) * BUCKET)
+        target = torch.where(self.live, self.first + self.length, S * room)
+        lengths = torch.where(self.live, self.length + 1, 0)
+        self.cache.step = Step(target, lengths=lengths, span=span)
+        one = torch.arange(S + 1, dtype=torch.int32, device=self.device)
+        documents = Documents(
+            one, torch.zeros(S, 1, dtype=torch.int32, device=self.device), 1, True, self.live[:, None]
+        )
+        positions = torch.where(self.live, self.length, 0).int()[:, None]
+        hidden = Decoder.forward(self.model, self.token[:, None], positions, documents)
+        self.length += self.live
+        self._draw(self.model.head.logits(hidden[:, 0]), self.live)
+
+    def _draw(self, logits: Tensor, who: Tensor) -> None:
+        """Draw a token from logits (S, V) for the slots of a mask (S,), and end what it ends."""
+        greedy = self.drawing.temperature == 0
+        log_p = torch.log_softmax(logits.float() if greedy else logits.float() / self.drawing.temperature, -1)
+        p = log_p.exp()
+        if greedy:
+            token = log_p.argmax(-1)
+        else:
+            below = p.cumsum(-1)
+            total = below[:, -1:]
+            point = (total * uniform(self.drawing.seed, self.number, self.member, self.made)[:, None]).to(below.dtype)
+            point = torch.minimum(point, torch.nextafter(total, torch.zeros_like(total)))
+            token = torch.searchsorted(below, point, right=True)[:, 0].clamp_max(logits.shape[-1] - 1)
+        rows = torch.arange(len(token), device=token.device)
+        place = self.made.clamp_max(self.drawing.most - 1)
+        for kept, value in (
+            (self.out, token), (self.log_p, log_p[rows, token]), (self.entropy, -(p * log_p).nansum(-1)),
+        ):  # fmt: skip
+            kept[rows, place] = torch.where(who, value.to(kept.dtype), kept[rows, place])
+        self.token = torch.where(who, token, self.token)
+        self.made += who
+        ends = who & torch.isin(token, self.ends)
+        self.ended |= ends
+        self.live &= ~(ends | (who & (self.made >= self.drawing.most)))
+
+    def collect(self) -> None:
+        """Take the answers that have ended out of their slots."""
+        live = self.live.tolist()
+        done = [slot for slot in self.slot_of if not live[slot]]
+        if not done:
+            return
+        at = torch.tensor(done, device=self.device)
+        made, ended = self.made[at].tolist(), self.ended[at].tolist()
+        columns = zip(self.out[at].tolist(), self.log_p[at].tolist(), self.entropy[at].tolist(), strict=True)
+        for slot, n, end, (ids, log_p, entropy) in zip(done, made, ended, columns, strict=True):
+            p, m = self.slot_of.pop(slot)
+            self.answers.append(Answer(p, m, ids[:n], log_p[:n], end, sum(entropy[:n]) / n))
+        self.span = int(torch.where(self.live, self.length, 0).max())
+
+
+_M1, _M2, _STEP = (x - 2**64 if x >= 2**63 else x for x in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15))
+
+
+def uniform(seed: int, *keys: Tensor) -> Tensor:
+    """Return numbers in [0, 1) that follow from the seed and keys (S,) int64: (S,) float64.
+
+    Source: the mixing function of SplitMix64, Steele et al., https://doi.org/10.1145/2660193.2660195
+    """
+
+    def shifted(x: Tensor, n: int) -> Tensor:
+        return (x >> n) & ((1 << (64 - n)) - 1)  # int64 keeps its sign
+
+    state = torch.full_like(keys[0], seed)
+    for key in keys:
+        state = (state ^ key) + _STEP
+        state = (state ^ shifted(state, 30)) * _M1
+        state = (state ^ shifted(state, 27)) * _M2
+        state = state ^ shifted(state, 31)
+    return shifted(state, 11).double() * 2.0**-53

@@ -1,0 +1,165 @@
+"""Reward sampled answers by rules that can be checked: a number, a text, a pattern, a length, a function of one's own.
+
+A reward is `function(answer, reference, row) -> number`: the sampled text, the row's own answer, and the row. What
+cannot be rewarded (the function raised, took too long, or gave no number) has no reward. That is counted and logged; it
+is not 0.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from decimal import Decimal, InvalidOperation
+from functools import partial
+from typing import Any
+
+from optrush.config import RewardRule
+from optrush.errors import ConfigError, one_line
+from optrush.objectives import plugged
+
+NUMBER = re.compile(r"(?<!\d)-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+MARKED = re.compile(r"####\s*([^\n]*)|\\boxed\{([^{}]*)\}")  # where an answer says what its result is
+Function = Callable[[str, str, Mapping[str, Any]], float]
+
+
+def last_number(text: str) -> Decimal | None:
+    """Return the last number of a text: 1,234.50 is 1234.5."""
+    found = NUMBER.findall(text)
+    return Decimal(found[-1].replace(",", "")) if found else None
+
+
+def result_number(text: str) -> Decimal | None:
+    r"""Return the number after the last `####` or in the last `\boxed{}`, else the last number of a text."""
+    marked = [one or two for one, two in MARKED.findall(text)]
+    try:
+        return last_number(marked[-1] if marked else text)
+    except InvalidOperation:
+        return None
+
+
+def number(answer: str, reference: str, row: Mapping[str, Any]) -> float:
+    """Return 1 if the answer's result equals the reference's, as numbers."""
+    found = result_number(answer)
+    return float(found is not None and found == result_number(reference))
+
+
+def exact(answer: str, reference: str, row: Mapping[str, Any]) -> float:
+    """Return 1 if the answer is the reference, but for white space around it."""
+    return float(answer.strip() == reference.strip())
+
+
+def contains(answer: str, reference: str, row: Mapping[str, Any]) -> float:
+    """Return 1 if the reference is in the answer."""
+    return float(reference.strip() in answer)
+
+
+def matches(pattern: re.Pattern[str], answer: str, reference: str, row: Mapping[str, Any]) -> float:
+    """Return 1 if a pattern is found in the answer."""
+    return float(pattern.search(answer) is not None)
+
+
+def short(most: int, answer: str, reference: str, row: Mapping[str, Any]) -> float:
+    """Return 1 for an answer of at most `most` characters, and less the longer it is: most / characters."""
+    return min(1.0, most / max(1, len(answer)))
+
+
+BUILT_IN: dict[str, Function] = {"number": number, "exact": exact, "contains": contains}
+WITH_OPTIONS = {"regex": ("pattern", str), "length": ("most", int)}
+
+
+def open_reward(rule: RewardRule) -> Function:
+    """Return the function of a rule.
+
+    Raises:
+        ConfigError: no such reward, an option is missing or unknown, or a function cannot be loaded.
+    """
+    asked, given = f"the reward `{rule.use}`", dict(rule.options)
+    if rule.use in WITH_OPTIONS:
+        key, kind = WITH_OPTIONS[rule.use]
+        value: Any = given.pop(key, None)
+        sound: bool = isinstance(value, kind) and not isinstance(value, bool)
+        if not sound or given:
+            found = f"options {', '.join(rule.options) or 'none'}"
+            example = "pattern: '^<answer>.*</answer>$'" if key == "pattern" else "most: 400"
+            raise ConfigError(asked, found, f"write {{use: {rule.use}, options: {{{example}}}}}")
+        if rule.use == "length":
+            return partial(short, max(1, int(value)))
+        try:
+            return partial(matches, re.compile(str(value), re.DOTALL))
+        except re.error as error:
+            raise ConfigError(asked, f"no regular expression: {error}", "correct options.pattern") from None
+    if rule.use in BUILT_IN:
+        if given:
+            raise ConfigError(asked, f"options {', '.join(given)}, which it has not", "leave options out")
+        return BUILT_IN[rule.use]
+    if ":" not in rule.use:
+        known = ", ".join([*BUILT_IN, *WITH_OPTIONS])
+        raise ConfigError(asked, f"no such reward; known: {known}", "name one of these, or write FILE.py:FUNCTION")
+    function: Function = plugged.find("reward", rule.use)
+    return partial(function, **given) if given else function
+
+
+@dataclass
+class Judge:
+    """The rewards of a run: their weighted sum for an answer, and what failed.
+
+    seconds: a function may take for an answer.
+    """
+
+    rules: Sequence[RewardRule]
+    seconds: float
+    functions: list[Function] = field(init=False)
+    first_failure: str = ""
+    said: bool = False  # a run has logged it
+
+    def __post_init__(self) -> None:
+        self.functions = [open_reward(rule) for rule in self.rules]
+
+    @property
+    def names(self) -> list[str]:
+        """Return a short name of each reward, for the metrics."""
+        return [re.sub(r"\W+", "_", rule.use.rpartition(":")[2]) for rule in self.rules]
+
+    def __call__(self, answer: str, reference: str, row: Mapping[str, Any], where: str) -> list[float] | None:
+        """Return the value of each reward, unweighted; None if one of them failed."""
+        found = []
+        for rule, function in zip(self.rules, self.functions, strict=True):
+            try:
+                with time_limit(self.seconds):
+                    value = function(answer, reference, row)
+                if isinstance(value, str) or not math.isfinite(float(value)):
+                    raise ValueError(f"it returned {value!r}, no finite number")
+                found.append(float(value))
+            except Exception as error:  # of whoever wrote it
+                what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+                self.first_failure = self.first_failure or one_line(f"the reward `{rule.use}` at {where}: {what}")
+                return None
+        return found
+
+    def total(self, values: Sequence[float]) -> float:
+        """Return the weighted sum."""
+        return sum(rule.weight * value for rule, value in zip(self.rules, values, strict=True))
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the block after some seconds; only in a main thread, which can be interrupted."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> None:
+        raise TimeoutError(f"it took longer than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,436 @@
+"""`objective: grpo`: what is sampled beside transformers' own generation, the loss beside its formulas, whole runs.
+
+The oracles: transformers' own logits on the same weights, formulas written answer by answer in float64, and the run
+itself on other ranks, resumed, or with other slots.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from optrush.config import Config, Grpo, RewardRule, parse_config
+from optrush.data.batch import IGNORE, Batch, collate
+from optrush.data.schema import Document
+from optrush.decide import decide
+from optrush.errors import ConfigError, DataError, NeedsError
+from optrush.launch import launched
+from optrush.models import kv_cache, sampling
+from optrush.models.hf import load
+from optrush.objectives import SAMPLED, grpo, rewards
+from optrush.trainer import run as fit
+
+from golden import make_golden
+from parity_models import EXPERTS, FAMILIES, materialise, reference, save
+from trials import assembled, metrics, steps, weights
+
+CACHED = [n for n, sizes in {**FAMILIES, **EXPERTS}.items() if "linear_num_key_heads" not in sizes]
+
+
+# --- the engine
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return opened("qwen3", tmp_path_factory.mktemp("qwen3"))[1]
+
+
+def opened(family: str, folder: Path) -> tuple[Any, Any]:
+    theirs = reference({**FAMILIES, **EXPERTS}[family])
+    loaded, recipe = load(folder, save(theirs, folder), None, torch.float32, 0)
+    return theirs, materialise(loaded, recipe)
+
+
+def asked(n: int = 4, vocab: int = 60, first: int = 0) -> list[sampling.Prompt]:
+    rng = np.random.default_rng(7)
+    return [sampling.Prompt(first + i, rng.integers(4, vocab, size=5 + 4 * i).astype(np.int32)) for i in range(n)]
+
+
+@pytest.mark.parametrize("family", CACHED)
+def test_greedy_answers_are_those_of_transformers(family, tmp_path):
+    """With windows, sinks, capped scores, latent attention, local rotations and experts; packed prompts, few slots."""
+    theirs, ours = opened(family, tmp_path)
+    if ours.shape.chunks is not None or ours.shape.delta is not None:
+        with pytest.raises(NeedsError):
+            kv_cache.check_cacheable(ours)
+        return
+    prompts = asked()
+    found = sampling.sample(ours, prompts, 1, sampling.Drawing(6, 0.0, (), 0, slots=3))
+    for prompt, answer in zip(prompts, found, strict=True):
+        ids = torch.tensor(prompt.ids.tolist())[None]
+        with torch.no_grad():
+            for token, log_p in zip(answer.ids, answer.log_p, strict=True):
+                scores = theirs(input_ids=ids).logits[0, -1].log_softmax(-1)
+                assert abs(float(scores[token]) - log_p) < 2e-4
+                assert float(scores.max() - scores[token]) < 1e-4  # the likeliest, or as likely as it
+                ids = torch.cat([ids, torch.tensor([[token]])], 1)
+
+
+def test_draws_depend_on_seed_prompt_member_and_position_alone(model):
+    prompts = asked()
+    every = sampling.sample(model, prompts, 3, sampling.Drawing(8, 1.0, (), 5, slots=64))
+    for slots, some in ((2, prompts), (5, prompts), (4, prompts[2:])):
+        found = sampling.sample(model, some, 3, sampling.Drawing(8, 1.0, (), 5, slots=slots))
+        assert [a.ids for a in found] == [a.ids for a in every[-len(found) :]]
+    other = sampling.sample(model, prompts, 3, sampling.Drawing(8, 1.0, (), 6))
+    assert [a.ids for a in other] != [a.ids for a in every]
+    assert len({tuple(a.ids) for a in every}) == len(every)
+
+
+def test_draws_follow_the_probabilities(model):
+    """The first tokens of 3,000 members, beside the distribution; a temperature is part of it."""
+    (prompt,) = asked(1)
+    tokens = torch.tensor(prompt.ids.tolist())[None]
+    batch = collate(
+        [[(0, Document(prompt.ids, np.zeros(len(prompt.ids), bool)))]], len(prompt.ids), single=True, most=2
+    )
+    logits = model.head.logits(model(tokens, batch.positions, batch.documents)[0, -1]).detach()
+    for temperature in (1.0, 0.5):
+        found = sampling.sample(model, [prompt], 3000, sampling.Drawing(1, temperature, (), 1, slots=512))
+        share = torch.bincount(torch.tensor([a.ids[0] for a in found]), minlength=len(logits)) / 3000
+        p = (logits / temperature).softmax(-1)
+        assert (share - p).abs().max() < 4 * (p * (1 - p) / 3000).max().sqrt()
+        assert all(abs(a.log_p[0] - p[a.ids[0]].log()) < 1e-5 for a in found[:20])
+
+
+def test_an_end_in_the_prompt_ends_nothing_and_a_cut_answer_has_not_ended(model):
+    (prompt,) = asked(1)
+    free = sampling.sample(model, [prompt], 4, sampling.Drawing(6, 1.0, (), 3))
+    end = free[0].ids[2]
+    inside = sampling.Prompt(prompt.number, np.array([*prompt.ids, end, *prompt.ids], np.int32))
+    for one in (prompt, inside):
+        for answer in sampling.sample(model, [one], 4, sampling.Drawing(6, 1.0, {end}, 3)):
+            assert answer.ended == (answer.ids[-1] == end)
+            assert end not in answer.ids[:-1] and (answer.ended or len(answer.ids) == 6)
+
+
+def test_sampling_leaves_the_model_as_it_was_and_drops_nothing_out(model):
+    model.train()
+    before = [block.attention for block in model.blocks.values()], model.block_call
+    sampling.sample(model, asked(2), 2, sampling.Drawing(3, 1.0, (), 0))
+    assert model.training
+    assert ([block.attention for block in model.blocks.values()], model.block_call) == before
+
+
+def test_a_model_that_keeps_other_things_is_refused(tmp_path):
+    _, ours = opened("qwen3_5_text", tmp_path)
+    with pytest.raises(NeedsError, match="delta rule"):
+        sampling.sample(ours, asked(1), 1, sampling.Drawing(2, 0.0, (), 0))
+
+
+# --- the loss
+
+
+class Plain(torch.nn.Module):
+    """A head whose logits are its input."""
+
+    def forward(self, hidden: torch.Tensor, labels: torch.Tensor, reduce: str) -> torch.Tensor:
+        assert reduce == "token"
+        flat = torch.nn.functional.cross_entropy(
+            hidden.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="none"
+        )
+        return flat.view(labels.shape)
+
+
+ANSWERS = [[(3, 2, 0.5), (2, 4, -1.0)], [(4, 3, 1.5)]]  # rows of (prompt, answer, advantage)
+
+
+def answered(settings: Grpo, old: bool) -> tuple[Batch, torch.Tensor, list[Any]]:
+    """A batch, hidden states that are logits, and of each answer (row, first label, length, advantage)."""
+    rng, T, V = np.random.default_rng(3), 12, 7
+    rows, places = [], []
+    for b, row in enumerate(ANSWERS):
+        documents, at = [], 0
+        for n, m, advantage in row:
+            ids = rng.integers(V, size=n + m).astype(np.int32)
+            documents.append((0, Document(ids, np.arange(n + m) >= n)))
+            places.append((b, at + n - 1, m, advantage))
+            at += n + m
+        rows.append(documents)
+    batch = collate(rows, T, single=False, most=8)
+    shape, tokens = (2, T), sum(m for *_, m, _ in places)
+    extra = {n: torch.zeros(shape, dtype=torch.float64) for n in ("advantages", "weights", "sampled", "reference")}
+    counted = torch.zeros(shape, dtype=torch.int64)
+    for i, (b, at, m, advantage) in enumerate(places):
+        extra["advantages"][b, at : at + m] = advantage
+        extra["weights"][b, at : at + m] = grpo.weight_of(settings, m, tokens, len(places))
+        counted[b, at : at + m] = i + 1
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(*shape, V, generator=generator, dtype=torch.float64, requires_grad=True)
+    moved = -Plain()(
+        (hidden + 0.5 * torch.randn(hidden.shape, generator=generator)) / settings.temperature, batch.labels, "token"
+    ).detach()
+    extra["sampled"], extra["answers"] = moved, counted
+    extra |= {"old": moved} if old else {}
+    extra["reference"] = moved * 0.9
+    if not settings.beta:
+        del extra["reference"]
+    return replace(batch, extra=extra), hidden, places
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+@pytest.mark.parametrize("normalise", ["tokens", "sequences", "constant"])
+@pytest.mark.parametrize(
+    ("loss", "ratio"), [("clip", "token"), ("clip", "sequence"), ("cispo", "token"), ("cispo", "sequence")]
+)
+def test_loss_and_gradients_are_those_of_the_formulas(loss, ratio, normalise, beta, old):
+    s = Grpo(loss=loss, ratio=ratio, normalise=normalise, beta=beta, clip=(0.1, 0.15), max_new=9, temperature=0.7)
+    batch, hidden, places = answered(s, old)
+    figures = {name: torch.zeros((), dtype=torch.float64) for name in SAMPLED}
+    ours = grpo.score(Plain(), s, figures, hidden, batch) / batch.n_terms
+    (mine,) = torch.autograd.grad(ours, hidden)
+    log_p = (hidden / s.temperature).log_softmax(-1).gather(-1, batch.labels.clamp_min(0)[..., None])[..., 0]
+    each, ratios = [], []
+    for b, at, m, advantage in places:
+        now = log_p[b, at : at + m]
+        before = batch.extra["old"][b, at : at + m] if old else now.detach()
+        r = (now - before).exp() if ratio == "token" else (now - before).mean().exp().expand(m)
+        ratios.append(r)
+        if loss == "clip":
+            terms = [-torch.min(x * advantage, x.clamp(1 - 0.1, 1 + 0.15) * advantage) for x in r]
+        else:
+            terms = [-x.detach().clamp(max=1.15) * advantage * lp for x, lp in zip(r, now, strict=True)]
+        if beta:
+            d = batch.extra["reference"][b, at : at + m] - now
+            terms = [t + beta * (x.exp() - x - 1) for t, x in zip(terms, d, strict=True)]
+        each.append(torch.stack(terms))
+    if normalise == "tokens":
+        theirs = torch.cat(each).mean()
+    elif normalise == "sequences":
+        theirs = torch.stack([t.mean() for t in each]).mean()
+    else:
+        theirs = torch.stack([t.sum() / 9 for t in each]).mean()
+    (their,) = torch.autograd.grad(theirs, hidden)
+    assert abs(ours.item() - theirs.item()) < 1e-12
+    assert (mine - their).abs().max() < 1e-12
+    assert mine.abs().max() > 1e-3
+    assert figures["ratio"].item() == pytest.approx(sum(r.sum().item() for r in ratios))
+    labels = batch.labels != IGNORE
+    assert figures["logp_difference_max"].item() == pytest.approx(
+        (log_p - batch.extra["sampled"]).abs()[labels].max().item()
+    )
+
+
+def test_advantages():
+    assert grpo.advantages_of([1.0, 0.0, 0.5], Grpo()) == [0.5, -0.5, 0.0]
+    spread = Grpo(divide_by_spread=True)
+    assert grpo.advantages_of([1.0, 0.0, 0.5], spread) == pytest.approx([0.5 / 0.5001, -0.5 / 0.5001, 0])
+    assert grpo.advantages_of([1.0, None, 0.0], Grpo()) == [0.5, 0.0, -0.5]
+    assert grpo.advantages_of([1.0, None], Grpo()) == [0.0, 0.0]
+    assert grpo.advantages_of([0.3, 0.3], spread) == [0.0, 0.0]
+
+
+# --- rewards
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "value"),
+    [
+        ("so 1,234.0", "#### 1234", 1), ("#### 7 or 8\n", "8", 1), (r"\boxed{12} of 13", "12", 1), ("none", "3", 0),
+        ("-3", "3", 0), ("#### x", "3", 0), ("5", "five", 0), ("#### 2\n#### 3", "3", 1),
+    ],
+)  # fmt: skip
+def test_numbers(answer, reference, value):
+    assert rewards.number(answer, reference, {}) == value
+
+
+def judge(*rules: Any, seconds: float = 5.0) -> rewards.Judge:
+    given = Grpo.model_validate({"rewards": list(rules)}).rewards
+    return rewards.Judge(given, seconds)
+
+
+def test_rules_are_summed_by_their_weights():
+    both = judge({"use": "regex", "options": {"pattern": "^<a>.*</a>$"}, "weight": 0.5}, "exact", "contains")
+    values = both("<a>4</a>", "<a>4</a>", {}, "row 0")
+    assert values == [1.0, 1.0, 1.0] and both.total(values) == 2.5
+    assert both.total(both("x <a>4</a>", "<a>4</a>", {}, "row 0")) == 1.0
+    assert judge({"use": "length", "options": {"most": 4}})("12345678", "", {}, "") == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("rule", "found"),
+    [
+        ("nunber", "no such reward"), ({"use": "regex"}, "options none"),
+        ({"use": "regex", "options": {"pattern": "("}}, "no regular expression"),
+        ({"use": "length", "options": {"most": "4"}}, "options most"),
+        ({"use": "exact", "options": {"case": 1}}, "options case"), ("nowhere.py:f", "no file"),
+    ],
+)  # fmt: skip
+def test_rules_that_are_wrong(rule, found):
+    with pytest.raises(ConfigError) as error:
+        judge(rule)
+    assert found in error.value.found
+
+
+OWN = """
+import time
+def slow(answer, reference, row):
+    time.sleep(9)
+def broken(answer, reference, row):
+    return 1 / (len(answer) - len(answer))
+def wordy(answer, reference, row):
+    return "good"
+def known(answer, reference, row, times=1):
+    return times * (row["key"] == reference)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("slow", "longer than 0.2 s"), ("broken", "ZeroDivisionError"), ("wordy", "no finite number")]
+)
+def test_a_reward_that_fails_is_none_and_named(tmp_path, name, why):
+    (tmp_path / "own.py").write_text(OWN)
+    asking, begun = judge(f"{tmp_path}/own.py:{name}", seconds=0.2), time.monotonic()
+    assert asking("4", "4", {}, "row 7") is None
+    assert why in asking.first_failure and "row 7" in asking.first_failure and time.monotonic() - begun < 5
+
+
+# --- whole runs
+
+
+@pytest.fixture(scope="module")
+def folder(box: Path) -> Path:
+    rows = [
+        {
+            "messages": [{"role": "user", "content": f"w{a} w{b}"}, {"role": "assistant", "content": f"w{a + b}"}],
+            "key": f"w{a + b}",
+        }
+        for a in range(4) for b in range(4)
+    ]  # fmt: skip
+    (box / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (box / "own.py").write_text(OWN)
+    return box
+
+
+def grpo_run(box: Path, *, sets: Sequence[str] = (), rows: int = 8, **with_: Any) -> Config:
+    document = {
+        "objective": "grpo",
+        "grpo": {
+            "rewards": [{"use": "length", "options": {"most": 6}}], "prompts": 4, "group": 4, "max_new": 12,
+            "slots": 6, "truncated": "keep",
+        },
+        "data": {"path": str(box / "sums.jsonl"), "cache": str(box / "cache"), "eval": 0.2},
+        "model": str(box / "untied"),
+        "batch": {"seq": 64, "micro_tokens": 64 * rows},
+        "optim": {"lr": 3e-3, "warmup": 0, "schedule": "constant"},
+        "train": {"steps": 4, "log_every": 1, "eval_every": 2, "export": False},
+        "seed": make_golden.SEED, "output": str(box / "grpo"),
+        "with": {name.replace("_", "-"): options for name, options in with_.items()},
+    }  # fmt: skip
+    return parse_config(json.dumps(document), "grpo.yaml", sets)
+
+
+def test_a_run_samples_learns_and_reports(folder):
+    lines = metrics(grpo_run(folder, packing={}, sets=["train.steps=12"]))
+    of_steps, evals = [l for l in lines if "loss" in l], [l["eval_loss"] for l in lines if "eval_loss" in l]
+    assert all(l["ratio"] == 1.0 and l["clipped"] == 0 for l in of_steps)  # the first update of every rollout
+    assert all(l["logp_difference_max"] < 1e-4 for l in of_steps)
+    assert all(0 < l["reward"] <= 1 and l["answer_tokens"] <= 12 and l["rollout_s"] > 0 for l in of_steps)
+    rewarded = [l["reward"] for l in of_steps]
+    assert sum(rewarded[-4:]) > sum(rewarded[:4])  # shorter answers
+    assert len(evals) == 7
+
+
+def test_several_updates_of_the_same_answers_begin_at_a_ratio_of_one(folder):
+    """To the bit: log-probabilities before the first update are those that the first update sees."""
+    lines = [l for l in metrics(grpo_run(folder, packing={}, sets=["grpo.updates=2"])) if "loss" in l]
+    assert [l["ratio"] == 1.0 for l in lines] == [True, False, True, False]
+    assert lines[0]["reward"] == lines[1]["reward"] and lines[0]["target_tokens"] == lines[1]["target_tokens"]
+
+
+def test_adapters_are_sampled_with_and_kept_near_the_base(folder):
+    config = grpo_run(folder, packing={}, lora={"rank": 4, "dropout": 0.2}, sets=["grpo.beta=0.1", "optim.lr=0.05"])
+    lines = [l for l in metrics(config) if "loss" in l]
+    assert lines[0]["kl"] < 1e-3 < lines[-1]["kl"]  # dropout moves the first one
+    config = grpo_run(folder, packing={}, lora={"rank": 4}, sets=["grpo.beta=0.1", "optim.lr=0.05"])
+    lines = [l for l in metrics(config) if "loss" in l]
+    assert lines[0]["kl"] == 0 and all(l["logp_difference_max"] < 1e-4 for l in lines)
+
+
+def test_packed_rows_and_single_ones_learn_the_same(folder):
+    found = {}
+    for name, with_ in (("packed", {"packing": {}}), ("single", {})):
+        trainer = assembled(grpo_run(folder, rows=2 if name == "packed" else 16, **with_))
+        losses = [loss for loss, *_ in steps(trainer, 2)]
+        found[name] = losses, weights(trainer)
+    assert found["packed"][0] == pytest.approx(found["single"][0], abs=1e-5)
+    for name, value in found["packed"][1].items():
+        assert torch.allclose(value, found["single"][1][name], atol=2e-5), name
+
+
+def ranked(box: Path) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor], dict[str, float]]:
+    with_: dict[str, Any] = {"packing": {}}
+    if launched()[1] > 1:
+        with_["ddp"] = {}
+    trainer = assembled(grpo_run(box, rows=2, **with_))
+    found = [(loss, norm) for loss, norm, _ in steps(trainer, 2)]
+    timeless = {k: v for k, v in trainer.host_figures.items() if not k.startswith("rollout")}
+    return found, weights(trainer), timeless
+
+
+def test_two_ranks_are_one(folder, pair):
+    alone, (first, second) = ranked(folder), pair(ranked, folder)
+    for own in (first, second):
+        assert own[0] == [pytest.approx(both, rel=1e-5) for both in alone[0]]
+        assert own[2] == pytest.approx(alone[2], rel=1e-6)
+        for name, value in alone[1].items():
+            assert torch.allclose(own[1][name], value, atol=1e-5), name
+
+
+def test_a_resumed_run_samples_and_learns_the_same_to_the_bit(folder, tmp_path):
+    def trained(output: str, *sets: str, resume: Any = None) -> list[dict[str, Any]]:
+        config = grpo_run(folder, packing={}, sets=[f"output={tmp_path / output}", "train.save_every=2", *sets])
+        assert fit.run(fit.RunRequest(decide(config), resume=resume)).code == 0
+        lines = [json.loads(l) for l in (tmp_path / output / "metrics.jsonl").read_text().splitlines()]
+        timed = ("_s", "tokens_per_s", "peak_bytes", "mfu")
+        return [{k: v for k, v in l.items() if not k.endswith(timed)} for l in lines if "loss" in l]
+
+    whole = trained("whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "half")
+    shutil.rmtree(tmp_path / "half" / "checkpoints" / "step-000004")
+    again = trained("half", resume="auto")
+    assert again == whole
+    answers = [(tmp_path / n / "answers.jsonl").read_text().splitlines() for n in ("whole", "half")]
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    ("sets", "kind", "found"),
+    [
+        (["grpo.max_new=60"], ConfigError, "tokens and `grpo.max_new: 60`"),
+        (["batch.tokens=64"], ConfigError, "4 prompts x 4 answers"),
+        (["data.stream=true", "data.eval=null"], ConfigError, "prompts are numbered"),
+        (["grpo.beta=0.1"], NeedsError, "weights before training are not kept"),
+        (["grpo.rewards=[{use: own.py:f}]"], ConfigError, "no file"),
+        (["dpo={}"], ConfigError, "nothing there reads it"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(folder, sets, kind, found):
+    with pytest.raises(kind) as error:
+        assembled(grpo_run(folder, sets=sets))
+    assert found in error.value.found
+
+
+def test_rewards_that_all_fail_end_the_run_and_a_row_reaches_its_function(folder):
+    broken = f"grpo.rewards=[{{use: '{folder}/own.py:broken'}}]"
+    trainer = assembled(grpo_run(folder, packing={}, sets=[broken]))
+    with pytest.raises(DataError, match="ZeroDivisionError"):
+        next(trainer.batches)
+    known = f"grpo.rewards=[{{use: '{folder}/own.py:known', options: {{times: 3}}}}]"
+    trainer = assembled(grpo_run(folder, packing={}, sets=[known]))
+    next(trainer.batches)
+    assert trainer.host_figures["reward"] == 3.0
+
+
+def test_rules_of_the_configuration():
+    assert Grpo.model_validate({"rewards": "exact"}).rewards == (RewardRule(use="exact"),)
