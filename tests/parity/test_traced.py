@@ -218,6 +218,9 @@ NATIVE: dict[str, tuple[dict[str, Any], float]] = {
     "mistral": ({**TINY, "model_type": "mistral", "sliding_window": None}, 0.02),
     "qwen3": ({**TINY, "model_type": "qwen3"}, 0.05),
     "gemma2": ({**TINY, "model_type": "gemma2", "sliding_window": 256}, 0.05),
+    # Of transformers' layer norm the mean and the weight are operators of their own, which keep 2 D more.
+    "cohere": ({**TINY, "model_type": "cohere"}, 0.1),
+    "cohere2": ({**TINY, "model_type": "cohere2", "sliding_window": 256, "num_hidden_layers": 4}, 0.1),
     "gemma2-uncapped": ({**TINY, "model_type": "gemma2", "attn_logit_softcapping": None}, 0.05),
 }
 
@@ -229,7 +232,8 @@ def test_a_trace_finds_what_the_ledger_has(kind: str) -> None:
     written, found = ModelShape.read({"architectures": ["ForCausalLM"], **hf}), trace(hf)
     assert (found.parameters, found.block_parameters) == (written.parameters, written.block_parameters)
     assert (found.block_matrices, found.width, found.vocab) == (written.block_matrices, written.width, written.vocab)
-    assert sorted(n.weights for n in found.linears.values()) == sorted(n.weights for n in written.linears.values())
+    theirs, ours = ([n.weights for n in shape.linears.values()] for shape in (found, written))
+    assert (sum(theirs) == sum(ours)) if written.norms == "beside" else (sorted(theirs) == sorted(ours))
     assert found.query_width == written.layers * written.heads * written.head_width
     for widths in (ledger.FLOAT32, ledger.BFLOAT16):
         assert kept(found, widths) == pytest.approx(kept(written, widths), rel=near)
@@ -333,9 +337,7 @@ def test_every_model_has_a_plan_on_every_card(tmp_path: Path, name: str, card: s
     assert shape.separates or "packing" not in found.best.setting.with_
 
 
-@pytest.mark.parametrize(
-    "kind", [{"model_type": "stablelm"}, QWEN_MOE], ids=["stablelm", "experts"]
-)
+@pytest.mark.parametrize("kind", [{"model_type": "stablelm"}, QWEN_MOE], ids=["stablelm", "experts"])
 @pytest.mark.parametrize("name", [c.name for c in ALL])
 def test_rules_of_each_technique_find_their_lines(tmp_path: Path, name: str, kind: dict[str, Any]) -> None:
     """A rule that matches nothing raises ValueError: only a need may be unmet, never a line missing."""
