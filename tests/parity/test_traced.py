@@ -273,6 +273,13 @@ def test_matrices_that_a_token_passes(name: str) -> None:
     assert work["forward.experts"].flop == 2.4 * shape.routed
 
 
+def test_blocks_that_return_pairs_are_traced() -> None:
+    """The model takes two values of each block, from those that are not traced too."""
+    mamba = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "attn_layer_indices": [2]}
+    found = trace({**TINY, "model_type": "bamba", "num_hidden_layers": 3, **mamba})
+    assert found.layers == 3 and found.saved and not found.separates
+
+
 def test_a_loop_over_experts_has_no_plan() -> None:
     """Its products depend on values, which a trace does not have."""
     hf = {**TINY, "model_type": "jetmoe", "num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}
