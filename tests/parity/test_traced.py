@@ -344,7 +344,11 @@ def test_every_model_has_a_plan_on_every_card(tmp_path: Path, name: str, card: s
     assert shape.separates or "packing" not in found.best.setting.with_
 
 
-@pytest.mark.parametrize("kind", [{"model_type": "stablelm"}, QWEN_MOE], ids=["stablelm", "experts"])
+@pytest.mark.parametrize(
+    "kind",
+    [{"model_type": "stablelm"}, QWEN_MOE, {"model_type": "gemma2"}, {"model_type": "cohere"}],
+    ids=["stablelm", "experts", "gemma2", "cohere"],
+)
 @pytest.mark.parametrize("name", [c.name for c in ALL])
 def test_rules_of_each_technique_find_their_lines(tmp_path: Path, name: str, kind: dict[str, Any]) -> None:
     """A rule that matches nothing raises ValueError: only a need may be unmet, never a line missing."""

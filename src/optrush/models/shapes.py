@@ -261,6 +261,11 @@ class ModelShape:
         return found[: {"beside": 1, "around": 4}.get(self.norms, 2)]
 
     @property
+    def stream_line(self) -> str:
+        """The ledger's line of a stream of D values that a block's products write: its middle, if it has one."""
+        return "input" if self.norms == "beside" else "saved.middle"
+
+    @property
     def norm_width(self) -> int:
         """Number of values of a norm of D values: its weight, and perhaps its bias."""
         return self.width * (2 if self.norm == "layer, bias" else 1)
