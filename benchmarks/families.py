@@ -37,7 +37,7 @@ from optrush.models.trace import trace_model
 
 ROOT = Path(__file__).parents[1]
 RECORD, PAGE = ROOT / "benchmarks/results/families.json", ROOT / "docs/models.md"
-MOST = 20_000_000  # parameters of a tiny model
+MOST = 100_000_000  # parameters of a tiny model
 PATIENCE = 60  # seconds of a trace
 LAYERS, WIDTH, HEADS = 2, 32, 4
 SMALL = {

@@ -185,7 +185,7 @@ _COHERE = FamilySpec(
         "tie_word_embeddings": True, "logit_scale": 0.0625,
     },
     **_BIASED, norms="beside", norm="layer", norm_eps="layer_norm_eps", pairs=True,
-    multipliers={"logits": ("logit_scale", 1)}, agreed={"use_qk_norm": (False,)},
+    multipliers={"logits": ("logit_scale", 1)}, agreed={"use_qk_norm": (False,)}, gguf="COMMAND_R", gguf_biases=False,
 )  # fmt: skip
 _OLMO = FamilySpec(
     "Olmo2ForCausalLM",
@@ -325,7 +325,7 @@ FAMILIES: dict[str, FamilySpec] = {
     ),
     "cohere": _COHERE,
     "cohere2": replace(
-        _COHERE, architecture="Cohere2ForCausalLM", window="pattern", unrotated="unwindowed",
+        _COHERE, architecture="Cohere2ForCausalLM", window="pattern", unrotated="unwindowed", gguf="COHERE2",
         defaults={**_COHERE.defaults, "sliding_window": 4096, "sliding_window_pattern": 4},
     ),
     "smollm3": FamilySpec(
