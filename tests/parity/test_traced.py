@@ -280,6 +280,22 @@ def test_blocks_that_return_pairs_are_traced() -> None:
     assert found.layers == 3 and found.saved and not found.separates
 
 
+@pytest.mark.parametrize("objective", ["dpo", "orpo", "simpo", "kto", "reward"])
+def test_documents_that_meet_are_no_pairs(tmp_path: Path, objective: str) -> None:
+    """A plan refuses what `train` would refuse; a set without `packing` is planned."""
+    model = folder(tmp_path / "model", {**TINY, "model_type": "opt", "ffn_dim": 160, "word_embed_proj_dim": 64})
+    assert search.predict(run(model), "h100").peak_bytes > 0
+    with pytest.raises(NeedsError, match="`packing`") as error:
+        search.predict(run(model, "{packing: {}}"), "h100")
+    assert error.value.do == "leave packing out"
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    text = f"model: {{path: {model}}}\nobjective: {objective}\ndata: {{path: {tmp_path}/rows.jsonl}}\noutput: out\n"
+    text += "train: {steps: 3}\nbatch: {seq: 64, tokens: 128, micro_tokens: 128}\nwith: {}\n"
+    with pytest.raises(NeedsError, match="rows of pairs") as error:
+        search.predict(parse_config(text, "case"), "h100")
+    assert "opt" in error.value.found and error.value.do == "take objective: sft"
+
+
 def test_a_loop_over_experts_has_no_plan() -> None:
     """Its products depend on values, which a trace does not have."""
     hf = {**TINY, "model_type": "jetmoe", "num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}
