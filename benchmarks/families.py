@@ -10,10 +10,13 @@ configuration cannot be made small are listed as not tried. Families in the argu
 from __future__ import annotations
 
 import json
+import multiprocessing
 import re
 import sys
+from collections import Counter
 from itertools import starmap
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import torch
@@ -21,19 +24,23 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImage
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 from transformers.utils import logging
 
 from optrush.errors import UserError
 from optrush.models.decoder import Decoder
 from optrush.models.families import FAMILIES, FamilySpec
-from optrush.models.hf import load
-from optrush.models.shapes import refuse_foreign
-from optrush.models.text_part import is_multimodal
+from optrush.models.hf import _tagged_float, load
+from optrush.models.published import SHAPES, _published
+from optrush.models.shapes import HF, native_obstacle, refuse_foreign
+from optrush.models.text_part import OTHER_MEDIA, is_multimodal
+from optrush.models.trace import trace_model
 
 ROOT = Path(__file__).parents[1]
 RECORD, PAGE = ROOT / "benchmarks/results/families.json", ROOT / "docs/models.md"
-MOST = 20_000_000  # parameters of a tiny model
+MOST = 100_000_000  # parameters of a tiny model
+PATIENCE = 60  # seconds of a trace
 LAYERS, WIDTH, HEADS = 2, 32, 4
 SMALL = {
     "vocab_size": 96, "vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0,
@@ -59,6 +66,16 @@ NEEDED = {  # by family: what its class has no value for, or a large one
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     **{kind: {"layer_types": ["conv", "full_attention"]} for kind in ("lfm2", "lfm3")},
+    **{kind: {"head_dim": 8, "num_key_value_heads": 2} for kind in ("hunyuan_v1_dense", "ministral", "nemotron")},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    **{kind: {"mamba_n_heads": 8, "mamba_d_head": 8} for kind in ("bamba", "granitemoehybrid")},
+    "mamba2": {"head_dim": 8, "num_heads": 8, "n_groups": 1},
+    "zamba": {"layer_types": ["mamba", "hybrid"], "n_mamba_heads": 2},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 8, "mamba_headdim": 8},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention"], "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 1,
+    },
 }  # fmt: skip
 TOWER = {  # of images, whatever a family calls the sizes
     **SMALL, "depth": 1, "num_hidden_layers": 1, "intermediate_size": 64, "image_size": 28, "patch_size": 14,
@@ -73,16 +90,29 @@ TEXT = """\
 
 Of each family (`model_type` of config.json) of causal language models, and of models of images and text, that
 transformers 5 knows, a tiny model with random weights was loaded as a run loads one (`benchmarks/families.py` writes
-this page). Of a model of images and text the language model is trained, on rows without images; its other tensors are
-never read onto the device, and an export has them byte for byte, in the layout of the base.
+this page). Of a model of images and text the language model is trained, on rows without images.
 
 - native: in our own decoder.
 - transformers: through transformers' own model, after packed documents were compared with each alone, one document was
-  changed, and our head was compared with its own.
+  changed, and our head was compared with its own. With "rows of one document" documents of a row would meet: it trains
+  without `packing`, and on pairs not at all.
 - refused: before anything is written, with the reason in the table.
 - not tried: the script makes no small model of it. A run compares the model before it trains.
 
 {numbers}.
+
+Of the {refused} refused families {causal} are [causal language models of text](#refused-causal-language-models).
+The other {others} are {kinds}.
+
+`optrush plan` has a figure for {planned} of the {all} families. The column "plan" says where its sizes come from:
+
+- native: the formulas of our own decoder.
+- traced: one block of each kind of transformers' class runs without values, once; the result is cached.
+- slow: traced too, but its layers run token by token, and the first plan takes minutes.
+- none: `plan` says why. A refused family may have a plan: it is refused when its model is compared.
+
+"images": "kept" means that the tensors for images stay on disk while the language model is trained, and that an export
+has them byte for byte, in the layout of the base. "GGUF": the architecture that `optrush export --to gguf` writes.
 
 ## Families of our own decoder
 
@@ -90,12 +120,27 @@ never read onto the device, and an export has them byte for byte, in the layout 
 |---|---|---|---|---|
 {native}
 
+## Refused causal language models
+
+| family | reason |
+|---|---|
+{list}
+
 ## All families
 
-| family | how | reason |
-|---|---|---|
+| family | how | plan | images | GGUF | reason |
+|---|---|---|---|---|---|
 {rows}
+
+## Named shapes
+
+`model.shape: NAME` takes the sizes of these models, with random weights. `model.path` and `optrush plan` know the hub ids
+among them without a network:
+
+{shapes}
 """
+CAUSAL, ENCODER, SEQUENCES, MEDIA = "causal", "encoders", "encoder-decoders", "models of images, video or sound"
+DECODERS = {"bert-generation": SEQUENCES, "trocr": SEQUENCES}  # of pairs whose encoder is another model
 
 
 def small(kind: str) -> dict[str, Any]:
@@ -103,13 +148,13 @@ def small(kind: str) -> dict[str, Any]:
     known = CONFIG_MAPPING[kind]()
     if getattr(known, "text_config", None) is not None and getattr(known, "vision_config", 0) is None:
         known = CONFIG_MAPPING[kind](vision_config={})  # which it leaves out by default
-    whole = json.loads(known.to_json_string(use_diff=False))
+    whole = json.loads(known.to_json_string(use_diff=False), object_hook=_tagged_float)
     if is_multimodal(whole):
         return _small_parts(known, whole)
     sizes = SMALL | LATENT if hasattr(known, "qk_rope_head_dim") else SMALL
-    given = {key: value for key, value in sizes.items() if getattr(known, key, None) is not None}
+    given = {key: value for key, value in sizes.items() if whole.get(key) is not None}
     made = type(known)(**given | NEEDED.get(kind, {}))
-    return json.loads(made.to_json_string(use_diff=False))
+    return json.loads(made.to_json_string(use_diff=False), object_hook=_tagged_float)
 
 
 def _small_parts(known: Any, whole: dict[str, Any]) -> dict[str, Any]:
@@ -125,7 +170,7 @@ def _small_parts(known: Any, whole: dict[str, Any]) -> dict[str, Any]:
         if "mrope_section" in (rope := whole[name].get("rope_parameters") or {}):
             rope["mrope_section"] = [1, 1, 2]
     made = type(known)(**{key: value for key, value in whole.items() if key not in ("model_type", "architectures")})
-    return json.loads(made.to_json_string(use_diff=False))
+    return json.loads(made.to_json_string(use_diff=False), object_hook=_tagged_float)
 
 
 def tried(kind: str) -> tuple[str, str]:
@@ -149,22 +194,85 @@ def tried(kind: str) -> tuple[str, str]:
         return "refused", re.sub(r" differ by .*", " differ", found)  # the figures are this machine's
     except Exception as error:
         return "crashes", f"{type(error).__name__}: {error}"[:200]
-    return ("native" if isinstance(model, Decoder) else "transformers"), ""
+    if isinstance(model, Decoder):
+        return "native", ""
+    return "transformers", "" if model.supports_packing else "rows of one document"
+
+
+def default(kind: str) -> HF:
+    """Return the config.json of a family with the sizes of its class."""
+    return json.loads(CONFIG_MAPPING[kind]().to_json_string(use_diff=False), object_hook=_tagged_float)
+
+
+def planned(kind: str) -> str:
+    """Return where a plan of a family has its sizes from: native, traced, slow or none.
+
+    Traced in a process of its own, which is ended after a minute: layers that run token by token take longer.
+    """
+    forked = multiprocessing.get_context("fork")
+    queue = forked.SimpleQueue()
+    process = forked.Process(target=_plan, args=(kind, queue))
+    process.start()
+    process.join(PATIENCE)
+    if process.is_alive():
+        process.kill()
+        return "slow"
+    return "none" if queue.empty() else queue.get()
+
+
+def _plan(kind: str, queue: Any) -> None:
+    """Put "native" or "traced" into the queue: by the small model of a family, else by the sizes of its class."""
+    for make in (small, default):
+        try:
+            refuse_foreign(hf := make(kind))
+            if (own := native_obstacle(hf) is None) or trace_model(hf):
+                return queue.put("native" if own else "traced")
+        except Exception:
+            continue
+
+
+def kind_of(kind: str) -> str:
+    """Return what a family is: a causal language model of text, or one of the other kinds."""
+    try:
+        hf = default(kind)
+    except Exception:
+        return MEDIA if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES else CAUSAL
+    if hf.get("is_encoder_decoder") or kind in DECODERS:
+        return SEQUENCES
+    if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES or any(hf.get(key) not in (None, {}) for key in OTHER_MEDIA):
+        return MEDIA
+    return ENCODER if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES else CAUSAL
 
 
 def page(found: dict[str, list[str]]) -> str:
     """Return docs/models.md."""
-    kinds = [how for how, _ in found.values()]
-    rows = (f"| {kind} | {how} | {why.replace('|', '/')} |" for kind, (how, why) in sorted(found.items()))
-    numbers = ", ".join(f"{kinds.count(how)} {how}" for how in ("native", "transformers", "refused", "not tried"))
-    native = "\n".join(starmap(native_row, FAMILIES.items()))
-    return TEXT.format(numbers=numbers, native=native, rows="\n".join(rows))
+    hows = Counter(how for how, *_ in found.values())
+    numbers = ", ".join(f"{hows[how]} {how}" for how in ("native", "transformers", "refused", "not tried"))
+    refused = {kind: (each[1], each[3]) for kind, each in sorted(found.items()) if each[0] == "refused"}
+    of = Counter(what for _, what in refused.values())
+    causal = [f"| {kind} | {why.replace('|', '/')} |" for kind, (why, what) in refused.items() if what == CAUSAL]
+    return TEXT.format(
+        numbers=numbers, refused=hows["refused"], causal=of[CAUSAL], others=hows["refused"] - of[CAUSAL],
+        kinds=", ".join(f"{of[what]} {what}" for what in (ENCODER, SEQUENCES, MEDIA)),
+        planned=sum(each[2] != "none" for each in found.values()), all=len(found), list="\n".join(causal),
+        native="\n".join(starmap(native_row, FAMILIES.items())), rows="\n".join(starmap(row, sorted(found.items()))),
+        shapes=fill(", ".join(f"`{name}`" for name in {**SHAPES, **_published()}), 118, break_long_words=False,
+                    break_on_hyphens=False) + ".",
+    )  # fmt: skip
+
+
+def row(kind: str, each: list[str]) -> str:
+    """Return the row of a family in the table of all."""
+    how, why, plan, what = each
+    images = "kept" if what == MEDIA and how in ("native", "transformers") else ""
+    gguf = FAMILIES[kind].gguf.lower() if kind in FAMILIES else ""
+    return f"| {kind} | {how} | {plan} | {images} | {gguf} | {why.replace('|', '/')} |"
 
 
 def native_row(name: str, spec: FamilySpec) -> str:
     """Return the row of a family of our own decoder."""
     kinds = {"latent": spec.latent, "some layers a delta rule": spec.delta, "some layers in chunks": spec.chunks}
-    kinds |= {"sliding window": spec.window != "none", "sinks": spec.sinks}
+    kinds |= {"sliding window": spec.window != "none", "sinks": spec.sinks, "capped scores": spec.score_cap}
     attention = ", ".join(kind for kind, has in kinds.items() if has) or "full"
     experts = "" if spec.experts is None else f"chosen by {spec.experts.router}"
     return f"| {name} | {spec.architecture} | {attention} | {experts} | {spec.gguf.lower()} |"
@@ -175,7 +283,7 @@ def main(names: list[str]) -> None:
     every = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
     found: dict[str, list[str]] = json.loads(RECORD.read_text("utf-8")) if names else {}
     for kind in names or every:
-        found[kind] = list(tried(kind))
+        found[kind] = [*tried(kind), planned(kind), kind_of(kind)]
         print(kind, *found[kind], flush=True)
     RECORD.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n", "utf-8")
     PAGE.write_text(page(found), "utf-8")

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from optrush.errors import NeedsError
-from optrush.models.families import FAMILIES, MIXTURES, MULTIMODAL
+from optrush.models.families import FAMILIES, MIXTURES, MULTIMODAL, UNSEPARATED
 from optrush.models.hf import HFModel, load
 
 ROOT = Path(__file__).parents[2]
-QUICK = (*FAMILIES, "gpt2", "gpt_neox", "phi3", "gemma2", "deepseek_v3", "bert")
+QUICK = (*FAMILIES, "gpt2", "gpt_neox", "phi3", "stablelm", "falcon_h1", "opt", "deepseek_v3", "bert")
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +32,34 @@ def record(script: dict[str, Any]) -> dict[str, list[str]]:
 
 def test_the_page_is_what_the_record_says(script: dict[str, Any], record: dict[str, list[str]]) -> None:
     assert script["PAGE"].read_text("utf-8") == script["page"](record), "run benchmarks/families.py"
-    assert {kind for kind, (how, _) in record.items() if how == "native"} == {*FAMILIES, *MULTIMODAL}
+    native = {kind for kind, each in record.items() if each[0] == "native"}
+    assert native == {kind for kind, each in record.items() if each[2] == "native"} == {*FAMILIES, *MULTIMODAL}
     assert {*MIXTURES} <= record.keys()
-    assert not [kind for kind, (how, _) in record.items() if how == "crashes"]
+    assert not [kind for kind, each in record.items() if each[0] == "crashes"]
+
+
+def test_causal_models_train_and_have_a_plan(script: dict[str, Any], record: dict[str, list[str]]) -> None:
+    """Few are refused, each with its reason; those of one document a row are known to a plan."""
+    causal = {kind: each for kind, each in record.items() if each[3] == script["CAUSAL"]}
+    refused = {kind: each[1] for kind, each in causal.items() if each[0] == "refused"}
+    assert len(refused) < 10 and all(refused.values())
+    trained = {kind: each for kind, each in causal.items() if each[0] in ("native", "transformers")}
+    assert len([kind for kind, each in trained.items() if each[2] == "none"]) < 6
+    assert {kind for kind, each in trained.items() if each[1] == "rows of one document"} == UNSEPARATED
+    assert f"{len(refused)} are [causal language models of text]" in script["PAGE"].read_text("utf-8")
 
 
 @pytest.mark.parametrize("kind", QUICK)
 def test_a_family_is_as_the_table_says(kind: str, script: dict[str, Any], record: dict[str, list[str]]) -> None:
-    assert list(script["tried"](kind)) == record[kind]
+    assert list(script["tried"](kind)) == record[kind][:2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [("bert", "ENCODER"), ("bart", "SEQUENCES"), ("trocr", "SEQUENCES"), ("fuyu", "MEDIA"), ("mpt", "CAUSAL")],
+)
+def test_what_a_family_is(kind: str, what: str, script: dict[str, Any]) -> None:
+    assert script["kind_of"](kind) == script[what]
 
 
 @pytest.mark.parametrize(

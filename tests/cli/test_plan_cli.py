@@ -167,7 +167,7 @@ def test_the_page_shows_what_it_prints(call: Call, monkeypatch: pytest.MonkeyPat
 
 
 SMALL = {
-    "model_type": "gemma2", "attn_logit_softcapping": None, "hidden_size": 64, "intermediate_size": 160,
+    "model_type": "stablelm", "hidden_size": 64, "intermediate_size": 160,
     "num_hidden_layers": 3, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512,
     "max_position_embeddings": 4096,
 }  # fmt: skip
@@ -193,7 +193,7 @@ def test_a_model_without_a_yaml(call: Call, tmp_path: Path) -> None:
     answer = call("plan", folder, "--hardware", "4090", "--solve", "longest")
     assert answer.out.startswith("a document of 4,096 tokens a row, all that the model has positions for")
     refused = call("plan", folder, "--hardware", "4090", "--solve", "largest-model")
-    assert refused.code == 2 and "no other sizes of the family 'gemma2' are listed" in refused.err
+    assert refused.code == 2 and "no other sizes of the family 'stablelm' are listed" in refused.err
     beside = call("plan", str(LLAMA), "--data", "random")
     assert beside.code == 2 and "--set data.path=random" in beside.err
 

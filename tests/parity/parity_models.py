@@ -67,6 +67,11 @@ FAMILIES = {
         **SIZES, "model_type": "gemma3_text", "pad_token_id": None, "num_hidden_layers": 3, "sliding_window": 4,
         "sliding_window_pattern": 2, "query_pre_attn_scalar": 12, "rope_parameters": BY_LAYER,
     },
+    "cohere": {**SIZES, "model_type": "cohere", "pad_token_id": None, "logit_scale": 0.25, "attention_bias": True},
+    "cohere2": {
+        **SIZES, "model_type": "cohere2", "pad_token_id": None, "num_hidden_layers": 3, "sliding_window": 4,
+        "sliding_window_pattern": 2, "logit_scale": 0.5,
+    },
     "smollm3": {
         **SIZES, "model_type": "smollm3", "pad_token_id": None, "mlp_bias": True, "no_rope_layers": [1, 0],
         "rope_theta": 5000.0,

@@ -32,6 +32,7 @@ PLAIN = {"rope_type": "default", "rope_theta": 1000.0}
 # What the format has no place for, replaced.
 WITH = {
     "smollm3": {"mlp_bias": False, "no_rope_layers": [1, 1]}, "olmo2": {"rope_parameters": PLAIN},
+    "cohere": {"attention_bias": False}, "cohere2": {"num_hidden_layers": 4, "sliding_window_pattern": 4},
     "phi3": {"rope_parameters": {
         **FAMILIES["phi3"]["rope_parameters"], "short_factor": [1.0 + i / 8 for i in range(6)],
         "long_factor": [1.0 + i for i in range(6)],
@@ -109,11 +110,14 @@ def test_every_tensor_is_there(tmp_path: Path, tokenizer: Any, family: str, kind
 
 def test_keys_of_long_positions_and_of_multipliers(tmp_path: Path, tokenizer: Any) -> None:
     keys = {}
-    for family in ("phi3", "phi3-plain", "granite", "glm4"):
+    for family in ("phi3", "phi3-plain", "granite", "glm4", "cohere", "cohere2"):
         write_gguf(folder(tmp_path / family, family, tokenizer), tmp_path / f"{family}.gguf", "f16", "name")
         fields = gguf.GGUFReader(tmp_path / f"{family}.gguf").fields
         keys[family] = {name.partition(".")[2]: field.contents() for name, field in fields.items()}
-    phi, plain, granite, glm = keys.values()
+    phi, plain, granite, glm, cohere, cohere2 = keys.values()
+    assert (cohere["logit_scale"], cohere2["logit_scale"], cohere2["attention.sliding_window"]) == (0.25, 0.5, 4)
+    assert cohere["attention.layer_norm_epsilon"] == pytest.approx(1e-5) and cohere2["context_length"] == 64
+    assert "attention.layer_norm_rms_epsilon" not in cohere
     assert (
         phi["rope.dimension_count"] == 12 and plain["rope.dimension_count"] == 16 and glm["rope.dimension_count"] == 8
     )
@@ -128,6 +132,8 @@ def test_keys_of_long_positions_and_of_multipliers(tmp_path: Path, tokenizer: An
     ("family", "changes", "says"),
     [
         ("smollm3", {"mlp_bias": True}, "linears with biases"),
+        ("cohere", {"attention_bias": True}, "linears with biases"),
+        ("cohere2", {"layer_types": ["sliding_attention", "full_attention"] * 2}, "layers 1, 3 without rotary"),
         ("olmo2", {"attention_bias": True}, "linears with biases"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "layers 1 without rotary embedding, where llama.cpp has each fourth"),
         ("olmo2", {"rope_parameters": FAMILIES["llama"]["rope_parameters"]}, "files of olmo2 get default, linear"),

@@ -158,6 +158,24 @@ def test_peak_with_norms_of_heads(
     assert said == pytest.approx(found.peak, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("kind", "withs"),
+    further([(kind, w) for w in (("bf16",), ("amp",), (), ("bf16", "recompute")) for kind in ("cohere",)], 2),
+    ids=str,
+)
+def test_peak_with_layer_norms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, withs: tuple[str, ...]
+) -> None:
+    """A layer norm keeps its input; a norm for both parts gives each of them what enters its product."""
+    monkeypatch.setattr(attention, "_groups", lambda q: q.dtype != torch.float32)  # as on an H200
+    monkeypatch.setitem(SHAPES, "normed", NORMED | {"model_type": kind})
+    asked = run(tmp_path, "normed", "native", (*withs, *SDPA, SMALL_HEAD), 4, 2048, 1)
+    said = search.predict(asked, "h200").peak_bytes - baseline.CUBLAS_BYTES
+    with supposed(asked) as job:
+        found = track(job, 1, supposed=True, cuda=True)
+    assert said == pytest.approx(found.peak, rel=0.03)
+
+
 def test_tensor_parallelism_divides_norms_of_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, "normed", NORMED)
     config = run(tmp_path, "normed", "native", ("bf16", "attention", "compile", "tensor:size=2"), 1, 64, 1)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from optrush.config import parse_config
 from optrush.errors import ConfigError, NeedsError
 from optrush.models.families import FAMILIES
 from optrush.models.shapes import SHAPES, ModelShape, RopeShape, native_obstacle, refuse_foreign
+from optrush.planner import search
 
 TINY = {
     "model_type": "llama", "vocab_size": 100, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 3,
@@ -194,6 +199,11 @@ def test_earlier_names_of_long_positions(name):
         ("gemma3_text", {"layer_types": ["sliding_attention"]}, "1 values in layer_types"),
         ("smollm3", {"no_rope_layers": [1]}, "1 values in no_rope_layers"),
         ("granite", {"residual_multiplier": 0}, "residual_multiplier is 0"),
+        ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping is -1.0"),
+        ("gemma2", {"attn_logit_softcapping": float("inf")}, "attn_logit_softcapping is inf"),
+        ("gemma2", {"final_logit_softcapping": "30"}, "final_logit_softcapping is '30'"),
+        ("gemma2", {"final_logit_softcapping": True}, "final_logit_softcapping is True"),
+        ("cohere", {"logit_scale": 0}, "logit_scale is 0"),
         ("olmo3", {"max_position_embeddings": None, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
          "max_position_embeddings is None"),
     ],
@@ -212,3 +222,34 @@ def test_a_bound_of_logits_is_of_the_families_that_read_it() -> None:
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "final_logit_softcapping": 30.0}
     assert ModelShape.read({"model_type": "llama", **sizes}).softcap is None
     assert ModelShape.read({"model_type": "gemma3_text", **sizes}).softcap == 30.0
+    gemma2 = {"model_type": "gemma2", **sizes, "attn_logit_softcapping": None}
+    assert (ModelShape.read(gemma2).softcap, ModelShape.read(gemma2).score_cap) == (30.0, None)
+    del gemma2["attn_logit_softcapping"]
+    assert ModelShape.read(gemma2).score_cap == 50.0  # of its class
+
+
+CAPPED = [
+    {"attention": {}}, {"attention": {"impl": "varlen"}}, {"attention": {"impl": "cudnn"}},
+    {"attention": {"impl": "fa4"}}, {"context": {"size": 2}}, {"longlora": {}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("with_", CAPPED, ids=str)
+def test_capped_scores_refuse_what_leaves_the_cap_out(with_: dict[str, dict[str, object]], tmp_path: Path) -> None:
+    """`masked` computes them, and so does a model without the cap in every kernel."""
+    sizes = {
+        "model_type": "gemma2", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 4096,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    text = f"model: {{path: {tmp_path}}}\nobjective: pretrain\ndata: {{random: 64}}\ntrain: {{steps: 3}}\n"
+    text += "output: out\nbatch: {seq: 256, tokens: 512, micro_tokens: 512}\n"
+    techniques = {"bf16": {}, **with_}
+    card = "2xh100" if "context" in with_ else "h100"
+    with pytest.raises(NeedsError) as error:
+        search.predict(parse_config(f"{text}with: {json.dumps(techniques)}", "case"), card)
+    assert "attn_logit_softcapping" in error.value.found or "capped scores" in error.value.found
+    masked = parse_config(f"{text}with: {{bf16: {{}}, attention: {{impl: masked}}}}", "case")
+    held = search.predict(masked, "h100").peak_bytes
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, "attn_logit_softcapping": None}))
+    assert search.predict(masked, "h100").peak_bytes < held

@@ -34,8 +34,8 @@ from optrush.kernels.cross_entropy import LossKernel, Reduce, Whole
 from optrush.models.delta_rule import RULES, DeltaRule
 from optrush.models.experts import Experts, StackedMatrices
 from optrush.models.latent_attention import LatentAttention
-from optrush.models.layers import CentredNorm, Pieces, RMSNorm, UnitNorm, WholeNorm
 from optrush.models.layers import Linear as Linear
+from optrush.models.layers import Pieces, UnitNorm, WholeNorm, norm_class
 from optrush.models.layers import Product as Product
 from optrush.models.rope_angles import angles, frequencies, query_scales
 from optrush.models.rope_config import RopeShape
@@ -69,7 +69,7 @@ class Block(nn.Module):
         at: dict[str, Any] = {"device": device, "dtype": dtype}
         D, E, F_ = s.width, s.head_width, s.ff_width
         qkv: Pieces = (("q", s.heads // s.kv_heads * E * (1 + s.gated)), ("k", E), ("v", E))
-        plain = CentredNorm if s.centred else RMSNorm
+        plain = norm_class(s.norm, s.centred)
         self.norm1 = plain(D, s.norm_eps, **at)
         self.latent = self.delta = self.q_norm = self.k_norm = None
         self.gated = s.gated
@@ -87,7 +87,7 @@ class Block(nn.Module):
         self.window = s.window if layer in s.window_layers else None
         self.sinks = nn.Parameter(torch.empty(s.heads, **at)) if s.sinks else None
         self.cap = s.score_cap
-        self.norm2 = plain(D, s.norm_eps, **at)
+        self.norm2: Any = None if s.norms == "beside" else plain(D, s.norm_eps, **at)
         self.order, self.residual, self.query = s.norms, s.multipliers.residual, s.multipliers.scores
         if s.norms == "around":
             self.leaving1, self.leaving2 = plain(D, s.norm_eps, **at), plain(D, s.norm_eps, **at)
@@ -137,6 +137,9 @@ class Block(nn.Module):
 
     def _in_order(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents) -> Tensor:
         """Return what `forward` returns of a block with other places of norms, or a factor of what each part adds."""
+        if self.order == "beside":
+            h = self.norm1(x)
+            return x + self._mix(h, cos, sin, documents) + self.mlp(None, h, self.gate_up, self.down)
         before, after = self.order != "after", {"after": (self.norm1, self.norm2)}.get(self.order)
         if self.order == "around":
             after = self.leaving1, self.leaving2
@@ -226,7 +229,7 @@ class Decoder(nn.Module):
         self.shape = shape
         self.embedding = nn.Embedding(shape.vocab, shape.width, **at)
         self.blocks = nn.ModuleDict({str(i): Block(shape, i, **at) for i in range(shape.layers)})
-        self.norm = (CentredNorm if shape.centred else RMSNorm)(shape.width, shape.norm_eps, **at)
+        self.norm = norm_class(shape.norm, shape.centred)(shape.width, shape.norm_eps, **at)
         weight = self.embedding.weight
         self.head = Head(weight if shape.tied else nn.Parameter(torch.empty(shape.vocab, shape.width, **at)))
         self.head.scale, self.head.softcap = shape.multipliers.logits, shape.softcap

@@ -88,7 +88,10 @@ class FamilySpec:
     qk_norm: Switch = False
     whole_qk_norm: bool = False  # one norm over all heads of a token
     centred: bool = False  # norms multiply by 1 + weight
-    norms: Literal["before", "around", "after"] = "before"  # where attention and feed-forward part have norms
+    norms: Literal["before", "around", "after", "beside"] = "before"
+    """Where attention and feed-forward part have norms; beside: both read one norm, and are added at once."""
+    norm: Literal["rms", "layer", "layer, bias"] = "rms"  # the kind of the norms
+    norm_eps: str = "rms_norm_eps"  # the key of its epsilon
     softcap: bool = False  # logits may be bounded by `final_logit_softcapping`
     score_cap: bool = False  # scores of attention may be bounded by `attn_logit_softcapping`
     activation: tuple[str, ...] = SILU  # of the gate, by the names that config.json may give it
@@ -106,9 +109,9 @@ class FamilySpec:
     `max_window_layers` on; those of `layer_types`, or every other one from the first on, or all but each n-th one, the
     `sliding_window_pattern`."""
     local_rope: bool = False  # layers with a window have a rotary embedding of their own
-    unrotated: Literal["none", "listed", "full"] = "none"
+    unrotated: Literal["none", "listed", "full", "unwindowed"] = "none"
     """Which layers have no rotary embedding: those with a 0 in `no_rope_layers`, else each `no_rope_layer_interval`-th;
-    those without a window, where others have one."""
+    those without a window, where others have one; all those without a window."""
     latent: bool = False  # keys and values come from a latent
     interleaved: Switch = "rope_interleave"  # rotated values of latent attention are neighbouring pairs
     delta: bool = False  # layers of a delta rule
@@ -175,6 +178,15 @@ _GEMMA: dict[str, Any] = {
     "centred": True, "activation": GELU, "multipliers": {"embedding": ("hidden_size", 0.5)},
 }  # fmt: skip
 _GEMMA_SCALED = {**_GEMMA, "multipliers": {**_GEMMA["multipliers"], "scores": ("query_pre_attn_scalar", -0.5)}}
+_COHERE = FamilySpec(
+    "CohereForCausalLM",
+    {
+        "num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 8192, "layer_norm_eps": 1e-5,
+        "tie_word_embeddings": True, "logit_scale": 0.0625,
+    },
+    **_BIASED, norms="beside", norm="layer", norm_eps="layer_norm_eps", pairs=True,
+    multipliers={"logits": ("logit_scale", 1)}, agreed={"use_qk_norm": (False,)}, gguf="COMMAND_R", gguf_biases=False,
+)  # fmt: skip
 _OLMO = FamilySpec(
     "Olmo2ForCausalLM",
     {"num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
@@ -310,6 +322,11 @@ FAMILIES: dict[str, FamilySpec] = {
         **_BIASED, **_GEMMA_SCALED, qk_norm=True, norms="around", names=AROUND, window="pattern", local_rope=True,
         softcap=True, nested=(),
         agreed={"hidden_activation": GELU, "attn_logit_softcapping": (), **_CAUSAL},
+    ),
+    "cohere": _COHERE,
+    "cohere2": replace(
+        _COHERE, architecture="Cohere2ForCausalLM", window="pattern", unrotated="unwindowed", gguf="COHERE2",
+        defaults={**_COHERE.defaults, "sliding_window": 4096, "sliding_window_pattern": 4},
     ),
     "smollm3": FamilySpec(
         "SmolLM3ForCausalLM",

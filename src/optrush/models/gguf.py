@@ -158,10 +158,11 @@ def _rope_factors(shape: ModelShape) -> Iterator[tuple[str, np.ndarray[Any, Any]
 def _write_sizes(writer: Any, hf: dict[str, Any], shape: ModelShape, kind: Kind, name: str) -> None:
     import gguf
 
+    spec = FAMILIES[shape.family]
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(name)
     positions = int(hf.get("max_position_embeddings") or 2048)
-    if shape.window is not None:  # the format has none for these families: within it, attention is the same
+    if shape.window is not None and spec.gguf != "COHERE2":  # others have none there: within it, attention is the same
         positions = min(positions, shape.window)
     writer.add_context_length(positions)
     writer.add_embedding_length(shape.width)
@@ -179,15 +180,19 @@ def _write_sizes(writer: Any, hf: dict[str, Any], shape: ModelShape, kind: Kind,
     if shape.rope.kind == "longrope":
         writer.add_rope_scaling_orig_ctx_len(shape.rope.original_max)
         writer.add_rope_scaling_attn_factors(shape.rope.scale)
-    if FAMILIES[shape.family].gguf == "PHI3":
+    if spec.gguf in ("PHI3", "COHERE2"):
         writer.add_sliding_window(shape.window or 0)  # 0 marks models without one
-    if FAMILIES[shape.family].gguf_scales:
+    if spec.gguf_scales:
         m = shape.multipliers
         writer.add_embedding_scale(m.embedding)
         writer.add_attention_scale(m.scores * shape.head_width**-0.5)
         writer.add_residual_scale(m.residual)
         writer.add_logit_scale(1 / m.logits)
-    writer.add_layer_norm_rms_eps(shape.norm_eps)
+    if spec.norm == "rms":
+        writer.add_layer_norm_rms_eps(shape.norm_eps)
+    else:
+        writer.add_layer_norm_eps(shape.norm_eps)
+        writer.add_logit_scale(shape.multipliers.logits)
     writer.add_vocab_size(shape.vocab)
     kinds = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
     writer.add_file_type(gguf.LlamaFileType[kinds[kind]])

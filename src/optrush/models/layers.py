@@ -6,6 +6,7 @@ Legend: as in `models/decoder.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -93,6 +94,28 @@ class CentredNorm(RMSNorm):
     def add_and_norm(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
         x = x if branch is None else x + branch
         return x, (rms_norm.unit(x, self.eps) * (1 + widen(self.weight))).to(x.dtype)
+
+
+class LayerNorm(RMSNorm):
+    """A norm of what differs from the mean, with or without a bias, by torch's operator, without a kernel slot.
+
+    Source: Ba, Kiros and Hinton 2016 (arXiv:1607.06450).
+    """
+
+    def __init__(self, width: int, eps: float, *, bias: bool, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(width, eps, device=device, dtype=dtype)
+        self.bias = nn.Parameter(torch.empty(width, device=device, dtype=dtype)) if bias else None
+
+    def add_and_norm(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        x = x if branch is None else x + branch
+        return x, F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps).to(x.dtype)
+
+
+def norm_class(kind: str, centred: bool) -> Callable[..., RMSNorm]:
+    """Return what makes a norm of D values of a kind of `ModelShape.norm`."""
+    if kind != "rms":
+        return partial(LayerNorm, bias=kind == "layer, bias")
+    return CentredNorm if centred else RMSNorm
 
 
 class UnitNorm(nn.Module):

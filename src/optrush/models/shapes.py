@@ -177,7 +177,8 @@ class ModelShape:
     chunks: ChunkShape | None = None
     gated: bool = False  # attention's output is gated by sigmoids that the product of queries gives
     centred: bool = False  # norms multiply by 1 + weight
-    norms: str = "before"  # "before" attention and feed-forward part, "after", or "around": both
+    norms: str = "before"  # "before" attention and feed-forward part, "after", "around": both, or one for both "beside"
+    norm: str = "rms"  # "rms", "layer", or "layer, bias"
     gelu: bool = False  # the gate's activation is gelu's approximation by tanh; else silu
     multipliers: Multipliers = Multipliers()
     softcap: float | None = None  # bound of the logits by a tanh
@@ -224,11 +225,12 @@ class ModelShape:
             tied=bool(full.get("tie_word_embeddings", False)), qkv_bias=_is_on(spec.qkv_bias, full),
             o_bias=_is_on(spec.o_bias, full), mlp_bias=_is_on(spec.mlp_bias, full),
             qk_norm=_is_on(spec.qk_norm, full), whole_qk_norm=spec.whole_qk_norm, centred=spec.centred,
-            gated=spec.gated, sinks=spec.sinks, norm_eps=float(full.get("rms_norm_eps", 1e-6)),
+            gated=spec.gated, sinks=spec.sinks, norm_eps=float(full.get(spec.norm_eps, 1e-6)),
             rope=read_rope(text, latent.rotated if latent else rotated or int(head_width)), rotated=rotated,
             window=window, window_layers=window_layers, experts=_experts(hf, full, spec), latent=latent,
             delta=_delta(full, spec) if spec.delta else None, chunks=_chunks(full) if spec.chunks else None,
-            norms=spec.norms, gelu=spec.activation == GELU, multipliers=_multipliers(full, spec, int(head_width)),
+            norms=spec.norms, norm=spec.norm, gelu=spec.activation == GELU,
+            multipliers=_multipliers(full, spec, int(head_width)),
             softcap=_cap(full, "final_logit_softcapping") if spec.softcap else None,
             score_cap=_cap(full, "attn_logit_softcapping") if spec.score_cap else None,
             unrotated=_unrotated(full, spec, window_layers),
@@ -255,11 +257,24 @@ class ModelShape:
     @property
     def block_norms(self) -> tuple[str, ...]:
         """The norms of D values that a block has."""
-        return ("norm1", "norm2", *(("leaving1", "leaving2") if self.norms == "around" else ()))
+        found = ("norm1", "norm2", "leaving1", "leaving2")
+        return found[: {"beside": 1, "around": 4}.get(self.norms, 2)]
+
+    @property
+    def stream_line(self) -> str:
+        """The ledger's line of a stream of D values that a block's products write: its middle, if it has one."""
+        return "input" if self.norms == "beside" else "saved.middle"
+
+    @property
+    def norm_width(self) -> int:
+        """Number of values of a norm of D values: its weight, and perhaps its bias."""
+        return self.width * (2 if self.norm == "layer, bias" else 1)
 
     @property
     def other_order(self) -> str | None:
         """What blocks have that differs from norms before each part, whose output is added as it is; None: nothing."""
+        if self.norms == "beside":
+            return "one norm for attention and feed-forward part"
         if self.norms != "before":
             return f"norms {self.norms} attention and feed-forward part"
         return None if self.multipliers.residual == 1 else "a factor of what attention and feed-forward part add"
@@ -388,14 +403,19 @@ class ModelShape:
         yield "embedding.weight", self.vocab * self.width
         for layer in range(self.layers):
             yield from ((f"blocks.{layer}.{name}", values) for name, values in self._of_layer(layer))
-        yield "norm.weight", self.width
+        yield from self._norm("norm")
         if not self.tied:
             yield "head.weight", self.vocab * self.width
+
+    def _norm(self, name: str) -> Iterator[tuple[str, int]]:
+        yield f"{name}.weight", self.width
+        if self.norm == "layer, bias":
+            yield f"{name}.bias", self.width
 
     def _of_layer(self, layer: int) -> Iterator[tuple[str, int]]:
         D, E, d, e = self.width, self.head_width, self.delta, self.experts
         mixed = d is not None and layer in d.layers
-        yield from ((f"{name}.weight", D) for name in self.block_norms)
+        yield from (each for name in self.block_norms for each in self._norm(name))
         for linear in self.linears.values():
             if layer in linear.layers:
                 yield f"{linear.module}.weight", linear.inputs * linear.outputs
@@ -441,12 +461,12 @@ class ModelShape:
     @cached_property
     def parameters(self) -> int:
         """Number of all parameters, a tied head counted once."""
-        return self._sum(lambda _: True) + self.vocab * self.width * (1 if self.tied else 2) + self.width
+        return self._sum(lambda _: True) + self.vocab * self.width * (1 if self.tied else 2) + self.norm_width
 
     @property
     def block_parameters(self) -> int:
         """Number of parameters of all blocks."""
-        return self.parameters - self.vocab * self.width * (1 if self.tied else 2) - self.width
+        return self.parameters - self.vocab * self.width * (1 if self.tied else 2) - self.norm_width
 
     @cached_property
     def expert_parameters(self) -> int:
@@ -597,8 +617,9 @@ def _multipliers(full: HF, spec: FamilySpec, head_width: int) -> Multipliers:
 def _unrotated(full: HF, spec: FamilySpec, windowed: tuple[int, ...]) -> tuple[int, ...]:
     """Return the layers without rotary embedding."""
     L = _size(full, "num_hidden_layers")
-    if spec.unrotated == "full":
-        return () if full.get("sliding_window") is None else _others(tuple(range(L)), windowed)
+    if spec.unrotated in ("full", "unwindowed"):
+        rotated_all = spec.unrotated == "full" and full.get("sliding_window") is None
+        return () if rotated_all else _others(tuple(range(L)), windowed)
     if spec.unrotated == "none":
         return ()
     every = 0 if full.get("no_rope_layers") else _size(full, "no_rope_layer_interval")

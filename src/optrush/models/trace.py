@@ -209,7 +209,7 @@ class Tracer:
             for path, module in self.blocks[number].named_modules():
                 if isinstance(module, nn.Linear):
                     module.register_forward_pre_hook(partial(self._enters, number, path))
-        self.tuples: bool | None = None  # whether blocks return a tuple, hidden states first; None: not known
+        self.tuples: int | None = None  # values of the tuple that blocks return, hidden states first; None: not known
 
     def _enters(self, number: int, path: str, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
         """Note which storage enters a linear."""
@@ -248,8 +248,8 @@ class Tracer:
                 if b is not None:
                     module._buffers[name] = torch.empty(b.shape, dtype=b.dtype)
 
-    def _run(self, mode: Mode) -> dict[int, Seen]:
-        """Run the model in a mode; return what the chosen blocks did."""
+    def _run(self, mode: Mode, guesses: tuple[int, ...] = (3, 2)) -> dict[int, Seen]:
+        """Run the model in a mode; return what the chosen blocks did. `guesses`: sizes of tuples to try if it fails."""
         T, real = mode.length, (p for p in self.wrapper.parameters() if p.device.type != "meta")
         self.watcher = watcher = Watcher({p.untyped_storage()._cdata for p in real}, T)
         places = {id(block): number for number, block in enumerate(self.blocks)}
@@ -258,12 +258,12 @@ class Tracer:
             block = call.__self__  # type: ignore[attr-defined]
             hidden = args[0] if args else kwargs["hidden_states"]
             if (number := places[id(block)]) not in self.kinds:
-                return (hidden, *[None] * 2) if self.tuples else hidden
+                return (hidden, *[None] * (self.tuples - 1)) if self.tuples else hidden
             watcher.enter(number, hidden)
             with torch.autograd.graph.saved_tensors_hooks(watcher.keep, lambda t: t):
                 out = call(*args, **kwargs)
             watcher.block = -1
-            self.tuples = isinstance(out, tuple)
+            self.tuples = len(out) if isinstance(out, tuple) else 0
             return out
 
         self.wrapper.block_call = through
@@ -275,10 +275,10 @@ class Tracer:
             with watcher, half:
                 self.wrapper(tokens, positions, documents)
         except Exception:  # if blocks return tuples, the model took the first row of what is no tuple
-            if self.tuples is not None:
+            if not guesses:
                 raise
-            self.tuples = True
-            return self._run(mode)
+            self.tuples = guesses[0]
+            return self._run(mode, guesses[1:])
         finally:
             hook.remove()
         if not self.kinds.keys() <= watcher.seen.keys():

@@ -418,7 +418,7 @@ def make_room(block: Block, *, whole: bool = True) -> int:
     linears = block.qkv, block.o, *((block.gate_up, block.down) if hasattr(block, "gate_up") else ())
     qkv, o, gate_up, _ = columns = [*(_columns(linear, whole) for linear in linears), 0, 0][:4]  # or experts alone
     changed = 0
-    before, after = block.norm1.impl is rms_norm.fused_add_rms_norm, block.norm2.impl is rms_norm.fused_add_rms_norm
+    before, after = (n is not None and n.impl is rms_norm.fused_add_rms_norm for n in (block.norm1, block.norm2))
     attends, turns = block.attention is flash4, block.split_and_rope is rope.fused_split_and_rotate
     if before and qkv:
         block.norm1.impl = partial(rms_norm.fused_add_rms_norm, padding=qkv)

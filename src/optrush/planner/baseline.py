@@ -119,19 +119,24 @@ def _block(s: ModelShape, T: int, native: bool) -> Iterator[Line]:
         return ledger.saved(name, reason, s.layers * values, s.layers, *of, role=role)
 
     yield ledger.entering(s.layers, D)
-    yield saved("middle", "what its feed-forward part adds to, D", D, "stream", "product-output")
-    yield saved("middle.wide", "of which float32 is kept where products are narrower", D, "stream", role="cast")
-    n = len(s.block_norms)
+    beside, n = s.norms == "beside", len(s.block_norms)
+    middle = 0 if beside else D
+    yield saved("middle", "what its feed-forward part adds to, D", middle, "stream", "product-output")
+    yield saved("middle.wide", "of which float32 is kept where products are narrower", middle, "stream", role="cast")
+    inside = n * D if s.norm == "rms" else 0  # a layer norm is one operator, and keeps its input
     why = f"float32 copies of both inside the norms, {n} D"
-    yield saved("widened", why, n * D, "stream", "widened", "fusable", role="widening")
+    yield saved("widened", why, inside, "stream", "widened", "fusable", role="widening")
     why = f"before the norms' weights, {n} D"
     role: Role = "wide" if s.centred else "residual"  # 1 + weight multiplies in float32
-    yield saved("normalised", why, n * D, "stream", "normalised", "fusable", role=role)
+    yield saved("normalised", why, inside, "stream", "normalised", "fusable", role=role)
     if s.norms == "after":  # the products read the stream itself
         yield saved("normed", "copies of it for the products, 2 D", 2 * D, "product-input", role="cast")
     else:
-        yield saved("normed", "what enters the products after the norms, 2 D", 2 * D, "product-input")
-    if s.norms != "before":
+        why = f"what enters the products after the norms, {min(n, 2)} D"
+        yield saved("normed", why, min(n, 2) * D, "product-input")
+    if beside:
+        yield saved("normed twice", "and its copy for the second product, D", D, "product-input", role="cast")
+    elif s.norms != "before":
         yield saved("leaving", "what enters the norms after both parts, 2 D", 2 * D, "product-output")
     if not native:
         why = "autocast copies it for each product that reads it, 3 D"

@@ -75,7 +75,8 @@ class Fp8(Technique):
                 work = WorkItem(
                     f"fp8.{kind}.{name}", f"{kind} of {name} rounded to 8 bits", "token", values=moved * share
                 )
-                yield like(f"saved.{line}", work)
+                of = env.shape.stream_line if line == "middle" and env.shape is not None else f"saved.{line}"
+                yield like(of, work)
         why = "weights rounded to 8 bits, in the forward and in the backward pass"
         share = 1.0 if self.targets == "all" else MLP_SHARE
         yield like("casts.blocks", WorkItem("fp8.weights", why, "micro", values=11.0 * share))

@@ -89,9 +89,11 @@ class FusedKernels(Technique):
             asked = f"`fused-kernels:{which}` adds to the stream within its kernel"
             yield Requirement(order is None, asked, f"a model with {order}", do)
         if self.norm:
-            centred = env.shape is not None and env.shape.centred
+            centred, kind = (env.shape.centred, env.shape.norm) if env.shape is not None else (False, "rms")
             asked = "`fused-kernels:norm=true` multiplies by the norms' weights"
             yield Requirement(not centred, asked, "a model whose norms multiply by 1 + weight", "take norm=false")
+            asked = "`fused-kernels:norm=true` divides by the root of the mean square"
+            yield Requirement(kind == "rms", asked, "a model with layer norms", "take norm=false")
         if self.rope:
             normed = env.shape is not None and env.shape.qk_norm
             asked = "`fused-kernels:rope=true` rotates queries and keys as the product makes them"
@@ -177,7 +179,7 @@ class FusedKernels(Technique):
             return
         if env.device.capability == (9, 0) and (env.shape is None or env.shape.other_order is None):
             yield {"mlp": "quack"}
-            if Part.ADAPTERS in env.claimed and (s := env.shape) is not None and not s.centred:
+            if Part.ADAPTERS in env.claimed and (s := env.shape) is not None and not s.centred and s.norm == "rms":
                 rope = not (s.qk_norm or s.rotated or s.latent or s.pairs or s.unrotated)  # which `needs` would refuse
                 yield {"mlp": "quack", "norm": True, **({"rope": True} if rope else {})}
 

@@ -89,7 +89,8 @@ class SelectiveRecompute(Technique):
             if Part.TP in env.claimed:
                 kept = "what attention's last product gave, of all tokens: kept before the ranks sum it"
                 yield live("saved.middle", kept, gone=True)
-                yield like("saved.middle", saved("added", kept, 1.0, env.blocks, "product-output"))
+                stream = "saved.middle" if env.shape is None else env.shape.stream_line
+                yield like(stream, saved("added", kept, 1.0, env.blocks, "product-output"))
         if Part.COMPILED in env.claimed:  # else autocast holds the copies until the loss is there
             yield live(tagged("casts", "blocks"), "compiled blocks cast their weights again", recomputed=1.0)
         if Part.ATTENTION not in env.claimed:  # plain products, which are not kept
