@@ -69,7 +69,7 @@ def find_model(text: str) -> ModelSource:
             return ModelSource(text, folder / "model", None, config)
         if (folder / "adapter" / ADAPTER).is_file():
             return ModelSource(text, _published(config, text), folder / "adapter", config)
-        raise ConfigError(f"to talk to {text}", "neither model/ nor adapter/ lies in it", f"optrush export {text}")
+        raise ConfigError(f"to talk to {text}", "it has neither model/ nor adapter/", f"optrush export {text}")
     run_of = open_run(path.parent)[1] if path.name in ("model", "adapter") and (path.parent / RUN).is_file() else None
     if (path / ADAPTER).is_file():
         try:
@@ -93,7 +93,7 @@ def home(text: str, asked: str) -> Path:
     try:
         return Path(text).expanduser()
     except RuntimeError:
-        raise ConfigError(asked, f"{text}: nobody of that name has a home here", "write the folder out") from None
+        raise ConfigError(asked, f"{text}: no user of that name", "write the folder out") from None
 
 
 def base_of(source: ModelSource, asked: str) -> ModelSource:
@@ -313,7 +313,7 @@ def _loaded(source: ModelSource, device: torch.device) -> Any:
     if source.adapter is None:
         return load_plain(source.folder, None, device)
     if library("peft") is None:
-        asked = f"the adapter {source.adapter}, which no merged model lies beside"
+        asked = f"the adapter {source.adapter} without a merged model next to it"
         raise NeedsError(asked, "the package peft is not installed", "python -m pip install peft, or optrush export")
     from peft import PeftModel, get_peft_model_state_dict
 

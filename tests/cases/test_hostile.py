@@ -338,7 +338,7 @@ def test_a_run_does_not_overwrite_what_it_reads(name: str, box: Box, tmp_path: P
     config = parse_config(Path(box.write(**{"model": "model", "output": "out", **changes})).read_text(), "run.yaml")
     resolved: Any = Decided(config, [], None, None, {}, ())  # type: ignore[arg-type]
     for resume in (None, "auto"):
-        with pytest.raises(ConfigError, match="lies where it writes"):
+        with pytest.raises(ConfigError, match="is where it writes"):
             check_run_output(resolved, resume)
 
 

@@ -208,11 +208,11 @@ def test_a_conversation(call: Call, trained: Path, here: Path, monkeypatch: pyte
     for said in (
         "no such command",
         "no such setting",
-        "nobody of that name",
+        "no user of that name",
         "null byte",
         "`top_p`",
         "max_tokens=3",
-        "nothing has been said",
+        "the conversation is empty",
         "/save FILE",
     ):
         assert said in found.err, said

@@ -46,8 +46,8 @@ TEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "unknown key at the top": ("modle: tiny\n", ("run.yaml:1: `modle`", "did you mean `model`?")),
     "unknown key unlike any": ("zzz: 1\n", ("run.yaml:1: `zzz`", "known: batch, data, ")),
     "unknown key of a model": ("model: {pth: x}\n", ("run.yaml:1: `model.pth`", "did you mean `path`?")),
-    "duplicate key": ("model: tiny\nseed: 1\nseed: 2\n", ("run.yaml:3", "`seed` stands here a second time", "keep")),
-    "duplicate key inside": ("optim:\n  lr: 1\n  lr: 2\n", ("run.yaml:3", "`lr` stands here a second time")),
+    "duplicate key": ("model: tiny\nseed: 1\nseed: 2\n", ("run.yaml:3", "`seed` is here a second time", "keep")),
+    "duplicate key inside": ("optim:\n  lr: 1\n  lr: 2\n", ("run.yaml:3", "`lr` is here a second time")),
     "alias": ("model: &m tiny\noutput: *m\n", ("run.yaml:2", "the alias *m", "write the value out")),
     "alias bomb": (
         "a: &a [1,1]\nb: &b [*a,*a]\nc: [*b,*b]\n", ("run.yaml:2", "the alias *a", "write the value out"),
@@ -57,7 +57,7 @@ TEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "scalar tag": ("model: !!python/name:os.system x\n", ("run.yaml:1", "python/name:os.system", "write a plain")),
     "tag of a mapping": ("data: !include {path: x}\n", ("run.yaml:1", "!include")),
-    "not YAML": ("model: [tiny\n", ("run.yaml:", "not YAML", "mend that line")),
+    "not YAML": ("model: [tiny\n", ("run.yaml:", "not YAML", "fix that line")),
     "a tab": ("data:\n\tpath: x\n", ("run.yaml:2", "not YAML")),
     "empty": ("", ("run.yaml", "nothing at the top", "begin with `model:`")),
     "only a comment": ("# model: tiny\n", ("run.yaml", "nothing at the top")),
@@ -110,7 +110,7 @@ VALUES: dict[str, Case] = {
     ),
     "random with a file": (
         {"objective": "pretrain", "data": {"path": None, "random": 8, "eval": "chat.jsonl"}}, [],
-        ("`data.eval` from a file beside `data.random`", "chat.jsonl", "give a fraction"),
+        ("`data.eval` from a file with `data.random`", "chat.jsonl", "give a fraction"),
     ),
     "text on a shape": (
         {"model": {"shape": "llama-3.2-1b"}}, [],
@@ -118,11 +118,11 @@ VALUES: dict[str, Case] = {
     ),
     "no data file": ({"data": {"path": "no.jsonl"}}, [], ("no.jsonl", "no such file", "check the path")),
     "data of no known kind": (
-        {"data": {"path": "run.yaml"}}, [], ("no known kind of data", "name them by what they hold"),
+        {"data": {"path": "run.yaml"}}, [], ("no known kind of data", "name them by their content"),
     ),
     "no eval file": ({"data": {"eval": "no.jsonl"}}, [], ("`data.eval: no.jsonl`", "no such file", "JSONL file")),
     "eval fraction of few": (
-        {"data": {"eval": 0.01}}, [], ("0.01 of the data", "12 rows, of which that is 0", "change the fraction"),
+        {"data": {"eval": 0.01}}, [], ("0.01 of the data", "12 rows: this fraction gives 0", "change the fraction"),
     ),
     "no chat template": (
         {"model": {"path": "tiny", "chat_template": "no.jinja"}}, [],
@@ -166,8 +166,8 @@ VALUES: dict[str, Case] = {
             {"model": {"shape": name}, "objective": "pretrain", "data": {"path": None, "random": 8}}, [],
             (f"`model.shape: {name}`", "no such shape", do),
         ) for name, do in (
-            ("LLAMA-3.1-8b", "did you mean `llama-3.1-8b`?"), ("zzz", "are in docs/models.md"), ("1", "nearest: llama-3"),
-           
+            ("LLAMA-3.1-8b", "did you mean `llama-3.1-8b`?"), ("zzz", "are in docs/models.md"),
+            ("1", "nearest: llama-3"),
             ("deepseek-v3", "nearest: deepseek-ai"),
         )
     },
@@ -280,7 +280,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no size": ({"hidden_size": None}, ("hidden_size is None", "positive whole number")),
     "sizes do not divide": ({"num_key_value_heads": 5}, ("num_key_value_heads 5", "multiple of key/value heads")),
     "weights of another size": ({"intermediate_size": 256}, ("gate_proj", "check that config.json fits the weights")),
-    "unknown type": ({"model_type": "megallama"}, ("'megallama'", "transformers does not know it", "update")),
+    "unknown type": ({"model_type": "megallama"}, ("'megallama'", "transformers cannot load it", "update")),
 }  # fmt: skip
 
 
@@ -367,7 +367,7 @@ def test_row(name: str, call: Call, write: Write, here: Path) -> None:
     line, says = ROWS[name]
     good = (here / "chat.jsonl").read_text().splitlines()
     (here / "chat.jsonl").write_text("\n".join([good[0], line, good[1]]) + "\n")
-    refused(call("train", write()), "chat.jsonl:2", "mend that line", *says)
+    refused(call("train", write()), "chat.jsonl:2", "fix that line", *says)
 
 
 def test_text_without_a_target(call: Call, write: Write, model: Path, here: Path) -> None:
@@ -389,9 +389,13 @@ FINISHED = {"run.yaml": "model: tiny\n", "metrics.jsonl": '{"step": 1}\n'}
 @pytest.mark.parametrize(
     ("files", "clean", "says"),
     [
-        ({"thesis.txt": "years of work"}, True, ("`train.clean: true` in out", "`thesis.txt` lies there", "move it")),
-        ({**FINISHED, "notes.md": "mine"}, True, ("`notes.md` lies there",)),
-        (FINISHED, False, ("`output: out`", "a run lies there", "--resume auto", "clean")),
+        (
+            {"thesis.txt": "years of work"},
+            True,
+            ("`train.clean: true` in out", "`thesis.txt` is in the folder", "move it"),
+        ),
+        ({**FINISHED, "notes.md": "mine"}, True, ("`notes.md` is in the folder",)),
+        (FINISHED, False, ("`output: out`", "the folder has a run", "--resume auto", "clean")),
     ],
     ids=["something else", "a run with something else", "a finished run"],
 )
@@ -435,7 +439,7 @@ def test_eval_of_few_texts(names: tuple[str, ...], call: Call, write: Write, her
         (here / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
     data = {"path": [*names], "eval": 0.1, "too_long": "split"}
     found = call("train", write(objective="pretrain", data=data), "--dry-run")
-    refused(found, f"{len(names)} rows, of which that is 0", "take data.text_rows: paragraph (or line)")
+    refused(found, f"{len(names)} rows: this fraction gives 0", "take data.text_rows: paragraph (or line)")
     found = call("train", write(objective="pretrain", data={**data, "text_rows": "paragraph"}), "--dry-run")
     assert found.code == 0, found.err
     write_rows(here / "one.jsonl", [{"text": "Stir."}])
@@ -449,9 +453,9 @@ def test_a_model_in_the_way(call: Call, write: Write, here: Path) -> None:
     tiny.write_tiny(here / "out/model")
     before = {p: p.read_bytes() for p in (here / "out").rglob("*") if p.is_file()}
     found = call("train", write(model="out/model"))
-    assert found.code == 2 and "lies where it writes" in found.err
+    assert found.code == 2 and "is where it writes" in found.err
     found = call("train", write())
-    assert found.code == 2 and "a `model` lies there, which this run would replace" in found.err
+    assert found.code == 2 and "the folder has a `model`, which this run would replace" in found.err
     assert {p: p.read_bytes() for p in (here / "out").rglob("*") if p.is_file()} == before
 
 

@@ -159,7 +159,7 @@ def test_two_runs_in_one_folder(home: Path) -> None:
     second.write_text(config.read_text())
     for flags in ([], ["--resume", "auto"], ["--set", "train.clean=true"]):
         assert trained(second, *flags) == 2, said(second)
-    assert "another run is at work there" in said(second) and "a run lies there" in said(second)
+    assert "another run is at work there" in said(second) and "the folder has a run" in said(second)
     (home / "refused").touch()
     assert ended(pid) == 0, said(config)
     assert figures(output) == figures(home / "reference") and weights(output) == weights(home / "reference")

@@ -222,7 +222,7 @@ def test_embeddings_of_other_lengths(folder, tmp_path, sizes, sets, k):
 def test_refused(folder, tmp_path, kind):
     config = distill_run(folder)
     if kind == "none":
-        with pytest.raises(ConfigError, match="none is named"):
+        with pytest.raises(ConfigError, match="no model or data is named"):
             decide(Config.model_validate({**config.model_dump(by_alias=True), "distill": {}}))
     elif kind == "fused":
         with pytest.raises(NeedsError, match="by itself"):

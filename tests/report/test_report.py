@@ -296,7 +296,7 @@ def test_several_folders(
         (["no-such"], "no such folder"),
         (["empty"], "neither records.jsonl nor run.yaml"),
         (["climb", "empty"], "neither records.jsonl nor run.yaml"),
-        (["climb", "--out", "x.html"], "one folder: its report lies in it"),
+        (["climb", "--out", "x.html"], "one folder; its report is in the folder"),
         (["climb", "first", "--out", "climb/records.jsonl"], "no name of a page"),
         (["climb", "first", "--out", "no-such/x.html"], "no folder no-such"),
         (["torn"], "no record"),

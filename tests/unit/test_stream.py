@@ -343,7 +343,7 @@ def test_live_rows_need_a_number_of_steps_and_something_in_them():
 
 def test_what_fails_in_a_worker_is_raised_here():
     def refuses(n):
-        raise DataError("a row", f"row {n} is bad", "mend it")
+        raise DataError("a row", f"row {n} is bad", "fix it")
 
     def breaks(n):
         return 1 // (n - 3)

@@ -282,9 +282,9 @@ def _check_folder(state: BenchState, resume: bool) -> None:
         raise ConfigError(asked, "it is a file", "take another folder")
     if not resume and out.is_dir() and any(out.iterdir()):
         found = "results of a bench are there" if (out / RUNGS).is_dir() else "the folder is not empty"
-        raise ConfigError(asked, found, "go on with it: --resume; or take another folder")
+        raise ConfigError(asked, found, "resume it with --resume, or name another folder")
     if resume and not (out / RUNGS).is_dir():
-        raise ConfigError(f"{asked} --resume", f"no {RUNGS}/ there: nothing to go on with", "leave --resume out")
+        raise ConfigError(f"{asked} --resume", f"no {RUNGS}/ there: nothing to resume", "leave --resume out")
     refuse_links(out, asked, (LOCK, RUNGS, RUNS, TRIES, RECORDS, "report.html", "speed.png", "memory.png", "loss.png"))
 
 

@@ -125,7 +125,7 @@ class Tokens:
         self, tokenizer: PreTrainedTokenizerBase, template: str | None = None, today: datetime.date | None = None
     ) -> None:
         if not tokenizer.is_fast:
-            found = "a slow tokenizer, which cannot tell where in a text its tokens lie"
+            found = "a slow tokenizer, which has no token offsets"
             asked = f"the tokenizer of {tokenizer.name_or_path or 'the model'}"
             raise DataError(asked, found, "use a model folder with a tokenizer.json")
         self.tokenizer = tokenizer
@@ -551,7 +551,7 @@ class Tokens:
             return
         names = ", ".join(map(repr, sorted(set(lost))[:SHOWN]))
         found = f"its answer would lose characters that the tokenizer has no token for: {names} ({len(lost)} in all)"
-        do = "take the row out, or take a model whose tokenizer has them"
+        do = "remove the row, or use a model whose tokenizer has them"
         raise DataError(f"to learn from the row at {draft.where}", found, do)
 
     @cached_property

@@ -526,7 +526,7 @@ def export_weights(
     folder.mkdir(parents=True, exist_ok=True)
     asked = f"export to {folder}"
     if there := sorted(p.name for p in folder.iterdir() if ".safetensors" in p.name):
-        raise CheckpointError(asked, f"it already holds {there[0]}", "choose an empty folder")
+        raise CheckpointError(asked, f"it already has {there[0]}", "choose an empty folder")
     shards, missing = _Shards(folder, max_shard_bytes), set(recipe.entries)
     for name, full in tensors:
         if name not in missing:

@@ -44,7 +44,7 @@ _BESIDE = re.compile(
 )  # logs and settings of the user's: they stay
 _ANYWHERE = {"lost+found", ".gitignore", ".gitkeep", ".DS_Store"}  # in a folder that counts as empty
 
-OCCUPIED = "a run lies there"
+OCCUPIED = "the folder has a run"
 
 
 def check_free(output: Path | str, clean: bool, resume: Literal["auto"] | Path | None) -> None:
@@ -74,10 +74,10 @@ def check_free(output: Path | str, clean: bool, resume: Literal["auto"] | Path |
     if not (RUN in names and names & {METRICS, FOLDER}) and (
         foreign := sorted(name for name in names - KNOWN - _ANYWHERE if not _BESIDE.search(name))
     ):
-        found = f"`{foreign[0]}` lies there, which is no run's: a run's folder is new, empty, or a run's"
-        raise ConfigError(asked, found, "name a folder of its own, such as `output: runs/first`")
+        found = f"`{foreign[0]}` is in the folder, and optrush did not write it"
+        raise ConfigError(asked, found, "name a separate folder, such as `output: runs/first`")
     if resume is None and "model" in names and not names & {RUN, METRICS}:
-        raise ConfigError(asked, "a `model` lies there, which this run would replace", "take another `output`")
+        raise ConfigError(asked, "the folder has a `model`, which this run would replace", "take another `output`")
     if resume is None and (names & {RUN, METRICS} or find_checkpoints(path)):
         do = "continue it: --resume auto; or replace it: `train.clean: true`; or another `output`"
         raise ConfigError(asked, OCCUPIED, do)
@@ -100,7 +100,7 @@ def check_inputs(output: Path | str, clean: bool, reads: Iterable[Path | str | N
             inside = place.relative_to(own).parts if place.is_relative_to(own) else None
             written = inside is not None and (clean or (inside[0] in KNOWN if inside else place.is_dir()))
             if path.exists() and written:
-                found = f"{place}, which this run reads, lies where it writes"
+                found = f"{place}, which this run reads, is where it writes"
                 raise ConfigError(f"`output: {output}`", found, "take another `output`")
 
 
@@ -191,7 +191,7 @@ def _check_clean(path: Path, names: set[str]) -> None:
         return
     asked = f"`train.clean: true` in {path}"
     if foreign := sorted(names - KNOWN):
-        found = f"`{foreign[0]}` lies there, which is no run's"
+        found = f"`{foreign[0]}` is in the folder, and optrush did not write it"
         raise ConfigError(asked, found, "move it away, or take another `output`")
     if RUN not in names or not names & {METRICS, FOLDER}:
         found = f"no {RUN} with {METRICS} or {FOLDER}: it may be no run's folder"
@@ -272,7 +272,7 @@ def data_changes(output: Path, config: Config, before: Mapping[str, Any]) -> str
 def resume_line(output: Path) -> str:
     """Return how to go on with a run that has ended early."""
     saved = find_checkpoints(output)
-    return f"go on from {saved[0].name} with: --resume auto" if saved else "nothing is saved yet; begin again"
+    return f"resume from {saved[0].name} with: --resume auto" if saved else "nothing is saved yet; begin again"
 
 
 def cut_back(metrics: Path, step: int) -> int:
