@@ -296,9 +296,7 @@ def generate(
         str | None, typer.Argument(metavar="MODEL", help="a run's folder, a Hugging Face folder or hub id, tiny")
     ] = None,
     prompts: Annotated[Path | None, typer.Option("--prompts", metavar="FILE", help="file of prompts to answer")] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE.jsonl", help="file to write the answers to")
-    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE.jsonl", help="file for the answers")] = None,
     base: Annotated[bool, typer.Option("--base", help="also answer with the model that the run started from")] = False,
     against: Annotated[
         str | None, typer.Option("--against", metavar="OTHER", help="also answer with this model")
@@ -393,15 +391,9 @@ def export_command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="a run's folder, or its run.yaml", show_default=False)],
     checkpoint: Annotated[
         str | None,
-        typer.Option(
-            "--checkpoint",
-            metavar="STEP|FOLDER",
-            help="checkpoint to export (default: the best, else the newest intact)",
-        ),
+        typer.Option("--checkpoint", metavar="STEP|FOLDER", help="default: the best, else the newest intact one"),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="folder to write (default RUN/model)")
-    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="default: RUN/model")] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option("--dtype", help="convert the weights to this type (default: as trained)"),
@@ -425,9 +417,7 @@ def export_command(
     ] = False,
     max_shard_gb: Annotated[
         float | None,
-        typer.Option(
-            "--max-shard-gb", min=0.001, metavar="GB", help="maximum size of one weight file in GB (default 5)"
-        ),
+        typer.Option("--max-shard-gb", min=0.001, metavar="GB", help="maximum size of a weight file (default 5)"),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -54,11 +54,11 @@ def plan(
         bool, typer.Option("--keep-maths", help="leave out techniques that change what is computed")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="write the best setting as a YAML for `optrush train`")
+        Path | None, typer.Option("--out", metavar="FILE", help="write the best setting as a YAML for train")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="with --out: overwrite the file")] = False,
     details: Annotated[
-        bool, typer.Option("--details", help="add the memory and time breakdown, the runners-up and other model sizes")
+        bool, typer.Option("--details", help="add memory and time by line, runners-up and other sizes")
     ] = False,
     solve: Annotated[
         str | None,
@@ -67,11 +67,10 @@ def plan(
         ),
     ] = None,
     host_memory: Annotated[
-        float | None, typer.Option("--host-memory", min=1, metavar="GIB", help="memory of the host of the named GPUs")
+        float | None, typer.Option("--host-memory", min=1, metavar="GIB", help="memory of the named GPUs' host")
     ] = None,
     price: Annotated[
-        float | None,
-        typer.Option("--price", min=0, metavar="USD", help="price per hour of one card (default: a list price)"),
+        float | None, typer.Option("--price", min=0, metavar="USD", help="per card and hour (default: list price)")
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -31,9 +31,7 @@ def train_command(
     ranks: Ranks = 1,
     resume: Annotated[
         str | None,
-        typer.Option(
-            "--resume", metavar="auto|FOLDER", help="resume from the newest intact checkpoint (auto), or this one"
-        ),
+        typer.Option("--resume", metavar="auto|FOLDER", help="resume from the newest intact checkpoint, or this"),
     ] = None,
     allow_change: Annotated[
         list[str], typer.Option("--allow-change", metavar="FIELD", help="with --resume: accept that this field changed")
@@ -45,10 +43,7 @@ def train_command(
         int | None, typer.Option("--overfit", metavar="N", min=1, help="overfit the first N batches, as a check")
     ] = None,
     overfit_steps: Annotated[
-        int | None,
-        typer.Option(
-            "--overfit-steps", metavar="STEPS", min=2, help="with --overfit: maximum number of steps (default 200)"
-        ),
+        int | None, typer.Option("--overfit-steps", metavar="STEPS", min=2, help="most steps (default 200)")
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="with --dry-run or --overfit: print one JSON document")
@@ -161,12 +156,8 @@ def eval_command(
     set_: Set = [],  # noqa: B006
     with_: With = [],  # noqa: B006
     without: Without = [],  # noqa: B006
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="DIR", help="evaluate the model of this folder instead")
-    ] = None,
-    data: Annotated[
-        str | None, typer.Option("--data", metavar="FILE", help="evaluate on this file of rows instead")
-    ] = None,
+    model: Annotated[str | None, typer.Option("--model", metavar="DIR", help="evaluate this model")] = None,
+    data: Annotated[str | None, typer.Option("--data", metavar="FILE", help="evaluate on this file")] = None,
     tasks: Annotated[
         str | None,
         typer.Option("--tasks", metavar="NAME,...", help="evaluate public tasks instead: arc_easy, or a YAML file"),
