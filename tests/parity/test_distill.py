@@ -382,7 +382,7 @@ def test_damaged_files_are_made_again(folder, tmp_path, no_second_pass, harm):
         (["data.stream=true"], {}, K, "not read before step 0"),
         (["distill.divergence=reverse"], {}, K, "few of them are stored"),
         ([], {}, 10**6, "a vocabulary of"),
-        ([], {"wrap": {}}, K, "torn"),
+        ([], {"wrap": {}}, K, "split and attend to each other"),
     ],
     ids=["stream", "reverse", "vocabulary", "wrap"],
 )

@@ -186,7 +186,7 @@ def test_a_run(trained: Path, predicted: SimpleNamespace) -> None:
         "400 steps; the last logged loss is", "the held-out loss 2.4140 (at first 8.3100)",
         "Data is the bottleneck: in the median 12.0 % of a step",
         "2 updates skipped", "1 logged loss was not finite: a gap in the curve",
-        "The last line of metrics.jsonl is cut off",
+        "The last line of metrics.jsonl is incomplete",
         "Step 200: the damaged checkpoint step-000200 was passed over: a hash differs",
         "Step 100: went on with another optim.lr: 0.002 -&gt; 0.001",
         "Step 300: the save failed, and training went on: no space left on device",
