@@ -568,7 +568,7 @@ def check_fields(config: Config) -> None:
         raise ConfigError("one of `data.path`, `data.sample`, `data.random`", found, "give exactly one")
     if config.distill is not None and config.distill.teacher is None:
         do = "name a Hugging Face folder or hub id: distill: {teacher: ...}"
-        raise ConfigError("`distill.teacher`", "no model or data is named", do)
+        raise ConfigError("`distill.teacher`", "it is missing", do)
     if config.distill is not None and config.distill.store is not None:
         _check_store(config.distill, d.stream)
     if d.random is not None:

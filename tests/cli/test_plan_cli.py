@@ -81,7 +81,7 @@ def test_a_card_whose_rates_are_not_known(call: Call) -> None:
     text = call("plan", *given, "--details").out
     first, second, *_ = text.splitlines()
     assert first.endswith("GiB, speed not known") and second.endswith("run `optrush calibrate` on it")
-    assert "tokens/s" not in text and "USD" not in text and "h a billion" not in text
+    assert "tokens/s" not in text and "USD" not in text and "h per billion" not in text
     assert "in the order of their speeds on an H100" in text and "  with recompute " in text
     document = json.loads(call("plan", *given, "--json").out)
     assert document["tokens_per_s"] is None and document["hours"] is None

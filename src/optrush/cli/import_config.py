@@ -353,7 +353,7 @@ class _Composer:
     def _model(self) -> None:
         model = self.tree["model"]
         if "path" not in model:
-            raise self.refuse("model", "no model or data is named", "name one")
+            raise self.refuse("model", "it is missing", "name one")
         if (tokenizer := self.get("@tokenizer")) not in (None, model["path"]):
             found = f"{tokenizer}, another tokenizer than the model's"
             raise self.refuse("@tokenizer", found, "put its files into the model's folder")
@@ -407,7 +407,7 @@ class _Composer:
         if given := self.get("@datasets") or self.get("@pretraining"):
             return self._axolotl([given] if isinstance(given, str | dict) else given)
         if not (given := self.get("@data")):
-            raise self.refuse("data", "no model or data is named", "name it: --data FILE, a hub id, or a folder")
+            raise self.refuse("data", "it is missing", "name it: --data FILE, a hub id, or a folder")
         if self.tool == "llama-factory":
             return self._factory(split_names(given))
         more = {"name": self.get("@data_config"), "split": self.get("@data_split")}
