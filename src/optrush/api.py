@@ -73,7 +73,9 @@ def _config(given: Configuration) -> Config:
         try:
             text = yaml.safe_dump(dict(given), sort_keys=False, allow_unicode=True)
         except yaml.YAMLError as error:
-            raise ConfigError("the configuration", f"a value that YAML has not: {error}", "take plain values") from None
+            raise ConfigError(
+                "the configuration", f"a value that YAML cannot hold: {error}", "take plain values"
+            ) from None
         config = parse_config(text, "the configuration")
     else:
         path = Path(given)

@@ -76,7 +76,7 @@ def find_model(text: str) -> ModelSource:
             facts = parse_json(read_text(path / ADAPTER))
         except (OSError, ValueError):  # UnicodeDecodeError is one
             do = "copy the adapter's folder anew"
-            raise ConfigError(f"the adapter {text}", f"{ADAPTER} is no JSON", do) from None
+            raise ConfigError(f"the adapter {text}", f"{ADAPTER} is not JSON", do) from None
         base = facts.get("base_model_name_or_path") if isinstance(facts, dict) else None
         if not isinstance(base, str) or not base:
             raise ConfigError(f"the adapter {text}", f"{ADAPTER} names no base model", "name the run's folder")
@@ -106,7 +106,7 @@ def base_of(source: ModelSource, asked: str) -> ModelSource:
         return ModelSource(str(source.config.model.path), _published(source.config, asked))
     if source.adapter is not None:
         return ModelSource(str(source.folder), source.folder)
-    raise ConfigError(asked, f"{source.name} is no run's folder: its base is not known", "name the run's folder")
+    raise ConfigError(asked, f"{source.name} is not a run's folder: its base model is unknown", "name the run's folder")
 
 
 def _published(config: Config, asked: str) -> Path:

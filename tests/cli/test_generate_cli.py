@@ -181,7 +181,7 @@ def test_what_is_refused(call: Call, trained: Path, here: Path) -> None:
     some = ("tiny", "--prompts", "p.jsonl", "--out", "a.jsonl")
     assert "no MODEL" in refused(call) and "no MODEL" in refused(call, "tiny", "--prompts", "p.jsonl")
     assert "one other model" in refused(call, *some, "--base", "--against", "tiny")
-    assert "its base is not known" in refused(call, *some, "--base")
+    assert "its base model is unknown" in refused(call, *some, "--base")
     assert "rows from none.jsonl\nfound: no such file" in refused(
         call, "tiny", "--prompts", "none.jsonl", "--out", "a.jsonl"
     )

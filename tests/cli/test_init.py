@@ -564,7 +564,7 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "text on a shape": (["--model", "shape:llama-3.2-1b", "--data", "chat.jsonl"], ("a shape has no tokenizer",)),
     "no such technique": ([*SAMPLE, "--with", "pakcing"], ("the technique `pakcing`", "did you mean `packing`?")),
     "output full": ([*SAMPLE, "--output", "full"], ("the output full", "not empty", "name another folder")),
-    "output a file": ([*SAMPLE, "--output", "chat.jsonl"], ("the output chat.jsonl", "a file, no folder")),
+    "output a file": ([*SAMPLE, "--output", "chat.jsonl"], ("the output chat.jsonl", "a file, not a folder")),
     "output empty": ([*SAMPLE, "--output", ""], ("the output ''", "no name")),
 }  # fmt: skip
 

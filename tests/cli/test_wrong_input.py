@@ -237,7 +237,7 @@ VALUES: dict[str, Case] = {
     "with a number": ({"with": {"packing": 5}}, ["--with", "packing:x=1"], ("`with.packing` holds 5", "as a mapping")),
     "with a list": ({"with": ["packing"]}, ["--without", "packing"], ("--without packing", "no mapping")),
     "output nowhere": ({"output": ""}, [], ("`output`", "''")),
-    "a long name": ({"output": "x" * 300}, [], ("x" * 300, "File name too long", "take another")),
+    "a long name": ({"output": "x" * 300}, [], ("x" * 300, "File name too long", "use another")),
     "a long model": ({"model": "x" * 300}, [], ("x" * 300, "File name too long", "give a path")),
 }  # fmt: skip
 
@@ -301,7 +301,7 @@ def test_model_folder(call: Call, write: Write, model: Path, here: Path) -> None
     (folder / "config.json").write_text('{"model_type": ')
     refused(call("train", write(model="m")), "config.json", "not JSON", "download the model again")
     (folder / "config.json").write_text("[]")
-    refused(call("train", write(model="m")), "config.json", "no JSON object", "download the model again")
+    refused(call("train", write(model="m")), "config.json", "not a JSON object", "download the model again")
     shutil.rmtree(folder)
     edited(model, folder)
     (folder / "model.safetensors").unlink()
@@ -378,7 +378,7 @@ def test_text_without_a_target(call: Call, write: Write, model: Path, here: Path
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.json").write_text(json.dumps(inner))
     write_rows(here / "one.jsonl", [{"text": "Stir well."}, {"text": "<|eos|>"}])
-    refused(call("train", write(model="m", data={"path": "one.jsonl"})), "one.jsonl:2", "not one token", "take it out")
+    refused(call("train", write(model="m", data={"path": "one.jsonl"})), "one.jsonl:2", "no token", "take it out")
 
 
 # --- the output folder
@@ -411,8 +411,8 @@ def test_output_that_is_not_empty(
 
 def test_output_that_is_a_file(call: Call, write: Write, here: Path) -> None:
     (here / "out").write_text("a file")
-    refused(call("train", write()), "`output: out`", "out is no folder", "take another `output`", output=None)
-    refused(call("train", write(output="out/deeper")), "is no folder", output=None)
+    refused(call("train", write()), "`output: out`", "out is not a folder", "use another `output`", output=None)
+    refused(call("train", write(output="out/deeper")), "is not a folder", output=None)
     assert (here / "out").read_text() == "a file"
 
 

@@ -183,7 +183,7 @@ def test_where_nothing_can_be_written(home: Path) -> None:
     (home / "file").write_text("")
     config = configuration(home, home / "unwritable", output=str(home / "file" / "run"))
     assert trained(config) == 2
-    assert "is no folder" in said(config) and "Traceback" not in said(config)
+    assert "is not a folder" in said(config) and "Traceback" not in said(config)
     odd = home / "ünï côde ☃" / ("long " * 30)
     odd.parent.mkdir()
     config = configuration(home, home / "odd", output=str(odd))

@@ -127,9 +127,9 @@ def test_a_run_with_other_files_goes_on(tmp_path: Path) -> None:
 
 def test_where_nothing_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         check_free(tmp_path / "file", False, None)
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         check_free(tmp_path / "file" / "deeper", False, None)
     with pytest.raises(ConfigError, match="File name too long"):
         claim(tmp_path / ("x" * 300), False)

@@ -653,7 +653,7 @@ def test_files_that_are_none(box, kept):
     assert "a pickle, which could run code when read" in said()
     (kept / io.CONFIG).write_text("[]")
     (kept / io.TENSORS).touch()
-    assert "no JSON object" in said()
+    assert "not a JSON object" in said()
 
 
 def test_evaluation_sees_adapters(box):

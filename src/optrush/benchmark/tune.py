@@ -205,9 +205,9 @@ def check_out(out: Path) -> Path:
     if out.suffix not in (".yaml", ".yml"):
         raise ConfigError(asked, "no name of a configuration", "name a file that ends in .yaml")
     if out.exists() and not read_text(out, "utf-8", "replace").startswith(MARK):
-        raise ConfigError(asked, "a file that no tuning wrote", "take another name")
+        raise ConfigError(asked, "a file that no tuning wrote", "use another name")
     if not out.absolute().parent.is_dir():
-        raise ConfigError(asked, f"no folder {out.parent}", "make it first, or take another")
+        raise ConfigError(asked, f"no folder {out.parent}", "create it, or use another")
     return out.with_suffix("")
 
 
@@ -225,7 +225,7 @@ def _refuse_folder(folder: Path) -> None:
     begun = (folder / RUNGS, folder / f"{PLAN}.tmp")
     if folder.exists() and (not folder.is_dir() or any(path not in begun for path in folder.iterdir())):
         found = f"{folder} exists and has no tuning"
-        raise ConfigError("a folder for the records", found, "delete it, or take another --out")
+        raise ConfigError("a folder for the records", found, "delete it, or use another --out")
 
 
 def _stored(folder: Path, config: Config, ranks: int) -> list[Rung] | None:
@@ -254,7 +254,7 @@ def _stored(folder: Path, config: Config, ranks: int) -> list[Rung] | None:
 
 
 def _unfit(folder: Path, found: str) -> ConfigError:
-    return ConfigError(f"the records in {folder}", found, "delete that folder, or take another --out")
+    return ConfigError(f"the records in {folder}", found, "delete that folder, or use another --out")
 
 
 # --- what is measured

@@ -157,6 +157,6 @@ def report(
     if page.suffix != ".html" or page.is_dir():
         raise ConfigError(f"--out {page}", "no name of a page", "name a file that ends in .html")
     if not page.absolute().parent.is_dir():
-        raise ConfigError(f"--out {page}", f"no folder {page.parent}", "make it first, or take another")
+        raise ConfigError(f"--out {page}", f"no folder {page.parent}", "create it, or use another")
     pages.write_many(folders, page)
     print(page)

@@ -468,7 +468,7 @@ def _cleaning_folder(out: Path, reads: Sequence[Path]) -> Iterator[Path]:
     for path in (out, new, old):
         _check_replaceable(asked, path)
     if inside := [r for r in reads if r.resolve().is_relative_to(out.resolve())]:
-        raise ConfigError(asked, f"the folder of the input {inside[0]}", "take another folder")
+        raise ConfigError(asked, f"the folder of the input {inside[0]}", "use another folder")
     try:
         new.mkdir(parents=True, exist_ok=True)
         lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -489,11 +489,11 @@ def _cleaning_folder(out: Path, reads: Sequence[Path]) -> Iterator[Path]:
             raise
         shutil.rmtree(old, ignore_errors=True)
     except BlockingIOError:
-        raise ConfigError(asked, "another cleaning is at work there", "wait for it, or take another folder") from None
+        raise ConfigError(asked, "another cleaning is at work there", "wait for it, or use another folder") from None
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        do = "free some, or take another folder"
+        do = "free some, or use another folder"
         raise ConfigError(asked, "no space left there", do) from None
     finally:
         os.close(lock)
@@ -505,10 +505,10 @@ def _check_replaceable(asked: str, path: Path) -> None:
     if not os.path.lexists(path):
         return
     if not path.is_dir():
-        raise ConfigError(asked, f"{path} is no folder", "take another folder")
+        raise ConfigError(asked, f"{path} is not a folder", "use another folder")
     known = {ROWS, REMOVED, QUARANTINE, RECORD, PAGE}
     if foreign := sorted({p.name for p in path.iterdir()} - known):
-        raise ConfigError(asked, f"`{foreign[0]}` in {path} is not of a cleaning", "take another folder")
+        raise ConfigError(asked, f"`{foreign[0]}` in {path} is not of a cleaning", "use another folder")
 
 
 def _check_cleaning(folder: Path) -> None:

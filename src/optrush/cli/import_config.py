@@ -550,7 +550,7 @@ class _Composer:
         paths = []
         for name in names:
             if name not in table:
-                raise self.refuse("@data", f"{name}, which {listed} has not", "name the rows: --data FILE")
+                raise self.refuse("@data", f"{name}, which is not in {listed}", "name the rows: --data FILE")
             paths.append(self._factory_source(name, table[name], listed))
         if "max_samples" in self.tree["data"] and len(names) > 1:
             self.tree["data"]["max_samples"] *= len(names)

@@ -99,7 +99,7 @@ def plan(
         print(_solved(config, hardware, solve, [name for name, given in beside.items() if given], as_json))
         return
     if out is not None and out.exists() and not force:
-        raise ConfigError(f"--out {out}", "this file exists", "take another name, or add --force")
+        raise ConfigError(f"--out {out}", "this file exists", "use another name, or add --force")
     decided: Decided | None = None
     prediction: Prediction | None = None
     refused: UserError | None = None
@@ -509,7 +509,7 @@ def calibrate(
     from optrush.planner.calibrate import loads, measure_rates
 
     if out is not None and out.exists():
-        raise ConfigError(f"--out {out}", "this file exists", "take another name")
+        raise ConfigError(f"--out {out}", "this file exists", "use another name")
     for folder in (calibration.folder(), *(() if out is None else (out.absolute().parent,))):
         calibration.check_writable(folder)  # before a minute is spent
     device = first_device()
@@ -540,7 +540,7 @@ def _calibrate_links(ranks: int, seconds: float, out: Path | None, as_json: bool
         do = "run optrush calibrate without --ranks first"
         raise ConfigError(f"--ranks {ranks}", f"{found_too}, to which those of links belong", do)
     if out is not None and launched()[0] == 0 and out.exists():
-        raise ConfigError(f"--out {out}", "this file exists", "take another name")
+        raise ConfigError(f"--out {out}", "this file exists", "use another name")
     if launches(ranks):
         raise typer.Exit(launch.spawn(sys.argv[1:], ranks))
     from optrush.planner.calibrate import measure_links

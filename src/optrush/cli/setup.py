@@ -146,7 +146,7 @@ def _check_file(file: Path, force: bool) -> None:
     if file.exists() and not force:
         raise ConfigError(f"to write {file}", "it exists", "name another FILE, or give --force to replace it")
     if not file.parent.is_dir():
-        raise ConfigError(f"to write {file}", f"{file.parent} is no folder", "make the folder, or name another FILE")
+        raise ConfigError(f"to write {file}", f"{file.parent} is not a folder", "make the folder, or name another FILE")
 
 
 def _write(file: Path, text: str, force: bool) -> None:

@@ -521,7 +521,7 @@ class Tokens:
         targets[:1] = False
         if not ((len(ids) and targets[-1]) or targets.any()):  # the end of most rows is learnt, and `any` is slow
             asked = f"to learn from the row at {draft.where}"
-            raise DataError(asked, "not one token of it would be learnt", "take it out")
+            raise DataError(asked, "no token of it would be learnt", "take it out")
         return Document(ids, targets)
 
     def _refuse_lost(self, draft: _Draft, encoding: Encoding | None) -> None:

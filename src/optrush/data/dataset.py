@@ -338,7 +338,7 @@ def probe_rows(
     whole = _whole(samples, tokens, train_on)
     if not any(document.targets.any() for made in documents for document in made):
         one = _show(tokens, samples[0], documents[0] or whole[0])
-        found = f"not one token of them would be learnt; the first, {one}"
+        found = f"no token of them would be learnt; the first, {one}"
         do = "raise batch.seq if answers are cut off, or choose what is learnt (data.train_on)"
         raise DataError(f"to learn from the first {len(samples)} rows", found, do)
     if rows and truncated / rows > most_truncated:

@@ -456,7 +456,7 @@ class LiveStream(Stream):
             progress.done(part.rows, part.rows)
         first = bisect_right(self._before, self._before[-1] - 1)  # windows without a row, one after the other
         if not samples and w - first >= self._windows:
-            raise DataError("`data.stream`", "not one sample in all rows", "look at the rows: optrush data show")
+            raise DataError("`data.stream`", "no sample in any row", "look at the rows: optrush data show")
         return samples
 
     def _note(self, part: SampleChunk) -> None:

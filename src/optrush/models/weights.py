@@ -722,7 +722,7 @@ class PackedFolder:
             shape = tuple(state["shape"])
             if needed.get(name) != shape:
                 asked = f"the packed tensor {name} of shape {list(shape)} in {self.dense.folder}"
-                found = f"config.json wants {list(needed[name]) if name in needed else 'no such tensor'}"
+                found = f"config.json needs {list(needed[name]) if name in needed else 'no such tensor'}"
                 raise NeedsError(asked, found, "check that config.json fits the weights")
         self.dense.check({n: s for n, s in needed.items() if n not in self.states}, duplicates)
 

@@ -215,7 +215,7 @@ def on_rank0(main: bool, output: Path, work: Callable[[], object]) -> None:
         except OSError as e:
             there, free = run_dir.free_space(output)
             found = f"{e.strerror}: {e.filename or output} ({free:,} bytes free in {there})"
-            error = ConfigError(f"`output: {output}`", found, "correct that, or take another")
+            error = ConfigError(f"`output: {output}`", found, "fix that, or use another")
     distributed.agree(error)
 
 
