@@ -32,8 +32,9 @@ from optrush.errors import UserError
 from optrush.models.decoder import Decoder
 from optrush.models.families import FAMILIES, FamilySpec
 from optrush.models.hf import _tagged_float, load
-from optrush.models.published import SHAPES, _published
+from optrush.models.published import SHAPES
 from optrush.models.shapes import HF, native_obstacle, refuse_foreign
+from optrush.models.source import _published
 from optrush.models.text_part import OTHER_MEDIA, is_multimodal
 from optrush.models.trace import trace_model
 
@@ -134,8 +135,8 @@ has them byte for byte, in the layout of the base. "GGUF": the architecture that
 
 ## Named shapes
 
-`model.shape: NAME` takes the sizes of these models, with random weights. `model.path` and `optrush plan` know the hub ids
-among them without a network:
+`model.shape: NAME` takes the sizes of these models, with random weights. `model.path` and `optrush plan` know the hub
+ids among them without a network:
 
 {shapes}
 """

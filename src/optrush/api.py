@@ -79,7 +79,9 @@ def _config(given: Configuration) -> Config:
         try:
             text = yaml.safe_dump(dict(given), sort_keys=False, allow_unicode=True)
         except yaml.YAMLError as error:
-            raise ConfigError("the configuration", f"a value that YAML has not: {error}", "take plain values") from None
+            raise ConfigError(
+                "the configuration", f"a value that YAML cannot hold: {error}", "take plain values"
+            ) from None
         config = parse_config(text, "the configuration")
     else:
         path = Path(given)
@@ -271,7 +273,7 @@ def bench(
         ladder: config (the configuration's own techniques), single-gpu, cpu-demo ..., or a YAML file.
         repeats: processes a rung; the ladder's own number if not given.
         limit_s: seconds that one process may take at most.
-        cumulative_only: leave out the rungs that take one technique away.
+        cumulative_only: skip the rungs that remove one technique.
         resume: go on with a bench that was stopped.
         loss, optimizer: as of `train`, at the top level of a file: fresh processes import it.
 
@@ -304,7 +306,7 @@ def tune(
     Args:
         out: the YAML to write; the records are in the folder of its name without the suffix.
         budget_s: seconds that all processes together may take.
-        ranks: processes on this machine, one a GPU.
+        ranks: processes on this machine, one per GPU.
         loss, optimizer: as of `bench`.
 
     Returns:
@@ -332,10 +334,10 @@ def export(
     """Write a checkpoint of a run as a folder that transformers loads, and compare its logits after reloading.
 
     Args:
-        out: the folder to write; RUN/model if not given.
+        out: folder to write (default RUN/model).
         checkpoint: a step or a folder; the best, else the newest intact one.
         dtype: float32, bfloat16 or float16; as trained if not given.
-        adapter: the adapter's files, as PEFT keeps them, in place of merged weights.
+        adapter: export the adapter alone, in PEFT's format, in place of merged weights.
 
     Raises:
         UserError: no run there, or no such checkpoint.

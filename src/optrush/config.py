@@ -578,7 +578,7 @@ def parse_yaml(text: str, where: str, own: bool = False) -> tuple[dict[str, Any]
         place = f"{where}:{mark.line + 1}" if mark else where
         if isinstance(error, _RefusedNode):
             raise ConfigError(place, error.found, error.do) from None
-        raise ConfigError(place, f"not YAML: {_reason(error)}", "mend that line") from None
+        raise ConfigError(place, f"not YAML: {_reason(error)}", "fix that line") from None
     if not isinstance(node, yaml.MappingNode):
         found = "nothing" if node is None else "no mapping"
         raise ConfigError(where, f"{found} at the top", "begin with `model:`, `objective:`, `data:`, `output:`")
@@ -627,7 +627,7 @@ def _plain(node: yaml.Node, path: Keys, where: str, lines: dict[Keys, int]) -> A
                 raise ConfigError(f"{where}:{at}", "a list or a mapping as a key", "give each key a name")
             key = str(key_node.value)
             if key in out:
-                raise ConfigError(f"{where}:{at}", f"`{key}` stands here a second time", "keep one of them")
+                raise ConfigError(f"{where}:{at}", f"`{key}` is here a second time", "keep one of them")
             lines[(*path, key)] = at
             out[key] = _plain(value_node, (*path, key), where, lines)
         return out

@@ -611,7 +611,7 @@ def check_fields(config: Config) -> None:
         raise ConfigError("one of `data.path`, `data.sample`, `data.random`", found, "give exactly one")
     if config.distill is not None and config.distill.teacher is None:
         do = "name a Hugging Face folder or hub id: distill: {teacher: ...}"
-        raise ConfigError("`distill.teacher`", "none is named", do)
+        raise ConfigError("`distill.teacher`", "it is missing", do)
     if config.distill is not None and config.distill.store is not None:
         _check_store(config.distill, d.stream)
     if d.random is not None:
@@ -619,7 +619,7 @@ def check_fields(config: Config) -> None:
             asked = f"`objective: {config.objective}` on `data.random`"
             raise ConfigError(asked, "random tokens", "objective: pretrain")
         if isinstance(d.eval, str):
-            raise ConfigError("`data.eval` from a file beside `data.random`", d.eval, "give a fraction")
+            raise ConfigError("`data.eval` from a file with `data.random`", d.eval, "give a fraction")
     elif config.model.shape is not None and config.model.tokenizer is None:
         do = "name a folder that has one: model.tokenizer; or take data.random"
         raise ConfigError(f"`model.shape: {config.model.shape}` on text", "a shape has no tokenizer", do)
@@ -665,13 +665,13 @@ def check_pairs(config: Config) -> None:
         found = "pairs: answers that are cut were never compared"
         raise ConfigError(f"`data.too_long: {d.too_long}` with {asked}", found, "take data.too_long: error or drop")
     if d.stream and config.objective == JUDGED:
-        found = "`data.stream`, whose rows are not read before step 0: none has the answer of another one"
+        found = "`data.stream`: KTO pairs each prompt with another row's answer, and a stream is not read ahead"
         raise ConfigError(f"`data.stream` with {asked}", found, "leave data.stream out")
     if d.train_on == "all":
-        found = "pairs, whose prompt is the same on both sides and cancels out"
+        found = "pairs: the prompt is the same on both sides and cancels out"
         raise ConfigError(f"`data.train_on: all` with {asked}", found, "take data.train_on: assistant or last")
     if d.stream and settings.reference == "precomputed":
-        found = "`data.stream`, whose rows nobody has read before step 0"
+        found = "`data.stream`, whose rows are not read before step 0"
         raise ConfigError("`dpo.reference: precomputed`", found, "leave data.stream out, or take reference: adapter")
 
 

@@ -425,10 +425,10 @@ def export_folder(run: Path, out: Path | None, adapter: bool) -> Path:
     folder, _ = open_run(run)
     where = out or folder / ("adapter" if adapter else "model")
     if where.exists() and (not where.is_dir() or any(where.iterdir())):
-        found = "it is not empty" if where.is_dir() else "a file, no folder"
+        found = "it is not empty" if where.is_dir() else "a file, not a folder"
         raise ConfigError(f"to export to {where}", found, "name another folder: --out DIR")
     if not where.absolute().parent.is_dir():
-        raise ConfigError(f"to export to {where}", f"{where.absolute().parent} is no folder", "make it first")
+        raise ConfigError(f"to export to {where}", f"{where.absolute().parent} is not a folder", "make it first")
     return where
 
 
@@ -605,10 +605,10 @@ def _beside(where: Path, at_work: bool) -> Iterator[Path]:
     try:
         fresh.mkdir()
     except FileExistsError:
-        do = "look at it and delete it, or take another folder: --out DIR"
+        do = "look at it and delete it, or use another folder: --out DIR"
         raise ConfigError(f"to export to {where}", f"{fresh}, where it would be written first, is there", do) from None
     except OSError as error:
-        do = "take another folder: --out DIR"
+        do = "use another folder: --out DIR"
         raise ConfigError(f"to export to {where}", f"{fresh}: {error.strerror}", do) from None
     try:
         yield fresh
@@ -624,7 +624,7 @@ def _writing(where: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"to export to {where}", f"{error}", "make room, or take another folder: --out DIR") from None
+        raise ConfigError(f"to export to {where}", f"{error}", "make room, or use another folder: --out DIR") from None
 
 
 def _write_merged(found: RebuiltModel, fresh: Path, dtype: str | None, max_shard_bytes: float) -> dict[str, str]:

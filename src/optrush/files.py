@@ -251,7 +251,7 @@ def check_model_files(folder: Path, patterns: Iterable[str]) -> None:
     for path in sorted(found):
         if not (place := path.resolve()).is_relative_to(own) and path.suffix != ".safetensors":
             why = f"a link to {place}, out of the folder {folder}"
-            raise ConfigError(f"{path}", why, f"put the file itself there: cp --remove-destination {place} {path}")
+            raise ConfigError(f"{path}", why, f"copy the file: cp --remove-destination {place} {path}")
         if path.exists():
             regular(path)
 

@@ -69,14 +69,14 @@ def find_model(text: str) -> ModelSource:
             return ModelSource(text, folder / "model", None, config)
         if (folder / "adapter" / ADAPTER).is_file():
             return ModelSource(text, _published(config, text), folder / "adapter", config)
-        raise ConfigError(f"to talk to {text}", "neither model/ nor adapter/ lies in it", f"optrush export {text}")
+        raise ConfigError(f"to talk to {text}", "it has neither model/ nor adapter/", f"optrush export {text}")
     run_of = open_run(path.parent)[1] if path.name in ("model", "adapter") and (path.parent / RUN).is_file() else None
     if (path / ADAPTER).is_file():
         try:
             facts = parse_json(read_text(path / ADAPTER))
         except (OSError, ValueError):  # UnicodeDecodeError is one
             do = "copy the adapter's folder anew"
-            raise ConfigError(f"the adapter {text}", f"{ADAPTER} is no JSON", do) from None
+            raise ConfigError(f"the adapter {text}", f"{ADAPTER} is not JSON", do) from None
         base = facts.get("base_model_name_or_path") if isinstance(facts, dict) else None
         if not isinstance(base, str) or not base:
             raise ConfigError(f"the adapter {text}", f"{ADAPTER} names no base model", "name the run's folder")
@@ -93,7 +93,7 @@ def home(text: str, asked: str) -> Path:
     try:
         return Path(text).expanduser()
     except RuntimeError:
-        raise ConfigError(asked, f"{text}: nobody of that name has a home here", "write the folder out") from None
+        raise ConfigError(asked, f"{text}: no user of that name", "write the folder out") from None
 
 
 def base_of(source: ModelSource, asked: str) -> ModelSource:
@@ -106,7 +106,7 @@ def base_of(source: ModelSource, asked: str) -> ModelSource:
         return ModelSource(str(source.config.model.path), _published(source.config, asked))
     if source.adapter is not None:
         return ModelSource(str(source.folder), source.folder)
-    raise ConfigError(asked, f"{source.name} is no run's folder: its base is not known", "name the run's folder")
+    raise ConfigError(asked, f"{source.name} is not a run's folder: its base model is unknown", "name the run's folder")
 
 
 def _published(config: Config, asked: str) -> Path:
@@ -313,7 +313,7 @@ def _loaded(source: ModelSource, device: torch.device) -> Any:
     if source.adapter is None:
         return load_plain(source.folder, None, device)
     if library("peft") is None:
-        asked = f"the adapter {source.adapter}, which no merged model lies beside"
+        asked = f"the adapter {source.adapter} without a merged model next to it"
         raise NeedsError(asked, "the package peft is not installed", "python -m pip install peft, or optrush export")
     from peft import PeftModel, get_peft_model_state_dict
 

@@ -141,9 +141,9 @@ def _same(checkpoint: Manifest, trainer: Trainer) -> None:
         if then is not None and now is not None and then != now:
             found = f"the model's {'chat template' if name == 'template' else name} changed since"
             raise CheckpointError(
-                f"the checkpoint {checkpoint.path}", found, "bring back the one that it was trained with"
+                f"the checkpoint {checkpoint.path}", found, "restore the one that it was trained with"
             )
     then, now = (prints.get("adapters", "absent") for prints in (checkpoint.fingerprints, trainer.fingerprints))
     if then != now:
         found = f"`adapters` was {then} and is {now}"
-        raise CheckpointError(f"the checkpoint {checkpoint.path}", found, "bring back the old one in run.yaml")
+        raise CheckpointError(f"the checkpoint {checkpoint.path}", found, "restore the old one in run.yaml")

@@ -539,7 +539,7 @@ def settle(techniques: Sequence[Technique], env: Environment, classes: Sequence[
         for part in t.wants - env.claimed:
             able = " or ".join(f"--with {c.name}" for c in classes if part in c.claims)
             do = f"add {able}" if able else "add a technique that does"
-            raise NeedsError(f"`{t.name}`", f"nobody owns {part.value}", do)
+            raise NeedsError(f"`{t.name}`", f"no technique sets {part.value}", do)
         refuse_unmet(t.needs(env))
     device = env.device
     for t in techniques:

@@ -210,7 +210,7 @@ def test_a_technique_that_cannot_be_taken_away(call: Call, fakes: Fakes, monkeyp
     monkeypatch.setattr(FusedLoss, "wants", frozenset({Part.OPTIMIZER}))
     found = climb(call)
     assert found.code == 0
-    assert "left out: `without fused-adamw`, for `fused-loss`: nobody owns the optimizer" in found.err
+    assert "left out: `without fused-adamw`, for `fused-loss`: no technique sets the optimizer" in found.err
     assert list(records(Path("out"))) == ["base", "adamw", "both", "without fused-loss"]
 
 

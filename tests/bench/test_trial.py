@@ -241,7 +241,7 @@ LEGS = [{"rate": 5e-4, "step": 4, "loss": None}, {"rate": 1e-3, "step": 8, "loss
     ("kind", "result", "code", "expected"),
     [
         ("batch", NOISE, 0, "the gradient noise scale is 2,250 tokens: batch.tokens: 2304 (it was 512); then race"),
-        ("batch", {**NOISE, "squared": -1.0}, 1, "the gradient is not told from its noise"),
+        ("batch", {**NOISE, "squared": -1.0}, 1, "the gradient cannot be separated from its noise"),
         ("lr", {"legs": LEGS, "steps": 16}, 0, "optim.lr: 0.002 (it was 0.001), held-out loss 1.5000 after 8 steps of"),
         ("lr", {"legs": LEGS[:1], "steps": 16}, 1, "no rate has a finite held-out loss"),
         ("lr", {"error": "killed by signal 9", "seconds": 1.0}, 1, "killed by signal 9"),

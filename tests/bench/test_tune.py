@@ -149,8 +149,8 @@ def test_a_dry_run_writes_nothing(call: Call, fakes: Fakes, planned: None) -> No
     ("flags", "said"),
     [
         (["--out", "mine.yaml"], "a file that no tuning wrote"),
-        (["--out", "taken.yaml"], "taken is there, and holds no tuning"),
-        (["--out", "new"], "end it in .yaml"),
+        (["--out", "taken.yaml"], "taken exists and has no tuning"),
+        (["--out", "new"], "name a file that ends in .yaml"),
         (["--out", "no/new.yaml"], "no folder no"),
         (["--budget", "soon"], "write 90s, 10m or 1h"),
         (["--with", "fusd-loss"], "no such technique"),

@@ -338,14 +338,14 @@ def test_a_run_does_not_overwrite_what_it_reads(name: str, box: Box, tmp_path: P
     config = parse_config(Path(box.write(**{"model": "model", "output": "out", **changes})).read_text(), "run.yaml")
     resolved: Any = Decided(config, [], None, None, {}, ())  # type: ignore[arg-type]
     for resume in (None, "auto"):
-        with pytest.raises(ConfigError, match="lies where it writes"):
+        with pytest.raises(ConfigError, match="is where it writes"):
             check_run_output(resolved, resume)
 
 
 def test_an_output_in_the_folder_of_the_data(box: Box, tmp_path: Path) -> None:
     (tmp_path / "text.jsonl").write_bytes((box.folder / "text.jsonl").read_bytes())
     ended = called("train", box.write(data={"path": str(tmp_path)}, output=str(tmp_path / "runs" / "out")))
-    refused(ended, "it lies in", "would be, too")
+    refused(ended, "it is in", "would be, too")
     assert not (tmp_path / "runs").exists()
 
 

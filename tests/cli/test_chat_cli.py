@@ -208,11 +208,11 @@ def test_a_conversation(call: Call, trained: Path, here: Path, monkeypatch: pyte
     for said in (
         "no such command",
         "no such setting",
-        "nobody of that name",
+        "no user of that name",
         "null byte",
         "`top_p`",
         "max_tokens=3",
-        "nothing has been said",
+        "the conversation is empty",
         "/save FILE",
     ):
         assert said in found.err, said
@@ -271,7 +271,7 @@ def test_what_is_refused(call: Call, trained: Path, model: Path, here: Path) -> 
     assert "no --message" in refused(call, "tiny", "--json")
     assert "no such folder" in refused(call, "nowhere", *say)
     assert "without config.json" in refused(call, ".", *say)
-    assert "its base is not known" in refused(call, "tiny", "--base", *say)
+    assert "its base model is unknown" in refused(call, "tiny", "--base", *say)
     assert "no system prompt" in refused(call, "tiny", "--plain", "--system", "x", *say)
     assert "`temperature`" in refused(call, "tiny", "--temperature", "0", *say)
     assert "a control token: a forged turn" in refused(call, "tiny", "--message", "<|im_start|>system")
@@ -346,6 +346,6 @@ def test_an_adapter_on_its_base(call: Call, cache: Path, here: Path, monkeypatch
     file.rename(file.with_suffix(".bin"))
     assert "no adapter_model.safetensors that can be read" in refused(call, "bare", *flags)
     (here / "bare" / "adapter" / "adapter_config.json").write_text("[")
-    assert "adapter_config.json is no JSON" in refused(call, "bare/adapter", *flags)
+    assert "adapter_config.json is not JSON" in refused(call, "bare/adapter", *flags)
     monkeypatch.setattr(generation, "library", lambda name: None)
     assert "python -m pip install peft" in refused(call, "bare", *flags)

@@ -303,5 +303,5 @@ def test_a_revision_is_of_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     locate(run(sets=["model.path=org/name", "model.revision=v2"]), weights=False)
     assert asked[0][0] == "org/name" and asked[0][1]["revision"] == "v2"
-    with pytest.raises(ConfigError, match="no hub id"):
+    with pytest.raises(ConfigError, match="not a hub id"):
         locate(run(sets=["model.revision=v2"]))

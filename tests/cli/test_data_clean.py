@@ -190,7 +190,7 @@ def test_bad_rows_of_a_run(call: Call, here: Path, write: Callable[..., str]) ->
         (["run.yaml", "recipes.jsonl", "--out", "out"], "another source is run.yaml"),
         (["recipes.jsonl", "--check", "out"], "something to clean with it"),
         (["--check", "nowhere"], "cleaning.json: No such file or directory"),
-        (["recipes.jsonl", "--out", "out", "--set", "data.clean.chars=[9,1]"], "no row can be meant by that"),
+        (["recipes.jsonl", "--out", "out", "--set", "data.clean.chars=[9,1]"], "the minimum exceeds the maximum"),
         (["recipes.jsonl", "--out", "out", "--set", "data.clean.char=1"], "did you mean `chars`?"),
         (["nowhere.jsonl", "--out", "out", "--set", "data.clean.chars=[1,9]"], "no such file"),
     ],

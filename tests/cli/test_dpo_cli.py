@@ -152,7 +152,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "conversations": ({"objective": "dpo"}, ("chat.jsonl:1 that is no pair", '"chosen"')),
     "wrapped": (
-        preferences(data={"too_long": "error"}, with_={"wrap": {}}), ("--with wrap", "torn", "--with packing"),
+        preferences(data={"too_long": "error"}, with_={"wrap": {}}), ("--with wrap", "attend to", "--with packing"),
     ),
     "no adapter": (
         preferences(dpo={"reference": "adapter"}),

@@ -265,7 +265,7 @@ def test_memory_and_time_are_those_of_the_plan(call: Call, write: Write, predict
     lines = told(call, write())["memory"]["lines"]
     assert [i["name"] for i in lines][:2] == ["weights.blocks", "states.blocks"] and len(lines) == 7
     text = shown(call, "run.yaml")
-    assert "\n  NVIDIA H200: 4.00 GiB, fits; the peak lies in: head\n" in text
+    assert "\n  NVIDIA H200: 4.00 GiB, fits; peak in: head\n" in text
     weights_, states = (next(x for x in text.splitlines() if x.startswith(f"  {name}")) for name in ("weig", "stat"))
     assert weights_.count("█") == 24 and states.count("█") == 8 and "3.00" in weights_ and "weights.4" not in text
     assert "\n  smaller lines " in text and "\n  speed: about 1,234 tokens/s (basis: datasheet)\n" in text
@@ -336,7 +336,7 @@ def test_the_folder_of_a_run(call: Call, write: Write, here: Path) -> None:
     config = write(train={"epochs": None, "steps": 2})
     assert call("train", config).code == 0
     text = shown(call, config)
-    assert "refused as it stands: a run lies there" in text and "--resume auto" in text
+    assert "refused as it stands: the folder has a run" in text and "--resume auto" in text
     found = told(call, config)
     assert "--resume auto" in found["occupied"]
     tokens, speed = found["data"]["tokens"], found["memory"]["tokens_per_s"]

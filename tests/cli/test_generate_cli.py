@@ -181,11 +181,11 @@ def test_what_is_refused(call: Call, trained: Path, here: Path) -> None:
     some = ("tiny", "--prompts", "p.jsonl", "--out", "a.jsonl")
     assert "no MODEL" in refused(call) and "no MODEL" in refused(call, "tiny", "--prompts", "p.jsonl")
     assert "one other model" in refused(call, *some, "--base", "--against", "tiny")
-    assert "its base is not known" in refused(call, *some, "--base")
+    assert "its base model is unknown" in refused(call, *some, "--base")
     assert "rows from none.jsonl\nfound: no such file" in refused(
         call, "tiny", "--prompts", "none.jsonl", "--out", "a.jsonl"
     )
-    assert "end it in .jsonl" in refused(call, "tiny", "--prompts", "p.jsonl", "--out", "a.txt")
+    assert "name a file that ends in .jsonl" in refused(call, "tiny", "--prompts", "p.jsonl", "--out", "a.txt")
     assert "no folder" in refused(call, "tiny", "--prompts", "p.jsonl", "--out", "b/a.jsonl")
     assert "p.jsonl exists" in refused(call, "tiny", "--prompts", "p.jsonl", "--out", "p.jsonl")
     for flags in (("--judge", "a.jsonl"), (*some, "--judge-by", "reference")):
@@ -196,7 +196,7 @@ def test_what_is_refused(call: Call, trained: Path, here: Path) -> None:
     for value in ("1e-42", "0", "nan", "inf"):
         assert "`temperature`" in refused(call, *some, "--temperature", value)
     assert call("generate", *some, "--seed", str(2**63)).code == 2
-    assert "nobody of that name" in refused(call, "~nosuchuser/x", *some[1:])
+    assert "no user of that name" in refused(call, "~nosuchuser/x", *some[1:])
     assert "`top_p`" in refused(call, *some, "--top-p", "0")
     write_rows(here / "forged.jsonl", [{"messages": [{"role": "user", "content": "<|im_start|>"}]}])
     assert "a forged turn" in refused(call, "tiny", "--prompts", "forged.jsonl", "--out", "a.jsonl")

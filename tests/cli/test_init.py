@@ -550,8 +550,8 @@ def test_the_output_that_is_suggested_is_free(call: Call, here: Path) -> None:
 # --- what is refused
 
 CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
-    "no model": (["--data", "chat.jsonl"], ("without a terminal to ask on", "no --model", "give --model, or --yes")),
-    "no data": (["--model", "tiny"], ("without a terminal to ask on", "no --data", "give --data, or --yes")),
+    "no model": (["--data", "chat.jsonl"], ("without a terminal", "no --model", "give --model, or --yes")),
+    "no data": (["--model", "tiny"], ("without a terminal", "no --data", "give --data, or --yes")),
     "empty model": (["--model", "", "--data", "chat.jsonl"], ("the model ''", "no name", "`tiny`")),
     "no such model": (["--model", "./none", "--data", "chat.jsonl"], ("the model ./none", "no such folder")),
     "no such shape": (["--model", "shape:llama", "--data", "random"], ("model.shape: llama", "no such shape")),
@@ -564,7 +564,7 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "text on a shape": (["--model", "shape:llama-3.2-1b", "--data", "chat.jsonl"], ("a shape has no tokenizer",)),
     "no such technique": ([*SAMPLE, "--with", "pakcing"], ("the technique `pakcing`", "did you mean `packing`?")),
     "output full": ([*SAMPLE, "--output", "full"], ("the output full", "not empty", "name another folder")),
-    "output a file": ([*SAMPLE, "--output", "chat.jsonl"], ("the output chat.jsonl", "a file, no folder")),
+    "output a file": ([*SAMPLE, "--output", "chat.jsonl"], ("the output chat.jsonl", "a file, not a folder")),
     "output empty": ([*SAMPLE, "--output", ""], ("the output ''", "no name")),
 }  # fmt: skip
 

@@ -210,7 +210,7 @@ def test_flags_that_say_nothing_together(call: Call, write: Write) -> None:
         (["--overfit", "1", "--resume", "auto"], "leaves no checkpoint"),
         (["--overfit-steps", "9"], "no --overfit"),
         (["--json"], "no --dry-run and no --overfit"),
-        (["--overfit", "101"], "200 steps, which see each batch less than twice"),
+        (["--overfit", "101"], "200 steps, fewer than two passes over each batch"),
         (["--overfit", "90", "--set", "train.epochs=1"], "a run of "),
     ):
         refused(call("train", config, *flags), says)

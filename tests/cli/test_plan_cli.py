@@ -34,7 +34,8 @@ def test_for_people(call: Call) -> None:
     for text in (
         "as configured", "NVIDIA H200: ", "usable (139.8 in all), fits", "█", "tokens/s (basis: datasheet)",
         "x 8 bytes (weights 2 + gradients 2 + states 4)", "backward.gate_up", "TFLOP", "GB moved", "the best of",
-        "  1. ", "  3. ", "beside the best", "without attention", "llama-3.1-70b", "does not fit", "h a billion tokens",
+        "  1. ", "  3. ", "beside the best", "without attention", "llama-3.1-70b", "does not fit",
+        "h per billion tokens",
     ):  # fmt: skip
         assert text in found.out, text
     assert max(map(len, found.out.splitlines())) <= 160
@@ -79,8 +80,8 @@ def test_a_card_whose_rates_are_not_known(call: Call) -> None:
     given = [str(LLAMA), "--hardware", "mi300x"]
     text = call("plan", *given, "--details").out
     first, second, *_ = text.splitlines()
-    assert first.endswith("GiB, speed not known") and second.endswith("optrush calibrate measures them")
-    assert "tokens/s" not in text and "USD" not in text and "h a billion" not in text
+    assert first.endswith("GiB, speed not known") and second.endswith("run `optrush calibrate` on it")
+    assert "tokens/s" not in text and "USD" not in text and "h per billion" not in text
     assert "in the order of their speeds on an H100" in text and "  with recompute " in text
     document = json.loads(call("plan", *given, "--json").out)
     assert document["tokens_per_s"] is None and document["hours"] is None
@@ -95,11 +96,11 @@ def test_sets_without_what_only_the_user_chooses_are_no_answer(call: Call, tmp_p
     found = call("plan", *given, "--with", "longlora:group=3000", "--out", str(out))
     first, second, *_ = found.out.splitlines()
     assert found.code == 2 and not out.exists()
-    assert first.startswith("refused as configured: `longlora` cuts rows of 2048 tokens: groups of 3000")
-    assert second.startswith("fits on") and second.endswith("; without longlora, which the configuration names")
+    assert first.startswith("invalid as configured: `longlora` cuts rows of 2048 tokens: groups of 3000")
+    assert second.startswith("fits on") and second.endswith("; without longlora, which your file has")
     whole = call("plan", *given, "--with", "longlora:group=1024")
     first = whole.out.splitlines()[0]
-    assert whole.code == 0 and first.startswith("fits on") and "which the configuration names" not in first
+    assert whole.code == 0 and first.startswith("fits on") and "which your file has" not in first
 
 
 def test_what_cannot_run_there_is_said_and_others_are_found(call: Call) -> None:

@@ -46,8 +46,8 @@ TEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "unknown key at the top": ("modle: tiny\n", ("run.yaml:1: `modle`", "did you mean `model`?")),
     "unknown key unlike any": ("zzz: 1\n", ("run.yaml:1: `zzz`", "known: batch, data, ")),
     "unknown key of a model": ("model: {pth: x}\n", ("run.yaml:1: `model.pth`", "did you mean `path`?")),
-    "duplicate key": ("model: tiny\nseed: 1\nseed: 2\n", ("run.yaml:3", "`seed` stands here a second time", "keep")),
-    "duplicate key inside": ("optim:\n  lr: 1\n  lr: 2\n", ("run.yaml:3", "`lr` stands here a second time")),
+    "duplicate key": ("model: tiny\nseed: 1\nseed: 2\n", ("run.yaml:3", "`seed` is here a second time", "keep")),
+    "duplicate key inside": ("optim:\n  lr: 1\n  lr: 2\n", ("run.yaml:3", "`lr` is here a second time")),
     "alias": ("model: &m tiny\noutput: *m\n", ("run.yaml:2", "the alias *m", "write the value out")),
     "alias bomb": (
         "a: &a [1,1]\nb: &b [*a,*a]\nc: [*b,*b]\n", ("run.yaml:2", "the alias *a", "write the value out"),
@@ -57,7 +57,7 @@ TEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "scalar tag": ("model: !!python/name:os.system x\n", ("run.yaml:1", "python/name:os.system", "write a plain")),
     "tag of a mapping": ("data: !include {path: x}\n", ("run.yaml:1", "!include")),
-    "not YAML": ("model: [tiny\n", ("run.yaml:", "not YAML", "mend that line")),
+    "not YAML": ("model: [tiny\n", ("run.yaml:", "not YAML", "fix that line")),
     "a tab": ("data:\n\tpath: x\n", ("run.yaml:2", "not YAML")),
     "empty": ("", ("run.yaml", "nothing at the top", "begin with `model:`")),
     "only a comment": ("# model: tiny\n", ("run.yaml", "nothing at the top")),
@@ -110,7 +110,7 @@ VALUES: dict[str, Case] = {
     ),
     "random with a file": (
         {"objective": "pretrain", "data": {"path": None, "random": 8, "eval": "chat.jsonl"}}, [],
-        ("`data.eval` from a file beside `data.random`", "chat.jsonl", "give a fraction"),
+        ("`data.eval` from a file with `data.random`", "chat.jsonl", "give a fraction"),
     ),
     "text on a shape": (
         {"model": {"shape": "llama-3.2-1b"}}, [],
@@ -118,11 +118,11 @@ VALUES: dict[str, Case] = {
     ),
     "no data file": ({"data": {"path": "no.jsonl"}}, [], ("no.jsonl", "no such file", "check the path")),
     "data of no known kind": (
-        {"data": {"path": "run.yaml"}}, [], ("no known kind of data", "name them by what they hold"),
+        {"data": {"path": "run.yaml"}}, [], ("no known kind of data", "name them by their content"),
     ),
     "no eval file": ({"data": {"eval": "no.jsonl"}}, [], ("`data.eval: no.jsonl`", "no such file", "JSONL file")),
     "eval fraction of few": (
-        {"data": {"eval": 0.01}}, [], ("0.01 of the data", "12 rows, of which that is 0", "change the fraction"),
+        {"data": {"eval": 0.01}}, [], ("0.01 of the data", "12 rows: this fraction gives 0", "change the fraction"),
     ),
     "no chat template": (
         {"model": {"path": "tiny", "chat_template": "no.jinja"}}, [],
@@ -243,7 +243,7 @@ VALUES: dict[str, Case] = {
     "with a number": ({"with": {"packing": 5}}, ["--with", "packing:x=1"], ("`with.packing` holds 5", "as a mapping")),
     "with a list": ({"with": ["packing"]}, ["--without", "packing"], ("--without packing", "no mapping")),
     "output nowhere": ({"output": ""}, [], ("`output`", "''")),
-    "a long name": ({"output": "x" * 300}, [], ("x" * 300, "File name too long", "take another")),
+    "a long name": ({"output": "x" * 300}, [], ("x" * 300, "File name too long", "use another")),
     "a long model": ({"model": "x" * 300}, [], ("x" * 300, "File name too long", "give a path")),
 }  # fmt: skip
 
@@ -286,7 +286,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no size": ({"hidden_size": None}, ("hidden_size is None", "positive whole number")),
     "sizes do not divide": ({"num_key_value_heads": 5}, ("num_key_value_heads 5", "multiple of key/value heads")),
     "weights of another size": ({"intermediate_size": 256}, ("gate_proj", "check that config.json fits the weights")),
-    "unknown type": ({"model_type": "megallama"}, ("'megallama'", "transformers does not know it", "update")),
+    "unknown type": ({"model_type": "megallama"}, ("'megallama'", "transformers cannot load it", "update")),
 }  # fmt: skip
 
 
@@ -307,7 +307,7 @@ def test_model_folder(call: Call, write: Write, model: Path, here: Path) -> None
     (folder / "config.json").write_text('{"model_type": ')
     refused(call("train", write(model="m")), "config.json", "not JSON", "download the model again")
     (folder / "config.json").write_text("[]")
-    refused(call("train", write(model="m")), "config.json", "no JSON object", "download the model again")
+    refused(call("train", write(model="m")), "config.json", "not a JSON object", "download the model again")
     shutil.rmtree(folder)
     edited(model, folder)
     (folder / "model.safetensors").unlink()
@@ -373,7 +373,7 @@ def test_row(name: str, call: Call, write: Write, here: Path) -> None:
     line, says = ROWS[name]
     good = (here / "chat.jsonl").read_text().splitlines()
     (here / "chat.jsonl").write_text("\n".join([good[0], line, good[1]]) + "\n")
-    refused(call("train", write()), "chat.jsonl:2", "mend that line", *says)
+    refused(call("train", write()), "chat.jsonl:2", "fix that line", *says)
 
 
 def test_text_without_a_target(call: Call, write: Write, model: Path, here: Path) -> None:
@@ -384,7 +384,7 @@ def test_text_without_a_target(call: Call, write: Write, model: Path, here: Path
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.json").write_text(json.dumps(inner))
     write_rows(here / "one.jsonl", [{"text": "Stir well."}, {"text": "<|eos|>"}])
-    refused(call("train", write(model="m", data={"path": "one.jsonl"})), "one.jsonl:2", "not one token", "take it out")
+    refused(call("train", write(model="m", data={"path": "one.jsonl"})), "one.jsonl:2", "no token", "take it out")
 
 
 # --- the output folder
@@ -395,9 +395,13 @@ FINISHED = {"run.yaml": "model: tiny\n", "metrics.jsonl": '{"step": 1}\n'}
 @pytest.mark.parametrize(
     ("files", "clean", "says"),
     [
-        ({"thesis.txt": "years of work"}, True, ("`train.clean: true` in out", "`thesis.txt` lies there", "move it")),
-        ({**FINISHED, "notes.md": "mine"}, True, ("`notes.md` lies there",)),
-        (FINISHED, False, ("`output: out`", "a run lies there", "--resume auto", "clean")),
+        (
+            {"thesis.txt": "years of work"},
+            True,
+            ("`train.clean: true` in out", "`thesis.txt` is in the folder", "move it"),
+        ),
+        ({**FINISHED, "notes.md": "mine"}, True, ("`notes.md` is in the folder",)),
+        (FINISHED, False, ("`output: out`", "the folder has a run", "--resume auto", "clean")),
     ],
     ids=["something else", "a run with something else", "a finished run"],
 )
@@ -413,8 +417,8 @@ def test_output_that_is_not_empty(
 
 def test_output_that_is_a_file(call: Call, write: Write, here: Path) -> None:
     (here / "out").write_text("a file")
-    refused(call("train", write()), "`output: out`", "out is no folder", "take another `output`", output=None)
-    refused(call("train", write(output="out/deeper")), "is no folder", output=None)
+    refused(call("train", write()), "`output: out`", "out is not a folder", "use another `output`", output=None)
+    refused(call("train", write(output="out/deeper")), "is not a folder", output=None)
     assert (here / "out").read_text() == "a file"
 
 
@@ -441,7 +445,7 @@ def test_eval_of_few_texts(names: tuple[str, ...], call: Call, write: Write, her
         (here / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
     data = {"path": [*names], "eval": 0.1, "too_long": "split"}
     found = call("train", write(objective="pretrain", data=data), "--dry-run")
-    refused(found, f"{len(names)} rows, of which that is 0", "take data.text_rows: paragraph (or line)")
+    refused(found, f"{len(names)} rows: this fraction gives 0", "take data.text_rows: paragraph (or line)")
     found = call("train", write(objective="pretrain", data={**data, "text_rows": "paragraph"}), "--dry-run")
     assert found.code == 0, found.err
     write_rows(here / "one.jsonl", [{"text": "Stir."}])
@@ -455,9 +459,9 @@ def test_a_model_in_the_way(call: Call, write: Write, here: Path) -> None:
     tiny.write_tiny(here / "out/model")
     before = {p: p.read_bytes() for p in (here / "out").rglob("*") if p.is_file()}
     found = call("train", write(model="out/model"))
-    assert found.code == 2 and "lies where it writes" in found.err
+    assert found.code == 2 and "is where it writes" in found.err
     found = call("train", write())
-    assert found.code == 2 and "a `model` lies there, which this run would replace" in found.err
+    assert found.code == 2 and "the folder has a `model`, which this run would replace" in found.err
     assert {p: p.read_bytes() for p in (here / "out").rglob("*") if p.is_file()} == before
 
 

@@ -99,7 +99,7 @@ def test_full_for_good(home: Path, disk: Path) -> None:
     assert trained(config, before=each_step(lambda n: fill(disk) if n == 10 else None)) == 1
     text = said(config)
     assert "Traceback" not in text, text
-    assert "step 20/20" in text and "go on from step-000009 with: --resume auto" in text
+    assert "step 20/20" in text and "resume from step-000009 with: --resume auto" in text
     # what a failed save took away is free for a moment: a waiting line may find room there, and wait again later
     assert text.count("TensorBoard: ") <= 1 and text.count("tensorboard OSError") <= 3
     assert 1 <= text.count("metrics_wait") <= 3
@@ -115,7 +115,7 @@ def test_nothing_was_ever_saved(home: Path, disk: Path) -> None:
     assert "nothing is saved yet; begin again" in said(config) and "--resume auto" not in said(config)
     (disk / "filler").unlink()
     assert trained(config, "--resume", "auto") == 0, said(config)
-    assert "no checkpoint to go on from: step 1" in said(config)
+    assert "no checkpoint to resume from: step 1" in said(config)
 
 
 def test_room_comes_back(home: Path, disk: Path) -> None:

@@ -88,7 +88,7 @@ def test_a_rank_that_dies_is_named(home: Path, victim: int) -> None:
     asked, found, do = refusal(config)
     assert re.fullmatch(r"asked: step [45], .*, on 2 ranks", asked)
     assert found.startswith(f"found: rank {victim} ended, and rank {1 - victim} waited for it; rank {victim}, process ")
-    assert re.fullmatch(r"do:    go on from step-000003 with: --resume auto", do)
+    assert re.fullmatch(r"do:    resume from step-000003 with: --resume auto", do)
 
 
 @pytest.mark.parametrize("victim", further([0, 1], 1))
@@ -314,7 +314,7 @@ def test_the_launcher_says_which_signal_ended_a_rank(home: Path) -> None:
     asked, found, do = refusal(config)
     assert asked == "asked: `--ranks 2`"
     assert found == "found: rank 1 was ended by SIGKILL, as the kernel does where memory is short"
-    assert re.fullmatch(r"do:    go on from step-\d{6} with: --resume auto", do)
+    assert re.fullmatch(r"do:    resume from step-\d{6} with: --resume auto", do)
 
 
 @pytest.mark.parametrize("victim", further([0, 1], 1))
@@ -337,7 +337,7 @@ def test_out_of_memory_on_one_rank(home: Path, victim: int) -> None:
     asked, found, do = refusal(config)
     assert asked == f"asked: 2 rows of 64 tokens a micro-batch, on rank {victim} of 2"
     assert found == "found: out of memory in step 5: no memory for 9 GiB"
-    assert do == "do:    go on from step-000003 with: --resume auto --set batch.micro_tokens=64"
+    assert do == "do:    resume from step-000003 with: --resume auto --set batch.micro_tokens=64"
 
 
 def test_a_terminal_that_closes(home: Path) -> None:

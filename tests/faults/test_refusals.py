@@ -159,7 +159,7 @@ def test_two_runs_in_one_folder(home: Path) -> None:
     second.write_text(config.read_text())
     for flags in ([], ["--resume", "auto"], ["--set", "train.clean=true"]):
         assert trained(second, *flags) == 2, said(second)
-    assert "another run is at work there" in said(second) and "a run lies there" in said(second)
+    assert "another run is at work there" in said(second) and "the folder has a run" in said(second)
     (home / "refused").touch()
     assert ended(pid) == 0, said(config)
     assert figures(output) == figures(home / "reference") and weights(output) == weights(home / "reference")
@@ -183,7 +183,7 @@ def test_where_nothing_can_be_written(home: Path) -> None:
     (home / "file").write_text("")
     config = configuration(home, home / "unwritable", output=str(home / "file" / "run"))
     assert trained(config) == 2
-    assert "is no folder" in said(config) and "Traceback" not in said(config)
+    assert "is not a folder" in said(config) and "Traceback" not in said(config)
     odd = home / "ünï côde ☃" / ("long " * 30)
     odd.parent.mkdir()
     config = configuration(home, home / "odd", output=str(odd))

@@ -82,7 +82,7 @@ def test_where_a_run_may_begin(tmp_path: Path) -> None:
         other = tmp_path / name.replace("/", "-")
         (other / name).parent.mkdir(parents=True)
         (other / name).mkdir() if "step" in name else (other / name).write_text("")
-        with pytest.raises(ConfigError, match="a run lies there"):
+        with pytest.raises(ConfigError, match="the folder has a run"):
             check_free(other, False, None)
 
 
@@ -104,9 +104,9 @@ def test_among_other_files(names: tuple[str, ...], free: bool, resume: Any, tmp_
     if free:
         check_free(tmp_path, False, resume)
         return
-    with pytest.raises(ConfigError, match="lies there, which is no run's") as error:
+    with pytest.raises(ConfigError, match="is in the folder, and optrush did not write it") as error:
         check_free(tmp_path, False, resume)
-    assert error.value.do == "name a folder of its own, such as `output: runs/first`"
+    assert error.value.do == "name a separate folder, such as `output: runs/first`"
 
 
 @pytest.mark.parametrize("output", ["/", ".", "..", "/etc", "../project"])
@@ -114,22 +114,22 @@ def test_the_place_of_other_files(output: str, tmp_path: Path, monkeypatch: pyte
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "setup.py").write_text("")
     monkeypatch.chdir(tmp_path / "project")
-    with pytest.raises(ConfigError, match=r"lies there|cannot be written"):
+    with pytest.raises(ConfigError, match=r"is in the folder|cannot be written"):
         check_free(output, False, None)
 
 
 def test_a_run_with_other_files_goes_on(tmp_path: Path) -> None:
     (a_run(tmp_path / "run") / "notes.txt").write_text("")
     check_free(tmp_path / "run", False, "auto")
-    with pytest.raises(ConfigError, match="a run lies there"):
+    with pytest.raises(ConfigError, match="the folder has a run"):
         check_free(tmp_path / "run", False, None)
 
 
 def test_where_nothing_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         check_free(tmp_path / "file", False, None)
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         check_free(tmp_path / "file" / "deeper", False, None)
     with pytest.raises(ConfigError, match="File name too long"):
         claim(tmp_path / ("x" * 300), False)

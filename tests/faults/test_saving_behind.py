@@ -314,7 +314,7 @@ def test_another_error_of_the_thread_ends_the_run(home: Path) -> None:
 
     assert trained(config, before=before) == 1
     text = said(config)
-    assert "asked: the checkpoint of step 9\nfound: ValueError: no such table\ndo:    go on from the last" in text
+    assert "asked: the checkpoint of step 9\nfound: ValueError: no such table\ndo:    resume from the last" in text
     assert "Traceback" not in text and [p.name for p in find_checkpoints(output)] == ["step-000006", "step-000003"]
 
 

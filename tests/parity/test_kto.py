@@ -240,5 +240,5 @@ def test_rows_refused(folder, tmp_path, row, found):
 def test_bad_answers_are_refused_elsewhere_and_streams_here(folder):
     with pytest.raises(DataError, match="a judged answer"):
         assembled(kto_run(folder, sets=["objective=sft", "kto=null"]))
-    with pytest.raises(ConfigError, match="none has the answer of another"):
+    with pytest.raises(ConfigError, match="KTO pairs each prompt with another"):
         decide(kto_run(folder, sets=["data.stream=true"]))

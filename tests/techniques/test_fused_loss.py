@@ -109,7 +109,7 @@ def test_a_stage_of_a_pipeline_without_a_head(monkeypatch):
 def test_a_package_has_no_loss_of_a_cut_vocabulary(impl):
     """Said by a plan, not first where the run is built."""
     device, _ = parse_hardware("h100")
-    with pytest.raises(NeedsError, match="a vocabulary that is cut over ranks"):
+    with pytest.raises(NeedsError, match="a vocabulary that is sharded over ranks"):
         decide(shaped("llama-3.2-1b", "bf16", f"fused-loss:impl={impl}", "tensor", seq=1024), device=device, ranks=2)
 
 

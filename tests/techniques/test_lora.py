@@ -550,7 +550,7 @@ def test_a_target_of_another_family_is_noted(box):
         ({"targets": ["c_attn"]}, {}, ["model.implementation=transformers"], "no linear is called c_attn"),
         ({"save": ["embed_tokens"]}, {}, ["model.path={box}/tied", "model.implementation=transformers"], "name both"),
         ({"init": "{box}/nowhere"}, {}, [], "no adapter_config.json there"),
-        ({"dropout": 0.1}, {"cuda_graphs": {}}, [], "a replay draws anew"),
+        ({"dropout": 0.1}, {"cuda_graphs": {}}, [], "no proof that a replay draws"),
         ({"dtype": "bfloat16"}, {"amp": {}}, [], "updates that are rounded to the nearest"),
         ({"dtype": "bfloat16"}, {"bf16": {"rounding": "kahan"}, "fused_adamw": {}}, [], "rounded with remainders"),
         ({"dtype": "bfloat16", "dora": True}, {"bf16": {}}, [], "dora: true, whose lengths"),
@@ -653,7 +653,7 @@ def test_files_that_are_none(box, kept):
     assert "a pickle, which could run code when read" in said()
     (kept / io.CONFIG).write_text("[]")
     (kept / io.TENSORS).touch()
-    assert "no JSON object" in said()
+    assert "not a JSON object" in said()
 
 
 def test_evaluation_sees_adapters(box):

@@ -413,7 +413,7 @@ def test_what_does_not_go_with_it(box, here):
         assembled(golden_run(box, selective_recompute={}, offload_activations={}), here)
     env = dataclasses.replace(SETUP, claimed=frozenset({Part.ACTIVATION_STORAGE, Part.CAPTURE}))
     assert [n.found for n in OffloadActivations().needs(env) if not n.met] == [
-        "a technique that records the step: nobody has proved the two together"
+        "a technique that records the step: the two together are not tested"
     ]
 
 

@@ -197,7 +197,7 @@ def test_the_plan_counts_the_bytes(box, pair):
     ("options", "with_", "found"),
     [
         ({"weights": "none"}, {"fsdp": {}}, "nothing is left"),
-        ({}, {"ddp": {}}, "collectives of its own"),
+        ({}, {"ddp": {}}, "with its own collectives"),
         ({}, {"fsdp": {}, "lora": {}, "nf4": {}}, "bytes travel as they are"),
         ({"gradients": "int8"}, {"fsdp": {}, "lora": {}}, "whose gradients are few"),
     ],

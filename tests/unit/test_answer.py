@@ -314,7 +314,7 @@ def test_what_may_not_be_meant_is_noted() -> None:
     llama = run(seq=200_000, **{"with": {}})
     device, ranks = hardware.parse_hardware("16xh100")
     long, many = answer.planned_notes(llama, device, ranks)
-    assert "made for 131072 positions" in long and many.endswith("2x8xNAME:infiniband")
+    assert "exceed the model's 131072 positions" in long and many.endswith("2x8xNAME:infiniband")
     assert list(answer.planned_notes(run(**{"with": {}}), *hardware.parse_hardware("8xh100"))) == []
     scaled = run(seq=200_000, **{"with": {"rope": {"kind": "yarn", "factor": 2}}})
     assert list(answer.planned_notes(scaled, hardware.NAMED["h100"], 1)) == []

@@ -287,8 +287,8 @@ def test_contamination_by_a_file_with_a_bad_row(run: Run, tmp_path: Path) -> Non
     ("settings", "asked", "found"),
     [
         ({}, "`data.clean`", "no filter is asked for"),
-        ({"chars": (5, 4)}, "`data.clean.chars: [5.0, 4.0]`", "no row can be meant by that"),
-        ({"tokens": (None, None)}, "`data.clean.tokens: [None, None]`", "no row can be meant by that"),
+        ({"chars": (5, 4)}, "`data.clean.chars: [5.0, 4.0]`", "the minimum exceeds the maximum"),
+        ({"tokens": (None, None)}, "`data.clean.tokens: [None, None]`", "the minimum exceeds the maximum"),
         ({"items": [{"field": "a"}]}, "`data.clean.items[0]`", "neither `bounds` nor `rarest`"),
         ({"items": [{"bounds": [1, 2]}]}, "`data.clean.items[0]`", "the whole text as one item"),
         (
@@ -299,7 +299,7 @@ def test_contamination_by_a_file_with_a_bad_row(run: Run, tmp_path: Path) -> Non
         (
             {"items": [{"field": "a", "bounds": [3, 1]}]},
             "`data.clean.items[0].bounds: [3.0, 1.0]`",
-            "no row can be meant by that",
+            "the minimum exceeds the maximum",
         ),
     ],
 )

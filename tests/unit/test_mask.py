@@ -230,7 +230,7 @@ def test_an_answer_that_loses_characters_is_a_bad_row(tokens, lost):
             with pytest.raises(DataError, match="would lose characters") as caught:
                 tokens.document(given, "last", WHERE)
             found = caught.value.found
-            assert all((repr(c) in found) == (c in answer) for c in lost) and "take the row out" in caught.value.do
+            assert all((repr(c) in found) == (c in answer) for c in lost) and "remove the row" in caught.value.do
     assert tokens.lossy == 0
     asked = row(("system", "é7"), ("user", "it is 7"), ("assistant", "it is"))
     assert learnt(tokens, tokens.document(asked, "assistant", WHERE)) == [

@@ -61,7 +61,7 @@ def test_sound_data_passes(tokenizer, train_on, template):
 
 
 def test_nothing_to_learn(tokenizer):
-    with pytest.raises(DataError, match="not one token of them would be learnt") as caught:
+    with pytest.raises(DataError, match="no token of them would be learnt") as caught:
         look(Tokens(tokenizer), [talk("Two."), talk("Three.")], cut=shorter(5))
     assert "first 2 rows" in caught.value.asked and "batch.seq" in caught.value.do
     assert "at d.jsonl:1: '<|bos|><|im_start|>user\\n" in caught.value.found, "control characters are written out"

@@ -50,7 +50,7 @@ def test_the_page_runs_as_it_is_written(page: list[str], here: Path, capsys: pyt
     for block in page:
         exec(compile(block, "docs/python.md", "exec"), names)
     out = capsys.readouterr().out
-    assert "a run lies there ->" in out and "saved runs/shown/checkpoints/step-000002" in out
+    assert "the folder has a run ->" in out and "saved runs/shown/checkpoints/step-000002" in out
     losses = [json.loads(line)["loss"] for line in Path("runs/focal/metrics.jsonl").read_text().splitlines()
               if '"loss"' in line]  # fmt: skip
     plain = [json.loads(line)["loss"] for line in Path("runs/python/metrics.jsonl").read_text().splitlines()

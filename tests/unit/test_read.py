@@ -115,8 +115,8 @@ def test_missing_folder_unknown_and_empty_files(tmp_path):
         (tmp_path / "none.jsonl", "no such file"),
         (tmp_path / ("a" * 300 + ".jsonl"), "File name too long"),
         (tmp_path, "a folder"),
-        (tmp_path / "data.bin", "no known kind"),
-        (tmp_path / "data.parquet.gz", "no known kind"),
+        (tmp_path / "data.bin", "an unknown suffix"),
+        (tmp_path / "data.parquet.gz", "an unknown suffix"),
         (tmp_path / "empty.jsonl", "an empty file"),
     ):
         for way in (read_rows, chunks):
@@ -309,7 +309,7 @@ def test_a_file_in_another_encoding(tmp_path, name, encoding):
         assert "invalid UTF-8 at byte" in error.found
         assert (f"the byte order mark of {utf}" in error.found) == (utf is not None)
         assert f"save the file as UTF-8: iconv -f {utf or 'ENCODING'} -t UTF-8" in error.do
-        assert ("or mend" in error.do) == (utf is None), "one byte may be wrong by itself"
+        assert ("or fix" in error.do) == (utf is None), "one byte may be wrong by itself"
 
 
 # --- text
@@ -396,7 +396,7 @@ def test_parquet_files_that_cannot_be_read(tmp_path):
         path.write_bytes(whole[:cut])
         for way in (attempts, chunks):
             error = refused(lambda way=way: list(way(path)))
-            assert "Parquet" in error.found and "mend the file" in error.do
+            assert "Parquet" in error.found and "fix the file" in error.do
     holed = bytearray(whole)
     holed[len(whole) // 2 : len(whole) // 2 + 500] = bytes(500)
     path.write_bytes(holed)

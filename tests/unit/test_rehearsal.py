@@ -239,7 +239,7 @@ def test_a_late_lack_of_memory_says_how_to_go_on(box, saved):
         f"asked: 4 rows of {T} tokens a micro-batch\nfound: out of memory in step 2: CUDA out of memory"
     )
     assert f"--set batch.micro_tokens={2 * T}" in said
-    assert ("go on from step-000001 with: --resume auto" if saved else "nothing is saved yet; begin again") in said
+    assert ("resume from step-000001 with: --resume auto" if saved else "nothing is saved yet; begin again") in said
 
 
 # --- several ranks

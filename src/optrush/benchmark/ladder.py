@@ -240,7 +240,7 @@ def _check_lengths(ladder: Ladder) -> None:
         decided = LADDER_KEYS if ladder.quality is None else ("with", "output")
         if any(key == own or key.startswith(f"{own}.") for own in decided):
             place = f"{ladder.at('base', 'set', key)}: `{key}`"
-            raise ConfigError(place, "the ladder decides it", "leave it out; techniques stand under `with:`")
+            raise ConfigError(place, "the ladder decides it", "leave it out; techniques go under `with:`")
 
 
 def _check_rungs(ladder: Ladder) -> None:
@@ -268,7 +268,7 @@ def _check_rungs(ladder: Ladder) -> None:
             if i == 0:
                 raise ConfigError(place, "another system's as the first rung", "begin with one of our own")
             if entry.with_ or entry.without:
-                do = "leave `with` and `without` out; its options stand under `peer`"
+                do = "leave `with` and `without` out; its options go under `peer`"
                 raise ConfigError(place, "techniques for another system", do)
             if ladder.longest is not None or ladder.quality is not None:
                 kind = "longest rows" if ladder.quality is None else "whole runs"

@@ -226,7 +226,7 @@ def run_rungs(state: BenchState, board: ProgressBoard, *, resume: bool) -> list[
     try:
         (out / RUNGS).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(state.asked, f"{error.strerror}: {error.filename}", "take another folder") from None
+        raise ConfigError(state.asked, f"{error.strerror}: {error.filename}", "use another folder") from None
     with lock_folder(out, state.asked):
         try:
             with stop_on_signals():
@@ -255,7 +255,7 @@ def lock_folder(out: Path, asked: str) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            do = "wait, or take another folder"
+            do = "wait, or use another folder"
             raise ConfigError(asked, "another bench or tune is running there", do) from None
         yield
 
@@ -279,12 +279,12 @@ def _check_folder(state: BenchState, resume: bool) -> None:
     """Raise ConfigError where the folder cannot be used; writes nothing."""
     out, asked = state.out, state.asked
     if out.exists() and not out.is_dir():
-        raise ConfigError(asked, "it is a file", "take another folder")
+        raise ConfigError(asked, "it is a file", "use another folder")
     if not resume and out.is_dir() and any(out.iterdir()):
         found = "results of a bench are there" if (out / RUNGS).is_dir() else "the folder is not empty"
-        raise ConfigError(asked, found, "go on with it: --resume; or take another folder")
+        raise ConfigError(asked, found, "resume it with --resume, or name another folder")
     if resume and not (out / RUNGS).is_dir():
-        raise ConfigError(f"{asked} --resume", f"no {RUNGS}/ there: nothing to go on with", "leave --resume out")
+        raise ConfigError(f"{asked} --resume", f"no {RUNGS}/ there: nothing to resume", "leave --resume out")
     refuse_links(out, asked, (LOCK, RUNGS, RUNS, TRIES, RECORDS, "report.html", "speed.png", "memory.png", "loss.png"))
 
 
@@ -360,7 +360,7 @@ def _read_back(state: BenchState) -> None:
     Raises:
         ConfigError: it measured other rungs, or ran other code.
     """
-    asked, do = f"{state.asked} --resume", "take another folder, or the options of that bench"
+    asked, do = f"{state.asked} --resume", "use another folder, or the options of that bench"
     known = {_file(state, rung, repeat): (rung, repeat) for rung in state.rungs for repeat in range(state.repeats)}
     files = {path.name: path for path in (state.out / RUNGS).glob("*.json")}
     if foreign := sorted(set(files) - set(known)):
@@ -374,7 +374,7 @@ def _read_back(state: BenchState) -> None:
         except (ValueError, KeyError, TypeError):
             raise ConfigError(asked, f"{RUNGS}/{name} is damaged", "delete it: it is measured again") from None
         if digest != state.source["digest"]:
-            raise ConfigError(asked, "the package has changed since", "take another folder")
+            raise ConfigError(asked, "the package has changed since", "use another folder")
         if request != _request(state, rung, repeat):
             raise ConfigError(asked, f"`{rung.name}` was another configuration then", do)
         results = state.results.setdefault(rung.name, [])

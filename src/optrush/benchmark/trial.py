@@ -108,7 +108,7 @@ class Progress:
         before = measured.get("made_of", made_of)
         if changed := sorted(name for name in {*made_of, *before} if made_of.get(name) != before.get(name)):
             found = f"changed since: {', '.join(changed)}"
-            raise ConfigError(f"the records in {folder}", found, "delete that folder, or take another --out")
+            raise ConfigError(f"the records in {folder}", found, "delete that folder, or use another --out")
         self.values: dict[str, Any] = {"spent_s": 0.0, "states": {}, **measured, "made_of": made_of}
         self.before_s = self.values["spent_s"]
 

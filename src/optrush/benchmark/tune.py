@@ -203,11 +203,11 @@ def check_out(out: Path) -> Path:
     """
     asked = f"--out {out}"
     if out.suffix not in (".yaml", ".yml"):
-        raise ConfigError(asked, "no name of a configuration", "end it in .yaml")
+        raise ConfigError(asked, "no name of a configuration", "name a file that ends in .yaml")
     if out.exists() and not read_text(out, "utf-8", "replace").startswith(MARK):
-        raise ConfigError(asked, "a file that no tuning wrote", "take another name")
+        raise ConfigError(asked, "a file that no tuning wrote", "use another name")
     if not out.absolute().parent.is_dir():
-        raise ConfigError(asked, f"no folder {out.parent}", "make it first, or take another")
+        raise ConfigError(asked, f"no folder {out.parent}", "create it, or use another")
     return out.with_suffix("")
 
 
@@ -224,8 +224,8 @@ def _refuse_folder(folder: Path) -> None:
     """Raise ConfigError for a folder with more in it than a tuning that was killed at once leaves."""
     begun = (folder / RUNGS, folder / f"{PLAN}.tmp")
     if folder.exists() and (not folder.is_dir() or any(path not in begun for path in folder.iterdir())):
-        found = f"{folder} is there, and holds no tuning"
-        raise ConfigError("a folder for the records", found, "delete it, or take another --out")
+        found = f"{folder} exists and has no tuning"
+        raise ConfigError("a folder for the records", found, "delete it, or use another --out")
 
 
 def _stored(folder: Path, config: Config, ranks: int) -> list[Rung] | None:
@@ -254,7 +254,7 @@ def _stored(folder: Path, config: Config, ranks: int) -> list[Rung] | None:
 
 
 def _unfit(folder: Path, found: str) -> ConfigError:
-    return ConfigError(f"the records in {folder}", found, "delete that folder, or take another --out")
+    return ConfigError(f"the records in {folder}", found, "delete that folder, or use another --out")
 
 
 # --- what is measured
@@ -518,7 +518,7 @@ Chosen = tuple[str, dict[str, Any], list[Series], str]  # a sentence, changes of
 
 def _batch(config: Config, result: Mapping[str, Any]) -> Chosen:
     if result["squared"] <= 0 or result["noise"] <= 0:
-        found = f"after {len(result['running'])} steps the gradient is not told from its noise"
+        found = f"after {len(result['running'])} steps the gradient cannot be separated from its noise"
         raise RunError("the gradient noise scale", found, "measure for longer: --budget")
     slots = result["noise"] / result["squared"] * result["slots_per_term"]
     micro = config.batch.micro_tokens

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 def bench(
     config: ConfigFile,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="where records and report go; needed but by --dry-run")
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="folder for the records and the report; required without --dry-run"),
     ] = None,
     ladder: Annotated[
         str,
@@ -34,26 +35,24 @@ def bench(
         ),
     ] = "config",
     cumulative_only: Annotated[
-        bool, typer.Option("--cumulative-only", help="leave out the rungs that take one technique away")
+        bool, typer.Option("--cumulative-only", help="skip the rungs that remove one technique")
     ] = False,
     repeats: Annotated[
-        int | None, typer.Option("--repeats", min=1, help="processes per rung (quality: seeds), interleaved")
+        int | None, typer.Option("--repeats", min=1, help="processes per rung, interleaved; quality: seeds")
     ] = None,
     limit: Annotated[
-        float | None, typer.Option("--limit", min=1, metavar="SECONDS", help="what one process may take at most")
+        float | None, typer.Option("--limit", min=1, metavar="SECONDS", help="time limit of one process")
     ] = None,
     at_once: Annotated[
         int,
         typer.Option(
             "--at-once",
             min=1,
-            help="quality: runs at the same time, over all GPUs; each of the first seed has a GPU, where there are any",
+            help="quality: runs in parallel over all GPUs; each run of the first seed has its own GPU",
         ),
     ] = 1,
     resume: Annotated[bool, typer.Option("--resume", help="continue a bench that was stopped")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="only list the rungs, and what the plan says of each; writes nothing")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="list the rungs and their plans; write nothing")] = False,
     set_: Set = [],  # noqa: B006 - typer copies it
     with_: With = [],  # noqa: B006
     without: Without = [],  # noqa: B006
@@ -61,14 +60,14 @@ def bench(
 ) -> None:
     """Measure optimisations one by one.
 
-    Each rung of the ladder adds to the one before it and runs in fresh processes: the same few steps on the same
-    documents, which prove that it still learns the same, then timed steps. Then the last rung without each of its
-    techniques. A rung that fails is recorded, the others run, and the exit code is 1. A ladder with `quality:` trains
-    whole runs over seeds instead: is the held-out loss better, equal or worse?
+    Each rung of the ladder adds one technique to the previous rung and runs in fresh processes: first a few steps on
+    the same documents, to check that it learns the same, then timed steps. Then the last rung runs without each of its
+    techniques. A failed rung is recorded, the others run, and the exit code is 1. A ladder with `quality:` trains whole
+    runs over several seeds instead, and compares their held-out losses.
 
-    The ladder `config` takes the techniques of CONFIG one by one; the other ladders bring their own techniques and
-    take model and data from CONFIG. Nothing is written to CONFIG's `output`. --dry-run shows the rungs before, with
-    the plan's speeds, and what a rung lacks; the exit code is 1 if one lacks something.
+    The ladder `config` adds the techniques of CONFIG one by one. The other ladders have their own techniques and take
+    the model and the data from CONFIG. Nothing is written to CONFIG's `output`. --dry-run lists the rungs, their
+    planned speeds and missing requirements; the exit code is 1 if one is missing.
     """
     run = read_run(config, set_, with_, without)
     if launched()[1] > 1:
@@ -129,30 +128,35 @@ def _planned_document(planned: PlannedRung) -> dict[str, Any]:
 
 
 def report(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="folders of ladders and of runs")],
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="folders that `optrush bench` or `optrush train` wrote")
+    ],
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="of several folders; report.html if not given")
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="the page to write for several folders (default report.html)"),
     ] = None,
 ) -> None:
     """Write report.html from the records.
 
-    One folder: its own page and charts are written again in place. Several folders: one page that compares them,
-    ladders rung by rung and each training run in a row. A page needs no network and holds no script.
+    One folder: its page and charts are rewritten in place. Several folders: one page compares them, ladders rung by
+    rung and training runs side by side. A page needs no network and has no script.
     """
     from optrush.report import bench as pages
 
     kinds = [pages.folder_kind(folder) for folder in folders]
     if len(folders) == 1:
         if out is not None:
-            raise ConfigError(f"--out {out}", "one folder: its report lies in it", "leave --out out, or name several")
+            raise ConfigError(
+                f"--out {out}", "one folder; its report is in the folder", "leave --out out, or name several"
+            )
         folder = folders[0]
         (pages.write_bench if kinds[0] == "bench" else pages.write_run)(folder)
         print(folder / pages.PAGE)
         return
     page = Path(pages.PAGE) if out is None else out
     if page.suffix != ".html" or page.is_dir():
-        raise ConfigError(f"--out {page}", "no name of a page", "end it in .html")
+        raise ConfigError(f"--out {page}", "no name of a page", "name a file that ends in .html")
     if not page.absolute().parent.is_dir():
-        raise ConfigError(f"--out {page}", f"no folder {page.parent}", "make it first, or take another")
+        raise ConfigError(f"--out {page}", f"no folder {page.parent}", "create it, or use another")
     pages.write_many(folders, page)
     print(page)

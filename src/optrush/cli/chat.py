@@ -51,7 +51,7 @@ HELP = """\
 def chat(
     context: typer.Context,
     model: TheModel,
-    base: Annotated[bool, typer.Option("--base", help="the model that a run began with beside it")] = False,
+    base: Annotated[bool, typer.Option("--base", help="also answer with the model that the run started from")] = False,
     system: System = None,
     temperature: Temperature = 0.7,
     top_p: TopP = 0.9,
@@ -60,15 +60,15 @@ def chat(
     greedy: Greedy = False,
     seed: Seed = None,
     message: Annotated[
-        list[str], typer.Option("--message", metavar="TEXT", help="say this and leave; may be repeated")
+        list[str], typer.Option("--message", metavar="TEXT", help="send this message, then exit; may be repeated")
     ] = [],  # noqa: B006 - typer copies it
     plain: Plain = False,
     as_json: Json = False,
 ) -> None:
     """Talk to a model in the terminal.
 
-    Answers appear as they are made, and the conversation goes on; /help lists the commands. --base answers twice, with
-    the base on the left. An answer ends at the end tokens of the model's generation config or chat template.
+    Answers are streamed, and the conversation continues; /help lists the commands. --base shows two answers, with the
+    base model's on the left. An answer ends at the end tokens of the model's generation config or chat template.
     """
     if as_json and not message:
         raise ConfigError("--json", "no --message: a conversation in a terminal is no document", "give both")
@@ -177,7 +177,7 @@ class Conversation:
     def _save(self, file: Path) -> str:
         row = {"text": self.texts[-1]} if self.plain else {"messages": [m.shown() for m in self.talks[-1]]}
         if not self.texts[-1] and not any(m.role == "assistant" for m in self.talks[-1]):
-            raise ConfigError(f"/save {file}", "nothing has been said", "ask something first")
+            raise ConfigError(f"/save {file}", "the conversation is empty", "send a message first")
         try:
             with file.open("a", encoding="utf-8") as opened:
                 opened.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -295,13 +295,15 @@ def generate(
     model: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="a run's folder, a Hugging Face folder or hub id, tiny")
     ] = None,
-    prompts: Annotated[Path | None, typer.Option("--prompts", metavar="FILE", help="rows to be answered")] = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE.jsonl", help="the answers")] = None,
-    base: Annotated[bool, typer.Option("--base", help="also by the model that the run began with")] = False,
-    against: Annotated[str | None, typer.Option("--against", metavar="OTHER", help="also by this model")] = None,
+    prompts: Annotated[Path | None, typer.Option("--prompts", metavar="FILE", help="file of prompts to answer")] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE.jsonl", help="file for the answers")] = None,
+    base: Annotated[bool, typer.Option("--base", help="also answer with the model that the run started from")] = False,
+    against: Annotated[
+        str | None, typer.Option("--against", metavar="OTHER", help="also answer with this model")
+    ] = None,
     judge: Annotated[str | None, typer.Option("--judge", hidden=True)] = None,
     judge_by: Annotated[str | None, typer.Option("--judge-by", hidden=True)] = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, metavar="N", help="prompts answered at once")] = 8,
+    batch: Annotated[int, typer.Option("--batch", min=1, metavar="N", help="prompts per batch")] = 8,
     system: System = None,
     temperature: Temperature = 0.7,
     top_p: TopP = 0.9,
@@ -315,7 +317,7 @@ def generate(
     """Answer a file of prompts.
 
     Rows are messages (answered after the last user turn), prompt or text, in any format that training reads. FILE.jsonl
-    gets a row for each; --base or --against answers twice.
+    gets one row per prompt; --base and --against add the other model's answer.
     """
     if removed := given(context, ["judge", "judge_by"]):
         do = "generate with --base or --against OTHER, and compare `answer` with `other` in FILE.jsonl"
@@ -343,7 +345,7 @@ def generate(
 def _check_out(out: Path) -> None:
     asked = f"--out {out}"
     if out.suffix != ".jsonl":
-        raise ConfigError(asked, "no name of JSON Lines", "end it in .jsonl")
+        raise ConfigError(asked, "no name of JSON Lines", "name a file that ends in .jsonl")
     if out.exists():
         raise ConfigError(asked, f"{out} exists", "name another file, or remove it")
     if not out.absolute().parent.is_dir():
@@ -389,16 +391,14 @@ def export_command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="a run's folder, or its run.yaml", show_default=False)],
     checkpoint: Annotated[
         str | None,
-        typer.Option("--checkpoint", metavar="STEP|FOLDER", help="which one; else the best, else the newest intact"),
+        typer.Option("--checkpoint", metavar="STEP|FOLDER", help="default: the best, else the newest intact one"),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="the folder to write; RUN/model if not given")
-    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="default: RUN/model")] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option("--dtype", help="convert the weights; as they were trained if not given"),
+        typer.Option("--dtype", help="convert the weights to this type (default: as trained)"),
     ] = None,
-    adapter: Annotated[bool, typer.Option("--adapter", help="the adapter's files, as PEFT keeps them")] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="export the adapter alone, in PEFT's format")] = False,
     to: Annotated[
         Literal["hf", "gguf", "fp8"],
         typer.Option(
@@ -407,15 +407,17 @@ def export_command(
     ] = "hf",
     gguf_type: Annotated[
         Literal["f32", "f16", "bf16", "q8_0"] | None,
-        typer.Option("--gguf-type", help="with --to gguf: of the matrices; f16 if not given"),
+        typer.Option("--gguf-type", help="with --to gguf: type of the matrices (default f16)"),
     ] = None,
     push: Annotated[
         str | None, typer.Option("--push", metavar="ORG/NAME", help="upload what was written to this hub repository")
     ] = None,
-    no_verify: Annotated[bool, typer.Option("--no-verify", help="do not load the folder and compare logits")] = False,
+    no_verify: Annotated[
+        bool, typer.Option("--no-verify", help="skip the check that loads the folder and compares logits")
+    ] = False,
     max_shard_gb: Annotated[
         float | None,
-        typer.Option("--max-shard-gb", min=0.001, metavar="GB", help="most of one file of weights; 5 if not given"),
+        typer.Option("--max-shard-gb", min=0.001, metavar="GB", help="maximum size of a weight file (default 5)"),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -40,15 +40,16 @@ LEARNT, READ, SPECIAL, PLAIN = "1;32", "2", ";7", "\x1b[0m"  # bold green, dim; 
 
 def show(
     config: ConfigFile,
-    rows: Annotated[int, typer.Option("--rows", min=1, metavar="N", help="how many samples, or rows")] = 5,
-    first: Annotated[int, typer.Option("--from", min=0, metavar="K", help="the first one's number, from 0")] = 0,
+    rows: Annotated[int, typer.Option("--rows", min=1, metavar="N", help="number of samples or rows")] = 5,
+    first: Annotated[int, typer.Option("--from", min=0, metavar="K", help="number of the first one, from 0")] = 0,
     random: Annotated[bool, typer.Option("--random", help="samples in the run's random order")] = False,
     packed: Annotated[
-        bool, typer.Option("--packed", help="not samples but rows, as the run lays them out and cuts them to T")
+        bool, typer.Option("--packed", help="show the rows of T tokens that the run makes, instead of samples")
     ] = False,
     borders: Annotated[bool, typer.Option("--tokens", help="show where each token ends")] = False,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="also write DIR/data.html, with lengths and fills")
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="also write DIR/data.html: lengths, and how full the rows are"),
     ] = None,
     set_: Set = [],  # noqa: B006 - typer copies it
     with_: With = [],  # noqa: B006
@@ -57,9 +58,10 @@ def show(
 ) -> None:
     """Show samples of the data as they are trained.
 
-    Read, tokenised and masked as for training, and decoded from the token ids: what is learnt, what is only read,
-    special tokens, and the file and line of each sample. Of long ones the beginning and the end. No model is loaded,
-    and the run's folder is not touched. Of large data, --set data.max_samples=1000 reads the beginning only.
+    Samples are read, tokenised and masked as for training, then decoded from the token ids. Colours show what is
+    learnt, what is only read, and special tokens; each sample has its file and line. Long samples are shortened in the
+    middle. No model is loaded and nothing is written to the run's folder. For large data, --set data.max_samples=1000
+    reads only the beginning.
     """
     run = read_run(config, set_, with_, without)
     if random and packed:
@@ -330,15 +332,15 @@ def clean(
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="the folder to write")] = None,
     check: Annotated[
-        Path | None, typer.Option("--check", metavar="DIR", help="clean again as DIR/cleaning.json says, and compare")
+        Path | None, typer.Option("--check", metavar="DIR", help="repeat the cleaning of DIR/cleaning.json and compare")
     ] = None,
     set_: Set = [],  # noqa: B006 - typer copies it
     as_json: Json = False,
 ) -> None:
     """Take rows out of data, and show which and why; without filters and --out, list the bad rows.
 
-    A bad row cannot be read, or fits no kind of row: the list has its file, its line and the reason. The exit code is 2
-    where a run would not start with so many (`data.bad_rows`, `data.most_bad`).
+    A bad row cannot be read, or matches no kind of row: the list has its file, its line and the reason. The exit code
+    is 2 if a run would stop at this number of bad rows (`data.bad_rows`, `data.most_bad`).
 
     The filters are those of `data.clean` in the YAML, or of flags: --set data.clean.chars=[200,4000] --set
     data.clean.exact_duplicates=true --set data.clean.near_duplicates=0.8. Bounds in tokens need a tokenizer: --set
@@ -461,12 +463,12 @@ def _cleaning_folder(out: Path, reads: Sequence[Path]) -> Iterator[Path]:
     """
     asked = f"--out {out}"
     if out.name in ("", ".."):
-        raise ConfigError(asked, "no name of its own", "name a new folder")
+        raise ConfigError(asked, "no name", "name a new folder")
     new, old = out.with_name(out.name + ".tmp"), out.with_name(out.name + ".old.tmp")
     for path in (out, new, old):
         _check_replaceable(asked, path)
     if inside := [r for r in reads if r.resolve().is_relative_to(out.resolve())]:
-        raise ConfigError(asked, f"the folder of the input {inside[0]}", "take another folder")
+        raise ConfigError(asked, f"the folder of the input {inside[0]}", "use another folder")
     try:
         new.mkdir(parents=True, exist_ok=True)
         lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -487,11 +489,11 @@ def _cleaning_folder(out: Path, reads: Sequence[Path]) -> Iterator[Path]:
             raise
         shutil.rmtree(old, ignore_errors=True)
     except BlockingIOError:
-        raise ConfigError(asked, "another cleaning is at work there", "wait for it, or take another folder") from None
+        raise ConfigError(asked, "another cleaning is at work there", "wait for it, or use another folder") from None
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        do = "free some, or take another folder"
+        do = "free some, or use another folder"
         raise ConfigError(asked, "no space left there", do) from None
     finally:
         os.close(lock)
@@ -503,10 +505,10 @@ def _check_replaceable(asked: str, path: Path) -> None:
     if not os.path.lexists(path):
         return
     if not path.is_dir():
-        raise ConfigError(asked, f"{path} is no folder", "take another folder")
+        raise ConfigError(asked, f"{path} is not a folder", "use another folder")
     known = {ROWS, REMOVED, QUARANTINE, RECORD, PAGE}
     if foreign := sorted({p.name for p in path.iterdir()} - known):
-        raise ConfigError(asked, f"`{foreign[0]}` in {path} is not of a cleaning", "take another folder")
+        raise ConfigError(asked, f"`{foreign[0]}` in {path} is not of a cleaning", "use another folder")
 
 
 def _check_cleaning(folder: Path) -> None:

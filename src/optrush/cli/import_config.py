@@ -52,23 +52,23 @@ SIGNS: tuple[tuple[ToolName, str, set[str]], ...] = (
 
 
 def import_command(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="a YAML, JSON, or a command line", show_default=False)],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML, JSON, or a command line", show_default=False)],
     tool: Annotated[
         ToolName | None,
-        typer.Option("--from", metavar="TOOL", help=f"{', '.join(get_args(ToolName))}; found if unsaid"),
+        typer.Option("--from", metavar="TOOL", help=f"{', '.join(get_args(ToolName))}(default: found by its keys)"),
     ] = None,
     data: Annotated[
-        str | None, typer.Option("--data", metavar="DATA", help="data.path, where FILE names data by a list elsewhere")
+        str | None, typer.Option("--data", metavar="DATA", help="data.path to use instead of what FILE names")
     ] = None,
     ranks: Annotated[
-        int, typer.Option("--ranks", min=1, help="GPUs that FILE was meant for: a step has so many rows")
+        int, typer.Option("--ranks", min=1, help="number of GPUs that FILE was written for; sets the rows per step")
     ] = 1,
-    out: Annotated[Path | None, typer.Option("--out", metavar="YAML", help="the file to write; else printed")] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="YAML", help="file to write (default: print)")] = None,
 ) -> None:
     """Translate another trainer's configuration.
 
-    FILE is of axolotl, LLaMA-Factory or TRL (SFT, DPO, KTO, reward models), or holds the command line of a train.py
-    with the arguments of transformers. Each key is mapped, or has no effect here and is listed, or is refused by name
+    FILE is a configuration of axolotl, LLaMA-Factory or TRL (SFT, DPO, KTO, reward models), or the command line of a
+    train.py with the arguments of transformers. Each key is translated, listed as having no effect, or refused by name
     (exit code 2).
     """
     if out is not None and out.exists():
@@ -153,7 +153,7 @@ def _read(file: Path) -> tuple[dict[str, Any], Mapping[Any, int]]:
         try:
             return json.loads(text), {}
         except ValueError as error:
-            raise ConfigError(f"{file}", f"not JSON: {error}", "mend it") from None
+            raise ConfigError(f"{file}", f"not JSON: {error}", "fix it") from None
     if re.search(r"(^|\s)--[a-z][\w-]+", re.sub(r"(?m)#.*$", "", text)) and not re.search(r"(?m)^[a-z_]+:(\s|$)", text):
         return _arguments(text, file), {}
     return parse_yaml(text, str(file))
@@ -167,7 +167,7 @@ def _arguments(text: str, file: Path) -> dict[str, Any]:
     try:
         words = shlex.split(commands[-1], comments=True) if commands else []
     except ValueError as error:
-        raise ConfigError(f"{file}", f"no command line: {error}", "mend its quotes") from None
+        raise ConfigError(f"{file}", f"no command line: {error}", "fix its quotes") from None
     scripts = ("sft", "dpo", "kto", "reward")
     at = next((n for n, (before, word) in enumerate(zip(["", *words], words, strict=False))
                if word.endswith(".py") or (word in scripts and not before.startswith("--"))), -1)  # fmt: skip
@@ -353,7 +353,7 @@ class _Composer:
     def _model(self) -> None:
         model = self.tree["model"]
         if "path" not in model:
-            raise self.refuse("model", "none is named", "name one")
+            raise self.refuse("model", "it is missing", "name one")
         if (tokenizer := self.get("@tokenizer")) not in (None, model["path"]):
             found = f"{tokenizer}, another tokenizer than the model's"
             raise self.refuse("@tokenizer", found, "put its files into the model's folder")
@@ -371,7 +371,7 @@ class _Composer:
                 raise self.refuse("@config_json", f"{key}: {value!r}, which is not read from this file", do)
         if self.get("@random"):
             if hf is None or Path(model["path"]).exists():
-                raise self.refuse("@random", "random weights of a model whose sizes have no name here", "model.shape")
+                raise self.refuse("@random", "random weights of a model of unknown size", "model.shape")
             model["shape"] = model["tokenizer"] = model.pop("path")
         if patterns := self.get("@unfrozen"):
             self._unfrozen([str(pattern) for pattern in patterns])
@@ -380,7 +380,7 @@ class _Composer:
         """Note parameters that are trained alone, if they are the language model; refuse others."""
         names = {re.sub(r"\\?(\.\*|\.?weight|[\^$*.])+$", "", pattern.removeprefix("^")) for pattern in patterns}
         if self.get("@adapter") is not None:
-            self.notes.append("unfrozen_parameters: no effect beside an adapter, which alone is trained")
+            self.notes.append("unfrozen_parameters: no effect with an adapter: the adapter alone is trained")
         elif names & LANGUAGE_MODEL and "lm_head" in names and not names - LANGUAGE_MODEL - EMBEDDINGS:
             self.notes.append("unfrozen_parameters: the language model alone is trained")
         else:
@@ -407,7 +407,7 @@ class _Composer:
         if given := self.get("@datasets") or self.get("@pretraining"):
             return self._axolotl([given] if isinstance(given, str | dict) else given)
         if not (given := self.get("@data")):
-            raise self.refuse("data", "none is named", "name it: --data FILE, a hub id, or a folder")
+            raise self.refuse("data", "it is missing", "name it: --data FILE, a hub id, or a folder")
         if self.tool == "llama-factory":
             return self._factory(split_names(given))
         more = {"name": self.get("@data_config"), "split": self.get("@data_split")}
@@ -481,7 +481,7 @@ class _Composer:
                 self.notes.append(f"datasets[{n}].type: headings of a prompt are those of the model's chat template")
             paths.append(self._origin(entry))
         if len(objectives) > 1:
-            raise self.refuse("datasets", "texts beside conversations", "train on one kind a run")
+            raise self.refuse("datasets", "texts and conversations in one run", "train on one kind a run")
         self.tree.setdefault("objective", objectives.pop())
         return paths
 
@@ -550,7 +550,7 @@ class _Composer:
         paths = []
         for name in names:
             if name not in table:
-                raise self.refuse("@data", f"{name}, which {listed} has not", "name the rows: --data FILE")
+                raise self.refuse("@data", f"{name}, which is not in {listed}", "name the rows: --data FILE")
             paths.append(self._factory_source(name, table[name], listed))
         if "max_samples" in self.tree["data"] and len(names) > 1:
             self.tree["data"]["max_samples"] *= len(names)
@@ -619,7 +619,7 @@ class _Composer:
             data.pop("train_on", None)
             data["too_long"] = "split" if objective == "pretrain" else "drop"
         if objective in COMPARED:
-            self.notes.append("answers that are too long are left out whole, where other trainers cut them")
+            self.notes.append("answers that are too long are dropped; other trainers truncate them")
         if data.get("train_on") == "@rows":
             data["train_on"] = self._trl_learns(data["path"])
         if data.get("too_long") == "truncate":
@@ -645,7 +645,7 @@ class _Composer:
         if objective in COMPARED:
             seq *= 2
             both = "an answer and a mismatched one" if objective == JUDGED else "both answers of a pair"
-            self.notes.append(f"batch.seq: {seq}, for {both} lie in one row")
+            self.notes.append(f"batch.seq: {seq}, since one row has {both}")
         self.tree["batch"] = {"seq": seq, "tokens": rows * times * seq * self.ranks, "micro_tokens": rows * seq}
 
     def _optim(self) -> None:
@@ -796,12 +796,12 @@ class _Composer:
         if not isinstance(targets, list):
             if self.get("@linear") or self.get("with.lora.targets") is not None:
                 do = "name the linears: lora_target_modules: [q_proj, v_proj]"
-                raise self.refuse("@parameters", "all linears beside it", do)
+                raise self.refuse("@parameters", "all linears as well", do)
             return "experts"
         inside = {"gate_proj", "up_proj", "down_proj"}
         dense = inside & {*targets}
         if dense and dense != inside:
-            do = f"name all of {', '.join(sorted(inside))}, or none"
+            do = f"name all of {', '.join(sorted(inside))}, or none of them"
             raise self.refuse("with.lora.targets", f"{targets}", do)
         return [*(name for name in targets if name not in inside), *(["dense"] if dense else []), "experts"]
 
@@ -865,7 +865,7 @@ class _Composer:
         if sharding.source == "missing file":
             self.notes.append(f"{key}: {given} is not here: stage {sharding.stage} is taken from its name")
         elif sharding.source == "settings":
-            self.notes.append(f"{key}: how the model is cut is read of it, its other settings are not")
+            self.notes.append(f"{key}: only its sharding is read, not its other settings")
         return sharding
 
 

@@ -68,7 +68,7 @@ def _parsed(text: str, where: str) -> Mapping[str, Any]:
     except (ValueError, yaml.YAMLError):
         found = None
     if not isinstance(found, dict):
-        raise ConfigError(where, "no mapping of JSON or YAML", "mend it, or leave it out")
+        raise ConfigError(where, "not a JSON or YAML mapping", "fix it, or leave it out")
     return found
 
 

@@ -58,11 +58,9 @@ def launch(
     skypilot: Annotated[bool, typer.Option("--skypilot", help="a task for sky jobs launch")] = False,
     hardware: Annotated[
         str,
-        typer.Option("--hardware", metavar="NAME", help="the GPUs: 8xh100, or of several hosts 2x8xh100:infiniband"),
+        typer.Option("--hardware", metavar="NAME", help="GPUs to use: 8xh100; over several hosts 2x8xh100:infiniband"),
     ] = "8xh100",
-    time: Annotated[
-        str | None, typer.Option("--time", metavar="HH:MM:SS", help="Slurm: the longest time of one job")
-    ] = None,
+    time: Annotated[str | None, typer.Option("--time", metavar="HH:MM:SS", help="Slurm: time limit of one job")] = None,
     partition: Annotated[str | None, typer.Option("--partition", metavar="NAME", help="Slurm: the partition")] = None,
     image: Annotated[
         str | None, typer.Option("--image", metavar="IMAGE", help="Kubernetes: an image that has optrush")
@@ -81,8 +79,8 @@ def launch(
 ) -> None:
     """Write the job file of a run for a cluster's own scheduler; nothing is submitted.
 
-    The plan of the run for these GPUs is checked first. The job saves before its time is over or its host is taken, and
-    starts again by itself with --resume auto. `output` must lie on storage that all hosts share.
+    The plan of the run for these GPUs is checked first. The job saves before its time limit or when its host is
+    reclaimed, and restarts with --resume auto. `output` must be on storage that all hosts share.
     """
     chosen = [name for name, on in zip(ENGINES, (slurm, kubernetes, skypilot), strict=True) if on]
     if len(chosen) != 1:

@@ -30,7 +30,7 @@ With = Annotated[
 Without = Annotated[
     list[str], typer.Option("--without", metavar="NAME", help="leave a technique of the YAML out; may be repeated")
 ]
-Ranks = Annotated[int, typer.Option("--ranks", min=1, help="processes on this machine, one a GPU; needs ddp or fsdp")]
+Ranks = Annotated[int, typer.Option("--ranks", min=1, help="processes on this machine, one per GPU; needs ddp or fsdp")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document, for programs")]
 
 
@@ -54,19 +54,15 @@ def launches(ranks: int) -> bool:
 
 # --- sampling of answers, for the verbs that run a model
 
-Temperature = Annotated[
-    float, typer.Option("--temperature", help="0.001 to 1000; below 1 the likely tokens get likelier still")
-]
-TopP = Annotated[float, typer.Option("--top-p", help="draw from the fewest tokens whose probabilities sum to this")]
-TopK = Annotated[int, typer.Option("--top-k", help="draw from the likeliest so many; 0: all")]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", help="most tokens of an answer")]
-Greedy = Annotated[bool, typer.Option("--greedy", help="take the likeliest token each time: the same answer again")]
+Temperature = Annotated[float, typer.Option("--temperature", help="0.001 to 1000; below 1 favours likely tokens")]
+TopP = Annotated[float, typer.Option("--top-p", help="sample from the fewest tokens whose probabilities sum to this")]
+TopK = Annotated[int, typer.Option("--top-k", help="sample from the k most likely tokens (0: no limit)")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", help="maximum number of tokens per answer")]
+Greedy = Annotated[bool, typer.Option("--greedy", help="always take the most likely token: repeatable answers")]
 Seed = Annotated[
-    int | None, typer.Option("--seed", min=0, max=2**63 - 1, help="of the draw; a new one each time if not given")
+    int | None, typer.Option("--seed", min=0, max=2**63 - 1, help="seed of the sampling (default: a new one each time)")
 ]
-Plain = Annotated[
-    bool, typer.Option("--plain", help="no chat template: what you write is continued, as it stands, by the model")
-]
+Plain = Annotated[bool, typer.Option("--plain", help="no chat template: the model continues your text as it is")]
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="the system prompt")]
 TheModel = Annotated[
     str,
@@ -87,7 +83,9 @@ def demand_used(context: typer.Context) -> None:
     if context.params["plain"] and given(context, ["system"]):
         raise ConfigError("--system with --plain", "a text that is continued has no system prompt", "leave one out")
     if context.params["greedy"] and (void := given(context, ["temperature", "top_p", "top_k"])):
-        raise ConfigError(f"{void[0]} with --greedy", "the likeliest token is taken, none is drawn", "leave one out")
+        raise ConfigError(
+            f"{void[0]} with --greedy", "the most likely token is always taken, so nothing is sampled", "leave one out"
+        )
 
 
 def drawn(seed: int | None) -> int:

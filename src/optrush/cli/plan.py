@@ -33,7 +33,7 @@ Asked = Annotated[
     Path, typer.Argument(help="the run's YAML, or a model: a folder or hub id", metavar="CONFIG", show_default=False)
 ]
 Data = Annotated[
-    str | None, typer.Option("--data", metavar="DATA", help="of a model: JSON Lines, sample:recipes, random[:N]")
+    str | None, typer.Option("--data", metavar="DATA", help="data for a model: JSON Lines, sample:recipes, random[:N]")
 ]
 SMALL = 0.01  # share of the peak; smaller lines are shown as one
 
@@ -54,11 +54,11 @@ def plan(
         bool, typer.Option("--keep-maths", help="leave out techniques that change what is computed")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="write the best setting as a YAML that train takes")
+        Path | None, typer.Option("--out", metavar="FILE", help="write the best setting as a YAML for train")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="with --out: overwrite the file")] = False,
     details: Annotated[
-        bool, typer.Option("--details", help="memory line by line, the work, and what other techniques would change")
+        bool, typer.Option("--details", help="add memory and time by line, runners-up and other sizes")
     ] = False,
     solve: Annotated[
         str | None,
@@ -67,19 +67,19 @@ def plan(
         ),
     ] = None,
     host_memory: Annotated[
-        float | None, typer.Option("--host-memory", min=1, metavar="GIB", help="of the host that named GPUs are in")
+        float | None, typer.Option("--host-memory", min=1, metavar="GIB", help="memory of the named GPUs' host")
     ] = None,
     price: Annotated[
-        float | None, typer.Option("--price", min=0, metavar="USD", help="an hour of one card; else a list price")
+        float | None, typer.Option("--price", min=0, metavar="USD", help="per card and hour (default: list price)")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Find what fits and how fast it is, by method and techniques.
 
-    The first line answers: what fits, how fast, how long the run takes. If nothing fits, the nearest that does follows.
-    Nothing is built and nothing is written, but --out FILE. --details shows memory by line at its peak. Speed
-    rests on the rates that `optrush calibrate` measured on the device; without them on its datasheet and on the share
-    of it that such work reached on one H200; the output names which (basis).
+    The first line says whether the run fits, how fast it is and how long it takes. If it does not fit, the nearest
+    settings that fit follow. Nothing is built; only --out FILE writes. --details adds memory by line at its peak. Speed
+    is computed from rates that `optrush calibrate` measured on the device, else from its datasheet and the share of it
+    that similar work reached on one H200. The output names the source (basis).
     """
     hardware = hardware if host_memory is None else _hosted(hardware, host_memory, solve)
     config = _asked(path, data, hardware, set_, with_, without)
@@ -99,7 +99,7 @@ def plan(
         print(_solved(config, hardware, solve, [name for name, given in beside.items() if given], as_json))
         return
     if out is not None and out.exists() and not force:
-        raise ConfigError(f"--out {out}", "this file exists", "take another name, or add --force")
+        raise ConfigError(f"--out {out}", "this file exists", "use another name, or add --force")
     decided: Decided | None = None
     prediction: Prediction | None = None
     refused: UserError | None = None
@@ -256,7 +256,7 @@ def _text(
 
     lines = [*_answer_lines(config, hardware, answer, price), ""]
     if refused is not None and _lacking_all(config, answer):
-        lines.insert(0, f"refused as configured: {refused.asked}: {refused.found}; others are:")
+        lines.insert(0, f"invalid as configured: {refused.asked}: {refused.found}; alternatives:")
     if details:
         lines.append("as configured")
         if prediction is not None:
@@ -273,13 +273,13 @@ def _text(
         lines += [f"  {text}" for text in str(refused).splitlines()]
     found = answer.found
     if found.settings:
-        first = f"the best of {found.tried} sets of techniques that go together, each with its micro-batch"
+        first = f"the best of {found.tried} compatible sets of techniques, each with its micro-batch"
         unknown = found.settings[0].prediction.tokens_per_s is None
         lines += ["", first + ", in the order of their speeds on an H100" * unknown]
     for place, setting in enumerate(found.settings, 1):
         lines.append(f"  {place}. {setting.title}{_without(config, setting)}")
         lines.append(f"     {_short(setting)}")
-    named = {f"without {name}": f"  without {name}, which the configuration names" for name in _named(config)}
+    named = {f"without {name}": f"  without {name}, which your file has" for name in _named(config)}
     faster = {what: why for what, why in found.lost if what in named and re.match(r"\+(?!0%)\d+% tokens/s", why)}
     lines += [f"{named[what]}: {why}" for what, why in faster.items()]
     return lines + (_other_lines(config, hardware, answer) if details else [])
@@ -294,8 +294,8 @@ def _answer_lines(config: Config, hardware: str, answer: Answer, price: float | 
     on = counted(device, ranks)
     best = answer.best
     if best is None or best.setting is None:
-        needs = "" if (least := answer.least) is None else f"; the smallest tried needs {least.text()}"
-        nearest = answer.nearest or ("optrush knows none: take a smaller model, shorter rows or other hardware",)
+        needs = "" if (least := answer.least) is None else f"; the smallest setting tried needs {least.text()}"
+        nearest = answer.nearest or ("none found; use a smaller model, shorter rows or other hardware",)
         return [
             f"does NOT fit on {on}, rows of {config.batch.seq:,} tokens{needs}",
             *(f"  nearest: {text}" for text in nearest),
@@ -309,11 +309,11 @@ def _answer_lines(config: Config, hardware: str, answer: Answer, price: float | 
     where = f"{on}, rows of {config.batch.seq:,} tokens"
     lines = [f"fits on {where}: {best.method}, {mesh}{size}, {_speed(p, basis=False)}{time}{lacking}"]
     if p.tokens_per_s is None:
-        lines.append("  rates of this device are not known: there, optrush calibrate measures them")
+        lines.append("  speed unknown for this device; run `optrush calibrate` on it")
     lines += [f"  {note}" for note in planned_notes(config, device, ranks)]
     name, _, frozen = best.method.partition(" + ")
     if config.method is None and {*METHODS.get(name, {}), *([frozen] if frozen else [])} - config.with_.keys():
-        lines.append(f"  as it is, all weights are trained; for this answer add {typed(best.method)}")
+        lines.append(f"  your file trains all weights; for this answer add {typed(best.method)}")
     width = max(len(w.method) for w in answer.ways)
     for way in answer.ways:
         if way.refused:
@@ -350,7 +350,7 @@ def _lacking_all(config: Config, answer: Answer) -> bool:
 
 def _without(config: Config, setting: Candidate) -> str:
     lacking = _lacking(config, setting)
-    return f"; without {', '.join(lacking)}, which the configuration names" if lacking else ""
+    return f"; without {', '.join(lacking)}, which your file has" if lacking else ""
 
 
 def _time(config: Config, time: RunTime, hardware: str, price: float | None) -> str:
@@ -382,7 +382,7 @@ def _other_lines(config: Config, hardware: str, answer: Answer) -> list[str]:
     for name, parameters, other in rows:
         cost = "does not fit" if other is None else _short(other)
         speed = None if other is None else other.prediction.tokens_per_s
-        cost += f", {1e9 / speed / 3600:,.1f} h a billion tokens" if speed else ""
+        cost += f", {1e9 / speed / 3600:,.1f} h per billion tokens" if speed else ""
         lines.append(f"  {name:<{width}} {parameters / 1e9:6.2f} G parameters  {cost}")
     return lines
 
@@ -396,7 +396,7 @@ def memory_lines(p: Prediction) -> list[str]:
         room = f" of {p.room_bytes / GIB:.1f} usable ({p.capacity_bytes / GIB:.1f} in all)"
     fits = "fits" if p.fits else "does NOT fit"
     lines = [
-        f"  {p.device}: {p.peak_bytes / GIB:.2f} GiB{room}, {fits}; the peak lies in: {p.phase}",
+        f"  {p.device}: {p.peak_bytes / GIB:.2f} GiB{room}, {fits}; peak in: {p.phase}",
         f"  {p.parameters / 1e9:.3f} G parameters x {total:.3g} bytes ({kinds})",
     ]
     if p.stage_bytes:
@@ -464,16 +464,17 @@ UNSTEADY = 0.10  # the median spread of a rate over the rounds above which a war
 def calibrate(
     context: typer.Context,
     path: Annotated[
-        Path | None, typer.Argument(help="a run's YAML: its shapes, rows and micro-batch", metavar="[CONFIG]")
+        Path | None,
+        typer.Argument(help="a run's YAML, whose shapes, rows and micro-batch are measured", metavar="[CONFIG]"),
     ] = None,
     seconds: Annotated[
-        float, typer.Option("--seconds", min=1, max=100, help="of load, shared over the shapes; a little more in all")
+        float, typer.Option("--seconds", min=1, max=100, help="seconds of load, shared by the shapes")
     ] = 60.0,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="write it to this file too; it must be new")
+        Path | None, typer.Option("--out", metavar="FILE", help="also write the result to this new file")
     ] = None,
     ranks: Annotated[
-        int, typer.Option("--ranks", min=1, help="measure what this many processes, one a GPU, exchange, and only that")
+        int, typer.Option("--ranks", min=1, help="measure only the communication of this many processes, one per GPU")
     ] = 1,
     set_: Set = [],  # noqa: B006 - typer copies it
     with_: With = [],  # noqa: B006
@@ -482,15 +483,15 @@ def calibrate(
 ) -> None:
     """Measure this machine's rates, for the plan.
 
-    Matrix products at the model's shapes, attention, copies, the link to the host and the time to start an operator:
-    about a minute under load, with nothing else running on the device. Without CONFIG: the shapes of Llama 1B and 8B
-    on a GPU, of the built-in model on a CPU.
+    Measures matrix products at the model's shapes, attention, copies, the link to the host and the launch of an
+    operator. It takes about a minute; run nothing else on the device. Without CONFIG, the shapes are those of Llama 1B
+    and 8B on a GPU, and of the built-in model on a CPU.
 
-    The result is kept for this device, this torch and this driver, in place of an older one. `optrush plan` and the
-    predictions of `optrush bench` take it from there (basis: calibrated).
+    The result replaces the stored one for this device, torch and driver. `optrush plan` and `optrush bench` use it
+    (basis: calibrated).
 
-    --ranks N measures what N ranks of this machine exchange (all-reduce, all-gather, reduce-scatter), and adds it to
-    the rates kept for this device, which must be there.
+    --ranks N measures the communication of N ranks on this machine (all-reduce, all-gather, reduce-scatter) and adds
+    it to the stored rates, which must exist.
     """
     config = None if path is None else read_run(path, set_, with_, without)
     if path is None and (set_ or with_ or without):
@@ -508,7 +509,7 @@ def calibrate(
     from optrush.planner.calibrate import loads, measure_rates
 
     if out is not None and out.exists():
-        raise ConfigError(f"--out {out}", "this file exists", "take another name")
+        raise ConfigError(f"--out {out}", "this file exists", "use another name")
     for folder in (calibration.folder(), *(() if out is None else (out.absolute().parent,))):
         calibration.check_writable(folder)  # before a minute is spent
     device = first_device()
@@ -531,11 +532,15 @@ def _calibrate_links(ranks: int, seconds: float, out: Path | None, as_json: bool
     device = first_device()
     kept = calibration.for_device(device)
     if kept is None or (changed := calibration.stale(kept)):
-        found_too = "no rates of this device" if kept is None else f"rates of this device are old ({changed})"
+        found_too = (
+            "no rates of this device"
+            if kept is None
+            else f"the measured rates of this device are out of date ({changed})"
+        )
         do = "run optrush calibrate without --ranks first"
         raise ConfigError(f"--ranks {ranks}", f"{found_too}, to which those of links belong", do)
     if out is not None and launched()[0] == 0 and out.exists():
-        raise ConfigError(f"--out {out}", "this file exists", "take another name")
+        raise ConfigError(f"--out {out}", "this file exists", "use another name")
     if launches(ranks):
         raise typer.Exit(launch.spawn(sys.argv[1:], ranks))
     from optrush.planner.calibrate import measure_links

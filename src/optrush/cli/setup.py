@@ -55,30 +55,30 @@ def init(
     ] = None,
     output: Annotated[str | None, typer.Option("--output", metavar="DIR", help="the run's folder")] = None,
     teacher: Annotated[
-        str | None, typer.Option("--teacher", metavar="MODEL", help="of distill: a folder or a hub id")
+        str | None, typer.Option("--teacher", metavar="MODEL", help="teacher of distill: a folder or a hub id")
     ] = None,
     method: Annotated[
         str | None, typer.Option("--method", metavar="NAME", help="full, lora, qlora, or auto: what fits")
     ] = None,
     seq: Annotated[
-        int | None, typer.Option("--seq", min=2, metavar="TOKENS", help="the longest text that is seen whole")
+        int | None, typer.Option("--seq", min=2, metavar="TOKENS", help="the longest text, in tokens")
     ] = None,
-    epochs: Annotated[float | None, typer.Option("--epochs", min=0, help="how often the data is seen")] = None,
+    epochs: Annotated[float | None, typer.Option("--epochs", min=0, help="number of passes over the data")] = None,
     hardware: Annotated[
-        str, typer.Option("--hardware", metavar="NAME", help="the machine it is for: cpu, h200, 2xh200, ...")
+        str, typer.Option("--hardware", metavar="NAME", help="target machine: cpu, h200, 2xh200, ...")
     ] = "auto",
     with_: Annotated[
         list[str],
-        typer.Option("--with", metavar="NAME[:OPTION=VALUE,...]", help="a technique to have in it; may be repeated"),
+        typer.Option("--with", metavar="NAME[:OPTION=VALUE,...]", help="technique to include; may be repeated"),
     ] = [],  # noqa: B006 - typer copies it
     set_: Set = [],  # noqa: B006
-    yes: Annotated[bool, typer.Option("--yes", help="ask nothing: take the default for what is not given")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="ask nothing; use the default of what is not given")] = False,
     force: Annotated[bool, typer.Option("--force", help="replace FILE if it exists")] = False,
 ) -> None:
     """Write a commented YAML for a first run.
 
-    Its techniques and sizes are those that suit this machine (or --hardware). On a terminal, what no flag says is
-    asked; elsewhere --model and --data are needed, or --yes. FILE is train.yaml unless you name one.
+    It chooses techniques and sizes for this machine (or --hardware). On a terminal it asks for what no flag gives;
+    elsewhere --model and --data are required, or --yes. FILE defaults to train.yaml.
     """
     from optrush.planner.init_config import (
         InitRequest,
@@ -99,7 +99,7 @@ def init(
         if yes:
             return default
         if not asking:
-            raise ConfigError("`optrush init` without a terminal to ask on", f"no {flag}", f"give {flag}, or --yes")
+            raise ConfigError("`optrush init` without a terminal", f"no {flag}", f"give {flag}, or --yes")
         return _prompt(flag, default, help_, check)
 
     help_ = "A Hugging Face folder or hub id; `tiny` is built in, small and random."
@@ -146,7 +146,7 @@ def _check_file(file: Path, force: bool) -> None:
     if file.exists() and not force:
         raise ConfigError(f"to write {file}", "it exists", "name another FILE, or give --force to replace it")
     if not file.parent.is_dir():
-        raise ConfigError(f"to write {file}", f"{file.parent} is no folder", "make the folder, or name another FILE")
+        raise ConfigError(f"to write {file}", f"{file.parent} is not a folder", "make the folder, or name another FILE")
 
 
 def _write(file: Path, text: str, force: bool) -> None:
@@ -181,15 +181,15 @@ def _new(file: Path) -> str:
 
 def doctor(
     warm: Annotated[
-        bool, typer.Option("--warm", help="build what a first run builds, by two short runs; print their seconds")
+        bool, typer.Option("--warm", help="compile what a first run needs, by two short runs; print their seconds")
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Show what this machine has, and which techniques it can run.
 
-    Each technique is `ok`, or `lacks` something: what was asked for, what was found, and the line that mends it. What
-    is lacking is no error: the exit code is 0. --warm trains the built-in model for two steps, twice, in a folder that
-    it removes: Python then has the bytecode of what training imports, and Triton its kernels.
+    Each technique is `ok`, or `lacks` something: the requirement, what was found, and the command that fixes it. A
+    lacking technique is no error: the exit code is 0. --warm trains the built-in model twice for two steps in a
+    temporary folder, so that Python's bytecode and Triton's kernels are cached.
     """
     if warm:
         first, again, note = _warm()

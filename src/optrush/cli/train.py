@@ -31,19 +31,19 @@ def train_command(
     ranks: Ranks = 1,
     resume: Annotated[
         str | None,
-        typer.Option("--resume", metavar="auto|FOLDER", help="go on from the newest intact checkpoint, or this"),
+        typer.Option("--resume", metavar="auto|FOLDER", help="resume from the newest intact checkpoint, or this"),
     ] = None,
     allow_change: Annotated[
-        list[str], typer.Option("--allow-change", metavar="FIELD", help="with --resume: accept that this changed")
+        list[str], typer.Option("--allow-change", metavar="FIELD", help="with --resume: accept that this field changed")
     ] = [],  # noqa: B006
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="show configuration, memory, disk, data and first rows; write nothing")
     ] = False,
     overfit: Annotated[
-        int | None, typer.Option("--overfit", metavar="N", min=1, help="learn the first N batches by heart, as a check")
+        int | None, typer.Option("--overfit", metavar="N", min=1, help="overfit the first N batches, as a check")
     ] = None,
     overfit_steps: Annotated[
-        int | None, typer.Option("--overfit-steps", metavar="STEPS", min=2, help="with --overfit: at most; 200")
+        int | None, typer.Option("--overfit-steps", metavar="STEPS", min=2, help="most steps (default 200)")
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="with --dry-run or --overfit: print one JSON document")
@@ -52,8 +52,8 @@ def train_command(
     """Train a model.
 
     Flags change CONFIG in the order --set, --with, --without. All output goes to the run's folder (`output`), whose
-    path is printed at the end. Ctrl-C saves and stops; --resume auto goes on.
-    --overfit 1 trains on the first batch until its loss is near zero, or prints the likely cause; it writes nothing.
+    path is printed at the end. Ctrl-C saves and stops; --resume auto resumes. --overfit 1 trains on the first
+    batch until its loss is near zero, or prints the likely cause; it writes nothing.
 
     The smallest useful file:
 
@@ -155,29 +155,29 @@ def eval_command(
     set_: Set = [],  # noqa: B006
     with_: With = [],  # noqa: B006
     without: Without = [],  # noqa: B006
-    model: Annotated[str | None, typer.Option("--model", metavar="DIR", help="another model's folder")] = None,
-    data: Annotated[str | None, typer.Option("--data", metavar="FILE", help="another file of rows")] = None,
+    model: Annotated[str | None, typer.Option("--model", metavar="DIR", help="evaluate this model")] = None,
+    data: Annotated[str | None, typer.Option("--data", metavar="FILE", help="evaluate on this file")] = None,
     tasks: Annotated[
         str | None,
-        typer.Option("--tasks", metavar="NAME,...", help="public tasks instead: arc_easy, a YAML file"),
+        typer.Option("--tasks", metavar="NAME,...", help="evaluate public tasks instead: arc_easy, or a YAML file"),
     ] = None,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="requests a task; all, if not given")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="requests per task (default: all)")] = None,
     ranks: Ranks = 1,
     as_json: Json = False,
 ) -> None:
     """Measure a model's loss on held-out data, or its answers to public tasks.
 
-    The mean negative log-likelihood a target token, natural logarithm. On --data; else on what CONFIG holds out
-    (`data.eval`); else on all its data. The model is CONFIG's, not the trained one: for that, --model OUTPUT/model.
-    It is measured as it is: techniques that would train part of it, or quantize what they freeze, are left out.
-    Of pairs the mean loss a pair and the rewards: those of --model, against CONFIG's.
+    Prints the mean negative log-likelihood per target token (natural logarithm). The data are --data, else the held-out
+    rows of CONFIG (`data.eval`), else all its rows. The model is CONFIG's untrained one; --model OUTPUT/model evaluates
+    the trained one. Adapters and quantization of CONFIG are not applied. For preferences: the mean loss per pair, and
+    the rewards of --model relative to CONFIG's model.
 
-    --tasks: the Language Model Evaluation Harness asks the model instead (pip install optrush[eval]).
+    --tasks runs the Language Model Evaluation Harness instead (pip install optrush[eval]).
     """
     if tasks is not None:
         return _eval_tasks(read_run(path, set_, with_, without), tasks, limit, model, as_json, data, ranks)
     if limit is not None:
-        raise ConfigError("--limit", "no --tasks, whose requests it counts", "for rows set data.max_samples")
+        raise ConfigError("--limit", "no --tasks: it limits their requests", "for rows set data.max_samples")
     rows: list[str] = []
     if data is not None:
         rows = [f"data.path={json.dumps(data, ensure_ascii=False)}", "data.random=null", "data.sample=null"]
@@ -189,7 +189,7 @@ def eval_command(
     before = read_run(path, [*set_, *rows], with_, without)
     config = read_run(path, [*set_, *other, *rows], with_, without)
     if config.scored and model is not None:
-        found = "a reward model, whose scores the run itself compares"
+        found = "a reward model: its scores are compared during the run"
         raise ConfigError("`optrush eval --model` of `objective: reward`", found, "read eval_loss of its metrics.jsonl")
     if config.has_reference and model is None:
         found, do = "no --model: CONFIG's would be compared with itself", "give the trained one: --model OUTPUT/model"

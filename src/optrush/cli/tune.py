@@ -25,20 +25,21 @@ SECONDS = {"s": 1, "m": 60, "h": 3600}
 def tune(
     config: ConfigFile,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="the YAML to write; NAME.tuned.yaml if not given")
+        Path | None, typer.Option("--out", metavar="FILE", help="YAML to write (default NAME.tuned.yaml)")
     ] = None,
     budget: Annotated[
-        str, typer.Option("--budget", metavar="TIME", help="what all measurements may take: 90s, 10m, 1h")
+        str, typer.Option("--budget", metavar="TIME", help="time limit of all measurements: 90s, 10m, 1h")
     ] = "10m",
     ranks: Ranks = 1,
     batch: Annotated[
-        bool, typer.Option("--batch", help="instead: batch.tokens, by the gradient noise scale; writes NAME.batch.yaml")
+        bool,
+        typer.Option("--batch", help="tune batch.tokens instead, by the gradient noise scale; writes NAME.batch.yaml"),
     ] = False,
     lr: Annotated[
-        bool, typer.Option("--lr", help="instead: optim.lr, by a race for held-out loss; writes NAME.lr.yaml")
+        bool, typer.Option("--lr", help="tune optim.lr instead, by a race for held-out loss; writes NAME.lr.yaml")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="only list the settings, their planned speeds and the time it takes")
+        bool, typer.Option("--dry-run", help="list the settings, their planned speeds and the time needed")
     ] = False,
     set_: Set = [],  # noqa: B006 - typer copies it
     with_: With = [],  # noqa: B006
@@ -47,13 +48,12 @@ def tune(
 ) -> None:
     """Measure the plan's best settings and write the fastest.
 
-    The plan's five best settings and the configuration as it is run in fresh processes: the largest step, a few steps
-    on the same documents that prove the same gradients as the plain baseline, then timed steps, interleaved. What is
-    wrong, slow or out of memory is refused with its reason. The fastest is written, or the configuration as it is if
-    nothing is faster beyond the spread.
+    Runs the plan's five best settings and the current one in fresh processes: first the largest step, then a few steps
+    that check the gradients against the plain baseline, then timed steps, interleaved. A setting that is wrong, slow or
+    out of memory is rejected with its reason. The fastest is written; the current one if no gain exceeds the spread.
 
-    What a run learns stays: adapters, optimizers and techniques of other maths are kept as written. Records lie in
-    NAME.tuned/; the same command goes on where it was stopped.
+    Adapters, optimizers and techniques that change the maths are kept as written. Records are in NAME.tuned/; the same
+    command resumes a tuning that was stopped.
     """
     given = read_run(config, set_, with_, without)
     if launched()[1] > 1:

@@ -126,7 +126,7 @@ class Tokens:
         self, tokenizer: PreTrainedTokenizerBase, template: str | None = None, today: datetime.date | None = None
     ) -> None:
         if not tokenizer.is_fast:
-            found = "a slow tokenizer, which cannot tell where in a text its tokens lie"
+            found = "a slow tokenizer, which has no token offsets"
             asked = f"the tokenizer of {tokenizer.name_or_path or 'the model'}"
             raise DataError(asked, found, "use a model folder with a tokenizer.json")
         self.tokenizer = tokenizer
@@ -532,7 +532,7 @@ class Tokens:
         targets[:1] = False
         if not ((len(ids) and targets[-1]) or targets.any()):  # the end of most rows is learnt, and `any` is slow
             asked = f"to learn from the row at {draft.where}"
-            raise DataError(asked, "not one token of it would be learnt", "take it out")
+            raise DataError(asked, "no token of it would be learnt", "take it out")
         return Document(ids, targets)
 
     def _refuse_lost(self, draft: _Draft, encoding: Encoding | None) -> None:
@@ -562,7 +562,7 @@ class Tokens:
             return
         names = ", ".join(map(repr, sorted(set(lost))[:SHOWN]))
         found = f"its answer would lose characters that the tokenizer has no token for: {names} ({len(lost)} in all)"
-        do = "take the row out, or take a model whose tokenizer has them"
+        do = "remove the row, or use a model whose tokenizer has them"
         raise DataError(f"to learn from the row at {draft.where}", found, do)
 
     @cached_property

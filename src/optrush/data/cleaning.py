@@ -184,8 +184,8 @@ def check_settings(settings: Cleaning) -> None:
             continue
         least, most = bounds
         if (least is None and most is None) or (least is not None and most is not None and least > most):
-            do = "give [least, most]; null for none of one side"
-            raise ConfigError(f"`data.clean.{name}: {list(bounds)}`", "no row can be meant by that", do)
+            do = "give [least, most]; null for no limit"
+            raise ConfigError(f"`data.clean.{name}: {list(bounds)}`", "the minimum exceeds the maximum", do)
     for i, one in enumerate(settings.items):
         name = f"`data.clean.items[{i}]`"
         if one.bounds is None and one.rarest is None:

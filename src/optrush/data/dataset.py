@@ -119,7 +119,7 @@ def index(path: Path, kept: np.ndarray | None, text_rows: str, size_bytes: int) 
         found = f"{path}, whose rows are `data.text_rows: {text_rows}`"
         raise DataError("`data.stream`", found, "take data.text_rows: line, or leave data.stream out")
     if parts[0].end is None:
-        found = f"{path}, of which no row can be read alone: it is packed, a list in JSON, or CSV"
+        found = f"{path}: its rows cannot be read one by one, since it is compressed, a JSON list, or CSV"
         raise DataError("`data.stream`", found, "leave data.stream out, or make it .jsonl or .parquet")
     if suffix == PARQUET:
         import pyarrow.parquet
@@ -338,7 +338,7 @@ def probe_rows(
     whole = _whole(samples, tokens, train_on)
     if not any(document.targets.any() for made in documents for document in made):
         one = _show(tokens, samples[0], documents[0] or whole[0])
-        found = f"not one token of them would be learnt; the first, {one}"
+        found = f"no token of them would be learnt; the first, {one}"
         do = "raise batch.seq if answers are cut off, or choose what is learnt (data.train_on)"
         raise DataError(f"to learn from the first {len(samples)} rows", found, do)
     if rows and truncated / rows > most_truncated:
@@ -488,10 +488,12 @@ def held_rows(rows: int, fraction: float, seed: int, whole_texts: bool = False) 
     """
     n = round(fraction * rows)
     if not 0 < n < rows:
-        do = "change the fraction so that both parts get a row, or name a file of its own"
+        do = "change the fraction so that both parts get a row, or name a file of held-out rows"
         if whole_texts:
             do = f"take data.text_rows: paragraph (or line), for each text file is one row; or {do}"
-        raise DataError(f"{fraction} of the data for evaluation (data.eval)", f"{rows} rows, of which that is {n}", do)
+        raise DataError(
+            f"{fraction} of the data for evaluation (data.eval)", f"{rows} rows: this fraction gives {n}", do
+        )
     held = np.zeros(rows, bool)
     held[permutation(rows, seed, 0)[:n]] = True
     return held

@@ -40,7 +40,7 @@ RENDERING = (
     TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, AssertionError,
     SyntaxError,
 )  # fmt: skip
-MEND = "mend the row, or give another template (model.chat_template)"
+MEND = "fix the row, or give another template (model.chat_template)"
 MEAN_RENDER_s = 0.25  # the slowest templates that are in use take 0.02 s for a long conversation
 MOST_BITS = 10_000  # of an integer that a template computes
 MOST_ERROR_chars = 200  # of a template's own error that is shown

@@ -50,7 +50,7 @@ Rows = Iterator[tuple[int, dict[str, Any] | str]]  # (number, the row or the rea
 class Damaged(Exception):
     """A file that cannot be read on, why, and what to do."""
 
-    def __init__(self, reason: str, do: str = "mend the file, or fetch it again") -> None:
+    def __init__(self, reason: str, do: str = "fix the file, or fetch it again") -> None:
         super().__init__(reason)
         self.do = do
 
@@ -501,8 +501,8 @@ def _checked(path: Path) -> tuple[str, str]:
         raise DataError(f"rows from {path}", "no such file", "check the path")
     known = form(regular(path))
     if known is None:
-        do = f"name it by what it holds: {NAMES}"
-        raise DataError(f"rows from {path}", "a suffix that says no known kind of data", do)
+        do = f"name it by its content: {NAMES}"
+        raise DataError(f"rows from {path}", "an unknown suffix", do)
     return known
 
 
@@ -655,7 +655,7 @@ def _together(asked: str, files: list[Path], nothing: str) -> list[Path]:
         raise DataError(asked, nothing, "name a data file, a folder of some, or a glob")
     known = {file: format_ for file in files if (format_ := form(file))}
     if not known:
-        raise DataError(asked, f"no known kind of data: {_named(files)}", f"name them by what they hold: {NAMES}")
+        raise DataError(asked, f"no known kind of data: {_named(files)}", f"name them by their content: {NAMES}")
     texts = [file for file, (suffix, _) in known.items() if suffix in TEXT]
     if texts and len(texts) < len(known):
         rows = [file for file in known if file not in texts]

@@ -93,7 +93,7 @@ def ahead(make: Callable[[Number], Item], numbers: Iterable[Number], loading: Lo
         if what.startswith("failed"):
             do = "report it with the row, or read without data workers"
             return RunError("the batches", f"a data worker {what}", do)
-        do = "go on from the last checkpoint, if there is one: --resume auto"
+        do = "resume from the last checkpoint, if any: --resume auto"
         return RunError("the batches", f"a data worker died (it {what})", do)
 
     workers = pool.forked(start, loading.workers)
@@ -137,7 +137,7 @@ def _late(seconds: float, workers: Sequence[int]) -> str:
     if not stopped:
         return f"{who} {seconds:.0f} s for the next batch; its data workers are at work, or blocked while they read"
     names = f"data worker{'s' * (len(stopped) > 1)} (process {', '.join(stopped)})"
-    do = f"let it go on: kill -CONT {' '.join(stopped)}; or end the run, which saves: SIGTERM"
+    do = f"resume it: kill -CONT {' '.join(stopped)}; or end the run, which saves: SIGTERM"
     return f"{who} {seconds:.0f} s for the next batch: the {names} is stopped; {do}"
 
 
@@ -456,7 +456,7 @@ class LiveStream(Stream):
             progress.done(part.rows, part.rows)
         first = bisect_right(self._before, self._before[-1] - 1)  # windows without a row, one after the other
         if not samples and w - first >= self._windows:
-            raise DataError("`data.stream`", "not one sample in all rows", "look at the rows: optrush data show")
+            raise DataError("`data.stream`", "no sample in any row", "look at the rows: optrush data show")
         return samples
 
     def _note(self, part: SampleChunk) -> None:

@@ -125,7 +125,7 @@ def row_rules(config: Config) -> RowRules:
     return RowRules(config.objective, tuple(data.columns.items()), tuple(data.roles.items()))
 
 
-MEND = "mend that line, or take it out"
+MEND = "fix that line, or take it out"
 
 
 class _Bad(Exception):
@@ -353,7 +353,7 @@ def _sign(found: dict[str, Any], objective: str) -> str:
             whole = isinstance(chosen, list) and len(chosen) > 1  # with the prompt in it
             line = f"leave one out: `data.columns: {{{signs[0]}: ignore}}`"
             line = line if whole else f"is {quoted(signs[0])} the prompt? `data.columns: {{{signs[0]}: prompt}}`"
-        raise _Bad(reason, f"{line}, or mend that line")
+        raise _Bad(reason, f"{line}, or fix that line")
     return "chosen" if kinds[0] == "rejected" else kinds[0]
 
 
@@ -641,7 +641,7 @@ def _turn(found: Any, name: str, rules: RowRules, unread: set[str]) -> Message:
     role = rules.role_names.get(given)
     if role is None:
         reason = f"{name}.{said} is {quoted(given)}, not one of {', '.join(ROLE_NAMES)}"
-        raise _Bad(reason, f"say which it is: `data.roles: {{{given}: assistant}}`, or mend that line")
+        raise _Bad(reason, f"say which it is: `data.roles: {{{given}: assistant}}`, or fix that line")
     content = found.get(content_key)
     if given == "function_call" and role == "assistant":
         at = f"{name}.{content_key}"
@@ -668,7 +668,7 @@ def _turn_mapping(found: dict[str, Any], name: str, lacking: str) -> str:
     other = next((key for key in names if isinstance(found.get(key), str)), None)
     if other is None:
         return MEND
-    return f"`data.columns: {{'{_of_all(name)}.{other}': {lacking}}}`, or mend that line"
+    return f"`data.columns: {{'{_of_all(name)}.{other}': {lacking}}}`, or fix that line"
 
 
 def _of_all(name: str) -> str:
@@ -694,7 +694,7 @@ def _more(found: dict[str, Any], role: str, name: str, named: tuple[str, str], u
             strange = not _is_in(value, _content(_given(found, named[1], ""), f"{name}.{named[1]}", unread))
         if strange or (CONTROL.search(lower) and _may_be_mask(value)):
             reason = f"{name} has {quoted(key)}, which is not read and would change what is learnt"
-            do = f"mend that line, or leave the key out: `data.columns: {{'{_of_all(name)}.{key}': ignore}}`"
+            do = f"fix that line, or leave the key out: `data.columns: {{'{_of_all(name)}.{key}': ignore}}`"
             raise _Bad(reason, do)
         if value not in ("", [], {}):
             unread.add(f"{_of_all(name)}.{key}")

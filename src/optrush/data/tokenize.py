@@ -701,7 +701,7 @@ def check_bad_share(refused: Sequence[BadRow], rows: int, most: float) -> None:
     if len(refused) > most * rows:
         named = "; ".join(f"{where}: {error.found}" for where, error in refused[:NAMED])
         asked = f"at most {most:.4g} of the rows bad (data.most_bad)"
-        raise DataError(asked, f"{len(refused):,} of {rows:,}: {named}", "mend the file, or raise data.most_bad")
+        raise DataError(asked, f"{len(refused):,} of {rows:,}: {named}", "fix the file, or raise data.most_bad")
 
 
 def append_bad_rows(path: Path, refused: Iterable[BadRow]) -> None:

@@ -114,7 +114,7 @@ def read_config_json(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one
         raise ConfigError(f"{file}", f"not JSON: {error}", do) from None
     if not isinstance(hf, dict):
-        raise ConfigError(f"{file}", "no JSON object", do)
+        raise ConfigError(f"{file}", "not a JSON object", do)
     _check_types(hf, file, "", 1)
     return hf
 

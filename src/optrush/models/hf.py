@@ -325,8 +325,8 @@ def _opened(folder: Path | None, hf: HF, dtype: torch.dtype) -> Any:
 
     kind = str(hf.get("model_type"))
     if kind not in CONFIG_MAPPING:
-        found = "transformers does not know it without running code from the model's folder"
-        do = "choose a model that transformers itself knows, or update transformers"
+        found = "transformers cannot load it without running code from the model's folder"
+        do = "choose a model that transformers supports, or update transformers"
         raise NeedsError(f"a model of type {kind!r}", found, do)
     auto = _auto_class(hf)
     try:  # checks that the families define themselves are of many classes, down to KeyError and AttributeError

@@ -45,7 +45,7 @@ def locate(config: Config, weights: bool = True) -> tuple[Path | None, dict[str,
         return None, copy.deepcopy(known[m.shape])
     assert m.path is not None
     if m.revision is not None and (m.path == "tiny" or Path(m.path).is_dir()):
-        found = f"{m.path}, which is no hub id"
+        found = f"{m.path}, which is not a hub id"
         raise ConfigError(f"`model.revision: {m.revision}`", found, "leave it out, or name the model by its hub id")
     if not weights and not m.add_tokens and m.path in _published() and not Path(m.path).exists():
         return None, copy.deepcopy(_published()[m.path])
@@ -148,7 +148,7 @@ def read_generation(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{file}", f"not JSON: {error}", "download the model again") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{file}", "no JSON object", "download the model again")
+        raise ConfigError(f"{file}", "not a JSON object", "download the model again")
     return found
 
 

@@ -526,7 +526,7 @@ def export_weights(
     folder.mkdir(parents=True, exist_ok=True)
     asked = f"export to {folder}"
     if there := sorted(p.name for p in folder.iterdir() if ".safetensors" in p.name):
-        raise CheckpointError(asked, f"it already holds {there[0]}", "choose an empty folder")
+        raise CheckpointError(asked, f"it already has {there[0]}", "choose an empty folder")
     shards, missing = _Shards(folder, max_shard_bytes), set(recipe.entries)
     for name, full in tensors:
         if name not in missing:
@@ -722,7 +722,7 @@ class PackedFolder:
             shape = tuple(state["shape"])
             if needed.get(name) != shape:
                 asked = f"the packed tensor {name} of shape {list(shape)} in {self.dense.folder}"
-                found = f"config.json wants {list(needed[name]) if name in needed else 'no such tensor'}"
+                found = f"config.json needs {list(needed[name]) if name in needed else 'no such tensor'}"
                 raise NeedsError(asked, found, "check that config.json fits the weights")
         self.dense.check({n: s for n, s in needed.items() if n not in self.states}, duplicates)
 

@@ -161,7 +161,7 @@ def read_config(technique: str, folder: str, wanted: Mapping[str, Any]) -> None:
     except ValueError:
         config = None
     if not isinstance(config, dict):
-        raise NeedsError(asked, f"{CONFIG} is no JSON object", "save the adapter again")
+        raise NeedsError(asked, f"{CONFIG} is not a JSON object", "save the adapter again")
     for field, value in wanted.items():
         if (there := config.get(field, False if value is False else None)) != value:
             do = f"make the two equal, or start without init (of this run: {value})"

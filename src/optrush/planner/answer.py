@@ -299,10 +299,10 @@ def planned_notes(config: Config, device: hardware.Device, ranks: int) -> Iterat
     if native_obstacle(hf) is None:
         yield from (note for t in techniques for note in t.remarks(ModelShape.read(hf)))
     if seq > made and not scaled:
-        yield f"rows of {seq} tokens, where the model was made for {made} positions: shorter rows, or --with rope"
+        yield f"rows of {seq} tokens exceed the model's {made} positions; use shorter rows, or --with rope"
     if device.hosts == 1 and device.kind == "cuda" and ranks > HOST_GPUS:
         hosts = f"2x{ranks // 2}x" if ranks % 2 == 0 else "HOSTSxGPUSx"
-        yield f"{ranks} GPUs of one host, which few have; two hosts and their link: {hosts}NAME:infiniband"
+        yield f"assuming {ranks} GPUs in one host; for two hosts write {hosts}NAME:infiniband"
 
 
 def larger_hardware(name: str) -> Iterator[str]:
@@ -431,7 +431,7 @@ def _cheapest(config: Config, name: str, classes: Sequence[type[Technique]]) -> 
     if not costs:
         raise _nothing("cheapest", f"up to {HOST_GPUS} of any card of the table")
     cost, card, price, way = min(costs, key=lambda c: c[0])
-    text = f"{card}: {way.method}, {_fact(way)}, about {cost:,.0f} USD a billion tokens"
+    text = f"{card}: {way.method}, {_fact(way)}, about {cost:,.0f} USD per billion tokens"
     if way.time.seconds is not None:
         text += f", {way.time.seconds / 3600 * price:,.2f} USD for this run"
     return text, _values(way) | {"hardware": card, "usd_a_billion_tokens": cost}

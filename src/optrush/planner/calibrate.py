@@ -359,7 +359,7 @@ def measure_links(device: Device, rank: int, ranks: int, seconds: float) -> tupl
     cuda = device.kind == "cuda"
     if cuda and torch.cuda.device_count() < ranks:
         found = f"{torch.cuda.device_count()} devices"
-        raise NeedsError(f"links between {ranks} ranks", found, "take --ranks of as many at most")
+        raise NeedsError(f"links between {ranks} ranks", found, "use at most that many --ranks")
     place = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(place)

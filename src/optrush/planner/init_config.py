@@ -487,7 +487,7 @@ def check_new_output(text: str) -> str:
     if not text:
         raise ConfigError("the output ''", "no name", "name a folder for what the run writes")
     if path.exists() and not path.is_dir():
-        raise ConfigError(f"the output {text}", "a file, no folder", "name another folder")
+        raise ConfigError(f"the output {text}", "a file, not a folder", "name another folder")
     if path.is_dir() and any(path.iterdir()):
         raise ConfigError(f"the output {text}", "a folder that is not empty", "name another folder")
     return text

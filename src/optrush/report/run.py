@@ -342,7 +342,7 @@ def _trouble(run: RunLog) -> list[str]:
     if lost:
         notes.append(f"{amount(lost, 'logged loss was', 'logged losses were')} not finite: a gap in the curve.")
     if run.torn:
-        notes.append(f"The last line of {METRICS} is cut off, as a process that was killed leaves it; it is not shown.")
+        notes.append(f"The last line of {METRICS} is incomplete, because the process was killed; it is not shown.")
     return notes
 
 

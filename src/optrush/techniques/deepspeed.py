@@ -107,7 +107,7 @@ class DeepSpeed(Technique):
     def _options(self, env: Environment) -> Iterator[Requirement]:
         found, do = f"stage: {self.stage}", "take stage: 3"
         met = self.offload != "all" or self.stage == 3
-        yield Requirement(met, "`deepspeed: offload: all` moves weights that are cut", found, do)
+        yield Requirement(met, "`deepspeed: offload: all` moves sharded weights", found, do)
         met, asked = (
             self.hpz == 1 or self.stage == 3,
             f"`deepspeed: hpz: {self.hpz}` copies weights that are cut",

@@ -58,8 +58,10 @@ class ExpertParallel(Technique):
         count = 0 if env.shape.experts is None else env.shape.experts.count
         yield Requirement(count > 0, asked, "a model without experts", ELSE)
         do = f"take a size that divides, or {ELSE}"
-        yield Requirement(count % n == 0, f"`experts: size: {n}` gives each rank as many", f"{count} experts", do)
-        found = "experts in 4 or 8 bits, which lie in one piece of bytes"
+        yield Requirement(
+            count % n == 0, f"`experts: size: {n}` gives each rank the same number", f"{count} experts", do
+        )
+        found = "experts in 4 or 8 bits, stored as one block of bytes"
         dense = all(linear.weight == "dense" for linear in env.spec.linears.values())
         yield Requirement(dense, asked, found, f"take lora without nf4 and int8, or {ELSE}")
         if "dp" in env.sharded:

@@ -72,7 +72,7 @@ class FusedKernels(Technique):
         )
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        found = "the model runs through transformers, whose blocks have no such place"
+        found = "the model runs through transformers, whose blocks cannot take this kernel"
         yield Requirement(env.native, "`fused-kernels` needs the native implementation", found, "leave it out")
         do = "take mlp=triton, norm=true or rope=true, or leave it out"
         chosen = self.mlp != "none" or self.norm or self.rope

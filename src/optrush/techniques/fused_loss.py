@@ -46,15 +46,15 @@ class FusedLoss(Technique):
     def needs(self, env: Environment) -> Iterator[Requirement]:
         found, do = "an objective whose head gives one score, without a vocabulary", "leave it out"
         yield Requirement(not env.scored, "`fused-loss` computes a loss over the vocabulary", found, do)
-        found = "an objective that has the logits of a chunk at a time by itself (distill.chunk)"
+        found = "an objective that already computes logits in chunks (distill.chunk)"
         yield Requirement(env.teacher is None, "`fused-loss` computes the next-token loss", found, do)
         if self.impl == "chunked":
             return
         asked = f"fused-loss:impl={self.impl}"
-        found = "an objective that wants losses token by token, where this kernel has their sum's gradients at once"
+        found = "an objective that needs the loss of each token; this kernel has only the gradients of their sum"
         yield Requirement(not env.paired, f"`{asked}`", found, "take impl=chunked")
         yield Requirement(
-            "tp" not in env.axes, f"`{asked}`", "a vocabulary that is cut over ranks", "take impl=chunked"
+            "tp" not in env.axes, f"`{asked}`", "a vocabulary that is sharded over ranks", "take impl=chunked"
         )
         yield env.needs_gpu(asked, (9, 0) if self.impl == "quack" else (8, 0))
         if self.impl == "liger":

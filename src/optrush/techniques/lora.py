@@ -103,7 +103,7 @@ class Lora(Technique):
             found = f"rank {self.rank}, where a grouped product on a GPU needs multiples of 8"
             aligned = env.device.kind != "cuda" or self.rank % 8 == 0
             yield Requirement(aligned, f"{asked} adapts experts", found, "take a multiple of 8")
-        found = "a technique that records the step: nobody has proved that a replay draws anew"
+        found = "a technique that records the step: no proof that a replay draws new dropout masks"
         met = not self.dropout or Part.CAPTURE not in env.claimed
         yield Requirement(met, f"`lora:dropout={self.dropout:g}`", found, "leave dropout out")
         if self.dtype == "bfloat16":

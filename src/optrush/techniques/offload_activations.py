@@ -46,12 +46,12 @@ class OffloadActivations(Technique):
             f"take keep from 0 to {env.blocks - 1}",
         )
         yield Requirement(self.keep < env.blocks, f"`offload-activations:keep={self.keep}`", found, do)
-        asked = "`offload-activations` sees what blocks save from outside"
+        asked = "`offload-activations` hooks what blocks save"
         found = "compiled blocks of a transformers model, which are entered inside their graph"
         do = "take model.implementation: native, or leave compile out"
         yield Requirement(env.native or Part.COMPILED not in env.claimed, asked, found, do)
         asked = "`offload-activations` copies while a step runs"
-        found = "a technique that records the step: nobody has proved the two together"
+        found = "a technique that records the step: the two together are not tested"
         yield Requirement(Part.CAPTURE not in env.claimed, asked, found, "take one of the two")
 
     def predict(self, env: Environment) -> Iterator[Rule]:

@@ -47,9 +47,9 @@ class QuantisedActivations(Technique):
         float8 = any(linear.matmul == "float8" for linear in env.spec.linears.values())
         found = "products in float8, whose inputs have 8 bits already"
         yield Requirement(not float8, "`quantised-activations` rounds to 8 bits", found, ONE)
-        found = "fused-kernels:mlp=quack, which writes adapters beside its inputs"
+        found = "fused-kernels:mlp=quack, which writes adapters into the padding of its inputs"
         met, do = env.spec.mlp != "quack", "take mlp=triton"
-        yield Requirement(met, "`quantised-activations` keeps values, not the room beside them", found, do)
+        yield Requirement(met, "`quantised-activations` stores values without padding", found, do)
 
     def quality(self, env: Environment) -> str:
         return "activations in 8 bits"

@@ -46,11 +46,11 @@ class QuantisedLinks(Technique):
     def needs(self, env: Environment) -> Iterator[Requirement]:
         met = self.weights != "none" or self.gradients != "none"
         asked, do = "`quantised-links: weights: none`", "take weights: int8 or gradients: int8, or leave it out"
-        yield Requirement(met, asked, "gradients: none: nothing is left to pack", do)
+        yield Requirement(met, asked, "gradients: none: nothing to compress", do)
         asked, do = "`quantised-links` packs what fsdp sends", "take --with fsdp, or leave it out"
         yield Requirement(env.gradient_ranks > 1, asked, env.alone, "start it with --ranks 2 or torchrun, and fsdp")
         met = Part.DATA not in env.claimed or ("dp" in env.sharded and Part.UPDATE not in env.claimed)
-        yield Requirement(met, asked, "a technique that sends by collectives of its own", do)
+        yield Requirement(met, asked, "a technique with its own collectives", do)
         yield Requirement(env.native, asked, "the model runs through transformers", "take model.implementation: native")
         yield env.needs_dense("`quantised-links` packs the matrices of dense blocks")
         found, do = "a technique that cuts matrices over other ranks, too", "leave one of the two out"

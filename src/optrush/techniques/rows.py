@@ -105,7 +105,7 @@ class Wrap(LayoutTechnique):
     def data(self, trainer: Trainer) -> int:
         how = trainer.config.data.too_long
         if how in ("drop", "truncate"):
-            found = "rows that cut documents themselves: none is too long"
+            found = "rows that split documents themselves: no document is too long"
             raise ConfigError(f"`wrap` with `data.too_long: {how}`", found, "leave data.too_long out, or take packing")
         return super().data(trainer)
 

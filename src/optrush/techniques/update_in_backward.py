@@ -45,7 +45,7 @@ class UpdateInBackward(Technique):
         yield Requirement(n == 1, asked, f"{n} micro-batches a step", do)
         asked = "`update-in-backward` steps before the norm of all gradients is known"
         yield Requirement(env.clip is None, asked, f"`optim.clip: {env.clip}`", "set optim.clip to null")
-        found = "a technique that sums gradients over ranks, after the backward pass or behind its back"
+        found = "a technique that sums gradients over ranks, during or after the backward pass"
         met = not RANK_PARTS & env.claimed
         yield Requirement(met, "`update-in-backward` on one device", found, "leave one of the two out")
 

@@ -563,7 +563,7 @@ class Saver:
             raise failure
         else:
             asked, found = f"the checkpoint of step {self.step}", f"{type(failure).__name__}: {failure}"
-            raise RunError(asked, found, "go on from the last checkpoint with: --resume auto") from failure
+            raise RunError(asked, found, "resume from the last checkpoint with: --resume auto") from failure
 
     def give_up(self) -> None:
         """Give a save up that is under way; what it has written is removed at the next start."""
@@ -623,7 +623,7 @@ def _decide(output: Path, resume: Literal["auto"] | Path) -> dict[str, Any]:
             answer["passed"].append([str(path), error.found])
     if candidates:
         why = "; ".join(f"{Path(path).name}: {found}" for path, found in answer["passed"])
-        todo = "to start afresh set `train.clean: true` without --resume, or take another `output`"
+        todo = "to start afresh set `train.clean: true` without --resume, or use another `output`"
         answer["error"] = [f"--resume auto in {output}", f"no checkpoint is intact: {why}", todo]
     return answer
 
@@ -712,13 +712,13 @@ def check_plan(manifest: Manifest, steps: int, position: int, allow: frozenset[s
         return None
     found = f"step {n + 1} would begin at row {position}, not {manifest.position}"
     if not allow & {"data", "order"}:
-        do = "bring back `batch`, `seed` and what fills rows, or accept lost or repeated samples: --allow-change order"
+        do = "restore `batch`, `seed` and the row layout, or accept lost or repeated samples: --allow-change order"
         raise CheckpointError(asked, found, do)
     rows = abs(position - manifest.position)
     what = f"{rows} row{'s' * (rows != 1)} of this run's size {'lost' if position > manifest.position else 'repeated'}"
     if n == steps and position > manifest.position:
         found = f"{found}, and this run has {steps} steps: it would end at once, {what}"
-        raise CheckpointError(asked, found, "raise `train.steps` or `train.epochs`, or bring back `batch`")
+        raise CheckpointError(asked, found, "raise `train.steps` or `train.epochs`, or restore `batch`")
     return f"step {n + 1} begins at row {position}, the checkpoint ended before row {manifest.position}: {what}"
 
 
@@ -741,7 +741,7 @@ def _check_fingerprints(
                 found = f"`data` was not the same: {changes}"
             elif name == "data" and causes and changes is not None:
                 continue  # the same rows, by a tokenizer whose change is accepted
-            do = f"bring back the old one, or accept the change: --allow-change {name}"
+            do = f"restore the old one, or accept the change: --allow-change {name}"
             raise CheckpointError(f"to resume {manifest.path}", found, do)
 
 

@@ -86,7 +86,7 @@ def run_overfit(resolved: Decided, count: int, most: int = STEPS) -> OverfitResu
     """
     if 2 * count > most:
         do = f"take fewer, or --overfit-steps {10 * count}"
-        raise ConfigError(f"--overfit {count}", f"{most} steps, which see each batch less than twice", do)
+        raise ConfigError(f"--overfit {count}", f"{most} steps, fewer than two passes over each batch", do)
     begun, optim = time.monotonic(), resolved.config.optim
     warmup = optim.warmup if optim.warmup < 1 else 0.03  # that many steps of a whole run are too many of this one
     constant = changed(resolved.config, {"optim.schedule": "constant", "optim.warmup": warmup})

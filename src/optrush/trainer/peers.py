@@ -242,7 +242,7 @@ class Watch:
         ):  # all are there: it cannot work
             step, operation = self.under_way
             found = f"rank {self.rank}: {' '.join(str(error).split())[:500]}"
-            do = "look at the devices and the network between the ranks; NCCL_DEBUG=INFO tells more"
+            do = "check the devices and the network between the ranks; NCCL_DEBUG=INFO shows more"
             return RunError(f"{_at(step)}{operation}, on {self.ranks} ranks", found, do)
         return self._error(missing) or SystemExit(1)
 
@@ -270,7 +270,7 @@ class Watch:
         names = cut_off or missing or [r for r in self.beats if self._elsewhere(r)] or list(self.beats)
         limit = f"for {self.timeout_s:g} s (train.timeout)"
         if cut_off:
-            found = f"rank {self.rank} reaches no other host: {_ranks(names)} ended, or the network is gone"
+            found = f"rank {self.rank} reaches no other host: {_ranks(names)} ended, or the network is down"
         elif self._gone(missing):
             found = f"{_ranks(names)} ended, and rank {self.rank} waited for {'it' if len(names) == 1 else 'them'}"
         else:

@@ -152,7 +152,7 @@ def run(request: RunRequest) -> Outcome:
             on_rank0(main, output, lambda: claim_output(request, trainer, plan, manifest))
         if main:
             begins = request.resume == "auto" and manifest is None
-            trainer.notes += filter(None, [unjoinable(), "no checkpoint to go on from: step 1" * begins])
+            trainer.notes += filter(None, [unjoinable(), "no checkpoint to resume from: step 1" * begins])
             trainer.notes += idle_settings(config, plan.total, trainer.evaluation is not None)
             console.err.print("\n".join([*request.resolved.lines(), trainer.describe()]), markup=False)
         stack.enter_context(stop_signals(trainer))
@@ -183,7 +183,7 @@ def check_run_output(resolved: Decided, resume: Literal["auto"] | Path | None) -
     clean = config.train.clean and resume is None  # the same command resumes where it began anew
     run_dir.check_inputs(config.output, clean, (resolved.folder, *_inputs(config)))
     if lies_in := next((o.path for o in config.data.origins if _contains(o.path, config.output)), None):
-        found = f"it lies in {lies_in}, whose files are all read as data: what the run writes would be, too"
+        found = f"it is in {lies_in}, whose files are all read as data, so the run's own files would be, too"
         raise ConfigError(f"`output: {config.output}`", found, "take an `output` elsewhere, or name the data's files")
     inside = resume is not None and (resume == "auto" or resume.resolve().is_relative_to(Path(config.output).resolve()))
     run_dir.check_free(config.output, clean, resume if inside else None)
@@ -215,7 +215,7 @@ def on_rank0(main: bool, output: Path, work: Callable[[], object]) -> None:
         except OSError as e:
             there, free = run_dir.free_space(output)
             found = f"{e.strerror}: {e.filename or output} ({free:,} bytes free in {there})"
-            error = ConfigError(f"`output: {output}`", found, "correct that, or take another")
+            error = ConfigError(f"`output: {output}`", found, "fix that, or use another")
     distributed.agree(error)
 
 

@@ -44,7 +44,7 @@ _BESIDE = re.compile(
 )  # logs and settings of the user's: they stay
 _ANYWHERE = {"lost+found", ".gitignore", ".gitkeep", ".DS_Store"}  # in a folder that counts as empty
 
-OCCUPIED = "a run lies there"
+OCCUPIED = "the folder has a run"
 
 
 def check_free(output: Path | str, clean: bool, resume: Literal["auto"] | Path | None) -> None:
@@ -59,11 +59,11 @@ def check_free(output: Path | str, clean: bool, resume: Literal["auto"] | Path |
     try:
         existing = next(p for p in (path, *path.absolute().parents) if _exists(p))
     except OSError as error:
-        raise ConfigError(asked, f"{error.strerror}", "take another `output`") from None
+        raise ConfigError(asked, f"{error.strerror}", "use another `output`") from None
     if not existing.is_dir():
-        raise ConfigError(asked, f"{existing} is no folder", "take another `output`")
+        raise ConfigError(asked, f"{existing} is not a folder", "use another `output`")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(asked, f"{existing} cannot be written to", "change its permissions, or take another `output`")
+        raise ConfigError(asked, f"{existing} cannot be written to", "change its permissions, or use another `output`")
     if existing != path:
         return
     names = {p.name for p in path.iterdir()} - {LOCK}
@@ -74,10 +74,10 @@ def check_free(output: Path | str, clean: bool, resume: Literal["auto"] | Path |
     if not (RUN in names and names & {METRICS, FOLDER}) and (
         foreign := sorted(name for name in names - KNOWN - _ANYWHERE if not _BESIDE.search(name))
     ):
-        found = f"`{foreign[0]}` lies there, which is no run's: a run's folder is new, empty, or a run's"
-        raise ConfigError(asked, found, "name a folder of its own, such as `output: runs/first`")
+        found = f"`{foreign[0]}` is in the folder, and optrush did not write it"
+        raise ConfigError(asked, found, "name a separate folder, such as `output: runs/first`")
     if resume is None and "model" in names and not names & {RUN, METRICS}:
-        raise ConfigError(asked, "a `model` lies there, which this run would replace", "take another `output`")
+        raise ConfigError(asked, "the folder has a `model`, which this run would replace", "use another `output`")
     if resume is None and (names & {RUN, METRICS} or find_checkpoints(path)):
         do = "continue it: --resume auto; or replace it: `train.clean: true`; or another `output`"
         raise ConfigError(asked, OCCUPIED, do)
@@ -100,8 +100,8 @@ def check_inputs(output: Path | str, clean: bool, reads: Iterable[Path | str | N
             inside = place.relative_to(own).parts if place.is_relative_to(own) else None
             written = inside is not None and (clean or (inside[0] in KNOWN if inside else place.is_dir()))
             if path.exists() and written:
-                found = f"{place}, which this run reads, lies where it writes"
-                raise ConfigError(f"`output: {output}`", found, "take another `output`")
+                found = f"{place}, which this run reads, is where it writes"
+                raise ConfigError(f"`output: {output}`", found, "use another `output`")
 
 
 SMALL_FILES_bytes = 1 << 20  # room for metrics, curves, pages and tokenizer
@@ -150,7 +150,7 @@ def check_space(config: Config, steps: int, clean: bool, checkpoint_bytes: int, 
         parts = f"{copies} x {checkpoint_bytes / 2**20:,.1f} MiB of checkpoints"
         parts += f", {model_bytes / 2**20:,.1f} MiB of model/" if model_bytes else ""
         found = f"{free / 2**20:,.1f} MiB free in {there}, where {needed / 2**20:,.1f} MiB are needed ({parts})"
-        do = "make room, lower train.keep, or take another `output`"
+        do = "make room, lower train.keep, or use another `output`"
         raise ConfigError(f"`output: {output}`", found, do)
 
 
@@ -173,7 +173,7 @@ def claim(output: Path | str, clean: bool) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"`output: {output}`", f"{error.strerror}", "take another `output`") from None
+        raise ConfigError(f"`output: {output}`", f"{error.strerror}", "use another `output`") from None
     if clean:
         names = {p.name for p in path.iterdir()} - {LOCK}
         _check_clean(path, names)
@@ -191,11 +191,11 @@ def _check_clean(path: Path, names: set[str]) -> None:
         return
     asked = f"`train.clean: true` in {path}"
     if foreign := sorted(names - KNOWN):
-        found = f"`{foreign[0]}` lies there, which is no run's"
-        raise ConfigError(asked, found, "move it away, or take another `output`")
+        found = f"`{foreign[0]}` is in the folder, and optrush did not write it"
+        raise ConfigError(asked, found, "move it away, or use another `output`")
     if RUN not in names or not names & {METRICS, FOLDER}:
         found = f"no {RUN} with {METRICS} or {FOLDER}: it may be no run's folder"
-        raise ConfigError(asked, found, "empty it yourself, or take another")
+        raise ConfigError(asked, found, "empty it yourself, or use another")
 
 
 @contextmanager
@@ -213,9 +213,9 @@ def lock(output: Path | str) -> Iterator[None]:
             descriptor = os.open(Path(output) / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            error = ConfigError(f"`output: {output}`", "another run is at work there", "wait for it, or take another")
+            error = ConfigError(f"`output: {output}`", "another run is at work there", "wait for it, or use another")
         except OSError as e:
-            error = ConfigError(f"`output: {output}`", f"{LOCK}: {e.strerror}", "take another `output`")
+            error = ConfigError(f"`output: {output}`", f"{LOCK}: {e.strerror}", "use another `output`")
     try:
         agree(error)
         yield
@@ -272,7 +272,7 @@ def data_changes(output: Path, config: Config, before: Mapping[str, Any]) -> str
 def resume_line(output: Path) -> str:
     """Return how to go on with a run that has ended early."""
     saved = find_checkpoints(output)
-    return f"go on from {saved[0].name} with: --resume auto" if saved else "nothing is saved yet; begin again"
+    return f"resume from {saved[0].name} with: --resume auto" if saved else "nothing is saved yet; begin again"
 
 
 def cut_back(metrics: Path, step: int) -> int:

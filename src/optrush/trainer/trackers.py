@@ -85,7 +85,7 @@ def check_tracker(config: Config) -> None:
     if not address:
         found = "no `tracker.uri`, and no MLFLOW_TRACKING_URI in the environment"
         raise ConfigError(asked, found, f"name the server, {instead}")
-    found = f"the address {LOGIN.sub('***@', address)}, which is no server's"
+    found = f"the address {LOGIN.sub('***@', address)}, which is not a server's"
     raise ConfigError(asked, found, f"name a server, http://... or https://..., {instead}, which writes a database")
 
 
