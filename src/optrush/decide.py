@@ -164,7 +164,7 @@ def decide(
 
 
 def _sampling(decided: Decided) -> Iterator[Reason]:
-    """Yield what sampling takes beside the update, which alone is planned; nothing where nothing is sampled."""
+    """Yield what sampling takes: only the update is planned. Nothing where no answers are sampled."""
     g, shape, seq = decided.config.grpo, decided.env.shape, decided.config.batch.seq
     if g is None or not isinstance(shape, ModelShape):
         return
@@ -248,6 +248,13 @@ def with_answers(config: Config, classes: Sequence[type[Technique]] = ALL) -> Co
         return config
     adapters = any(Part.ADAPTERS in t.claims for t in instantiate(classes, with_method(config).with_))
     return changed(config, {"optim.lr": ANSWERS_LR * (10 if adapters else 1)})
+
+
+def refuse_sampled(config: Config, asked: str) -> None:
+    """Raise ConfigError where steps are to be repeated or measured that a run samples from its own weights."""
+    if config.objective == "grpo":
+        found = "`objective: grpo`, whose steps are sampled from the weights of the steps before"
+        raise ConfigError(asked, found, "optrush train, or a ladder with `quality:`, which trains whole runs")
 
 
 def with_reference(config: Config, kind: str) -> Config:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from optrush.benchmark import ladder, tune
 from optrush.config import Config, Grpo, RewardRule, parse_config
 from optrush.data.batch import IGNORE, Batch, collate
 from optrush.data.schema import Document
@@ -28,6 +29,7 @@ from optrush.models import kv_cache, sampling
 from optrush.models.hf import load
 from optrush.objectives import SAMPLED, grpo, rewards
 from optrush.trainer import run as fit
+from optrush.trainer.overfit import run_overfit
 
 from golden import make_golden
 from parity_models import EXPERTS, FAMILIES, materialise, reference, save
@@ -50,9 +52,9 @@ def opened(family: str, folder: Path) -> tuple[Any, Any]:
     return theirs, materialise(loaded, recipe)
 
 
-def asked(n: int = 4, vocab: int = 60, first: int = 0) -> list[sampling.Prompt]:
+def asked(n: int = 4, vocab: int = 60, first: int = 0) -> list[sampling.PromptIds]:
     rng = np.random.default_rng(7)
-    return [sampling.Prompt(first + i, rng.integers(4, vocab, size=5 + 4 * i).astype(np.int32)) for i in range(n)]
+    return [sampling.PromptIds(first + i, rng.integers(4, vocab, size=5 + 4 * i).astype(np.int32)) for i in range(n)]
 
 
 @pytest.mark.parametrize("family", CACHED)
@@ -106,7 +108,7 @@ def test_an_end_in_the_prompt_ends_nothing_and_a_cut_answer_has_not_ended(model)
     (prompt,) = asked(1)
     free = sampling.sample(model, [prompt], 4, sampling.Drawing(6, 1.0, (), 3))
     end = free[0].ids[2]
-    inside = sampling.Prompt(prompt.number, np.array([*prompt.ids, end, *prompt.ids], np.int32))
+    inside = sampling.PromptIds(prompt.number, np.array([*prompt.ids, end, *prompt.ids], np.int32))
     for one in (prompt, inside):
         for answer in sampling.sample(model, [one], 4, sampling.Drawing(6, 1.0, {end}, 3)):
             assert answer.ended == (answer.ids[-1] == end)
@@ -162,7 +164,7 @@ def answered(settings: Grpo, old: bool) -> tuple[Batch, torch.Tensor, list[Any]]
     counted = torch.zeros(shape, dtype=torch.int64)
     for i, (b, at, m, advantage) in enumerate(places):
         extra["advantages"][b, at : at + m] = advantage
-        extra["weights"][b, at : at + m] = grpo.weight_of(settings, m, tokens, len(places))
+        extra["weights"][b, at : at + m] = grpo.token_weight(settings, m, tokens, len(places))
         counted[b, at : at + m] = i + 1
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(*shape, V, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -241,7 +243,7 @@ def test_advantages():
     ],
 )  # fmt: skip
 def test_numbers(answer, reference, value):
-    assert rewards.number(answer, reference, {}) == value
+    assert rewards.same_number(answer, reference, {}) == value
 
 
 def judge(*rules: Any, seconds: float = 5.0) -> rewards.Judge:
@@ -339,6 +341,7 @@ def test_a_run_samples_learns_and_reports(folder):
     rewarded = [l["reward"] for l in of_steps]
     assert sum(rewarded[-4:]) > sum(rewarded[:4])  # shorter answers
     assert len(evals) == 7
+    assert all(l["eval_truncated"] <= 1 and "eval_ratio" not in l for l in lines if "eval_loss" in l)
 
 
 def test_several_updates_of_the_same_answers_begin_at_a_ratio_of_one(folder):
@@ -419,6 +422,18 @@ def test_what_cannot_be_is_refused(folder, sets, kind, found):
     with pytest.raises(kind) as error:
         assembled(grpo_run(folder, sets=sets))
     assert found in error.value.found
+
+
+def test_what_repeats_or_measures_steps_is_refused(folder):
+    config = grpo_run(folder)
+    single = ladder.find_ladder("single-gpu", config)
+    for work in (
+        lambda: tune.plan_rungs(config),
+        lambda: run_overfit(decide(config), 1),
+        lambda: ladder.resolve_rungs(single, config, True),
+    ):
+        with pytest.raises(ConfigError, match="sampled from the weights"):
+            work()
 
 
 def test_rewards_that_all_fail_end_the_run_and_a_row_reaches_its_function(folder):

@@ -61,7 +61,7 @@ from optrush.config import (
     parse_yaml,
     yaml_keys,
 )  # fmt: skip
-from optrush.decide import changed, decide, with_method
+from optrush.decide import changed, decide, refuse_sampled, with_method
 from optrush.errors import ConfigError, UserError
 from optrush.files import read_text
 from optrush.technique import Part, Technique, instantiate
@@ -358,6 +358,8 @@ def resolve_rungs(
     Raises:
         ConfigError: an unknown key, technique or system, or a value of the wrong type, with file and line.
     """
+    if ladder.quality is None:
+        refuse_sampled(config, "a ladder of steps")
     kept = with_method(config).with_
     given = {k: v for k, v in kept.items() if ladder.base.keep and k not in ladder.base.without}
     length: dict[str, Any] = {"train": Training(steps=ladder.warmup + ladder.steps, log_every=1), "data.eval": None}

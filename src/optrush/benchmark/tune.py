@@ -26,7 +26,7 @@ from optrush.config import Config, dump_config, parse_config
 from optrush.console import duration, say
 from optrush.data import readers
 from optrush.data.tokenize import cache_root
-from optrush.decide import changed, decide, spelled_out, with_rate, with_setting
+from optrush.decide import changed, decide, refuse_sampled, spelled_out, with_rate, with_setting
 from optrush.errors import ConfigError, RunError, UserError, one_line
 from optrush.files import parse_json, read_file, read_text, refuse_links, write_whole
 from optrush.planner import search
@@ -271,6 +271,7 @@ def plan_rungs(config: Config, ranks: int = 1) -> tuple[list[Rung], tuple[str, .
 
     The search may change every technique but those that decide what is learnt, and the micro-batch.
     """
+    refuse_sampled(config, "`optrush tune`")
     kept = kept_techniques(config)
     found = search.search(
         config, keep_maths=True, best=BEST, ranks=ranks, whole=False, here=True, rough=True, keep=kept

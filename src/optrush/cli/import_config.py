@@ -782,7 +782,7 @@ class _Composer:
         return ["q_proj", "v_proj"] if given == "peft" else split_names(given)  # PEFT's choice for these families
 
     def _with_experts(self, targets: Any) -> Any:
-        """Add experts to an adapter's targets: parameters there, whose names are those of linears beside them."""
+        """Add experts to an adapter's targets: parameters there, whose names are those of other linears."""
         given = self.get("@parameters")
         if not given:
             return targets
@@ -878,4 +878,4 @@ def _first_row(path: Any) -> Mapping[str, Any]:
     try:
         return dict(next(read_rows(Path(path)))[1])
     except (UserError, StopIteration):
-        return {}  # training says what is wrong with it
+        return {}  # training reports what is wrong with it

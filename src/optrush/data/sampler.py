@@ -14,7 +14,7 @@ import math
 import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -576,6 +576,7 @@ class Evaluation:
     _most: int
     reference: np.ndarray | None = None  # (samples, 2) float32, of pairs: `Batch.extra`
     stored: StoredTokens | None = None  # of a teacher: `Batch.extra`
+    figures: Mapping[str, float] | None = None  # in place of the objective's other metrics, once it was iterated over
 
     def __iter__(self) -> Iterator[Batch]:
         rank, ranks, micro_rows = self._share

@@ -29,7 +29,7 @@ BUCKET = 64  # a step reads a multiple of so many tokens of every slot: few shap
 class Step:
     """What the pass under way writes and reads, for all layers.
 
-    target: (M,) int64, places of the cache, slot * C + position; a place in slot S is read by nobody.
+    target: (M,) int64, places of the cache, slot * C + position; slot S is never read.
     source: (M,) int64, the pass's token of each, counted over its rows; None: token by token.
     lengths: (S,) int64, tokens of each slot once this step's is written; None: the prompts attend among themselves.
     span: no slot is longer.
@@ -62,7 +62,7 @@ class LayerCache:
             return attended
         slots, span = self.cache.slots, step.span
         masks["window"] = self.window  # a step's own rows are shorter than any
-        return attend(q, self.keys[:slots, :span], self.values[:slots, :span], step.lengths, **masks)
+        return attend_slots(q, self.keys[:slots, :span], self.values[:slots, :span], step.lengths, **masks)
 
 
 class SlotCache:
@@ -107,7 +107,7 @@ def check_cacheable(model: Any) -> None:
         raise NeedsError(asked, "its head gives scores of texts and no next tokens", do)
 
 
-def attend(
+def attend_slots(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, window: int | None = None, sinks: Tensor | None = None,
     cap: float | None = None,
 ) -> Tensor:  # fmt: skip

@@ -28,7 +28,7 @@ CHECK = 16  # tokens between two looks at which sequences have ended, on a GPU
 PROMPTS = 8192  # tokens of prompts in one packed pass
 
 
-class Prompt(NamedTuple):
+class PromptIds(NamedTuple):
     """What is continued: its number in the run, which the draws depend on, and its token ids."""
 
     number: int
@@ -36,7 +36,7 @@ class Prompt(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Answer:
+class SampledAnswer:
     """A sampled continuation of a prompt.
 
     log_p: of each of its tokens, natural logarithms under the temperature.
@@ -69,11 +69,11 @@ class Drawing:
 @torch.no_grad()
 def sample(
     model: Decoder,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[PromptIds],
     members: int,
     drawing: Drawing,
     precision: AbstractContextManager[object] | None = None,
-) -> list[Answer]:
+) -> list[SampledAnswer]:
     """Return `members` answers to each prompt, prompt by prompt.
 
     Args:
@@ -103,11 +103,11 @@ class _Run:
 
     model: Decoder
     cache: SlotCache
-    prompts: Sequence[Prompt]
+    prompts: Sequence[PromptIds]
     drawing: Drawing
     queue: deque[tuple[int, int]] = field(default_factory=deque)
     slot_of: dict[int, tuple[int, int]] = field(default_factory=dict)  # slot -> prompt, member
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[SampledAnswer] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         S, most = self.cache.slots, self.drawing.most
@@ -230,7 +230,7 @@ class _Run:
         columns = zip(self.out[at].tolist(), self.log_p[at].tolist(), self.entropy[at].tolist(), strict=True)
         for slot, n, end, (ids, log_p, entropy) in zip(done, made, ended, columns, strict=True):
             p, m = self.slot_of.pop(slot)
-            self.answers.append(Answer(p, m, ids[:n], log_p[:n], end, sum(entropy[:n]) / n))
+            self.answers.append(SampledAnswer(p, m, ids[:n], log_p[:n], end, sum(entropy[:n]) / n))
         self.span = int(torch.where(self.live, self.length, 0).max())
 
 

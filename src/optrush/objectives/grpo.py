@@ -51,7 +51,7 @@ def score(head: nn.Module, settings: Grpo, figures: Mapping[str, Tensor], hidden
     """
     if "rewards" in batch.extra:
         return -batch.extra["rewards"].sum() + 0 * hidden.sum()
-    log_p = log_probabilities(head, settings, hidden, batch)
+    log_p = token_log_probabilities(head, settings, hidden, batch)
     learnt = batch.labels != IGNORE
     if "advantages" not in batch.extra:  # a rehearsal's: what it needs is room
         return -log_p.sum()
@@ -85,7 +85,7 @@ def score(head: nn.Module, settings: Grpo, figures: Mapping[str, Tensor], hidden
     return torch.where(learnt, weights * losses, 0).sum()
 
 
-def log_probabilities(head: nn.Module, settings: Grpo, hidden: Tensor, batch: Batch) -> Tensor:
+def token_log_probabilities(head: nn.Module, settings: Grpo, hidden: Tensor, batch: Batch) -> Tensor:
     """Return log p of each target under the temperature, as it was sampled: hidden (B, T, D) -> (B, T), others 0."""
     losses: Tensor = head(hidden / settings.temperature if settings.temperature != 1 else hidden, batch.labels, "token")
     return -losses
@@ -109,14 +109,14 @@ def advantages_of(rewards: Sequence[float | None], settings: Grpo) -> list[float
     return [0.0 if r is None else (r - mean) / spread for r in rewards]
 
 
-def weight_of(settings: Grpo, length: int, tokens: int, answers: int) -> float:
+def token_weight(settings: Grpo, length: int, tokens: int, answers: int) -> float:
     """Return the weight of each token of an answer in a step of so many learnt tokens and answers."""
     if settings.normalise == "tokens":
         return 1.0
     return tokens / answers / (length if settings.normalise == "sequences" else settings.max_new)
 
 
-def loss_with_reference(
+def loss_near_base(
     plain: Callable[[Batch], Tensor], model: Any, settings: Grpo, untrained: Callable[[], AbstractContextManager[None]],
     batch: Batch,
 ) -> Tensor:  # fmt: skip
@@ -127,6 +127,6 @@ def loss_with_reference(
     model.eval()
     with torch.no_grad(), untrained():
         hidden = model(batch.tokens, batch.positions, batch.documents)
-        reference = log_probabilities(model.head, settings, hidden, batch)
+        reference = token_log_probabilities(model.head, settings, hidden, batch)
     model.train(training)
     return plain(replace(batch, extra={**batch.extra, "reference": reference}))

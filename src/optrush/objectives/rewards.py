@@ -42,18 +42,18 @@ def result_number(text: str) -> Decimal | None:
         return None
 
 
-def number(answer: str, reference: str, row: Mapping[str, Any]) -> float:
+def same_number(answer: str, reference: str, row: Mapping[str, Any]) -> float:
     """Return 1 if the answer's result equals the reference's, as numbers."""
     found = result_number(answer)
     return float(found is not None and found == result_number(reference))
 
 
-def exact(answer: str, reference: str, row: Mapping[str, Any]) -> float:
+def same_text(answer: str, reference: str, row: Mapping[str, Any]) -> float:
     """Return 1 if the answer is the reference, but for white space around it."""
     return float(answer.strip() == reference.strip())
 
 
-def contains(answer: str, reference: str, row: Mapping[str, Any]) -> float:
+def has_text(answer: str, reference: str, row: Mapping[str, Any]) -> float:
     """Return 1 if the reference is in the answer."""
     return float(reference.strip() in answer)
 
@@ -63,12 +63,12 @@ def matches(pattern: re.Pattern[str], answer: str, reference: str, row: Mapping[
     return float(pattern.search(answer) is not None)
 
 
-def short(most: int, answer: str, reference: str, row: Mapping[str, Any]) -> float:
+def short_text(most: int, answer: str, reference: str, row: Mapping[str, Any]) -> float:
     """Return 1 for an answer of at most `most` characters, and less the longer it is: most / characters."""
     return min(1.0, most / max(1, len(answer)))
 
 
-BUILT_IN: dict[str, Function] = {"number": number, "exact": exact, "contains": contains}
+BUILT_IN: dict[str, Function] = {"number": same_number, "exact": same_text, "contains": has_text}
 WITH_OPTIONS = {"regex": ("pattern", str), "length": ("most", int)}
 
 
@@ -88,7 +88,7 @@ def open_reward(rule: RewardRule) -> Function:
             example = "pattern: '^<answer>.*</answer>$'" if key == "pattern" else "most: 400"
             raise ConfigError(asked, found, f"write {{use: {rule.use}, options: {{{example}}}}}")
         if rule.use == "length":
-            return partial(short, max(1, int(value)))
+            return partial(short_text, max(1, int(value)))
         try:
             return partial(matches, re.compile(str(value), re.DOTALL))
         except re.error as error:
@@ -130,7 +130,7 @@ class Judge:
         found = []
         for rule, function in zip(self.rules, self.functions, strict=True):
             try:
-                with time_limit(self.seconds):
+                with limited(self.seconds):
                     value = function(answer, reference, row)
                 if isinstance(value, str) or not math.isfinite(float(value)):
                     raise ValueError(f"it returned {value!r}, no finite number")
@@ -147,7 +147,7 @@ class Judge:
 
 
 @contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
+def limited(seconds: float) -> Iterator[None]:
     """Raise TimeoutError in the block after some seconds; only in a main thread, which can be interrupted."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -247,7 +247,7 @@ def _other_model(a: Assembly, trainer: Trainer, stage: str) -> None:
         assert untrained is not None
         trainer.loss = partial(dpo.loss_with_reference, trainer.loss, trainer.model, untrained)
     if stage == "peft":
-        rollout.add_reference(trainer)
+        rollout.stay_near_base(trainer)
     if stage == "loss" and a.prepared.teacher is not None:
         add_teacher(trainer, *a.prepared.teacher)
 

@@ -20,7 +20,7 @@ from optrush import console
 from optrush.config import Config
 from optrush.data.batch import Batch
 from optrush.data.sampler import reading
-from optrush.decide import Decided, changed
+from optrush.decide import Decided, changed, refuse_sampled
 from optrush.errors import ConfigError
 from optrush.trainer import dpo_reference
 from optrush.trainer.build import join_ranks
@@ -84,6 +84,7 @@ def run_overfit(resolved: Decided, count: int, most: int = STEPS) -> OverfitResu
     Raises:
         UserError: what a run would refuse; more batches than the run or the steps have.
     """
+    refuse_sampled(resolved.config, f"--overfit {count}")
     if 2 * count > most:
         do = f"take fewer, or --overfit-steps {10 * count}"
         raise ConfigError(f"--overfit {count}", f"{most} steps, fewer than two passes over each batch", do)

@@ -35,7 +35,7 @@ from optrush.data.schema import Document, RowLocation
 from optrush.data.tokenizer import answer_ends
 from optrush.errors import ConfigError, DataError, NeedsError
 from optrush.models.kv_cache import check_cacheable
-from optrush.models.sampling import Answer, Drawing, Prompt, sample
+from optrush.models.sampling import Drawing, PromptIds, SampledAnswer, sample
 from optrush.objectives import grpo
 from optrush.objectives.rewards import Judge
 from optrush.trainer import distributed, run_dir
@@ -51,7 +51,7 @@ EVAL_SEED = 2**31  # an evaluation's draws are others than any step's
 class Rewarded:
     """An answer with its reward (None: a reward failed), the single ones, and its advantage in its group."""
 
-    answer: Answer
+    answer: SampledAnswer
     reward: float | None
     values: list[float]
     advantage: float = 0.0
@@ -141,7 +141,7 @@ class Sampler:
             greedy: one answer of the likeliest tokens.
         """
         s, trainer = self.settings, self.trainer
-        prompts = [Prompt(number, d.ids[: begin_of_answer(d)]) for number, _, d in rows]
+        prompts = [PromptIds(number, d.ids[: begin_of_answer(d)]) for number, _, d in rows]
         members = 1 if greedy else s.group
         drawing = Drawing(s.max_new, 0.0 if greedy else s.temperature, self.ends, seed, s.slots)
         found = sample(trainer.model, prompts, members, drawing, precision_of(trainer))  # type: ignore[arg-type]
@@ -152,7 +152,7 @@ class Sampler:
         return groups
 
     def _rewarded(
-        self, group: Sequence[Answer], number: int, document: Document, source: SampleSource
+        self, group: Sequence[SampledAnswer], number: int, document: Document, source: SampleSource
     ) -> list[Rewarded]:
         reference = self.text(document.ids[document.targets])
         row, where = self.raw(number), f"row {number}"
@@ -233,7 +233,7 @@ class Sampler:
                 n = len(r.answer.ids)
                 here = slice(at + len(document) - n - 1, at + len(document) - 1)  # a label belongs to the token before
                 advantages[b, here], counted[b, here], sampled[b, here] = r.advantage, i + 1, r.answer.log_p
-                weights[b, here] = grpo.weight_of(self.settings, n, tokens, answers)
+                weights[b, here] = grpo.token_weight(self.settings, n, tokens, answers)
                 at += len(document)
         arrays = {"advantages": advantages, "weights": weights, "sampled": sampled, "answers": counted}
         return replace(batch, extra={name: torch.from_numpy(a) for name, a in arrays.items()})
@@ -244,7 +244,7 @@ class Sampler:
         trainer, found, score = self.trainer, list[Tensor](), self.trainer.loss_from_hidden
 
         def noted(hidden: Tensor, batch: Batch) -> Tensor:
-            found.append(grpo.log_probabilities(trainer.model.head, self.settings, hidden, batch).float().cpu())
+            found.append(grpo.token_log_probabilities(trainer.model.head, self.settings, hidden, batch).float().cpu())
             return hidden.new_zeros(())
 
         trainer.loss_from_hidden = noted
@@ -335,6 +335,7 @@ class SampledEvaluation:
     reference: None = None
     stored: None = None
     batches: int = 1
+    figures: dict[str, float] = field(default_factory=dict)  # of the last evaluation, of all ranks
 
     @property
     def documents(self) -> int:
@@ -350,6 +351,11 @@ class SampledEvaluation:
         rewarded = [r for group in s.answers(given, EVAL_SEED, self.source, greedy=True) for r in group]
         rewards = torch.tensor([[r.reward or 0.0 for r in rewarded]])
         tokens = sum(len(r.answer.ids) for r in rewarded)
+        failed, cut = sum(r.reward is None for r in rewarded), sum(not r.answer.ended for r in rewarded)
+        told = [json.loads(t) for t in distributed.gather(json.dumps([len(rewarded), tokens, failed, cut]))]
+        many, *sums = (sum(column) for column in zip(*told, strict=True))
+        names = ("answer_tokens", "rewards_failed", "truncated")
+        self.figures.update((name, n / max(1, many)) for name, n in zip(names, sums, strict=True))
         batch = s.stream.collated([], self.micro_rows)
         yield replace(batch, n_terms=len(rewarded), n_targets=tokens, extra={"rewards": rewards})
 
@@ -415,7 +421,7 @@ def attach(trainer: Trainer, held_out: SampleSource | None) -> None:
         )
 
 
-def add_reference(trainer: Trainer) -> None:
+def stay_near_base(trainer: Trainer) -> None:
     """Let the loss see the model before training, where it is kept near that; before other steps wrap the loss.
 
     Raises:
@@ -427,7 +433,7 @@ def add_reference(trainer: Trainer) -> None:
     if trainer.adapters_disabled is None:
         found = "the weights before training are not kept: no adapter can be switched off"
         raise NeedsError(f"`grpo.beta: {settings.beta:g}`", found, "train an adapter (--with lora), or leave it out")
-    trainer.loss = partial(grpo.loss_with_reference, trainer.loss, trainer.model, settings, trainer.adapters_disabled)
+    trainer.loss = partial(grpo.loss_near_base, trainer.loss, trainer.model, settings, trainer.adapters_disabled)
 
 
 def _raw_rows(source: SampleSource, settings: Grpo) -> Callable[[int], Mapping[str, Any]]:

@@ -412,7 +412,7 @@ def _largest_step(trainer: Trainer, plan: RunPlan) -> None:
         terms = sum(b.n_terms for b in window) * trainer.world.data_ranks
         trainer.forward_backward(window, max(1, terms))
         trainer.optimizer_step()
-    if trainer.evaluation is not None:
+    if trainer.evaluation is not None and trainer.evaluation.figures is None:  # else it samples all of its answers
         trainer.eval_loss([next(iter(trainer.evaluation))])
     if largest := max(checkpoint.slices(trainer), key=lambda s: math.prod(s.whole), default=None):
         trainer.storage.read([largest])[0].local.detach().cpu()  # a save has one tensor on the host at a time

@@ -488,6 +488,8 @@ def evaluate(trainer: Trainer) -> Evaluated:
         targets += batch.n_targets
     terms, targets = trainer.all_reduce_int(terms), trainer.all_reduce_int(targets)
     figures = {name: trainer.all_reduce(figure.clone()).item() / terms for name, figure in trainer.metrics.items()}
+    if trainer.evaluation.figures is not None:
+        figures = dict(trainer.evaluation.figures)
     return Evaluated(loss / terms, targets, figures)
 
 
