@@ -214,6 +214,12 @@ def test_the_rows_of_an_objective(rows: str, objective: str) -> None:
     assert parse_config(dump_config(config), "again") == config
 
 
+def test_a_loss_without_weights_and_rows_with_some(losses: Path) -> None:
+    turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two", "weight": 0.5}]
+    with pytest.raises(ConfigError, match=r"(?s)losses.py:half.*weighted = True"):
+        optrush.train({**CONFIG, "data": {}, "loss": "losses.py:half"}, rows=[{"messages": turns}] * 8)
+
+
 def test_a_ladder_needs_a_loss_of_a_file(here: Path) -> None:
     with pytest.raises(ConfigError, match="at the top level of a file"):
         optrush.bench(CONFIG, "ladder", loss=lambda head, hidden, batch: hidden.sum())

@@ -136,12 +136,12 @@ class Meter:
         )
         self._begin(now)
 
-    def _figures(self, terms: int) -> list[Tensor]:
+    def _figures(self, terms: float) -> list[Tensor]:
         """Return the means of the objective's other metrics over the terms of all ranks; `terms` of this rank."""
         if not self.trainer.metrics:
             return []
         sums = self.trainer.all_reduce(torch.stack(list(self.trainer.metrics.values())))
-        return list((sums / max(1, self.trainer.all_reduce_int(terms))).unbind())
+        return list((sums / (self.trainer.all_reduce_terms(terms) or 1)).unbind())
 
     def _drain(self, *, wait: bool) -> None:
         self._read_flags(wait=wait)

@@ -174,10 +174,10 @@ class Trainer:
     It adds its other metrics to `metrics`."""
     loss: Callable[[Batch], Tensor] = None  # type: ignore[assignment]
     """() float32: default is `loss_from_hidden` of the model's output. Gradient mode is the caller's."""
-    forward_backward: Callable[[list[Batch], int | Tensor], Tensor] = None  # type: ignore[assignment]
+    forward_backward: Callable[[list[Batch], float | Tensor], Tensor] = None  # type: ignore[assignment]
     """The window: afterwards each trained local gradient is scale * d(sum of all ranks' losses)/dw / terms, summed
     over the data axes. Clears first, may be called again. Returns () float32: the mean loss over the data axes.
-    terms: on the host, or () float32 on the device and at least 1."""
+    terms: on the host, or () float32 on the device and above 0."""
     eval_loss: Callable[[list[Batch]], Tensor] = None  # type: ignore[assignment]
     """() float32: sum of losses over the data axes; no gradient, eval mode; weights are left as between steps."""
     optimizer_step: Callable[[], tuple[Tensor, Tensor]] = None  # type: ignore[assignment]
@@ -255,6 +255,11 @@ class Trainer:
         stop.agreed = 2 if failed else 1 if told else stop.agreed
         return n
 
+    def all_reduce_terms(self, n: float) -> float:
+        """Return the sum of a divisor over the data axes, equal on every rank: weights are summed in 2^-20."""
+        whole, part = divmod(self.all_reduce_int(round(n * 2**20)), 2**20)
+        return whole + part / 2**20 if part else whole
+
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
         """Return () float32, the norm of all gradients as they are (scaled), over all axes of the mesh.
@@ -316,7 +321,7 @@ def loss(trainer: Trainer, batch: Batch) -> Tensor:
     return total + penalty
 
 
-def begin_window(trainer: Trainer, terms: int | Tensor) -> Tensor:
+def begin_window(trainer: Trainer, terms: float | Tensor) -> Tensor:
     """Clear gradients and metrics, set the training mode; return the number of terms () float32 on the device."""
     trainer.zero_grad()
     for figure in trainer.metrics.values():
@@ -326,10 +331,10 @@ def begin_window(trainer: Trainer, terms: int | Tensor) -> Tensor:
     if isinstance(terms, Tensor):
         return terms
     # Filled in on the device: copying a number there would wait for it.
-    return torch.full((), max(terms, 1), dtype=torch.float32, device=trainer.world.device)
+    return torch.full((), terms or 1.0, dtype=torch.float32, device=trainer.world.device)
 
 
-def forward_backward(trainer: Trainer, batches: list[Batch], terms: int | Tensor) -> Tensor:
+def forward_backward(trainer: Trainer, batches: list[Batch], terms: float | Tensor) -> Tensor:
     """Accumulate the gradients of the micro-batches; return the sum of their losses divided by `terms`."""
     terms = begin_window(trainer, terms)
     total = torch.zeros((), device=trainer.world.device)
@@ -439,7 +444,7 @@ def train(trainer: Trainer, meter: Meter, plan: RunPlan, save: Callable[[int], N
         except NoBatch:
             trainer.stop.starved = True
         under_way("the sum of the targets", step, at_once=False)
-        terms = trainer.all_reduce_int(sum(b.n_terms for b in batches))  # over the data axes; a host integer
+        terms = trainer.all_reduce_terms(sum(b.n_terms for b in batches))  # over the data axes; a host number
         if trainer.stop.starved:  # a rank was told to stop and has no batch: the step before is the last, on all ranks
             if step - 1 > plan.done:
                 save(step - 1)
@@ -473,12 +478,12 @@ def evaluate(trainer: Trainer) -> Evaluated:
     assert trainer.evaluation is not None
     for figure in trainer.metrics.values():
         figure.zero_()
-    loss, terms, targets = 0.0, 0, 0
+    loss, terms, targets = 0.0, 0.0, 0
     for batch in trainer.evaluation:
         loss += trainer.eval_loss([batch]).item()
         terms += batch.n_terms
         targets += batch.n_targets
-    terms, targets = trainer.all_reduce_int(terms), trainer.all_reduce_int(targets)
+    terms, targets = trainer.all_reduce_terms(terms), trainer.all_reduce_int(targets)
     figures = {name: trainer.all_reduce(figure.clone()).item() / terms for name, figure in trainer.metrics.items()}
     return Evaluated(loss / terms, targets, figures)
 
