@@ -804,6 +804,8 @@ def export_best(trainer: Trainer, steps: int, source: Path | None, best: BestChe
         except CheckpointError as error:
             asked, found = f"the best checkpoint, of step {chosen.step}", f"it is damaged: {error.found}"
             raise RunError(asked, found, "export the next best: --resume auto") from None
+    else:
+        trainer.put_averages()
     write_model(trainer, Path(trainer.config.output), steps if chosen is None else chosen.step, source)
     if chosen is not None:
         console.say(f"best eval_loss {chosen.eval_loss:.4f} at step {chosen.step}, exported")

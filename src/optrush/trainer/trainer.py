@@ -194,6 +194,11 @@ class Trainer:
     """Around one micro-batch's forward and backward; `last` is where gradients are summed over the data axes."""
     zero_grad: Callable[[], None] = None  # type: ignore[assignment]
     """Forgets all gradients, half-summed ones too; raises where it cannot."""
+    exported: str = "param/"
+    """The tensors of a checkpoint that an export writes: their names are this and a parameter's.
+    Others than `param/`, as `state/X/`, are averages; `state/X_begun/NAME` is 0 while no update is in them."""
+    put_averages: Callable[[], None] = lambda: None
+    """Gives the parameters the values that an export writes, when training is over."""
     storage: Storage = field(default_factory=Storage)
     """Who allocates the weights, and reads and writes their values and the optimizer's states."""
     scale: Tensor = None  # type: ignore[assignment]  # () float32, the loss scale
