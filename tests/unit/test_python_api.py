@@ -131,7 +131,7 @@ def losses(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def first_loss(**changes: Any) -> float:
-    optrush.train({**CONFIG, **changes, "train": CONFIG["train"] | {"clean": True, "steps": 1}})
+    optrush.train({**CONFIG, **changes, "train": CONFIG["train"] | {"overwrite": True, "steps": 1}})
     return next(x["loss"] for x in map(json.loads, Path("out/metrics.jsonl").read_text().splitlines()) if "loss" in x)
 
 

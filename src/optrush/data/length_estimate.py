@@ -148,7 +148,7 @@ def _texts(file: Path, data: Data, most: int, judged: bool) -> Iterator[tuple[st
     kind = JUDGED if judged else "sft"
     left, rules = MOST_CHARS, RowRules(kind, tuple(data.columns.items()), tuple(data.roles.items()))
     try:
-        for where, found in islice(attempts(file, data.text_rows), most):
+        for where, found in islice(attempts(file, data.reading), most):
             if left < 0:
                 return
             try:

@@ -323,7 +323,7 @@ def _refuse_separator(header: list[str], cells: list[str], delimiter: str) -> No
     if len(header) == 1 and (other := next(marks, None)) is not None:
         suffix = next((f", or name it {suffix}" for suffix, mark in CELLS.items() if mark == other), "")
         found = f"the header has one column, {quoted(header[0])}, which holds {SEPARATORS[other]}"
-        raise Damaged(found, f"save the file with {SEPARATORS[delimiter]} between columns{suffix}")
+        raise Damaged(found, f"write `data.separator: {json.dumps(other)}`{suffix}")
 
 
 # --- Rows of a Parquet file, a few at a time, as JSON has them.
@@ -487,7 +487,7 @@ def chunks(file: Path, size_bytes: int = 16 << 20, text_rows: str = "file") -> I
                 skip_mark(start)
                 begin = start.peek()
             array, empty = suffix == ARRAY and begin.lstrip()[:1] == b"[", not begin
-            one = packing or array or suffix in CELLS or (suffix in TEXT and text_rows != "line")
+            one = packing or array or suffix in CELLS or (suffix in TEXT and text_rows.partition(" ")[0] != "line")
             parts = iter([Chunk(file, 1, 0, None)]) if one else _line_chunks(file, size_bytes)
             parts = iter(()) if empty else parts
         for chunk in parts:
@@ -527,10 +527,11 @@ def _rows(chunk: Chunk, suffix: str, packing: str, text_rows: str) -> Rows:
     if suffix == PARQUET:
         yield from _parquet_rows(chunk)
         return
+    text_rows, _, separator = text_rows.partition(" ")
     with opened(chunk.file, packing, PIECE_bytes if chunk.end is None else chunk.end - chunk.start) as file:
         marked = not chunk.start and skip_mark(file)
         if suffix in CELLS:
-            yield from _cells(file, CELLS[suffix])
+            yield from _cells(file, separator or CELLS[suffix])
         elif suffix == ARRAY and chunk.end is None and file.peek().lstrip()[:1] == b"[":
             yield from _items(file)
         elif suffix in TEXT and text_rows == "file":

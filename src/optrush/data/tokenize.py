@@ -481,7 +481,7 @@ class TokenizeWork:
         """The folder of its shards."""
         key = {
             "format": FORMAT, "files": readers.files_fingerprint(self.files, cache_root(self.config.data.cache)),
-            "tokens": identity(self.tokens), "train_on": learnt(self.config), "text_rows": self.config.data.text_rows,
+            "tokens": identity(self.tokens), "train_on": learnt(self.config), "text_rows": self.config.data.reading,
             "cleaning": self.cleaning, "rules": astuple(row_rules(self.config)),
             "made_by": [__version__, *map(version, ("tokenizers", "transformers", "jinja2"))],
         }  # fmt: skip
@@ -489,7 +489,7 @@ class TokenizeWork:
 
     def parsed(self, job: TokenizeJob) -> Iterator[Parsed]:
         """Yield the rows of a job with their meaning."""
-        return parsed(job, self.config.data.text_rows, self.kept, row_rules(self.config))
+        return parsed(job, self.config.data.reading, self.kept, row_rules(self.config))
 
 
 def cache_root(cache: str | None) -> Path:
@@ -506,7 +506,7 @@ def tokenized(work: TokenizeWork, most: int | None = None) -> Generator[Path | S
     """
     progress = Progress(work.say, "tokenising", sum(path.stat().st_size for path in work.files))
     if small(work.files):
-        for job in jobs(work.files, work.config.data.text_rows):
+        for job in jobs(work.files, work.config.data.reading):
             yield from shards(work.parsed(job), work.tokens, learnt(work.config), most, progress.done)
         return
     marks = [readers.mark(path) for path in work.files]
@@ -613,11 +613,11 @@ def _remaining(
         chunk, do = item.job.chunks[0][1], "start again: what is done is kept; `data.workers: 1` needs the least memory"
         return DataError(f"to tokenise {chunk.file} from row {chunk.first} on", f"the process that did it {what}", do)
 
-    listed, ahead = tee(job for job in jobs(work.files, data.text_rows) if job.number >= first)
+    listed, ahead = tee(job for job in jobs(work.files, data.reading) if job.number >= first)
     todo = (missing(job) for job in progress.sized(ahead) if job.number not in store.whole)
     work.tokens.prepare()
     first_few = list(islice(todo, min(data.workers or cores(), int(progress.total) // CHUNK_bytes)))
-    make = ShardMaker(work.tokens, learnt(work.config), data.text_rows, work.kept, row_rules(work.config), store.folder)
+    make = ShardMaker(work.tokens, learnt(work.config), data.reading, work.kept, row_rules(work.config), store.folder)
     try:
         with closing(pool.map_ahead(make, chain(first_few, todo), len(first_few), lost, progress.done)) as results:
             for job in listed:

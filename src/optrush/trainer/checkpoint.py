@@ -623,7 +623,7 @@ def _decide(output: Path, resume: Literal["auto"] | Path) -> dict[str, Any]:
             answer["passed"].append([str(path), error.found])
     if candidates:
         why = "; ".join(f"{Path(path).name}: {found}" for path, found in answer["passed"])
-        todo = "to start afresh set `train.clean: true` without --resume, or take another `output`"
+        todo = "to start afresh set `train.overwrite: true` without --resume, or take another `output`"
         answer["error"] = [f"--resume auto in {output}", f"no checkpoint is intact: {why}", todo]
     return answer
 

@@ -180,7 +180,7 @@ def check_run_output(resolved: Decided, resume: Literal["auto"] | Path | None) -
     """
     config = resolved.config
     check_tracker(config)
-    clean = config.train.clean and resume is None  # the same command resumes where it began anew
+    clean = config.train.overwrite and resume is None  # the same command resumes where it began anew
     run_dir.check_inputs(config.output, clean, (resolved.folder, *_inputs(config)))
     if lies_in := next((o.path for o in config.data.origins if _contains(o.path, config.output)), None):
         found = f"it lies in {lies_in}, whose files are all read as data: what the run writes would be, too"
@@ -245,16 +245,16 @@ def check_disk(request: RunRequest, trainer: Trainer, plan: RunPlan, saved: int)
     assert isinstance(weight, Tensor)
     numbers = sum(math.prod(entry.shape) for entry in trainer.weight_map.entries.values())
     exported = numbers * weight.element_size() if config.train.export else 0
-    run_dir.check_space(config, plan.total, config.train.clean and request.resume is None, saved, exported)
+    run_dir.check_space(config, plan.total, config.train.overwrite and request.resume is None, saved, exported)
 
 
 def claim_output(request: RunRequest, trainer: Trainer, plan: RunPlan, manifest: checkpoint.Manifest | None) -> None:
-    """Make the folder this run's: empty it where `train.clean` is set, cut metrics.jsonl back, write run.yaml."""
+    """Make the folder this run's: empty it where `train.overwrite` is set, cut metrics.jsonl back, write run.yaml."""
     # A rehearsal may have halved the micro-batch.
     trainer.config = changed(trainer.config, {"batch.micro_tokens": trainer.env.micro_rows * trainer.env.seq})
     config, output = trainer.config, Path(trainer.config.output)
     check_run_output(request.resolved, request.resume)  # again: another run may have ended here since
-    run_dir.claim(output, config.train.clean and request.resume is None)
+    run_dir.claim(output, config.train.overwrite and request.resume is None)
     run_dir.cut_back(output / "metrics.jsonl", -1 if manifest is None else plan.done)
     files.open_to_append(output / "metrics.jsonl").close()
     reasons = "".join(f"# {line}\n" for line in request.resolved.lines())
@@ -295,7 +295,7 @@ def absolute(config: Config) -> Config:
         "loss": loss, "with": with_,
         "data.path": source, "data.eval": held_out, "data.clean": clean, "data.cache": full(d.cache),
         "model.path": path, "model.chat_template": template, "model.tokenizer": full(m.tokenizer),
-        "train.clean": False,  # run again, it must not empty itself
+        "train.overwrite": False,  # run again, it must not empty itself
         "output": str(Path(config.output).resolve()),
     })  # fmt: skip
 

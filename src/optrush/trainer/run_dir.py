@@ -79,7 +79,7 @@ def check_free(output: Path | str, clean: bool, resume: Literal["auto"] | Path |
     if resume is None and "model" in names and not names & {RUN, METRICS}:
         raise ConfigError(asked, "a `model` lies there, which this run would replace", "take another `output`")
     if resume is None and (names & {RUN, METRICS} or find_checkpoints(path)):
-        do = "continue it: --resume auto; or replace it: `train.clean: true`; or another `output`"
+        do = "continue it: --resume auto; or replace it: `train.overwrite: true`; or another `output`"
         raise ConfigError(asked, OCCUPIED, do)
 
 
@@ -189,7 +189,7 @@ def claim(output: Path | str, clean: bool) -> None:
 def _check_clean(path: Path, names: set[str]) -> None:
     if not names:
         return
-    asked = f"`train.clean: true` in {path}"
+    asked = f"`train.overwrite: true` in {path}"
     if foreign := sorted(names - KNOWN):
         found = f"`{foreign[0]}` lies there, which is no run's"
         raise ConfigError(asked, found, "move it away, or take another `output`")

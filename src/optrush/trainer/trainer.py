@@ -423,10 +423,14 @@ class RunPlan:
 def idle_settings(config: Config, steps: int, held_out: bool) -> Iterator[str]:
     """Yield what of a configuration does nothing, or less than it seems to, in a run of so many steps."""
     length, warmup = config.train, config.optim.warmup
+    if length.clean is not None:
+        yield "train.clean is the old name of train.overwrite: write train.overwrite"
     if warmup > max(1, steps):
         yield f"optim.warmup: {warmup:g} steps, in a run of {steps}: the rate does not reach optim.lr"
     if "decay" in config.optim.model_fields_set and config.optim.schedule != "wsd":
         yield f"optim.decay does nothing: it is of optim.schedule: wsd, and the schedule is {config.optim.schedule}"
+    if config.optim.restarts and config.optim.schedule != "cosine":
+        yield f"optim.restarts does nothing: it is of a cosine, and optim.schedule is {config.optim.schedule}"
     if config.optim.min_lr_ratio and config.optim.schedule == "constant":
         yield "optim.min_lr_ratio does nothing: optim.schedule is constant"
     if length.eval_every is not None and not held_out:
