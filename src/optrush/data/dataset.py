@@ -419,7 +419,8 @@ def read_sources(
     if data is not None:
         only = _completed(config, reading.evaluation(data, how))
         return reading.sources(only, only)
-    if isinstance(d.eval, str) and not (Path(d.eval).exists() or glob.glob(d.eval, recursive=True)):
+    local = isinstance(d.eval, str) and "://" not in d.eval
+    if local and not (Path(str(d.eval)).exists() or glob.glob(str(d.eval), recursive=True)):
         raise DataError(f"`data.eval: {d.eval}`", "no such file", "give a JSONL file, or a fraction such as 0.1")
     limit, held_out = T if cut else None, None
     with _places(config) as (paths, origins):

@@ -39,7 +39,7 @@ def estimate_fill(config: Config) -> Fill:
 
     Raises DataError: a local file is not there.
     """
-    for path in (o.path for o in config.data.origins):
+    for path in (o.path for o in config.data.origins if "://" not in o.path):
         if Path(path).suffix and not (Path(path).exists() or glob.glob(path, recursive=True)):  # no hub id
             raise DataError(f"`data.path: {path}`", "no such file", "check the path")
     T = config.batch.seq

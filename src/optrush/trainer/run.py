@@ -179,6 +179,7 @@ def check_run_output(resolved: Decided, resume: Literal["auto"] | Path | None) -
         UserError: as `check_tracker`, `run_dir.check_inputs` and `run_dir.check_free` raise it.
     """
     config = resolved.config
+    run_dir.check_local(f"`output: {config.output}`", config.output)
     check_tracker(config)
     clean = config.train.overwrite and resume is None  # the same command resumes where it began anew
     run_dir.check_inputs(config.output, clean, (resolved.folder, *_inputs(config)))
@@ -276,8 +277,8 @@ def absolute(config: Config) -> Config:
     """Return the configuration with every path absolute, so that its run.yaml means the same from anywhere."""
 
     def full(path: str | None) -> str | None:
-        if path is None or not (Path(path).exists() or glob.has_magic(path)):
-            return path  # a hub id, or nothing that exists
+        if path is None or "://" in path or not (Path(path).exists() or glob.has_magic(path)):
+            return path  # a hub id, an address, or nothing that exists
         return str(Path(path).resolve())
 
     d, m = config.data, config.model

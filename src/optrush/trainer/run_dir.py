@@ -47,6 +47,13 @@ _ANYWHERE = {"lost+found", ".gitignore", ".gitkeep", ".DS_Store"}  # in a folder
 OCCUPIED = "a run lies there"
 
 
+def check_local(asked: str, place: Path | str) -> None:
+    """Raise ConfigError for an address where a run or an export writes, which is a local folder."""
+    if re.match(r"[A-Za-z][\w+.-]+:/", str(place)):
+        do = "write to a local folder and copy it there, when it is complete: data alone may be an address"
+        raise ConfigError(asked, "an address of a remote store", do)
+
+
 def check_free(output: Path | str, clean: bool, resume: Literal["auto"] | Path | None) -> None:
     """Check that a run may begin in `output`; write nothing.
 
