@@ -93,7 +93,7 @@ def gradient(config: Config, baseline: Config, documents: int) -> tuple[Trainer,
     if reason is not None:
         raise ValueError(reason)
     set_step(trainer, 1, 1)
-    loss = trainer.forward_backward(window, trainer.all_reduce_int(sum(b.n_terms for b in window)))
+    loss = trainer.forward_backward(window, trainer.all_reduce_terms(sum(b.n_terms for b in window)))
     return trainer, loss.item()
 
 

@@ -56,7 +56,7 @@ def age() -> float:
 def one(trainer: Trainer, number: int) -> None:
     """A step, as the loop does it."""
     held = next(trainer.batches)
-    terms = trainer.all_reduce_int(sum(b.n_terms for b in held))
+    terms = trainer.all_reduce_terms(sum(b.n_terms for b in held))
     trainer.set_step(number)
     trainer.forward_backward(held, terms)
     trainer.optimizer_step()

@@ -235,7 +235,7 @@ def steps(trainer: Trainer, n: int) -> None:
     for k in range(1, n + 1):
         batches = next(trainer.batches)
         trainer.set_step(k)
-        trainer.forward_backward(batches, trainer.all_reduce_int(sum(b.n_terms for b in batches)))
+        trainer.forward_backward(batches, trainer.all_reduce_terms(sum(b.n_terms for b in batches)))
         trainer.optimizer_step()
 
 

@@ -127,7 +127,7 @@ def steps(trainer: Trainer, n: int = STEPS, first: int = 1) -> Iterator[tuple[fl
     """(loss, norm, skipped) of each step, as the loop takes it."""
     for k in range(first, first + n):
         batches = next(trainer.batches)
-        terms = trainer.all_reduce_int(sum(b.n_terms for b in batches))
+        terms = trainer.all_reduce_terms(sum(b.n_terms for b in batches))
         trainer.set_step(k)
         loss = trainer.forward_backward(batches, terms)
         norm, skipped = trainer.optimizer_step()
@@ -138,7 +138,7 @@ def first_gradients(trainer: Trainer) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and whole gradients by canonical name of the first step; nothing is updated."""
     batches = next(trainer.batches)
     trainer.set_step(1)
-    loss = trainer.forward_backward(batches, trainer.all_reduce_int(sum(b.n_terms for b in batches)))
+    loss = trainer.forward_backward(batches, trainer.all_reduce_terms(sum(b.n_terms for b in batches)))
     return loss.item(), {t.name: t.whole_grad.clone() for t in trainer.trained}
 
 

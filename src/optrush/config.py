@@ -112,6 +112,12 @@ def _file(value: object) -> object:
     return os.path.expanduser(value) if value.startswith("~") else value
 
 
+def _separator(value: str) -> str:
+    if len(value) != 1 or value in '"\r\n':
+        raise ValueError("one character, such as ';' or '|' in quotes")
+    return value
+
+
 def _distinct(values: tuple[str, ...]) -> tuple[str, ...]:
     if len(set(values)) < len(values):
         raise ValueError("each of them once")
@@ -195,6 +201,7 @@ class Data(StrictModel):
     bad_rows: Literal["error", "quarantine"] = "error"
     most_bad: Annotated[float, Field(ge=0, le=1)] = 0.01  # of the rows, with bad_rows: quarantine
     text_rows: Literal["file", "paragraph", "line"] = "file"  # what is one document of a .txt file
+    separator: Annotated[str, AfterValidator(_separator)] | None = None  # between the cells of .csv and .tsv files
     columns: dict[Text, Column] = Field(default_factory=dict)  # what a key of the rows is: {question: prompt}
     roles: dict[Text, Literal["system", "developer", "user", "assistant", "tool"]] = Field(default_factory=dict)
     split_turns: bool = False  # a conversation is one document an answer
@@ -208,6 +215,11 @@ class Data(StrictModel):
         """`path` in its longest form."""
         paths = (self.path,) if isinstance(self.path, str) else self.path or ()
         return tuple(Origin(path=p) if isinstance(p, str) else p for p in paths)
+
+    @property
+    def reading(self) -> str:
+        """How readers find rows in a file: `text_rows`, and behind a space the separator of cells, if it is given."""
+        return self.text_rows if self.separator is None else f"{self.text_rows} {self.separator}"
 
     @property
     def read_paths(self) -> list[str]:
@@ -228,6 +240,7 @@ class Optim(StrictModel):
     lr: Annotated[float, Field(gt=0)] = 2e-5
     schedule: Literal["cosine", "constant", "linear", "wsd"] = "cosine"
     warmup: Annotated[float, Field(ge=0), AfterValidator(_cadence)] = 0.03
+    restarts: Annotated[int, Field(ge=0)] = 0  # of cosine: how often it begins again at `lr`
     decay: Cadence = 0.1  # of wsd: the last steps, whose rates fall linearly
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0  # of `lr`, at which a schedule would end
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -261,8 +274,19 @@ class Training(StrictModel):
     best: bool = True
     stop_after: Annotated[StopAfter | None, BeforeValidator(_short_stop)] = None  # early; a number is its `evals`
     export: bool = True  # writes model/ at the end
-    clean: bool = False
+    overwrite: bool = False  # empties the output folder first
+    clean: Annotated[bool | None, Field(exclude=True)] = None  # the old name of `overwrite`
     timeout: Annotated[float, Field(ge=1)] = 600.0  # seconds: how long a rank may keep the others waiting
+
+    @model_validator(mode="before")
+    @classmethod
+    def _renamed(cls, given: Any) -> Any:
+        """Read `clean`, the old name, as `overwrite`; both may not contradict each other."""
+        if not isinstance(given, dict) or not isinstance(given.get("clean"), bool):
+            return given
+        if given.get("overwrite", given["clean"]) != given["clean"]:
+            raise ValueError("`overwrite` alone: `clean` is its old name, and says the opposite")
+        return {**given, "overwrite": given["clean"]}
 
     def steps_a_line(self, total: int) -> int:
         """Return the steps between two logged lines of a run of `total` steps."""

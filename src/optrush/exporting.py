@@ -454,6 +454,7 @@ def export_run(
         UserError: as `rebuild`; the folder is not free; no adapter in this run.
         RunError: the folder does not compute what was trained.
     """
+    run_dir.check_local(f"to export to {out}", out or "")
     where = export_folder(run, out, adapter)
     folder = where.absolute().parent
     at_work = any((folder / name).exists() for name in (run_dir.RUN, run_dir.LOCK))  # a run may write there

@@ -112,7 +112,7 @@ def _bare(config: Config) -> Config:
     with_ = {}
     for t in built:  # that edit the configuration of the model, its weights, or their type
         edits = type(t).config is not Technique.config or type(t).peft is not Technique.peft
-        if edits or Part.WEIGHTS in t.claims:
+        if edits or t.averages or Part.WEIGHTS in t.claims:
             with_[t.name] = dict(config.with_[t.name])
     for t in built if any(Part.ADAPTERS in t.claims for t in built) else ():
         if Part.ADAPTERS in t.claims and not t.splits_base:

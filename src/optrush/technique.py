@@ -384,6 +384,7 @@ class Technique:
     searched: ClassVar[bool] = True  # False: the user decides, and a search neither adds nor removes the technique
     last_resort: ClassVar[bool] = False  # a search tries it where nothing else fits
     draws: ClassVar[bool] = False  # random values in its forward pass, which differ between layouts of the same rows
+    averages: ClassVar[bool] = False  # an export writes averages of the parameters
     splits_base: bool = False  # what it freezes is not the published weights: a rebuilt model needs `init` again
     sample: ClassVar[Mapping[str, Any]] = {}  # options for a description, where the defaults alone are refused
 

@@ -72,7 +72,7 @@ def test_the_proofs_gradient_is_the_first() -> None:
     base = run()
     trainer = job_of(base)
     laid = worker.lay_out(trainer, worker.first_documents(trainer, decide(base), base, 3), most=2)
-    trainer.forward_backward(laid, trainer.all_reduce_int(sum(b.n_terms for b in laid)))
+    trainer.forward_backward(laid, trainer.all_reduce_terms(sum(b.n_terms for b in laid)))
     assert worker.proof_losses(job_of(base), laid, 3)["gradient"] == sketch(trainer)
 
 

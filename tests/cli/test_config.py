@@ -26,6 +26,7 @@ from optrush.foreign_keys import TOOLS, foreign_spelling
 from optrush.models.source import locate
 from optrush.technique import instantiate
 from optrush.techniques import ALL
+from optrush.trainer.trainer import idle_settings
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 SMALLEST = "model: tiny\nobjective: sft\ndata: {sample: recipes}\noutput: out\n"
@@ -58,7 +59,8 @@ def test_quoted_or_unlike_a_number_stays_text() -> None:
         "",
         "optim: {clip: null}\n",
         "optim: {lr: 3e-4, schedule: linear, warmup: 10, betas: [0.8, 0.99], clip: 0.5}\n",
-        "batch: {seq: 64, tokens: 256, micro_tokens: 128}\ntrain: {steps: 7, eval_every: 0.05, keep: 1, clean: true}\n",
+        "batch: {seq: 64, tokens: 256, micro_tokens: 128}\n"
+        "train: {steps: 7, eval_every: 0.05, keep: 1, overwrite: true}\n",
         "with: {attention: {impl: masked}, packing: , recompute: {every: 2}}\nseed: 7\n",
     ],
 )
@@ -305,3 +307,23 @@ def test_a_revision_is_of_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert asked[0][0] == "org/name" and asked[0][1]["revision"] == "v2"
     with pytest.raises(ConfigError, match="not a hub id"):
         locate(run(sets=["model.revision=v2"]))
+
+
+@pytest.mark.parametrize(("train", "overwrites"), [
+    ("{clean: true}", True), ("{clean: false}", False), ("{overwrite: true}", True), ("{}", False),
+    ("{clean: true, overwrite: true}", True),
+])  # fmt: skip
+def test_the_old_name_of_overwrite(train: str, overwrites: bool) -> None:
+    """It is read, said, and not written again."""
+    text = f"model: tiny\nobjective: sft\ndata: {{sample: recipes}}\noutput: o\ntrain: {train}\n"
+    config = parse_config(text, "run")
+    assert config.train.overwrite is overwrites and "clean" not in dump_config(config)
+    said = [note for note in idle_settings(config, 10, False) if "write train.overwrite" in note]
+    assert len(said) == ("clean" in train)
+
+
+def test_both_names_of_overwrite() -> None:
+    text = "model: tiny\nobjective: sft\ndata: {sample: recipes}\noutput: o\n"
+    text += "train: {clean: true, overwrite: false}\n"
+    with pytest.raises(ConfigError, match="its old name, and says the opposite"):
+        parse_config(text, "run")

@@ -240,7 +240,7 @@ def test_llama_factory(here: Path) -> None:
         "recompute": {}, "pad": {}, "attention": {"impl": "sdpa"},
     }  # fmt: skip
     assert found["optim"] == {"lr": 1e-4, "schedule": "constant", "warmup": 0.0, "betas": [0.9, 0.999]}
-    assert found["train"] == {"epochs": 3.0, "best": False, "clean": True, "save_every": 50}
+    assert found["train"] == {"epochs": 3.0, "best": False, "overwrite": True, "save_every": 50}
     assert found["batch"] == {"seq": 128, "tokens": 2 * 4 * 128, "micro_tokens": 256}
 
 
@@ -391,7 +391,7 @@ def test_arguments_of_a_script(here: Path) -> None:
         "path": "chats.jsonl", "eval": 0.05, "max_samples": 100, "train_on": "all", "too_long": "truncate",
         "most_truncated": 1.0,
     }  # fmt: skip
-    assert found["train"]["eval_every"] == found["train"]["save_every"] == 0.05 and found["train"]["clean"]
+    assert found["train"]["eval_every"] == found["train"]["save_every"] == 0.05 and found["train"]["overwrite"]
     assert found["with"]["memory-cap"] == {"fraction": 0.5}
 
 

@@ -79,7 +79,7 @@ VALUES: dict[str, Case] = {
     "missing key": ({"objective": None}, [], ("`objective`", "it is missing", "add `objective:`")),
     "text for a number": ({"batch": {"seq": "big"}}, [], ("`batch.seq`", "'big'", "give a whole number")),
     "fraction for a whole": ({"batch": {"seq": 1.5}}, [], ("`batch.seq`", "1.5", "give a whole number")),
-    "text for a switch": ({"train": {"clean": "yes"}}, [], ("`train.clean`", "'yes'", "give true or false")),
+    "text for a switch": ({"train": {"overwrite": "yes"}}, [], ("`train.overwrite`", "'yes'", "give true or false")),
     "infinite rate": ({"optim": {"lr": float("inf")}}, [], ("`optim.lr`", "inf", "finite")),
     "negative rate": ({"optim": {"lr": -1e-3}}, [], ("`optim.lr`", "-0.001", "give a number above 0")),
     "unknown choice": ({"optim": {"schedule": "cosin"}}, [], ("`optim.schedule`", "'cosin'", "'cosine'")),
@@ -398,10 +398,10 @@ FINISHED = {"run.yaml": "model: tiny\n", "metrics.jsonl": '{"step": 1}\n'}
         (
             {"thesis.txt": "years of work"},
             True,
-            ("`train.clean: true` in out", "`thesis.txt` is in the folder", "move it"),
+            ("`train.overwrite: true` in out", "`thesis.txt` is in the folder", "move it"),
         ),
         ({**FINISHED, "notes.md": "mine"}, True, ("`notes.md` is in the folder",)),
-        (FINISHED, False, ("`output: out`", "the folder has a run", "--resume auto", "clean")),
+        (FINISHED, False, ("`output: out`", "the folder has a run", "--resume auto", "overwrite")),
     ],
     ids=["something else", "a run with something else", "a finished run"],
 )

@@ -233,7 +233,7 @@ def test_no_intact_one_never_starts_afresh(three_steps: Path, tmp_path: Path) ->
         (path / "rank-1.safetensors").unlink()
     with pytest.raises(CheckpointError) as error:
         choose(output, "auto")
-    assert "step-000002: rank-1.safetensors does not exist" in error.value.found and "train.clean" in error.value.do
+    assert "step-000002: rank-1.safetensors does not exist" in error.value.found and "train.overwrite" in error.value.do
     with pytest.raises(CheckpointError, match="does not exist"):
         choose(output, output / "checkpoints" / "step-000008")
 

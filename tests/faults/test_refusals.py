@@ -76,7 +76,7 @@ def test_no_intact_one(home: Path, ranks: int) -> None:
     before = {p: p.read_bytes() for p in output.rglob("*") if p.is_file()}
     codes = trained_on(2, config, "--resume", "auto") if ranks > 1 else [trained(config, "--resume", "auto")]
     assert codes == [2] * ranks, said(config)
-    assert "no checkpoint is intact" in said(config) and "train.clean" in said(config)
+    assert "no checkpoint is intact" in said(config) and "train.overwrite" in said(config)
     assert {p: p.read_bytes() for p in output.rglob("*") if p.is_file()} == before
     path = find_checkpoints(output)[1]
     assert trained(configuration(home, output), "--resume", str(path)) == 2
@@ -157,7 +157,7 @@ def test_two_runs_in_one_folder(home: Path) -> None:
     wait_for(output, 1)
     second = home / "second.yaml"
     second.write_text(config.read_text())
-    for flags in ([], ["--resume", "auto"], ["--set", "train.clean=true"]):
+    for flags in ([], ["--resume", "auto"], ["--set", "train.overwrite=true"]):
         assert trained(second, *flags) == 2, said(second)
     assert "another run is at work there" in said(second) and "the folder has a run" in said(second)
     (home / "refused").touch()
@@ -166,16 +166,16 @@ def test_two_runs_in_one_folder(home: Path) -> None:
 
 
 def test_a_run_is_not_overwritten(home: Path) -> None:
-    """R16: exit 2 and nothing touched; `train.clean` replaces it; --resume goes on."""
+    """R16: exit 2 and nothing touched; `train.overwrite` replaces it; --resume goes on."""
     output, config = copy(home, "there")
     before = {p: p.read_bytes() for p in output.rglob("*") if p.is_file()}
     assert trained(config) == 2
-    assert "--resume auto" in said(config) and "train.clean" in said(config)
+    assert "--resume auto" in said(config) and "train.overwrite" in said(config)
     assert {p: p.read_bytes() for p in output.rglob("*") if p.is_file()} == before
-    assert trained(config, "--set", "train.clean=true", "--set", "seed=1") == 0, said(config)
+    assert trained(config, "--set", "train.overwrite=true", "--set", "seed=1") == 0, said(config)
     assert figures(output) != figures(home / "reference") and len(figures(output)) == 12
     (output / "thesis.tex").write_text("")
-    assert trained(config, "--set", "train.clean=true") == 2
+    assert trained(config, "--set", "train.overwrite=true") == 2
     assert "thesis.tex" in said(config)
 
 

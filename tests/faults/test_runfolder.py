@@ -73,7 +73,7 @@ def test_where_a_run_may_begin(tmp_path: Path) -> None:
     before = found(folder)
     with pytest.raises(ConfigError) as error:
         check_free(folder, False, None)
-    assert "--resume auto" in error.value.do and "train.clean" in error.value.do
+    assert "--resume auto" in error.value.do and "train.overwrite" in error.value.do
     check_free(folder, False, "auto")
     check_free(folder, False, folder / "checkpoints" / "step-000002")
     check_free(folder, True, None)

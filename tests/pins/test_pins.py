@@ -53,6 +53,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "int8": {"beside": {"lora": {}}},
     "longlora": {"beside": {"lora": {}}},
     "nf4": {"beside": {"lora": {}}},
+    "freeze": {"options": {"layers": "0-3"}},
+    "own-optimizer": {"options": {"use": "torch.optim:Adagrad", "states": 1.0}},
     "memory-cap": {"options": {"mib": 24564}},
     "rope": {"options": {"factor": 2.0}, "keys": {"model": {"shape": "qwen2.5-0.5b"}}},
     "update-in-backward": {"keys": ONE_ROW},

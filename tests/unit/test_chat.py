@@ -239,7 +239,7 @@ def test_no_template_no_eos_nothing_to_learn(sentencepiece, bytelevel, tiny_fold
         Tokens(sentencepiece).document(Text(""), "all", WHERE)
     assert "chat.jsonl:3" in caught.value.asked
     with pytest.raises(DataError, match="no answer of them is to be learnt") as caught:
-        Tokens(bytelevel, CHATML).document(Chat((Message("assistant", "a", learnt=False),)), "assistant", WHERE)
+        Tokens(bytelevel, CHATML).document(Chat((Message("assistant", "a", weight=0),)), "assistant", WHERE)
     assert "chat.jsonl:3" in caught.value.asked
 
 
@@ -335,7 +335,7 @@ def test_special_tokens_in_a_plain_text_are_taken_for_what_they_say_and_counted(
 def test_turns_that_the_row_or_the_prompt_keeps_out_are_not_learnt(bytelevel):
     tokens = Tokens(bytelevel, CHATML)
     turns = list(talk(["a", "b", "c"]).messages)
-    turns[3] = Message("assistant", "b", learnt=False)
+    turns[3] = Message("assistant", "b", weight=0)
     chat = Chat(tuple(turns))
     assert learnt(tokens, tokens.document(chat, "assistant", WHERE)) == ["a<|im_end|>", "c<|im_end|>"]
     made = tokens.document(chat, "all", WHERE)

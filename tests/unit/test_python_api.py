@@ -131,7 +131,7 @@ def losses(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def first_loss(**changes: Any) -> float:
-    optrush.train({**CONFIG, **changes, "train": CONFIG["train"] | {"clean": True, "steps": 1}})
+    optrush.train({**CONFIG, **changes, "train": CONFIG["train"] | {"overwrite": True, "steps": 1}})
     return next(x["loss"] for x in map(json.loads, Path("out/metrics.jsonl").read_text().splitlines()) if "loss" in x)
 
 
@@ -212,6 +212,12 @@ def test_the_rows_of_an_objective(rows: str, objective: str) -> None:
     config = parse_config(json.dumps({**CONFIG, "objective": {"use": "x", "rows": rows}}), "run")
     assert (config.objective, config.loss) == (objective, Plugin(use="x"))
     assert parse_config(dump_config(config), "again") == config
+
+
+def test_a_loss_without_weights_and_rows_with_some(losses: Path) -> None:
+    turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two", "weight": 0.5}]
+    with pytest.raises(ConfigError, match=r"(?s)losses.py:half.*weighted = True"):
+        optrush.train({**CONFIG, "data": {}, "loss": "losses.py:half"}, rows=[{"messages": turns}] * 8)
 
 
 def test_a_ladder_needs_a_loss_of_a_file(here: Path) -> None:

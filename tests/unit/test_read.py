@@ -21,9 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshes import further
+from optrush.config import Data, parse_config
 from optrush.data import readers
 from optrush.data.readers import Chunk, attempts, chunks, read_rows
-from optrush.errors import DataError, NeedsError
+from optrush.errors import ConfigError, DataError, NeedsError
 
 GOOD = b'{"text": "good", "id": 7}\n'
 ROWS = [{"text": f"row {i} é\u2028", "n": {"deep": [None, i]}} for i in range(7)]
@@ -272,10 +273,10 @@ def test_a_table_with_another_separator(tmp_path, name, mark, bom):
 @pytest.mark.parametrize(
     ("name", "header", "held", "do"),
     [
-        ("a.csv", "instruction;output", "semicolons", "save the file with commas between columns"),
-        ("a.csv", "instruction\toutput", "tabs", "between columns, or name it .tsv"),
-        ("a.csv.gz", "instruction|output", "bars", "save the file with commas between columns"),
-        ("a.tsv", "instruction,output", "commas", "save the file with tabs between columns, or name it .csv"),
+        ("a.csv", "instruction;output", "semicolons", 'write `data.separator: ";"`'),
+        ("a.csv", "instruction\toutput", "tabs", "`, or name it .tsv"),
+        ("a.csv.gz", "instruction|output", "bars", 'write `data.separator: "|"`'),
+        ("a.tsv", "instruction,output", "commas", 'write `data.separator: ","`, or name it .csv'),
     ],
 )
 def test_a_table_whose_separator_is_unclear(tmp_path, name, header, held, do):
@@ -490,3 +491,28 @@ def test_memory_does_not_grow_with_the_file(tmp_path, suffix):
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < 1.3 * peaks[0] + (1 << 20), peaks
+
+
+@pytest.mark.parametrize(("name", "separator"), [
+    ("a.csv", ";"), ("a.csv", "|"), ("a.csv", "\t"), ("a.tsv", ","), ("a.csv.gz", ";"), ("a.csv", " "),
+])  # fmt: skip
+def test_other_separators(tmp_path, name, separator):
+    """Cells with the separator in quotes, and commas without; by each reading of texts."""
+    rows = [{"prompt": "a, b", "completion": f'c{separator}"d"'}, {"prompt": "e", "completion": "f"}]
+    text = io.StringIO()
+    table = csv.DictWriter(text, ["prompt", "completion"], delimiter=separator)
+    table.writeheader()
+    table.writerows(rows)
+    raw = text.getvalue().encode()
+    (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
+    for mode in ("file", "line"):
+        how = Data.model_validate({"path": "a", "text_rows": mode, "separator": separator}).reading
+        assert [row for _, row in read_rows(tmp_path / name, how)] == rows
+
+
+@pytest.mark.parametrize("separator", ["", ";;", "\n", '"'])
+def test_separators_that_are_none(separator):
+    data = {"path": "a.csv", "separator": separator}
+    text = json.dumps({"model": "tiny", "objective": "sft", "data": data, "output": "o"})
+    with pytest.raises(ConfigError, match=r"data.separator[\s\S]*one character"):
+        parse_config(text, "run")

@@ -53,7 +53,9 @@ def options(name):
 
 
 def same(box, monkeypatch, sets, **with_):
-    run = golden_run(box, packed=True, sets=[*SHORT, "train.clean=true", f"data.eval={box}/held.jsonl", *sets], **with_)
+    run = golden_run(
+        box, packed=True, sets=[*SHORT, "train.overwrite=true", f"data.eval={box}/held.jsonl", *sets], **with_
+    )
     played = []
     inner = preflight._largest_step
 
@@ -207,7 +209,7 @@ def test_an_evaluation_is_rehearsed(box):
 
 
 def test_going_on_is_rehearsed_too(box):
-    run = golden_run(box, packed=True, sets=[*SHORT, "train.clean=true", "train.steps=2"])
+    run = golden_run(box, packed=True, sets=[*SHORT, "train.overwrite=true", "train.steps=2"])
     trained(run)
     longer = run.model_copy(update={"train": run.train.model_copy(update={"steps": 4, "clean": False})})
     asked = longer.model_copy(update={"with_": {**longer.with_, "scarce": {}}})
@@ -230,7 +232,7 @@ def test_what_is_no_lack_of_memory_stays_what_it_is(box, monkeypatch):
 @pytest.mark.parametrize("saved", [True, False])
 def test_a_late_lack_of_memory_says_how_to_go_on(box, saved):
     """Its last checkpoint is there, and a run with smaller micro-batches goes on from it."""
-    sets = ["train.steps=4", "train.clean=true", *(["train.save_every=1"] if saved else [])]
+    sets = ["train.steps=4", "train.overwrite=true", *(["train.save_every=1"] if saved else [])]
     run = golden_run(box, rows=4, packed=True, sets=sets, scarce={"after": 7})  # 4 in the rehearsal, 2 a step
     with pytest.raises(RunError) as caught:
         fit(RunRequest(decide(run, CLASSES)))

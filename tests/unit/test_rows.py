@@ -219,9 +219,11 @@ def test_alpacas_input():
         ({"reasoning": 1}, "messages[1].reasoning is a number, not a string"),
         ({"reasoning": "a", "thinking": "b"}, "messages[1] has several of reasoning_content, reasoning, thinking"),
         ({"name": 7}, "messages[1].name is a number"),
-        ({"weight": 0.5}, "messages[1].weight is neither 0 nor 1"),
-        ({"weight": True}, "messages[1].weight is neither 0 nor 1"),
-        ({"weight": [0]}, "messages[1].weight is neither 0 nor 1"),
+        ({"weight": -0.5}, "messages[1].weight is -0.5, not a number from 0"),
+        ({"weight": True}, "messages[1].weight is no number from 0 on"),
+        ({"weight": [0]}, "messages[1].weight is no number from 0 on"),
+        ({"loss_mask": 0.5}, "messages[1].loss_mask is neither 0 nor 1"),
+        ({"loss_scale": 1e7}, "messages[1].loss_scale is 10000000.0, not a number from 0"),
         ({"train": 1}, "messages[1].train is neither false nor true"),
         ({"train": True, "weight": 0}, "messages[1]: weight and train contradict each other"),
         ({"train": False}, "no assistant turn is to be learnt: there is nothing to learn"),
@@ -325,7 +327,7 @@ def test_sharegpts_calls():
     ]
     found = row(conversations=turns, tools=json.dumps([TOOL]))
     call = Message("assistant", "", calls=(CALL,))
-    unlearnt = Message("assistant", "", calls=(CALL,), learnt=False)
+    unlearnt = Message("assistant", "", calls=(CALL,), weight=0)
     assert found == Chat((U, call, Message("tool", "2"), unlearnt, Message("tool", "2"), A), (TOOL,))
     turns[1] = {"from": "function_call", "value": "add(1)"}
     assert "conversations[1].value: not valid JSON" in why(conversations=turns)

@@ -31,6 +31,9 @@ def theirs(name: str, steps: int, warmup: int, **options: Any) -> list[float]:
 CASES = [
     ("cosine", {"schedule": "cosine"}, {}),
     ("linear", {"schedule": "linear"}, {}),
+    ("cosine_with_restarts", {"schedule": "cosine", "restarts": 0}, {"num_cycles": 1}),
+    ("cosine_with_restarts", {"schedule": "cosine", "restarts": 1}, {"num_cycles": 2}),
+    ("cosine_with_restarts", {"schedule": "cosine", "restarts": 3}, {"num_cycles": 4}),
     ("cosine_with_min_lr", {"schedule": "cosine", "min_lr_ratio": 0.25}, {"min_lr_rate": 0.25}),
     ("warmup_stable_decay", {"schedule": "wsd", "decay": 6}, {"num_decay_steps": 6, "decay_type": "linear"}),
     ("warmup_stable_decay", {"schedule": "wsd", "decay": 6, "min_lr_ratio": 0.1},

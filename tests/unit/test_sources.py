@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +19,10 @@ from optrush.data.chat_template import Tokens
 from optrush.data.dataset import read_sources
 from optrush.data.length_estimate import estimate
 from optrush.data.packing import Packed
-from optrush.data.readers import attempts, chunks
+from optrush.data.readers import attempts, chunks, find_files, read_rows
 from optrush.data.sampler import Loading, reading, stream_of
 from optrush.data.samples import permutation
-from optrush.errors import ConfigError, DataError
+from optrush.errors import ConfigError, DataError, NeedsError
 
 VOCAB = 32768
 
@@ -527,3 +528,67 @@ def test_texts_without_the_template_are_said(here, tokens, names, columns, line)
     read(tokens, "a.jsonl", "sft", progress=said.append, **more)
     found = [text for text in said if "chat template is not used" in text]
     assert [f"`data.columns: {line}`" in text for text in found] == ([] if line is None else [True])
+
+
+# Addresses of stores.
+
+ROW = b'{"text": "one"}\n'
+
+
+@pytest.fixture
+def store():
+    fsspec = pytest.importorskip("fsspec")
+    made = fsspec.filesystem("memory")
+    for name in ("a/one.jsonl", "a/two.jsonl", "a/README.md", "a/in/three.jsonl", "b/x.jsonl.gz", "empty/.hidden"):
+        made.pipe(f"/{name}", gzip.compress(ROW) if name.endswith("gz") else ROW)
+    yield made
+    made.store.clear()
+
+
+@pytest.mark.parametrize(("url", "names"), [
+    ("memory://a/one.jsonl", ["one.jsonl"]), ("memory://a", ["in/three.jsonl", "one.jsonl", "two.jsonl"]),
+    ("memory://a/*.jsonl", ["one.jsonl", "two.jsonl"]), ("memory://a/**/three.jsonl", ["three.jsonl"]),
+    ("memory://b/x.jsonl.gz", ["x.jsonl.gz"]),
+])  # fmt: skip
+def test_files_of_a_store(store, tmp_path, url, names):
+    """Copied once; again when one of them changes; read as local ones."""
+    found = find_files(url, tmp_path)
+    assert [str(path)[-len(name) :] for path, name in zip(found, names, strict=True)] == names
+    assert all([row for _, row in read_rows(path)] == [{"text": "one"}] for path in found)
+    assert find_files(url, tmp_path) == found
+    for name in store.find("/"):
+        store.pipe(name, gzip.compress(ROW * 2) if name.endswith("gz") else ROW * 2)
+    assert [len(list(read_rows(path))) for path in find_files(url, tmp_path)] == [2] * len(names)
+
+
+def test_files_of_a_local_address(tmp_path):
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "a.jsonl").write_bytes(ROW)
+    (path,) = find_files(f"file://{tmp_path}/rows", tmp_path / "cache")
+    assert path.is_relative_to(tmp_path / "cache") and path.read_bytes() == ROW
+
+
+@pytest.mark.parametrize(("url", "says"), [
+    ("memory://a/none.jsonl", "no such file there"), ("memory://none", "no such file there"),
+    ("memory://a/*.csv", "no such file there"), ("memory://empty", "an empty folder"), ("nowhere://a", "nowhere"),
+])  # fmt: skip
+def test_what_a_store_has_not(store, tmp_path, url, says):
+    with pytest.raises(DataError, match=says):
+        find_files(url, tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "library"), [("s3", "s3fs"), ("gs", "gcsfs"), ("abfs", "adlfs")])
+def test_a_library_that_is_missing(tmp_path, monkeypatch, kind, library):
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(NeedsError, match=f"no library {library}[\\s\\S]*python -m pip install {library}"):
+        find_files(f"{kind}://bucket/a.jsonl", tmp_path)
+
+
+@pytest.mark.parametrize("output", ["s3://bucket/run", "gs://a", "memory://x/y"])
+def test_a_run_writes_to_a_local_folder(tmp_path, output):
+    from optrush.exporting import export_run
+    from optrush.trainer.run_dir import check_local
+
+    for refused in (lambda: check_local("x", output), lambda: export_run(tmp_path, Path(output))):
+        with pytest.raises(ConfigError, match="remote store"):
+            refused()

@@ -113,7 +113,7 @@ def held_out_prompts(config: Config, samples: int) -> list[Prompt]:
         found = f"`data.eval: {config.data.eval}`, a share of the data, which each seed draws"
         raise ConfigError("`quality.score: number`", found, "hold out a file: data.eval: FILE")
     files = readers.find_files(config.data.eval, cache_root(config.data.cache))
-    rows = (row for file in files for row in readers.read_rows(file, config.data.text_rows))
+    rows = (row for file in files for row in readers.read_rows(file, config.data.reading))
     rules = schema.row_rules(config)
     prompts = [prompt_of(where, schema.parse_row(where, row, rules)) for where, row in islice(rows, samples)]
     for prompt in prompts:

@@ -150,7 +150,7 @@ class Draw(NamedTuple):
     small: float
     big: float
     inverse: float  # the mean of 1 / terms of a micro-batch
-    terms: int  # of all micro-batches
+    terms: float  # of all micro-batches
     slots: int
 
 

@@ -324,7 +324,7 @@ def proof_losses(trainer: Trainer, window: list[Batch], steps: int) -> dict[str,
     gradient: dict[str, str] | None = None
     losses: list[float | None] = []
     norms: list[float | None] = []
-    terms = trainer.all_reduce_int(sum(b.n_terms for b in window))
+    terms = trainer.all_reduce_terms(sum(b.n_terms for b in window))
     for n in range(1, steps + 1):
         for _ in range(trainer.max_skipped_updates):
             set_step(trainer, n, steps)

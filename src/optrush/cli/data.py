@@ -399,7 +399,7 @@ def _list_bad(config: Config, as_json: bool) -> None:
     if filters(d.clean or Cleaning()):
         raise ConfigError("optrush data clean", "no folder to write", "optrush data clean SOURCE... --out DIR")
     with _bar() as progress:
-        task = Task(Cleaning(), d.text_rows, row_rules(config), None, None)
+        task = Task(Cleaning(), d.reading, row_rules(config), None, None)
         table = measure_files(_files(config, "to list bad rows"), task, d.workers, progress, strict=False)
     bad = [{"file": str(where.file), "line": where.line, "reason": why} for _, where, why in table.bad]
     found = f"{len(bad):,} of {len(table):,} rows are bad"
@@ -443,7 +443,7 @@ def _clean(config: Config, folder: Path) -> dict[str, Any]:
     evaluation = [] if d.clean.decontaminate is None else readers.find_files(d.clean.decontaminate, cache)
     with _cleaning_folder(folder, [*reads, *evaluation]) as new, _bar() as progress:
         cleaned = clean_files(
-            reads, d.clean, tokens=tokens, text_rows=d.text_rows, bad_rows=d.bad_rows, most_bad=d.most_bad,
+            reads, d.clean, tokens=tokens, text_rows=d.reading, bad_rows=d.bad_rows, most_bad=d.most_bad,
             rules=row_rules(config),
             workers=d.workers, progress=progress, cache=cache,
         )  # fmt: skip

@@ -62,7 +62,7 @@ class Batch:
     labels: Tensor  # (B, T) int64: already shifted, label t belongs to token t; IGNORE = not learnt
     positions: Tensor  # (B, T) int32: restart with each document
     documents: Documents
-    n_terms: int  # the objective's divisor: target tokens (pairs, for preferences)
+    n_terms: float  # the objective's divisor: target tokens, their weights' sum (pairs, for preferences)
     n_targets: int  # target tokens
     n_tokens: int  # real tokens, padding excluded
     attended: int  # sum of squared document lengths: what causal attention costs
@@ -73,6 +73,7 @@ class Batch:
     pairs (B, P) bool: whether there is such a pair.
     desirable (B, P) bool: whether its first document is a good answer; of judged answers some are not.
     reference (B, P, 2) float32: log-probabilities of its documents under the reference, where they were made before.
+    weights (B, T) float32: of the targets in the loss; absent: all 1.
     Of a stored teacher, at each target (else anything):
     teacher_ids (B, T, k) int32: its likeliest tokens.
     teacher_log_p (B, T, k + 1): their log-probabilities, and that of all others together."""
@@ -186,7 +187,8 @@ def collate(
     starts[1 : len(lengths) + 1] = np.cumsum(lengths)
     filled = np.arange(T) < np.array([[c.tokens] for c in counts])
     learnt = int((labels != IGNORE).sum())
-    extra = _pairs(rows, [c.samples for c in counts], most // max(1, B) // parts, reference) if parts > 1 else {}
+    weights = _weights(rows, T)
+    extra = _pairs(rows, [c.samples for c in counts], most // max(1, B) // parts, reference) if parts > 1 else weights
     if stored is not None:
         extra |= _taught(labels, [c.samples for c in counts], stored)
     bucket = min(T, max(SHORTEST, 1 << (longest - 1).bit_length()))
@@ -215,8 +217,25 @@ def _pairs(
     return found if reference is None else found | {"reference": torch.from_numpy(known)}
 
 
-def _terms(learnt: int, extra: Mapping[str, Tensor]) -> int:
-    """Return the objective's divisor: the number of pairs if there are any, else of target tokens."""
+def _weights(rows: Sequence[Sequence[tuple[int, Document]]], T: int) -> dict[str, Tensor]:
+    """Return the weights of the targets, 0 elsewhere, as `weights` (B, T) at the place of their labels; {}: all 1."""
+    if all(document.weights is None for row in rows for _, document in row):
+        return {}
+    found = np.zeros((len(rows), T), np.float32)
+    for b, row in enumerate(rows):
+        at = 0
+        for _, document in row:
+            n = len(document)
+            own = 1.0 if document.weights is None else document.weights[1:]
+            found[b, at : at + n - 1] = np.where(document.targets[1:], own, 0)
+            at += n
+    return {"weights": torch.from_numpy(found)}
+
+
+def _terms(learnt: int, extra: Mapping[str, Tensor]) -> float:
+    """Return the objective's divisor: the number of pairs if there are any, else of target tokens, or their weights."""
+    if "weights" in extra:
+        return float(extra["weights"].double().sum())
     return int(extra["pairs"].sum()) if "pairs" in extra else learnt
 
 

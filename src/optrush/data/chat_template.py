@@ -113,6 +113,7 @@ class _Draft(NamedTuple):
     seam: int = 0  # learnt from this character on
     spans: tuple[CharSpan, ...] = ()  # learnt, or (if `rest`) not learnt
     rest: bool = True  # whether the text outside of the spans is learnt
+    weights: tuple[float, ...] = ()  # of the spans, in the loss; empty: all 1
 
 
 class Tokens:
@@ -382,7 +383,12 @@ class Tokens:
                 raise DataError(f"to learn the answers at {where}", found, do)
             begin = [thoughts_end(text, turn.content, turn.reasoning) for text, turn in said]
             spans = [s._replace(start=s.start + n) for s, n in zip(spans, begin, strict=True)]
-        return _Draft(where, rendered, special=False, spans=tuple(spans), rest=train_on == "all")
+        weights = tuple(row.messages[i].weight for i in turns)
+        if train_on == "all" and any(m.weight not in (0, 1) for m in row.messages):
+            found = "a turn with a weight, where every token is learnt, the prompt's too"
+            raise DataError(f"to learn from the messages at {where}", found, "take data.train_on: assistant")
+        weights = weights if any(w != 1 for w in weights) and train_on != "all" else ()
+        return _Draft(where, rendered, False, spans=tuple(spans), rest=train_on == "all", weights=weights)
 
     def _documents(self, drafts: Sequence[_Draft]) -> list[Document | DataError]:
         """Return the document of each draft, or the error that names its row."""
@@ -465,7 +471,7 @@ class Tokens:
         """
         found: list[Document | None] = [None] * len(drafts)
         plain = (n for n, draft in enumerate(drafts) if not draft.special and len(ids[n]))
-        usual = [n for n in plain if all(len(span.stops) == 1 for span in drafts[n].spans)]
+        usual = [n for n in plain if not drafts[n].weights and all(len(span.stops) == 1 for span in drafts[n].spans)]
         if self._widths is None or not usual:
             return found  # where bytes are lost, their number shows it
         flat, starts = np.concatenate([ids[n] for n in usual]), np.cumsum([0, *(len(ids[n]) for n in usual)])
@@ -498,6 +504,7 @@ class Tokens:
 
     def _document(self, draft: _Draft, ids: np.ndarray, encoding: Encoding | None) -> Document:
         ends: np.ndarray | None = None
+        weights = np.ones(len(ids), np.float32) if draft.weights else None
         if encoding is None and (draft.spans or draft.seam):
             assert self._widths is not None
             ends = self._widths[ids[len(self._head or ()) if draft.special else 0 :]].cumsum()
@@ -507,9 +514,11 @@ class Tokens:
             self._refuse_lost(draft, encoding)
         if not draft.special:
             targets = np.full(len(ids), draft.rest)
-            for span in draft.spans:
+            for n, span in enumerate(draft.spans):
                 first, last = self._tokens(draft, ids, encoding, ends, span)
                 targets[first : last + 1] = not draft.rest
+                if weights is not None:
+                    weights[first : last + 1] = draft.weights[n]
         else:
             if self._eos is None:
                 asked, do = f"the text at {draft.where} with its end marked", "set eos_token in tokenizer_config.json"
@@ -533,7 +542,7 @@ class Tokens:
         if not ((len(ids) and targets[-1]) or targets.any()):  # the end of most rows is learnt, and `any` is slow
             asked = f"to learn from the row at {draft.where}"
             raise DataError(asked, "no token of it would be learnt", "take it out")
-        return Document(ids, targets)
+        return Document(ids, targets, weights=weights)
 
     def _refuse_lost(self, draft: _Draft, encoding: Encoding | None) -> None:
         """Raise DataError if characters of what is learnt are in no token; count a text that loses others."""

@@ -115,8 +115,8 @@ def index(path: Path, kept: np.ndarray | None, text_rows: str, size_bytes: int) 
     """
     parts = list(islice(chunks(path, size_bytes, "line"), 1 if kept is None else None))
     suffix, _ = form(path) or ("", "")
-    if suffix in TEXT and text_rows != "line":
-        found = f"{path}, whose rows are `data.text_rows: {text_rows}`"
+    if suffix in TEXT and (mode := text_rows.partition(" ")[0]) != "line":
+        found = f"{path}, whose rows are `data.text_rows: {mode}`"
         raise DataError("`data.stream`", found, "take data.text_rows: line, or leave data.stream out")
     if parts[0].end is None:
         found = f"{path}: its rows cannot be read one by one, since it is compressed, a JSON list, or CSV"
@@ -198,7 +198,7 @@ class Streamed:
         parts = [
             readers.files_fingerprint(self.work.files, cache_root(data.cache)), tokenize.identity(self.work.tokens),
             learnt(self.work.config), astuple(row_rules(self.work.config)), self.work.cleaning,
-            data.text_rows, data.too_long, self.T, self.total, self.named,
+            data.reading, data.too_long, self.T, self.total, self.named,
             [weight for _, weight in self.origins],
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
@@ -276,7 +276,7 @@ def kept_rows(
 
     def now() -> tuple[list[np.ndarray], dict[str, Any]]:
         result = clean_files(
-            paths, settings, tokens=tokens, text_rows=data.text_rows, bad_rows=data.bad_rows,
+            paths, settings, tokens=tokens, text_rows=data.reading, bad_rows=data.bad_rows,
             most_bad=data.most_bad, workers=data.workers, progress=progress.share, cache=cache,
             rules=row_rules(config),
         )  # fmt: skip
@@ -284,7 +284,7 @@ def kept_rows(
 
     evaluation = [] if settings.decontaminate is None else readers.find_files(settings.decontaminate, cache)
     parts = [
-        FORMAT, settings.model_dump(mode="json"), data.text_rows, data.bad_rows, data.most_bad,
+        FORMAT, settings.model_dump(mode="json"), data.reading, data.bad_rows, data.most_bad,
         astuple(row_rules(config)),
         [str(path) for path in paths], readers.files_fingerprint([*paths, *evaluation], cache),
         settings.tokens and tokenize.identity(tokens),
@@ -419,7 +419,8 @@ def read_sources(
     if data is not None:
         only = _completed(config, reading.evaluation(data, how))
         return reading.sources(only, only)
-    if isinstance(d.eval, str) and not (Path(d.eval).exists() or glob.glob(d.eval, recursive=True)):
+    local = isinstance(d.eval, str) and "://" not in d.eval
+    if local and not (Path(str(d.eval)).exists() or glob.glob(str(d.eval), recursive=True)):
         raise DataError(f"`data.eval: {d.eval}`", "no such file", "give a JSONL file, or a fraction such as 0.1")
     limit, held_out = T if cut else None, None
     with _places(config) as (paths, origins):
@@ -520,6 +521,9 @@ def _places(config: Config) -> Iterator[tuple[list[Path], list[tuple[int, float]
         return
     origins = [(readers.find_files(origin.path, cache_root(d.cache)), origin.weight) for origin in d.origins]
     paths = [path for of, _ in origins for path in of]
+    if d.separator is not None and not any((readers.form(path) or ("",))[0] in readers.CELLS for path in paths):
+        found = f"no {' or '.join(readers.CELLS)} file among the data: it separates nothing"
+        raise ConfigError(f"`data.separator: {d.separator}`", found, "leave it out")
     first = {path.resolve(): i for i, path in reversed(list(enumerate(paths)))}
     if double := next((path for i, path in enumerate(paths) if first[path.resolve()] != i), None):
         do = "name it once, with a weight if it shall be read more often"
@@ -556,7 +560,7 @@ class _Reading:
         """Check the first rows before all others are tokenized."""
         d = self.config.data
         most = min(SAMPLES, d.max_samples or SAMPLES)
-        rows = (entry for job in tokenize.jobs(work.files, d.text_rows) for entry in work.parsed(job))
+        rows = (entry for job in tokenize.jobs(work.files, d.reading) for entry in work.parsed(job))
         first = list(islice((entry for entry in rows if entry[2] is not None), most))
         for _, where, row, _ in first:
             if not isinstance(row, DataError | None):
@@ -608,7 +612,7 @@ class _Reading:
         kept: Sequence[np.ndarray | None] = work.kept or [None] * len(work.files)
         size, d = tokenize.chunk_bytes(work.files), self.config.data
         work.tokens.prepare()
-        indexes = [index(path, keep, d.text_rows, size) for path, keep in zip(work.files, kept, strict=True)]
+        indexes = [index(path, keep, d.reading, size) for path, keep in zip(work.files, kept, strict=True)]
         return Streamed(self.maker, work, indexes, origins, T, self.parts, self.first)
 
     def check_columns(self, train: Source, held_out: Dataset | None) -> None:

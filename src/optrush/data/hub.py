@@ -1,14 +1,18 @@
-"""Fetch data sets of the hub, by the library `datasets`, into a cache of Parquet files."""
+"""Fetch data into the cache: sets of the hub by the library `datasets`, as Parquet; files of a store by fsspec."""
 
 from __future__ import annotations
 
 import errno
+import glob
+import hashlib
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
 
-from optrush.errors import DataError, NeedsError, first_line
+from optrush.config import scrubbed
+from optrush.errors import DataError, NeedsError, UserError, first_line, one_line
 
 
 def fetch(asked: str, repository: str, configuration: str | None, split: str, cache: Path | None) -> Path:
@@ -43,6 +47,63 @@ def fetch(asked: str, repository: str, configuration: str | None, split: str, ca
             raise DataError(asked, found, "check the name, the split and the network") from error
         os.replace(part, file)
     return file
+
+
+# Libraries that fsspec needs for these; it has others itself, as file, memory and http.
+LIBRARIES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub", "az": "adlfs",
+             "abfs": "adlfs", "http": "aiohttp", "https": "aiohttp"}  # fmt: skip
+
+
+def fetch_remote(asked: str, url: str, cache: Path | None) -> Path:
+    """Return a copy of what an address names in the cache: a file, or a folder of the files in it or that match.
+
+    A copy belongs to the address and to what the store says of each file (its size, time or tag): a changed file is
+    fetched again.
+
+    Raises:
+        DataError: no cache, nothing there, or the store refuses.
+        NeedsError: the library for that kind of address is missing.
+    """
+    if cache is None:
+        raise DataError(asked, "no folder to keep it in", "name one (data.cache)")
+    kind = url.partition("://")[0]
+    try:
+        import fsspec
+
+        store, root = fsspec.core.url_to_fs(url)
+    except ImportError:
+        library = LIBRARIES.get(kind, "fsspec")
+        found = f"no library {library}, which reads {kind}://"
+        raise NeedsError(asked, found, f"install it: python -m pip install {library}") from None
+    except ValueError as error:
+        do = f"take one of {', '.join(f'{known}://' for known in ('s3', 'gs', 'hf', 'file'))}, or a local path"
+        raise DataError(asked, one_line(str(error)), do) from None
+    try:
+        alone = not glob.has_magic(root) and store.isfile(root)
+        names = [root] if alone else sorted(store.glob(root) if glob.has_magic(root) else store.find(root))
+        names = [name for name in names if alone or store.isfile(name)]
+        base = os.path.commonpath([os.path.dirname(name) for name in names]) if names else ""
+        places = {name: os.path.relpath(name, base or os.curdir) for name in names}
+        marks = [f"{name} {store.ukey(name)}" for name in names]
+        if not names or any(place.startswith("..") for place in places.values()):
+            raise FileNotFoundError("no such file")
+        folder = cache / "remote" / hashlib.sha256("\n".join([url, *marks]).encode()).hexdigest()[:32]
+        if not folder.exists():
+            with tempfile.TemporaryDirectory(dir=cache_folder(folder.parent)) as fresh:
+                for name, place in places.items():
+                    local = Path(fresh, "whole", place)
+                    local.parent.mkdir(parents=True, exist_ok=True)
+                    store.get_file(name, str(local))
+                with suppress(OSError):  # another process was faster
+                    os.rename(Path(fresh, "whole"), folder)
+    except FileNotFoundError:
+        raise DataError(asked, "no such file there", "check the address") from None
+    except UserError:
+        raise
+    except Exception as error:  # of the store's library
+        found = f"{type(error).__name__}: {scrubbed(one_line(str(error)))}"
+        raise DataError(asked, found, "check the address, the network and your rights there") from error
+    return folder / places[root] if alone else folder
 
 
 def cache_folder(folder: Path) -> Path:

@@ -39,7 +39,7 @@ def estimate_fill(config: Config) -> Fill:
 
     Raises DataError: a local file is not there.
     """
-    for path in (o.path for o in config.data.origins):
+    for path in (o.path for o in config.data.origins if "://" not in o.path):
         if Path(path).suffix and not (Path(path).exists() or glob.glob(path, recursive=True)):  # no hub id
             raise DataError(f"`data.path: {path}`", "no such file", "check the path")
     T = config.batch.seq
@@ -153,7 +153,7 @@ def _texts(file: Path, data: Data, most: int, judged: bool) -> Iterator[tuple[st
     kind = JUDGED if judged else "sft"
     left, rules = MOST_CHARS, RowRules(kind, tuple(data.columns.items()), tuple(data.roles.items()))
     try:
-        for where, found in islice(attempts(file, data.text_rows), most):
+        for where, found in islice(attempts(file, data.reading), most):
             if left < 0:
                 return
             try:

@@ -27,7 +27,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from optrush.data.hub import cache_folder, fetch
+from optrush.data.hub import cache_folder, fetch, fetch_remote
 from optrush.data.schema import MEANT, RowLocation, bad_row
 from optrush.data.strict_json import decode_json, kind_of, not_utf8, quoted, remedy
 from optrush.errors import DataError, NeedsError, first_line
@@ -261,12 +261,16 @@ def _items(file: io.BufferedReader) -> Rows:
         yield row, _checked_object(value)
 
 
-def _cells(file: io.BufferedReader, delimiter: str) -> Rows:
-    """Yield rows of strings under the names of the first line (RFC 4180, with any end of line)."""
+def _cells(file: io.BufferedReader, usual: str, named: str) -> Rows:
+    """Yield rows of strings under the names of the first line (RFC 4180, with any end of line).
+
+    Args:
+        usual: the separator of such files. named: the one that a configuration names, or "".
+    """
     csv.field_size_limit(LONGEST_ROW_bytes)  # the module's own is 128 KiB, for the whole process
     wrong: list[str] = []  # what is wrong with the bytes of the row that is being read
     row = first = size = 0
-    delimiter = separator(file.peek(PIECE_bytes)[:PIECE_bytes].decode("utf-8", "ignore"), delimiter)
+    delimiter = named or separator(file.peek(PIECE_bytes)[:PIECE_bytes].decode("utf-8", "ignore"), usual)
 
     def decoded() -> Iterator[str]:
         nonlocal size
@@ -319,9 +323,9 @@ def _refuse_separator(header: list[str], cells: list[str], delimiter: str) -> No
     """Raise Damaged for a header and a first row that another separator would make several columns of."""
     marks = (mark for mark in SEPARATORS if mark != delimiter and mark in header[0] and mark in "".join(cells))
     if len(header) == 1 and (other := next(marks, None)) is not None:
-        suffix = next((f", or name it {suffix}" for suffix, mark in CELLS.items() if mark == other), "")
+        named = "".join(f", or name it {suffix}" for suffix, mark in CELLS.items() if mark == other)
         found = f"the header has one column, {quoted(header[0])}, which holds {SEPARATORS[other]}"
-        raise Damaged(found, f"save the file with {SEPARATORS[delimiter]} between columns{suffix}")
+        raise Damaged(found, f"write `data.separator: {json.dumps(other)}`{named}")
 
 
 # --- Rows of a Parquet file, a few at a time, as JSON has them.
@@ -485,7 +489,7 @@ def chunks(file: Path, size_bytes: int = 16 << 20, text_rows: str = "file") -> I
                 skip_mark(start)
                 begin = start.peek()
             array, empty = suffix == ARRAY and begin.lstrip()[:1] == b"[", not begin
-            one = packing or array or suffix in CELLS or (suffix in TEXT and text_rows != "line")
+            one = packing or array or suffix in CELLS or (suffix in TEXT and text_rows.partition(" ")[0] != "line")
             parts = iter([Chunk(file, 1, 0, None)]) if one else _line_chunks(file, size_bytes)
             parts = iter(()) if empty else parts
         for chunk in parts:
@@ -525,10 +529,11 @@ def _rows(chunk: Chunk, suffix: str, packing: str, text_rows: str) -> Rows:
     if suffix == PARQUET:
         yield from _parquet_rows(chunk)
         return
+    text_rows, _, named = text_rows.partition(" ")
     with opened(chunk.file, packing, PIECE_bytes if chunk.end is None else chunk.end - chunk.start) as file:
         marked = not chunk.start and skip_mark(file)
         if suffix in CELLS:
-            yield from _cells(file, CELLS[suffix])
+            yield from _cells(file, CELLS[suffix], named)
         elif suffix == ARRAY and chunk.end is None and file.peek().lstrip()[:1] == b"[":
             yield from _items(file)
         elif suffix in TEXT and text_rows == "file":
@@ -591,7 +596,7 @@ def find_files(path: str, cache: Path | None = None) -> list[Path]:
 
     A path is a file; a folder (all data files in it and its folders, but hidden ones and those of ABOUT); a glob; or a
     data set of the hub, which is fetched once into the cache: `org/name` if no such path exists, or
-    `hub:org/name[/configuration][:split]`, else its split `train`; a split may be a slice, `train[:20%]`.
+    `hub:org/name[/configuration][:split]`, else its split `train`; a split may be a slice, `train[:20%]`. Or `s3://...`.
 
     Raises:
         DataError: nothing is there, nothing known, or files that do not go together; no such data set or no network.
@@ -599,7 +604,7 @@ def find_files(path: str, cache: Path | None = None) -> list[Path]:
     """
     asked = f"training data from {path}"
     try:
-        return _find(path, asked, cache)
+        return _find(str(fetch_remote(asked, path, cache)) if "://" in path else path, asked, cache)
     except OSError as error:
         found = f"{error.strerror or error}: {error.filename or path}"
         raise DataError(asked, found, "check the path and its rights") from error
@@ -621,8 +626,7 @@ def _find(path: str, asked: str, cache: Path | None) -> list[Path]:
     if HUB_ID.fullmatch(path) and form(place) is None and not place.parent.is_dir():
         return [_from_hub(path, cache)]
     near = os.listdir(place.parent) if place.parent.is_dir() else []
-    close = difflib.get_close_matches(place.name, near, 1)
-    do = "check the path" + (f": did you mean {close[0]}?" if close else "")
+    do = "check the path" + "".join(f": did you mean {n}?" for n in difflib.get_close_matches(place.name, near, 1))
     kind, _, more = path.partition(":")  # as `optrush init --data` takes what is no file
     if kind in ("sample", "random"):
         do = f"write `data: {{{kind}: {more or {'sample': 'recipes', 'random': 'true'}[kind]}}}`; or {do}"

@@ -558,7 +558,8 @@ def _cut(documents: Sequence[Document], first: int, fresh: int, last: int) -> Se
     (document,) = documents  # a pair is never cut
     targets = document.targets[first:last].copy()
     targets[: max(1, fresh - first)] = False  # nothing predicts a row's first token
-    return [Document(document.ids[first:last], targets)]
+    weights = None if document.weights is None else document.weights[first:last]
+    return [Document(document.ids[first:last], targets, weights=weights)]
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,10 @@ IGNORE = "ignore"  # in `data.columns`: a key that is not read
 # --- Keys of other tools. One that such a tool reads, and that changes what is learnt, is obeyed or refused; any other
 # key that is not read is counted, and the run names it.
 
-# Whether a turn is learnt: 0 or false, 1 or true.
+# How much a turn is learnt: 0 or false, 1 or true.
 LEARNT = ("weight", "train", "loss", "loss_weight", "loss_mask", "loss_scale", "training", "trainable")
+WEIGHTS = ("weight", "loss_weight", "loss_scale")  # of them, those that may be any number
+HEAVIEST = 1_000_000
 # Words of a key that may tell a tool what to learn: `turn_mask`, `ignore_loss`.
 CONTROL = re.compile(
     r"(?:^|_)(?:loss|masks?|masked|weights?|train|training|trainable|learn|learnt|learned|learnable|supervised?|ignored?"
@@ -148,7 +150,7 @@ class RowLocation(NamedTuple):
 
 @dataclass(frozen=True)
 class Message:
-    """One turn. `learnt` is False if the row marks this assistant turn as context only."""
+    """One turn. `weight` is 0 if the row marks this assistant turn as context only."""
 
     role: str
     content: str
@@ -156,8 +158,13 @@ class Message:
     calls: tuple[dict[str, Any], ...] = ()
     name: str | None = None
     call_id: str | None = None
-    learnt: bool = True
+    weight: float = 1.0  # of its tokens in the loss
     thoughts: str = field(default="reasoning", compare=False)  # the row's key of `reasoning`
+
+    @property
+    def learnt(self) -> bool:
+        """Whether it is not marked as context only."""
+        return self.weight > 0
 
     @property
     def plain(self) -> bool:
@@ -647,9 +654,13 @@ def _turn(found: Any, name: str, rules: RowRules, unread: set[str]) -> Message:
         at = f"{name}.{content_key}"
         value = _decoded(_string(content, at), at)
         listed = [{"function": call} for call in (value if isinstance(value, list) else [value])]
-        more = _more(found, role, name, (said, content_key), unread)
+        more = _more(found, role, name, (said, content_key), unread, rules.objective)
         return Message("assistant", "", **{**more, "calls": _calls(listed, at, unread)})
-    more = _more(found, role, name, (said, content_key), unread) if len(found) > 2 or content is None else {}
+    more = (
+        _more(found, role, name, (said, content_key), unread, rules.objective)
+        if len(found) > 2 or content is None
+        else {}
+    )
     if content is None and role == "assistant" and more.get("calls"):
         content = ""
     if content_key not in found and content is None:
@@ -676,7 +687,9 @@ def _of_all(name: str) -> str:
     return name[: name.index("[")] + "[]"
 
 
-def _more(found: dict[str, Any], role: str, name: str, named: tuple[str, str], unread: set[str]) -> dict[str, Any]:
+def _more(
+    found: dict[str, Any], role: str, name: str, named: tuple[str, str], unread: set[str], objective: str
+) -> dict[str, Any]:
     _refuse(found, TURN_NOT_UNDERSTOOD, name)
     if role != "assistant":
         _refuse(found, ("tool_calls", *REASONING), f"{name}, of the role {role!r},")
@@ -703,22 +716,27 @@ def _more(found: dict[str, Any], role: str, name: str, named: tuple[str, str], u
         "calls": _calls(_given(found, "tool_calls", []), f"{name}.tool_calls", unread),
         "name": _string(_given(found, "name", ""), f"{name}.name") or None,
         "call_id": _string(_given(found, "tool_call_id", ""), f"{name}.tool_call_id") or None,
-        "learnt": _learnt(found, role, name),
+        "weight": _weight(found, role, name, objective),
     }
 
 
-def _learnt(found: dict[str, Any], role: str, name: str) -> bool:
-    """Return whether a turn is learnt: one of LEARNT is 0 or 1; `weight` is a number, `train` a boolean."""
+def _weight(found: dict[str, Any], role: str, name: str, objective: str) -> float:
+    """Return a turn's weight in the loss: one of WEIGHTS is a number of at least 0; of the others of LEARNT 0 or 1."""
     given = {key: found[key] for key in LEARNT if found.get(key) is not None}
     for key, value in given.items():
-        wrong = not isinstance(value, bool | int | float) or value not in (0, 1)
+        wrong = not isinstance(value, bool | int | float) or (value not in (0, 1) and key not in WEIGHTS)
         if wrong or (key in ("weight", "train") and isinstance(value, bool) != (key == "train")):
-            raise _Bad(f"{name}.{key} is neither {'false nor true' if key == 'train' else '0 nor 1'}")
+            one = "neither false nor true" if key == "train" else "neither 0 nor 1"
+            raise _Bad(f"{name}.{key} is {'no number from 0 on' if key in WEIGHTS else one}")
+        if not 0 <= value <= HEAVIEST:
+            raise _Bad(f"{name}.{key} is {value}, not a number from 0 to {HEAVIEST:,}")
+        if value not in (0, 1) and objective not in ("", "sft"):
+            raise _Bad(f"{name}.{key} is {value}: a loss with weights is of `objective: sft`", "write 0 or 1 there")
         if value and role != "assistant":
             raise _Bad(f"{name}.{key}: a {role} turn is not learnt")
     if len(set(given.values())) > 1:
         raise _Bad(f"{name}: {' and '.join(given)} contradict each other")
-    return all(given.values())
+    return float(next(iter(given.values()), 1))
 
 
 def _calls(found: Any, name: str, unread: set[str]) -> tuple[dict[str, Any], ...]:
@@ -808,6 +826,7 @@ class Document:
     ids: np.ndarray  # (n,) int32
     targets: np.ndarray  # (n,) bool
     desirable: bool = True  # False: an answer that was judged to be a bad one
+    weights: np.ndarray | None = None  # (n,) float32, of each target in the loss; None: all 1
 
     def __len__(self) -> int:
         return len(self.ids)

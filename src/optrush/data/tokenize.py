@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import astuple, dataclass, field, replace
 from importlib.metadata import version
-from itertools import chain, islice, tee
+from itertools import accumulate, chain, islice, tee
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,15 +47,17 @@ from optrush.objectives import learnt
 # The name has the shard's place and the SHA-256 of its bytes, so a shard that was cut off or has one bit flipped is
 # found by reading it once. Nothing in it depends on the paths of the data files, or on T: documents are whole.
 
-FORMAT = 7  # part of every key: shards of another format are other shards
+FORMAT = 8  # part of every key: shards of another format are other shards
 HERE = "\0"  # in place of the row's place in the text of an error
 TEMPORARY = ".tmp-"
 STALE_S = 86400.0  # the age at which a temporary file of another machine counts as abandoned
 
-_DTYPES: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "U8": np.dtype("u1")}
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "F32": np.dtype("<f4"), "U8": np.dtype("u1"),
+}  # fmt: skip
 _ARRAYS = (  # widest elements first, so that each array is aligned
     ("starts", "I64"), ("numbers", "I64"), ("lines", "I64"), ("digests", "I64"), ("files", "I32"), ("learnt", "I32"),
-    ("ids", "I32"), ("targets", "U8"), ("desirable", "U8"), ("refused", "U8"), ("keys", "U8"),
+    ("ids", "I32"), ("weights", "F32"), ("targets", "U8"), ("desirable", "U8"), ("refused", "U8"), ("keys", "U8"),
 )  # fmt: skip
 _FACTS = ("rows", "cleaned", "marked", "parts", "highest", "last")
 
@@ -88,6 +90,7 @@ class Shard:
     files: np.ndarray  # (S,) int32: of each sample's row, a position in the list of files
     learnt: np.ndarray  # (S,) int32: targets of each sample
     ids: np.ndarray  # (tokens,) int32
+    weights: np.ndarray  # (tokens,) float32, of targets in the loss; (0,): all 1
     targets: np.ndarray  # (tokens / 8,) uint8: bits
     desirable: np.ndarray  # (S,) uint8: 0 of answers that were judged to be bad
     refused: np.ndarray  # uint8: JSON, a list of [number, file, line and the three texts of the error]
@@ -106,7 +109,8 @@ class Shard:
         targets = bits[start % 8 :][: end - start].astype(bool)
         targets[:1] = False
         sample = (int(np.searchsorted(self.starts, start, "right")) - 1) // self.parts
-        return Document(np.asarray(self.ids[start:end]), targets, bool(self.desirable[sample]))
+        weights = np.asarray(self.weights[start:end]) if len(self.weights) else None
+        return Document(np.asarray(self.ids[start:end]), targets, bool(self.desirable[sample]), weights)
 
     def refusals(self, files: Sequence[Path]) -> list[tuple[int, BadRow]]:
         """Return the refused rows in order, by their number."""
@@ -147,6 +151,7 @@ class Builder:
     keys: Counter[str] = field(default_factory=Counter)
     _ids: list[np.ndarray] = field(default_factory=list)
     _targets: list[np.ndarray] = field(default_factory=list)
+    _weights: list[np.ndarray | None] = field(default_factory=list)
     _samples: list[tuple[int, int, int, int, int]] = field(default_factory=list)  # number, line, digest, file, learnt
     _desirable: list[bool] = field(default_factory=list)
     _refused: list[list[Any]] = field(default_factory=list)
@@ -176,6 +181,7 @@ class Builder:
             self.parts = len(row)
             self._ids += [document.ids for document in row]
             self._targets += [document.targets for document in row]
+            self._weights += [document.weights for document in row]
             targets = sum(int(np.count_nonzero(document.targets)) for document in row)
             digest = hashlib.blake2b(b"".join([document.ids.tobytes() for document in row]), digest_size=8).digest()
             self._samples.append((self.rows, where.line, int.from_bytes(digest, "little", signed=True), file, targets))
@@ -189,12 +195,16 @@ class Builder:
         ids = np.concatenate([np.zeros(0, np.int32), *self._ids])
         bits = np.packbits(np.concatenate([np.zeros(0, bool), *self._targets]))
         refused = np.frombuffer(json.dumps(self._refused).encode() if self._refused else b"", np.uint8)
+        weights = np.ones(len(ids) if any(w is not None for w in self._weights) else 0, np.float32)
+        for at, own in zip(accumulate(map(len, self._ids), initial=0), self._weights):
+            if own is not None:
+                weights[at : at + len(own)] = own
         starts = np.cumsum([0, *map(len, self._ids)], dtype=np.int64)
         keys = np.frombuffer(json.dumps(dict(sorted(self.keys.items()))).encode() if self.keys else b"", np.uint8)
         highest = int(ids.max(initial=-1))
         return Shard(
             self.rows, self.cleaned, self.marked, self.parts or 1, highest, int(last), starts, numbers, lines,
-            digests, files.astype(np.int32), learnt.astype(np.int32), ids, bits,
+            digests, files.astype(np.int32), learnt.astype(np.int32), ids, weights, bits,
             np.array(self._desirable, np.uint8), refused, keys,
         )  # fmt: skip
 
@@ -471,7 +481,7 @@ class TokenizeWork:
         """The folder of its shards."""
         key = {
             "format": FORMAT, "files": readers.files_fingerprint(self.files, cache_root(self.config.data.cache)),
-            "tokens": identity(self.tokens), "train_on": learnt(self.config), "text_rows": self.config.data.text_rows,
+            "tokens": identity(self.tokens), "train_on": learnt(self.config), "text_rows": self.config.data.reading,
             "cleaning": self.cleaning, "rules": astuple(row_rules(self.config)),
             "made_by": [__version__, *map(version, ("tokenizers", "transformers", "jinja2"))],
         }  # fmt: skip
@@ -479,7 +489,7 @@ class TokenizeWork:
 
     def parsed(self, job: TokenizeJob) -> Iterator[Parsed]:
         """Yield the rows of a job with their meaning."""
-        return parsed(job, self.config.data.text_rows, self.kept, row_rules(self.config))
+        return parsed(job, self.config.data.reading, self.kept, row_rules(self.config))
 
 
 def cache_root(cache: str | None) -> Path:
@@ -496,7 +506,7 @@ def tokenized(work: TokenizeWork, most: int | None = None) -> Generator[Path | S
     """
     progress = Progress(work.say, "tokenising", sum(path.stat().st_size for path in work.files))
     if small(work.files):
-        for job in jobs(work.files, work.config.data.text_rows):
+        for job in jobs(work.files, work.config.data.reading):
             yield from shards(work.parsed(job), work.tokens, learnt(work.config), most, progress.done)
         return
     marks = [readers.mark(path) for path in work.files]
@@ -603,11 +613,11 @@ def _remaining(
         chunk, do = item.job.chunks[0][1], "start again: what is done is kept; `data.workers: 1` needs the least memory"
         return DataError(f"to tokenise {chunk.file} from row {chunk.first} on", f"the process that did it {what}", do)
 
-    listed, ahead = tee(job for job in jobs(work.files, data.text_rows) if job.number >= first)
+    listed, ahead = tee(job for job in jobs(work.files, data.reading) if job.number >= first)
     todo = (missing(job) for job in progress.sized(ahead) if job.number not in store.whole)
     work.tokens.prepare()
     first_few = list(islice(todo, min(data.workers or cores(), int(progress.total) // CHUNK_bytes)))
-    make = ShardMaker(work.tokens, learnt(work.config), data.text_rows, work.kept, row_rules(work.config), store.folder)
+    make = ShardMaker(work.tokens, learnt(work.config), data.reading, work.kept, row_rules(work.config), store.folder)
     try:
         with closing(pool.map_ahead(make, chain(first_few, todo), len(first_few), lost, progress.done)) as results:
             for job in listed:

@@ -87,10 +87,13 @@ def loss_of(config: Config, head: nn.Module, metrics: Mapping[str, Tensor]) -> C
 
 
 def next_token(head: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
-    """Compute the summed cross-entropy of the batch's targets: hidden (B, T, D) -> () float32.
+    """Compute the summed cross-entropy of the batch's targets, times their weights: hidden (B, T, D) -> () float32.
 
     Pretrain and sft share it: they differ in their targets only. The head is called, its weight never read: under
     sharding only its forward has the full weight.
     """
+    if (weights := batch.extra.get("weights")) is not None:
+        weighted: Tensor = head(hidden, batch.labels, reduce="none") * weights
+        return weighted.sum()
     loss: Tensor = head(hidden, batch.labels)
     return loss

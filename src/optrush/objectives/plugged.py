@@ -189,6 +189,9 @@ def plugged_loss(plugin: Plugin, head: nn.Module, metrics: Mapping[str, Tensor])
         raise ConfigError(what, one_line(str(error)), do) from None
 
     def loss(hidden: Tensor, batch: Batch) -> Tensor:
+        if "weights" in batch.extra and not getattr(score, "weighted", False):
+            do = "multiply by batch.extra['weights'] and set its attribute `weighted = True`, or write 0 and 1"
+            raise ConfigError(what, "rows with turns of other weights than 0 and 1", do)
         with blamed(what):
             total = score(head, hidden, batch, **options)
         if getattr(total, "shape", None) != ():

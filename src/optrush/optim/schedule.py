@@ -16,7 +16,8 @@ def learning_rate(optim: Optim, step: int, steps: int) -> float:
     """Return the rate of update `step` (1 ... steps): a linear warm-up that ends at the full rate, then the schedule.
 
     Decaying schedules would reach `optim.min_lr_ratio` of the full rate at step steps + 1, so that no update is wasted
-    on a rate of zero. `wsd` keeps the full rate until `optim.decay` begins: a fraction of the run below 1, else steps.
+    on a rate of zero. With `optim.restarts` a cosine is several of equal length. `wsd` keeps the full rate until
+    `optim.decay` begins: a fraction of the run below 1, else steps.
 
     Source of wsd: Hu et al., MiniCPM, https://arxiv.org/abs/2404.06395
     """
@@ -29,5 +30,6 @@ def learning_rate(optim: Optim, step: int, steps: int) -> float:
     progress = max(0.0, (step - 1 - begin) / max(1, steps - begin))
     if optim.schedule == "constant":
         return optim.lr
+    progress = progress * (optim.restarts + 1) % 1 if optim.schedule == "cosine" else progress
     left = 0.5 * (1 + math.cos(math.pi * progress)) if optim.schedule == "cosine" else 1 - progress
     return optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * left)

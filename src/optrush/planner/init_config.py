@@ -401,8 +401,9 @@ def _first_row(text: str, sets: Sequence[str], objective: str = "") -> Row | Non
 
     if _built_in(text):
         return None
-    rules = row_rules(parse_config(SMALLEST, "init", sets))
-    where, found = next(read_rows(Path(text).expanduser()))
+    config = parse_config(SMALLEST, "init", sets)
+    rules = row_rules(config)
+    where, found = next(read_rows(Path(text).expanduser(), config.data.reading))
     judged = JUDGEMENT & {rules.of_rows.get(key, key).lower() for key in found}
     usual = JUDGED if judged else "dpo"  # of several kinds the structured one is meant, and of those a pair
     try:

@@ -62,7 +62,8 @@ Side = Literal["", "feed", "scores"]
 Way = Literal["forward", "backward"]
 WAYS: tuple[Way, Way] = ("forward", "backward")
 Tag = Literal[
-    "weights", "gradients", "states", "casts", "copies", "blocks", "embedding", "head", "norm", "adapters", "tied",
+    "weights", "gradients", "states", "averages", "casts", "copies",
+    "blocks", "embedding", "head", "norm", "adapters", "tied",
     "saved", "stream", "heads", "mlp", "experts", "delta", "mask", "scores",
     "product-input", "product-output", "attention-output", "normalised", "widened",
     "loss", "logits", "vocabulary",

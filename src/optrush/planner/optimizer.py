@@ -56,7 +56,7 @@ def optimizer_rules(spec: OptimizerSpec, *, early: bool) -> Iterator[Rule]:
         changes |= {"reason": spec.reason, "values": kept.values / MOMENTS}
         yield live(_of("states", part), spec.reason, **changes)
     if spec.resident is not None:
-        yield live(tagged("states"), spec.reason, blocks_on_device=0)
+        yield live(_of("states", "*"), spec.reason, blocks_on_device=0)
     if spec.resident:
         yield add(Line("paging", "states of two pieces under way", MOMENTS * spec.resident, "state", "always"))
     if not spec.loop:
@@ -76,4 +76,4 @@ def optimizer_rules(spec: OptimizerSpec, *, early: bool) -> Iterator[Rule]:
 
 
 def _of(kind: Literal["weights", "states"], part: str) -> Match | str:
-    return tagged(kind) if part == "*" else f"{kind}.{part}"
+    return tagged(kind, no=("averages",)) if part == "*" else f"{kind}.{part}"

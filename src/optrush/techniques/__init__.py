@@ -20,6 +20,7 @@ from optrush.techniques.context import Context
 from optrush.techniques.cuda_graphs import CudaGraphs
 from optrush.techniques.ddp import Ddp
 from optrush.techniques.deepspeed import DeepSpeed
+from optrush.techniques.ema import Ema
 from optrush.techniques.experts import ExpertParallel
 from optrush.techniques.fp8 import Fp8
 from optrush.techniques.freeze import Freeze
@@ -64,6 +65,7 @@ OWN: tuple[type[Technique], ...] = (
     Adam4bit,
     Muon,
     PluggedOptimizer,
+    Ema,
     Attention,
     LongLora,
     FusedKernels,

@@ -197,7 +197,9 @@ class Context(Technique):
             documents = batch.documents
             if documents.filled is not None:  # of a rank's own tokens, as experts count them; all else is of whole rows
                 documents = documents._replace(filled=part(documents.filled))
-            return inner(replace(batch, tokens=tokens, labels=labels, positions=positions, documents=documents))
+            extra = {name: part(t) if name == "weights" else t for name, t in batch.extra.items()}
+            own = replace(batch, tokens=tokens, labels=labels, positions=positions)
+            return inner(replace(own, documents=documents, extra=extra))
 
         trainer.place = place
         return len(trainer.model.blocks)

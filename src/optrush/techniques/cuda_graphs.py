@@ -102,7 +102,7 @@ class Window:
         self.replay: Callable[[], None] | None = None
         self.others = 0  # whole windows in a row that the recording cannot play
 
-    def __call__(self, batches: list[Batch], terms: int | Tensor) -> Tensor:
+    def __call__(self, batches: list[Batch], terms: float | Tensor) -> Tensor:
         if not self._whole(batches):
             return self.plain(batches, terms)
         alike = self.replay is None or all(map(_alike, self.inputs, batches))
@@ -128,7 +128,7 @@ class Window:
         shapes = {tuple(b.tokens.shape) for b in batches}
         return len(batches) == env.accumulation and shapes == {(env.micro_rows, env.seq)}
 
-    def _begin(self, batches: list[Batch], terms: int | Tensor) -> None:
+    def _begin(self, batches: list[Batch], terms: float | Tensor) -> None:
         import torch
 
         device, T = self.trainer.world.device, self.trainer.env.seq
@@ -140,14 +140,14 @@ class Window:
         self.terms = torch.ones((), device=device)
         self._fill(batches, terms)
 
-    def _fill(self, batches: list[Batch], terms: int | Tensor) -> None:
+    def _fill(self, batches: list[Batch], terms: float | Tensor) -> None:
         """Copy a window to where the recording reads it, without waiting for the device."""
         device = self.trainer.world.device
         for ours, host in zip(self.inputs, batches, strict=True):
             for to, new in zip(tensors(ours), tensors(host.to(device)), strict=True):
                 to.copy_(new)
-        if isinstance(terms, int):
-            self.terms.fill_(max(terms, 1))
+        if isinstance(terms, int | float):
+            self.terms.fill_(terms or 1)
         else:
             self.terms.copy_(terms)
 

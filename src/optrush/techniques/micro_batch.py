@@ -57,7 +57,7 @@ class Halving:
     def around(self) -> None:
         self.trainer.forward_backward, self.trainer.eval_loss = self._gradients, self._losses
 
-    def _gradients(self, batches: list[Batch], terms: int | Tensor) -> Tensor:
+    def _gradients(self, batches: list[Batch], terms: float | Tensor) -> Tensor:
         while True:
             try:
                 return self.gradients(self._cut(batches), terms)

@@ -152,7 +152,7 @@ class TensorParallel(Technique):
         names = partial_gradients(model, axis)
         partial = [t for t in trainer.trained if t.name in names]
 
-        def forward_backward(batches: list[Batch], terms: int | torch.Tensor) -> torch.Tensor:
+        def forward_backward(batches: list[Batch], terms: float | torch.Tensor) -> torch.Tensor:
             mean = inner(batches, terms)
             sum_together([t.grad for t in partial if t.grad is not None], axis.group)  # of norms: small
             return mean

@@ -89,7 +89,7 @@ class Stepping:
             self.bad = ~(found.detach() * self.trainer.scale).isfinite()
         return found
 
-    def gradients(self, batches: list[Batch], terms: int | Tensor) -> Tensor:
+    def gradients(self, batches: list[Batch], terms: float | Tensor) -> Tensor:
         assert len(batches) == 1, "one micro-batch a step: its gradients are the step's"
         self._begin()
         self.armed = True

@@ -623,7 +623,7 @@ def _decide(output: Path, resume: Literal["auto"] | Path) -> dict[str, Any]:
             answer["passed"].append([str(path), error.found])
     if candidates:
         why = "; ".join(f"{Path(path).name}: {found}" for path, found in answer["passed"])
-        todo = "to start afresh set `train.clean: true` without --resume, or use another `output`"
+        todo = "to start afresh set `train.overwrite: true` without --resume, or use another `output`"
         answer["error"] = [f"--resume auto in {output}", f"no checkpoint is intact: {why}", todo]
     return answer
 
@@ -677,6 +677,18 @@ def load_parameters(trainer: Trainer, manifest: Manifest) -> None:
     """
     names = _names_everywhere(trainer)
     _agreed(lambda: _load(trainer, manifest, names, "param/"))
+    if trainer.exported != "param/":
+        _agreed(lambda: _load_averages(trainer, manifest, names))
+
+
+def _load_averages(trainer: Trainer, manifest: Manifest, names: set[str]) -> None:
+    """Fill the trained parameters from what is exported in their place, if an update was averaged."""
+    begun = next((name for name in manifest.tensors if name.startswith(f"{trainer.exported[:-1]}_begun/")), None)
+    if begun is None:
+        raise _foreign(manifest, f"it has no averages ({trainer.exported})")
+    with safe_open(manifest.path / manifest.tensors[begun].pieces[0].file, "pt") as file:
+        if file.get_tensor(begun).item():
+            _load(trainer, manifest, names, "param/", trainer.exported)
 
 
 def _agreed(work: Callable[[], None]) -> None:
@@ -772,15 +784,17 @@ def _names_everywhere(trainer: Trainer) -> set[str]:
 
 
 @torch.no_grad()
-def _load(trainer: Trainer, manifest: Manifest, names: set[str], kind: str = "") -> None:
-    """Fill the tensors whose names begin with `kind`."""
+def _load(trainer: Trainer, manifest: Manifest, names: set[str], kind: str = "", saved_as: str = "") -> None:
+    """Fill the tensors whose names begin with `kind`, from those that begin with `saved_as`: averages, in float32."""
     mine = [s for s in slices(trainer) if s.name.startswith(kind)]
     saved = {name for name in manifest.tensors if name.startswith(kind)}
     _check_names(manifest, "tensor", saved, {name for name in names if name.startswith(kind)})
     with ExitStack() as stack:
         opened: dict[str, Any] = {}
         for s in mine:
-            entry, dtype = manifest.tensors[s.name], DTYPES[s.local.dtype]
+            s = s if saved_as in ("", kind) else replace(s, name=saved_as + s.name.removeprefix(kind))
+            entry = manifest.tensors[s.name]
+            dtype = DTYPES[s.local.dtype] if saved_as in ("", kind) else entry.dtype
             if (tuple(entry.shape), entry.dtype) != (s.whole, dtype):
                 found = f"is {tuple(entry.shape)} {entry.dtype}, this run needs {s.whole} {dtype}"
                 raise _foreign(manifest, f"{entry.pieces[0].file}: the tensor `{s.name}` {found}")

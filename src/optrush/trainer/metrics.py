@@ -137,7 +137,7 @@ class Meter:
         )
         self._begin(now)
 
-    def _figures(self, terms: int) -> list[Tensor]:
+    def _figures(self, terms: float) -> list[Tensor]:
         """Return the means of the objective's other metrics over the terms of all ranks; `terms` of this rank.
 
         Of a name that ends with `_max` it is the largest value of all ranks.
@@ -145,12 +145,11 @@ class Meter:
         if not self.trainer.metrics:
             return []
         sums = self.trainer.all_reduce(torch.stack(list(self.trainer.metrics.values())))
-        means = dict(
-            zip(self.trainer.metrics, (sums / max(1, self.trainer.all_reduce_int(terms))).unbind(), strict=True)
-        )
-        for name in (name for name in means if name.endswith("_max")):
-            means[name] = self.trainer.all_reduce_max(self.trainer.metrics[name].clone())
-        return list(means.values())
+        means = sums / (self.trainer.all_reduce_terms(terms) or 1)
+        found = dict(zip(self.trainer.metrics, means.unbind(), strict=True))
+        for name in (name for name in found if name.endswith("_max")):
+            found[name] = self.trainer.all_reduce_max(self.trainer.metrics[name].clone())
+        return list(found.values())
 
     def _drain(self, *, wait: bool) -> None:
         self._read_flags(wait=wait)

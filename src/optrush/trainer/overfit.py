@@ -46,7 +46,7 @@ class OverfitResult:
     found: str
     do: str
     batches: int
-    terms: int  # target tokens, or pairs
+    terms: float  # target tokens, or pairs
     steps: int
     first_loss: float | None
     loss: float | None  # None: not finite
@@ -100,7 +100,7 @@ def run_overfit(resolved: Decided, count: int, most: int = STEPS) -> OverfitResu
     with reading(source):
         windows = list(islice(source, count))
     windows = dpo_reference.add_reference(trainer, windows)
-    terms = [trainer.all_reduce_int(sum(b.n_terms for b in window)) for window in windows]
+    terms = [trainer.all_reduce_terms(sum(b.n_terms for b in window)) for window in windows]
     if trainer.world.rank == 0:
         console.say(trainer.describe())
     floor = lowest_loss(resolved.config)
@@ -132,7 +132,7 @@ def lowest_loss(config: Config) -> float:
     return -sum(p * math.log(p) for p in (e, 1 - e) if p)
 
 
-def _train(trainer: Trainer, windows: Windows, terms: list[int], most: int, target: float) -> OverfitTrace:
+def _train(trainer: Trainer, windows: Windows, terms: list[float], most: int, target: float) -> OverfitTrace:
     """Take the steps; all that decides about them is the same on every rank."""
     trainer.set_step = partial(set_step, trainer, steps=most)
     before = _eval_loss(trainer, windows, terms)
@@ -157,7 +157,7 @@ def _train(trainer: Trainer, windows: Windows, terms: list[int], most: int, targ
     return OverfitTrace(losses, before, after, norms, rounds, trainer.config.optim.lr, n)
 
 
-def _eval_loss(trainer: Trainer, windows: Windows, terms: list[int]) -> float:
+def _eval_loss(trainer: Trainer, windows: Windows, terms: list[float]) -> float:
     return sum(trainer.eval_loss(window).item() for window in windows) / sum(terms)
 
 

@@ -124,7 +124,7 @@ class Pipeline:
 
     # A window.
 
-    def forward_backward(self, batches: list[Batch], terms: int | Tensor) -> Tensor:
+    def forward_backward(self, batches: list[Batch], terms: float | Tensor) -> Tensor:
         """Run a window as `trainer.forward_backward`."""
         trainer = self.trainer
         terms = begin_window(trainer, terms)

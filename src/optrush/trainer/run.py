@@ -179,8 +179,9 @@ def check_run_output(resolved: Decided, resume: Literal["auto"] | Path | None) -
         UserError: as `check_tracker`, `run_dir.check_inputs` and `run_dir.check_free` raise it.
     """
     config = resolved.config
+    run_dir.check_local(f"`output: {config.output}`", config.output)
     check_tracker(config)
-    clean = config.train.clean and resume is None  # the same command resumes where it began anew
+    clean = config.train.overwrite and resume is None  # the same command resumes where it began anew
     run_dir.check_inputs(config.output, clean, (resolved.folder, *_inputs(config)))
     if lies_in := next((o.path for o in config.data.origins if _contains(o.path, config.output)), None):
         found = f"it is in {lies_in}, whose files are all read as data, so the run's own files would be, too"
@@ -245,16 +246,16 @@ def check_disk(request: RunRequest, trainer: Trainer, plan: RunPlan, saved: int)
     assert isinstance(weight, Tensor)
     numbers = sum(math.prod(entry.shape) for entry in trainer.weight_map.entries.values())
     exported = numbers * weight.element_size() if config.train.export else 0
-    run_dir.check_space(config, plan.total, config.train.clean and request.resume is None, saved, exported)
+    run_dir.check_space(config, plan.total, config.train.overwrite and request.resume is None, saved, exported)
 
 
 def claim_output(request: RunRequest, trainer: Trainer, plan: RunPlan, manifest: checkpoint.Manifest | None) -> None:
-    """Make the folder this run's: empty it where `train.clean` is set, cut metrics.jsonl back, write run.yaml."""
+    """Make the folder this run's: empty it where `train.overwrite` is set, cut metrics.jsonl back, write run.yaml."""
     # A rehearsal may have halved the micro-batch.
     trainer.config = changed(trainer.config, {"batch.micro_tokens": trainer.env.micro_rows * trainer.env.seq})
     config, output = trainer.config, Path(trainer.config.output)
     check_run_output(request.resolved, request.resume)  # again: another run may have ended here since
-    run_dir.claim(output, config.train.clean and request.resume is None)
+    run_dir.claim(output, config.train.overwrite and request.resume is None)
     run_dir.cut_back(output / "metrics.jsonl", -1 if manifest is None else plan.done)
     files.open_to_append(output / "metrics.jsonl").close()
     reasons = "".join(f"# {line}\n" for line in request.resolved.lines())
@@ -276,8 +277,8 @@ def absolute(config: Config) -> Config:
     """Return the configuration with every path absolute, so that its run.yaml means the same from anywhere."""
 
     def full(path: str | None) -> str | None:
-        if path is None or not (Path(path).exists() or glob.has_magic(path)):
-            return path  # a hub id, or nothing that exists
+        if path is None or "://" in path or not (Path(path).exists() or glob.has_magic(path)):
+            return path  # a hub id, an address, or nothing that exists
         return str(Path(path).resolve())
 
     d, m = config.data, config.model
@@ -295,7 +296,7 @@ def absolute(config: Config) -> Config:
         "loss": loss, "with": with_,
         "data.path": source, "data.eval": held_out, "data.clean": clean, "data.cache": full(d.cache),
         "model.path": path, "model.chat_template": template, "model.tokenizer": full(m.tokenizer),
-        "train.clean": False,  # run again, it must not empty itself
+        "train.overwrite": False,  # run again, it must not empty itself
         "output": str(Path(config.output).resolve()),
     })  # fmt: skip
 
@@ -805,6 +806,8 @@ def export_best(trainer: Trainer, steps: int, source: Path | None, best: BestChe
         except CheckpointError as error:
             asked, found = f"the best checkpoint, of step {chosen.step}", f"it is damaged: {error.found}"
             raise RunError(asked, found, "export the next best: --resume auto") from None
+    else:
+        trainer.put_averages()
     write_model(trainer, Path(trainer.config.output), steps if chosen is None else chosen.step, source)
     if chosen is not None:
         console.say(f"best eval_loss {chosen.eval_loss:.4f} at step {chosen.step}, exported")

@@ -47,6 +47,13 @@ _ANYWHERE = {"lost+found", ".gitignore", ".gitkeep", ".DS_Store"}  # in a folder
 OCCUPIED = "the folder has a run"
 
 
+def check_local(asked: str, place: Path | str) -> None:
+    """Raise ConfigError for an address where a run or an export writes, which is a local folder."""
+    if re.match(r"[A-Za-z][\w+.-]+:/", str(place)):
+        do = "write to a local folder and copy it there, when it is complete: data alone may be an address"
+        raise ConfigError(asked, "an address of a remote store", do)
+
+
 def check_free(output: Path | str, clean: bool, resume: Literal["auto"] | Path | None) -> None:
     """Check that a run may begin in `output`; write nothing.
 
@@ -79,7 +86,7 @@ def check_free(output: Path | str, clean: bool, resume: Literal["auto"] | Path |
     if resume is None and "model" in names and not names & {RUN, METRICS}:
         raise ConfigError(asked, "the folder has a `model`, which this run would replace", "use another `output`")
     if resume is None and (names & {RUN, METRICS} or find_checkpoints(path)):
-        do = "continue it: --resume auto; or replace it: `train.clean: true`; or another `output`"
+        do = "continue it: --resume auto; or replace it: `train.overwrite: true`; or another `output`"
         raise ConfigError(asked, OCCUPIED, do)
 
 
@@ -189,7 +196,7 @@ def claim(output: Path | str, clean: bool) -> None:
 def _check_clean(path: Path, names: set[str]) -> None:
     if not names:
         return
-    asked = f"`train.clean: true` in {path}"
+    asked = f"`train.overwrite: true` in {path}"
     if foreign := sorted(names - KNOWN):
         found = f"`{foreign[0]}` is in the folder, and optrush did not write it"
         raise ConfigError(asked, found, "move it away, or use another `output`")

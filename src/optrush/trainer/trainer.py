@@ -174,10 +174,10 @@ class Trainer:
     It adds its other metrics to `metrics`."""
     loss: Callable[[Batch], Tensor] = None  # type: ignore[assignment]
     """() float32: default is `loss_from_hidden` of the model's output. Gradient mode is the caller's."""
-    forward_backward: Callable[[list[Batch], int | Tensor], Tensor] = None  # type: ignore[assignment]
+    forward_backward: Callable[[list[Batch], float | Tensor], Tensor] = None  # type: ignore[assignment]
     """The window: afterwards each trained local gradient is scale * d(sum of all ranks' losses)/dw / terms, summed
     over the data axes. Clears first, may be called again. Returns () float32: the mean loss over the data axes.
-    terms: on the host, or () float32 on the device and at least 1."""
+    terms: on the host, or () float32 on the device and above 0."""
     eval_loss: Callable[[list[Batch]], Tensor] = None  # type: ignore[assignment]
     """() float32: sum of losses over the data axes; no gradient, eval mode; weights are left as between steps."""
     optimizer_step: Callable[[], tuple[Tensor, Tensor]] = None  # type: ignore[assignment]
@@ -194,6 +194,11 @@ class Trainer:
     """Around one micro-batch's forward and backward; `last` is where gradients are summed over the data axes."""
     zero_grad: Callable[[], None] = None  # type: ignore[assignment]
     """Forgets all gradients, half-summed ones too; raises where it cannot."""
+    exported: str = "param/"
+    """The tensors of a checkpoint that an export writes: their names are this and a parameter's.
+    Others than `param/`, as `state/X/`, are averages; `state/X_begun/NAME` is 0 while no update is in them."""
+    put_averages: Callable[[], None] = lambda: None
+    """Gives the parameters the values that an export writes, when training is over."""
     storage: Storage = field(default_factory=Storage)
     """Who allocates the weights, and reads and writes their values and the optimizer's states."""
     scale: Tensor = None  # type: ignore[assignment]  # () float32, the loss scale
@@ -263,6 +268,11 @@ class Trainer:
         stop.agreed = 2 if failed else 1 if told else stop.agreed
         return n
 
+    def all_reduce_terms(self, n: float) -> float:
+        """Return the sum of a divisor over the data axes, equal on every rank: weights are summed in 2^-20."""
+        whole, part = divmod(self.all_reduce_int(round(n * 2**20)), 2**20)
+        return whole + part / 2**20 if part else whole
+
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
         """Return () float32, the norm of all gradients as they are (scaled), over all axes of the mesh.
@@ -324,7 +334,7 @@ def loss(trainer: Trainer, batch: Batch) -> Tensor:
     return total + penalty
 
 
-def begin_window(trainer: Trainer, terms: int | Tensor) -> Tensor:
+def begin_window(trainer: Trainer, terms: float | Tensor) -> Tensor:
     """Clear gradients and metrics, set the training mode; return the number of terms () float32 on the device."""
     trainer.zero_grad()
     for figure in trainer.metrics.values():
@@ -334,10 +344,10 @@ def begin_window(trainer: Trainer, terms: int | Tensor) -> Tensor:
     if isinstance(terms, Tensor):
         return terms
     # Filled in on the device: copying a number there would wait for it.
-    return torch.full((), max(terms, 1), dtype=torch.float32, device=trainer.world.device)
+    return torch.full((), terms or 1.0, dtype=torch.float32, device=trainer.world.device)
 
 
-def forward_backward(trainer: Trainer, batches: list[Batch], terms: int | Tensor) -> Tensor:
+def forward_backward(trainer: Trainer, batches: list[Batch], terms: float | Tensor) -> Tensor:
     """Accumulate the gradients of the micro-batches; return the sum of their losses divided by `terms`."""
     terms = begin_window(trainer, terms)
     total = torch.zeros((), device=trainer.world.device)
@@ -421,10 +431,14 @@ class RunPlan:
 def idle_settings(config: Config, steps: int, held_out: bool) -> Iterator[str]:
     """Yield what of a configuration does nothing, or less than it seems to, in a run of so many steps."""
     length, warmup = config.train, config.optim.warmup
+    if length.clean is not None:
+        yield "train.clean is the old name of train.overwrite: write train.overwrite"
     if warmup > max(1, steps):
         yield f"optim.warmup: {warmup:g} steps, in a run of {steps}: the rate does not reach optim.lr"
     if "decay" in config.optim.model_fields_set and config.optim.schedule != "wsd":
         yield f"optim.decay does nothing: it is of optim.schedule: wsd, and the schedule is {config.optim.schedule}"
+    if config.optim.restarts and config.optim.schedule != "cosine":
+        yield f"optim.restarts does nothing: it is of a cosine, and optim.schedule is {config.optim.schedule}"
     if config.optim.min_lr_ratio and config.optim.schedule == "constant":
         yield "optim.min_lr_ratio does nothing: optim.schedule is constant"
     if length.eval_every is not None and not held_out:
@@ -447,7 +461,7 @@ def train(trainer: Trainer, meter: Meter, plan: RunPlan, save: Callable[[int], N
         except NoBatch:
             trainer.stop.starved = True
         under_way("the sum of the targets", step, at_once=False)
-        terms = trainer.all_reduce_int(sum(b.n_terms for b in batches))  # over the data axes; a host integer
+        terms = trainer.all_reduce_terms(sum(b.n_terms for b in batches))  # over the data axes; a host number
         if trainer.stop.starved:  # a rank was told to stop and has no batch: the step before is the last, on all ranks
             if step - 1 > plan.done:
                 save(step - 1)
@@ -481,12 +495,12 @@ def evaluate(trainer: Trainer) -> Evaluated:
     assert trainer.evaluation is not None
     for figure in trainer.metrics.values():
         figure.zero_()
-    loss, terms, targets = 0.0, 0, 0
+    loss, terms, targets = 0.0, 0.0, 0
     for batch in trainer.evaluation:
         loss += trainer.eval_loss([batch]).item()
         terms += batch.n_terms
         targets += batch.n_targets
-    terms, targets = trainer.all_reduce_int(terms), trainer.all_reduce_int(targets)
+    terms, targets = trainer.all_reduce_terms(terms), trainer.all_reduce_int(targets)
     figures = {name: trainer.all_reduce(figure.clone()).item() / terms for name, figure in trainer.metrics.items()}
     if trainer.evaluation.figures is not None:
         figures = dict(trainer.evaluation.figures)

@@ -227,7 +227,7 @@ class Engine(Storage):
 
     # The window and the update.
 
-    def forward_backward(self, batches: list[Batch], terms: int | Tensor) -> Tensor:
+    def forward_backward(self, batches: list[Batch], terms: float | Tensor) -> Tensor:
         """Run a window as `trainer.forward_backward`.
 
         A loss that is not finite makes all gradients so, by which the engine skips the update.

@@ -1,0 +1,136 @@
+"""An exponential moving average of the weights beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from optrush.planner.ledger import Line, Rule, Tag, WorkItem, like, tagged
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from optrush.data.batch import Batch
+    from optrush.optim.adamw import Optimizer
+
+STATE = "ema"  # of checkpoints
+
+
+@dataclass(frozen=True)
+class Ema(Technique):
+    """Averages the trained weights over steps: a = decay a + (1 - decay) w after each update; a begins as w.
+
+    evaluate: held-out losses, and so the best checkpoint, are those of the averages.
+    export: `model/` has the averages.
+
+    Source: https://doi.org/10.1137/0330046 (Polyak and Juditsky 1992)
+    Memory: 4 bytes a trained parameter, float32 whatever the weights' type; weights once more in an evaluation.
+    Work: 3 values read and written a trained parameter and step.
+    Differs from the source: old weights count less, by powers of `decay`.
+    """
+
+    decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
+    evaluate: bool = True
+    export: bool = True
+
+    name = "ema"
+    summary = "a moving average of the weights, which is evaluated and exported"
+    source = "https://doi.org/10.1137/0330046"
+    numerics = Numerics.DIFFERENT_MATHS
+    verified_on = ("cpu",)
+    searched = False  # gives other weights
+    averages = True
+
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        found = "a technique that updates weights elsewhere than in the optimizer's step"
+        yield Requirement(
+            Part.UPDATE not in env.claimed, "`ema` follows each update", found, "leave one of the two out"
+        )
+        found, do = "a technique that keeps states elsewhere", "leave one of the two out"
+        yield Requirement(Part.STATES not in env.claimed, "`ema` keeps averages beside the weights", found, do)
+
+    def predict(self, env: Environment) -> Iterator[Rule]:
+        if (s := env.shape) is None:
+            return
+        why = "an average of each trained weight, float32"
+        parts: tuple[Tag, ...] = ("blocks", "embedding", "norm", "head")
+        for part in parts[: 3 if s.tied else 4]:
+            of: tuple[Tag, ...] = ("states", "averages", part)
+            count = s.layers if part == "blocks" else 1
+            yield like(f"states.{part}", Line(f"ema.{part}", why, 0.5, "wide", "always", blocks=count, of=of))
+        work = WorkItem("update.ema", "averages moved to the weights", "step", values=3.0, role="wide", of=("update",))
+        yield like(tagged("weights"), work)
+
+    def wrap_step(self, trainer: Trainer) -> int:
+        if self.export:
+            trainer.exported = f"state/{STATE}/"
+        if trainer.optimizer is None:  # nothing is trained: a checkpoint is exported
+            return 1
+        averaged = Averaged(trainer.optimizer, trainer, self.decay)
+        trainer.optimizer = averaged
+        if self.export:
+            trainer.put_averages = averaged.put
+        if self.evaluate:
+            inner = trainer.eval_loss
+
+            def eval_loss(batches: list[Batch]) -> Tensor:
+                with averaged.instead():
+                    return inner(batches)
+
+            trainer.eval_loss = eval_loss
+        trainer.notes.append(f"ema: {'the averages' if self.evaluate else 'the weights'} are evaluated")
+        return 1
+
+
+class Averaged:
+    """An optimizer, and the averages of what it steps: one more state of each parameter, with its number of steps."""
+
+    def __init__(self, inner: Optimizer, trainer: Trainer, decay: float) -> None:
+        import torch
+
+        self.inner, self.trained, self.decay = inner, trainer.trained, decay
+        self.reads_host, self.rounding = inner.reads_host, inner.rounding
+        self.averages = [torch.zeros_like(t.local, dtype=torch.float32) for t in self.trained]
+        self.begun = [torch.zeros((), device=t.local.device) for t in self.trained]  # 1: the average is one
+
+    def step(self, lr: Tensor, grad_scale: Tensor, found_inf: Tensor, only: Sequence[int] | None = None) -> None:
+        """Update once, as `Optimizer.step`, and move the averages."""
+        chosen = range(len(self.trained)) if only is None else only
+        for i in chosen:  # before the first update: the weights
+            local, average = self.trained[i].local, self.averages[i]
+            average.copy_(average.where(self.begun[i].bool(), local.float()).where(~found_inf.bool(), average))
+        if only is None:
+            self.inner.step(lr, grad_scale, found_inf)
+        else:
+            self.inner.step(lr, grad_scale, found_inf, only)
+        kept = (~found_inf.bool()).float()
+        for i in chosen:
+            self.begun[i].copy_(self.begun[i].maximum(kept))
+            self.averages[i].lerp_(self.trained[i].local.float(), (1 - self.decay) * kept)
+
+    def state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return the inner optimizer's states, and the averages."""
+        states = self.inner.state()
+        own = zip(self.trained, self.averages, self.begun, strict=True)
+        return {t.name: {**states.get(t.name, {}), STATE: a, f"{STATE}_begun": begun} for t, a, begun in own}
+
+    def put(self) -> None:
+        """Put the averages in place of the weights, for good."""
+        for t, average, begun in zip(self.trained, self.averages, self.begun, strict=True):
+            t.local.copy_(average.to(t.local.dtype).where(begun.bool(), t.local))
+
+    @contextmanager
+    def instead(self) -> Iterator[None]:
+        """Have the averages in place of the weights."""
+        weights = [t.local.clone() for t in self.trained]
+        self.put()
+        try:
+            yield
+        finally:
+            for t, weight in zip(self.trained, weights, strict=True):
+                t.local.copy_(weight)

@@ -1,0 +1,173 @@
+"""Averages of the weights: their values, what is evaluated, saved, resumed, exported and planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from optrush.decide import decide
+from optrush.errors import NeedsError
+from optrush.exporting import export_run
+from optrush.planner import search
+from optrush.trainer import checkpoint
+from optrush.trainer import run as fit
+from optrush.trainer.trainer import Trainer, evaluate
+
+from trials import assembled, golden_run, shaped, steps, weights
+
+DECAY = 0.75
+
+
+def averaged(box: Path, **more: Any) -> Trainer:
+    return assembled(golden_run(box, packed=True, ema={"decay": DECAY}, **more))
+
+
+def averages(job: Trainer) -> dict[str, torch.Tensor]:
+    return {name: states["ema"].clone() for name, states in job.optimizer.state().items()}
+
+
+def by_hand(job: Trainer, n: int) -> dict[str, torch.Tensor]:
+    """The averages in float64, from the weights before and after each step."""
+    found = {name: w.double() for name, w in weights(job).items()}
+    for k in range(1, n + 1):
+        list(steps(job, 1, first=k))
+        found = {name: DECAY * found[name] + (1 - DECAY) * w.double() for name, w in weights(job).items()}
+    return found
+
+
+@pytest.mark.parametrize(
+    "with_", [{}, {"fused_adamw": {}}, {"adam8bit": {}}, {"lora": {}}, {"freeze": {"layers": "0"}}], ids=str
+)
+def test_averages_are_those_of_the_weights(box: Path, with_: dict[str, Any]) -> None:
+    job = averaged(box, **with_)
+    wanted = by_hand(job, 4)
+    for name, average in averages(job).items():
+        torch.testing.assert_close(average.double(), wanted[name], rtol=1e-6, atol=1e-7)
+
+
+def test_the_weights_train_as_without_it(box: Path) -> None:
+    job, plain = averaged(box), assembled(golden_run(box, packed=True))
+    assert list(steps(job, 3)) == list(steps(plain, 3))
+    assert all(torch.equal(w, weights(plain)[n]) for n, w in weights(job).items())
+
+
+def test_a_skipped_update_changes_nothing(box: Path) -> None:
+    job = averaged(box)
+    skipped = torch.tensor(True)
+    job.optimizer.step(job.lr, job.scale, skipped)
+    assert not any(s.any() for states in job.optimizer.state().values() for s in states.values())
+    list(steps(job, 1))
+    before = averages(job)
+    job.optimizer.step(job.lr, job.scale, skipped)
+    assert all(torch.equal(a, before[n]) for n, a in averages(job).items())
+
+
+def test_what_is_evaluated(box: Path) -> None:
+    """The averages, put in and taken out; with `evaluate: false` the weights."""
+    sets = [f"data.eval={box}/held.jsonl"]
+    job, other = averaged(box, sets=sets), assembled(golden_run(box, packed=True, sets=sets))
+    assert evaluate(job).loss == evaluate(other).loss, "before the first update"
+    list(steps(job, 3))
+    before, shadow = weights(job), averages(job)
+    found = evaluate(job).loss
+    assert all(torch.equal(w, before[n]) for n, w in weights(job).items())
+    for t in other.trained:
+        t.local.copy_(shadow[t.name])
+    assert found == pytest.approx(evaluate(other).loss, rel=1e-6)
+    raw = assembled(golden_run(box, packed=True, ema={"decay": DECAY, "evaluate": False}, sets=sets))
+    list(steps(raw, 3))
+    for t in other.trained:
+        t.local.copy_(before[t.name])
+    assert evaluate(raw).loss == evaluate(other).loss
+
+
+def test_a_resumed_run_is_the_same_to_the_bit(box: Path, tmp_path: Path) -> None:
+    sets = [f"output={tmp_path}/out"]
+    straight = averaged(box, sets=sets)
+    list(steps(straight, 2))
+    checkpoint.save(straight, 2, checkpoint.Meta("00ff", 0, fingerprints={}))
+    list(steps(straight, 1, first=3))
+    again = averaged(box, sets=sets)
+    checkpoint.restore(again, checkpoint.find_checkpoints(tmp_path / "out")[0], {})
+    for _ in range(2):
+        next(again.batches)
+    list(steps(again, 1, first=3))
+    for found, wanted in ((weights(again), weights(straight)), (averages(again), averages(straight))):
+        assert all(torch.equal(w, wanted[n]) for n, w in found.items())
+
+
+@pytest.mark.parametrize("export", [True, False])
+@pytest.mark.parametrize("with_", [{}, {"lora": {}}], ids=str)
+def test_what_is_exported(box: Path, tmp_path: Path, export: bool, with_: dict[str, Any]) -> None:
+    """At the end of a run, and from its checkpoint: the same, the averages or the weights."""
+
+    def trained(folder: str, **ema: Any) -> tuple[dict[str, torch.Tensor], Path]:
+        sets = [f"output={tmp_path / folder}", "train.steps=3", "train.save_every=1"]
+        config = golden_run(box, packed=True, sets=sets, **with_, **({"ema": ema} if ema else {}))
+        assert fit.run(fit.RunRequest(decide(config))).code == 0
+        return load_file(tmp_path / folder / "model/model.safetensors"), tmp_path / folder
+
+    (found, folder), (plain, _) = trained("a", decay=DECAY, export=export), trained("b")
+    same = all(torch.equal(w, plain[n]) for n, w in found.items())
+    assert same is not export
+    again = load_file(export_run(folder, tmp_path / "again").out / "model.safetensors")
+    assert all(torch.equal(w, found[n]) for n, w in again.items())
+    if export and not with_:
+        raw = assembled(golden_run(box, packed=True, sets=["train.steps=3"]))
+        wanted = by_hand(raw, 3)
+        head = raw.weight_map.split("head.weight", wanted["head.weight"])
+        for name, w in head:
+            torch.testing.assert_close(found[name].double(), w, rtol=1e-6, atol=1e-7)
+
+
+def shards(box: Path, with_: dict[str, Any], output: str) -> list[tuple[float, float]]:
+    job = averaged(box, rows=2, sets=[f"output={output}"], **with_)
+    found = [f[:2] for f in steps(job, 3)]
+    checkpoint.save(job, 3, checkpoint.Meta("00ff", 0, fingerprints={}))
+    return found
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+def test_ranks(box: Path, tmp_path: Path, pair: Any, sharding: str) -> None:
+    """What two ranks saved is what one rank has."""
+    one = averaged(box, rows=4)
+    figures = [f[:2] for f in steps(one, 3)]
+    assert all(
+        side == [pytest.approx(f, rel=1e-4) for f in figures]
+        for side in pair(shards, box, {sharding: {}}, str(tmp_path))
+    )
+    again = averaged(box, rows=4)
+    checkpoint.restore(again, checkpoint.find_checkpoints(tmp_path)[0], {})
+    for name, average in averages(again).items():
+        torch.testing.assert_close(average, averages(one)[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("with_", [("bf16", "adam8bit"), ("muon",), ("fused-adamw",)], ids=str)
+def test_a_plan_counts_four_bytes_a_parameter(with_: tuple[str, ...]) -> None:
+    plain, more = (search.predict(shaped("llama-3.2-1b", *with_, *ema), "h200") for ema in ((), ("ema",)))
+    lines = [{line.name: line.bytes for line in found.lines} for found in (plain, more)]
+    extra = {name: n for name, n in lines[1].items() if name.startswith("ema.")}
+    assert sum(extra.values()) == pytest.approx(4 * 1_235_814_400, rel=1e-3)
+    assert {name: n for name, n in lines[1].items() if name not in extra} == lines[0]
+    assert more.tokens_per_s is not None and plain.tokens_per_s is not None and more.tokens_per_s < plain.tokens_per_s
+
+
+def test_a_plan_of_what_is_frozen_or_sharded() -> None:
+    def ema(*withs: str, hardware: str = "h200") -> float:
+        found = search.predict(shaped("llama-3.2-1b", "ema", *withs, rows=8, windows=2), hardware)
+        return sum(line.bytes for line in found.lines if line.name.startswith("ema."))
+
+    assert ema("freeze:layers=0-7") < 0.7 * ema()
+    assert ema("fsdp", hardware="2xh200") == pytest.approx(ema() / 2, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "with_", [{"update_in_backward": {}}, {"paged_states": {}, "adam8bit": {}}, {"deepspeed": {}}], ids=str
+)
+def test_what_it_contradicts(box: Path, with_: dict[str, Any]) -> None:
+    with pytest.raises(NeedsError):
+        decide(golden_run(box, ema={}, **with_))
