@@ -32,21 +32,21 @@ ONE_SUBJECT = {
 # Lines a folder may have; "top" are the files directly in src/optrush. What is raised is raised in a commit of its own
 # that says what the lines buy; what shrinks is lowered with it.
 LINES = {
-    "data": 8470,
-    "trainer": 6490,
-    "models": 7100,
-    "techniques": 5345,
-    "kernels": 4640,
-    "top": 5915,
-    "cli": 4315,
-    "planner": 4330,
+    "data": 8650,
+    "trainer": 7015,
+    "models": 7620,
+    "techniques": 5730,
+    "kernels": 4645,
+    "top": 6190,
+    "cli": 4385,
+    "planner": 4350,
     "benchmark": 3980,
-    "peft": 1860,
-    "report": 1870,
-    "optim": 820,
-    "objectives": 430,
+    "peft": 1965,
+    "report": 1880,
+    "optim": 1015,
+    "objectives": 990,
 }
-MOST_FILES = 220
+MOST_FILES = 230
 MOST_MODULES_IN_PACKAGE = 15  # directly in src/optrush, without __init__ and __main__
 MOST_SHARED_NAMES = 40  # public functions and classes whose name two modules or more define
 
