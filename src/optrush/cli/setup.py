@@ -357,6 +357,8 @@ def config_schema(classes: Sequence[type[Technique]] = ALL) -> dict[str, Any]:
     found = Config.model_json_schema(by_alias=True)
     short = {name: found["properties"][name] for name in ("model", "tracker")}  # a text alone is their short form
     found["properties"] |= {name: {"anyOf": [{"type": "string"}, part]} for name, part in short.items()}
+    rule = found["$defs"]["Grpo"]["properties"]["rewards"]
+    rule["items"] = {"anyOf": [{"type": "string"}, rule["items"]]}
     techniques = {}
     for cls in classes:
         hints, options = get_type_hints(cls, include_extras=True), {}

@@ -262,11 +262,7 @@ def _items(file: io.BufferedReader) -> Rows:
 
 
 def _cells(file: io.BufferedReader, usual: str, named: str) -> Rows:
-    """Yield rows of strings under the names of the first line (RFC 4180, with any end of line).
-
-    Args:
-        usual: the separator of such files. named: the one that a configuration names, or "".
-    """
+    """Yield rows of strings under the names of the first line (RFC 4180), cut at the `named` separator or the usual."""
     csv.field_size_limit(LONGEST_ROW_bytes)  # the module's own is 128 KiB, for the whole process
     wrong: list[str] = []  # what is wrong with the bytes of the row that is being read
     row = first = size = 0
