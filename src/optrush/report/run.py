@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from markupsafe import Markup
 from optrush.config import JUDGED, Config, dump_config, parse_config
 from optrush.console import duration
 from optrush.errors import ConfigError, DataError, UserError
-from optrush.files import parse_json, read_file
+from optrush.files import parse_json, read_file, read_text
 from optrush.hardware import GIB
 from optrush.models.shapes import LOAD_FIGURES
 from optrush.objectives import ALL_FIGURES, unit
@@ -27,6 +28,7 @@ from optrush.report.page import (
     inline_svg,
     number,
     percent,
+    plain_number,
     positive,
     relative_error,
     safe_text,
@@ -39,7 +41,8 @@ if TYPE_CHECKING:
 
     from optrush.planner.sets import Prediction
 
-RUN, METRICS = "run.yaml", "metrics.jsonl"
+RUN, METRICS, ANSWERS = "run.yaml", "metrics.jsonl", "answers.jsonl"
+GROUPS = 3  # of sampled answers that a page shows
 WAITS = 0.05  # share of a step spent waiting for data from which the page warns
 _FIGURES = {
     "step", "loss", "lr", "grad_norm", "tokens", "target_tokens", "step_s", "tokens_per_s", "mfu", "peak_bytes",
@@ -66,6 +69,7 @@ class RunLog:
     evals: list[dict[str, Any]]
     notes: list[str]
     torn: bool
+    folder: Path = Path()
     times: Mapping[str, Any] = field(default_factory=dict)
 
     def points(self, key: str, scale: float = 1.0) -> list[tuple[float, float | None]]:
@@ -98,6 +102,7 @@ def load_run(folder: Path) -> RunLog:
         evals=[m for m in lines if "eval_loss" in m],
         notes=[note for m in lines for note in _notes(m)],
         torn=torn,
+        folder=folder,
         times=next((m for m in reversed(lines) if "start_s" in m), {}),
     )
 
@@ -125,8 +130,11 @@ def _lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
 def _notes(line: Mapping[str, Any]) -> list[str]:
     """Return the events of a line: checkpoints passed over, changes on resuming, saves that failed."""
     at, notes = f"Step {number(line['step']):,.0f}: ", []
+    figures = "loss" in line or "eval_loss" in line
     for key in [k for k in line if k not in _FIGURES]:
         value = line[key]
+        if figures and number(value) is not None:  # of an objective with metrics of its own
+            continue
         if key == "passed_over" and isinstance(value, list):
             pairs = [(v.get("checkpoint"), v.get("reason")) for v in value if isinstance(v, Mapping)]
             notes += [
@@ -155,7 +163,7 @@ def off_plan(run: RunLog, ranks: int | None = None) -> str:
     from optrush.planner import search
 
     lines = run.steps[WARM:]
-    if len(lines) < FEWEST:
+    if len(lines) < FEWEST or run.config.grpo is not None:  # of whose steps the update alone is planned
         return ""
     try:
         guess: Prediction = search.predict(run.config, ranks=ranks)
@@ -225,7 +233,27 @@ def beside_steps(config: Config, beside: Mapping[str, tuple[float, int]], steps:
 def page_content(run: RunLog, ranks: int | None = None) -> dict[str, Any]:
     """Return everything that the template lays out."""
     content = {"title": run.name, **_kind(run), "verdict": _verdict(run), "notes": _trouble(run) + run.notes}
-    return {**content, "curves": _curves(run), **_against(run, ranks), "config": run.text}
+    return {
+        **content, "curves": _curves(run), **_against(run, ranks), "config": run.text, "sampled": _sampled(run.folder),
+    }  # fmt: skip
+
+
+def _sampled(folder: Path) -> list[dict[str, Any]]:
+    """Return the last groups of sampled answers, newest first, as safe text; none where a run samples none."""
+    file = folder / ANSWERS
+    if not file.is_file():
+        return []
+    found = []
+    for line in read_text(file, errors="replace").splitlines()[-GROUPS:]:
+        with suppress(ValueError, TypeError, KeyError):  # a line that the end of a process cut off
+            group = parse_json(line)
+            rows = [
+                (plain_number(number(a["reward"]), 3), a["tokens"], "" if a["ended"] else "cut off",
+                 safe_text(a["text"], lines=True)) for a in group["answers"]
+            ]  # fmt: skip
+            texts = {key: safe_text(group[key], lines=True) for key in ("prompt", "reference")}
+            found.append({"step": f"{group['step']:,}", **texts, "rows": rows})
+    return found[::-1]
 
 
 def summary(run: RunLog) -> dict[str, str]:
@@ -329,7 +357,7 @@ def _trouble(run: RunLog) -> list[str]:
     notes = []
     shares = [y for _, y in _waits(run) if y is not None]
     share = statistics.median(shares) if shares else 0.0
-    if share > 100 * WAITS:
+    if share > 100 * WAITS and run.config.grpo is None:  # there it is the time of sampling
         notes.append(
             f"Data is the bottleneck: in the median {percent(share)} of a step went by waiting for it. Worker "
             "processes (--with loader), tokens cached beforehand (optrush data pack) or a faster disk will do more "
@@ -378,7 +406,7 @@ def _curves(run: RunLog) -> list[tuple[str, str, Markup]]:
         ("Peak memory", "GiB", run.points("peak_bytes", 1 / GIB)),
         ("Learning rate", "as applied", run.points("lr")),
         ("Gradient norm", "before clipping", run.points("grad_norm")),
-        ("Waiting for data", "percent of a step", _waits(run)),
+        ("Waiting for data" if run.config.grpo is None else "Sampling", "percent of a step", _waits(run)),
     ):
         figure = curves([Series(heading, points)], zero=heading != "Gradient norm", height=150)
         drawn.append((heading, words, inline_svg(figure, heading, _ends(points))))
@@ -439,7 +467,7 @@ def _against(run: RunLog, ranks: int | None) -> dict[str, Any]:
         (name, text(predicted), text(measured), percent(relative_error(predicted, measured), signed=True))
         for name, text, predicted, measured in (
             ("peak, GiB", gib, guess.peak_bytes, peak),
-            ("tokens/s", speed, guess.tokens_per_s, run.median("tokens_per_s")),
+            *([("tokens/s", speed, guess.tokens_per_s, run.median("tokens_per_s"))] if run.config.grpo is None else []),
             *((name, speed, planned, taken) for name, planned, taken in _times(run, guess)),
         )
     ]
