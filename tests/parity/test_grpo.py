@@ -23,17 +23,18 @@ from optrush.config import Config, Grpo, RewardRule, parse_config
 from optrush.data.batch import IGNORE, Batch, collate
 from optrush.data.schema import Document
 from optrush.decide import decide
-from optrush.errors import ConfigError, DataError, NeedsError
+from optrush.errors import ConfigError, DataError, NeedsError, RunError
 from optrush.launch import launched
 from optrush.models import kv_cache, sampling
 from optrush.models.hf import load
 from optrush.objectives import SAMPLED, grpo, rewards
+from optrush.trainer import rollout
 from optrush.trainer import run as fit
 from optrush.trainer.overfit import run_overfit
 
 from golden import make_golden
 from parity_models import EXPERTS, FAMILIES, materialise, reference, save
-from trials import assembled, metrics, steps, weights
+from trials import assembled, first_gradients, furthest, metrics, steps, weights
 
 CACHED = [n for n, sizes in {**FAMILIES, **EXPERTS}.items() if "linear_num_key_heads" not in sizes]
 
@@ -164,7 +165,7 @@ def answered(settings: Grpo, old: bool) -> tuple[Batch, torch.Tensor, list[Any]]
     counted = torch.zeros(shape, dtype=torch.int64)
     for i, (b, at, m, advantage) in enumerate(places):
         extra["advantages"][b, at : at + m] = advantage
-        extra["weights"][b, at : at + m] = grpo.token_weight(settings, m, tokens, len(places))
+        extra["weights"][b, at : at + m] = grpo.token_weight(settings, m, tokens, tokens, len(places))
         counted[b, at : at + m] = i + 1
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(*shape, V, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -282,6 +283,8 @@ def broken(answer, reference, row):
     return 1 / (len(answer) - len(answer))
 def wordy(answer, reference, row):
     return "good"
+def starts(answer, reference, row):
+    return answer[:2] in ("w1", "w2")
 def known(answer, reference, row, times=1):
     return times * (row["key"] == reference)
 """
@@ -371,6 +374,20 @@ def test_packed_rows_and_single_ones_learn_the_same(folder):
         assert torch.allclose(value, found["single"][1][name], atol=2e-5), name
 
 
+@pytest.mark.parametrize("normalise", ["tokens", "sequences", "constant"])
+def test_answers_as_good_as_their_group_are_left_out_and_change_nothing(folder, normalise, monkeypatch):
+    own = [f"grpo.rewards=[{{use: '{folder}/own.py:starts'}}]", "grpo.group=2", "grpo.prompts=8"]  # half of the groups
+    found = []
+    for moves in (None, lambda self, r: True):
+        if moves is not None:
+            monkeypatch.setattr(rollout.Sampler, "moves", moves)
+        trainer = assembled(grpo_run(folder, packing={}, sets=[*own, f"grpo.normalise={normalise}"]))
+        found.append(first_gradients(trainer))
+        assert 0 < trainer.host_figures["groups_flat"] < 1
+    assert found[0][0] == pytest.approx(found[1][0], abs=1e-6)
+    assert furthest(found[0][1], found[1][1]) < 1e-5
+
+
 def ranked(box: Path) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor], dict[str, float]]:
     with_: dict[str, Any] = {"packing": {}}
     if launched()[1] > 1:
@@ -422,6 +439,17 @@ def test_what_cannot_be_is_refused(folder, sets, kind, found):
     with pytest.raises(kind) as error:
         assembled(grpo_run(folder, sets=sets))
     assert found in error.value.found
+
+
+def test_too_many_answers_at_a_time_name_the_key(folder, monkeypatch):
+    trainer = assembled(grpo_run(folder))
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(rollout, "sample", full)
+    with pytest.raises(RunError, match=r"(?s)grpo.slots: 6.*out of memory while sampling.*grpo.slots: 3"):
+        next(trainer.batches)
 
 
 def test_what_repeats_or_measures_steps_is_refused(folder):

@@ -109,11 +109,16 @@ def advantages_of(rewards: Sequence[float | None], settings: Grpo) -> list[float
     return [0.0 if r is None else (r - mean) / spread for r in rewards]
 
 
-def token_weight(settings: Grpo, length: int, tokens: int, answers: int) -> float:
-    """Return the weight of each token of an answer in a step of so many learnt tokens and answers."""
+def token_weight(settings: Grpo, length: int, terms: int, tokens: int, answers: int) -> float:
+    """Return the weight of each token of an answer, whose sum over the step is divided by `terms`.
+
+    Args:
+        terms: target tokens in the step's rows.
+        tokens, answers: of the step, with the answers that are left out because nothing follows from them.
+    """
     if settings.normalise == "tokens":
-        return 1.0
-    return tokens / answers / (length if settings.normalise == "sequences" else settings.max_new)
+        return terms / tokens
+    return terms / answers / (length if settings.normalise == "sequences" else settings.max_new)
 
 
 def loss_near_base(

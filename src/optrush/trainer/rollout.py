@@ -33,7 +33,7 @@ from optrush.data.sampler import Loading, Row, Stream, StreamPlan, Totals, plain
 from optrush.data.samples import SampleSource
 from optrush.data.schema import Document, RowLocation
 from optrush.data.tokenizer import answer_ends
-from optrush.errors import ConfigError, DataError, NeedsError
+from optrush.errors import ConfigError, DataError, NeedsError, RunError, exhausted, first_line
 from optrush.models.kv_cache import check_cacheable
 from optrush.models.sampling import Drawing, PromptIds, SampledAnswer, sample
 from optrush.objectives import grpo
@@ -139,12 +139,22 @@ class Sampler:
         Args:
             rows: of each prompt its number, its sample and the document with its answer.
             greedy: one answer of the likeliest tokens.
+
+        Raises:
+            RunError: keys and values of so many answers do not fit.
         """
         s, trainer = self.settings, self.trainer
         prompts = [PromptIds(number, d.ids[: begin_of_answer(d)]) for number, _, d in rows]
         members = 1 if greedy else s.group
         drawing = Drawing(s.max_new, 0.0 if greedy else s.temperature, self.ends, seed, s.slots)
-        found = sample(trainer.model, prompts, members, drawing, precision_of(trainer))  # type: ignore[arg-type]
+        try:
+            found = sample(trainer.model, prompts, members, drawing, precision_of(trainer))  # type: ignore[arg-type]
+        except (RuntimeError, MemoryError) as error:
+            if not exhausted(error):
+                raise
+            asked = f"`grpo.slots: {s.slots}` answers of `grpo.max_new: {s.max_new}` tokens at a time"
+            do = f"take grpo.slots: {max(1, s.slots // 2)}, or a smaller grpo.max_new"
+            raise RunError(asked, f"out of memory while sampling: {first_line(error)}", do) from error
         groups = []
         for p, (_, number, document) in enumerate(rows):
             group = found[p * members : (p + 1) * members]
@@ -187,16 +197,15 @@ class Sampler:
         self._check_first(groups)
         learnt = [
             (sample, document, r)
-            for (_, sample, document), group in zip(given, groups, strict=True) for r in group if self.learns(r)
-        ]  # fmt: skip
-        packed = self._rows(learnt)
-        tokens = sum(len(r.answer.ids) for _, _, r in learnt)
-        all_tokens, all_answers, micros = self._agreed(step, groups, tokens, len(learnt), len(packed), micro_rows,
-                                                       sampled_s)  # fmt: skip
-        batches = [
-            self._batch(packed[i * micro_rows : (i + 1) * micro_rows], micro_rows, all_tokens, all_answers)
-            for i in range(micros)
+            for (_, sample, document), group in zip(given, groups, strict=True)
+            for r in group
+            if self.learns(r)
         ]
+        tokens, answers = sum(len(r.answer.ids) for _, _, r in learnt), len(learnt)
+        moving = [one for one in learnt if self.moves(one[2])]
+        packed, terms = self._rows(moving), sum(len(r.answer.ids) for _, _, r in moving)
+        *sizes, micros = self._agreed(groups, (terms, tokens, answers), -(-len(packed) // micro_rows), sampled_s)
+        batches = [self._batch(packed[i * micro_rows : (i + 1) * micro_rows], micro_rows, sizes) for i in range(micros)]
         if self.settings.updates > 1:
             batches = [replace(b, extra={**b.extra, "old": old}) for b, old in zip(batches, self._old(batches))]
         self._show(step, given, groups)
@@ -205,6 +214,10 @@ class Sampler:
     def learns(self, r: Rewarded) -> bool:
         """Return whether an answer is learnt: it has a reward, and ended or is kept all the same."""
         return r.reward is not None and (r.answer.ended or self.settings.truncated == "keep")
+
+    def moves(self, r: Rewarded) -> bool:
+        """Return whether an answer moves a weight: one as good as its group has no gradient, unless the base pulls."""
+        return r.advantage != 0 or self.settings.beta > 0
 
     def _rows(self, learnt: Sequence[tuple[int, Document, Rewarded]]) -> list[list[tuple[int, Document, Rewarded]]]:
         """Lay prompts with their answers out in rows of at most T tokens."""
@@ -220,9 +233,12 @@ class Sampler:
         return [[whole[i] for i in laid.samples[a:b]] for a, b in zip(laid.starts, laid.starts[1:])]
 
     def _batch(
-        self, rows: Sequence[Sequence[tuple[int, Document, Rewarded]]], micro_rows: int, tokens: int, answers: int
+        self, rows: Sequence[Sequence[tuple[int, Document, Rewarded]]], micro_rows: int, sizes: Sequence[int]
     ) -> Batch:
-        """Collate rows with what the loss needs of each token (objectives/grpo.py)."""
+        """Collate rows with what the loss needs of each token (objectives/grpo.py).
+
+        sizes: terms, tokens and answers of the step, as `token_weight` takes them.
+        """
         batch = self.stream.collated([[(s, d) for s, d, _ in row] for row in rows], micro_rows)
         shape = tuple(batch.tokens.shape)
         advantages, weights, sampled = (np.zeros(shape, np.float32) for _ in range(3))
@@ -233,7 +249,7 @@ class Sampler:
                 n = len(r.answer.ids)
                 here = slice(at + len(document) - n - 1, at + len(document) - 1)  # a label belongs to the token before
                 advantages[b, here], counted[b, here], sampled[b, here] = r.advantage, i + 1, r.answer.log_p
-                weights[b, here] = grpo.token_weight(self.settings, n, tokens, answers)
+                weights[b, here] = grpo.token_weight(self.settings, n, *sizes)
                 at += len(document)
         arrays = {"advantages": advantages, "weights": weights, "sampled": sampled, "answers": counted}
         return replace(batch, extra={name: torch.from_numpy(a) for name, a in arrays.items()})
@@ -258,10 +274,9 @@ class Sampler:
     # --- what all ranks know, and what people see
 
     def _agreed(
-        self, step: int, groups: Sequence[Sequence[Rewarded]], tokens: int, answers: int, rows: int, micro_rows: int,
-        seconds: float,
-    ) -> tuple[int, int, int]:  # fmt: skip
-        """Return tokens and answers of all ranks, and the micro-batches of each; set the step's metrics."""
+        self, groups: Sequence[Sequence[Rewarded]], sizes: tuple[int, int, int], micros: int, seconds: float
+    ) -> list[int]:
+        """Return sizes (terms, tokens, answers) of all ranks and the micro-batches of each; set the step's metrics."""
         every = [r for group in groups for r in group]
         known = [r for r in every if r.reward is not None]
         sums = {
@@ -272,7 +287,7 @@ class Sampler:
             "spread": sum(float(np.std([r.reward for r in g if r.reward is not None] or [0.0])) for g in groups),
             **{f"reward_{name}": sum(r.values[i] for r in known) for i, name in enumerate(self.judge.names)},
         }  # fmt: skip
-        mine = {"tokens": tokens, "answers": answers, "micros": -(-rows // micro_rows), "sums": sums, "s": seconds}
+        mine = {"sizes": sizes, "micros": micros, "sums": sums, "s": seconds}
         told = [json.loads(text) for text in distributed.gather(json.dumps(mine))]
         all_ = {name: sum(one["sums"][name] for one in told) for name in sums}
         many, slowest = max(1, all_["answers"]), max(one["s"] for one in told)
@@ -285,8 +300,8 @@ class Sampler:
             "rollout_s": slowest, "rollout_tokens_per_s": all_["length"] / slowest,
         }  # fmt: skip
         self.trainer.host_figures = figures
-        micros = max(1, *(one["micros"] for one in told))
-        return sum(one["tokens"] for one in told), max(1, sum(one["answers"] for one in told)), micros
+        summed = [max(1, sum(one["sizes"][i] for one in told)) for i in range(len(sizes))]
+        return [*summed, max(1, *(one["micros"] for one in told))]
 
     def _check_first(self, groups: Sequence[Sequence[Rewarded]]) -> None:
         """Raise DataError where not one answer has a reward; note once a failure, and rewards that are all equal."""
