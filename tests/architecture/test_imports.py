@@ -33,18 +33,18 @@ ONE_SUBJECT = {
 # that says what the lines buy; what shrinks is lowered with it.
 LINES = {
     "data": 8650,
-    "trainer": 7015,
-    "models": 7620,
+    "trainer": 7105,
+    "models": 7625,
     "techniques": 5730,
     "kernels": 4645,
     "top": 6190,
     "cli": 4385,
-    "planner": 4350,
+    "planner": 4355,
     "benchmark": 3980,
     "peft": 1965,
-    "report": 1880,
+    "report": 1905,
     "optim": 1015,
-    "objectives": 990,
+    "objectives": 1020,
 }
 MOST_FILES = 230
 MOST_MODULES_IN_PACKAGE = 15  # directly in src/optrush, without __init__ and __main__
