@@ -105,7 +105,7 @@ def line(m: dict[str, Any]) -> str:
 
 
 def _rewards(m: dict[str, Any], kind: str = "") -> str:
-    if "reward_spread" in m:
+    if "group_spread" in m:
         sampled = f"{m['answer_tokens']:.0f} tokens an answer at {count(m['rollout_tokens_per_s'])} tok/s"
         return f"  reward {m['reward']:.3f}  {sampled}"
     accuracy, margin = m.get(f"{kind}reward_accuracy"), m.get(f"{kind}reward_margin")

@@ -663,6 +663,9 @@ def check_pairs(config: Config) -> None:
         if name != config.objective and getattr(config, name) is not None:
             do = f"leave `{name}` out, or objective: {name}"
             raise ConfigError(f"`{name}` with {asked}", "nothing there reads it", do)
+    if config.objective == "grpo" and d.too_long in ("split", "truncate"):
+        found = "prompts and answers that are cut: neither is what the row asks and gives"
+        raise ConfigError(f"`data.too_long: {d.too_long}` with {asked}", found, "take data.too_long: error or drop")
     if not config.paired:
         return
     if settings.loss == "ipo" and settings.label_smoothing:

@@ -140,8 +140,9 @@ def test_a_turn_that_is_not_to_be_learnt_is_not(key: str) -> None:
         assert [turn.learnt for turn in parsed({"messages": turns})[0].messages] == [True, False, True, True]
     said = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", key: 0}, *({"from": "gpt", "value": "c"},)]
     assert [turn.learnt for turn in parsed({"conversations": said})[0].messages] == [True, False, True]
-    for wrong in (0.5, [0, 1], "no"):
-        assert f"messages[1].{key} is neither" in refused({"messages": [ASK, {**ANSWER, key: wrong}]}).found
+    weighs = key in ("loss_weight", "loss_scale", "weight")
+    for wrong in (-0.5 if weighs else 0.5, [0, 1], "no"):
+        assert f"messages[1].{key} is" in refused({"messages": [ASK, {**ANSWER, key: wrong}]}).found
 
 
 def test_a_key_that_is_null_in_every_turn_means_nothing() -> None:
@@ -219,7 +220,6 @@ def test_how_much_a_row_is_learnt_is_refused(key: str, value: Any, row: dict[str
         ({"messages": TURNS, "enable_thinking": False}, "enable_thinking", "enable_thinking: ignore"),
         ({"messages": TURNS, "rejected_response": "A dog."}, "rejected_response", "rejected_response: ignore"),
         ({"question": "A city in Norway?", "chosen": "Oslo.", "rejected": "A dog."}, "question", "question: prompt"),
-        ({"instruction": "A?", "input": "b", "chosen": "b", "rejected": "c"}, "instruction", "instruction: ignore"),
         ({"query": "A?", "chosen": "Oslo.", "rejected": "A."}, "query", "query: prompt"),
         ({"context": "A?", "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "b"}]}, "context", "context: prompt"),
     ],
@@ -228,8 +228,7 @@ def test_what_precedes_an_answer_is_never_dropped(row: dict[str, Any], key: str,
     objective = "dpo" if "chosen" in row else "sft"
     error = refused(row, objective)
     assert f"'{key}'" in error.found + error.do and "`data.columns: {" in error.do
-    if key != "instruction":  # which is a kind of its own, beside a pair
-        assert line in error.do
+    assert line in error.do
     columns = {key: line.split(": ")[1]}
     if columns[key] != "ignore":
         found = parsed(row, objective, columns)[0]
@@ -282,7 +281,8 @@ def test_the_question_is_the_prompt_and_not_the_system_text(system: str) -> None
             "rejected": "A dog.",
         }
         error, columns = refused(row, "dpo"), {asking: "prompt"}
-        assert f"`data.columns: {{{asking}: prompt}}`" in error.do
+        if asking != "instruction":  # which is read as the prompt
+            assert f"`data.columns: {{{asking}: prompt}}`" in error.do
         with pytest.raises(DataError) as caught:
             parsed(row, "dpo", columns)
         assert "`data.columns: {context: ignore}`" in caught.value.do

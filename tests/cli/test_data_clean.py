@@ -130,7 +130,7 @@ def test_its_own_folder_is_replaced_and_no_other(call: Call, recipes: Path) -> N
     assert done.code == 2 and "`mine.txt` in out is not of a cleaning" in done.err
     assert len(os.listdir("out")) == 5
     done = call("data", "clean", "recipes.jsonl", "--out", "recipes.jsonl", *flags())
-    assert done.code == 2 and "recipes.jsonl is no folder" in done.err
+    assert done.code == 2 and "recipes.jsonl is not a folder" in done.err
 
 
 def test_what_is_read_is_not_written_over(call: Call, recipes: Path) -> None:

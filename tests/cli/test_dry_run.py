@@ -317,7 +317,7 @@ def test_a_disk_that_is_too_small(call: Call, write: Write, monkeypatch: pytest.
         ({"batch": {"seq": 32, "tokens": 32}}, [], "data.too_long: split, drop or truncate"),
         ({"with": {"fsdp": {}}}, [], "one rank"),
         ({}, ["--ranks", "2"], "no technique shares the work"),
-        ({"output": "chat.jsonl"}, [], "chat.jsonl is no folder"),
+        ({"output": "chat.jsonl"}, [], "chat.jsonl is not a folder"),
         ({}, ["--resume", "no-such"], "no-such"),
         ({}, ["--allow-change", "data"], "no --resume"),
     ],

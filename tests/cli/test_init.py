@@ -590,7 +590,9 @@ def test_a_file_in_the_way(call: Call, here: Path) -> None:
 
 
 def test_a_file_that_cannot_be(call: Call, here: Path) -> None:
-    refused(call("init", "no/where.yaml", *SAMPLE), "to write no/where.yaml", "no is no folder", file="no/where.yaml")
+    refused(
+        call("init", "no/where.yaml", *SAMPLE), "to write no/where.yaml", "no is not a folder", file="no/where.yaml"
+    )
     found = call("init", ".", *SAMPLE)
     assert found.code == 2 and "a folder" in found.err
     name = "x" * 300 + ".yaml"

@@ -208,7 +208,7 @@ def test_a_plan_of_chunks_is_what_torch_holds() -> None:
     ("technique", "found", "ranks"),
     [
         ("attention:impl=cudnn", "attention in chunks of 512 tokens", 1),
-        ("longlora", "windows or chunks in the model", 1),
+        ("longlora", "chunks or capped scores in the model", 1),
         ("fused-kernels:rope=true", "rotates neighbouring pairs", 1),
         ("context:size=2", "layers without rotary embedding", 2),
         ("tensor:size=2", "layers without rotary embedding", 2),

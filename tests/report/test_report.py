@@ -215,7 +215,7 @@ def test_a_run_of_sampled_answers(trained: Path, predicted: SimpleNamespace) -> 
     (trained / "run.yaml").write_text(text.replace("objective: sft", "objective: grpo\ngrpo: {prompts: 2}"))
     lines = [
         {"step": n, "loss": 0.1, "lr": 1e-6, "grad_norm": 1.0, "tokens_per_s": 9.0, "mfu": None, "step_s": 2.0,
-         "peak_bytes": 1, "data_wait_s": 1.5, "skipped": 0, "reward": n / 10, "reward_spread": 0.1, "groups_flat": 0.5,
+         "peak_bytes": 1, "data_wait_s": 1.5, "skipped": 0, "reward": n / 10, "group_spread": 0.1, "groups_flat": 0.5,
          "answer_tokens": 9.0, "truncated": 0.25, "entropy": 1.0, "logp_difference_max": 1e-6} for n in (1, 2, 3)
     ]  # fmt: skip
     (trained / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -228,7 +228,7 @@ def test_a_run_of_sampled_answers(trained: Path, predicted: SimpleNamespace) -> 
     _sound(page)
     assert "sampled" in _sections(page) and "Step 4, the right answer: 7" in page and "Step 1," not in page
     assert "0.250" in page and "cut off" in page and pages.DASH in page
-    assert "Data is the bottleneck" not in page and "reward_spread" not in page and "<h3>Reward</h3>" in page
+    assert "Data is the bottleneck" not in page and "group_spread" not in page and "<h3>Reward</h3>" in page
 
 
 def test_a_run_of_experts(trained: Path, predicted: SimpleNamespace) -> None:

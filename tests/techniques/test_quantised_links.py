@@ -196,7 +196,7 @@ def test_the_plan_counts_the_bytes(box, pair):
 @pytest.mark.parametrize(
     ("options", "with_", "found"),
     [
-        ({"weights": "none"}, {"fsdp": {}}, "nothing is left"),
+        ({"weights": "none"}, {"fsdp": {}}, "nothing to compress"),
         ({}, {"ddp": {}}, "with its own collectives"),
         ({}, {"fsdp": {}, "lora": {}, "nf4": {}}, "bytes travel as they are"),
         ({"gradients": "int8"}, {"fsdp": {}, "lora": {}}, "whose gradients are few"),

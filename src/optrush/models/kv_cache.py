@@ -78,11 +78,14 @@ class SlotCache:
     def within(self, model: Decoder) -> Iterator[None]:
         """Let the decoder's blocks attend through the cache, uncompiled and without checkpoints of activations."""
         blocks = [block for block in model.blocks.values() if isinstance(block, Block)]
+        compiled = {m: m._compiled_call_impl for m in model.modules() if m._compiled_call_impl is not None}
         before = [block.attention for block in blocks]
         call, training = model.block_call, model.training
         model.block_call = lambda block, *args, **kwargs: block.forward(*args, **kwargs)
         for block in blocks:
             block.attention = LayerCache(self, block.attention, block.window)
+        for module in compiled:  # for shapes that a step has; here each length would be compiled
+            module._compiled_call_impl = None
         model.eval()
         try:
             yield
@@ -90,6 +93,8 @@ class SlotCache:
             model.block_call = call
             for block, attention in zip(blocks, before, strict=True):
                 block.attention = attention
+            for module, call_impl in compiled.items():
+                module._compiled_call_impl = call_impl
             model.train(training)
 
 

@@ -1,8 +1,8 @@
 """Sample answers to prompts from the decoder that is trained, many at a time.
 
-Sequences take slots of a cache; one that ends leaves its slot to the next in the queue (continuous batching). What is
-drawn depends on (seed, prompt, member, position) alone, never on which sequences are sampled at the same time, on the
-number of slots or on an earlier draw.
+Sequences take slots of a cache; one that ends leaves its slot to the next in the queue (continuous batching). The
+random number of a token follows from (seed, prompt, member, position) alone, never from which sequences are sampled at
+the same time, from the number of slots or from an earlier draw. Probabilities depend on the batch in their last digits.
 
 Shapes: S slots, V vocabulary.
 """
@@ -146,7 +146,8 @@ class _Run:
             (p, Document(np.asarray(self.prompts[p].ids, np.int32), np.zeros(n, bool)))
             for p, n in zip(taken, lengths, strict=True)
         ]
-        batch = collate([documents], sum(lengths), single=len(documents) == 1, most=len(documents) + 1)
+        wide = -(-sum(lengths) // BUCKET) * BUCKET  # few shapes
+        batch = collate([documents], wide, single=len(documents) == 1, most=len(documents) + 1)
         target, source, last, slots = list[np.ndarray](), list[np.ndarray](), list[int](), list[int]()
         at = 0
         for (_, mine), n in zip(taken.items(), lengths, strict=True):
@@ -162,7 +163,7 @@ class _Run:
 
         self.cache.step = Step(there(np.concatenate(target)), there(np.concatenate(source)))
         batch = batch.to(self.device)
-        hidden = Decoder.forward(self.model, batch.tokens, batch.positions, batch.documents)
+        hidden = self.model(batch.tokens, batch.positions, batch.documents)
         at_slots = there(slots)
         members = [(p, m, n) for (p, mine), n in zip(taken.items(), lengths, strict=True) for _, m in mine]
         self.number[at_slots] = there([self.prompts[p].number for p, _, _ in members])
@@ -190,7 +191,7 @@ class _Run:
             one, torch.zeros(S, 1, dtype=torch.int32, device=self.device), 1, True, self.live[:, None]
         )
         positions = torch.where(self.live, self.length, 0).int()[:, None]
-        hidden = Decoder.forward(self.model, self.token[:, None], positions, documents)
+        hidden = self.model(self.token[:, None], positions, documents)
         self.length += self.live
         self._draw(self.model.head.logits(hidden[:, 0]), self.live)
 
@@ -247,7 +248,7 @@ def uniform(seed: int, *keys: Tensor) -> Tensor:
         return (x >> n) & ((1 << (64 - n)) - 1)  # int64 keeps its sign
 
     state = torch.full_like(keys[0], seed)
-    for key in keys:
+    for key in (torch.zeros_like(state), *keys):  # the seed is mixed before the first key: others are no permutation
         state = (state ^ key) + _STEP
         state = (state ^ shifted(state, 30)) * _M1
         state = (state ^ shifted(state, 27)) * _M2

@@ -58,18 +58,23 @@ def find(kind: Kind, use: str) -> Any:
     return found
 
 
+def entry_names(kind: Kind) -> dict[str, str]:
+    """Return the entry points of a kind by name, each with its value."""
+    return {e.name: e.value for group in GROUPS[kind] for e in entry_points(group=group)}
+
+
 def _load(kind: Kind, use: str, what: str) -> Any:
     place, colon, name = use.rpartition(":")
     if use.startswith(HERE):
         found, do = "an object of another Python process", f"give it again: optrush.train(..., {kind}={name})"
         raise ConfigError(what, found, do)
     if not colon:
-        entries = {e.name: e for group in GROUPS[kind] for e in entry_points(group=group)}
-        if use not in entries:
-            known = f"known: {', '.join(sorted(entries))}" if entries else "none is installed"
+        installed = entry_names(kind)
+        if use not in installed:
+            known = f"known: {', '.join(sorted(installed))}" if installed else "none is installed"
             do = f"write FILE.py:NAME, or install a package with an entry point in {GROUPS[kind][0]}"
             raise ConfigError(what, f"no entry point of that name; {known}", do)
-        place, _, name = entries[use].value.partition(":")
+        place, _, name = installed[use].partition(":")
     _importing.append(what)
     try:
         with blamed(what, do="correct that line, or name another"):

@@ -7,14 +7,14 @@ is not 0.
 
 from __future__ import annotations
 
-import math
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from functools import partial
 from typing import Any
 
@@ -22,8 +22,10 @@ from optrush.config import RewardRule
 from optrush.errors import ConfigError, one_line
 from optrush.objectives import plugged
 
-NUMBER = re.compile(r"(?<!\d)-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
-MARKED = re.compile(r"####\s*([^\n]*)|\\boxed\{([^{}]*)\}")  # where an answer says what its result is
+NUMBER = re.compile(r"(?<!\d)-?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
+BOXED = r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}"
+MARKED = re.compile(rf"####\s*([^\n]*)|{BOXED}")  # where an answer names its result
+LARGEST = 1e12  # of a reward: sums of more lose the others
 Function = Callable[[str, str, Mapping[str, Any]], float]
 
 
@@ -36,10 +38,9 @@ def last_number(text: str) -> Decimal | None:
 def result_number(text: str) -> Decimal | None:
     r"""Return the number after the last `####` or in the last `\boxed{}`, else the last number of a text."""
     marked = [one or two for one, two in MARKED.findall(text)]
-    try:
-        return last_number(marked[-1] if marked else text)
-    except InvalidOperation:
+    if marked and "\\" in marked[-1]:  # a fraction or another formula: no single number
         return None
+    return last_number(marked[-1] if marked else text)
 
 
 def same_number(answer: str, reference: str, row: Mapping[str, Any]) -> float:
@@ -72,6 +73,11 @@ BUILT_IN: dict[str, Function] = {"number": same_number, "exact": same_text, "con
 WITH_OPTIONS = {"regex": ("pattern", str), "length": ("most", int)}
 
 
+def is_own(rule: RewardRule) -> bool:
+    """Return whether a rule is a function of other people, which may read the row."""
+    return rule.use not in BUILT_IN and rule.use not in WITH_OPTIONS
+
+
 def open_reward(rule: RewardRule) -> Function:
     """Return the function of a rule.
 
@@ -97,8 +103,8 @@ def open_reward(rule: RewardRule) -> Function:
         if given:
             raise ConfigError(asked, f"options {', '.join(given)}, which it has not", "leave options out")
         return BUILT_IN[rule.use]
-    if ":" not in rule.use:
-        known = ", ".join([*BUILT_IN, *WITH_OPTIONS])
+    if ":" not in rule.use and rule.use not in plugged.entry_names("reward"):
+        known = ", ".join([*BUILT_IN, *WITH_OPTIONS, *plugged.entry_names("reward")])
         raise ConfigError(asked, f"no such reward; known: {known}", "name one of these, or write FILE.py:FUNCTION")
     function: Function = plugged.find("reward", rule.use)
     return partial(function, **given) if given else function
@@ -122,8 +128,12 @@ class Judge:
 
     @property
     def names(self) -> list[str]:
-        """Return a short name of each reward, for the metrics."""
-        return [re.sub(r"\W+", "_", rule.use.rpartition(":")[2]) for rule in self.rules]
+        """Return a short name of each reward, for the metrics: no two are equal."""
+        found = list[str]()
+        for rule in self.rules:
+            name = re.sub(r"\W+", "_", rule.use.rpartition(":")[2])
+            found.append(name if name not in found else f"{name}_{len(found) + 1}")
+        return found
 
     def __call__(self, answer: str, reference: str, row: Mapping[str, Any], where: str) -> list[float] | None:
         """Return the value of each reward, unweighted; None if one of them failed."""
@@ -132,10 +142,10 @@ class Judge:
             try:
                 with limited(self.seconds):
                     value = function(answer, reference, row)
-                if isinstance(value, str) or not math.isfinite(float(value)):
-                    raise ValueError(f"it returned {value!r}, no finite number")
+                if isinstance(value, str | bytes) or not abs(float(value)) <= LARGEST:
+                    raise ValueError(f"it returned {value!r}, no finite number up to {LARGEST:g}")
                 found.append(float(value))
-            except Exception as error:  # of whoever wrote it
+            except (Exception, SystemExit, TooLong) as error:  # of whoever wrote it
                 what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
                 self.first_failure = self.first_failure or one_line(f"the reward `{rule.use}` at {where}: {what}")
                 return None
@@ -146,20 +156,30 @@ class Judge:
         return sum(rule.weight * value for rule, value in zip(self.rules, values, strict=True))
 
 
+class TooLong(BaseException):
+    """A reward took longer than it may: no `except Exception` of its own keeps this from ending it."""
+
+
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the block after some seconds; only in a main thread, which can be interrupted."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """Raise TooLong in the block after some seconds, again and again; or after it, where no signal ended it.
+
+    A signal interrupts Python in a main thread alone, and no function that hangs in C.
+    """
+    began = time.monotonic()
 
     def end(*_: object) -> None:
-        raise TimeoutError(f"it took longer than {seconds:g} s")
+        raise TooLong(f"it took longer than {seconds:g} s")
 
-    before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGALRM, end) if main else None
     try:
+        if main:
+            signal.setitimer(signal.ITIMER_REAL, seconds, 0.1)
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        if main:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+    if time.monotonic() - began > seconds:
+        end()

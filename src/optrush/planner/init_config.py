@@ -270,15 +270,18 @@ def choose_values(
         tree[request.objective] = {key: value for key, value in settings.items() if value}
         if request.teacher is not None:
             tree[request.objective]["teacher"] = request.teacher
-    if pairs and "too_long" in tree["data"]:
+    sampled = request.objective == "grpo"
+    if sampled:
+        tree["grpo"]["rewards"] = ["number"]
+    if (pairs or sampled) and "too_long" in tree["data"]:
         tree["data"]["too_long"] = "drop"
     gpu = device.kind == "cuda"
     seq = _longest(tree, request.seq or (GPU_SEQ if gpu else CPU_SEQ))
     rows = max(1, (GPU_TOKENS if gpu else CPU_TOKENS) // seq // ranks) * ranks
-    tree["batch"] = {"seq": seq, "tokens": seq * rows}
+    tree["batch"] = {"seq": seq} if sampled else {"seq": seq, "tokens": seq * rows}
     fresh = request.model == "tiny" or request.model.startswith(SHAPE)
     lr = 2e-3 if request.model == "tiny" else 3e-4 if fresh else LR
-    lr = lr / 10 if pairs and fresh else 1e-6 if pairs else lr  # 1e-6 is also TRL's
+    lr = lr / 10 if pairs and fresh else 1e-6 if pairs or sampled else lr  # 1e-6 is also TRL's
     tree["optim"] = {"lr": lr, "schedule": "cosine", "warmup": 0.1 if fresh else 0.03, "clip": 1.0}
     tree["train"] = {"steps": 100} if "random" in tree["data"] else {"epochs": request.epochs}
     tree["train"] |= {"log_every": 5, "save_every": 0.25, "keep": 2}

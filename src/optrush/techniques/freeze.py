@@ -50,12 +50,12 @@ class Freeze(Technique):
         found = "a technique that gives ranks parts of the layers: one may have nothing to train"
         yield Requirement(Part.PP not in env.claimed, "`freeze` in a pipeline", found, do)
         yield from self._within(env.blocks)
-        if env.shape is not None:
-            yield from self._matching(published_names(env.shape), env.shape.tied)
+        if env.shape is not None and (known := published_names(env.shape)):
+            yield from self._matching(known, env.shape.tied)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        if env.shape is not None:
-            yield from frozen_parameters(env, env.shape, set(self._chosen(published_names(env.shape))))
+        if env.shape is not None and (known := published_names(env.shape)):  # of others all weights are planned
+            yield from frozen_parameters(env, env.shape, set(self._chosen(known)))
 
     def peft(self, trainer: Trainer) -> int:
         parameters, entries = dict(trainer.model.named_parameters()), trainer.weight_map.entries
@@ -119,8 +119,10 @@ class Freeze(Technique):
 
 
 def published_names(shape: ModelShape) -> dict[str, list[str]]:
-    """Return the names that the model's files give to each parameter of our decoder; where not known here, none."""
-    spec, found = FAMILIES[shape.family], {}
+    """Return the names that the model's files give to each parameter of our decoder; of another model none."""
+    if shape.family not in FAMILIES:
+        return {}
+    spec, found = FAMILIES[shape.family], dict[str, list[str]]()
     for name, _ in shape.named_parameters():
         module, _, kind = name.rpartition(".")
         _, number, part = [*module.split(".", 2), "", ""][:3]

@@ -38,7 +38,7 @@ from optrush.models.shapes import LOAD_FIGURES
 from optrush.models.source import Growth, check_positions
 from optrush.models.text_part import text_config
 from optrush.models.weights import refuse_frozen, weights_fingerprint
-from optrush.objectives import check_layout, dpo, figures, loss_of
+from optrush.objectives import check_layout, dpo, figures, loss_of, rewards
 from optrush.objectives.plugged import source_of
 from optrush.optim.adamw import AdamW
 from optrush.technique import Edit, Part, Technique
@@ -246,7 +246,7 @@ def _other_model(a: Assembly, trainer: Trainer, stage: str) -> None:
     if stage == "peft" and settings is not None and dpo.by_adapter(settings, untrained):
         assert untrained is not None
         trainer.loss = partial(dpo.loss_with_reference, trainer.loss, trainer.model, untrained)
-    if stage == "peft":
+    if stage == "peft" and a.training:
         rollout.stay_near_base(trainer)
     if stage == "loss" and a.prepared.teacher is not None:
         add_teacher(trainer, *a.prepared.teacher)
@@ -357,6 +357,9 @@ def fingerprints(
     found = {"config": digest(trainer.hf), "data": sources.fingerprint, "order": order}
     if trainer.config.loss is not None:
         found["loss"] = digest([source_of("loss", trainer.config.loss.use), trainer.config.loss.options])
+    if trainer.config.grpo is not None:
+        own = [source_of("reward", r.use) for r in trainer.config.grpo.rewards if rewards.is_own(r)]
+        found["rewards"] = digest([[dict(r) for r in trainer.config.grpo.rewards], own])
     if tokens is not None:
         found["tokenizer"] = digest(tokens.tokenizer.backend_tokenizer.to_str())
         template = getattr(tokens.tokenizer, "chat_template", None)

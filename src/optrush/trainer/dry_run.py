@@ -32,7 +32,7 @@ from optrush.planner import search
 from optrush.planner.sets import Prediction
 from optrush.technique import RANK_PARTS, Teacher, instantiate
 from optrush.techniques import ALL
-from optrush.trainer import checkpoint, run_dir
+from optrush.trainer import checkpoint, rollout, run_dir
 from optrush.trainer.distributed import World
 from optrush.trainer.run import absolute, check_run_output
 from optrush.trainer.trainer import Trainer, idle_settings
@@ -73,9 +73,13 @@ def dry_run(
     vocab = vocab if config.data.random is None else resolved.shared_ids(vocab)
     layout = _layout(resolved)
     sources = read_sources(config, tokens, vocab, console.say, cut=layout.uncut)
-    stream = sampler.stream_of(
-        sources.train, layout, T=env.seq, rows=env.rows, seed=config.seed, most_bad=config.data.most_bad
-    )
+    if config.grpo is not None and tokens is not None:
+        stream: sampler.Stream = rollout.prompt_stream(config, sources.train, layout, env.seq)
+        rollout.try_rewards(config, sources.train, tokens.tokenizer)
+    else:
+        stream = sampler.stream_of(
+            sources.train, layout, T=env.seq, rows=env.rows, seed=config.seed, most_bad=config.data.most_bad
+        )
     steps = stream.plan(None if config.train.steps else config.train.epochs, config.train.steps)
     if manifest is not None:
         checkpoint.check_plan(manifest, steps.steps, stream.seek(manifest.step, manifest.position))

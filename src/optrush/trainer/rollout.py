@@ -27,9 +27,9 @@ from torch import Tensor
 from optrush import files
 from optrush.config import Config, Grpo
 from optrush.data.batch import Batch, collate
-from optrush.data.packing import Padded, RowLayout
+from optrush.data.packing import Padded, RowLayout, snug
 from optrush.data.readers import read_rows
-from optrush.data.sampler import Loading, Row, Stream, StreamPlan, Totals, plain_cost
+from optrush.data.sampler import ROOM, Loading, Row, Stream, StreamPlan, Totals, plain_cost
 from optrush.data.samples import SampleSource
 from optrush.data.schema import Document, RowLocation
 from optrush.data.tokenizer import answer_ends
@@ -37,14 +37,15 @@ from optrush.errors import ConfigError, DataError, NeedsError, RunError, exhaust
 from optrush.models.kv_cache import check_cacheable
 from optrush.models.sampling import Drawing, PromptIds, SampledAnswer, sample
 from optrush.objectives import grpo
-from optrush.objectives.rewards import Judge
+from optrush.objectives.rewards import Judge, is_own
 from optrush.trainer import distributed, run_dir
+from optrush.trainer.trainer import Storage
 
 if TYPE_CHECKING:
     from optrush.trainer.trainer import Trainer
 
 ANSWERS = "answers.jsonl"  # in the run's folder: one group of each logged step
-EVAL_SEED = 2**31  # an evaluation's draws are others than any step's
+OTHERWISE = 0.05  # nats a token, in the mean, from which sampling and training are no longer the same policy
 
 
 @dataclass(frozen=True)
@@ -67,14 +68,18 @@ class PromptStream(Stream):
     def __init__(self, source: SampleSource, layout: RowLayout, settings: Grpo, *, T: int, seed: int) -> None:
         """layout: of the sampled answers. Raises ConfigError: a prompt and its answer do not fit a row."""
         self.packed, self.settings = layout, settings
-        longest = int((source.lengths() - source.targets()).max())
-        if longest + settings.max_new > T:
+        before = source.lengths() - source.targets()  # tokens of the prompts, and what follows an answer
+        if len(none := np.flatnonzero((before < 2) | (source.targets() == 0))):
+            where = _place(source)(int(none[0]))
+            found = "a text without an answer, or an answer without a prompt"
+            do = "write prompt and completion, or messages that end with the right answer"
+            raise DataError(f"`objective: grpo` at {where}", found, do)
+        if (longest := int(before.max())) + settings.max_new > T:
             found = f"a prompt of {longest:,} tokens and `grpo.max_new: {settings.max_new}`"
             do = f"set batch.seq: {-(-(longest + settings.max_new) // 64) * 64}, or a smaller grpo.max_new"
             raise ConfigError(f"`batch.seq: {T}`", found, do)
         super().__init__(source, Padded(), T=T, rows=settings.prompts, seed=seed, cost=plain_cost)
-        shortest = int((source.lengths() - source.targets()).min())
-        self.room = T // max(1, shortest + 1) + 1 if not layout.one_doc else 2
+        self.room = 2 if layout.one_doc else ROOM  # for documents of a row; it grows with the rows
 
     def plan(self, epochs: float | None = None, steps: int | None = None) -> StreamPlan:
         """Return the length of a run; of several updates a rollout every prompt has as many steps."""
@@ -104,14 +109,20 @@ class PromptStream(Stream):
                 rows = self.step(k // updates, plan)
                 first = k // updates * self.rows
                 mine = [(first + r, rows[r]) for r in range(rank, self.rows, ranks)]
-                made = self.sampler.step(k + 1, mine, micro_rows)
+                logs = any(self._logs(step, plan.steps) for step in range(k + 1, min(k + updates, plan.steps) + 1))
+                made = self.sampler.step(k + 1, mine, micro_rows, logs)
             yield made
+
+    def _logs(self, step: int, steps: int) -> bool:
+        return step % self.trainer.config.train.steps_a_line(steps) == 0 or step == steps
 
     def collated(self, rows: Sequence[Row], micro_rows: int) -> Batch:
         """Collate at most `micro_rows` rows; of fewer, as many as the next power of two: few shapes, little padding."""
         many = min(micro_rows, 1 << max(0, len(rows) - 1).bit_length())
         whole = [*rows, *([] for _ in range(many - len(rows)))]
-        return collate(whole, self.T, single=self.packed.one_doc, most=many * self.room)
+        longest = max([sum(len(d) for _, d in row) for row in rows], default=1)
+        T = snug(longest, self.T) if self.packed.pad_to_longest else self.T
+        return collate(whole, T, single=self.packed.one_doc, most=many * self.room)
 
 
 @dataclass
@@ -123,7 +134,9 @@ class Sampler:
     judge: Judge
     ends: list[int]
     raw: Callable[[int], Mapping[str, Any]]  # of a sample: its row as it is in the file
+    where: Callable[[int], object]  # of a sample: its place
     settings: Grpo = field(init=False)
+    said: set[str] = field(default_factory=set)  # events that were logged
 
     def __post_init__(self) -> None:
         assert self.trainer.config.grpo is not None
@@ -165,7 +178,7 @@ class Sampler:
         self, group: Sequence[SampledAnswer], number: int, document: Document, source: SampleSource
     ) -> list[Rewarded]:
         reference = self.text(document.ids[document.targets])
-        row, where = self.raw(number), f"row {number}"
+        row, where = self.raw(number), str(self.where(number))
         values = [self.judge(self.text(a.ids), reference, row, where) for a in group]
         rewards = [None if v is None else self.judge.total(v) for v in values]
         advantages = grpo.advantages_of(rewards, self.settings)
@@ -184,17 +197,18 @@ class Sampler:
 
     # --- a step's micro-batches
 
-    def step(self, step: int, rows: Sequence[tuple[int, Row]], micro_rows: int) -> list[Batch]:
+    def step(self, step: int, rows: Sequence[tuple[int, Row]], micro_rows: int, logs: bool) -> list[Batch]:
         """Return this rank's micro-batches of a step; every rank calls it, and gets as many.
 
         Args:
             rows: the number of each prompt in the run, and its row of one sample; none at the end of the data.
+            logs: a line is logged of a step that learns from these answers.
         """
+        self._compare_last()
         began = time.perf_counter()
         given = [(number, sample, document) for number, row in rows for sample, document in row]
         groups = self.answers(given, self.trainer.config.seed, self.stream.source)
         sampled_s = time.perf_counter() - began
-        self._check_first(groups)
         learnt = [
             (sample, document, r)
             for (_, sample, document), group in zip(given, groups, strict=True)
@@ -208,7 +222,8 @@ class Sampler:
         batches = [self._batch(packed[i * micro_rows : (i + 1) * micro_rows], micro_rows, sizes) for i in range(micros)]
         if self.settings.updates > 1:
             batches = [replace(b, extra={**b.extra, "old": old}) for b, old in zip(batches, self._old(batches))]
-        self._show(step, given, groups)
+        if logs:
+            self._write(step, given, groups)
         return batches
 
     def learns(self, r: Rewarded) -> bool:
@@ -230,6 +245,8 @@ class Sampler:
             whole.append((number, Document(ids, np.arange(len(ids)) >= n), r))
         lengths = np.array([len(d) for _, d, _ in whole], np.int64)
         laid = self.stream.packed.place(lengths, self.stream.T, 1, 0, np.random.PCG64(0))
+        most = int((laid.starts[1:] - laid.starts[:-1]).max()) + 1
+        self.stream.room = max(self.stream.room, most if self.stream.packed.one_doc else -(-most // ROOM) * ROOM)
         return [[whole[i] for i in laid.samples[a:b]] for a, b in zip(laid.starts, laid.starts[1:])]
 
     def _batch(
@@ -287,41 +304,58 @@ class Sampler:
             "spread": sum(float(np.std([r.reward for r in g if r.reward is not None] or [0.0])) for g in groups),
             **{f"reward_{name}": sum(r.values[i] for r in known) for i, name in enumerate(self.judge.names)},
         }  # fmt: skip
-        mine = {"sizes": sizes, "micros": micros, "sums": sums, "s": seconds}
+        mine = {"sizes": sizes, "micros": micros, "sums": sums, "s": seconds, "failure": self.judge.first_failure}
         told = [json.loads(text) for text in distributed.gather(json.dumps(mine))]
         all_ = {name: sum(one["sums"][name] for one in told) for name in sums}
         many, slowest = max(1, all_["answers"]), max(one["s"] for one in told)
         figures = {name: all_[name] / max(1, all_["known"]) for name in sums if name.startswith("reward")}
         groups_of_all = max(1, all_["groups"])
         figures |= {
-            "reward_spread": all_["spread"] / groups_of_all, "groups_flat": all_["flat"] / groups_of_all,
+            "group_spread": all_["spread"] / groups_of_all, "groups_flat": all_["flat"] / groups_of_all,
             "truncated": all_["truncated"] / many, "rewards_failed": 1 - all_["known"] / many,
             "answer_tokens": all_["length"] / many, "entropy": all_["entropy"] / many,
             "rollout_s": slowest, "rollout_tokens_per_s": all_["length"] / slowest,
         }  # fmt: skip
         self.trainer.host_figures = figures
+        self._report(all_, figures, next(filter(None, (one["failure"] for one in told)), ""))
         summed = [max(1, sum(one["sizes"][i] for one in told)) for i in range(len(sizes))]
         return [*summed, max(1, *(one["micros"] for one in told))]
 
-    def _check_first(self, groups: Sequence[Sequence[Rewarded]]) -> None:
-        """Raise DataError where not one answer has a reward; note once a failure, and rewards that are all equal."""
-        rewards = [r.reward for group in groups for r in group]
-        if rewards and all(r is None for r in rewards):
-            do = "correct the function, or raise grpo.reward_timeout"
-            raise DataError(
-                "the rewards of a step", f"all {len(rewards)} failed; the first: {self.judge.first_failure}", do
-            )
-        if self.judge.first_failure and not self.judge.said:
-            self.judge.said = True
-            self.trainer.log_event({"reward_failed": self.judge.first_failure})
+    def _report(self, sums: Mapping[str, float], figures: Mapping[str, float], failure: str) -> None:
+        """Log once each what keeps a run from learning; every rank calls it with the same values.
 
-    def _show(
+        Raises:
+            DataError: not one answer of the step has a reward.
+        """
+        refuse_failed(int(sums["known"]), int(sums["answers"]), failure)
+        cut, flat = figures["truncated"], figures["groups_flat"]
+        nothing = f"{cut:.0%} of the answers were cut off at grpo.max_new, {flat:.0%} of the groups have equal rewards"
+        for name, text in (
+            ("reward_failed", failure),
+            ("nothing_to_learn", nothing if flat == 1 or (cut == 1 and self.settings.truncated == "mask") else ""),
+        ):
+            if text and name not in self.said:
+                self.said.add(name)
+                self.trainer.log_event({name: text})
+
+    def _compare_last(self) -> None:
+        """Log once where the last step's log-probabilities by sampler and training are those of two policies."""
+        figures, name = self.trainer.metrics, "sampled_otherwise"
+        seen = figures["ratio"].item()  # the sum of ratios near 1: the tokens of this rank's last window
+        apart = figures["logp_difference_mean"].item() / max(seen, 1.0)
+        if apart > OTHERWISE and name not in self.said:
+            self.said.add(name)
+            found = f"log-probabilities differ by {apart:.2g} a token between sampling and training"
+            do = "what is on in training alone (dropout, another attention) makes answers those of another model"
+            self.trainer.log_event({name: f"{found}; {do}"})
+
+    def _write(
         self, step: int, given: Sequence[tuple[int, int, Document]], groups: Sequence[Sequence[Rewarded]]
     ) -> None:
         """Append the first group of the step to `answers.jsonl`; rank 0 alone."""
         trainer = self.trainer
-        folder, logged = Path(trainer.config.output), step % trainer.config.train.steps_a_line(1000) == 0
-        if trainer.world.rank or not given or not logged or not folder.is_dir():  # nothing but a run makes the folder
+        folder = Path(trainer.config.output)
+        if trainer.world.rank or not given or not folder.is_dir():  # nothing but a run makes the folder
             return
         _, _, document = given[0]
         n = begin_of_answer(document)
@@ -363,16 +397,36 @@ class SampledEvaluation:
     def __iter__(self) -> Iterator[Batch]:
         s = self.sampler
         given = [(i, i, self.source.documents(i)[0]) for i in range(self.rank, len(self.source), self.ranks)]
-        rewarded = [r for group in s.answers(given, EVAL_SEED, self.source, greedy=True) for r in group]
-        rewards = torch.tensor([[r.reward or 0.0 for r in rewarded]])
-        tokens = sum(len(r.answer.ids) for r in rewarded)
-        failed, cut = sum(r.reward is None for r in rewarded), sum(not r.answer.ended for r in rewarded)
-        told = [json.loads(t) for t in distributed.gather(json.dumps([len(rewarded), tokens, failed, cut]))]
-        many, *sums = (sum(column) for column in zip(*told, strict=True))
-        names = ("answer_tokens", "rewards_failed", "truncated")
-        self.figures.update((name, n / max(1, many)) for name, n in zip(names, sums, strict=True))
+        rewarded = [r for group in s.answers(given, 0, self.source, greedy=True) for r in group]
+        known = [r.reward for r in rewarded if r.reward is not None]
+        tokens, cut = sum(len(r.answer.ids) for r in rewarded), sum(not r.answer.ended for r in rewarded)
+        mine = [[len(rewarded), tokens, len(known), cut], s.judge.first_failure]
+        told = [json.loads(text) for text in distributed.gather(json.dumps(mine))]
+        many, every, rated, cut = (sum(column) for column in zip(*(sizes for sizes, _ in told), strict=True))
+        refuse_failed(rated, many, next(filter(None, (failure for _, failure in told)), ""))
+        self.figures.update(answer_tokens=every / many, rewards_failed=1 - rated / many, truncated=cut / many)
         batch = s.stream.collated([], self.micro_rows)
-        yield replace(batch, n_terms=len(rewarded), n_targets=tokens, extra={"rewards": rewards})
+        yield replace(batch, n_terms=len(known), n_targets=tokens, extra={"rewards": torch.tensor([known])})
+
+
+def refuse_failed(known: int, answers: int, failure: str) -> None:
+    """Raise DataError where not one of some answers has a reward."""
+    if answers and not known:
+        do = "correct the function, or raise grpo.reward_timeout"
+        raise DataError("rewards of sampled answers", f"all {answers} failed; the first: {failure}", do)
+
+
+def try_rewards(config: Config, source: SampleSource, tokenizer: Any) -> None:
+    """Reward the first row's own answer, as a run rewards a sampled one.
+
+    Raises:
+        ConfigError, DataError: a rule is wrong, or fails there.
+    """
+    assert config.grpo is not None
+    judge, (document,) = Judge(config.grpo.rewards, config.grpo.reward_timeout), source.documents(0)
+    text = str(tokenizer.decode(document.ids[document.targets].tolist(), skip_special_tokens=True))
+    found = judge(text, text, _raw_rows(source, config.grpo)(0), str(_place(source)(0)))
+    refuse_failed(0 if found is None else 1, 1, judge.first_failure)
 
 
 def begin_of_answer(document: Document) -> int:
@@ -411,9 +465,11 @@ def attach(trainer: Trainer, held_out: SampleSource | None) -> None:
     settings, world = trainer.config.grpo, trainer.world
     assert settings is not None and isinstance(trainer.stream, PromptStream)
     check_cacheable(trainer.model)
-    if cut := [t.name for t in trainer.trained if t.is_sharded] or [
-        a for a in ("tp", "cp", "pp") if world.along(a) > 1
-    ]:
+    cut = [*sorted(trainer.env.sharded), *(t.name for t in trainer.trained if t.is_sharded)]
+    cut += [axis for axis in ("tp", "cp", "pp") if world.along(axis) > 1]
+    if world.ranks > 1 and type(trainer.storage) is not Storage:  # an engine's own weights
+        cut.append(type(trainer.storage).__name__)
+    if cut:
         found = f"weights or rows that are cut over ranks ({cut[0]})"
         raise NeedsError("`objective: grpo`", found, "give each rank the whole model: --with ddp")
     if settings.temperature != 1 and (trainer.model.head.softcap or trainer.model.head.bias is not None):
@@ -427,10 +483,11 @@ def attach(trainer: Trainer, held_out: SampleSource | None) -> None:
         do = "give model.chat_template, or a model whose config names eos_token_id"
         raise NeedsError("`objective: grpo`", "no token that ends an answer is known", do)
     judge = Judge(settings.rewards, settings.reward_timeout)
-    sampler = Sampler(trainer, trainer.stream, judge, ends, _raw_rows(trainer.sources.train, settings))
+    train = trainer.sources.train
+    sampler = Sampler(trainer, trainer.stream, judge, ends, _raw_rows(train, settings), _place(train))
     trainer.stream.trainer, trainer.stream.sampler = trainer, sampler
     if held_out is not None:
-        own = replace(sampler, raw=_raw_rows(held_out, settings))
+        own = replace(sampler, raw=_raw_rows(held_out, settings), where=_place(held_out))
         trainer.evaluation = SampledEvaluation(  # type: ignore[assignment]
             own, held_out, world.data_rank, world.data_ranks, trainer.env.micro_rows
         )
@@ -451,10 +508,15 @@ def stay_near_base(trainer: Trainer) -> None:
     trainer.loss = partial(grpo.loss_near_base, trainer.loss, trainer.model, settings, trainer.adapters_disabled)
 
 
+def _place(source: SampleSource) -> Callable[[int], object]:
+    """Return what finds the place of a sample's row."""
+    return getattr(source, "where", None) or (lambda number: f"row {number}")
+
+
 def _raw_rows(source: SampleSource, settings: Grpo) -> Callable[[int], Mapping[str, Any]]:
     """Return what finds a sample's row as its file has it; files are read once, if a reward is one's own function."""
     where: Callable[[int], RowLocation] | None = getattr(source, "where", None)
-    if where is None or not any(":" in rule.use for rule in settings.rewards):
+    if where is None or not any(map(is_own, settings.rewards)):
         return lambda number: {}
     read: dict[Path, dict[RowLocation, dict[str, Any]]] = {}
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from optrush import console, files
-from optrush.config import SECTIONS, Cleaning, Config, Origin, Plugin, dump_config
+from optrush.config import SECTIONS, Cleaning, Config, Origin, Plugin, RewardRule, dump_config
 from optrush.data import sampler, tokenize
 from optrush.data.batch import INVENTED, Batch
 from optrush.data.sampler import ROOM, reading
@@ -291,9 +291,11 @@ def absolute(config: Config) -> Config:
     template = full(template) if template is not None and Path(template).is_file() else template
     path = m.path if m.path == "tiny" else full(m.path)
     loss = config.loss and Plugin(use=plugged.absolute_name(config.loss.use), options=config.loss.options)
+    rules = () if config.grpo is None else config.grpo.rewards
+    rewards = tuple(RewardRule(**{**dict(rule), "use": plugged.absolute_name(rule.use)}) for rule in rules)
     with_ = {n: {**o, "use": plugged.absolute_name(o["use"])} if "use" in o else o for n, o in config.with_.items()}
     return changed(config, {
-        "loss": loss, "with": with_,
+        "loss": loss, "with": with_, **({"grpo.rewards": rewards} if rewards else {}),
         "data.path": source, "data.eval": held_out, "data.clean": clean, "data.cache": full(d.cache),
         "model.path": path, "model.chat_template": template, "model.tokenizer": full(m.tokenizer),
         "train.overwrite": False,  # run again, it must not empty itself

@@ -446,8 +446,11 @@ def idle_settings(config: Config, steps: int, held_out: bool) -> Iterator[str]:
     if length.steps is not None and length.epochs != 1.0:
         yield f"train.epochs does nothing: train.steps says how long the run is, {steps} steps"
     if length.steps is None and steps < FEW:
-        tokens = config.batch.tokens
-        yield f"{steps} update{'s' * (steps > 1)} in all, of {tokens} tokens: lower batch.tokens, or raise train.epochs"
+        size, key = (
+            (config.batch.tokens, "batch.tokens") if config.grpo is None else (config.grpo.prompts, "grpo.prompts")
+        )
+        of = f"{size} {key.partition('.')[2]}"
+        yield f"{steps} update{'s' * (steps > 1)} in all, of {of}: lower {key}, or raise train.epochs"
 
 
 def train(trainer: Trainer, meter: Meter, plan: RunPlan, save: Callable[[int], None]) -> None:
