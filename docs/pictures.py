@@ -432,12 +432,26 @@ def ladder() -> Figure:
     return figure
 
 
+def rewards() -> Figure:
+    """The share of groups whose answers are all right or all wrong, by how often an answer is right."""
+    figure, axis = canvas(height=2.9)
+    right = np.linspace(0, 1, 200)
+    for colour, group in zip(COLOURS, (4, 8, 16)):
+        flat = 100 * (right**group + (1 - right) ** group)
+        axis.plot(100 * right, flat, color=colour, label=f"{group} answers a prompt")
+    axis.set_xlabel("right answers, %")
+    axis.set_ylabel("groups without gradient, %")
+    axis.legend(frameon=False, fontsize=8)
+    return figure
+
+
 PICTURES: dict[str, Callable[[], Figure]] = {
     "01-model": model, "02-memory": memory, "03-data": data, "04-rows": rows, "05-precision": precision,
     "06-adapters": adapters, "07-four-bits": four_bits, "08-optimizers": optimizers, "09-compile": compiled,
     "10-attention": attention, "11-kernels": kernels, "12-batch": batch, "13-loader": loader, "14-gpus": gpus,
     "14-scaling": scaling,
     "15-long-rows": long_rows, "16-preferences": preferences, "17-measuring": measuring, "18-ladder": ladder,
+    "19-rewards": rewards,
 }  # fmt: skip
 
 
