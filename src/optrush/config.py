@@ -458,7 +458,8 @@ class Config(StrictModel):
         own = given.get("objective") if isinstance(given, dict) else None
         if not isinstance(own, dict) or given.get("loss") is not None:
             return given
-        if "use" not in own or own.get("rows") not in ROWS or own.keys() - _OWN_OBJECTIVE:
+        sound = isinstance(own.get("rows"), str) and own["rows"] in ROWS
+        if "use" not in own or not sound or own.keys() - _OWN_OBJECTIVE:
             return given  # refused as a value of `objective`
         used = {key: own[key] for key in ("use", "options") if key in own}
         return {**given, "objective": ROWS[own["rows"]], "loss": used}

@@ -621,6 +621,8 @@ def check_fields(config: Config) -> None:
         raise ConfigError("`distill.teacher`", "it is missing", do)
     if config.distill is not None and config.distill.store is not None:
         _check_store(config.distill, d.stream)
+    if d.separator is not None and d.path is None:
+        raise ConfigError(f"`data.separator: {d.separator}`", "no `data.path` with a table", "leave it out")
     if d.random is not None:
         if config.objective not in ("pretrain", "distill"):
             asked = f"`objective: {config.objective}` on `data.random`"

@@ -339,7 +339,7 @@ AXOLOTL = TRAINER | rules_of({
     "do_causal_lm_eval eval_causal_lm_metrics do_bench_eval bench_dataset bench_split lm_eval_tasks lm_eval_batch_size "
     "lm_eval_post_train": listed("held-out loss is measured; `optrush eval` measures more afterwards"),
     "include_tkps use_trackio profiler_steps profiler_steps_start axolotl_config_path": LOGGED,
- "fsdp_version": listed("`fsdp` is FSDP2"),
+    "fsdp_version": listed("`fsdp` is FSDP2"),
     "streaming_multipack_buffer_size sample_packing_eff_est total_num_tokens total_supervised_tokens "
     "sample_packing_bin_size sample_packing_group_size sample_packing_mp_start_method multipack_real_batches "
     "pretrain_multipack_buffer_size": PACKED, "eval_batch_size eval_sequence_len": EVALUATION,

@@ -141,7 +141,7 @@ def test_a_turn_that_is_not_to_be_learnt_is_not(key: str) -> None:
     said = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", key: 0}, *({"from": "gpt", "value": "c"},)]
     assert [turn.learnt for turn in parsed({"conversations": said})[0].messages] == [True, False, True]
     weighs = key in ("loss_weight", "loss_scale", "weight")
-    for wrong in (-0.5 if weighs else 0.5, [0, 1], "no"):
+    for wrong in (*((-0.5, 1e-9, 1e-46) if weighs else (0.5,)), [0, 1], "no"):
         assert f"messages[1].{key} is" in refused({"messages": [ASK, {**ANSWER, key: wrong}]}).found
 
 

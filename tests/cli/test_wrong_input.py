@@ -83,6 +83,9 @@ VALUES: dict[str, Case] = {
     "infinite rate": ({"optim": {"lr": float("inf")}}, [], ("`optim.lr`", "inf", "finite")),
     "negative rate": ({"optim": {"lr": -1e-3}}, [], ("`optim.lr`", "-0.001", "give a number above 0")),
     "unknown choice": ({"optim": {"schedule": "cosin"}}, [], ("`optim.schedule`", "'cosin'", "'cosine'")),
+    "rows of an objective in a list": (
+        {"objective": {"use": "loss.py:f", "rows": ["chat"]}}, [], ("`objective`", "one of your own"),
+    ),
     "objective not built": ({"objective": "ppo"}, [], ("`objective`", "'ppo'", "'distill' or 'grpo'")),
     "list for a section": ({"optim": [1]}, [], ("`optim`", "[1]", "optim")),
     "eval out of range": ({"data": {"eval": 1.5}}, [], ("`data.eval`", "1.5", "give a number below 1 or a path")),

@@ -167,8 +167,9 @@ def test_a_package_serves_training_alone():
     with torch.no_grad():
         assert kernel(hidden, weight, labels, **rest).item() == pytest.approx(want.item(), rel=1e-6)
     assert asked == [8], "evaluation goes through the chunked kernel"
-    with pytest.raises(NeedsError, match="impl=chunked"):
-        kernel(hidden, weight, labels, **{**rest, "reduce": "token"})
+    losses = kernel(hidden, weight, labels, **{**rest, "reduce": "token"})
+    assert losses.sum().item() == pytest.approx(want.item(), rel=1e-6) and losses.requires_grad
+    assert asked == [8], "and so do losses by token"
 
 
 @pytest.mark.parametrize("chunk", [128, 512, 4096, 8192])

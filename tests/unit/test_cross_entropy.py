@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from optrush.kernels import cross_entropy as cross_entropy_module
 from optrush.kernels.cross_entropy import chunk_loss, chunked_cross_entropy, cross_entropy
 
 torch.set_num_threads(1)
@@ -173,3 +174,16 @@ def test_sum_gives_its_gradients_once():
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="one backward only"):
         loss.backward()
+
+
+def test_losses_by_token_of_a_package_are_those_in_chunks():
+    """A package has the sum alone; weighted rows and losses of other people need each token's."""
+    package = cross_entropy_module.Package(function=lambda *_: torch.zeros(()), chunk=8)
+    found = []
+    for kernel in (package, cross_entropy_module.Chunked(chunk=8)):
+        hidden = torch.randn(12, 6, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        weight = torch.randn(9, 6, generator=torch.Generator().manual_seed(2), requires_grad=True)
+        losses = kernel(hidden, weight, torch.arange(12) % 9, reduce="token")
+        (losses * torch.arange(12)).sum().backward()
+        found.append((losses.detach(), hidden.grad, weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

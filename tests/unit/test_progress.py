@@ -107,7 +107,7 @@ def test_a_run_off_its_plan(
     lines[0] |= {"tokens_per_s": 1.0, "step_s": 1000.0}
     if slow:
         lines[3] |= {"tokens_per_s": 37.0, "step_s": 26.25}
-    some: Any = None
+    some: Any = SimpleNamespace(grpo=None)
     log = RunLog("run", some, "", lines, [], [], False)
     guess = SimpleNamespace(tokens_per_s=1000.0, step_s=1.0, memory_kind="cuda_allocated", basis="datasheet")
     monkeypatch.setattr(search, "predict", lambda config, ranks: guess)

@@ -55,7 +55,7 @@ def import_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML, JSON, or a command line", show_default=False)],
     tool: Annotated[
         ToolName | None,
-        typer.Option("--from", metavar="TOOL", help=f"{', '.join(get_args(ToolName))}(default: found by its keys)"),
+        typer.Option("--from", metavar="TOOL", help=f"{', '.join(get_args(ToolName))} (default: found by its keys)"),
     ] = None,
     data: Annotated[
         str | None, typer.Option("--data", metavar="DATA", help="data.path to use instead of what FILE names")
@@ -371,7 +371,9 @@ class _Composer:
                 raise self.refuse("@config_json", f"{key}: {value!r}, which is not read from this file", do)
         if self.get("@random"):
             if hf is None or Path(model["path"]).exists():
-                raise self.refuse("@random", "random weights of a model of unknown size", "model.shape")
+                raise self.refuse(
+                    "@random", "random weights of a model of unknown size", "name a known shape: model.shape"
+                )
             model["shape"] = model["tokenizer"] = model.pop("path")
         if patterns := self.get("@unfrozen"):
             self._unfrozen([str(pattern) for pattern in patterns])

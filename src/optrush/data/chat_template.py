@@ -362,6 +362,9 @@ class Tokens:
         if isinstance(row, Text):
             return _Draft(where, row.text, special=True)
         if isinstance(row, Completion):
+            if train_on.endswith("answer") and _never_ending(Message("assistant", row.completion)):
+                do = "add </think> where the thoughts end, or learn them, too (data.train_on: assistant)"
+                raise DataError(f"to learn the answer at {where}", "it begins with <think> and has no </think>", do)
             seam = 0 if train_on == "all" else len(row.prompt)
             seam += thoughts_end(row.completion, row.completion, None) if train_on.endswith("answer") else 0
             return _Draft(where, row.prompt + row.completion, special=True, seam=seam)

@@ -54,7 +54,7 @@ IGNORE = "ignore"  # in `data.columns`: a key that is not read
 # How much a turn is learnt: 0 or false, 1 or true.
 LEARNT = ("weight", "train", "loss", "loss_weight", "loss_mask", "loss_scale", "training", "trainable")
 WEIGHTS = ("weight", "loss_weight", "loss_scale")  # of them, those that may be any number
-HEAVIEST = 1_000_000
+LIGHTEST, HEAVIEST = 0.001, 1_000_000
 # Words of a key that may tell a tool what to learn: `turn_mask`, `ignore_loss`.
 CONTROL = re.compile(
     r"(?:^|_)(?:loss|masks?|masked|weights?|train|training|trainable|learn|learnt|learned|learnable|supervised?|ignored?"
@@ -728,8 +728,8 @@ def _weight(found: dict[str, Any], role: str, name: str, objective: str) -> floa
         if wrong or (key in ("weight", "train") and isinstance(value, bool) != (key == "train")):
             one = "neither false nor true" if key == "train" else "neither 0 nor 1"
             raise _Bad(f"{name}.{key} is {'no number from 0 on' if key in WEIGHTS else one}")
-        if not 0 <= value <= HEAVIEST:
-            raise _Bad(f"{name}.{key} is {value}, not a number from 0 to {HEAVIEST:,}")
+        if value and not LIGHTEST <= value <= HEAVIEST:
+            raise _Bad(f"{name}.{key} is {value}, not 0 or a number from {LIGHTEST} to {HEAVIEST:,}")
         if value not in (0, 1) and objective not in ("", "sft"):
             raise _Bad(f"{name}.{key} is {value}: a loss with weights is of `objective: sft`", "write 0 or 1 there")
         if value and role != "assistant":

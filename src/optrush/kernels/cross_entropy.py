@@ -140,7 +140,8 @@ def across_ranks(kernel: LossKernel, part: VocabularyPart) -> AcrossRanks:
 
 @dataclass(frozen=True, kw_only=True)
 class Package(_Kernel):
-    """A package's sum with its gradients in training; evaluation, which needs no gradients, as `Chunked`."""
+    """A package's sum with its gradients in training; as `Chunked` losses by token, which packages have not, and
+    evaluation, which needs no gradients."""
 
     function: Callable[[Tensor, Tensor, Tensor, int], Tensor]  # (hidden, weight, labels, chunk) -> sum of losses
     chunk: int = 4096
@@ -150,12 +151,9 @@ class Package(_Kernel):
         return Chunked(options=self.options, chunk=self.chunk)
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
-        """Implement `LossKernel`; raise NeedsError for losses by token."""
-        if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
+        learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+        if not learns or kwargs["reduce"] != "sum":
             return self._evaluation(hidden, weight, labels, **kwargs)
-        if kwargs["reduce"] != "sum":
-            found = "an objective with one loss a token"
-            raise NeedsError(f"{self.function.__name__}'s loss kernel", found, "take fused-loss:impl=chunked")
         return self.function(hidden, weight, labels, self.chunk)
 
 

@@ -48,7 +48,7 @@ WHOLE = (EMBEDDING, HEAD, "norm", "input_layernorm", "post_attention_layernorm",
 MIXERS = ("self_attn", "attention", "attn", "self_attention")
 FEEDERS = ("mlp", "feed_forward", "ffn")
 BLOCKS = ("model.layers", "model.language_model.layers", "language_model.model.layers", "transformer.h", "layers")
-FEW = 40  # layers that tell whether an expression is one of all layers
+MOST_LAYERS = 200  # an expression that matches fewer is one of some layers
 # Linears of other families, which a list of targets may name though a model has others.
 OTHERS = ("c_attn", "c_proj", "c_fc", "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2",
           "out_proj", "in_proj", "x_proj", "dt_proj", "w1", "w2", "w3", "Wqkv", "wq", "wk", "wv", "wo")  # fmt: skip
@@ -111,8 +111,10 @@ def matching(pattern: str, known: tuple[str, ...]) -> tuple[str, ...]:
         elif own in {*attention_of(known), *LATENT, *DELTA, JOINED["qkv"]}:
             inside = ["linear_attn"] if own in DELTA else mixers
         ends = [f"{part}.{own}" for part in inside]
-        layers = [n for n in range(FEW) if any(read.fullmatch(f"{top}.{n}.{end}") for top in BLOCKS for end in ends)]
-        if layers and len(layers) < FEW:
+        layers = [
+            n for n in range(MOST_LAYERS) if any(read.fullmatch(f"{top}.{n}.{end}") for top in BLOCKS for end in ends)
+        ]
+        if layers and len(layers) < MOST_LAYERS:
             do = f"name the linears, which have adapters in all layers: [{name}]"
             raise NeedsError(f"`targets={pattern}`", f"it matches {name} in some layers only", do)
         found += [name] * bool(layers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -49,12 +50,14 @@ class PluggedOptimizer(Technique):
         return OptimizerSpec(f"states of {self.use}, {self.states:g} per weight", {"*": States(self.states)})
 
     def optimizer(self, trainer: Trainer) -> int:
-        from optrush.objectives.plugged import find
+        from optrush.objectives.plugged import find, source_of
         from optrush.optim.plugged import plugged_optimizer
 
         what, made = f"the optimizer `{self.use}`", find("optimizer", self.use or "")
         trained, optim = trainer.trained, trainer.config.optim
         trainer.optimizer = plugged_optimizer(what, made, self.options or {}, trained, optim)
+        used = f"{source_of('optimizer', self.use or '')} {self.options or {}}"
+        trainer.fingerprints["optimizer"] = hashlib.sha256(used.encode()).hexdigest()
         weights = sum(t.local.numel() for t in trained)
         kept = sum(s.numel() for states in trainer.optimizer.state().values() for s in states.values() if s.dim())
         if weights and abs(kept / weights - self.states) > 0.1:
