@@ -358,8 +358,10 @@ def fingerprints(
     if trainer.config.loss is not None:
         found["loss"] = digest([source_of("loss", trainer.config.loss.use), trainer.config.loss.options])
     if trainer.config.grpo is not None:
-        own = [source_of("reward", r.use) for r in trainer.config.grpo.rewards if rewards.is_own(r)]
-        found["rewards"] = digest([[dict(r) for r in trainer.config.grpo.rewards], own])
+        for rule in (rules := trainer.config.grpo.rewards):
+            rewards.open_reward(rule)  # refuses a name that is none, with those that are
+        own = [source_of("reward", rule.use) for rule in rules if rewards.is_own(rule)]
+        found["rewards"] = digest([[dict(rule) for rule in rules], own])
     if tokens is not None:
         found["tokenizer"] = digest(tokens.tokenizer.backend_tokenizer.to_str())
         template = getattr(tokens.tokenizer, "chat_template", None)

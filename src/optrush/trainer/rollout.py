@@ -145,7 +145,7 @@ class Sampler:
     # --- sampling and rewards
 
     def answers(
-        self, rows: Sequence[tuple[int, int, Document]], seed: int, source: SampleSource, *, greedy: bool = False
+        self, rows: Sequence[tuple[int, int, Document]], seed: int, *, greedy: bool = False
     ) -> list[list[Rewarded]]:
         """Sample and reward answers.
 
@@ -171,12 +171,10 @@ class Sampler:
         groups = []
         for p, (_, number, document) in enumerate(rows):
             group = found[p * members : (p + 1) * members]
-            groups.append(self._rewarded(group, number, document, source))
+            groups.append(self._rewarded(group, number, document))
         return groups
 
-    def _rewarded(
-        self, group: Sequence[SampledAnswer], number: int, document: Document, source: SampleSource
-    ) -> list[Rewarded]:
+    def _rewarded(self, group: Sequence[SampledAnswer], number: int, document: Document) -> list[Rewarded]:
         reference = self.text(document.ids[document.targets])
         row, where = self.raw(number), str(self.where(number))
         values = [self.judge(self.text(a.ids), reference, row, where) for a in group]
@@ -207,7 +205,7 @@ class Sampler:
         self._compare_last()
         began = time.perf_counter()
         given = [(number, sample, document) for number, row in rows for sample, document in row]
-        groups = self.answers(given, self.trainer.config.seed, self.stream.source)
+        groups = self.answers(given, self.trainer.config.seed)
         sampled_s = time.perf_counter() - began
         learnt = [
             (sample, document, r)
@@ -397,7 +395,7 @@ class SampledEvaluation:
     def __iter__(self) -> Iterator[Batch]:
         s = self.sampler
         given = [(i, i, self.source.documents(i)[0]) for i in range(self.rank, len(self.source), self.ranks)]
-        rewarded = [r for group in s.answers(given, 0, self.source, greedy=True) for r in group]
+        rewarded = [r for group in s.answers(given, 0, greedy=True) for r in group]
         known = [r.reward for r in rewarded if r.reward is not None]
         tokens, cut = sum(len(r.answer.ids) for r in rewarded), sum(not r.answer.ended for r in rewarded)
         mine = [[len(rewarded), tokens, len(known), cut], s.judge.first_failure]
