@@ -228,7 +228,7 @@ def _plan(kind: str, queue: Any) -> None:
             refuse_foreign(hf := make(kind))
             if (own := native_obstacle(hf) is None) or trace_model(hf):
                 return queue.put("native" if own else "traced")
-        except Exception:
+        except Exception:  # whatever such a class raises: the record is then "none", and `plan` gives the reason
             continue
 
 
