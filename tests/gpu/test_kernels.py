@@ -639,3 +639,38 @@ def test_stochastic_rounding_at_the_edges():
         edges(adamw.write_stochastic),
     )
     torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("slots", "heads", "group", "wide", "out", "masks"),
+    [
+        (3, 2, 3, 64, 64, {}), (5, 2, 1, 96, 64, {"window": 40}), (2, 1, 4, 24, 24, {"sinks": True}),
+        (300, 8, 2, 128, 128, {}), (70, 8, 2, 64, 64, {"cap": 5.0}),
+        (1, 4, 8, 256, 256, {"window": 200, "sinks": True}),
+    ],
+)  # fmt: skip
+def test_attention_of_new_tokens_is_that_of_whole_slots(dtype, slots, heads, group, wide, out, masks):
+    from optrush.kernels.decode_attention_triton import decode_attention
+    from optrush.models.kv_cache import attend_slots
+
+    torch.manual_seed(0)
+    room, at = 448, {"device": "cuda", "dtype": dtype}
+    lengths = torch.randint(1, room + 1, (slots,), device="cuda")
+    lengths[0], lengths[-1] = 1, room
+    if slots > 2:
+        lengths[1] = 0
+    q, k, v = (torch.randn(slots, n, e, **at) for n, e in ((heads * group, wide), (heads, wide), (heads, out)))
+    keys, values = (torch.randn(slots + 1, room, heads, e, **at) for e in (wide, out))
+    sinks = torch.randn(heads * group, **at) if masks.get("sinks") else None
+    kept = keys.clone(), values.clone()
+    live = lengths.nonzero()[:, 0]
+    for cache, new in zip(kept, (k, v), strict=True):
+        cache[live, lengths[live] - 1] = new[live]
+    window, cap = masks.get("window"), masks.get("cap")
+    plain = (x[:slots].float() for x in kept)
+    want = attend_slots(q[:, None].float(), *plain, lengths, window=window, cap=cap, sinks=sinks)[:, 0]
+    got = decode_attention(q, k, v, keys, values, lengths, sinks, window or 0, cap or 0.0)
+    assert torch.equal(keys, kept[0]) and torch.equal(values, kept[1])
+    assert off(got[live], want[live]) < (3e-3 if dtype == torch.bfloat16 else 1e-5)
+    assert not got[lengths == 0].any()

@@ -112,7 +112,7 @@ def test_an_end_in_the_prompt_ends_nothing_and_a_cut_answer_has_not_ended(model)
     end = free[0].ids[2]
     inside = sampling.PromptIds(prompt.number, np.array([*prompt.ids, end, *prompt.ids], np.int32))
     for one in (prompt, inside):
-        for answer in sampling.sample(model, [one], 4, sampling.Drawing(6, 1.0, {end}, 3)):
+        for answer in sampling.sample(model, [one], 4, sampling.Drawing(6, 1.0, (end,), 3)):
             assert answer.ended == (answer.ids[-1] == end)
             assert end not in answer.ids[:-1] and (answer.ended or len(answer.ids) == 6)
 

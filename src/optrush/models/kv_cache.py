@@ -2,21 +2,22 @@
 
 The cache goes in through the decoder's own slots (`block.attention`, `block_call`): the modules, weights and adapters
 that are trained are the ones that sample, so there is nothing to copy or to keep equal. A prompt passes once, packed
-with others, and what its tokens leave is written to every slot that continues it.
+with others, and what its tokens leave is written to every slot that continues it. On CUDA one kernel
+(kernels/decode_attention_triton.py) writes and attends; elsewhere torch's attention reads a rectangle of the cache.
 
 Shapes: S slots, C tokens of a slot, K key/value heads, E head width, H query heads, N tokens of a packed pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from optrush.data.batch import Documents
 from optrush.errors import NeedsError
@@ -44,16 +45,23 @@ class Step:
 class LayerCache:
     """The keys and values of one layer, and its attention while they are kept."""
 
-    def __init__(self, cache: SlotCache, inner: Any, window: int | None) -> None:
-        self.cache, self.inner, self.window = cache, inner, window
+    inner: Any  # the block's own attention
+
+    def __init__(self, cache: SlotCache, window: int | None) -> None:
+        self.cache, self.window = cache, window
         self.keys: Tensor | None = None  # (S + 1, C, K, E), in the type that attention reads
         self.values: Tensor | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, **masks: Any) -> Tensor:
         """Attend as `kernels.attention` does: q (B, T, H, E), k and v (B, T, K, E) -> (B, T, H, E)."""
-        step, places = self.cache.step, (self.cache.slots + 1, self.cache.room)
+        step, kernel = self.cache.step, self.cache.kernel
         if self.keys is None or self.values is None:
+            places = self.cache.slots + 1, self.cache.room
             self.keys, self.values = k.new_zeros(*places, *k.shape[2:]), v.new_zeros(*places, *v.shape[2:])
+        if step.lengths is not None and kernel is not None:
+            window, sinks, cap = self.window or 0, masks.get("sinks"), masks.get("cap") or 0.0
+            last = q[:, 0], k[:, 0], v[:, 0]
+            return kernel(*last, self.keys, self.values, step.lengths, sinks, window, cap)[:, None]
         for kept, new in ((self.keys, k), (self.values, v)):
             flat = new.flatten(0, 1)
             kept.view(-1, *new.shape[2:])[step.target] = flat if step.source is None else flat[step.source]
@@ -68,23 +76,31 @@ class LayerCache:
 class SlotCache:
     """The layers' caches of a decoder: `slots` sequences of at most `room` tokens."""
 
+    kernel: Callable[..., Tensor] | None = None  # of a step token by token
+
     def __init__(self, model: Decoder, slots: int, room: int) -> None:
         """Raises NeedsError: a layer keeps other things of a sequence than keys and values."""
         check_cacheable(model)
         self.slots, self.room = slots, -(-room // BUCKET) * BUCKET
         self.step = Step(torch.zeros(0, dtype=torch.int64))
+        self.layers = [LayerCache(self, b.window) for b in model.blocks.values() if isinstance(b, Block)]
+        self.compiled: dict[nn.Module, Any] = {}
+        if model.embedding.weight.is_cuda:
+            from optrush.kernels.decode_attention_triton import decode_attention
+
+            self.kernel = decode_attention
 
     @contextmanager
     def within(self, model: Decoder) -> Iterator[None]:
         """Let the decoder's blocks attend through the cache, uncompiled and without checkpoints of activations."""
         blocks = [block for block in model.blocks.values() if isinstance(block, Block)]
-        compiled = {m: m._compiled_call_impl for m in model.modules() if m._compiled_call_impl is not None}
+        self.compiled = {m: m._compiled_call_impl for m in model.modules() if m._compiled_call_impl is not None}
         before = [block.attention for block in blocks]
         call, training = model.block_call, model.training
-        model.block_call = lambda block, *args, **kwargs: block.forward(*args, **kwargs)
-        for block in blocks:
-            block.attention = LayerCache(self, block.attention, block.window)
-        for module in compiled:  # for shapes that a step has; here each length would be compiled
+        model.block_call = lambda block, *args, **kwargs: (block._compiled_call_impl or block.forward)(*args, **kwargs)
+        for block, layer in zip(blocks, self.layers, strict=True):
+            layer.inner, block.attention = block.attention, layer
+        for module in self.compiled:  # prompts: each length would be compiled
             module._compiled_call_impl = None
         model.eval()
         try:
@@ -93,9 +109,20 @@ class SlotCache:
             model.block_call = call
             for block, attention in zip(blocks, before, strict=True):
                 block.attention = attention
-            for module, call_impl in compiled.items():
+            for module, call_impl in self.compiled.items():
                 module._compiled_call_impl = call_impl
             model.train(training)
+
+    @contextmanager
+    def one_shape(self) -> Iterator[None]:
+        """Let compiled parts run compiled: every step of the slots has one shape where the kernel attends."""
+        for module, call_impl in self.compiled.items():
+            module._compiled_call_impl = call_impl if self.kernel else None
+        try:
+            yield
+        finally:
+            for module in self.compiled:
+                module._compiled_call_impl = None
 
 
 def check_cacheable(model: Any) -> None:

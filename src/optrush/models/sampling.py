@@ -10,9 +10,9 @@ Shapes: S slots, V vocabulary.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ from optrush.models.decoder import Decoder
 from optrush.models.kv_cache import BUCKET, SlotCache, Step
 
 CHECK = 16  # tokens between two looks at which sequences have ended, on a GPU
+FEW = 16  # a share of the slots that is waited for before further prompts pass
 PROMPTS = 8192  # tokens of prompts in one packed pass
 
 
@@ -61,12 +62,11 @@ class Drawing:
 
     most: int  # tokens of an answer
     temperature: float
-    ends: Collection[int]
+    ends: tuple[int, ...]
     seed: int
     slots: int = 64
 
 
-@torch.no_grad()
 def sample(
     model: Decoder,
     prompts: Sequence[PromptIds],
@@ -74,44 +74,33 @@ def sample(
     drawing: Drawing,
     precision: AbstractContextManager[object] | None = None,
 ) -> list[SampledAnswer]:
-    """Return `members` answers to each prompt, prompt by prompt.
-
-    Args:
-        precision: the context of the model's forward passes, such as autocast.
-
-    Raises:
-        NeedsError: as `kv_cache.check_cacheable`.
-    """
+    """Return `members` answers to each prompt, prompt by prompt; arguments and errors as `Engine`'s."""
     if not prompts or not members:
         return []
     slots = min(drawing.slots, len(prompts) * members)
-    cache = SlotCache(model, slots, max(len(p.ids) for p in prompts) + drawing.most)
-    with precision or nullcontext(), cache.within(model):
-        run = _Run(model, cache, prompts, drawing)
-        run.queue.extend((p, m) for p in range(len(prompts)) for m in range(members))
-        while run.queue or run.slot_of:
-            run.admit()
-            for _ in range(CHECK if run.device.type == "cuda" else 1):
-                run.advance()
-            run.collect()
-    return sorted(run.answers, key=lambda a: (a.prompt, a.member))
+    engine = Engine(model, slots, max(len(p.ids) for p in prompts) + drawing.most, drawing.most)
+    return engine.sample(prompts, members, drawing, precision)
 
 
-@dataclass
-class _Run:
-    """The sequences under way."""
+class Engine:
+    """Slots of a model's sequences and what is known of each; on CUDA a step of all slots is one recorded graph.
 
-    model: Decoder
-    cache: SlotCache
-    prompts: Sequence[PromptIds]
-    drawing: Drawing
-    queue: deque[tuple[int, int]] = field(default_factory=deque)
-    slot_of: dict[int, tuple[int, int]] = field(default_factory=dict)  # slot -> prompt, member
-    answers: list[SampledAnswer] = field(default_factory=list)
+    Memory: the cache, and 20 bytes a token of an answer and slot, for as long as the engine is kept.
+    """
 
-    def __post_init__(self) -> None:
-        S, most = self.cache.slots, self.drawing.most
-        self.device = device = self.model.embedding.weight.device
+    def __init__(self, model: Decoder, slots: int, room: int, most: int) -> None:
+        """Allocate the sequences' state; the cache is allocated by the first prompt.
+
+        Args:
+            room: tokens of a slot, prompt and answer.
+            most: tokens of an answer.
+
+        Raises:
+            NeedsError: as `kv_cache.check_cacheable`.
+        """
+        self.model, self.most, S = model, most, slots
+        self.cache = SlotCache(model, slots, room)
+        self.device = device = model.embedding.weight.device
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -120,13 +109,69 @@ class _Run:
         self.live, self.ended = zeros(S, dtype=torch.bool), zeros(S, dtype=torch.bool)
         self.out = zeros(S, most)
         self.log_p, self.entropy = (zeros(S, most, dtype=torch.float32) for _ in range(2))
-        self.ends = torch.tensor(sorted(self.drawing.ends), dtype=torch.int64, device=device)
         self.first = torch.arange(S, device=device) * self.cache.room  # places of the slots' first tokens
         self.span = 0
+        self.ends_of: dict[Drawing, Tensor] = {}
+        self.graphs: dict[Drawing, torch.cuda.CUDAGraph] = {}
+        self.places: list[int] = []  # of the weights that the graphs read
+
+    @torch.no_grad()
+    def sample(
+        self, prompts: Sequence[PromptIds], members: int, drawing: Drawing,
+        precision: AbstractContextManager[object] | None = None,
+    ) -> list[SampledAnswer]:  # fmt: skip
+        """Return `members` answers to each prompt, prompt by prompt.
+
+        Args:
+            prompts: with an answer no longer than the room.
+            drawing: with answers no longer than `most`.
+            precision: the context of the model's forward passes, such as autocast; it must cast anew at each step.
+        """
+        self.prompts, self.drawing, self.queue = prompts, drawing, deque[tuple[int, int]]()
+        self.slot_of: dict[int, tuple[int, int]] = {}  # slot -> prompt, member
+        self.answers: list[SampledAnswer] = []
+        if drawing not in self.ends_of:  # at an address of its own, which a recording reads
+            self.ends_of[drawing] = torch.tensor(drawing.ends, dtype=torch.int64, device=self.device)
+        self.live.zero_()
+        self.span, cuda = 0, self.device.type == "cuda"
+        if (places := [p.data_ptr() for p in self.model.parameters()]) != self.places:
+            self.graphs, self.places = {}, places
+        with precision or nullcontext(), self.cache.within(self.model):
+            self.queue.extend((p, m) for p in range(len(prompts)) for m in range(members))
+            while self.queue or self.slot_of:
+                self.admit()
+                with self.cache.one_shape():
+                    for _ in range(CHECK if cuda else 1):
+                        self.replay() if cuda else self.advance()
+                self.collect()
+        return sorted(self.answers, key=lambda a: (a.prompt, a.member))
+
+    def replay(self) -> None:
+        """Continue every sequence by one token: as recorded, after a first step that is not (kernels are made in it).
+
+        A recording holds the addresses of weights, cache and state; all change in place.
+        """
+        if (graph := self.graphs.get(self.drawing)) is not None:
+            graph.replay()
+            return
+        self.advance()
+        side, here = torch.cuda.Stream(), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
+        pool = next(iter(self.graphs.values())).pool() if self.graphs else None
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            self.graphs[self.drawing] = graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # a loader's threads pin memory
+            try:
+                self.advance()
+            finally:
+                graph.capture_end()
+        here.wait_stream(side)
 
     def admit(self) -> None:
         """Pass the prompts of the next sequences, and draw their first tokens."""
         free = [slot for slot in range(self.cache.slots) if slot not in self.slot_of]
+        if self.slot_of and len(free) * FEW < self.cache.slots:  # a pass costs as much for one prompt as for many
+            return
         taken: dict[int, list[tuple[int, int]]] = {}  # prompt -> its slots and members
         tokens = 0
         while free and self.queue:
@@ -181,7 +226,7 @@ class _Run:
     def advance(self) -> None:
         """Continue every sequence by one token."""
         S, room = self.cache.slots, self.cache.room
-        self.span += 1
+        self.span += 1  # read on a CPU alone
         span = min(room, -(-self.span // BUCKET) * BUCKET)
         target = torch.where(self.live, self.first + self.length, S * room)
         lengths = torch.where(self.live, self.length + 1, 0)
@@ -214,9 +259,9 @@ class _Run:
             (self.out, token), (self.log_p, log_p[rows, token]), (self.entropy, -(p * log_p).nansum(-1)),
         ):  # fmt: skip
             kept[rows, place] = torch.where(who, value.to(kept.dtype), kept[rows, place])
-        self.token = torch.where(who, token, self.token)
+        self.token.copy_(torch.where(who, token, self.token))
         self.made += who
-        ends = who & torch.isin(token, self.ends)
+        ends = who & (token[:, None] == self.ends_of[self.drawing]).any(1)
         self.ended |= ends
         self.live &= ~(ends | (who & (self.made >= self.drawing.most)))
 

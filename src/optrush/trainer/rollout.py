@@ -35,7 +35,7 @@ from optrush.data.schema import Document, RowLocation
 from optrush.data.tokenizer import answer_ends
 from optrush.errors import ConfigError, DataError, NeedsError, RunError, exhausted, first_line
 from optrush.models.kv_cache import check_cacheable
-from optrush.models.sampling import Drawing, PromptIds, SampledAnswer, sample
+from optrush.models.sampling import Drawing, Engine, PromptIds, SampledAnswer, sample
 from optrush.objectives import grpo
 from optrush.objectives.rewards import Judge, is_own
 from optrush.trainer import distributed, run_dir
@@ -135,6 +135,7 @@ class Sampler:
     ends: list[int]
     raw: Callable[[int], Mapping[str, Any]]  # of a sample: its row as it is in the file
     where: Callable[[int], object]  # of a sample: its place
+    engine: Engine | None = None  # kept for the run; None: one for each step, no larger than that needs
     settings: Grpo = field(init=False)
     said: set[str] = field(default_factory=set)  # events that were logged
 
@@ -159,9 +160,10 @@ class Sampler:
         s, trainer = self.settings, self.trainer
         prompts = [PromptIds(number, d.ids[: begin_of_answer(d)]) for number, _, d in rows]
         members = 1 if greedy else s.group
-        drawing = Drawing(s.max_new, 0.0 if greedy else s.temperature, self.ends, seed, s.slots)
+        drawing = Drawing(s.max_new, 0.0 if greedy else s.temperature, tuple(self.ends), seed, s.slots)
+        draw = self.engine.sample if self.engine else partial(sample, trainer.model)  # type: ignore[arg-type]
         try:
-            found = sample(trainer.model, prompts, members, drawing, precision_of(trainer))  # type: ignore[arg-type]
+            found = draw(prompts, members, drawing, precision_of(trainer))
         except (RuntimeError, MemoryError) as error:
             if not exhausted(error):
                 raise
@@ -436,7 +438,8 @@ def precision_of(trainer: Trainer) -> AbstractContextManager[object]:
     """Return the context in which the trainer's forward passes run."""
     if not trainer.autocast:
         return nullcontext()
-    return torch.autocast(trainer.world.device.type, trainer.precision)
+    # Weights that were cast are not kept: a recorded step would go on reading them after an update.
+    return torch.autocast(trainer.world.device.type, trainer.precision, cache_enabled=False)
 
 
 def prompt_stream(config: Config, source: SampleSource, layout: RowLayout, T: int) -> PromptStream:
@@ -482,13 +485,26 @@ def attach(trainer: Trainer, held_out: SampleSource | None) -> None:
         raise NeedsError("`objective: grpo`", "no token that ends an answer is known", do)
     judge = Judge(settings.rewards, settings.reward_timeout)
     train = trainer.sources.train
-    sampler = Sampler(trainer, trainer.stream, judge, ends, _raw_rows(train, settings), _place(train))
+    engine = _engine(trainer, [train] if held_out is None else [train, held_out])
+    sampler = Sampler(trainer, trainer.stream, judge, ends, _raw_rows(train, settings), _place(train), engine)
     trainer.stream.trainer, trainer.stream.sampler = trainer, sampler
     if held_out is not None:
         own = replace(sampler, raw=_raw_rows(held_out, settings), where=_place(held_out))
         trainer.evaluation = SampledEvaluation(  # type: ignore[assignment]
             own, held_out, world.data_rank, world.data_ranks, trainer.env.micro_rows
         )
+
+
+def _engine(trainer: Trainer, sources: Sequence[SampleSource]) -> Engine | None:
+    """Return what samples all of a run on CUDA: one size for every step, which is recorded and compiled once."""
+    settings, world = trainer.config.grpo, trainer.world
+    if world.device.type != "cuda":
+        return None
+    assert settings is not None
+    longest = max(int((s.lengths() - s.targets()).max()) for s in sources)
+    at_once = [settings.prompts * settings.group, *(len(s) for s in sources[1:])]
+    slots = min(settings.slots, -(-max(at_once) // world.data_ranks))
+    return Engine(trainer.model, slots, longest + settings.max_new, settings.max_new)  # type: ignore[arg-type]
 
 
 def stay_near_base(trainer: Trainer) -> None:
