@@ -34,7 +34,7 @@ from optrush.config import (
     parse_config,
     refuse_secrets,
 )
-from optrush.data.length_estimate import estimate_fill, run_tokens
+from optrush.data.length_estimate import estimate_fill, estimate_longest, run_tokens
 from optrush.errors import ConfigError, NeedsError, UserError
 from optrush.files import read_text
 from optrush.hardware import GIB, Device
@@ -54,6 +54,7 @@ from optrush.technique import (
     ModelSpec,
     Part,
     Requirement,
+    Rollout,
     Teacher,
     Technique,
     in_order,
@@ -164,15 +165,25 @@ def decide(
 
 
 def _sampling(decided: Decided) -> Iterator[Reason]:
-    """Yield what sampling takes: only the update is planned. Nothing where no answers are sampled."""
-    g, shape, seq = decided.config.grpo, decided.env.shape, decided.config.batch.seq
-    if g is None or not isinstance(shape, ModelShape):
+    """Yield what sampling takes. Nothing where no answers are sampled."""
+    r, shape = decided.env.rollout, decided.env.shape
+    if r is None or not isinstance(shape, ModelShape):
         return
-    slots = min(g.slots, g.prompts * g.group // decided.env.data_ranks)
-    values = 2 * shape.key_width * shape.layers * (slots + 1) * seq
+    values = 2 * shape.key_width * shape.layers * (r.slots + 1) * r.room
     size = values * (2 if Part.PRECISION in decided.env.claimed or decided.env.dtype == "bfloat16" else 4)
-    text = f"{slots} answers at a time; not planned: its time, and {size / GIB:.1f} GiB of keys and values"
-    yield Reason("sampling", f"{text}, which are freed before the update")
+    text = f"{r.slots} answers at a time; at most {size / GIB:.1f} GiB of keys and values"
+    if decided.env.device.kind == "cuda":
+        yield Reason("sampling", f"{text}, kept for the run; its time is planned for answers of {r.most} tokens")
+    else:
+        yield Reason("sampling", f"{text}, freed before the update; its time is not planned")
+
+
+def _rollout(config: Config, ranks: int) -> Rollout | None:
+    """Return what each rank samples in a step."""
+    if (g := config.grpo) is None or config.objective != "grpo":
+        return None
+    answers, longest = -(-g.prompts // ranks) * g.group, estimate_longest(config) or config.batch.seq
+    return Rollout(answers, min(g.slots, answers), g.max_new, min(config.batch.seq, longest + g.max_new))
 
 
 # --- changes of a configuration
@@ -325,6 +336,7 @@ def problem_of(
         device: None: this machine's.
         fixed: keep the micro-batch, where the configuration has a number.
     """
+    config = with_answers(config, classes)
     micro, seq = config.batch.micro_tokens, config.batch.seq
     # Of the techniques only the owner of what is trained, and one row a micro-batch: what every set has.
     kept = {c.name: config.with_[c.name] for c in classes if Part.TRAINED in c.claims and c.name in config.with_}
@@ -559,7 +571,7 @@ def _checked(
         spec=ModelSpec(grouped_heads=known is None or known.kv_heads < known.heads), paired=config.paired,
         reference=config.referenced.reference if config.referenced else None, axes=axes,
         scored=config.scored, teacher=None if teacher is None else _sizes(config, teacher[1], text),
-        copies_saved=config.train.save == "async",
+        copies_saved=config.train.save == "async", rollout=_rollout(config, ranks),
     )  # fmt: skip
     env = settle(techniques, env, classes)
     check_reference(env, config.objective)

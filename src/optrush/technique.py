@@ -155,6 +155,16 @@ class Teacher:
 
 
 @dataclass(frozen=True)
+class Rollout:
+    """The answers that each rank samples before a step learns from them."""
+
+    answers: int  # of a step
+    slots: int  # sampled at the same time
+    most: int  # tokens of an answer
+    room: int  # tokens of a slot, prompt and answer
+
+
+@dataclass(frozen=True)
 class Environment:
     """Hold what techniques may read before anything is built: owners and sizes, never names of techniques."""
 
@@ -173,6 +183,7 @@ class Environment:
     sdpa_obstacle: str | None = None  # why a model through transformers cannot run sdpa
     paired: bool = False  # the objective compares pairs: rows of two documents, losses token by token
     teacher: Teacher | None = None  # of an objective that learns from another model's logits
+    rollout: Rollout | None = None  # of an objective that learns from sampled answers
     scored: bool = False  # the head gives a score in place of next tokens
     reference: str | None = None  # where an objective that compares with the untrained model has that from
     spec: ModelSpec = ModelSpec()

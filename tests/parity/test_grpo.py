@@ -28,6 +28,7 @@ from optrush.launch import launched
 from optrush.models import kv_cache, sampling
 from optrush.models.hf import load
 from optrush.objectives import SAMPLED, grpo, rewards
+from optrush.planner.search import predict
 from optrush.trainer import rollout
 from optrush.trainer import run as fit
 from optrush.trainer.dry_run import dry_run
@@ -520,6 +521,25 @@ def test_a_dry_run_counts_prompts_and_tries_the_rewards(folder):
     broken = f"grpo.rewards=[{{use: '{folder}/own.py:broken'}}]"
     with pytest.raises(DataError, match="ZeroDivisionError"):
         dry_run(decide(grpo_run(folder, packing={}, sets=[broken])), None, "optrush train")
+
+
+def test_a_plan_has_both_phases(folder):
+    text = (
+        f"{{model: {{shape: llama-3.2-1b, tokenizer: {folder / 'untied'}}}, objective: grpo,"
+        f" data: {{path: {folder / 'sums.jsonl'}}}, batch: {{seq: 1024}},"
+        " grpo: {prompts: 16, group: 16, max_new: 960, slots: 128}, output: x, method: full}"
+    )
+    short, long = (predict(parse_config(text, "x", (f"grpo.max_new={n}",)), "h200") for n in (240, 960))
+    lines = {line.name: line.bytes for line in long.lines}
+    room = lines["rollout.cache"] / (2 * 2 * 8 * 64 * 16 * 129)  # keys and values in bf16, and a slot that is empty
+    assert 964 < room < 990
+    sampled = [sum(w.seconds for w in p.work if w.name.startswith("rollout.")) for p in (short, long)]
+    assert sampled[1] > 4 * sampled[0] > 0
+    assert (
+        long.step_s and short.step_s and long.step_s - short.step_s == pytest.approx(sampled[1] - sampled[0], rel=0.05)
+    )
+    ddp = predict(parse_config(text, "x", ("grpo.slots=256",)), "2 x h200")
+    assert {line.name: line.bytes for line in ddp.lines}["rollout.cache"] == lines["rollout.cache"]  # half the answers
 
 
 def test_what_repeats_or_measures_steps_is_refused(folder):

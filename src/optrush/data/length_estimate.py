@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import math
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import islice
@@ -48,6 +49,11 @@ def estimate_fill(config: Config) -> Fill:
         return Fill(0.0, 1.0)
     reach = sum(n * n for n in lengths) / (T * sum(lengths))
     return Fill(1 - sum(lengths) / (T * len(lengths)), reach / 2 if config.paired else reach)
+
+
+def estimate_longest(config: Config) -> int | None:
+    """Estimate the tokens of the longest of the first rows; None: not known."""
+    return math.ceil(max(lengths)) if any(lengths := _lengths(config)) else None
 
 
 def _lengths(config: Config) -> list[float]:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-KEYS = 64  # keys that a program reads together
+BYTES = 16384  # of keys that a program reads together, 16 to 128 tokens; and of values. Two more such are on their way
 PROGRAMS = 512  # at least so many, or a slot's keys are split: a few a multiprocessor
 MOST = 16  # parts of a slot
 
@@ -41,15 +41,16 @@ def decode_attention(
     q, k, v = q.contiguous(), k.to(keys.dtype).contiguous(), v.to(values.dtype).contiguous()
     S, H, E = q.shape
     K, W = v.shape[1:]
-    parts = max(1, min(MOST, triton.cdiv(PROGRAMS, S * K), triton.cdiv(keys.shape[1], KEYS)))
+    wide, wide_out = (triton.next_power_of_2(max(n, 16)) for n in (E, W))
+    many = max(16, min(128, BYTES // (keys.element_size() * max(wide, wide_out))))
+    parts = max(1, min(MOST, triton.cdiv(PROGRAMS, S * K), triton.cdiv(keys.shape[1], many)))
     out = torch.empty(S, parts, H, W, dtype=torch.float32 if parts > 1 else q.dtype, device=q.device)
     top, total = (torch.empty(S, parts, H, dtype=torch.float32, device=q.device) for _ in range(2))
     _attend[(S, K, parts)](
         q, k, v, keys, values, lengths, q if sinks is None else sinks, out, top, total,
         H, E, W, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), E**-0.5, window, cap,
-        PARTS=parts, GROUP=H // K, ROWS=max(16, triton.next_power_of_2(H // K)), KEYS=KEYS,
-        WIDE=triton.next_power_of_2(max(E, 16)), OUT=triton.next_power_of_2(max(W, 16)),
-        SINKS=sinks is not None, WINDOW=window > 0, CAP=cap > 0, num_warps=4,
+        PARTS=parts, GROUP=H // K, ROWS=max(16, triton.next_power_of_2(H // K)), KEYS=many,
+        WIDE=wide, OUT=wide_out, SINKS=sinks is not None, WINDOW=window > 0, CAP=cap > 0, num_warps=4, num_stages=3,
     )  # fmt: skip
     if parts == 1:
         return out[:, 0]

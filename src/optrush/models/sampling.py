@@ -242,6 +242,16 @@ class Engine:
 
     def _draw(self, logits: Tensor, who: Tensor) -> None:
         """Draw a token from logits (S, V) for the slots of a mask (S,), and end what it ends."""
+        if logits.is_cuda:
+            from optrush.kernels.draw_triton import draw
+
+            noted, d = (self.out, self.log_p, self.entropy), self.drawing
+            keys = self.number, self.member, self.made
+            draw(
+                logits.float(), who, keys, self.token, self.live, self.ended, noted, self.ends_of[d],
+                seed=d.seed, temperature=d.temperature, most=d.most,
+            )  # fmt: skip
+            return
         greedy = self.drawing.temperature == 0
         log_p = torch.log_softmax(logits.float() if greedy else logits.float() / self.drawing.temperature, -1)
         p = log_p.exp()

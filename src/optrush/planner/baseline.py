@@ -12,6 +12,7 @@ vocabulary, L blocks.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Literal
@@ -21,12 +22,13 @@ from optrush.models.traced import TracedShape
 from optrush.planner import ledger, traced
 from optrush.planner.ledger import WAYS, ComputedIn, Entry, Ledger, Line, Live, Role, Rule, Side, Tag, Way, WorkItem
 from optrush.planner.optimizer import MOMENTS, MOVED
-from optrush.technique import Environment, Part, Teacher, Technique
+from optrush.technique import Environment, Part, Rollout, Teacher, Technique
 
 DELTA_CHUNK = 64  # tokens a chunk (models/delta_rule.py)
 # Times that an operator takes the host in a block that is not compiled, with autograd, of what a launch takes: what
 # h200-single-gpu allows. SmolLM2-135M in bf16 was slower, 85,000 tokens/s on a shared host (planned 125,000).
 AUTOGRAD = 1.8
+SAMPLED = 0.5  # of the memory's rate, that a token of all sampled answers reaches (docs/log: 1B and 4B on an H200)
 CUBLAS_BYTES = 100e6  # workspaces that torch gives cuBLAS on a GPU, and batches; measured on an H200
 # On a CPU the resident set is counted: the process with Python, torch and a tokenizer, and the C library's heap, which
 # keeps more than is in use. The factors were fitted to a small model's ladder (Linux, torch 2.13); whole scores, which
@@ -406,8 +408,30 @@ def _teacher(teacher: Teacher, shape: ModelShape) -> Iterator[Rule]:
     yield ledger.add(WorkItem("forward.teacher", why, "token", flop))
 
 
+def _rollout(r: Rollout, shape: ModelShape) -> Iterator[Rule]:
+    """Yield the memory of sampling, which is kept for the run, and its time where each answer is as long as it may be.
+
+    A token of all slots reads every weight, and the keys and values of every slot.
+    """
+    token, steps = 2 * shape.key_width * shape.layers, math.ceil(r.answers / r.slots) * r.most
+    why = f"keys and values of {r.slots:,} answers, of {r.room:,} tokens each with their prompts"
+    yield ledger.add(Line("rollout.cache", why, token * (r.slots + 1) * r.room, "product", "always"))
+    why = "logits of a token of each"
+    yield ledger.add(Line("rollout.logits", why, r.slots * shape.vocab, "product", "always"))
+    why = "the same in float32; ids, log-probabilities and entropies of their tokens"
+    yield ledger.add(Line("rollout.answers", why, r.slots * (4 * shape.vocab + 16 * r.most), "byte", "always"))
+    why = f"every weight, read for each of {steps:,} tokens"
+    yield ledger.add(WorkItem("rollout.weights", why, "step", values=steps * shape.parameters / SAMPLED, role="weight"))
+    yield ledger.add(WorkItem("rollout.casts", why, "step", values=2 * steps * shape.parameters, role="cast"))
+    why = "keys and values of every token before it"
+    read = token * min(r.slots, r.answers) * (r.room - r.most / 2) / SAMPLED
+    yield ledger.add(WorkItem("rollout.cache", why, "step", values=steps * read, role="product", launches=steps))
+
+
 def _objective(env: Environment, shape: ModelShape) -> Iterator[Rule]:
     """Yield the work that the objective adds to one forward and one backward pass."""
+    if env.rollout is not None and env.device.kind == "cuda":
+        yield from _rollout(env.rollout, shape)
     if env.teacher is not None:
         yield from _teacher(env.teacher, shape)
     if not env.paired:

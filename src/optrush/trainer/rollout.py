@@ -38,6 +38,7 @@ from optrush.models.kv_cache import check_cacheable
 from optrush.models.sampling import Drawing, Engine, PromptIds, SampledAnswer, sample
 from optrush.objectives import grpo
 from optrush.objectives.rewards import Judge, is_own
+from optrush.technique import Part
 from optrush.trainer import distributed, run_dir
 from optrush.trainer.trainer import Storage
 
@@ -80,6 +81,8 @@ class PromptStream(Stream):
             raise ConfigError(f"`batch.seq: {T}`", found, do)
         super().__init__(source, Padded(), T=T, rows=settings.prompts, seed=seed, cost=plain_cost)
         self.room = 2 if layout.one_doc else ROOM  # for documents of a row; it grows with the rows
+        self.most_room = 2 if layout.one_doc else -(-(T // (int(before.min()) + 1) + 1) // ROOM) * ROOM
+        self.one_shape = False  # every micro-batch has all rows: each other shape would be compiled anew
 
     def plan(self, epochs: float | None = None, steps: int | None = None) -> StreamPlan:
         """Return the length of a run; of several updates a rollout every prompt has as many steps."""
@@ -118,7 +121,7 @@ class PromptStream(Stream):
 
     def collated(self, rows: Sequence[Row], micro_rows: int) -> Batch:
         """Collate at most `micro_rows` rows; of fewer, as many as the next power of two: few shapes, little padding."""
-        many = min(micro_rows, 1 << max(0, len(rows) - 1).bit_length())
+        many = micro_rows if self.one_shape else min(micro_rows, 1 << max(0, len(rows) - 1).bit_length())
         whole = [*rows, *([] for _ in range(many - len(rows)))]
         longest = max([sum(len(d) for _, d in row) for row in rows], default=1)
         T = snug(longest, self.T) if self.packed.pad_to_longest else self.T
@@ -487,7 +490,10 @@ def attach(trainer: Trainer, held_out: SampleSource | None) -> None:
     train = trainer.sources.train
     engine = _engine(trainer, [train] if held_out is None else [train, held_out])
     sampler = Sampler(trainer, trainer.stream, judge, ends, _raw_rows(train, settings), _place(train), engine)
-    trainer.stream.trainer, trainer.stream.sampler = trainer, sampler
+    stream = trainer.stream
+    stream.trainer, stream.sampler = trainer, sampler
+    if Part.COMPILED in trainer.env.claimed:
+        stream.one_shape, stream.room = True, stream.most_room
     if held_out is not None:
         own = replace(sampler, raw=_raw_rows(held_out, settings), where=_place(held_out))
         trainer.evaluation = SampledEvaluation(  # type: ignore[assignment]
