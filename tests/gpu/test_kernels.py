@@ -674,3 +674,36 @@ def test_attention_of_new_tokens_is_that_of_whole_slots(dtype, slots, heads, gro
     assert torch.equal(keys, kept[0]) and torch.equal(values, kept[1])
     assert off(got[live], want[live]) < (3e-3 if dtype == torch.bfloat16 else 1e-5)
     assert not got[lengths == 0].any()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_the_kernel_draws_what_torch_draws(temperature):
+    from optrush.kernels.draw_triton import draw
+    from optrush.models.sampling import Drawing, uniform
+
+    torch.manual_seed(0)
+    S, V, most, at = 300, 50257, 5, {"device": "cuda"}
+    logits = 3 * torch.randn(S, V, **at)
+    logits[2, 100:] = -torch.inf
+    who, made = torch.arange(S, **at) % 3 > 0, torch.arange(S, **at) % most
+    number, member, ends = torch.arange(S, **at) * 7, torch.arange(S, **at) % 3, torch.arange(0, V, 5, **at)
+    token, before = torch.full((S,), -1, **at), made.clone()
+    live, ended = torch.ones(S, dtype=torch.bool, **at), torch.zeros(S, dtype=torch.bool, **at)
+    out = torch.zeros(S, most, dtype=torch.int64, **at)
+    kept = out, torch.zeros(S, most, **at), torch.zeros(S, most, **at)
+    d = Drawing(most, temperature, (), 11)
+    keys = number, member, made
+    draw(logits, who, keys, token, live, ended, kept, ends, seed=d.seed, temperature=temperature, most=most)
+    log_p = torch.log_softmax(logits.double() / (temperature or 1), -1)
+    below = log_p.exp().cumsum(-1)
+    point = uniform(d.seed, number, member, before)[:, None]
+    want = torch.searchsorted(below, point, right=True)[:, 0] if temperature else logits.argmax(-1)
+    rows = torch.arange(S, **at)
+    assert torch.equal(token == -1, ~who) and torch.equal(made, before + who)
+    assert (token == want)[who].float().mean() > 0.99  # a number between two sums is rounded
+    assert (log_p[rows, token.clamp_min(0)] - kept[1][rows, before])[who].abs().max() < 1e-4
+    assert (-(log_p.exp() * log_p).nansum(-1) - kept[2][rows, before])[who].abs().max() < 1e-3
+    assert torch.equal(kept[0][rows, before][who], token[who])
+    assert torch.equal(ended, who & (token % 5 == 0)) and torch.equal(
+        live, ~(who & ((token % 5 == 0) | (made == most)))
+    )
