@@ -1,21 +1,24 @@
-"""Generate text with a model: find its folder, render prompts with its chat template, call transformers' generate.
+"""Generate text with a model: find its folder, render prompts with its chat template, sample answers.
 
-A prompt is rendered exactly as training renders a conversation (data/chat_template.py). An answer ends at the tokens of
-the model's generation config or where its template ends a turn. A model's output is untrusted text: print it through
-`console.shown`.
+Many prompts are answered by our own decoder where it has the model (models/sampling.py), else by transformers'
+generate, which also streams a chat. A prompt is rendered exactly as training renders a conversation
+(data/chat_template.py). An answer ends at the tokens of the model's generation config or where its template ends a
+turn. A model's output is untrusted text: print it through `console.shown`.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
+import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -29,13 +32,20 @@ from optrush.data.schema import Completion, Message, RowLocation, Text, parts_of
 from optrush.data.tokenizer import answer_ends, open_tokenizer
 from optrush.errors import ConfigError, DataError, NeedsError, RunError, exhausted, first_line
 from optrush.files import check_model_files, parse_json, read_text, regular
-from optrush.models.hf import load_plain
-from optrush.models.source import FILES, locate
+from optrush.models.config_json import read_config_json
+from optrush.models.decoder import Decoder
+from optrush.models.hf import load, load_plain
+from optrush.models.kv_cache import check_cacheable
+from optrush.models.sampling import Drawing, PromptIds, sample
+from optrush.models.shapes import native_obstacle
+from optrush.models.source import FILES, locate, read_generation
+from optrush.models.text_part import text_config
 from optrush.restore import open_run
 from optrush.technique import library
 from optrush.trainer.run_dir import RUN
 
 ADAPTER = "adapter_config.json"
+TURNS = 16  # answers, as a multiple of those at the same time, until the first ones are given out
 WEIGHTS = "adapter_model.safetensors"
 # Fields taken from the folder's generation_config.json, with its end tokens: properties of the model. How to sample is
 # set by the flags alone.
@@ -143,26 +153,38 @@ class Answer:
 class GenerationModel:
     """A model on a device, with its tokenizer, its chat template and the tokens that end its answers."""
 
-    def __init__(self, source: ModelSource, template: str | None = None) -> None:
-        """template: the chat template of a model that has none of its own, such as the base of a trained model."""
+    def __init__(self, source: ModelSource, template: str | None = None, *, streams: bool = True) -> None:
+        """Load a model.
+
+        Args:
+            template: the chat template of a model that has none of its own, such as the base of a trained model.
+            streams: for a chat, too; else `answers` alone works.
+        """
         self.name = source.name
+        self.room: int | None
         self.tokenizer = open_tokenizer(_tokenizer_folder(source))
         if not self.tokenizer.chat_template:
             self.tokenizer.chat_template = template
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = _loaded(source, self.device)
         self.tokens = Tokens(self.tokenizer)
-        self.stops = answer_ends(self.tokenizer, self.model.generation_config.eos_token_id)
-        given = self.model.generation_config
-        # What settings leave open, transformers takes from here.
-        self.model.generation_config = type(given)(**{key: getattr(given, key, None) for key in OWN})
+        self.decoder = None if streams else _decoder(source, self.device)
+        if self.decoder is not None:
+            hf = text_config(read_config_json(source.folder / "config.json"))
+            ends = read_generation(source.folder).get("eos_token_id", hf.get("eos_token_id"))
+            self.room = hf.get("max_position_embeddings")
+        else:
+            self.model = _loaded(source, self.device)
+            given = self.model.generation_config
+            ends, self.room = given.eos_token_id, getattr(self.model.config, "max_position_embeddings", None)
+            # What settings leave open, transformers takes from here.
+            self.model.generation_config = type(given)(**{key: getattr(given, key, None) for key in OWN})
+        self.stops = answer_ends(self.tokenizer, ends)
         self.template: Template | None = None
         if self.tokenizer.chat_template:
             self.template, self._tool_template = (
                 Template(self.tokens.template(tools), self.tokenizer.special_tokens_map) for tools in (False, True)
             )
         self._controls = any_of({str(t) for t in self.tokenizer.added_tokens_decoder.values() if t.special})
-        self.room: int | None = getattr(self.model.config, "max_position_embeddings", None)
 
     def ids(self, prompt: str | Sequence[Message], where: RowLocation, tools: Sequence[Any] = ()) -> list[int]:
         """Return the tokens of a conversation up to where its answer begins, or of a text unchanged.
@@ -211,15 +233,41 @@ class GenerationModel:
         """Most tokens of an answer to a prompt of n tokens."""
         return sampling.max_tokens if self.room is None else min(sampling.max_tokens, self.room - n)
 
-    def answers(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[Answer]:
-        """Answer each prompt; as one batch, but for those that the model's positions leave less room."""
+    def answers(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int, first: int = 0, slots: int = 0
+    ) -> list[Answer]:
+        """Answer each prompt; as one batch, but for those that the model's positions leave less room.
+
+        Args:
+            first: the number of the first prompt, which what is drawn depends on.
+            slots: answers at the same time, where our own decoder answers; 0: all.
+        """
         alike: dict[int, list[int]] = {}
         for i, ids in enumerate(prompts):
             alike.setdefault(self._most(len(ids), sampling), []).append(i)
         found: dict[int, Answer] = {}
-        for batch in alike.values():
-            found |= zip(batch, self._batch([prompts[i] for i in batch], sampling, seed + batch[0]), strict=True)
+        for most, batch in alike.items():
+            if self.decoder is not None:
+                answers = self._sampled({first + i: prompts[i] for i in batch}, sampling, seed, most, slots)
+            else:
+                answers = self._batch([prompts[i] for i in batch], sampling, seed + first + batch[0])
+            found |= zip(batch, answers, strict=True)
         return [found[i] for i in range(len(prompts))]
+
+    def _sampled(
+        self, prompts: Mapping[int, Sequence[int]], sampling: Sampling, seed: int, most: int, slots: int
+    ) -> list[Answer]:
+        """Answer prompts, by their number, by our own decoder."""
+        assert self.decoder is not None
+        given = [PromptIds(number, np.array(ids, np.int64)) for number, ids in prompts.items()]
+        drawing = Drawing(
+            most, 0.0 if sampling.greedy else sampling.temperature, tuple(self.stops), seed, slots or len(given),
+            0 if sampling.greedy else sampling.top_k, 1.0 if sampling.greedy else sampling.top_p,
+        )  # fmt: skip
+        found = sample(self.decoder, given, 1, drawing)
+        if any(math.isnan(p) for answer in found for p in answer.log_p):
+            raise self._broken(self.decoder)
+        return [self._answer(torch.tensor(answer.ids)) for answer in found]
 
     @torch.inference_mode()
     def _batch(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[Answer]:
@@ -246,11 +294,14 @@ class GenerationModel:
         """
         if scores.amax(-1).isfinite().all():
             return scores
-        broken = next((name for name, value in self.model.named_parameters() if not value.isfinite().all()), None)
+        raise self._broken(self.model)
+
+    def _broken(self, model: Any) -> RunError:
+        broken = next((name for name, value in model.named_parameters() if not value.isfinite().all()), None)
         why = "none of its weights is" if broken is None else f"{broken} holds some"
         found = f"NaN or infinity among the scores of the next token; {why}"
         do = "compute in float32" if broken is None else "export an earlier checkpoint, or copy the weights anew"
-        raise RunError(f"an answer of {self.name}", found, do)
+        return RunError(f"an answer of {self.name}", found, do)
 
     def _answer(self, row: Tensor, interrupted: bool = False) -> Answer:
         ids = row.tolist()
@@ -307,6 +358,36 @@ class _StopEvent:
 
     def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
         return torch.full((ids.shape[0],), self.stop.is_set(), device=ids.device)
+
+
+def _decoder(source: ModelSource, device: torch.device) -> Decoder | None:
+    """Load our own decoder; None: an adapter without its base, a penalty of the model's own, or a model it is not for.
+
+    Raises:
+        NeedsError: weights that do not fit the config.json.
+    """
+    hf, own = read_config_json(source.folder / "config.json"), read_generation(source.folder)
+    penalties = [own.get(key) for key in OWN if key != "bos_token_id"]
+    if source.adapter is not None or any(p not in (None, 0, 1, 1.0, []) for p in penalties) or native_obstacle(hf):
+        return None
+    if "quantization_config" in hf or not any("ForCausalLM" in a for a in hf.get("architectures") or ("ForCausalLM",)):
+        return None
+    stored = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
+    model, weights = load(source.folder, hf, None, getattr(torch, stored, torch.float32), 0)
+    try:
+        check_cacheable(model)
+    except NeedsError:
+        return None
+    assert isinstance(model, Decoder)
+    model.to_empty(device=device)
+    model.tie()
+    for name, parameter in model.named_parameters():
+        weights.fill(name, parameter.data, (0,) * parameter.ndim)
+    weights.release()
+    model.restore_buffers(device)
+    if model.shape.score_cap is None:
+        model.set_attention("varlen" if device.type == "cuda" and stored != "float32" else "sdpa")
+    return model.eval().requires_grad_(False)
 
 
 def _loaded(source: ModelSource, device: torch.device) -> Any:
@@ -460,11 +541,12 @@ def generate_answers(
         UserError: before anything is generated, if one of the prompts is invalid.
         RunError: out of memory.
     """
-    model = GenerationModel(source, template)
+    model = GenerationModel(source, template, streams=False)
     ids = [model.ids(p.asked, p.where, p.tools) for p in prompts]
     try:
-        for first in range(0, len(ids), batch):
-            yield from model.answers(ids[first : first + batch], sampling, seed + first)
+        many = batch if model.decoder is None else TURNS * batch  # one that ends leaves its slot to the next
+        for first in range(0, len(ids), many):
+            yield from model.answers(ids[first : first + many], sampling, seed, first, batch)
     except (RuntimeError, MemoryError) as error:
         if not exhausted(error):
             raise

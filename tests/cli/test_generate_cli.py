@@ -95,12 +95,14 @@ def test_the_answers_are_transformers_own(call: Call, trained: Path, model: Path
     assert not list(here.glob("*.part"))
 
 
-def test_a_neighbour_takes_no_room(trained: Path, here: Path) -> None:
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_neighbour_takes_no_room(trained: Path, here: Path, streams: bool) -> None:
     """Each answer is as long as alone, whatever else is in the batch; the likeliest token forever, so none ends."""
     folder = shutil.copytree(trained / "model", here / "m")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 24}))
-    speaker = generation.GenerationModel(generation.find_model("m"))
+    speaker = generation.GenerationModel(generation.find_model("m"), streams=streams)
+    assert (speaker.decoder is None) == streams
     speaker.stops = []
     prompts = [list(range(300, 300 + n)) for n in (20, 4, 22, 5)]
     sampling = Sampling(greedy=True, max_tokens=12)
@@ -109,7 +111,8 @@ def test_a_neighbour_takes_no_room(trained: Path, here: Path) -> None:
     assert found == [speaker.answers([ids], sampling, 0)[0] for ids in prompts]
 
 
-def test_how_to_draw_is_the_flags_word(trained: Path, here: Path) -> None:
+@pytest.mark.parametrize("streams", [True, False])
+def test_how_to_draw_is_the_flags_word(trained: Path, here: Path, streams: bool) -> None:
     """Beams, several answers or other cuts in the folder's generation config change neither greedy nor drawn answers;
     a penalty of the model's own does.
     """
@@ -122,7 +125,7 @@ def test_how_to_draw_is_the_flags_word(trained: Path, here: Path) -> None:
                       "typical_p": 0.1, "do_sample": True, "max_length": 7, "stop_strings": ["a"]},
                  {"repetition_penalty": 9.0}):  # fmt: skip
         file.write_text(json.dumps(given | more))
-        speaker = generation.GenerationModel(generation.find_model("m"))
+        speaker = generation.GenerationModel(generation.find_model("m"), streams=streams)
         answers.append([
             speaker.answers(prompts, Sampling(greedy=greedy, temperature=2.0, top_p=1.0, max_tokens=9), 3)
             for greedy in (True, False)

@@ -567,3 +567,23 @@ def test_rewards_that_all_fail_end_the_run_and_a_row_reaches_its_function(folder
 
 def test_rules_of_the_configuration():
     assert Grpo.model_validate({"rewards": "exact"}).rewards == (RewardRule(use="exact"),)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "temperature"), [(0, 0.6, 1.0), (3, 1.0, 0.7), (5, 0.8, 2.0), (0, 1e-9, 1.0)]
+)
+def test_the_likeliest_are_those_of_transformers(top_k, top_p, temperature):
+    from transformers.generation import logits_process as theirs
+
+    torch.manual_seed(0)
+    logits = 2 * torch.randn(4, 40)
+    want = logits / temperature
+    for step in (
+        theirs.TopKLogitsWarper(top_k) if top_k else None,
+        theirs.TopPLogitsWarper(top_p) if top_p < 1 else None,
+    ):
+        want = want if step is None else step(None, want)
+    drawing = sampling.Drawing(1, temperature, (), 0, top_k=top_k, top_p=top_p)
+    found = sampling.likeliest(logits, drawing)
+    assert torch.equal(found.isinf(), want.isinf()) and not found.isinf().all(-1).any()
+    assert torch.equal(found[~found.isinf()], logits[~found.isinf()])

@@ -58,6 +58,8 @@ class Drawing:
 
     temperature: 0 takes the likeliest token.
     ends: token ids that end an answer.
+    top_k: of so many likeliest tokens; 0: of all.
+    top_p: of the fewest tokens whose probabilities, after the others, sum to it.
     """
 
     most: int  # tokens of an answer
@@ -65,6 +67,8 @@ class Drawing:
     ends: tuple[int, ...]
     seed: int
     slots: int = 64
+    top_k: int = 0
+    top_p: float = 1.0
 
 
 def sample(
@@ -242,6 +246,8 @@ class Engine:
 
     def _draw(self, logits: Tensor, who: Tensor) -> None:
         """Draw a token from logits (S, V) for the slots of a mask (S,), and end what it ends."""
+        if self.drawing.temperature and (self.drawing.top_k or self.drawing.top_p < 1):
+            logits = likeliest(logits, self.drawing)
         if logits.is_cuda:
             from optrush.kernels.draw_triton import draw
 
@@ -288,6 +294,22 @@ class Engine:
             p, m = self.slot_of.pop(slot)
             self.answers.append(SampledAnswer(p, m, ids[:n], log_p[:n], end, sum(entropy[:n]) / n))
         self.span = int(torch.where(self.live, self.length, 0).max())
+
+
+def likeliest(logits: Tensor, drawing: Drawing) -> Tensor:
+    """Return logits (S, V) without the tokens that are not drawn, which have -inf; at least one is left.
+
+    Source: Fan et al., https://arxiv.org/abs/1805.04833 (top k); Holtzman et al., https://arxiv.org/abs/1904.09751
+    """
+    if drawing.top_k:
+        least = logits.topk(min(drawing.top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    if drawing.top_p < 1:
+        ordered, places = logits.sort(-1)
+        left_out = (ordered / drawing.temperature).softmax(-1).cumsum(-1) <= 1 - drawing.top_p
+        left_out[:, -1] = False
+        logits = logits.masked_fill(torch.zeros_like(left_out).scatter(-1, places, left_out), -torch.inf)
+    return logits
 
 
 _M1, _M2, _STEP = (x - 2**64 if x >= 2**63 else x for x in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15))
