@@ -353,6 +353,33 @@ def ladder() -> str:
     return "\n".join([*text, "", tail, "", sources("h200-single-gpu"), "", learnt(), "", other])
 
 
+def rewards() -> str:
+    """What answers learnt by rewards, and how fast they were sampled."""
+    text = ["| after | held-out answers that are right | a step | of it sampling |", "|---|---|---|---|"]
+    found = [r for r in lines("h200-grpo.jsonl") if r["run"] == "compiled"]
+    for r in found[:: max(1, len(found) // 5)] + found[-1:]:
+        parts = f"{r['step_s']:.2f} s | {r['rollout_s']:.2f} s" if r["step"] else " | "
+        text.append(f"| {r['step']} steps, {r['seconds_of_steps']:.0f} s | {r['held_out_right']:.1%} | {parts} |")
+    first = found[0]
+    tail = (
+        f"{first['model']}, {first['rows']} ({first['prompts']} prompts x {first['group']} answers of at most "
+        f"{first['max_new']} tokens a step), one {first['gpu'].removeprefix('NVIDIA ')}."
+    )
+    speeds = [
+        "| sampling, random weights in bf16 | answers x tokens | tokens/s | of the memory's rate |",
+        "|---|---|---|---|",
+    ]
+    for r in lines("h200-sampling.jsonl"):
+        share = r["tokens_per_s"] / r["ceiling_tokens_per_s"]
+        kind = f"{r['shape']}{', compiled' if r['compiled'] else ''}"
+        speeds.append(f"| {kind} | {r['slots']} x {r['tokens']:,} | {r['tokens_per_s']:,.0f} | {share:.2f} |")
+    why = (
+        "The memory's rate: every weight, and every sequence's keys and values, read once a token as fast as a copy "
+        "on the same device."
+    )
+    return "\n".join([*text, "", tail, "", *speeds, "", why, "", sources("h200-grpo.jsonl", "h200-sampling.jsonl")])
+
+
 def pages(of: Sequence[tuple[str, Callable[[], str]]]) -> dict[str, Callable[[], str]]:
     return {f"docs/guide/{name}.md": make for name, make in of}
 
@@ -394,4 +421,5 @@ PAGES = pages((
     ("15-long-rows", long_rows),
     ("17-measuring", measuring),
     ("18-ladder", ladder),
+    ("19-rewards", rewards),
 ))  # fmt: skip
