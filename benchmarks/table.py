@@ -46,7 +46,8 @@ FASTEST = tuple(
     Path(f"benchmarks/results/h200-{name}")
     for name in (
         "peers", "peers-best", "peers-bf16", "rows", "head", "least", "levers", "eight", "least8", "longest8",
-        "small-card", "adapters", "adapters8", "qlora", "longest-qlora", "chat-lengths",
+        "small-card", "adapters", "adapters8", "qlora", "longest-qlora", "chat-lengths", "families-full",
+        "families-lora",
     )
 )  # fmt: skip
 BEST = ("peers-best", "peers-bf16")  # other systems' best-tuned settings alone, on other machines
