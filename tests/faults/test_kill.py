@@ -122,6 +122,37 @@ def test_killed_at_random_moments(home: Path) -> None:
     told("R1", len(moments), f"{len(reached)} kills, after steps 0 to {max(reached)}: every loss and weight equal")
 
 
+EVEN = """
+def even(answer, *others):
+    return sum(word[1:].isdigit() and int(word[1:]) % 2 == 0 for word in answer.split()) / 8
+"""
+
+
+def test_killed_while_answers_are_sampled(home: Path) -> None:
+    """R1 where a step samples its rows: the same answers, losses and weights as of the run that nothing happened to."""
+    (home / "even.py").write_text(EVEN)
+    rows = [{"prompt": f"w{i} w{i + 1}", "completion": f" w{i + 2}"} for i in range(40)]
+    (home / "sums.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    given = {
+        "objective": "grpo", "data": {"path": str(home / "sums.jsonl")}, "batch": {"seq": 64},
+        "grpo": {"rewards": [f"{home / 'even.py'}:even"], "prompts": 3, "group": 4, "max_new": 8, "truncated": "keep"},
+    }  # fmt: skip
+    reference = configuration(home, home / "sampled", **given)
+    assert trained(reference) == 0, said(reference)
+    answers = (home / "sampled" / "answers.jsonl").read_bytes()
+    for first in random.Random(1).choices(range(STEPS), k=12) if LONG else (4, 9):
+        output = home / f"sampled-{first}"
+        config = configuration(home, output, **given)
+        pid = begun(config, before=held(first + 2, home / "never"))
+        wait_for(output, first or 1)
+        os.kill(pid, signal.SIGKILL)
+        assert ended(pid) in (-9, 0), said(config)
+        assert trained(config, "--resume", "auto") == 0, said(config)
+        assert figures(output) == figures(home / "sampled") and any(f["loss"] for f in figures(output))
+        assert weights(output) == weights(home / "sampled")
+        assert (output / "answers.jsonl").read_bytes() == answers
+
+
 @pytest.mark.slow
 def test_killed_on_two_ranks(home: Path) -> None:
     """R1 on two ranks: the whole group killed, restarted with the same command."""
