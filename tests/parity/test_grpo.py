@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -412,18 +413,25 @@ def test_answers_as_good_as_their_group_are_left_out_and_change_nothing(folder, 
     assert furthest(found[0][1], found[1][1]) < 1e-5
 
 
-def ranked(box: Path) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor], dict[str, float]]:
-    with_: dict[str, Any] = {"packing": {}}
+def ranked(
+    box: Path, both: dict[str, Any], **over: Any
+) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor], dict[str, float]]:
+    with_: dict[str, Any] = {"packing": {}, **both}
     if launched()[1] > 1:
-        with_["ddp"] = {}
+        with_ |= over
     trainer = assembled(grpo_run(box, rows=2, **with_))
     found = [(loss, norm) for loss, norm, _ in steps(trainer, 2)]
     timeless = {k: v for k, v in trainer.host_figures.items() if not k.startswith("rollout")}
     return found, weights(trainer), timeless
 
 
-def test_two_ranks_are_one(folder, pair):
-    alone, (first, second) = ranked(folder), pair(ranked, folder)
+@pytest.mark.parametrize(
+    ("both", "over"),
+    [({}, {"ddp": {}}), ({}, {"fsdp": {}}), ({}, {"fsdp": {"stage": 2}}), ({"lora": {"rank": 4}}, {"fsdp": {}})],
+    ids=str,
+)
+def test_two_ranks_are_one(folder, pair, both, over):
+    alone, (first, second) = ranked(folder, both), pair(partial(ranked, both=both, **over), folder)
     for own in (first, second):
         assert own[0] == [pytest.approx(both, rel=1e-5, abs=1e-6) for both in alone[0]]
         assert own[2] == pytest.approx(alone[2], rel=1e-6)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,9 +93,15 @@ class SlotCache:
 
     @contextmanager
     def within(self, model: Decoder) -> Iterator[None]:
-        """Let the decoder's blocks attend through the cache, uncompiled and without checkpoints of activations."""
+        """Let the decoder's blocks attend through the cache: uncompiled, without checkpoints of activations.
+
+        Nor are weights gathered that are cut over ranks: they are whole already (`Trainer.whole_weights`).
+        """
         blocks = [block for block in model.blocks.values() if isinstance(block, Block)]
         self.compiled = {m: m._compiled_call_impl for m in model.modules() if m._compiled_call_impl is not None}
+        cut = [m for m in model.modules() if hasattr(m, "_get_fsdp_state") and m not in self.compiled]
+        for module in cut:  # called in place of the module with all of its hooks
+            module._compiled_call_impl = partial(_call_whole, module)
         before = [block.attention for block in blocks]
         call, training = model.block_call, model.training
         model.block_call = lambda block, *args, **kwargs: (block._compiled_call_impl or block.forward)(*args, **kwargs)
@@ -109,6 +116,8 @@ class SlotCache:
             model.block_call = call
             for block, attention in zip(blocks, before, strict=True):
                 block.attention = attention
+            for module in cut:
+                module._compiled_call_impl = None
             for module, call_impl in self.compiled.items():
                 module._compiled_call_impl = call_impl
             model.train(training)
@@ -123,6 +132,16 @@ class SlotCache:
         finally:
             for module in self.compiled:
                 module._compiled_call_impl = None
+
+
+def _call_whole(module: Any, *args: Any) -> Any:
+    """Call a module whose weights are whole, with its hooks but those of FSDP, which order streams and free weights."""
+    out = module.forward(*args)
+    for hook in module._forward_hooks.values():
+        if getattr(hook, "__self__", None) is not module._get_fsdp_state():
+            found = hook(module, args, out)
+            out = out if found is None else found
+    return out
 
 
 def check_cacheable(model: Any) -> None:

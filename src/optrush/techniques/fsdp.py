@@ -238,4 +238,15 @@ class Fsdp(Technique):
                 m.reshard()
             return total
 
+        @contextmanager
+        def whole() -> Iterator[None]:
+            for m in groups:
+                m.unshard()
+            try:
+                yield
+            finally:
+                for m in groups:
+                    m.reshard()
+
         trainer.grad_sync, trainer.zero_grad, trainer.eval_loss = syncing, forget, resharded
+        trainer.whole_weights = whole

@@ -166,7 +166,8 @@ class Sampler:
         drawing = Drawing(s.max_new, 0.0 if greedy else s.temperature, tuple(self.ends), seed, s.slots)
         draw = self.engine.sample if self.engine else partial(sample, trainer.model)  # type: ignore[arg-type]
         try:
-            found = draw(prompts, members, drawing, precision_of(trainer))
+            with trainer.whole_weights():
+                found = draw(prompts, members, drawing, precision_of(trainer))
         except (RuntimeError, MemoryError) as error:
             if not exhausted(error):
                 raise
@@ -469,13 +470,14 @@ def attach(trainer: Trainer, held_out: SampleSource | None) -> None:
     settings, world = trainer.config.grpo, trainer.world
     assert settings is not None and isinstance(trainer.stream, PromptStream)
     check_cacheable(trainer.model)
-    cut = [*sorted(trainer.env.sharded), *(t.name for t in trainer.trained if t.is_sharded)]
+    gathers = trainer.whole_weights is not nullcontext  # whole for as long as answers are sampled
+    cut = [*sorted(trainer.env.sharded - ({"dp"} if gathers else set()))]
     cut += [axis for axis in ("tp", "cp", "pp") if world.along(axis) > 1]
     if world.ranks > 1 and type(trainer.storage) is not Storage:  # an engine's own weights
         cut.append(type(trainer.storage).__name__)
     if cut:
         found = f"weights or rows that are cut over ranks ({cut[0]})"
-        raise NeedsError("`objective: grpo`", found, "give each rank the whole model: --with ddp")
+        raise NeedsError("`objective: grpo`", found, "take --with ddp or fsdp")
     if settings.temperature != 1 and (trainer.model.head.softcap or trainer.model.head.bias is not None):
         found = "a head with a soft cap or a bias, whose logits no factor of its input scales"
         raise NeedsError(f"`grpo.temperature: {settings.temperature:g}`", found, "leave it out")

@@ -190,6 +190,8 @@ class Trainer:
     """Logs an event of the run: a line of metrics.jsonl and of the screen."""
     adapters_disabled: Callable[[], AbstractContextManager[None]] | None = None
     """Within it the model is as before training (adapters are off); None: the training cannot be switched off."""
+    whole_weights: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Within it every rank's model has whole weights, which no pass gathers or frees; all ranks enter it."""
     grad_sync: Callable[[bool], AbstractContextManager[None]] = lambda last: nullcontext()
     """Around one micro-batch's forward and backward; `last` is where gradients are summed over the data axes."""
     zero_grad: Callable[[], None] = None  # type: ignore[assignment]
