@@ -408,7 +408,7 @@ def _teacher(teacher: Teacher, shape: ModelShape) -> Iterator[Rule]:
     yield ledger.add(WorkItem("forward.teacher", why, "token", flop))
 
 
-def _rollout(r: Rollout, shape: ModelShape) -> Iterator[Rule]:
+def _rollout(r: Rollout, env: Environment, shape: ModelShape) -> Iterator[Rule]:
     """Yield the memory of sampling, which is kept for the run, and its time where each answer is as long as it may be.
 
     A token of all slots reads every weight, and the keys and values of every slot.
@@ -420,6 +420,10 @@ def _rollout(r: Rollout, shape: ModelShape) -> Iterator[Rule]:
     yield ledger.add(Line("rollout.logits", why, r.slots * shape.vocab, "product", "always"))
     why = "the same in float32; ids, log-probabilities and entropies of their tokens"
     yield ledger.add(Line("rollout.answers", why, r.slots * (4 * shape.vocab + 16 * r.most), "byte", "always"))
+    if "dp" in env.sharded:  # there are no activations then, as in the update
+        why = "weights of other ranks, gathered whole while answers are sampled"
+        others = shape.parameters * (1 - 1 / env.data_ranks)
+        yield ledger.add(Line("rollout.gathered", why, others, "product", "update"))
     why = f"every weight, read for each of {steps:,} tokens"
     yield ledger.add(WorkItem("rollout.weights", why, "step", values=steps * shape.parameters / SAMPLED, role="weight"))
     yield ledger.add(WorkItem("rollout.casts", why, "step", values=2 * steps * shape.parameters, role="cast"))
@@ -431,7 +435,7 @@ def _rollout(r: Rollout, shape: ModelShape) -> Iterator[Rule]:
 def _objective(env: Environment, shape: ModelShape) -> Iterator[Rule]:
     """Yield the work that the objective adds to one forward and one backward pass."""
     if env.rollout is not None and env.device.kind == "cuda":
-        yield from _rollout(env.rollout, shape)
+        yield from _rollout(env.rollout, env, shape)
     if env.teacher is not None:
         yield from _teacher(env.teacher, shape)
     if not env.paired:
