@@ -92,6 +92,22 @@ def test_every_rung_of_quality_runs_on_a_gpu() -> None:
     assert len(found) >= 24 and {r.since for r in found} == {None, "float32", "amp", "LoRA r 32"}
 
 
+def test_every_rung_of_rl_runs_on_a_gpu(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1 =", "completion": "2"}\n')
+    text = (
+        f"{{model: {{shape: HuggingFaceTB/SmolLM2-135M, tokenizer: {tmp_path}}}, objective: grpo, output: x,"
+        f" data: {{path: {tmp_path / 'rows.jsonl'}, eval: {tmp_path / 'rows.jsonl'}}}, batch: {{seq: 512}},"
+        " grpo: {prompts: 32, group: 16, max_new: 64}, train: {steps: 100}}"
+    )
+    own = config.parse_config(text, "rl.yaml")
+    found = {rung.name: rung for rung in ladder.resolve_rungs(ladder.find_ladder("rl", own), own, False)}
+    for rung in found.values():
+        decide(rung.config, device=NAMED["h100"], ranks=1)
+    assert {r.since for r in found.values()} == {None, "64 answers at a time", "512 answers at a time"}
+    changed = found["two updates of the same answers"].config.grpo
+    assert changed is not None and (changed.updates, changed.slots, changed.prompts) == (2, 512, 32)
+
+
 CASES = {  # what the records are asked for by
     "single-gpu": {"1b-full-2048"},
     "memory": {"1b-least-memory", "8b-least-memory"},

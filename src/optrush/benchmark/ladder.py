@@ -49,6 +49,7 @@ from pydantic import AfterValidator, Field, ValidationError
 
 from optrush.benchmark.peer import CHECKOUT, Peer, build_peer, find_peers
 from optrush.config import (
+    SECTIONS,
     Config,
     Keys,
     Optim,
@@ -61,7 +62,7 @@ from optrush.config import (
     parse_yaml,
     yaml_keys,
 )  # fmt: skip
-from optrush.decide import changed, decide, refuse_sampled, with_method
+from optrush.decide import changed, decide, refuse_sampled, with_answers, with_method
 from optrush.errors import ConfigError, UserError
 from optrush.files import read_text
 from optrush.technique import Part, Technique, instantiate
@@ -72,11 +73,16 @@ SIZED = "micro-batch"  # its rung with the micro-batch that was decided
 FOLDER = Path(__file__).parent / "ladders"
 WITHOUT = "without "
 LOAD_KEYS = ("batch.seq", "batch.tokens", "batch.micro_tokens")
-QUALITY_KEYS = ("train.epochs", "data.too_long", "data.split_turns")  # and `optim.*`, where whole runs are compared
+QUALITY_KEYS = (
+    "train.epochs",
+    "data.too_long",
+    "data.split_turns",
+)  # with `optim.*` and the objective's own, where whole runs are compared
 # What a rung may change. With other changes two rungs would not learn the same, and no proof would be possible.
 # A rung of another shape is compared with the first rung of its own shape only.
 RUNG_KEYS = (*LOAD_KEYS, "model.implementation", "model.dtype", "model.shape")
 OPTIM_KEYS = tuple(f"optim.{name}" for name in Optim.model_fields)
+LOSS_KEYS = tuple(f"{section}.{name}" for section, kind in SECTIONS.items() for name in kind.model_fields)
 LADDER_KEYS = ("train", "with", "output", "data.eval")  # decided by the ladder itself
 Options = dict[str, Any]
 
@@ -257,7 +263,7 @@ def _check_rungs(ladder: Ladder) -> None:
             do = nearest(entry.from_, names) if names else "leave it out of the first rung"
             raise ConfigError(place, "no earlier rung of this name", do)
         for key in entry.set_:
-            known = RUNG_KEYS if ladder.quality is None else (*RUNG_KEYS, *QUALITY_KEYS, *OPTIM_KEYS)
+            known = RUNG_KEYS if ladder.quality is None else (*RUNG_KEYS, *QUALITY_KEYS, *OPTIM_KEYS, *LOSS_KEYS)
             if key not in known:
                 place = f"{ladder.at('rungs', i, 'set', key)}: `{key}`"
                 raise ConfigError(place, "no key that a rung may change", nearest(key, known))
@@ -360,6 +366,7 @@ def resolve_rungs(
     """
     if ladder.quality is None:
         refuse_sampled(config, "a ladder of steps")
+    config = with_answers(config, classes)
     kept = with_method(config).with_
     given = {k: v for k, v in kept.items() if ladder.base.keep and k not in ladder.base.without}
     length: dict[str, Any] = {"train": Training(steps=ladder.warmup + ladder.steps, log_every=1), "data.eval": None}

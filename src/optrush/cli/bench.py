@@ -31,7 +31,7 @@ def bench(
         typer.Option(
             "--ladder",
             metavar="NAME|FILE",
-            help="config, single-gpu, gpus, memory, long-context, peers, data, quality, cpu-demo, or a YAML file",
+            help="config, single-gpu, gpus, memory, long-context, peers, data, quality, rl, cpu-demo, or a YAML file",
         ),
     ] = "config",
     cumulative_only: Annotated[
