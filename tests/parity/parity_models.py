@@ -45,6 +45,14 @@ BY_LAYER = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
 }
+WIDE = {
+    "model_type": "gemma4_text", "pad_token_id": None, "num_hidden_layers": 4, "sliding_window": 4,
+    "global_head_dim": 16, "final_logit_softcapping": 5.0, "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    },
+}  # fmt: skip
 FAMILIES = {
     "llama": {**SIZES, "model_type": "llama", "attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3},
     "llama-tied": {
@@ -66,6 +74,13 @@ FAMILIES = {
     "gemma3_text": {
         **SIZES, "model_type": "gemma3_text", "pad_token_id": None, "num_hidden_layers": 3, "sliding_window": 4,
         "sliding_window_pattern": 2, "query_pre_attn_scalar": 12, "rope_parameters": BY_LAYER,
+    },
+    "gemma4_text": {  # as E2B: per-layer inputs, and layers that read the keys and values of earlier ones
+        **SIZES, **WIDE, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 61,
+        "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+    },
+    "gemma4_text-keys": {  # as 31B: keys that are values
+        **SIZES, **WIDE, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
     },
     "cohere": {**SIZES, "model_type": "cohere", "pad_token_id": None, "logit_scale": 0.25, "attention_bias": True},
     "cohere2": {
@@ -194,8 +209,11 @@ def reference(sizes: dict, *, seed: int = 0) -> torch.nn.Module:
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(noise * 0.3 if parameter.ndim > 1 else parameter + noise * 0.2)
+        for name, parameter in model.named_parameters() if sizes["model_type"] == "gemma4_text" else ():
+            if name.endswith("q_norm.weight"):  # scores have no other factor; sharp ones multiply what is rounded
+                parameter *= len(parameter) ** -0.5
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "layer_scalar")):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
     return model
 

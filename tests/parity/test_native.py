@@ -79,7 +79,8 @@ def test_parameters_are_counted(family):
     assert ours.shape.parameters == count
     assert dict(ours.shape.named_parameters()) == {n: p.numel() for n, p in ours.named_parameters() if p.requires_grad}
     linears = sum(m.weight.numel() for m in theirs.modules() if type(m) is torch.nn.Linear)
-    assert sum(m.weight.numel() for _, m in ours.linears()) == linears - theirs.lm_head.weight.numel()
+    outer = theirs.lm_head.weight.numel() + (ours.inputs.project.weight.numel() if ours.inputs else 0)
+    assert sum(m.weight.numel() for _, m in ours.linears()) == linears - outer
     named = [(name, p.numel()) for name, p in theirs.named_parameters() if not name.endswith("bias")]
     parts = [(name, n) for name, n in named if any(p in name for p in (".experts.", "mlp.gate.w", ".router.w"))]
     of = hf.get("n_routed_experts") or hf.get("num_experts") or hf.get("num_local_experts") or 1

@@ -32,7 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optrush.kernels import compute_dtype, widen
-from optrush.models.shapes import LOAD_FIGURES, ExpertsShape, ModelShape
+from optrush.models.parts import ExpertsShape
+from optrush.models.shapes import LOAD_FIGURES, ModelShape
 
 if TYPE_CHECKING:
     from optrush.peft.experts import ExpertsLora

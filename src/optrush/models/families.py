@@ -37,6 +37,9 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "k_norm": ("self_attn.k_norm",),
     "o": ("self_attn.o_proj",),
     "sinks": ("self_attn",),  # whose own parameter it is
+    "input_gate": ("per_layer_input_gate",),
+    "input_out": ("per_layer_projection",),
+    "leaving3": ("post_per_layer_input_norm",),
     "norm2": ("post_attention_layernorm",),
     "leaving1": (),
     "leaving2": (),
@@ -48,6 +51,9 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 AROUND = {
     **NAMES, "norm2": ("pre_feedforward_layernorm",),
     "leaving1": ("post_attention_layernorm",), "leaving2": ("post_feedforward_layernorm",),
+}  # fmt: skip
+LAYER_INPUTS = {  # of the whole model
+    "embedding": "embed_tokens_per_layer", "project": "per_layer_model_projection", "norm": "per_layer_projection_norm",
 }  # fmt: skip
 JOINED = {**NAMES, "qkv": ("self_attn.qkv_proj",), "gate_up": ("{mlp}.gate_up_proj",)}  # rows of a piece below the last
 AFTER = {**NAMES, "norm1": ("post_attention_layernorm",), "norm2": ("post_feedforward_layernorm",)}
@@ -114,6 +120,9 @@ class FamilySpec:
     those without a window, where others have one; all those without a window."""
     latent: bool = False  # keys and values come from a latent
     interleaved: Switch = "rope_interleave"  # rotated values of latent attention are neighbouring pairs
+    by_layer: bool = False  # heads, keys and values and feed-forward parts differ between layers (`ByLayer`)
+    value_norm: bool = False  # values pass a norm without weights
+    layer_scalar: bool = False  # a constant of each block's file multiplies what leaves it
     delta: bool = False  # layers of a delta rule
     by_key_head: bool = False  # whose first products have the rows of a key head at a time
     chunks: bool = False  # layers that attend within chunks, and layers without rotary embedding
@@ -323,6 +332,23 @@ FAMILIES: dict[str, FamilySpec] = {
         softcap=True, nested=(),
         agreed={"hidden_activation": GELU, "attn_logit_softcapping": (), **_CAUSAL},
     ),
+    "gemma4_text": FamilySpec(
+        "Gemma4ForCausalLM",
+        {
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512,
+            "max_position_embeddings": 131072, "tie_word_embeddings": True, "vocab_size": 262144,
+            "sliding_window": 512, "sliding_window_pattern": 6, "rope_local_base_freq": 10000.0,
+            "vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256, "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+        **_BIASED, activation=GELU, qk_norm=True, value_norm=True, norms="around", names=AROUND, window="pattern",
+        multipliers={"embedding": ("hidden_size", 0.5), "scores": ("hidden_size", 0)},  # E^-0.5 is in no score
+        local_rope=True, rope_kinds=(*ROPE_KINDS, *FOREIGN_ROPE_KINDS), softcap=True, by_layer=True, layer_scalar=True,
+        nested=(),
+        agreed={"hidden_activation": GELU, "use_bidirectional_attention": ("vision",), "enable_moe_block": (False,)},
+    ),
     "cohere": _COHERE,
     "cohere2": replace(
         _COHERE, architecture="Cohere2ForCausalLM", window="pattern", unrotated="unwindowed", gguf="COHERE2",
@@ -463,6 +489,7 @@ UNSEPARATED = frozenset({
 # Models of images and text whose language model our own decoder has: transformers' class.
 MULTIMODAL = {
     "gemma3": "Gemma3ForConditionalGeneration",
+    "gemma4": "Gemma4ForConditionalGeneration",
     "internvl": "InternVLForConditionalGeneration",
     "llava": "LlavaForConditionalGeneration",
     "llava_next": "LlavaNextForConditionalGeneration",

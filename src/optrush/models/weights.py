@@ -31,7 +31,7 @@ from optrush.files import open_file, parse_json, read_file, read_text, regular
 from optrush.kernels import mxfp4, nf4
 from optrush.models.decoder import Decoder, Linear
 from optrush.models.experts import Experts
-from optrush.models.families import ARCHITECTURES, FAMILIES, FamilySpec
+from optrush.models.families import ARCHITECTURES, FAMILIES, LAYER_INPUTS, FamilySpec
 from optrush.models.shapes import HF, ModelShape, native_obstacle
 from optrush.models.text_part import LAYOUTS, text_config
 
@@ -360,6 +360,7 @@ def native_entries(
     entries: dict[str, WeightEntry] = {}
     (prefix, head), spec = prefixes, FAMILIES[model.shape.family]
     outer = {"embedding": f"{prefix}embed_tokens.", "norm": f"{prefix}norm.", "head": head}
+    outer |= {f"inputs.{name}": f"{prefix}{hf}." for name, hf in LAYER_INPUTS.items()}
     for name, parameter in model.named_parameters():
         owner, _, kind = name.rpartition(".")
         shape, module = tuple(parameter.shape), model.get_submodule(owner)
@@ -374,14 +375,16 @@ def native_entries(
             mlp = spec.feed_forward
             if spec.experts is not None and model.get_submodule(f"blocks.{number}").shared:
                 mlp += f".{spec.experts.shared_name}"
-            if inside[:1] == ["delta"]:
+            if kind == "layer_scalar":
+                names = [f"{layer}.{kind}"]
+            elif inside[:1] == ["delta"]:
                 names = [".".join((layer, "linear_attn", *inside[1:], kind))]
             else:
                 names = [f"{layer}.{hf.format(mlp=mlp)}.{kind}" for hf in spec.names[part]]
         rows, groups = [shape[0]], 1
         if isinstance(module, Linear):
             rows, groups = [n for _, n in module.output_splits], module.groups
-        joined = tuple(rows) if len(names) < len(rows) else ()
+        names, joined = names[: len(rows)], tuple(rows) if len(names) < len(rows) else ()
         entries[name] = WeightEntry(
             shape, tuple(zip(names, [sum(rows)] if joined else rows, strict=True)), groups, joined
         )
@@ -457,7 +460,7 @@ def native_constants(entries: Mapping[str, WeightEntry], centred: bool = False) 
         name: 0.0 if centred and ".linear_attn." not in name else 1.0 for name in names if name.endswith("norm.weight")
     }
     decays = {name: math.log(8.0) for name in names if name.endswith("A_log")}
-    return biases | ones | decays | {name: 1.0 for name in names if name.endswith("dt_bias")}
+    return biases | ones | decays | {name: 1.0 for name in names if name.endswith(("dt_bias", "layer_scalar"))}
 
 
 # --- export: config.json and safetensors in transformers' layout, written tensor by tensor

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Literal
 
-from optrush.models.shapes import DeltaShape, ExpertsShape, ModelShape
+from optrush.models.parts import DeltaShape, ExpertsShape
+from optrush.models.shapes import ModelShape
 from optrush.models.traced import TracedShape
 from optrush.planner import ledger, traced
 from optrush.planner.ledger import WAYS, ComputedIn, Entry, Ledger, Line, Live, Role, Rule, Side, Tag, Way, WorkItem
