@@ -77,8 +77,8 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma4": {
         "text_config": {
             "model_type": "gemma4_text", "sliding_window": 8, "global_head_dim": 8, "num_hidden_layers": 6,
-            "pad_token_id": 0, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 80,
-            "num_kv_shared_layers": 0,
+            "pad_token_id": None, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 80,
+            "num_kv_shared_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 3,
         },
         "vision_config": {**TOWER, "head_dim": 8, "num_key_value_heads": 2}, "audio_config": None,
     },
@@ -119,6 +119,7 @@ CASES["llama4"] = {
 }  # fmt: skip
 NATIVE = {
     "gemma3",
+    "gemma4",
     "llama4",
     "kimi_k25",
     "qwen3_5",
@@ -323,7 +324,7 @@ def test_8_bit_floats_leave_towers_alone(case: str, wholes: dict[str, tuple[Path
 
 
 def test_new_tokens(wholes: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:
-    for case in ("gemma3", "mistral3"):
+    for case in ("gemma3", "gemma4", "mistral3"):
         folder, _ = wholes[case]
         make_golden.write_documents(tmp_path / "text.jsonl", False)
         sets = [f"model.path={folder}", "model.add_tokens=[<new>]"]

@@ -23,6 +23,7 @@ from parity_models import (
     SIZES,
     compare_alone,
     compare_export,
+    compare_isolated,
     compare_step,
     materialise,
     packed,
@@ -99,6 +100,7 @@ def test_packed_rows_equal_documents_alone(family):
             continue
         assert ours.set_attention(name) == hf["num_hidden_layers"]
         compare_alone(ours)
+        compare_isolated(ours)
 
 
 def test_sharded_folder(family, tmp_path):

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -164,7 +164,7 @@ class Block(nn.Module):
         x = x + (mixed if after is None else after[0](mixed)) * self.residual
         fed = self.mlp(None, self.norm2(x) if before else x, self.gate_up, self.down)
         x = x + (fed if after is None else after[1](fed)) * self.residual
-        if self.input_gate is not None:
+        if self.input_gate is not None and given is not None:
             x = x + self.leaving3(self.input_out(F.gelu(self.input_gate(x), approximate="tanh") * given))
         x = x if self.layer_scalar is None else x * self.layer_scalar.to(x.dtype)
         return (x, *lent) if self.lends else x
@@ -313,9 +313,9 @@ class Decoder(nn.Module):
             scale, within = query_scales(chunks.temperature, positions), documents.in_chunks(chunks.size, positions)
         for number, block in enumerate(blocks):
             cos, sin = local if local and block.local else rotation if block.rotated else (scale, scale)
-            own = () if self.shape.by_layer is None else (
-                None if given is None else given[:, :, number], *(() if block.source is None else lent[block.source]),
-            )  # fmt: skip
+            own, source = (), cast("int | None", block.source)
+            if self.shape.by_layer is not None:
+                own = None if given is None else given[:, :, number], *(() if source is None else lent[source])
             x = self.block_call(block, x, cos, sin, documents if block.chunk is None else within, *own)
             if block.experts is not None:
                 x, load = x

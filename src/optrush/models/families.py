@@ -337,7 +337,7 @@ FAMILIES: dict[str, FamilySpec] = {
         {
             "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512,
             "max_position_embeddings": 131072, "tie_word_embeddings": True, "vocab_size": 262144,
-            "sliding_window": 512, "sliding_window_pattern": 6, "rope_local_base_freq": 10000.0,
+            "sliding_window": 512, "sliding_window_pattern": 6, "rope_theta": 10000.0, "rope_local_base_freq": 10000.0,
             "vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256, "rope_parameters": {
                 "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},

@@ -276,8 +276,7 @@ class ModelShape:
         for end, one, layers in () if s else self._by(lambda s: (s.parts, s.head_width, s.kv_heads)):
             q, kv = one.heads * one.head_width, one.kv_heads * one.head_width
             rows = {f"{part}_proj": q * (1 + self.gated) if part == "q" else kv for part in one.parts}
-            of = LinearShape("qkv", D, rows, _others(layers, mixed), self.qkv_bias)
-            yield f"qkv{end}", self._pieces(of)
+            yield f"qkv{end}", self._pieces(LinearShape("qkv", D, rows, _others(layers, mixed), self.qkv_bias))
         if s is not None:
             plain, rank = (D, "q_proj", q, False), s.q_rank
             queries = {"q": plain} if rank is None else {
@@ -288,8 +287,8 @@ class ModelShape:
             for name, (inputs, piece, outputs, bias) in {**queries, "kv_a": kv_a, "kv_b": both}.items():
                 yield name, LinearShape(f"latent.{name}", inputs, {piece: outputs}, attending, bias)
         for end, one, layers in self._by(lambda s: (s.attended_width,)):
-            of = LinearShape("o", one.attended_width, {"o_proj": D}, _others(layers, mixed), self.o_bias)
-            yield f"o{end}", of
+            attending = _others(layers, mixed)
+            yield f"o{end}", LinearShape("o", one.attended_width, {"o_proj": D}, attending, self.o_bias)
         if P:
             yield "input_gate", LinearShape("input_gate", D, {"per_layer_input_gate": P}, every)
             yield "input_out", LinearShape("input_out", P, {"per_layer_projection": D}, every)

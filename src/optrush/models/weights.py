@@ -147,13 +147,22 @@ def refuse_more_layers(stored: Folder | PackedFolder, hf: HF) -> None:
         raise NeedsError(f"the weights in {folder.folder}", found, "check that config.json fits the weights")
 
 
-def leave_later_layers(stored: Folder | PackedFolder, shape: ModelShape) -> list[str]:
-    """Remove layers behind the last one, which predict further tokens and are not trained; return their names."""
-    if not isinstance(stored, Folder) or not FAMILIES[shape.family].later_layers:
+def leave_unread(stored: Folder | PackedFolder, shape: ModelShape) -> list[str]:
+    """Remove tensors that no layer reads, which are not trained; return their names.
+
+    They are of layers behind the last one, which predict further tokens, or keys and values of layers that read an
+    earlier layer's.
+    """
+    if not isinstance(stored, Folder):
         return []
-    layers = ((name, re.match(r"(?:\w+\.)*layers\.(\d+)\.", name)) for name in stored.files)
-    found = [name for name, match in layers if match is not None and int(match[1]) >= shape.layers]
-    found += [name for name in stored.files if name.startswith("mtp.")]
+    layers = [(name, re.match(r"(?:\w+\.)*layers\.(\d+)\.(self_attn\.[kv]_)?", name)) for name in stored.files]
+    found, b = list[str](), shape.by_layer
+    if b is not None:
+        reading = {i for i, source in enumerate(b.sources) if source is not None}
+        found = [name for name, match in layers if match is not None and match[2] and int(match[1]) in reading]
+    if FAMILIES[shape.family].later_layers:
+        found = [name for name, match in layers if match is not None and int(match[1]) >= shape.layers]
+        found += [name for name in stored.files if name.startswith("mtp.")]
     stored.files = {name: file for name, file in stored.files.items() if name not in set(found)}
     return [stored.stored_name(name) for name in found]
 
@@ -623,6 +632,8 @@ def refuse_frozen(model: Any, recipe: WeightMap, growth: Growth) -> None:
 def vocabulary_names(model: Any, entries: dict[str, WeightEntry]) -> frozenset[str]:
     """Return the published names of a model's parameters with a row for each token: embedding, head, its bias."""
     wide = {id(model.embedding.weight), id(model.head.weight), id(model.head.bias)}
+    if (inputs := getattr(model, "inputs", None)) is not None:
+        wide.add(id(inputs.embedding.weight))
     return frozenset(entries[name].pieces[0][0] for name, p in model.named_parameters() if id(p) in wide)
 
 
