@@ -313,9 +313,9 @@ class Decoder(nn.Module):
             scale, within = query_scales(chunks.temperature, positions), documents.in_chunks(chunks.size, positions)
         for number, block in enumerate(blocks):
             cos, sin = local if local and block.local else rotation if block.rotated else (scale, scale)
-            own, source = (), cast("int | None", block.source)
+            own, source = list[Tensor | None](), cast("int | None", block.source)
             if self.shape.by_layer is not None:
-                own = None if given is None else given[:, :, number], *(() if source is None else lent[source])
+                own = [None if given is None else given[:, :, number], *(() if source is None else lent[source])]
             x = self.block_call(block, x, cos, sin, documents if block.chunk is None else within, *own)
             if block.experts is not None:
                 x, load = x

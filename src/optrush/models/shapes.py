@@ -252,6 +252,16 @@ class ModelShape:
         return self.heads * (self.head_width if self.latent is None else self.latent.value)
 
     @property
+    def queries(self) -> float:
+        """Number of values of a token's queries, of all heads; a mean where layers differ."""
+        return self._mean(lambda s: s.heads * s.head_width)
+
+    @property
+    def repeated(self) -> float:
+        """Number of values that a token's keys lack to be one for each query head; a mean where layers differ."""
+        return self._mean(lambda s: (s.heads - s.kv_heads) * s.head_width)
+
+    @property
     def key_width(self) -> float:
         """Number of values of a token's keys, or of its values, of all heads: a mean of the two, and of all layers."""
         if self.by_layer is not None:
@@ -341,7 +351,7 @@ class ModelShape:
 
         Of experts those that a token is routed to, and the router.
         """
-        return self._matrices(False) + self.width * self.vocab
+        return self._matrices(False) + self.width * (self.vocab + self.layers * self.input_width)
 
     @property
     def block_matrices(self) -> int:
@@ -350,7 +360,7 @@ class ModelShape:
 
     def _matrices(self, every: bool) -> int:
         D, e = self.width, self.experts
-        matrices = sum(linear.weights for linear in self.linears.values()) + self.layers * self.input_width * D
+        matrices = sum(linear.weights for linear in self.linears.values())
         if e is None:
             return matrices
         each = 3 * D * e.ff_width * (e.count if every else e.active) + D * e.count + (D if e.shared_gate else 0)
@@ -464,9 +474,8 @@ class ModelShape:
             tokens: real tokens.
             attended: sum of squared document lengths; half of those products are above the diagonal and not counted.
         """
-        q = self.attended_width if self.by_layer else self.heads * self.head_width
-        products = q + self.attended_width  # of a query: with a key, and with a value
-        flop = 6 * self.matrix_parameters * tokens + 3 * attended * products * self.attention_layers
+        products = self.queries + self.attended_width  # of a query: with a key, and with a value
+        flop = 6 * self.matrix_parameters * tokens + round(3 * attended * products * self.attention_layers)
         if (d := self.delta) is not None:  # the state read, corrected and read again; and the convolution
             flop += 6 * tokens * len(d.layers) * (3 * d.heads * d.key * d.value + d.taps * d.channels)
         return flop
