@@ -369,8 +369,8 @@ def test_every_model_has_a_plan_on_every_card(tmp_path: Path, name: str, card: s
 
 @pytest.mark.parametrize(
     "kind",
-    [{"model_type": "stablelm"}, QWEN_MOE, {"model_type": "gemma2"}, {"model_type": "cohere"}],
-    ids=["stablelm", "experts", "gemma2", "cohere"],
+    [{"model_type": "stablelm"}, QWEN_MOE, {"model_type": "gemma2"}, {"model_type": "cohere"}, GEMMA4],
+    ids=["stablelm", "experts", "gemma2", "cohere", "gemma4"],
 )
 @pytest.mark.parametrize("name", [c.name for c in ALL])
 def test_rules_of_each_technique_find_their_lines(tmp_path: Path, name: str, kind: dict[str, Any]) -> None:

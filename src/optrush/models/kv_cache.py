@@ -42,27 +42,38 @@ class Step:
 
 
 class LayerCache:
-    """The keys and values of one layer, and its attention while they are kept."""
+    """The keys and values of one layer, and its attention while they are kept.
 
-    def __init__(self, cache: SlotCache, inner: Any, window: int | None) -> None:
-        self.cache, self.inner, self.window = cache, inner, window
+    A layer that reads an earlier layer's has none of its own: `source` is the cache of that one.
+    """
+
+    def __init__(self, cache: SlotCache, inner: Any, window: int | None, source: LayerCache | None = None) -> None:
+        self.cache, self.inner, self.window, self.source = cache, inner, window, source
         self.keys: Tensor | None = None  # (S + 1, C, K, E), in the type that attention reads
         self.values: Tensor | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, **masks: Any) -> Tensor:
         """Attend as `kernels.attention` does: q (B, T, H, E), k and v (B, T, K, E) -> (B, T, H, E)."""
         step, places = self.cache.step, (self.cache.slots + 1, self.cache.room)
+        if self.source is not None:
+            return self._read(self.source, q, k, v, documents, masks)
         if self.keys is None or self.values is None:
             self.keys, self.values = k.new_zeros(*places, *k.shape[2:]), v.new_zeros(*places, *v.shape[2:])
         for kept, new in ((self.keys, k), (self.values, v)):
             flat = new.flatten(0, 1)
             kept.view(-1, *new.shape[2:])[step.target] = flat if step.source is None else flat[step.source]
+        return self._read(self, q, k, v, documents, masks)
+
+    def _read(
+        self, of: LayerCache, q: Tensor, k: Tensor, v: Tensor, documents: Documents, masks: dict[str, Any]
+    ) -> Tensor:
+        step, slots, span = self.cache.step, self.cache.slots, self.cache.step.span
         if step.lengths is None:
             attended: Tensor = self.inner(q, k, v, documents, **masks)
             return attended
-        slots, span = self.cache.slots, step.span
+        assert of.keys is not None and of.values is not None
         masks["window"] = self.window  # a step's own rows are shorter than any
-        return attend_slots(q, self.keys[:slots, :span], self.values[:slots, :span], step.lengths, **masks)
+        return attend_slots(q, of.keys[:slots, :span], of.values[:slots, :span], step.lengths, **masks)
 
 
 class SlotCache:
@@ -82,8 +93,11 @@ class SlotCache:
         before = [block.attention for block in blocks]
         call, training = model.block_call, model.training
         model.block_call = lambda block, *args, **kwargs: block.forward(*args, **kwargs)
+        caches = list[LayerCache]()
         for block in blocks:
-            block.attention = LayerCache(self, block.attention, block.window)
+            source = None if block.source is None else caches[block.source]
+            caches.append(LayerCache(self, block.attention, block.window, source))
+            block.attention = caches[-1]
         for module in compiled:  # for shapes that a step has; here each length would be compiled
             module._compiled_call_impl = None
         model.eval()

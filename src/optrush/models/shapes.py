@@ -695,6 +695,8 @@ def native_obstacle(hf: HF) -> str | None:
         return f"model_type {family!r}, where our decoder has {', '.join(FAMILIES)}"
     if (found := rope_obstacle(hf, spec)) is not None:
         return found
+    if spec.by_layer and not all(isinstance(value, Mapping) for value in rope_settings(hf).values()):
+        return "the same RoPE parameters for all layers, where our decoder reads a mapping for each kind of layer"
     for key, allowed, instead in limits(str(family)):
         unread = key == "first_k_dense_replace" and hf.get("mlp_layer_types")
         if key in hf and hf[key] not in allowed and not unread:
