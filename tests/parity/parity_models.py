@@ -139,6 +139,11 @@ THEIR_EXPERTS = {  # through transformers
     },
 }  # fmt: skip
 EXPERTS = {
+    "gemma4_text-experts": {  # as 26B-A4B
+        **SIZES, **WIDE, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+        "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 16,
+        "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"],
+    },
     "mixtral": {**SIZES, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
     "olmoe": {
         **SIZES, "model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 3, "head_dim": 6, "pad_token_id": None,

@@ -27,7 +27,7 @@ from trials import assembled, furthest, golden_run, steps, weights
 from trials import published as of_transformers
 
 GEMMA4 = FAMILIES["gemma4_text"]
-SIZED: dict[str, tuple[float, dict[str, Any]]] = {  # billions; the text parts of E2B and 31B
+SIZED: dict[str, tuple[float, dict[str, Any]]] = {  # billions; the text parts of E2B, 31B and 26B-A4B
     "inputs": (
         4.63,
         {
@@ -42,6 +42,15 @@ SIZED: dict[str, tuple[float, dict[str, Any]]] = {  # billions; the text parts o
             "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 60, "num_attention_heads": 32,
             "num_key_value_heads": 16, "attention_k_eq_v": True, "num_global_key_value_heads": 4,
             "hidden_size_per_layer_input": 0,
+        },
+    ),
+    "experts": (
+        25.2,
+        {
+            "hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 30, "num_attention_heads": 16,
+            "num_key_value_heads": 8, "attention_k_eq_v": True, "num_global_key_value_heads": 2,
+            "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8,
+            "moe_intermediate_size": 704,
         },
     ),
 }  # fmt: skip
@@ -88,6 +97,15 @@ def test_layers_read_the_last_one_of_their_kind() -> None:
         ({"per_layer_config": {"1": {"intermediate_size": 16}}}, "per_layer_config"),
         ({"per_layer_config": [16]}, "per_layer_config"),
         ({"per_layer_config": {"1": {"head_dim": "x"}, "3": {"head_dim": "x"}}}, "head_dim is 'x'"),
+        (
+            {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5, "moe_intermediate_size": 8},
+            "top_k_experts 5",
+        ),
+        ({"enable_moe_block": True, "num_experts": None}, "num_experts is None"),
+        (
+            {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8},
+            "layers that read the keys and values of others, too",
+        ),
         ({"vocab_size_per_layer_input": 0}, "vocab_size_per_layer_input is 0"),
     ],
 )

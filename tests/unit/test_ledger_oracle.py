@@ -191,6 +191,11 @@ BY_LAYER = {
         "hidden_size": 2688, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 8,
         "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 2,
     },
+    "experts": WIDE | {
+        "hidden_size": 1408, "intermediate_size": 2112, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 2,
+        "enable_moe_block": True, "num_experts": 32, "top_k_experts": 8, "moe_intermediate_size": 704,
+    },
 }  # fmt: skip
 
 

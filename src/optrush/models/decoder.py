@@ -104,6 +104,8 @@ class Block(nn.Module):
             self.gate_up = Linear(D, (("gate", 1), ("up", 1)), groups=F_, bias=s.mlp_bias, **at)
             self.down = Linear(F_, (("down", D),), bias=s.mlp_bias, **at)
         self.shared = self.experts is not None and F_ > 0  # a dense part besides the experts
+        if self.experts is not None and self.experts.shape.beside:
+            self.dense_leaving, self.experts_norm, self.experts_leaving = (plain(D, s.norm_eps, **at) for _ in range(3))
         self.shared_gate = None
         if self.shared and s.experts is not None and s.experts.shared_gate:
             self.shared_gate = Linear(D, (("shared_gate", 1),), bias=False, **at)
@@ -163,11 +165,16 @@ class Block(nn.Module):
         mixed = self._mix(self.norm1(x) if before else x, cos, sin, documents, lent)
         x = x + (mixed if after is None else after[0](mixed)) * self.residual
         fed = self.mlp(None, self.norm2(x) if before else x, self.gate_up, self.down)
+        load = list[Tensor]()
+        if self.experts is not None:
+            routed, *load = self.experts(self.experts_norm(x), documents.filled, x)
+            fed = self.dense_leaving(fed) + self.experts_leaving(routed)
         x = x + (fed if after is None else after[1](fed)) * self.residual
         if self.input_gate is not None and given is not None:
             x = x + self.leaving3(self.input_out(F.gelu(self.input_gate(x), approximate="tanh") * given))
         x = x if self.layer_scalar is None else x * self.layer_scalar.to(x.dtype)
-        return (x, *lent) if self.lends else x
+        lent = lent if self.lends else []
+        return (x, *load, *lent) if load or lent else x
 
     def _mix(
         self, h: Tensor, cos: Tensor, sin: Tensor, documents: Documents, lent: list[Tensor] | None = None
@@ -316,12 +323,10 @@ class Decoder(nn.Module):
             own, source = list[Tensor | None](), cast("int | None", block.source)
             if self.shape.by_layer is not None:
                 own = [None if given is None else given[:, :, number], *(() if source is None else lent[source])]
-            x = self.block_call(block, x, cos, sin, documents if block.chunk is None else within, *own)
-            if block.experts is not None:
-                x, load = x
-                loads.append(load)
-            if block.lends:
-                x, *lent[number] = x
+            made = self.block_call(block, x, cos, sin, documents if block.chunk is None else within, *own)
+            x, *rest = made if isinstance(made, tuple) else (made,)
+            loads += [rest.pop(0)] if block.experts is not None else []
+            lent[number] = rest
         if loads:
             self.load = torch.stack(loads)
         return x

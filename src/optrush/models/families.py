@@ -39,6 +39,9 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "sinks": ("self_attn",),  # whose own parameter it is
     "input_gate": ("per_layer_input_gate",),
     "input_out": ("per_layer_projection",),
+    "dense_leaving": ("post_feedforward_layernorm_1",),
+    "experts_norm": ("pre_feedforward_layernorm_2",),
+    "experts_leaving": ("post_feedforward_layernorm_2",),
     "leaving3": ("post_per_layer_input_norm",),
     "norm2": ("post_attention_layernorm",),
     "leaving1": (),
@@ -79,6 +82,9 @@ class ExpertsSpec:
     apart: tuple[str, str, str, str] | None = ("mlp", "gate_proj", "up_proj", "down_proj")
     transposed: bool = False  # a tensor of all experts is (N, width, rows)
     interleaved: bool = False  # rows of gate and up alternate in it, as here
+    beside: bool = False  # experts and router are the layer's own modules, with norms, beside a dense part
+    switch: str = ""  # the key that says whether a model has experts; empty: all have
+    active: str = "num_experts_per_tok"  # the key of the number of a token's experts
     untold: bool = False  # transformers' class does not say that it is transposed, so PEFT swaps A and B
 
 
@@ -139,6 +145,11 @@ class FamilySpec:
     gguf_pairs: bool = False  # rotated values are neighbouring pairs there
     gguf_biases: bool = True  # its linears may have biases there
     gguf_scales: bool = False  # it has keys for multipliers there
+
+    def experts_in(self, layer: str) -> str:
+        """Return the module that has the experts and the router of a layer."""
+        own = self.experts is not None and self.experts.beside
+        return layer if own else f"{layer}.{self.feed_forward}"
 
     @property
     def other_layers(self) -> str:
@@ -338,7 +349,8 @@ FAMILIES: dict[str, FamilySpec] = {
             "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512,
             "max_position_embeddings": 131072, "tie_word_embeddings": True, "vocab_size": 262144,
             "sliding_window": 512, "sliding_window_pattern": 6, "rope_theta": 10000.0, "rope_local_base_freq": 10000.0,
-            "vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256, "rope_parameters": {
+            "norm_topk_prob": True, "vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256,
+            "rope_parameters": {
                 "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
             },
@@ -347,7 +359,10 @@ FAMILIES: dict[str, FamilySpec] = {
         multipliers={"embedding": ("hidden_size", 0.5), "scores": ("hidden_size", 0)},  # E^-0.5 is in no score
         local_rope=True, rope_kinds=(*ROPE_KINDS, *FOREIGN_ROPE_KINDS), softcap=True, by_layer=True, layer_scalar=True,
         nested=(),
-        agreed={"hidden_activation": GELU, "use_bidirectional_attention": ("vision",), "enable_moe_block": (False,)},
+        agreed={"hidden_activation": GELU, "use_bidirectional_attention": ("vision",)}, experts=ExpertsSpec(
+            beside=True, switch="enable_moe_block", active="top_k_experts", shared_name="", router_name="router.proj",
+            apart=None,
+        ),
     ),
     "cohere": _COHERE,
     "cohere2": replace(

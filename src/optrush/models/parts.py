@@ -28,6 +28,7 @@ class ExpertsShape:
     groups: int = 1  # of experts, of which a token takes experts from `active_groups`: by the best of each, or best two
     active_groups: int = 1
     shared_gate: bool = False  # what every token passes is gated by a sigmoid
+    beside: bool = False  # a dense part has norms of its own, and the router scales what it reads and gives
     shared_width: int = 0  # feed-forward width of what every token passes besides; 0: none
     scaled_input: bool = False  # the weights, sigmoids of a token's highest logits, scale what enters its experts
     clamp: tuple[float, float] | None = None  # gain and limit of a clamped activation; None: silu(gate) * up

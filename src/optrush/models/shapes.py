@@ -430,6 +430,9 @@ class ModelShape:
                     yield f"experts.{name}_bias", e.count * rows
             if e.biases:
                 yield "experts.router_bias", e.count
+            if e.beside:
+                yield from (("experts.router_scale", D), ("experts.expert_scale", e.count))
+                yield from ((f"{name}.weight", D) for name in ("dense_leaving", "experts_norm", "experts_leaving"))
             if e.shared_gate and e.shared_width:
                 yield "shared_gate.weight", D
 
@@ -594,12 +597,15 @@ def _chunks(full: HF) -> ChunkShape:
 def _experts(hf: HF, full: HF, spec: FamilySpec) -> ExpertsShape | None:
     """Read the experts of a family that has them, in layers `decoder_sparse_step` apart but for `mlp_only_layers`."""
     key, e = next((key for given in (hf, full) for key in EXPERTS if given.get(key) is not None), ""), spec.experts
-    if e is None or not full.get(key):
+    if e is None or (e.switch and not full.get(e.switch)) or not (e.switch or full.get(key)):
         return None
-    count, active, layers = _size(full, key), _size(full, "num_experts_per_tok"), _expert_layers(full, e)
+    count, active, layers = _size(full, key or "num_experts"), _size(full, e.active), _expert_layers(full, e)
     if active > count:
-        found = f"{key} {count}, num_experts_per_tok {active}"
-        raise ConfigError("experts from config.json", found, "give num_experts_per_tok at most the number of experts")
+        found = f"{key} {count}, {e.active} {active}"
+        raise ConfigError("experts from config.json", found, f"give {e.active} at most the number of experts")
+    if e.beside and full.get("num_kv_shared_layers"):
+        do = "set enable_moe_block to false, or num_kv_shared_layers to 0"
+        raise ConfigError("experts from config.json", "layers that read the keys and values of others, too", do)
     if e.router == "logits" and not layers:
         return None
     groups = 1 if full.get("topk_method") == "greedy" else int(full.get("n_group") or 1)
@@ -615,7 +621,8 @@ def _experts(hf: HF, full: HF, spec: FamilySpec) -> ExpertsShape | None:
         scale=float(full.get("routed_scaling_factor") or 1.0), groups=groups,
         active_groups=int(full.get("topk_group") or 1),
         shared_width=int(full.get("shared_expert_intermediate_size") or 0)
-        or int(full.get("n_shared_experts") or 0) * _size(full, e.width),
+        or (_size(full, spec.ff_width) if e.beside else int(full.get("n_shared_experts") or 0) * _size(full, e.width)),
+        beside=e.beside,
         shared_gate=e.shared_gate, scaled_input=e.router == "logits",
         clamp=(float(full["swiglu_alpha"]), float(full["swiglu_limit"])) if "swiglu_limit" in full else None,
     )  # fmt: skip

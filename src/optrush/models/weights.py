@@ -382,7 +382,7 @@ def native_entries(
             _, number, *inside = owner.split(".")
             layer, part = f"{prefix}layers.{number}", inside[-1] if inside else "sinks"
             mlp = spec.feed_forward
-            if spec.experts is not None and model.get_submodule(f"blocks.{number}").shared:
+            if spec.experts is not None and spec.experts.shared_name and model.get_submodule(f"blocks.{number}").shared:
                 mlp += f".{spec.experts.shared_name}"
             if kind == "layer_scalar":
                 names = [f"{layer}.{kind}"]
@@ -402,15 +402,18 @@ def native_entries(
 
 # Parameters of which an expert has one value, by their names in the router.
 _ROUTER = {"router": "weight", "router_bias": "bias", "correction": "e_score_correction_bias"}
+_SCALES = {"router_scale": "scale", "expert_scale": "per_expert_scale"}  # of one that scales what it reads and gives
 
 
 def _experts_entry(layer: str, kind: str, shape: Shape, spec: FamilySpec, stored: Collection[str]) -> WeightEntry:
     """Return the entry of one of the parameters of a layer's experts."""
-    e, module = spec.experts, f"{layer}.{spec.feed_forward}"
+    e, module = spec.experts, spec.experts_in(layer)
     assert e is not None
     stacked = e.apart is None or not stored or f"{module}.experts.gate_up_proj" in stored
     if e.apart is not None and not stacked:
         module = f"{layer}.{e.apart[0]}"
+    if kind in _SCALES:
+        return WeightEntry(shape, ((f"{module}.router.{_SCALES[kind]}", shape[0]),))
     if kind in _ROUTER:
         return WeightEntry(shape, ((f"{module}.{e.router_name}.{_ROUTER[kind]}", shape[0]),))
     if kind.endswith("_bias"):
@@ -469,7 +472,7 @@ def native_constants(entries: Mapping[str, WeightEntry], centred: bool = False) 
         name: 0.0 if centred and ".linear_attn." not in name else 1.0 for name in names if name.endswith("norm.weight")
     }
     decays = {name: math.log(8.0) for name in names if name.endswith("A_log")}
-    return biases | ones | decays | {name: 1.0 for name in names if name.endswith(("dt_bias", "layer_scalar"))}
+    return biases | ones | decays | {name: 1.0 for name in names if name.endswith(("dt_bias", "scale", "layer_scalar"))}
 
 
 # --- export: config.json and safetensors in transformers' layout, written tensor by tensor

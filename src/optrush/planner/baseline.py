@@ -249,6 +249,12 @@ def _routed(s: ModelShape, e: ExpertsShape) -> Iterator[Line]:
     def saved(name: str, reason: str, values: float, *of: Tag, role: Role = "product") -> Line:
         return ledger.saved(name, reason, s.layers * values, s.layers, "experts", *of, role=role)
 
+    if e.beside:
+        yield saved("apart", "what enters and leaves the norms of both parts, 3 D", share * 3 * D)
+        why = "float32 copies inside these norms and that of the router, 4 D"
+        yield saved("widened again", why, share * 4 * D, "widened", "fusable", role="widening")
+        why = "before the weights of these norms, 3 D"
+        yield saved("normalised again", why, share * 3 * D, "normalised", "fusable", role="residual")
     yield saved("routed", "rows of a token's experts, k D", share * k * D, "product-input")
     if e.scaled_input:
         yield saved("weighed", "these rows before their experts' weights, k D", share * k * D)
