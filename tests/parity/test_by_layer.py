@@ -22,7 +22,7 @@ from optrush.models.weights import export_weights
 from optrush.planner import search
 
 from golden import make_golden
-from parity_models import FAMILIES, compare_step, materialise, reference, save
+from parity_models import EXPERTS, FAMILIES, compare_step, materialise, reference, save
 from trials import assembled, furthest, golden_run, steps, weights
 from trials import published as of_transformers
 
@@ -164,15 +164,24 @@ def test_wide_heads_are_repeated_where_no_kernel_groups_them() -> None:
 # --- techniques
 
 
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as `box` is, its model a Gemma 4."""
-    made = tmp_path_factory.mktemp("wide")
-    sizes = {key: value for key, value in GEMMA4.items() if key not in ("bos_token_id", "eos_token_id")}
+def written(made: Path, hf: dict[str, Any]) -> Path:
+    sizes = {key: value for key, value in hf.items() if key not in ("bos_token_id", "eos_token_id")}
     sizes |= {"vocab_size": 128, "vocab_size_per_layer_input": 128}
     make_golden.write_model(made / "untied", True, **sizes)
     make_golden.write_documents(made / "text.jsonl", False)
     return made
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as `box` is, its model a Gemma 4."""
+    return written(tmp_path_factory.mktemp("wide"), GEMMA4)
+
+
+@pytest.fixture(scope="module")
+def routed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, with experts."""
+    return written(tmp_path_factory.mktemp("routed"), EXPERTS["gemma4_text-experts"])
 
 
 def trained(box: Path, **with_: Any) -> tuple[list[Any], dict[str, torch.Tensor]]:
@@ -198,6 +207,29 @@ def test_two_ranks(wide: Path, pair: Any, with_: dict[str, Any]) -> None:
     for mine, grads in pair(first, wide, with_):
         assert mine == pytest.approx(loss, rel=1e-5)
         assert not grads or furthest(grads, want) < 1e-4
+
+
+@pytest.mark.parametrize("with_", further([{"ddp": {}, "experts": {"size": 2}}, {"fsdp": {}}], 1))
+def test_two_ranks_with_experts(routed: Path, pair: Any, with_: dict[str, Any]) -> None:
+    loss, want = first(routed, {})
+    for mine, grads in pair(first, routed, with_):
+        assert mine == pytest.approx(loss, rel=1e-5)
+        assert not grads or furthest(grads, want) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["wide", "routed"])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch's own tracer
+def test_blocks_are_one_graph_each(kind: str, request: pytest.FixtureRequest) -> None:
+    job = assembled(golden_run(request.getfixturevalue(kind), packed=True))
+    batch = next(job.batches)[0]
+    given = batch.tokens, batch.positions, batch.documents
+    plain, graphs = job.model(*given), []
+    torch._dynamo.reset()
+    for block in job.model.blocks.values():
+        block.compile(backend=lambda graph, _: graphs.append(graph) or graph.forward, fullgraph=True, dynamic=False)
+    torch.testing.assert_close(job.model(*given), plain)
+    torch._dynamo.reset()
+    assert len(graphs) == len(job.model.blocks)
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ class Block(nn.Module):
         mixed = self._mix(self.norm1(x) if before else x, cos, sin, documents, lent)
         x = x + (mixed if after is None else after[0](mixed)) * self.residual
         fed = self.mlp(None, self.norm2(x) if before else x, self.gate_up, self.down)
-        load = list[Tensor]()
+        load: list[Tensor] = []
         if self.experts is not None:
             routed, *load = self.experts(self.experts_norm(x), documents.filled, x)
             fed = self.dense_leaving(fed) + self.experts_leaving(routed)
@@ -310,7 +310,8 @@ class Decoder(nn.Module):
         given: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Run hidden states x (B, T, D) through some of the blocks; given: (B, T, L, P), what `LayerInputs` returns."""
-        loads, chunks, lent = [], self.shape.chunks, dict[int, Sequence[Tensor]]()
+        loads, chunks = [], self.shape.chunks
+        lent: dict[int, Sequence[Tensor]] = {}
         # Pairs are rotated in float32, as published.
         wide = torch.promote_types(x.dtype, torch.float32) if self.shape.pairs else x.dtype
         rotation = self.angles(positions, wide)
@@ -320,7 +321,7 @@ class Decoder(nn.Module):
             scale, within = query_scales(chunks.temperature, positions), documents.in_chunks(chunks.size, positions)
         for number, block in enumerate(blocks):
             cos, sin = local if local and block.local else rotation if block.rotated else (scale, scale)
-            own, source = list[Tensor | None](), cast("int | None", block.source)
+            source, own = cast("int | None", block.source), cast("list[Tensor | None]", [])
             if self.shape.by_layer is not None:
                 own = [None if given is None else given[:, :, number], *(() if source is None else lent[source])]
             made = self.block_call(block, x, cos, sin, documents if block.chunk is None else within, *own)
