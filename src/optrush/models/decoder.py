@@ -303,7 +303,7 @@ class Decoder(nn.Module):
         """tokens (B, T) -> what enters the first block (B, T, D)."""
         x: Tensor = self.embedding(tokens)
         factor = self.shape.multipliers.embedding
-        return x if factor == 1 else x * torch.tensor(factor, dtype=x.dtype).item()  # rounded as published
+        return x if factor == 1 else x * torch.tensor(factor).to(x.dtype).item()  # rounded as published
 
     def through(
         self, x: Tensor, positions: Tensor, documents: Documents, blocks: Iterable[nn.Module],

@@ -149,7 +149,7 @@ class LayerInputs(nn.Module):
         """tokens (B, T), x (B, T, D) -> (B, T, L, P)."""
         P = self.norm.weight.shape[0]
         made = self.norm((self.project(x) * self.width**-0.5).unflatten(-1, (-1, P)))
-        factor = torch.tensor(P**0.5, dtype=self.embedding.weight.dtype).item()  # rounded as published
+        factor = torch.tensor(P**0.5).to(self.embedding.weight.dtype).item()  # rounded as published
         given: Tensor = (made + (self.embedding(tokens) * factor).unflatten(-1, (-1, P))) * 2**-0.5
         return given
 
