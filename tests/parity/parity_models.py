@@ -91,6 +91,7 @@ FAMILIES = {
         **SIZES, "model_type": "smollm3", "pad_token_id": None, "mlp_bias": True, "no_rope_layers": [1, 0],
         "rope_theta": 5000.0,
     },
+    "starcoder2": {**SIZES, "model_type": "starcoder2", "pad_token_id": None, "sliding_window": 4, "head_dim": 6},
     "granite": {
         **SIZES, "model_type": "granite", "mlp_bias": True, "embedding_multiplier": 6.5, "attention_multiplier": 0.2,
         "residual_multiplier": 0.3, "logits_scaling": 2.5,

@@ -101,7 +101,8 @@ class Block(nn.Module):
             self.experts = Experts(s, **at)
             F_ = s.experts.shared_width
         if F_:
-            self.gate_up = Linear(D, (("gate", 1), ("up", 1)), groups=F_, bias=s.mlp_bias, **at)
+            pairs: Pieces = (("up", 1),) if s.gateless else (("gate", 1), ("up", 1))
+            self.gate_up = Linear(D, pairs, groups=F_, bias=s.mlp_bias, **at)
             self.down = Linear(F_, (("down", D),), bias=s.mlp_bias, **at)
         self.shared = self.experts is not None and F_ > 0  # a dense part besides the experts
         if self.experts is not None and self.experts.shape.beside:
@@ -130,6 +131,7 @@ class Block(nn.Module):
         self.local = s.local_rope is not None and self.window is not None  # its rotation is that of layers with windows
         self.attention: attention.Attend = attention.masked
         self.mlp: swiglu.Mlp = swiglu.gelu_mlp if s.gelu else swiglu.gated_mlp
+        self.mlp = swiglu.plain_mlp if s.gateless else self.mlp
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents, given: Tensor | None = None, *lent: Tensor

@@ -106,6 +106,7 @@ class FamilySpec:
     norm_eps: str = "rms_norm_eps"  # the key of its epsilon
     softcap: bool = False  # logits may be bounded by `final_logit_softcapping`
     score_cap: bool = False  # scores of attention may be bounded by `attn_logit_softcapping`
+    gateless: bool = False  # the feed-forward part has no gate: its activation is of what would be gated
     activation: tuple[str, ...] = SILU  # of the gate, by the names that config.json may give it
     multipliers: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     """What multiplies the embedding, the scores in place of E^-0.5, what a part adds, and the logits: a key of
@@ -406,6 +407,17 @@ FAMILIES: dict[str, FamilySpec] = {
             "sliding_window_pattern": 4, "rms_norm_eps": 1e-5,
         },
         qk_norm=True, norms="after", names=AFTER, window="pattern", unrotated="full",
+    ),
+    "starcoder2": FamilySpec(
+        "Starcoder2ForCausalLM",
+        {
+            "num_key_value_heads": 2, "head_dim": None, "max_position_embeddings": 4096, "norm_epsilon": 1e-5,
+            "use_bias": True, "tie_word_embeddings": True, "intermediate_size": 12288,
+        },
+        qkv_bias="use_bias", o_bias="use_bias", mlp_bias="use_bias", norm="layer, bias", norm_eps="norm_epsilon",
+        gateless=True, activation=GELU, window="all",
+        names={**NAMES, "gate_up": ("{mlp}.c_fc",), "down": ("{mlp}.c_proj",)},
+        agreed={"residual_dropout": (0,), "embedding_dropout": (0,)},
     ),
     "phi3": FamilySpec(
         "Phi3ForCausalLM",

@@ -81,6 +81,7 @@ class ModelShape:
     norms: str = "before"  # "before" attention and feed-forward part, "after", "around": both, or one for both "beside"
     norm: str = "rms"  # "rms", "layer", or "layer, bias"
     gelu: bool = False  # the gate's activation is gelu's approximation by tanh; else silu
+    gateless: bool = False  # the feed-forward part has no gate
     multipliers: Multipliers = field(default_factory=Multipliers)
     softcap: float | None = None  # bound of the logits by a tanh
     score_cap: float | None = None  # bound of attention's scores by a tanh
@@ -136,7 +137,7 @@ class ModelShape:
             rope=read_rope(text, turned), rotated=rotated,
             window=window, window_layers=window_layers, experts=_experts(hf, full, spec), latent=latent,
             delta=_delta(full, spec) if spec.delta else None, chunks=_chunks(full) if spec.chunks else None,
-            norms=spec.norms, norm=spec.norm, gelu=spec.activation == GELU,
+            norms=spec.norms, norm=spec.norm, gelu=spec.activation == GELU, gateless=spec.gateless,
             multipliers=_multipliers(full, spec, int(head_width)),
             softcap=_cap(full, "final_logit_softcapping") if spec.softcap else None,
             score_cap=_cap(full, "attn_logit_softcapping") if spec.score_cap else None,
@@ -312,13 +313,14 @@ class ModelShape:
         sparse = () if self.experts is None else self.experts.layers
         shared = 0 if self.experts is None else self.experts.shared_width
         of, before = ("", "") if self.experts is None else ("dense_", "dense.")
-        parts = [("shared_", "", shared, sparse)]
+        names, parts = FAMILIES[self.family].names, [("shared_", "", shared, sparse)]
         parts += [(of, end, one.ff_width, _others(on, sparse)) for end, one, on in self._by(lambda s: (s.ff_width,))]
         for name, end, F, layers in parts:
             if F and layers:
-                pieces = {f"{before}gate_proj": F, f"{before}up_proj": F}
+                up, out = (f"{before}{each.rpartition('.')[2]}" for each in (names["gate_up"][-1], names["down"][0]))
+                pieces = {up: F} if self.gateless else {f"{before}gate_proj": F, f"{before}up_proj": F}
                 yield f"{name}gate_up{end}", self._pieces(LinearShape("gate_up", D, pieces, layers, self.mlp_bias))
-                yield f"{name}down{end}", LinearShape("down", F, {f"{before}down_proj": D}, layers, self.mlp_bias)
+                yield f"{name}down{end}", LinearShape("down", F, {out: D}, layers, self.mlp_bias)
 
     def _pieces(self, linear: LinearShape) -> LinearShape:
         """Return a linear by its family's names: the same, or all its pieces as one."""
@@ -344,6 +346,11 @@ class ModelShape:
             return self.ff_width
         sparse = e.active * e.ff_width + e.shared_width
         return (len(e.layers) * sparse + (self.layers - len(e.layers)) * self.ff_width) / self.layers
+
+    @property
+    def fed(self) -> float:
+        """Number of values that the first product of a feed-forward part gives a token."""
+        return self.active_width * (1 if self.gateless else 2)
 
     @property
     def matrix_parameters(self) -> int:

@@ -166,7 +166,9 @@ def names_of(shape: ModelShape | None) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name for linear in shape.linears.values() for name in linear.pieces))
     mixing = (linear.pieces for linear in shape.linears.values() if linear.module not in ("gate_up", "down"))
     feeding = chosen("mlp", [JOINED["gate_up"]]) if "gate_up" in shape.joined else SETS["mlp"]
-    return (*(name for pieces in mixing for name in pieces), *feeding)
+    if shape.gateless:
+        feeding = tuple(name for each in ("gate_up", "down") for name in shape.linears[each].pieces)
+    return tuple(dict.fromkeys((*(name for pieces in mixing for name in pieces), *feeding)))
 
 
 def targeted(targets: str | Sequence[str], joined: Collection[str]) -> Iterator[tuple[str, int]]:

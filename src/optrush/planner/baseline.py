@@ -147,8 +147,8 @@ def _block(s: ModelShape, T: int, native: bool) -> Iterator[Line]:
         yield from _inputs(s)
     if s.delta is not None:
         yield from _delta_rule(s.delta, len(s.delta.layers))
-    yield saved("gate_up", "gate and up, 2 F", 2 * F, "mlp", "product-output")
-    yield saved("gated", "the gate after its activation, F", F, "mlp", "fusable")
+    yield saved("gate_up", "gate and up, 2 F; without a gate F", s.fed, "mlp", "product-output")
+    yield saved("gated", "the gate after its activation, F", 0 if s.gateless else F, "mlp", "fusable")
     yield saved("product", "what enters the down product, F", F, "mlp", "product-input")
     if s.experts is not None:
         yield from _routed(s, s.experts)
@@ -172,7 +172,6 @@ def _inputs(s: ModelShape) -> Iterator[Line]:
 
 def _working(s: ModelShape, T: int, cuda: bool) -> Iterator[Line]:
     """Yield what one block has in flight."""
-    F = s.active_width
 
     def working(name: str, reason: str, values: float, role: Role, live: Live, *of: Tag, side: Side = "") -> Line:
         return Line(f"working.{name}", reason, values, role, live, True, side=side, of=("fusable", *of))
@@ -184,9 +183,9 @@ def _working(s: ModelShape, T: int, cuda: bool) -> Iterator[Line]:
     copies = 3 if cuda else 2
     why = f"gradients of the scores, {copies} H T"
     yield working("scores.backward.held", why, copies * scores, "wide", "backward", "heads", "scores", side="scores")
-    yield working("forward", "gate, up and their product in flight, 2 F", 2 * F, "product", "forward", "mlp")
+    yield working("forward", "gate, up and their product in flight, 2 F", s.fed, "product", "forward", "mlp")
     why = "gradients of gate and up, 2 F"
-    yield Line("feed.gradients", why, 2 * F, "product", "backward", True, side="feed", of=("mlp",))
+    yield Line("feed.gradients", why, s.fed, "product", "backward", True, side="feed", of=("mlp",))
 
 
 def _attention(s: ModelShape, T: int, native: bool) -> Iterator[Line]:
@@ -334,7 +333,7 @@ def _work(s: ModelShape, T: int, native: bool, padding: float, cuda: bool) -> It
     mixing = sum(linear.weights for linear in s.linears.values() if linear.module not in ("gate_up", "down")) / L
     one = "the same one operator at a time"
     yield WorkItem("padding", "slots that hold no token", "token", padding=padding)
-    matrices = {"qkv": L * (mixing - o), "o": L * o, "gate_up": 2 * L * D * F, "down": L * F * D}
+    matrices = {"qkv": L * (mixing - o), "o": L * o, "gate_up": L * D * s.fed, "down": L * F * D}
     for name, weights in (traced.matrices(s) if isinstance(s, TracedShape) else matrices).items():
         for way, each in zip(WAYS, (2, 4), strict=True):
             why = f"{each} a weight of the blocks"
