@@ -56,6 +56,9 @@ LORA = {
     "delta, some": ("qwen3_next", "native", {"targets": SOME, "rslora": True},
         {"target_modules": SOME, "use_rslora": True},
     ),
+    "without a gate": (
+        "starcoder2", "native", {}, {"target_modules": [*EVERY[:4], "c_fc", "c_proj"]},
+    ),
     "by layer": (
         "gemma4_text", "native", {},
         {"target_modules": [*EVERY, "per_layer_input_gate", "per_layer_projection"]},

@@ -226,6 +226,7 @@ NATIVE: dict[str, tuple[dict[str, Any], float]] = {
     # Of transformers' layer norm the mean and the weight are operators of their own, which keep 2 D more.
     "cohere": ({**TINY, "model_type": "cohere"}, 0.1),
     "cohere2": ({**TINY, "model_type": "cohere2", "sliding_window": 256, "num_hidden_layers": 4}, 0.1),
+    "starcoder2": ({**TINY, "model_type": "starcoder2"}, 0.1),
     "gemma4": ({**GEMMA4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}, 0.06),
     "gemma4-keys": ({**GEMMA4, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True}, 0.06),
     "gemma2-uncapped": ({**TINY, "model_type": "gemma2", "attn_logit_softcapping": None}, 0.05),
@@ -369,8 +370,15 @@ def test_every_model_has_a_plan_on_every_card(tmp_path: Path, name: str, card: s
 
 @pytest.mark.parametrize(
     "kind",
-    [{"model_type": "stablelm"}, QWEN_MOE, {"model_type": "gemma2"}, {"model_type": "cohere"}, GEMMA4],
-    ids=["stablelm", "experts", "gemma2", "cohere", "gemma4"],
+    [
+        {"model_type": "stablelm"},
+        QWEN_MOE,
+        {"model_type": "gemma2"},
+        {"model_type": "cohere"},
+        GEMMA4,
+        {"model_type": "starcoder2"},
+    ],
+    ids=["stablelm", "experts", "gemma2", "cohere", "gemma4", "starcoder2"],
 )
 @pytest.mark.parametrize("name", [c.name for c in ALL])
 def test_rules_of_each_technique_find_their_lines(tmp_path: Path, name: str, kind: dict[str, Any]) -> None:

@@ -160,7 +160,9 @@ def test_peak_with_norms_of_heads(
 
 @pytest.mark.parametrize(
     ("kind", "withs"),
-    further([(kind, w) for w in (("bf16",), ("amp",), (), ("bf16", "recompute")) for kind in ("cohere",)], 2),
+    further(
+        [(kind, w) for w in (("bf16",), ("amp",), (), ("bf16", "recompute")) for kind in ("cohere", "starcoder2")], 2
+    ),
     ids=str,
 )
 def test_peak_with_layer_norms(

@@ -558,7 +558,7 @@ def _by_layer(full: HF, windowed: tuple[int, ...]) -> ByLayer:
         wide=wide, head_width=E, kv_heads=K, key_is_value=same,
         sources=tuple(None if i < own_keys else last[i in wide] for i in range(L)),
         ff_factor=2 if full.get("use_double_wide_mlp") else 1,
-        input_width=int(full.get("hidden_size_per_layer_input") or 0),
+        input_width=_size(full, "hidden_size_per_layer_input") if full.get("hidden_size_per_layer_input") else 0,
         input_words=_size(full, "vocab_size_per_layer_input"),
     )  # fmt: skip
 
