@@ -82,6 +82,10 @@ FAMILIES = {
     "gemma4_text-keys": {  # as 31B: keys that are values
         **SIZES, **WIDE, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
     },
+    "gemma4_unified_text": {  # 12B
+        **SIZES, **WIDE, "model_type": "gemma4_unified_text", "num_hidden_layers": 2, "attention_k_eq_v": True,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "cohere": {**SIZES, "model_type": "cohere", "pad_token_id": None, "logit_scale": 0.25, "attention_bias": True},
     "cohere2": {
         **SIZES, "model_type": "cohere2", "pad_token_id": None, "num_hidden_layers": 3, "sliding_window": 4,
@@ -215,7 +219,7 @@ def reference(sizes: dict, *, seed: int = 0) -> torch.nn.Module:
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(noise * 0.3 if parameter.ndim > 1 else parameter + noise * 0.2)
-        for name, parameter in model.named_parameters() if sizes["model_type"] == "gemma4_text" else ():
+        for name, parameter in model.named_parameters() if "gemma4" in sizes["model_type"] else ():
             if name.endswith("q_norm.weight"):  # scores have no other factor; sharp ones multiply what is rounded
                 parameter *= len(parameter) ** -0.5
         for name, buffer in model.named_buffers():

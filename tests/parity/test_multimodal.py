@@ -82,6 +82,14 @@ CASES: dict[str, dict[str, Any]] = {
         },
         "vision_config": {**TOWER, "head_dim": 8, "num_key_value_heads": 2}, "audio_config": None,
     },
+    "gemma4_unified": {
+        "text_config": {
+            "model_type": "gemma4_unified_text", "sliding_window": 8, "global_head_dim": 8, "pad_token_id": 0,
+            "attention_k_eq_v": True, "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "vision_config": {"patch_size": 14, "mm_embed_dim": 32, "mm_posemb_size": 4, "output_proj_dims": 32},
+        "audio_config": None,
+    },
 }  # fmt: skip
 RULE = {
     "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
@@ -120,6 +128,7 @@ CASES["llama4"] = {
 NATIVE = {
     "gemma3",
     "gemma4",
+    "gemma4_unified",
     "llama4",
     "kimi_k25",
     "qwen3_5",
@@ -143,7 +152,9 @@ def whole(case: str) -> Any:
         for p in model.parameters():
             noise = torch.randn(p.shape)
             p.copy_(noise * 0.3 if p.ndim > 1 else p + noise * 0.2)
-    for m in model.modules() if case == "gemma4" else ():  # whose class demands a padding id; here it is a token
+    for m in (
+        model.modules() if case.startswith("gemma4") else ()
+    ):  # whose class demands a padding id; here it is a token
         m.padding_idx = None
     return model
 

@@ -213,6 +213,27 @@ _OLMO = FamilySpec(
     {"num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
     **_BIASED, qk_norm=True, whole_qk_norm=True, norms="after", names=AFTER,
 )  # fmt: skip
+_GEMMA4 = FamilySpec(
+    "Gemma4ForCausalLM",
+    {
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512,
+        "max_position_embeddings": 131072, "tie_word_embeddings": True, "vocab_size": 262144,
+        "sliding_window": 512, "sliding_window_pattern": 6, "rope_theta": 10000.0, "rope_local_base_freq": 10000.0,
+        "norm_topk_prob": True, "vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+    **_BIASED, activation=GELU, qk_norm=True, value_norm=True, norms="around", names=AROUND, window="pattern",
+    multipliers={"embedding": ("hidden_size", 0.5), "scores": ("hidden_size", 0)},  # E^-0.5 is in no score
+    local_rope=True, rope_kinds=(*ROPE_KINDS, *FOREIGN_ROPE_KINDS), softcap=True, by_layer=True, layer_scalar=True,
+    nested=(),
+    agreed={"hidden_activation": GELU, "use_bidirectional_attention": ("vision",)}, experts=ExpertsSpec(
+        beside=True, switch="enable_moe_block", active="top_k_experts", shared_name="", router_name="router.proj",
+        apart=None,
+    ),
+)  # fmt: skip
 
 FAMILIES: dict[str, FamilySpec] = {
     "llama": FamilySpec(
@@ -344,26 +365,10 @@ FAMILIES: dict[str, FamilySpec] = {
         softcap=True, nested=(),
         agreed={"hidden_activation": GELU, "attn_logit_softcapping": (), **_CAUSAL},
     ),
-    "gemma4_text": FamilySpec(
-        "Gemma4ForCausalLM",
-        {
-            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512,
-            "max_position_embeddings": 131072, "tie_word_embeddings": True, "vocab_size": 262144,
-            "sliding_window": 512, "sliding_window_pattern": 6, "rope_theta": 10000.0, "rope_local_base_freq": 10000.0,
-            "norm_topk_prob": True, "vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            },
-        },
-        **_BIASED, activation=GELU, qk_norm=True, value_norm=True, norms="around", names=AROUND, window="pattern",
-        multipliers={"embedding": ("hidden_size", 0.5), "scores": ("hidden_size", 0)},  # E^-0.5 is in no score
-        local_rope=True, rope_kinds=(*ROPE_KINDS, *FOREIGN_ROPE_KINDS), softcap=True, by_layer=True, layer_scalar=True,
-        nested=(),
-        agreed={"hidden_activation": GELU, "use_bidirectional_attention": ("vision",)}, experts=ExpertsSpec(
-            beside=True, switch="enable_moe_block", active="top_k_experts", shared_name="", router_name="router.proj",
-            apart=None,
-        ),
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": replace(
+        _GEMMA4, architecture="Gemma4UnifiedForCausalLM", experts=None,
+        defaults={**_GEMMA4.defaults, "sliding_window": 1024, "hidden_size_per_layer_input": 0},
     ),
     "cohere": _COHERE,
     "cohere2": replace(
@@ -517,6 +522,7 @@ UNSEPARATED = frozenset({
 MULTIMODAL = {
     "gemma3": "Gemma3ForConditionalGeneration",
     "gemma4": "Gemma4ForConditionalGeneration",
+    "gemma4_unified": "Gemma4UnifiedForConditionalGeneration",
     "internvl": "InternVLForConditionalGeneration",
     "llava": "LlavaForConditionalGeneration",
     "llava_next": "LlavaNextForConditionalGeneration",
