@@ -82,8 +82,8 @@ class ExpertsSpec:
     apart: tuple[str, str, str, str] | None = ("mlp", "gate_proj", "up_proj", "down_proj")
     transposed: bool = False  # a tensor of all experts is (N, width, rows)
     interleaved: bool = False  # rows of gate and up alternate in it, as here
-    beside: bool = False  # experts and router are the layer's own modules, with norms, beside a dense part
-    switch: str = ""  # the key that says whether a model has experts; empty: all have
+    beside: bool = False  # experts and router are modules of the layer, and both they and a dense part have norms
+    switch: str = ""  # the key that switches experts on; empty: they are on
     active: str = "num_experts_per_tok"  # the key of the number of a token's experts
     untold: bool = False  # transformers' class does not say that it is transposed, so PEFT swaps A and B
 
@@ -368,7 +368,10 @@ FAMILIES: dict[str, FamilySpec] = {
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": replace(
         _GEMMA4, architecture="Gemma4UnifiedForCausalLM", experts=None,
-        defaults={**_GEMMA4.defaults, "sliding_window": 1024, "hidden_size_per_layer_input": 0},
+        defaults={
+            **_GEMMA4.defaults, "sliding_window": 1024, "hidden_size_per_layer_input": 0,
+            "max_position_embeddings": 262144,
+        },
     ),
     "cohere": _COHERE,
     "cohere2": replace(

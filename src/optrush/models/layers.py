@@ -132,8 +132,9 @@ class UnitNorm(nn.Module):
 
 
 class LayerInputs(nn.Module):
-    """Make what each layer gets of a token besides the stream: of an embedding of its own, and of what enters the
-    first block. As Gemma 4 has it ("per-layer embeddings").
+    """Make the input of each layer from a second embedding and from the first block's input.
+
+    As Gemma 4 has it ("per-layer embeddings").
     """
 
     def __init__(self, shape: ModelShape, *, device: torch.device, dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""Say what a model's shape may have besides its sizes: experts, other attention, layers that differ. Pure Python.
+"""Describe parts of a model's shape that only some families have. Pure Python.
 
 Legend: as in `models/shapes.py`.
 """
@@ -89,7 +89,7 @@ class ByLayer:
     key_is_value: bool  # of these layers: one product gives keys and values
     sources: tuple[int | None, ...]  # of each layer: the earlier one whose keys and values it reads; None: its own
     ff_factor: int  # of the feed-forward width of layers that read another's keys and values
-    input_width: int  # P: values of a token that each layer gets besides the stream; 0: none
+    input_width: int  # P: values of a token that each layer gets in addition to the stream; 0: none
     input_words: int  # rows of their embedding
 
 

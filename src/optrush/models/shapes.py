@@ -391,7 +391,7 @@ class ModelShape:
 
     @property
     def input_width(self) -> int:
-        """Number of values of a token that each layer gets besides the stream."""
+        """Number of values of a token that each layer gets in addition to the stream."""
         return 0 if self.by_layer is None else self.by_layer.input_width
 
     @property
@@ -464,7 +464,7 @@ class ModelShape:
 
     @property
     def outer_parameters(self) -> int:
-        """Number of parameters beside those of the blocks: embeddings, the last norm, and a head of its own."""
+        """Number of parameters outside the blocks: embeddings, the last norm, and a head of its own."""
         return self.vocab * self.width * (1 if self.tied else 2) + self.norm_width + self.input_parameters
 
     @property

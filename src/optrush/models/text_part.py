@@ -17,7 +17,8 @@ HF = Mapping[str, Any]  # a config.json
 PREFIX, HEAD = "model.language_model.", "lm_head."
 LAYOUTS = ((PREFIX, HEAD), ("language_model.model.", "language_model.lm_head."), ("model.", HEAD))
 BLOCKS = ("layers.", "embed_tokens.", "norm.")  # of the last layout, whose prefix the towers can have too
-INPUT_ROWS = "vocab_size_per_layer_input"  # of a second embedding, which gives each layer an input
+# Of a second embedding, which gives each layer an input.
+INPUT_WIDTH, INPUT_ROWS = "hidden_size_per_layer_input", "vocab_size_per_layer_input"
 OTHER_MEDIA = ("vision_config", "audio_config", "speech_config", "image_token_id", "text_config")
 
 
@@ -74,7 +75,9 @@ def nested_obstacle(hf: HF) -> str | None:
 def with_vocabulary(hf: HF, rows: int) -> dict[str, Any]:
     """Return a config.json whose language model has that many rows of embedding."""
     text = text_config(hf)
-    own = {"vocab_size": rows, **({INPUT_ROWS: rows} if text.get("model_type") == "gemma4_text" else {})}
+    own, spec = {"vocab_size": rows}, FAMILIES.get(str(text.get("model_type")))
+    if spec is not None and spec.by_layer and text.get(INPUT_WIDTH, spec.defaults[INPUT_WIDTH]):
+        own[INPUT_ROWS] = rows
     if text is hf:
         return {**hf, **own}
     top = {"vocab_size": rows} if "vocab_size" in hf else {}

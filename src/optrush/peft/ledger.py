@@ -327,8 +327,7 @@ def _inputs(env: Environment, shape: ModelShape, keep: Collection[str]) -> Itera
         yield live("saved.rule.taps", "only the convolution's own gradient reads it", gone=True)
     L = env.blocks
     first = next((name for name in DELTA[:-1] if name in keep), "")  # they have one input
-    downs = {name for name, linear in shape.linears.items() if linear.module == "down"}
-    counted = downs if "down" in keep else set()  # as `saved.product`
+    counted = {n for n, linear in shape.linears.items() if linear.module == "down" and "down" in keep}  # saved.product
     for name in sorted(set(keep) - {"o", "down", "routed", *counted, *(set(DELTA) - {first})}):
         why, linear = f"what enters {name}, kept for its adapter", shape.linears[name]
         values = 0 if linear.module == "o" else len(linear.layers) * linear.inputs  # what attention gives is kept
