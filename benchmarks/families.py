@@ -274,6 +274,7 @@ def native_row(name: str, spec: FamilySpec) -> str:
     """Return the row of a family of our own decoder."""
     kinds = {"latent": spec.latent, "some layers a delta rule": spec.delta, "some layers in chunks": spec.chunks}
     kinds |= {"sliding window": spec.window != "none", "sinks": spec.sinks, "capped scores": spec.score_cap}
+    kinds |= {"heads of two widths": spec.by_layer}
     attention = ", ".join(kind for kind, has in kinds.items() if has) or "full"
     experts = "" if spec.experts is None else f"chosen by {spec.experts.router}"
     return f"| {name} | {spec.architecture} | {attention} | {experts} | {spec.gguf.lower()} |"

@@ -194,7 +194,7 @@ def test_the_lowest_import_errors_only(name: str) -> None:
     more = {
         "optrush.models.shapes": {
             f"optrush.models{end}"
-            for end in ("", ".config_json", ".families", ".published", ".rope_config", ".text_part")
+            for end in ("", ".config_json", ".families", ".parts", ".published", ".rope_config", ".text_part")
         },
         "optrush.config": {"optrush.foreign_keys"},  # hints for the keys of other tools
     }

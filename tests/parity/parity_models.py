@@ -45,6 +45,14 @@ BY_LAYER = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
 }
+WIDE = {
+    "model_type": "gemma4_text", "pad_token_id": None, "num_hidden_layers": 4, "sliding_window": 4,
+    "global_head_dim": 16, "final_logit_softcapping": 5.0, "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    },
+}  # fmt: skip
 FAMILIES = {
     "llama": {**SIZES, "model_type": "llama", "attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3},
     "llama-tied": {
@@ -67,6 +75,17 @@ FAMILIES = {
         **SIZES, "model_type": "gemma3_text", "pad_token_id": None, "num_hidden_layers": 3, "sliding_window": 4,
         "sliding_window_pattern": 2, "query_pre_attn_scalar": 12, "rope_parameters": BY_LAYER,
     },
+    "gemma4_text": {  # as E2B: per-layer inputs, and layers that read the keys and values of earlier ones
+        **SIZES, **WIDE, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 61,
+        "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+    },
+    "gemma4_text-keys": {  # as 31B: keys that are values
+        **SIZES, **WIDE, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+    },
+    "gemma4_unified_text": {  # 12B
+        **SIZES, **WIDE, "model_type": "gemma4_unified_text", "num_hidden_layers": 2, "attention_k_eq_v": True,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "cohere": {**SIZES, "model_type": "cohere", "pad_token_id": None, "logit_scale": 0.25, "attention_bias": True},
     "cohere2": {
         **SIZES, "model_type": "cohere2", "pad_token_id": None, "num_hidden_layers": 3, "sliding_window": 4,
@@ -76,6 +95,7 @@ FAMILIES = {
         **SIZES, "model_type": "smollm3", "pad_token_id": None, "mlp_bias": True, "no_rope_layers": [1, 0],
         "rope_theta": 5000.0,
     },
+    "starcoder2": {**SIZES, "model_type": "starcoder2", "pad_token_id": None, "sliding_window": 4, "head_dim": 6},
     "granite": {
         **SIZES, "model_type": "granite", "mlp_bias": True, "embedding_multiplier": 6.5, "attention_multiplier": 0.2,
         "residual_multiplier": 0.3, "logits_scaling": 2.5,
@@ -124,6 +144,11 @@ THEIR_EXPERTS = {  # through transformers
     },
 }  # fmt: skip
 EXPERTS = {
+    "gemma4_text-experts": {  # as 26B-A4B
+        **SIZES, **WIDE, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+        "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 16,
+        "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"],
+    },
     "mixtral": {**SIZES, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
     "olmoe": {
         **SIZES, "model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 3, "head_dim": 6, "pad_token_id": None,
@@ -194,8 +219,11 @@ def reference(sizes: dict, *, seed: int = 0) -> torch.nn.Module:
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(noise * 0.3 if parameter.ndim > 1 else parameter + noise * 0.2)
+        for name, parameter in model.named_parameters() if "gemma4" in sizes["model_type"] else ():
+            if name.endswith("q_norm.weight"):  # scores have no other factor; sharp ones multiply what is rounded
+                parameter *= len(parameter) ** -0.5
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "layer_scalar")):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
     return model
 

@@ -384,9 +384,9 @@ def test_adapters_of_the_attention(moe: Path, tmp_path: Path) -> None:
     assert trainer.model.frozen_flops > 0.3 * full, "frozen experts have no gradient"
 
 
-NEXT, DEEPSEEK, LLAMA4, GLM4 = (
+NEXT, DEEPSEEK, LLAMA4, GLM4, GEMMA4 = (
     {key: value for key, value in EXPERTS[name].items() if not key.endswith("token_id") and key != "vocab_size"}
-    for name in ("qwen3_next", "deepseek_v3", "llama4_text", "glm4_moe")
+    for name in ("qwen3_next", "deepseek_v3", "llama4_text", "glm4_moe", "gemma4_text-experts")
 )
 GPT_OSS = {
     "model_type": "gpt_oss", "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 16,
@@ -406,6 +406,7 @@ SOME = ["q_proj", "o_proj", "down_proj"]
             ("deepseek_v3", ["attention", "experts", "dense"]),
             ("llama4_text", ["attention", "experts", "dense"]),
             ("glm4_moe", ["attention", "experts", "dense"]),
+            ("gemma4_text", ["attention", "experts", "dense"]),
             ("deepseek_v3", "dense"),
             ("gpt_oss", SOME),
             ("llama4_text", SOME),
@@ -426,6 +427,7 @@ def test_adapters_of_experts(family: str, targets: Any, moe: Path, tmp_path: Pat
             "deepseek_v3": DEEPSEEK,
             "llama4_text": LLAMA4,
             "glm4_moe": GLM4,
+            "gemma4_text": GEMMA4,
         }
         sizes = known[family]
         make_golden.write_model(box / "untied", False, **sizes)

@@ -23,6 +23,7 @@ from parity_models import (
     SIZES,
     compare_alone,
     compare_export,
+    compare_isolated,
     compare_step,
     materialise,
     packed,
@@ -78,13 +79,17 @@ def test_parameters_are_counted(family):
     count = sum(p.numel() for p in theirs.parameters())
     assert ours.shape.parameters == count
     assert dict(ours.shape.named_parameters()) == {n: p.numel() for n, p in ours.named_parameters() if p.requires_grad}
-    linears = sum(m.weight.numel() for m in theirs.modules() if type(m) is torch.nn.Linear)
-    assert sum(m.weight.numel() for _, m in ours.linears()) == linears - theirs.lm_head.weight.numel()
+    own = {name: m for name, m in theirs.named_modules() if type(m) is torch.nn.Linear and "router" not in name}
+    linears = sum(m.weight.numel() for m in own.values())
+    outer = theirs.lm_head.weight.numel() + (ours.inputs.project.weight.numel() if ours.inputs else 0)
+    assert sum(m.weight.numel() for _, m in ours.linears()) == linears - outer
     named = [(name, p.numel()) for name, p in theirs.named_parameters() if not name.endswith("bias")]
-    parts = [(name, n) for name, n in named if any(p in name for p in (".experts.", "mlp.gate.w", ".router.w"))]
+    places = (".experts.", "mlp.gate.w", ".router.w", ".router.proj")
+    parts = [(name, n) for name, n in named if any(p in name for p in places)]
     of = hf.get("n_routed_experts") or hf.get("num_experts") or hf.get("num_local_experts") or 1
-    active = sum(n * (hf["num_experts_per_tok"] if ".experts." in name else of) // of for name, n in parts)
-    assert ours.shape.block_matrices == linears - theirs.lm_head.weight.numel() + sum(n for _, n in parts)
+    taken = hf.get("num_experts_per_tok") or hf.get("top_k_experts")
+    active = sum(n * (taken if ".experts." in name else of) // of for name, n in parts)
+    assert ours.shape.block_matrices == linears - outer + sum(n for _, n in parts)
     assert ours.shape.matrix_parameters == linears + active
 
 
@@ -98,6 +103,7 @@ def test_packed_rows_equal_documents_alone(family):
             continue
         assert ours.set_attention(name) == hf["num_hidden_layers"]
         compare_alone(ours)
+        compare_isolated(ours)
 
 
 def test_sharded_folder(family, tmp_path):

@@ -56,6 +56,14 @@ LORA = {
     "delta, some": ("qwen3_next", "native", {"targets": SOME, "rslora": True},
         {"target_modules": SOME, "use_rslora": True},
     ),
+    "without a gate": (
+        "starcoder2", "native", {}, {"target_modules": [*EVERY[:4], "c_fc", "c_proj"]},
+    ),
+    "by layer": (
+        "gemma4_text", "native", {},
+        {"target_modules": [*EVERY, "per_layer_input_gate", "per_layer_projection"]},
+    ),
+    "keys as values": ("gemma4_text-keys", "native", {"targets": "attention"}, {"target_modules": EVERY[:4]}),
     "joined": ("phi3", "native", {}, {"target_modules": JOINED}),
     "joined, dora": (
         "phi3", "native", {"dora": True, "targets": ["qkv_proj", "down_proj"]},
@@ -244,8 +252,8 @@ def same(ours, theirs, *, loss, norm, element):
 
 
 def rougher(case):
-    """How much more a delta rule over 20 tokens rounds."""
-    return 5 if CASES[case][0] in UNPACKED else 1
+    """How much more a delta rule over 20 tokens rounds, and a norm behind the gate of each layer's inputs."""
+    return 5 if CASES[case][0] in (*UNPACKED, "gemma4_text") else 1
 
 
 class Wide(TorchFunctionMode):

@@ -212,6 +212,11 @@ def kept(shape: ModelShape, widths: Any) -> float:
 # --- the trace against the ledger of our own decoder, which computes the same
 
 
+GEMMA4 = {
+    **TINY, "model_type": "gemma4_text", "num_hidden_layers": 4, "sliding_window": 256, "global_head_dim": 32,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 512, "tie_word_embeddings": True,
+}  # fmt: skip
 NATIVE: dict[str, tuple[dict[str, Any], float]] = {
     "llama": (SHAPES["llama-3.2-1b"], 0.005),
     "qwen2": (SHAPES["qwen2.5-0.5b"], 0.005),
@@ -221,6 +226,9 @@ NATIVE: dict[str, tuple[dict[str, Any], float]] = {
     # Of transformers' layer norm the mean and the weight are operators of their own, which keep 2 D more.
     "cohere": ({**TINY, "model_type": "cohere"}, 0.1),
     "cohere2": ({**TINY, "model_type": "cohere2", "sliding_window": 256, "num_hidden_layers": 4}, 0.1),
+    "starcoder2": ({**TINY, "model_type": "starcoder2"}, 0.1),
+    "gemma4": ({**GEMMA4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}, 0.06),
+    "gemma4-keys": ({**GEMMA4, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True}, 0.06),
     "gemma2-uncapped": ({**TINY, "model_type": "gemma2", "attn_logit_softcapping": None}, 0.05),
 }
 
@@ -234,7 +242,7 @@ def test_a_trace_finds_what_the_ledger_has(kind: str) -> None:
     assert (found.block_matrices, found.width, found.vocab) == (written.block_matrices, written.width, written.vocab)
     theirs, ours = ([n.weights for n in shape.linears.values()] for shape in (found, written))
     assert (sum(theirs) == sum(ours)) if written.norms == "beside" else (sorted(theirs) == sorted(ours))
-    assert found.query_width == written.layers * written.heads * written.head_width
+    assert found.query_width == written.layers * written.queries
     for widths in (ledger.FLOAT32, ledger.BFLOAT16):
         assert kept(found, widths) == pytest.approx(kept(written, widths), rel=near)
 
@@ -362,8 +370,15 @@ def test_every_model_has_a_plan_on_every_card(tmp_path: Path, name: str, card: s
 
 @pytest.mark.parametrize(
     "kind",
-    [{"model_type": "stablelm"}, QWEN_MOE, {"model_type": "gemma2"}, {"model_type": "cohere"}],
-    ids=["stablelm", "experts", "gemma2", "cohere"],
+    [
+        {"model_type": "stablelm"},
+        QWEN_MOE,
+        {"model_type": "gemma2"},
+        {"model_type": "cohere"},
+        GEMMA4,
+        {"model_type": "starcoder2"},
+    ],
+    ids=["stablelm", "experts", "gemma2", "cohere", "gemma4", "starcoder2"],
 )
 @pytest.mark.parametrize("name", [c.name for c in ALL])
 def test_rules_of_each_technique_find_their_lines(tmp_path: Path, name: str, kind: dict[str, Any]) -> None:

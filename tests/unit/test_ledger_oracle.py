@@ -160,7 +160,9 @@ def test_peak_with_norms_of_heads(
 
 @pytest.mark.parametrize(
     ("kind", "withs"),
-    further([(kind, w) for w in (("bf16",), ("amp",), (), ("bf16", "recompute")) for kind in ("cohere",)], 2),
+    further(
+        [(kind, w) for w in (("bf16",), ("amp",), (), ("bf16", "recompute")) for kind in ("cohere", "starcoder2")], 2
+    ),
     ids=str,
 )
 def test_peak_with_layer_norms(
@@ -174,6 +176,47 @@ def test_peak_with_layer_norms(
     with supposed(asked) as job:
         found = track(job, 1, supposed=True, cuda=True)
     assert said == pytest.approx(found.peak, rel=0.03)
+
+
+WIDE = {  # Gemma 4 E2B and 31B, of six blocks and few words; 31B narrower
+    "model_type": "gemma4_text", "num_hidden_layers": 6, "head_dim": 256, "global_head_dim": 512, "vocab_size": 2048,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2, "sliding_window": 512,
+    "max_position_embeddings": 131072, "tie_word_embeddings": True, "final_logit_softcapping": 30.0,
+}  # fmt: skip
+BY_LAYER = {
+    "inputs": WIDE | {
+        "hidden_size": 1536, "intermediate_size": 6144, "num_attention_heads": 8, "num_key_value_heads": 1,
+        "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 2048, "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+    },
+    "keys": WIDE | {
+        "hidden_size": 2688, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 2,
+    },
+    "experts": WIDE | {
+        "hidden_size": 1408, "intermediate_size": 2112, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 2,
+        "enable_moe_block": True, "num_experts": 32, "top_k_experts": 8, "moe_intermediate_size": 704,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "withs"),
+    further([(kind, w) for w in (("bf16",), ("bf16", "lora"), ("amp",), ()) for kind in BY_LAYER], 4),
+    ids=str,
+)
+def test_peak_with_layers_that_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, withs: tuple[str, ...]
+) -> None:
+    """Heads of two widths, keys and values of other layers, inputs of each layer, and kernels that repeat heads."""
+    monkeypatch.setattr(attention, "_groups", lambda q: q.dtype != torch.float32 and q.shape[-1] <= 256)
+    monkeypatch.setitem(SHAPES, "normed", BY_LAYER[kind])
+    asked = run(tmp_path, "normed", "native", (*withs, *SDPA, SMALL_HEAD), 2, 1024, 1)
+    said = search.predict(asked, "h200").peak_bytes - baseline.CUBLAS_BYTES
+    with supposed(asked) as job:
+        found = track(job, 1, supposed=True, cuda=True)
+    assert said == pytest.approx(found.peak, rel=0.04)
 
 
 def test_tensor_parallelism_divides_norms_of_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,7 @@ from optrush.kernels.lora_matmul import empty_padded
 
 
 WIDE = 128  # values a head
+FLASH = 256  # the widest head of flash attention
 
 
 def flash4(
@@ -208,7 +209,7 @@ def sdpa(
 
 def _groups(q: Tensor) -> bool:
     """Return whether torch groups query heads without full scores: on CUDA only flash attention, so not in fp16."""
-    return not q.is_cuda or q.dtype == torch.bfloat16
+    return not q.is_cuda or (q.dtype == torch.bfloat16 and q.shape[-1] <= FLASH)
 
 
 def varlen(

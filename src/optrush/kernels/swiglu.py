@@ -40,6 +40,11 @@ def gelu_mlp(x: Tensor | None, h: Tensor, gate_up: nn.Module, down: nn.Module) -
     return _added(x, down(F.gelu(gate, approximate="tanh") * up))
 
 
+def plain_mlp(x: Tensor | None, h: Tensor, up: nn.Module, down: nn.Module) -> Tensor:
+    """Implement `Mlp` without a gate: x + down(gelu(up(h))), gelu approximated by tanh."""
+    return _added(x, down(F.gelu(up(h), approximate="tanh")))
+
+
 def _gate_and_up(pairs: Tensor) -> tuple[Tensor, Tensor]:
     gate, up = pairs.view(*pairs.shape[:-1], -1, 2).unbind(-1)  # (..., F)
     return gate, up

@@ -39,7 +39,7 @@ _TYPES: dict[tuple[str, Check], tuple[str, ...]] = {
         "sliding_window", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
         "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
         "linear_num_value_heads", "full_attention_interval", "attention_chunk_size", "intermediate_size_mlp",
-        "interleave_moe_layer_step", "no_rope_layer_interval", "floor_scale", "bits",
+        "interleave_moe_layer_step", "no_rope_layer_interval", "floor_scale", "bits", "vocab_size_per_layer_input",
     ),
     ("a positive whole number below 2**31", lambda v: _whole(v, 1) or _list_of(lambda i: _whole(i, 1))(v)): (
         "intermediate_size", "num_attention_heads", "num_key_value_heads", "ffn_dim",  # one a layer in some families
@@ -47,7 +47,8 @@ _TYPES: dict[tuple[str, Check], tuple[str, ...]] = {
     ("a whole number below 2**31", lambda value: _whole(value, -1)): (
         "max_window_layers", *EXPERTS, "num_experts_per_tok", "decoder_sparse_step", "moe_intermediate_size",
         "bos_token_id", "pad_token_id", "n_group", "topk_group", "n_shared_experts", "first_k_dense_replace",
-        "shared_expert_intermediate_size",
+        "shared_expert_intermediate_size", "num_kv_shared_layers", "num_global_key_value_heads", "top_k_experts",
+        "hidden_size_per_layer_input",
     ),
     ("a whole number or a list of them", lambda v: _whole(v, -1) or _list_of(lambda i: _whole(i, -1))(v)): (
         "eos_token_id",
@@ -60,7 +61,7 @@ _TYPES: dict[tuple[str, Check], tuple[str, ...]] = {
         "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop",
         "attn_pdrop", "logit_scale", "final_logit_softcapping", "attn_logit_softcapping",
         "router_aux_loss_coef", "router_jitter_noise", "clip_qkv", "swiglu_alpha", "swiglu_limit",
-        "routed_scaling_factor", "attn_scale",
+        "routed_scaling_factor", "attn_scale", "norm_epsilon", "residual_dropout", "embedding_dropout",
     ),
     ("a positive number", lambda value: _number(value) and value > 1e-30): (
         "rope_theta", "rope_local_base_freq", "embedding_multiplier", "attention_multiplier", "residual_multiplier",
@@ -73,6 +74,7 @@ _TYPES: dict[tuple[str, Check], tuple[str, ...]] = {
     ("true or false", lambda value: isinstance(value, bool)): (
         "tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "is_encoder_decoder", "use_cache",
         "norm_topk_prob", "output_router_logits", "rope_interleave", "use_qk_norm", "use_bias",
+        "attention_k_eq_v", "use_double_wide_mlp", "enable_moe_block",
     ),
     ("true, false or a whole number", lambda value: isinstance(value, bool) or _whole(value, 0)): (
         "attn_temperature_tuning",  # 4 in the first files of Llama 4
@@ -85,7 +87,7 @@ _TYPES: dict[tuple[str, Check], tuple[str, ...]] = {
         "torch_dtype", "dtype",
     ),
     ("a list of texts", _list_of(_TEXT[1])): ("architectures", "layer_types", "mlp_layer_types"),
-    ("a mapping", lambda value: isinstance(value, dict)): ("rope_scaling", "rope_parameters"),
+    ("a mapping", lambda value: isinstance(value, dict)): ("rope_scaling", "rope_parameters", "per_layer_config"),
 }  # fmt: skip
 _TYPE_OF = {key: kind for kind, keys in _TYPES.items() for key in keys}
 _ROPE_FACTORS = (

@@ -20,8 +20,8 @@ Built on the meta device and without buffers, so allocating memory loses nothing
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -34,8 +34,8 @@ from optrush.kernels.cross_entropy import LossKernel, Reduce, Whole
 from optrush.models.delta_rule import RULES, DeltaRule
 from optrush.models.experts import Experts, StackedMatrices
 from optrush.models.latent_attention import LatentAttention
+from optrush.models.layers import LayerInputs, Pieces, UnitNorm, WholeNorm, norm_class
 from optrush.models.layers import Linear as Linear
-from optrush.models.layers import Pieces, UnitNorm, WholeNorm, norm_class
 from optrush.models.layers import Product as Product
 from optrush.models.rope_angles import angles, frequencies, query_scales
 from optrush.models.rope_config import RopeShape
@@ -55,6 +55,7 @@ def unchanged(hidden: Tensor) -> Tensor:
 class Block(nn.Module):
     """One layer: attention and a gated feed-forward, each behind a norm and added to the residual.
 
+    A layer may read the keys and values of an earlier one, its `source`, whose block returns them after the rest.
     A layer of a delta rule has `delta` in place of attention.
     A layer with low-rank attention has `latent` in place of `qkv`, and values of another width than E.
     A layer with experts has `experts` in place of `gate_up` and `down`, or beside them: those are its shared experts.
@@ -65,10 +66,12 @@ class Block(nn.Module):
 
     def __init__(self, shape: ModelShape, layer: int, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
-        s = shape
+        s = shape.at(layer)
         at: dict[str, Any] = {"device": device, "dtype": dtype}
-        D, E, F_ = s.width, s.head_width, s.ff_width
-        qkv: Pieces = (("q", s.heads // s.kv_heads * E * (1 + s.gated)), ("k", E), ("v", E))
+        D, E, F_, P = s.width, s.head_width, s.ff_width, shape.input_width
+        self.parts, sources = s.parts, () if shape.by_layer is None else shape.by_layer.sources
+        self.source, self.lends = sources[layer] if sources else None, layer in sources
+        qkv: Pieces = (("q", s.heads // s.kv_heads * E * (1 + s.gated)), *((part, E) for part in s.parts[1:]))
         plain = norm_class(s.norm, s.centred)
         self.norm1 = plain(D, s.norm_eps, **at)
         self.latent = self.delta = self.q_norm = self.k_norm = None
@@ -81,7 +84,9 @@ class Block(nn.Module):
             self.qkv = Linear(D, qkv, groups=s.kv_heads, bias=s.qkv_bias, **at)
         if s.qk_norm and self.delta is None:
             norm, widths = (WholeNorm, (s.heads * E, s.kv_heads * E)) if s.whole_qk_norm else (plain, (E, E))
-            self.q_norm, self.k_norm = (norm(width, s.norm_eps, **at) for width in widths)
+            self.q_norm = norm(widths[0], s.norm_eps, **at)
+            self.k_norm = None if s.parts == "q" else norm(widths[1], s.norm_eps, **at)
+        self.v_norm = UnitNorm(s.norm_eps) if s.value_norm else None
         if self.delta is None:
             self.o = Linear(s.attended_width, (("o", D),), bias=s.o_bias, **at)
         self.window = s.window if layer in s.window_layers else None
@@ -96,12 +101,22 @@ class Block(nn.Module):
             self.experts = Experts(s, **at)
             F_ = s.experts.shared_width
         if F_:
-            self.gate_up = Linear(D, (("gate", 1), ("up", 1)), groups=F_, bias=s.mlp_bias, **at)
+            pairs: Pieces = (("up", 1),) if s.gateless else (("gate", 1), ("up", 1))
+            self.gate_up = Linear(D, pairs, groups=F_, bias=s.mlp_bias, **at)
             self.down = Linear(F_, (("down", D),), bias=s.mlp_bias, **at)
         self.shared = self.experts is not None and F_ > 0  # a dense part besides the experts
+        if self.experts is not None and self.experts.shape.beside:
+            self.dense_leaving, self.experts_norm, self.experts_leaving = (plain(D, s.norm_eps, **at) for _ in range(3))
         self.shared_gate = None
         if self.shared and s.experts is not None and s.experts.shared_gate:
             self.shared_gate = Linear(D, (("shared_gate", 1),), bias=False, **at)
+        self.input_gate = None
+        if P:
+            self.input_gate = Linear(D, (("input_gate", P),), bias=False, **at)
+            self.input_out = Linear(P, (("input_out", D),), bias=False, **at)
+            self.leaving3 = plain(D, s.norm_eps, **at)
+        fixed = torch.empty(1, **at) if s.layer_scalar else None
+        self.layer_scalar = None if fixed is None else nn.Parameter(fixed, requires_grad=False)  # as published
         self.head_width = E
         self.group = s.heads // s.kv_heads  # query heads of one key/value head
         self.split_and_rope: rope.SplitAndRotate = rope.split_and_rotate_pairs if s.pairs else rope.split_and_rotate
@@ -116,14 +131,18 @@ class Block(nn.Module):
         self.local = s.local_rope is not None and self.window is not None  # its rotation is that of layers with windows
         self.attention: attention.Attend = attention.masked
         self.mlp: swiglu.Mlp = swiglu.gelu_mlp if s.gelu else swiglu.gated_mlp
+        self.mlp = swiglu.plain_mlp if s.gateless else self.mlp
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents, given: Tensor | None = None, *lent: Tensor
+    ) -> Tensor | tuple[Tensor, ...]:
         """x (B, T, D), cos and sin (B, T, 1, E) -> (B, T, D), and with experts their load (`Experts.forward`).
 
+        given: (B, T, P), of this layer, by `LayerInputs`. lent: the keys and values of `source`, which that returns.
         Without a rotation cos and sin are (B, T, 1, 1), what queries are multiplied by.
         """
         if self.order != "before" or self.residual != 1:
-            return self._in_order(x, cos, sin, documents)
+            return self._in_order(x, cos, sin, documents, given, [*lent])
         x, h = self.norm1.add_and_norm(x)
         x, h = self.norm2.add_and_norm(x, self._mix(h, cos, sin, documents))
         if self.experts is not None:
@@ -135,7 +154,9 @@ class Block(nn.Module):
             return x, load
         return self.mlp(x, h, self.gate_up, self.down)
 
-    def _in_order(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents) -> Tensor:
+    def _in_order(
+        self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents, given: Tensor | None, lent: list[Tensor]
+    ) -> Tensor | tuple[Tensor, ...]:
         """Return what `forward` returns of a block with other places of norms, or a factor of what each part adds."""
         if self.order == "beside":
             h = self.norm1(x)
@@ -143,13 +164,27 @@ class Block(nn.Module):
         before, after = self.order != "after", {"after": (self.norm1, self.norm2)}.get(self.order)
         if self.order == "around":
             after = self.leaving1, self.leaving2
-        mixed = self._mix(self.norm1(x) if before else x, cos, sin, documents)
+        mixed = self._mix(self.norm1(x) if before else x, cos, sin, documents, lent)
         x = x + (mixed if after is None else after[0](mixed)) * self.residual
         fed = self.mlp(None, self.norm2(x) if before else x, self.gate_up, self.down)
-        return x + (fed if after is None else after[1](fed)) * self.residual
+        load: list[Tensor] = []
+        if self.experts is not None:
+            routed, *load = self.experts(self.experts_norm(x), documents.filled, x)
+            fed = self.dense_leaving(fed) + self.experts_leaving(routed)
+        x = x + (fed if after is None else after[1](fed)) * self.residual
+        if self.input_gate is not None and given is not None:
+            x = x + self.leaving3(self.input_out(F.gelu(self.input_gate(x), approximate="tanh") * given))
+        x = x if self.layer_scalar is None else x * self.layer_scalar.to(x.dtype)
+        lent = lent if self.lends else []
+        return (x, *load, *lent) if load or lent else x
 
-    def _mix(self, h: Tensor, cos: Tensor, sin: Tensor, documents: Documents) -> Tensor:
-        """Return what the tokens of a document give each other: h (B, T, D) -> (B, T, D)."""
+    def _mix(
+        self, h: Tensor, cos: Tensor, sin: Tensor, documents: Documents, lent: list[Tensor] | None = None
+    ) -> Tensor:
+        """Return what the tokens of a document give each other: h (B, T, D) -> (B, T, D).
+
+        lent: as `_own_heads` has it.
+        """
         if self.delta is not None:
             mixed: Tensor = self.delta(h, documents)
             return mixed
@@ -161,7 +196,9 @@ class Block(nn.Module):
             attended = self.attention(q, k, v, documents, **self._masks(documents))
             attended = attended * torch.sigmoid(gate.flatten(2, 3))
         else:
-            q, k, v = self._heads(h, cos, sin)
+            q, k, v = (
+                self._heads(h, cos, sin) if lent is None or self.v_norm is None else self._own_heads(h, cos, sin, lent)
+            )
             attended = self.attention(q, k, v, documents, **self._masks(documents))
         out: Tensor = self.o(attended.flatten(2))
         return out
@@ -174,6 +211,19 @@ class Block(nn.Module):
         qkv = self.qkv(h).unflatten(-1, (-1, self.group + 2, self.head_width))  # (B, T, K, H/K + 2, E)
         q, k, v = self.split_and_rope(qkv, cos, sin, self.q_norm, self.k_norm)
         return (q if self.query == 1 else q * self.query), k, v
+
+    def _own_heads(self, h: Tensor, cos: Tensor, sin: Tensor, lent: list[Tensor]) -> rope.Heads:
+        """Return what `_heads` returns; keys and values may be one product, or lent by another layer.
+
+        lent: keys and values of `source`; without one they are put there.
+        """
+        assert self.q_norm is not None and self.v_norm is not None
+        qkv = self.qkv(h).unflatten(-1, (-1, self.group + len(self.parts) - 1, self.head_width))
+        q = rope.rotate(self.q_norm(qkv[:, :, :, : self.group].flatten(2, 3)), cos, sin)
+        if self.k_norm is not None:
+            k = rope.rotate(self.k_norm(qkv[:, :, :, self.group]), cos, sin)
+            lent[:] = k.to(qkv.dtype), self.v_norm(qkv[:, :, :, -1])
+        return q.to(qkv.dtype) * self.query, lent[0], lent[1]
 
     def _masks(self, documents: Documents) -> dict[str, Any]:
         """Return what attention takes besides the documents; nothing where a window is as long as the rows."""
@@ -230,6 +280,7 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(shape.vocab, shape.width, **at)
         self.blocks = nn.ModuleDict({str(i): Block(shape, i, **at) for i in range(shape.layers)})
         self.norm = norm_class(shape.norm, shape.centred)(shape.width, shape.norm_eps, **at)
+        self.inputs = LayerInputs(shape, **at) if shape.input_width else None
         weight = self.embedding.weight
         self.head = Head(weight if shape.tied else nn.Parameter(torch.empty(shape.vocab, shape.width, **at)))
         self.head.scale, self.head.softcap = shape.multipliers.logits, shape.softcap
@@ -245,18 +296,24 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, documents: Documents) -> Tensor:
         """tokens and positions (B, T) -> hidden states after the last norm (B, T, D)."""
-        hidden: Tensor = self.norm(self.through(self.embed(tokens), positions, documents, self.blocks.values()))
+        x = self.embed(tokens)
+        given = None if self.inputs is None else self.inputs(tokens, x)
+        hidden: Tensor = self.norm(self.through(x, positions, documents, self.blocks.values(), given))
         return hidden
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens (B, T) -> what enters the first block (B, T, D)."""
         x: Tensor = self.embedding(tokens)
         factor = self.shape.multipliers.embedding
-        return x if factor == 1 else x * torch.tensor(factor, dtype=x.dtype).item()  # rounded as published
+        return x if factor == 1 else x * torch.tensor(factor).to(x.dtype).item()  # rounded as published
 
-    def through(self, x: Tensor, positions: Tensor, documents: Documents, blocks: Iterable[nn.Module]) -> Tensor:
-        """Run hidden states x (B, T, D) through some of the blocks."""
+    def through(
+        self, x: Tensor, positions: Tensor, documents: Documents, blocks: Iterable[nn.Module],
+        given: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Run hidden states x (B, T, D) through some of the blocks; given: (B, T, L, P), what `LayerInputs` returns."""
         loads, chunks = [], self.shape.chunks
+        lent: dict[int, Sequence[Tensor]] = {}
         # Pairs are rotated in float32, as published.
         wide = torch.promote_types(x.dtype, torch.float32) if self.shape.pairs else x.dtype
         rotation = self.angles(positions, wide)
@@ -264,12 +321,15 @@ class Decoder(nn.Module):
         scale, within = None, documents
         if chunks is not None:
             scale, within = query_scales(chunks.temperature, positions), documents.in_chunks(chunks.size, positions)
-        for block in blocks:
+        for number, block in enumerate(blocks):
             cos, sin = local if local and block.local else rotation if block.rotated else (scale, scale)
-            x = self.block_call(block, x, cos, sin, documents if block.chunk is None else within)
-            if block.experts is not None:
-                x, load = x
-                loads.append(load)
+            source, own = cast("int | None", block.source), cast("list[Tensor | None]", [])
+            if self.shape.by_layer is not None:
+                own = [None if given is None else given[:, :, number], *(() if source is None else lent[source])]
+            made = self.block_call(block, x, cos, sin, documents if block.chunk is None else within, *own)
+            x, *rest = made if isinstance(made, tuple) else (made,)
+            loads += [rest.pop(0)] if block.experts is not None else []
+            lent[number] = rest
         if loads:
             self.load = torch.stack(loads)
         return x
@@ -278,7 +338,8 @@ class Decoder(nn.Module):
         """positions (B, T) -> cos and sin (B, T, 1, E) of every angle, in float32 until the last cast."""
         device, rope = positions.device, rope or self.shape.rope
         if (device, rope) not in self._frequencies:
-            self._frequencies[device, rope] = frequencies(rope, self.shape.rotated_width).to(device)
+            width = self.shape.head_width if rope == self.shape.local_rope else self.shape.rotated_width
+            self._frequencies[device, rope] = frequencies(rope, width).to(device)
         angle = angles(rope, self._frequencies[device, rope], positions)
         angle = torch.cat((angle, angle), -1)[:, :, None]
         return (angle.cos() * rope.scale).to(dtype), (angle.sin() * rope.scale).to(dtype)
@@ -330,6 +391,8 @@ def frozen_flops(model: Any) -> int:
     flop = 6 * (model.shape.vocab - 1) * model.shape.width if dense else 0
     flop += 0 if model.head.weight is None or model.head.weight.requires_grad else 2 * model.head.weight.numel()
     below = _without_backward(model)
+    if (inputs := getattr(model, "inputs", None)) is not None and not inputs.project.weight.requires_grad:
+        flop += (2 if model.embedding.weight.requires_grad else 4) * inputs.project.weight.numel()
     for experts in (m for m in model.modules() if isinstance(m, StackedMatrices)):
         active, saved = experts.active / experts.count, 4 if experts in below else 2
         if isinstance(experts, Experts) and not experts.router.requires_grad:

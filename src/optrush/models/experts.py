@@ -32,7 +32,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optrush.kernels import compute_dtype, widen
-from optrush.models.shapes import LOAD_FIGURES, ExpertsShape, ModelShape
+from optrush.kernels.rms_norm import unit
+from optrush.models.parts import ExpertsShape
+from optrush.models.shapes import LOAD_FIGURES, ModelShape
 
 if TYPE_CHECKING:
     from optrush.peft.experts import ExpertsLora
@@ -212,6 +214,12 @@ def gate_pairs(pairs: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def gelu_pairs(pairs: Tensor) -> Tensor:
+    """pairs (rows, 2 F), gate and up in turn -> gelu(gate) * up (rows, F), approximated by tanh."""
+    gate, up = pairs.view(*pairs.shape[:-1], pairs.shape[-1] // 2, 2).unbind(-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
 def gate_clamped_pairs(gain: float, limit: float, pairs: Tensor) -> Tensor:
     """pairs (rows, 2 F) -> gate sigmoid(gain gate) (up + 1) (rows, F), both cut at the limit, as gpt-oss has it."""
     gate, up = pairs.view(*pairs.shape[:-1], pairs.shape[-1] // 2, 2).unbind(-1)
@@ -310,25 +318,35 @@ class Experts(StackedMatrices):
         for name, rows in (("router", ()), ("gate_up", (2 * e.ff_width,)), ("down", (shape.width,))):
             bias = nn.Parameter(torch.empty((e.count, *rows), **at)) if e.biases else None
             self.register_parameter(f"{name}_bias", bias)
+        self.eps, beside = shape.norm_eps, e.beside
+        self.router_scale = nn.Parameter(torch.empty(shape.width, **at)) if beside else None
+        self.expert_scale = nn.Parameter(torch.empty(e.count, **at)) if beside else None
         # Not trained by gradients, and float32 whatever the weights are.
         fixed = torch.empty(e.count, device=device, dtype=torch.float32) if e.sigmoid else None
         self.correction = None if fixed is None else nn.Parameter(fixed, requires_grad=False)
         clamped = None if e.clamp is None else partial(gate_clamped_pairs, *e.clamp)
-        self.activation: Callable[[Tensor], Tensor] = clamped or gate_pairs
+        self.activation: Callable[[Tensor], Tensor] = clamped or (gelu_pairs if shape.gelu else gate_pairs)
         self.feed: Feed = feed_sorted
         self.dispatch: Dispatch = multiply_here
 
-    def forward(self, h: Tensor, filled: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, h: Tensor, filled: Tensor | None, stream: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """h (B, T, D), filled (B, T) bool -> (B, T, D), and over the filled tokens (2, N) float32: how many an expert
-        has, and the sum of its probabilities."""
+        has, and the sum of its probabilities.
+
+        stream: (B, T, D), what the router reads in place of h, by a norm of its own.
+        """
         e, x, dtype = self.shape, h.flatten(0, 1), compute_dtype(h)
         with torch.autocast(h.device.type, enabled=False):
             router_bias = None if self.router_bias is None else widen(self.router_bias)
-            logits = F.linear(widen(x), widen(self.router), router_bias)
+            read = widen(x)
+            if stream is not None and self.router_scale is not None:
+                read = unit(stream.flatten(0, 1), self.eps) * widen(self.router_scale) * read.shape[1] ** -0.5
+            logits = F.linear(read, widen(self.router), router_bias)
             if self.correction is not None:
                 weights, chosen, probabilities = route_by_sigmoid(logits, self.correction, e)
             else:
                 weights, chosen, probabilities = (route_by_logits if e.scaled_input else route)(logits, e)
+            weights = weights if self.expert_scale is None else weights * widen(self.expert_scale)[chosen]
             out = self.feed(self, x.to(dtype), weights, places_of(chosen, e.count))
             # A part of the graph that no backward pass goes through would keep what recomputation made for it.
             probabilities = probabilities if e.balance else probabilities.detach()

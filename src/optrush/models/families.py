@@ -37,6 +37,12 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "k_norm": ("self_attn.k_norm",),
     "o": ("self_attn.o_proj",),
     "sinks": ("self_attn",),  # whose own parameter it is
+    "input_gate": ("per_layer_input_gate",),
+    "input_out": ("per_layer_projection",),
+    "dense_leaving": ("post_feedforward_layernorm_1",),
+    "experts_norm": ("pre_feedforward_layernorm_2",),
+    "experts_leaving": ("post_feedforward_layernorm_2",),
+    "leaving3": ("post_per_layer_input_norm",),
     "norm2": ("post_attention_layernorm",),
     "leaving1": (),
     "leaving2": (),
@@ -48,6 +54,9 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 AROUND = {
     **NAMES, "norm2": ("pre_feedforward_layernorm",),
     "leaving1": ("post_attention_layernorm",), "leaving2": ("post_feedforward_layernorm",),
+}  # fmt: skip
+LAYER_INPUTS = {  # of the whole model
+    "embedding": "embed_tokens_per_layer", "project": "per_layer_model_projection", "norm": "per_layer_projection_norm",
 }  # fmt: skip
 JOINED = {**NAMES, "qkv": ("self_attn.qkv_proj",), "gate_up": ("{mlp}.gate_up_proj",)}  # rows of a piece below the last
 AFTER = {**NAMES, "norm1": ("post_attention_layernorm",), "norm2": ("post_feedforward_layernorm",)}
@@ -73,6 +82,9 @@ class ExpertsSpec:
     apart: tuple[str, str, str, str] | None = ("mlp", "gate_proj", "up_proj", "down_proj")
     transposed: bool = False  # a tensor of all experts is (N, width, rows)
     interleaved: bool = False  # rows of gate and up alternate in it, as here
+    beside: bool = False  # experts and router are modules of the layer, and both they and a dense part have norms
+    switch: str = ""  # the key that switches experts on; empty: they are on
+    active: str = "num_experts_per_tok"  # the key of the number of a token's experts
     untold: bool = False  # transformers' class does not say that it is transposed, so PEFT swaps A and B
 
 
@@ -94,6 +106,7 @@ class FamilySpec:
     norm_eps: str = "rms_norm_eps"  # the key of its epsilon
     softcap: bool = False  # logits may be bounded by `final_logit_softcapping`
     score_cap: bool = False  # scores of attention may be bounded by `attn_logit_softcapping`
+    gateless: bool = False  # the feed-forward part has no gate: its activation is of what would be gated
     activation: tuple[str, ...] = SILU  # of the gate, by the names that config.json may give it
     multipliers: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     """What multiplies the embedding, the scores in place of E^-0.5, what a part adds, and the logits: a key of
@@ -114,6 +127,9 @@ class FamilySpec:
     those without a window, where others have one; all those without a window."""
     latent: bool = False  # keys and values come from a latent
     interleaved: Switch = "rope_interleave"  # rotated values of latent attention are neighbouring pairs
+    by_layer: bool = False  # heads, keys and values and feed-forward parts differ between layers (`ByLayer`)
+    value_norm: bool = False  # values pass a norm without weights
+    layer_scalar: bool = False  # a constant of each block's file multiplies what leaves it
     delta: bool = False  # layers of a delta rule
     by_key_head: bool = False  # whose first products have the rows of a key head at a time
     chunks: bool = False  # layers that attend within chunks, and layers without rotary embedding
@@ -130,6 +146,11 @@ class FamilySpec:
     gguf_pairs: bool = False  # rotated values are neighbouring pairs there
     gguf_biases: bool = True  # its linears may have biases there
     gguf_scales: bool = False  # it has keys for multipliers there
+
+    def experts_in(self, layer: str) -> str:
+        """Return the module that has the experts and the router of a layer."""
+        own = self.experts is not None and self.experts.beside
+        return layer if own else f"{layer}.{self.feed_forward}"
 
     @property
     def other_layers(self) -> str:
@@ -191,6 +212,27 @@ _OLMO = FamilySpec(
     "Olmo2ForCausalLM",
     {"num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
     **_BIASED, qk_norm=True, whole_qk_norm=True, norms="after", names=AFTER,
+)  # fmt: skip
+_GEMMA4 = FamilySpec(
+    "Gemma4ForCausalLM",
+    {
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512,
+        "max_position_embeddings": 131072, "tie_word_embeddings": True, "vocab_size": 262144,
+        "sliding_window": 512, "sliding_window_pattern": 6, "rope_theta": 10000.0, "rope_local_base_freq": 10000.0,
+        "norm_topk_prob": True, "vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+    **_BIASED, activation=GELU, qk_norm=True, value_norm=True, norms="around", names=AROUND, window="pattern",
+    multipliers={"embedding": ("hidden_size", 0.5), "scores": ("hidden_size", 0)},  # E^-0.5 is in no score
+    local_rope=True, rope_kinds=(*ROPE_KINDS, *FOREIGN_ROPE_KINDS), softcap=True, by_layer=True, layer_scalar=True,
+    nested=(),
+    agreed={"hidden_activation": GELU, "use_bidirectional_attention": ("vision",)}, experts=ExpertsSpec(
+        beside=True, switch="enable_moe_block", active="top_k_experts", shared_name="", router_name="router.proj",
+        apart=None,
+    ),
 )  # fmt: skip
 
 FAMILIES: dict[str, FamilySpec] = {
@@ -323,6 +365,14 @@ FAMILIES: dict[str, FamilySpec] = {
         softcap=True, nested=(),
         agreed={"hidden_activation": GELU, "attn_logit_softcapping": (), **_CAUSAL},
     ),
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": replace(
+        _GEMMA4, architecture="Gemma4UnifiedForCausalLM", experts=None,
+        defaults={
+            **_GEMMA4.defaults, "sliding_window": 1024, "hidden_size_per_layer_input": 0,
+            "max_position_embeddings": 262144,
+        },
+    ),
     "cohere": _COHERE,
     "cohere2": replace(
         _COHERE, architecture="Cohere2ForCausalLM", window="pattern", unrotated="unwindowed", gguf="COHERE2",
@@ -365,6 +415,17 @@ FAMILIES: dict[str, FamilySpec] = {
             "sliding_window_pattern": 4, "rms_norm_eps": 1e-5,
         },
         qk_norm=True, norms="after", names=AFTER, window="pattern", unrotated="full",
+    ),
+    "starcoder2": FamilySpec(
+        "Starcoder2ForCausalLM",
+        {
+            "num_key_value_heads": 2, "head_dim": None, "max_position_embeddings": 4096, "norm_epsilon": 1e-5,
+            "use_bias": True, "tie_word_embeddings": True, "intermediate_size": 12288,
+        },
+        qkv_bias="use_bias", o_bias="use_bias", mlp_bias="use_bias", norm="layer, bias", norm_eps="norm_epsilon",
+        gateless=True, activation=GELU, window="all",
+        names={**NAMES, "gate_up": ("{mlp}.c_fc",), "down": ("{mlp}.c_proj",)},
+        agreed={"residual_dropout": (0,), "embedding_dropout": (0,)},
     ),
     "phi3": FamilySpec(
         "Phi3ForCausalLM",
@@ -463,6 +524,8 @@ UNSEPARATED = frozenset({
 # Models of images and text whose language model our own decoder has: transformers' class.
 MULTIMODAL = {
     "gemma3": "Gemma3ForConditionalGeneration",
+    "gemma4": "Gemma4ForConditionalGeneration",
+    "gemma4_unified": "Gemma4UnifiedForConditionalGeneration",
     "internvl": "InternVLForConditionalGeneration",
     "llava": "LlavaForConditionalGeneration",
     "llava_next": "LlavaNextForConditionalGeneration",

@@ -716,7 +716,7 @@ def _native(
     needed = {name: shape for entry in entries.values() for name, shape in entry.hf_shapes()}
     if growth is not None:
         needed |= {name: (growth.rows, *needed[name][1:]) for name in weights.vocabulary_names(model, entries)}
-    others = weights.leave_later_layers(stored, model.shape)
+    others = weights.leave_unread(stored, model.shape)
     others += stored.others if isinstance(stored, TextFolder) else ()
     tied = {f"{head}weight": f"{prefix}embed_tokens.weight"} if model.shape.tied else {}
     stored.check(needed, tied)

@@ -44,34 +44,46 @@ class Step:
 
 
 class LayerCache:
-    """The keys and values of one layer, and its attention while they are kept."""
+    """The keys and values of one layer, and its attention while they are kept.
+
+    A layer that reads an earlier layer's has none of its own: `source` is the cache of that one.
+    """
 
     inner: Any  # the block's own attention
 
-    def __init__(self, cache: SlotCache, window: int | None) -> None:
-        self.cache, self.window = cache, window
+    def __init__(self, cache: SlotCache, window: int | None, source: LayerCache | None = None) -> None:
+        self.cache, self.window, self.source = cache, window, source
         self.keys: Tensor | None = None  # (S + 1, C, K, E), in the type that attention reads
         self.values: Tensor | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, **masks: Any) -> Tensor:
         """Attend as `kernels.attention` does: q (B, T, H, E), k and v (B, T, K, E) -> (B, T, H, E)."""
-        step, kernel = self.cache.step, self.cache.kernel
+        step = self.cache.step
+        if self.source is not None:
+            return self._read(self.source, q, k, v, documents, masks)
         if self.keys is None or self.values is None:
             places = self.cache.slots + 1, self.cache.room
             self.keys, self.values = k.new_zeros(*places, *k.shape[2:]), v.new_zeros(*places, *v.shape[2:])
-        if step.lengths is not None and kernel is not None:
-            window, sinks, cap = self.window or 0, masks.get("sinks"), masks.get("cap") or 0.0
-            last = q[:, 0], k[:, 0], v[:, 0]
-            return kernel(*last, self.keys, self.values, step.lengths, sinks, window, cap)[:, None]
+        if step.lengths is not None and self.cache.kernel is not None:
+            return self._read(self, q, k, v, documents, masks)
         for kept, new in ((self.keys, k), (self.values, v)):
             flat = new.flatten(0, 1)
             kept.view(-1, *new.shape[2:])[step.target] = flat if step.source is None else flat[step.source]
+        return self._read(self, q, k, v, documents, masks)
+
+    def _read(
+        self, of: LayerCache, q: Tensor, k: Tensor, v: Tensor, documents: Documents, masks: dict[str, Any]
+    ) -> Tensor:
+        step, slots, span = self.cache.step, self.cache.slots, self.cache.step.span
         if step.lengths is None:
             attended: Tensor = self.inner(q, k, v, documents, **masks)
             return attended
-        slots, span = self.cache.slots, step.span
+        assert of.keys is not None and of.values is not None
+        if (kernel := self.cache.kernel) is not None:  # writes what is new, too; a second time it is the same
+            window, sinks, cap = self.window or 0, masks.get("sinks"), masks.get("cap") or 0.0
+            return kernel(q[:, 0], k[:, 0], v[:, 0], of.keys, of.values, step.lengths, sinks, window, cap)[:, None]
         masks["window"] = self.window  # a step's own rows are shorter than any
-        return attend_slots(q, self.keys[:slots, :span], self.values[:slots, :span], step.lengths, **masks)
+        return attend_slots(q, of.keys[:slots, :span], of.values[:slots, :span], step.lengths, **masks)
 
 
 class SlotCache:
@@ -84,7 +96,10 @@ class SlotCache:
         check_cacheable(model)
         self.slots, self.room = slots, -(-room // BUCKET) * BUCKET
         self.step = Step(torch.zeros(0, dtype=torch.int64))
-        self.layers = [LayerCache(self, b.window) for b in model.blocks.values() if isinstance(b, Block)]
+        self.layers = list[LayerCache]()
+        for block in (b for b in model.blocks.values() if isinstance(b, Block)):
+            lender = None if block.source is None else self.layers[block.source]
+            self.layers.append(LayerCache(self, block.window, lender))
         self.compiled: dict[nn.Module, Any] = {}
         if model.embedding.weight.is_cuda:
             from optrush.kernels.decode_attention_triton import decode_attention

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from optrush.kernels import rms_norm, widen
 
 if TYPE_CHECKING:
+    from optrush.models.shapes import ModelShape
     from optrush.peft.adapter import LinearAdapter
     from optrush.peft.quantized import QuantizedLinear
 
@@ -128,6 +129,30 @@ class UnitNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x (..., E) -> (..., E)."""
         return rms_norm.unit(x, self.eps).to(x.dtype)
+
+
+class LayerInputs(nn.Module):
+    """Make the input of each layer from a second embedding and from the first block's input.
+
+    As Gemma 4 has it ("per-layer embeddings").
+    """
+
+    def __init__(self, shape: ModelShape, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        assert shape.by_layer is not None
+        at: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.width, P = shape.width, shape.input_width
+        self.embedding = nn.Embedding(shape.by_layer.input_words, shape.layers * P, **at)
+        self.project = nn.Linear(shape.width, shape.layers * P, bias=False, **at)
+        self.norm = RMSNorm(P, shape.norm_eps, **at)
+
+    def forward(self, tokens: Tensor, x: Tensor) -> Tensor:
+        """tokens (B, T), x (B, T, D) -> (B, T, L, P)."""
+        P = self.norm.weight.shape[0]
+        made = self.norm((self.project(x) * self.width**-0.5).unflatten(-1, (-1, P)))
+        factor = torch.tensor(P**0.5).to(self.embedding.weight.dtype).item()  # rounded as published
+        given: Tensor = (made + (self.embedding(tokens) * factor).unflatten(-1, (-1, P))) * 2**-0.5
+        return given
 
 
 class WholeNorm(RMSNorm):

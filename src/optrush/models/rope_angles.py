@@ -6,6 +6,7 @@
     yarn       a ramp between both, by the turns of a wave within the original context; arXiv:2309.00071
     dynamic    theta grows with a document beyond the model's positions ("NTK-aware"), as transformers has it
     longrope   two sets of factors, for documents within and beyond the original context; arXiv:2402.13753
+    proportional  the short waves of a whole head; the others do not turn, as in Gemma 4
 
 Differs from transformers for dynamic and longrope: by the length of each document instead of that of the batch's
 longest, so that a document's angles are those that it has alone.
@@ -28,6 +29,9 @@ def frequencies(rope: RopeShape, width: int) -> Tensor:
     inverse = 1.0 / waves
     if rope.kind == "linear":
         return inverse / rope.factor
+    if rope.kind == "proportional":
+        turning = int(rope.part * width // 2)
+        return torch.cat((inverse[:turning], inverse.new_zeros(width // 2 - turning))) / rope.factor
     if rope.kind == "llama3":
         low, high = rope.low_freq_factor, rope.high_freq_factor
         wave = 2 * math.pi / inverse

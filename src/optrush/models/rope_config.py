@@ -27,6 +27,7 @@ class RopeShape:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    part: float = 1.0  # of the values of a head that turn; of 'proportional'
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
 
@@ -73,6 +74,8 @@ def read_rope(hf: HF, width: int) -> RopeShape:
         read[key] = float(given[key])
     if kind in ("default", "linear"):
         return RopeShape(kind, **read)
+    if kind == "proportional":
+        return RopeShape(kind, factor=float(given.get("factor") or 1.0), part=rotary_part(hf), **read)
     key, positions = "original_max_position_embeddings", hf["max_position_embeddings"]
     original = positions if kind == "dynamic" else hf.get(key) or given.get(key) or positions
     for name, value in (("max_position_embeddings", positions), (key, original)):
@@ -156,6 +159,6 @@ def rope_obstacle(hf: HF, spec: FamilySpec) -> str | None:
     if kind not in spec.rope_kinds:
         return f"RoPE type {kind!r}, where our decoder has {', '.join(spec.rope_kinds)}"
     partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0) and not spec.partial_rotary:
+    if partial not in (None, 1, 1.0) and not spec.partial_rotary and kind != "proportional":
         return f"partial_rotary_factor {partial}: only a part of each head is rotated"
     return None

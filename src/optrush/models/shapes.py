@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
-from optrush.errors import ConfigError, NeedsError
+from optrush.errors import ConfigError, NeedsError, one_line
 from optrush.models.config_json import EXPERTS, is_readable
 from optrush.models.families import (
     FAMILIES,
@@ -26,6 +26,7 @@ from optrush.models.families import (
     Switch,
     limits,
 )
+from optrush.models.parts import ByLayer, ChunkShape, DeltaShape, ExpertsShape, LatentShape, LinearShape, Multipliers
 from optrush.models.published import SHAPES as SHAPES
 from optrush.models.rope_config import (
     RopeShape,
@@ -40,106 +41,6 @@ from optrush.models.text_part import OTHER_MEDIA, as_text, is_multimodal, nested
 
 HF = Mapping[str, Any]  # a config.json
 LOAD_FIGURES = ("expert_busiest", "expert_entropy")  # of a model with experts, in metrics.jsonl
-
-
-@dataclass(frozen=True)
-class ExpertsShape:
-    """The routed experts that some layers have in place of one feed-forward part, and how a token chooses among them.
-
-    The probability of an expert is the softmax of all router logits; a token takes the `active` most probable ones.
-    """
-
-    layers: tuple[int, ...]  # that have experts; the others are dense
-    count: int  # N
-    active: int  # k, of a token
-    ff_width: int  # F of one expert
-    normalised: bool  # the weights of a token's experts sum to 1
-    balance: float  # factor of the load-balancing loss; 0: the model is trained without
-    biases: bool = False  # of the router and of both matrices of an expert
-    sigmoid: bool = False  # scores of experts are sigmoids, chosen with a bias that is not trained
-    scale: float = 1.0  # of the weights
-    groups: int = 1  # of experts, of which a token takes experts from `active_groups`: by the best of each, or best two
-    active_groups: int = 1
-    shared_gate: bool = False  # what every token passes is gated by a sigmoid
-    shared_width: int = 0  # feed-forward width of what every token passes besides; 0: none
-    scaled_input: bool = False  # the weights, sigmoids of a token's highest logits, scale what enters its experts
-    clamp: tuple[float, float] | None = None  # gain and limit of a clamped activation; None: silu(gate) * up
-
-
-@dataclass(frozen=True)
-class LatentShape:
-    """Queries, keys and values through latents; what each is for is in models/latent_attention.py."""
-
-    q_rank: int | None  # None: queries by one product
-    kv_rank: int  # C
-    plain: int  # values of a query and key that are not rotated
-    rotated: int  # R, of the keys the same for all heads
-    value: int  # W
-    interleaved: bool  # rotated values are neighbouring pairs
-    scale: float  # of the scores, besides E^-0.5
-
-
-@dataclass(frozen=True)
-class DeltaShape:
-    """Layers of a gated delta rule in place of attention; what each size is for is in models/delta_rule.py."""
-
-    layers: tuple[int, ...]
-    key_heads: int  # K
-    heads: int  # H, a multiple of K
-    key: int  # E
-    value: int  # W
-    taps: int  # tokens of the convolution
-    by_key_head: bool  # rows of the first products are those of a key head at a time
-
-    @property
-    def channels(self) -> int:
-        """Number of channels of the convolution."""
-        return 2 * self.key_heads * self.key + self.heads * self.value
-
-
-@dataclass(frozen=True)
-class ChunkShape:
-    """Layers that attend within chunks of a document, and layers without rotary embedding, as Llama 4 has them.
-
-    Rotated values are neighbouring pairs.
-    """
-
-    size: int  # tokens of a chunk
-    layers: tuple[int, ...]  # that attend within chunks
-    unrotated: tuple[int, ...]  # layers without rotary embedding
-    temperature: tuple[int, float] | None  # of unrotated layers' queries: tokens a step, and its factor
-    normed: bool  # queries and keys of rotated layers, by a norm without weights
-
-
-@dataclass(frozen=True)
-class Multipliers:
-    """Constants of a model's config.json by which values are multiplied."""
-
-    embedding: float = 1.0
-    scores: float = 1.0  # besides E^-0.5
-    residual: float = 1.0  # of what attention and feed-forward part add to the stream
-    logits: float = 1.0
-
-
-class LinearShape(NamedTuple):
-    """A linear of our decoder, in the layers that have it."""
-
-    module: str  # its name within a block: "latent.q_a"
-    inputs: int
-    pieces: dict[str, int]  # rows of each, by its published name; of dense parts beside experts that begins as "dense."
-    layers: tuple[int, ...]
-    bias: bool = False
-    joined: tuple[int, ...] = ()  # rows of each piece, where one published tensor has several
-
-    @property
-    def outputs(self) -> int:
-        """Number of its rows."""
-        return sum(self.pieces.values())
-
-    @property
-    def weights(self) -> int:
-        """Number of weights in all layers."""
-        return self.inputs * self.outputs * len(self.layers)
 
 
 def _others(layers: tuple[int, ...], those: tuple[int, ...]) -> tuple[int, ...]:
@@ -180,12 +81,17 @@ class ModelShape:
     norms: str = "before"  # "before" attention and feed-forward part, "after", "around": both, or one for both "beside"
     norm: str = "rms"  # "rms", "layer", or "layer, bias"
     gelu: bool = False  # the gate's activation is gelu's approximation by tanh; else silu
-    multipliers: Multipliers = Multipliers()
+    gateless: bool = False  # the feed-forward part has no gate
+    multipliers: Multipliers = field(default_factory=Multipliers)
     softcap: float | None = None  # bound of the logits by a tanh
     score_cap: float | None = None  # bound of attention's scores by a tanh
     local_rope: RopeShape | None = None  # of layers with a window; None: that of all
     unrotated: tuple[int, ...] = ()  # layers without rotary embedding
     pairs: bool = False  # rotated values are neighbouring pairs
+    by_layer: ByLayer | None = None  # None: all layers have these sizes
+    value_norm: bool = False  # values pass a norm without weights
+    layer_scalar: bool = False  # a constant multiplies what leaves a block
+    parts: str = "qkv"  # of a layer, what its first product gives: "qkv", "qk" (keys are values) or "q"
 
     @classmethod
     def read(cls, hf: HF) -> ModelShape:
@@ -203,7 +109,7 @@ class ModelShape:
         hf = as_text(hf)
         family = str(hf["model_type"])
         spec = FAMILIES[family]
-        full = {**spec.defaults, **hf}
+        full = {**spec.defaults, **{k: v for k, v in hf.items() if v is not None or k != "rope_parameters"}}
         width, heads = _size(full, "hidden_size"), _size(full, "num_attention_heads")
         kv_heads = heads if full["num_key_value_heads"] is None else _size(full, "num_key_value_heads")
         latent = _latent(full, spec) if spec.latent else None
@@ -219,6 +125,8 @@ class ModelShape:
         rotated = None if part == 1 else int(head_width * part)
         window, window_layers = _window(full, spec)
         text, local = rope_by_kind(full, spec)
+        by_layer = _by_layer(full, window_layers) if spec.by_layer else None
+        turned = latent.rotated if latent else rotated or (by_layer.head_width if by_layer else int(head_width))
         return cls(
             family=family, layers=_size(full, "num_hidden_layers"), width=width, heads=heads, kv_heads=int(kv_heads),
             head_width=int(head_width), ff_width=_size(full, spec.ff_width), vocab=_size(full, "vocab_size"),
@@ -226,16 +134,52 @@ class ModelShape:
             o_bias=_is_on(spec.o_bias, full), mlp_bias=_is_on(spec.mlp_bias, full),
             qk_norm=_is_on(spec.qk_norm, full), whole_qk_norm=spec.whole_qk_norm, centred=spec.centred,
             gated=spec.gated, sinks=spec.sinks, norm_eps=float(full.get(spec.norm_eps, 1e-6)),
-            rope=read_rope(text, latent.rotated if latent else rotated or int(head_width)), rotated=rotated,
+            rope=read_rope(text, turned), rotated=rotated,
             window=window, window_layers=window_layers, experts=_experts(hf, full, spec), latent=latent,
             delta=_delta(full, spec) if spec.delta else None, chunks=_chunks(full) if spec.chunks else None,
-            norms=spec.norms, norm=spec.norm, gelu=spec.activation == GELU,
+            norms=spec.norms, norm=spec.norm, gelu=spec.activation == GELU, gateless=spec.gateless,
             multipliers=_multipliers(full, spec, int(head_width)),
             softcap=_cap(full, "final_logit_softcapping") if spec.softcap else None,
             score_cap=_cap(full, "attn_logit_softcapping") if spec.score_cap else None,
             unrotated=_unrotated(full, spec, window_layers),
             local_rope=None if local is None else read_rope(local, int(head_width)), pairs=spec.pairs,
+            by_layer=by_layer, value_norm=spec.value_norm, layer_scalar=spec.layer_scalar,
         )  # fmt: skip
+
+    def at(self, layer: int) -> ModelShape:
+        """Return the shape of a model whose layers are all like this one."""
+        if (b := self.by_layer) is None:
+            return self
+        E, K, parts = self.head_width, self.kv_heads, "qkv"
+        if layer in b.wide:
+            E, K, parts = b.head_width, b.kv_heads, "qk" if b.key_is_value else "qkv"
+        reads = b.sources[layer] is not None
+        scores = self.multipliers.scores * (E / self.head_width) ** 0.5
+        return replace(
+            self, head_width=E, kv_heads=K, parts="q" if reads else parts, by_layer=None,
+            multipliers=replace(self.multipliers, scores=scores),
+            ff_width=self.ff_width * (b.ff_factor if reads else 1),
+        )  # fmt: skip
+
+    @cached_property
+    def kinds(self) -> dict[ModelShape, tuple[int, ...]]:
+        """The layers of each kind, by a shape whose layers are all of it."""
+        found = dict[ModelShape, tuple[int, ...]]()
+        for layer in range(self.layers if self.by_layer else 1):
+            found[self.at(layer)] = (*found.get(self.at(layer), ()), layer)
+        return found if self.by_layer else {self: tuple(range(self.layers))}
+
+    def _by(self, size: Callable[[ModelShape], Any]) -> Iterator[tuple[str, ModelShape, tuple[int, ...]]]:
+        """Yield the layers of each size: what the names of their linears end with, the shape of one of them, layers."""
+        groups = dict[Any, list[tuple[ModelShape, tuple[int, ...]]]]()
+        for each in self.kinds.items():
+            groups.setdefault(size(each[0]), []).append(each)
+        for key, members in groups.items():
+            suffix = "" if key == next(iter(groups)) else f"_{'_'.join(map(str, key))}"
+            yield suffix, members[0][0], tuple(sorted(i for _, layers in members for i in layers))
+
+    def _mean(self, value: Callable[[ModelShape], float]) -> float:
+        return sum(value(s) * len(layers) for s, layers in self.kinds.items()) / self.layers
 
     @property
     def separates(self) -> bool:
@@ -252,6 +196,8 @@ class ModelShape:
         """Number of values of a head that are rotated."""
         if self.latent is not None:
             return self.latent.rotated
+        if self.by_layer is not None:
+            return self.by_layer.head_width
         return self.head_width if self.rotated is None else self.rotated
 
     @property
@@ -288,6 +234,8 @@ class ModelShape:
     def other_attention(self) -> str | None:
         """What the blocks have in place of the usual attention; None: nothing."""
         latent, delta = "latent attention", "layers of a delta rule"
+        if self.by_layer is not None:
+            return "heads, keys and values that differ between layers"
         if self.chunks is not None:
             return "layers without rotary embedding"
         return latent if self.latent is not None else delta if self.delta is not None else None
@@ -299,14 +247,28 @@ class ModelShape:
 
     @property
     def attended_width(self) -> int:
-        """Number of values that attention gives a token, of all heads."""
+        """Number of values that attention gives a token, of all heads; a mean where layers differ."""
+        if self.by_layer is not None:
+            return round(self._mean(lambda s: s.attended_width))
         return self.heads * (self.head_width if self.latent is None else self.latent.value)
 
     @property
+    def queries(self) -> float:
+        """Number of values of a token's queries, of all heads; a mean where layers differ."""
+        return self._mean(lambda s: s.heads * s.head_width)
+
+    @property
+    def repeated(self) -> float:
+        """Number of values that a token's keys lack to be one for each query head; a mean where layers differ."""
+        return self._mean(lambda s: (s.heads - s.kv_heads) * s.head_width)
+
+    @property
     def key_width(self) -> float:
-        """Number of values of a token's keys, or of its values, of all heads: a mean of the two."""
+        """Number of values of a token's keys, or of its values, of all heads: a mean of the two, and of all layers."""
+        if self.by_layer is not None:
+            return self._mean(lambda s: s.key_width)
         if self.latent is None:
-            return self.kv_heads * self.head_width
+            return 0 if self.parts == "q" else self.kv_heads * self.head_width
         return (self.kv_heads * self.head_width + self.attended_width) / 2
 
     @cached_property
@@ -319,19 +281,14 @@ class ModelShape:
         return dict(self._linears())
 
     def _linears(self) -> Iterator[tuple[str, LinearShape]]:
-        D, q, kv, s, d = (
-            self.width,
-            self.heads * self.head_width,
-            self.kv_heads * self.head_width,
-            self.latent,
-            self.delta,
-        )
+        D, q, s, d, P = self.width, self.heads * self.head_width, self.latent, self.delta, self.input_width
         every, mixed = tuple(range(self.layers)), () if d is None else d.layers
         attending = _others(every, mixed)
-        if s is None:
-            rows = {"q_proj": q * (1 + self.gated), "k_proj": kv, "v_proj": kv}
-            yield "qkv", self._pieces(LinearShape("qkv", D, rows, attending, self.qkv_bias))
-        else:
+        for end, one, layers in () if s else self._by(lambda s: (s.parts, s.head_width, s.kv_heads)):
+            q, kv = one.heads * one.head_width, one.kv_heads * one.head_width
+            rows = {f"{part}_proj": q * (1 + self.gated) if part == "q" else kv for part in one.parts}
+            yield f"qkv{end}", self._pieces(LinearShape("qkv", D, rows, _others(layers, mixed), self.qkv_bias))
+        if s is not None:
             plain, rank = (D, "q_proj", q, False), s.q_rank
             queries = {"q": plain} if rank is None else {
                 "q_a": (D, "q_a_proj", rank, self.qkv_bias), "q_b": (rank, "q_b_proj", q, False),
@@ -340,7 +297,12 @@ class ModelShape:
             both = (s.kv_rank, "kv_b_proj", self.heads * (s.plain + s.value), False)
             for name, (inputs, piece, outputs, bias) in {**queries, "kv_a": kv_a, "kv_b": both}.items():
                 yield name, LinearShape(f"latent.{name}", inputs, {piece: outputs}, attending, bias)
-        yield "o", LinearShape("o", self.attended_width, {"o_proj": D}, attending, self.o_bias)
+        for end, one, layers in self._by(lambda s: (s.attended_width,)):
+            attending = _others(layers, mixed)
+            yield f"o{end}", LinearShape("o", one.attended_width, {"o_proj": D}, attending, self.o_bias)
+        if P:
+            yield "input_gate", LinearShape("input_gate", D, {"per_layer_input_gate": P}, every)
+            yield "input_out", LinearShape("input_out", P, {"per_layer_projection": D}, every)
         if d is not None:
             z = d.heads * d.value
             rows = {"qkv": d.channels, "z": z, "b": d.heads, "a": d.heads}
@@ -351,17 +313,23 @@ class ModelShape:
         sparse = () if self.experts is None else self.experts.layers
         shared = 0 if self.experts is None else self.experts.shared_width
         of, before = ("", "") if self.experts is None else ("dense_", "dense.")
-        dense = _others(every, sparse)
-        for name, F, layers in (("shared_", shared, sparse), (of, self.ff_width, dense)):
+        names, parts = FAMILIES[self.family].names, [("shared_", "", shared, sparse)]
+        parts += [(of, end, one.ff_width, _others(on, sparse)) for end, one, on in self._by(lambda s: (s.ff_width,))]
+        for name, end, F, layers in parts:
             if F and layers:
-                pieces = {f"{before}gate_proj": F, f"{before}up_proj": F}
-                yield f"{name}gate_up", self._pieces(LinearShape("gate_up", D, pieces, layers, self.mlp_bias))
-                yield f"{name}down", LinearShape("down", F, {f"{before}down_proj": D}, layers, self.mlp_bias)
+                up, out = (f"{before}{each.rpartition('.')[2]}" for each in (names["gate_up"][-1], names["down"][0]))
+                pieces = {up: F} if self.gateless else {f"{before}gate_proj": F, f"{before}up_proj": F}
+                yield f"{name}gate_up{end}", self._pieces(LinearShape("gate_up", D, pieces, layers, self.mlp_bias))
+                yield f"{name}down{end}", LinearShape("down", F, {out: D}, layers, self.mlp_bias)
 
     def _pieces(self, linear: LinearShape) -> LinearShape:
         """Return a linear by its family's names: the same, or all its pieces as one."""
         (first, *others), rows = FAMILIES[self.family].names[linear.module], tuple(linear.pieces.values())
-        return linear if others else linear._replace(pieces={first.rpartition(".")[2]: sum(rows)}, joined=rows)
+        return (
+            linear
+            if others or len(rows) == 1
+            else linear._replace(pieces={first.rpartition(".")[2]: sum(rows)}, joined=rows)
+        )
 
     @property
     def joined(self) -> frozenset[str]:
@@ -372,10 +340,17 @@ class ModelShape:
     def active_width(self) -> float:
         """The feed-forward width that a token passes, a mean over the layers: F, or k F of its experts."""
         e = self.experts
+        if self.by_layer is not None:
+            return self._mean(lambda s: s.active_width)
         if e is None:
             return self.ff_width
         sparse = e.active * e.ff_width + e.shared_width
         return (len(e.layers) * sparse + (self.layers - len(e.layers)) * self.ff_width) / self.layers
+
+    @property
+    def fed(self) -> float:
+        """Number of values that the first product of a feed-forward part gives a token."""
+        return self.active_width * (1 if self.gateless else 2)
 
     @property
     def matrix_parameters(self) -> int:
@@ -383,7 +358,7 @@ class ModelShape:
 
         Of experts those that a token is routed to, and the router.
         """
-        return self._matrices(False) + self.width * self.vocab
+        return self._matrices(False) + self.width * (self.vocab + self.layers * self.input_width)
 
     @property
     def block_matrices(self) -> int:
@@ -404,8 +379,25 @@ class ModelShape:
         for layer in range(self.layers):
             yield from ((f"blocks.{layer}.{name}", values) for name, values in self._of_layer(layer))
         yield from self._norm("norm")
+        if self.input_width:
+            yield from self._inputs()
         if not self.tied:
             yield "head.weight", self.vocab * self.width
+
+    def _inputs(self) -> Iterator[tuple[str, int]]:
+        b, all_ = self.by_layer, self.layers * self.input_width
+        yield "inputs.embedding.weight", 0 if b is None else b.input_words * all_
+        yield from (("inputs.project.weight", self.width * all_), ("inputs.norm.weight", self.input_width))
+
+    @property
+    def input_width(self) -> int:
+        """Number of values of a token that each layer gets in addition to the stream."""
+        return 0 if self.by_layer is None else self.by_layer.input_width
+
+    @property
+    def input_parameters(self) -> int:
+        """Number of parameters that make these values for all layers."""
+        return sum(n for _, n in self._inputs()) if self.input_width else 0
 
     def _norm(self, name: str) -> Iterator[tuple[str, int]]:
         yield f"{name}.weight", self.width
@@ -413,7 +405,8 @@ class ModelShape:
             yield f"{name}.bias", self.width
 
     def _of_layer(self, layer: int) -> Iterator[tuple[str, int]]:
-        D, E, d, e = self.width, self.head_width, self.delta, self.experts
+        D, d, e, s = self.width, self.delta, self.experts, self.at(layer)
+        E = s.head_width
         mixed = d is not None and layer in d.layers
         yield from (each for name in self.block_norms for each in self._norm(name))
         for linear in self.linears.values():
@@ -430,8 +423,11 @@ class ModelShape:
             yield "latent.kv_a_norm.weight", self.latent.kv_rank
             if self.latent.q_rank is not None:
                 yield "latent.q_a_norm.weight", self.latent.q_rank
+        if self.input_width:
+            yield "leaving3.weight", D
         if self.qk_norm and not mixed:
             yield "q_norm.weight", self.heads * E if self.whole_qk_norm else E
+        if self.qk_norm and not mixed and s.parts != "q":
             yield "k_norm.weight", self.kv_heads * E if self.whole_qk_norm else E
         if e is not None and layer in e.layers:
             yield "experts.router", e.count * D
@@ -441,6 +437,9 @@ class ModelShape:
                     yield f"experts.{name}_bias", e.count * rows
             if e.biases:
                 yield "experts.router_bias", e.count
+            if e.beside:
+                yield from (("experts.router_scale", D), ("experts.expert_scale", e.count))
+                yield from ((f"{name}.weight", D) for name in ("dense_leaving", "experts_norm", "experts_leaving"))
             if e.shared_gate and e.shared_width:
                 yield "shared_gate.weight", D
 
@@ -461,12 +460,17 @@ class ModelShape:
     @cached_property
     def parameters(self) -> int:
         """Number of all parameters, a tied head counted once."""
-        return self._sum(lambda _: True) + self.vocab * self.width * (1 if self.tied else 2) + self.norm_width
+        return self._sum(lambda _: True) + self.outer_parameters
+
+    @property
+    def outer_parameters(self) -> int:
+        """Number of parameters outside the blocks: embeddings, the last norm, and a head of its own."""
+        return self.vocab * self.width * (1 if self.tied else 2) + self.norm_width + self.input_parameters
 
     @property
     def block_parameters(self) -> int:
         """Number of parameters of all blocks."""
-        return self.parameters - self.vocab * self.width * (1 if self.tied else 2) - self.norm_width
+        return self.parameters - self.outer_parameters
 
     @cached_property
     def expert_parameters(self) -> int:
@@ -480,8 +484,8 @@ class ModelShape:
             tokens: real tokens.
             attended: sum of squared document lengths; half of those products are above the diagonal and not counted.
         """
-        products = self.heads * self.head_width + self.attended_width  # of a query: with a key, and with a value
-        flop = 6 * self.matrix_parameters * tokens + 3 * attended * products * self.attention_layers
+        products = self.queries + self.attended_width  # of a query: with a key, and with a value
+        flop = 6 * self.matrix_parameters * tokens + round(3 * attended * products * self.attention_layers)
         if (d := self.delta) is not None:  # the state read, corrected and read again; and the convolution
             flop += 6 * tokens * len(d.layers) * (3 * d.heads * d.key * d.value + d.taps * d.channels)
         return flop
@@ -521,6 +525,41 @@ def _delta(full: HF, spec: FamilySpec) -> DeltaShape:
         key_heads=key_heads, heads=heads, key=_size(full, "linear_key_head_dim"),
         value=_size(full, "linear_value_head_dim"), taps=_size(full, "linear_conv_kernel_dim"),
         by_key_head=spec.by_key_head,
+    )  # fmt: skip
+
+
+def _by_layer(full: HF, windowed: tuple[int, ...]) -> ByLayer:
+    """Read the sizes of layers that differ: those without a window have heads of their own."""
+    L, keys = _size(full, "num_hidden_layers"), ("head_dim", "num_key_value_heads")
+    wide, asked = _others(tuple(range(L)), windowed), "layers of different sizes from config.json"
+    given, same = full.get("per_layer_config"), bool(full.get("attention_k_eq_v"))
+    if given is None:
+        few = full.get("num_global_key_value_heads") if same else None
+        given = {i: {"head_dim": full["global_head_dim"], **({keys[1]: few} if few else {})} for i in wide}
+    given = {str(layer): own for layer, own in given.items()} if isinstance(given, Mapping) else {"": given}
+    wrong = (i not in map(str, wide) or not isinstance(o, Mapping) or {*o} - {*keys} for i, o in given.items())
+    other = any(wrong)
+    sizes = set() if other else {tuple(_size({**full, **given.get(str(i), {})}, k) for k in keys) for i in wide}
+    if other or len(sizes) > 1:
+        do = "give all layers of full attention the same head_dim and num_key_value_heads, and others none"
+        raise ConfigError(asked, f"per_layer_config {one_line(repr(given), 80)}", do)
+    E, K = sizes.pop() if sizes else (_size(full, "head_dim"), _size(full, "num_key_value_heads"))
+    if E % 2 or _size(full, "num_attention_heads") % K:
+        found = f"{full['num_attention_heads']} heads of {E} values, and {K} of keys and values"
+        raise ConfigError(asked, found, "give an even head width, and key/value heads that divide the heads")
+    own_keys = L - int(full.get("num_kv_shared_layers") or 0)
+    last = {i in wide: i for i in range(own_keys)}
+    lacking = own_keys < 1 or not {i in wide for i in range(L)} <= {*last}
+    if lacking or own_keys > L:
+        found = f"num_kv_shared_layers {full['num_kv_shared_layers']}, of {L} layers"
+        do = "give it so few layers that one of each kind of attention comes before them"
+        raise ConfigError(asked, found, do)
+    return ByLayer(
+        wide=wide, head_width=E, kv_heads=K, key_is_value=same,
+        sources=tuple(None if i < own_keys else last[i in wide] for i in range(L)),
+        ff_factor=2 if full.get("use_double_wide_mlp") else 1,
+        input_width=_size(full, "hidden_size_per_layer_input") if full.get("hidden_size_per_layer_input") else 0,
+        input_words=_size(full, "vocab_size_per_layer_input"),
     )  # fmt: skip
 
 
@@ -565,12 +604,15 @@ def _chunks(full: HF) -> ChunkShape:
 def _experts(hf: HF, full: HF, spec: FamilySpec) -> ExpertsShape | None:
     """Read the experts of a family that has them, in layers `decoder_sparse_step` apart but for `mlp_only_layers`."""
     key, e = next((key for given in (hf, full) for key in EXPERTS if given.get(key) is not None), ""), spec.experts
-    if e is None or not full.get(key):
+    if e is None or (e.switch and not full.get(e.switch)) or not (e.switch or full.get(key)):
         return None
-    count, active, layers = _size(full, key), _size(full, "num_experts_per_tok"), _expert_layers(full, e)
+    count, active, layers = _size(full, key or "num_experts"), _size(full, e.active), _expert_layers(full, e)
     if active > count:
-        found = f"{key} {count}, num_experts_per_tok {active}"
-        raise ConfigError("experts from config.json", found, "give num_experts_per_tok at most the number of experts")
+        found = f"{key} {count}, {e.active} {active}"
+        raise ConfigError("experts from config.json", found, f"give {e.active} at most the number of experts")
+    if e.beside and full.get("num_kv_shared_layers"):
+        do = "set enable_moe_block to false, or num_kv_shared_layers to 0"
+        raise ConfigError("experts from config.json", "layers that read the keys and values of others, too", do)
     if e.router == "logits" and not layers:
         return None
     groups = 1 if full.get("topk_method") == "greedy" else int(full.get("n_group") or 1)
@@ -586,7 +628,8 @@ def _experts(hf: HF, full: HF, spec: FamilySpec) -> ExpertsShape | None:
         scale=float(full.get("routed_scaling_factor") or 1.0), groups=groups,
         active_groups=int(full.get("topk_group") or 1),
         shared_width=int(full.get("shared_expert_intermediate_size") or 0)
-        or int(full.get("n_shared_experts") or 0) * _size(full, e.width),
+        or (_size(full, spec.ff_width) if e.beside else int(full.get("n_shared_experts") or 0) * _size(full, e.width)),
+        beside=e.beside,
         shared_gate=e.shared_gate, scaled_input=e.router == "logits",
         clamp=(float(full["swiglu_alpha"]), float(full["swiglu_limit"])) if "swiglu_limit" in full else None,
     )  # fmt: skip
@@ -647,6 +690,7 @@ def _window(full: HF, spec: FamilySpec) -> tuple[int | None, tuple[int, ...]]:
     else:
         begin, step = int(full["max_window_layers"]) if rule == "upper" else 0, 2 if rule == "alternate" else 1
         slides = tuple(layers[begin::step])
+    slides = _others(slides, tuple(layers[-1:])) if spec.by_layer else slides  # as transformers, whatever is listed
     return (int(window), slides) if slides else (None, ())
 
 
@@ -665,6 +709,8 @@ def native_obstacle(hf: HF) -> str | None:
         return f"model_type {family!r}, where our decoder has {', '.join(FAMILIES)}"
     if (found := rope_obstacle(hf, spec)) is not None:
         return found
+    if spec.by_layer and not all(isinstance(value, Mapping) for value in rope_settings(hf).values()):
+        return "the same RoPE parameters for all layers, where our decoder reads a mapping for each kind of layer"
     for key, allowed, instead in limits(str(family)):
         unread = key == "first_k_dense_replace" and hf.get("mlp_layer_types")
         if key in hf and hf[key] not in allowed and not unread:

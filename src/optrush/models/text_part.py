@@ -17,6 +17,8 @@ HF = Mapping[str, Any]  # a config.json
 PREFIX, HEAD = "model.language_model.", "lm_head."
 LAYOUTS = ((PREFIX, HEAD), ("language_model.model.", "language_model.lm_head."), ("model.", HEAD))
 BLOCKS = ("layers.", "embed_tokens.", "norm.")  # of the last layout, whose prefix the towers can have too
+# Of a second embedding, which gives each layer an input.
+INPUT_WIDTH, INPUT_ROWS = "hidden_size_per_layer_input", "vocab_size_per_layer_input"
 OTHER_MEDIA = ("vision_config", "audio_config", "speech_config", "image_token_id", "text_config")
 
 
@@ -72,10 +74,14 @@ def nested_obstacle(hf: HF) -> str | None:
 
 def with_vocabulary(hf: HF, rows: int) -> dict[str, Any]:
     """Return a config.json whose language model has that many rows of embedding."""
-    if text_config(hf) is hf:
-        return {**hf, "vocab_size": rows}
+    text = text_config(hf)
+    own, spec = {"vocab_size": rows}, FAMILIES.get(str(text.get("model_type")))
+    if spec is not None and spec.by_layer and text.get(INPUT_WIDTH, spec.defaults[INPUT_WIDTH]):
+        own[INPUT_ROWS] = rows
+    if text is hf:
+        return {**hf, **own}
     top = {"vocab_size": rows} if "vocab_size" in hf else {}
-    return {**hf, **top, "text_config": {**hf["text_config"], "vocab_size": rows}}
+    return {**hf, **top, "text_config": {**text, **own}}
 
 
 def layout(names: Collection[str]) -> tuple[str, str] | None:

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 from optrush.errors import NeedsError, UserError
 from optrush.files import parse_json, read_text, write_whole
+from optrush.models.parts import ExpertsShape, LinearShape
 from optrush.models.rope_config import RopeShape
-from optrush.models.shapes import HF, ExpertsShape, LinearShape, ModelShape, native_obstacle, refuse_foreign
+from optrush.models.shapes import HF, ModelShape, native_obstacle, refuse_foreign
 
 FORMAT = 6  # of the file, and of what a trace measures
 

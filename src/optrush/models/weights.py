@@ -31,7 +31,7 @@ from optrush.files import open_file, parse_json, read_file, read_text, regular
 from optrush.kernels import mxfp4, nf4
 from optrush.models.decoder import Decoder, Linear
 from optrush.models.experts import Experts
-from optrush.models.families import ARCHITECTURES, FAMILIES, FamilySpec
+from optrush.models.families import ARCHITECTURES, FAMILIES, LAYER_INPUTS, FamilySpec
 from optrush.models.shapes import HF, ModelShape, native_obstacle
 from optrush.models.text_part import LAYOUTS, text_config
 
@@ -147,13 +147,22 @@ def refuse_more_layers(stored: Folder | PackedFolder, hf: HF) -> None:
         raise NeedsError(f"the weights in {folder.folder}", found, "check that config.json fits the weights")
 
 
-def leave_later_layers(stored: Folder | PackedFolder, shape: ModelShape) -> list[str]:
-    """Remove layers behind the last one, which predict further tokens and are not trained; return their names."""
-    if not isinstance(stored, Folder) or not FAMILIES[shape.family].later_layers:
+def leave_unread(stored: Folder | PackedFolder, shape: ModelShape) -> list[str]:
+    """Remove tensors that no layer reads, which are not trained; return their names.
+
+    They are of layers behind the last one, which predict further tokens, or keys and values of layers that read an
+    earlier layer's.
+    """
+    if not isinstance(stored, Folder):
         return []
-    layers = ((name, re.match(r"(?:\w+\.)*layers\.(\d+)\.", name)) for name in stored.files)
-    found = [name for name, match in layers if match is not None and int(match[1]) >= shape.layers]
-    found += [name for name in stored.files if name.startswith("mtp.")]
+    layers = [(name, re.match(r"(?:\w+\.)*layers\.(\d+)\.(self_attn\.[kv]_)?", name)) for name in stored.files]
+    found, b = list[str](), shape.by_layer
+    if b is not None:
+        reading = {i for i, source in enumerate(b.sources) if source is not None}
+        found = [name for name, match in layers if match is not None and match[2] and int(match[1]) in reading]
+    if FAMILIES[shape.family].later_layers:
+        found = [name for name, match in layers if match is not None and int(match[1]) >= shape.layers]
+        found += [name for name in stored.files if name.startswith("mtp.")]
     stored.files = {name: file for name, file in stored.files.items() if name not in set(found)}
     return [stored.stored_name(name) for name in found]
 
@@ -360,6 +369,7 @@ def native_entries(
     entries: dict[str, WeightEntry] = {}
     (prefix, head), spec = prefixes, FAMILIES[model.shape.family]
     outer = {"embedding": f"{prefix}embed_tokens.", "norm": f"{prefix}norm.", "head": head}
+    outer |= {f"inputs.{name}": f"{prefix}{hf}." for name, hf in LAYER_INPUTS.items()}
     for name, parameter in model.named_parameters():
         owner, _, kind = name.rpartition(".")
         shape, module = tuple(parameter.shape), model.get_submodule(owner)
@@ -372,16 +382,18 @@ def native_entries(
             _, number, *inside = owner.split(".")
             layer, part = f"{prefix}layers.{number}", inside[-1] if inside else "sinks"
             mlp = spec.feed_forward
-            if spec.experts is not None and model.get_submodule(f"blocks.{number}").shared:
+            if spec.experts is not None and spec.experts.shared_name and model.get_submodule(f"blocks.{number}").shared:
                 mlp += f".{spec.experts.shared_name}"
-            if inside[:1] == ["delta"]:
+            if kind == "layer_scalar":
+                names = [f"{layer}.{kind}"]
+            elif inside[:1] == ["delta"]:
                 names = [".".join((layer, "linear_attn", *inside[1:], kind))]
             else:
                 names = [f"{layer}.{hf.format(mlp=mlp)}.{kind}" for hf in spec.names[part]]
         rows, groups = [shape[0]], 1
         if isinstance(module, Linear):
             rows, groups = [n for _, n in module.output_splits], module.groups
-        joined = tuple(rows) if len(names) < len(rows) else ()
+        names, joined = names[: len(rows)], tuple(rows) if len(names) < len(rows) else ()
         entries[name] = WeightEntry(
             shape, tuple(zip(names, [sum(rows)] if joined else rows, strict=True)), groups, joined
         )
@@ -390,15 +402,18 @@ def native_entries(
 
 # Parameters of which an expert has one value, by their names in the router.
 _ROUTER = {"router": "weight", "router_bias": "bias", "correction": "e_score_correction_bias"}
+_SCALES = {"router_scale": "scale", "expert_scale": "per_expert_scale"}  # of one that scales what it reads and gives
 
 
 def _experts_entry(layer: str, kind: str, shape: Shape, spec: FamilySpec, stored: Collection[str]) -> WeightEntry:
     """Return the entry of one of the parameters of a layer's experts."""
-    e, module = spec.experts, f"{layer}.{spec.feed_forward}"
+    e, module = spec.experts, spec.experts_in(layer)
     assert e is not None
     stacked = e.apart is None or not stored or f"{module}.experts.gate_up_proj" in stored
     if e.apart is not None and not stacked:
         module = f"{layer}.{e.apart[0]}"
+    if kind in _SCALES:
+        return WeightEntry(shape, ((f"{module}.router.{_SCALES[kind]}", shape[0]),))
     if kind in _ROUTER:
         return WeightEntry(shape, ((f"{module}.{e.router_name}.{_ROUTER[kind]}", shape[0]),))
     if kind.endswith("_bias"):
@@ -457,7 +472,7 @@ def native_constants(entries: Mapping[str, WeightEntry], centred: bool = False) 
         name: 0.0 if centred and ".linear_attn." not in name else 1.0 for name in names if name.endswith("norm.weight")
     }
     decays = {name: math.log(8.0) for name in names if name.endswith("A_log")}
-    return biases | ones | decays | {name: 1.0 for name in names if name.endswith("dt_bias")}
+    return biases | ones | decays | {name: 1.0 for name in names if name.endswith(("dt_bias", "scale", "layer_scalar"))}
 
 
 # --- export: config.json and safetensors in transformers' layout, written tensor by tensor
@@ -620,6 +635,8 @@ def refuse_frozen(model: Any, recipe: WeightMap, growth: Growth) -> None:
 def vocabulary_names(model: Any, entries: dict[str, WeightEntry]) -> frozenset[str]:
     """Return the published names of a model's parameters with a row for each token: embedding, head, its bias."""
     wide = {id(model.embedding.weight), id(model.head.weight), id(model.head.bias)}
+    if (inputs := getattr(model, "inputs", None)) is not None:
+        wide.add(id(inputs.embedding.weight))
     return frozenset(entries[name].pieces[0][0] for name, p in model.named_parameters() if id(p) in wide)
 
 

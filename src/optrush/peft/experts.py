@@ -45,7 +45,8 @@ class ExpertsLora(nn.Module):
         of = None if spec is None else spec.experts
         self.interleaved, self.swapped = of is None or of.interleaved, of is not None and of.untold
         self.kinds = [kind for kind in experts.sizes if _published(kind) in names]
-        self.parameters_of = [f"{'.'.join(module.split('.')[-2:])}.{_published(kind)}" for kind in self.kinds]
+        path = [part for part in module.split(".")[-2:] if not part.isdigit()]
+        self.parameters_of = [f"{'.'.join(path)}.{_published(kind)}" for kind in self.kinds]
         at: dict[str, Any] = {"device": torch.device("meta"), "dtype": settings.dtype}
         for kind in self.kinds:
             N, rows, width = experts.sizes[kind]
@@ -147,7 +148,7 @@ def place(
                 module = recipe.entries[f"{name}.{names[-1]}"].pieces[0][0].rpartition(".")[0]
             else:
                 layer = ".".join(recipe.entries[f"{name}.router"].pieces[0][0].split(".")[:-3])
-                module = f"{layer}.{spec.feed_forward}.experts"
+                module = f"{spec.experts_in(layer)}.experts"
             adapter = ExpertsLora(experts, module, names, switch, settings, spec)
             experts.adapter = adapter
             recipe.fillers.update({f"{name}.adapter.{own}": fill for own, fill in adapter.fillers(seed)})

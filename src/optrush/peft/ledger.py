@@ -166,7 +166,9 @@ def names_of(shape: ModelShape | None) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name for linear in shape.linears.values() for name in linear.pieces))
     mixing = (linear.pieces for linear in shape.linears.values() if linear.module not in ("gate_up", "down"))
     feeding = chosen("mlp", [JOINED["gate_up"]]) if "gate_up" in shape.joined else SETS["mlp"]
-    return (*(name for pieces in mixing for name in pieces), *feeding)
+    if shape.gateless:
+        feeding = tuple(name for each in ("gate_up", "down") for name in shape.linears[each].pieces)
+    return tuple(dict.fromkeys((*(name for pieces in mixing for name in pieces), *feeding)))
 
 
 def targeted(targets: str | Sequence[str], joined: Collection[str]) -> Iterator[tuple[str, int]]:
@@ -325,7 +327,7 @@ def _inputs(env: Environment, shape: ModelShape, keep: Collection[str]) -> Itera
         yield live("saved.rule.taps", "only the convolution's own gradient reads it", gone=True)
     L = env.blocks
     first = next((name for name in DELTA[:-1] if name in keep), "")  # they have one input
-    counted = {name for name in keep if name.endswith("_down")} if "down" in keep else set()  # as `saved.product`
+    counted = {n for n, linear in shape.linears.items() if linear.module == "down" and "down" in keep}  # saved.product
     for name in sorted(set(keep) - {"o", "down", "routed", *counted, *(set(DELTA) - {first})}):
         why, linear = f"what enters {name}, kept for its adapter", shape.linears[name]
         values = 0 if linear.module == "o" else len(linear.layers) * linear.inputs  # what attention gives is kept

@@ -17,7 +17,8 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Literal
 
-from optrush.models.shapes import DeltaShape, ExpertsShape, ModelShape
+from optrush.models.parts import DeltaShape, ExpertsShape
+from optrush.models.shapes import ModelShape
 from optrush.models.traced import TracedShape
 from optrush.planner import ledger, traced
 from optrush.planner.ledger import WAYS, ComputedIn, Entry, Ledger, Line, Live, Role, Rule, Side, Tag, Way, WorkItem
@@ -88,12 +89,12 @@ def _heap(line: Line, shape: ModelShape, T: int) -> float:
 
 
 def _parameters(s: ModelShape) -> Iterator[Line]:
-    vocabulary = s.vocab * s.width
+    vocabulary, outer = s.vocab * s.width, s.parameters - s.block_parameters
     parts: tuple[tuple[str, int, int, tuple[Tag, ...]], ...] = (
         ("blocks", s.block_parameters, s.layers, ("blocks",)),
-        ("embedding", vocabulary, 1, ("embedding",)),
+        ("embedding", vocabulary + s.input_parameters, 1, ("embedding",)),
         ("head", 0 if s.tied else vocabulary, 1, ("head",)),
-        ("norm", s.parameters - s.block_parameters - vocabulary * (1 if s.tied else 2), 1, ("norm",)),
+        ("norm", outer - s.input_parameters - vocabulary * (1 if s.tied else 2), 1, ("norm",)),
     )
     # The gradient of a tied weight begins at the head and ends at the embedding (`_rest`).
     end: ComputedIn = "throughout" if s.tied else "after"
@@ -144,18 +145,35 @@ def _block(s: ModelShape, T: int, native: bool) -> Iterator[Line]:
         why = "autocast copies it for each product that reads it, 3 D"
         yield saved("normed again", why, 3 * D, "fusable", role="cast")
     yield from _attention(s, T, native)
+    if s.input_width:
+        yield from _inputs(s)
     if s.delta is not None:
         yield from _delta_rule(s.delta, len(s.delta.layers))
-    yield saved("gate_up", "gate and up, 2 F", 2 * F, "mlp", "product-output")
-    yield saved("gated", "the gate after its activation, F", F, "mlp", "fusable")
+    yield saved("gate_up", "gate and up, 2 F; without a gate F", s.fed, "mlp", "product-output")
+    yield saved("gated", "the gate after its activation, F", 0 if s.gateless else F, "mlp", "fusable")
     yield saved("product", "what enters the down product, F", F, "mlp", "product-input")
     if s.experts is not None:
         yield from _routed(s, s.experts)
 
 
+def _inputs(s: ModelShape) -> Iterator[Line]:
+    """Yield what inputs of each layer make it save, and what makes them."""
+    D, P = s.width, s.input_width
+
+    def saved(name: str, reason: str, values: float, *of: Tag, role: Role = "product") -> Line:
+        return ledger.saved(f"inputs.{name}", reason, s.layers * values, s.layers, *of, role=role)
+
+    yield saved("stream", "what enters the gate of an input, D", D, "product-input")
+    yield saved("gate", "its gate before and after the activation, and the input, 3 P", 3 * P)
+    yield saved("product", "what enters the product after it, P", P, "product-input")
+    yield saved("leaving", "what enters the norm after that, D", D, "product-output")
+    yield saved("widened", "float32 copies inside the norms, D + P", D + P, "widened", "fusable", role="widening")
+    why = "before these norms' weights, D + P"
+    yield saved("normalised", why, D + P, "normalised", "fusable", role="residual")
+
+
 def _working(s: ModelShape, T: int, cuda: bool) -> Iterator[Line]:
     """Yield what one block has in flight."""
-    F = s.active_width
 
     def working(name: str, reason: str, values: float, role: Role, live: Live, *of: Tag, side: Side = "") -> Line:
         return Line(f"working.{name}", reason, values, role, live, True, side=side, of=("fusable", *of))
@@ -167,14 +185,18 @@ def _working(s: ModelShape, T: int, cuda: bool) -> Iterator[Line]:
     copies = 3 if cuda else 2
     why = f"gradients of the scores, {copies} H T"
     yield working("scores.backward.held", why, copies * scores, "wide", "backward", "heads", "scores", side="scores")
-    yield working("forward", "gate, up and their product in flight, 2 F", 2 * F, "product", "forward", "mlp")
+    yield working("forward", "gate, up and their product in flight, 2 F", s.fed, "product", "forward", "mlp")
     why = "gradients of gate and up, 2 F"
-    yield Line("feed.gradients", why, 2 * F, "product", "backward", True, side="feed", of=("mlp",))
+    yield Line("feed.gradients", why, s.fed, "product", "backward", True, side="feed", of=("mlp",))
 
 
 def _attention(s: ModelShape, T: int, native: bool) -> Iterator[Line]:
     """Yield what attention saves, a mean over the layers where some have none."""
-    q, kv = s.heads * s.head_width, s.key_width
+    q, kv, first = (
+        s.queries,
+        s.key_width,
+        sum(x.outputs * len(x.layers) for x in s.linears.values() if x.module == "qkv"),
+    )
 
     def saved(name: str, reason: str, values: float, *of: Tag, role: Role = "product") -> Line:
         return ledger.saved(name, reason, s.attention_layers * values, s.layers, *of, role=role)
@@ -182,7 +204,7 @@ def _attention(s: ModelShape, T: int, native: bool) -> Iterator[Line]:
     def normed(share: float) -> Iterator[Line]:
         # Ours are one product, which is kept whole: for a compiler what is taken out of it is the same tensor.
         why = "queries and keys before their norms, in one tensor with the values, (H + 2 K) E; transformers (H + K) E"
-        yield saved("entering heads", why, share * (q + kv + native * kv))
+        yield saved("entering heads", why, share * (first / s.attention_layers if native else q + kv))
         why = "1 / rms of each query and key head, H + K"
         yield saved("scales of heads", why, share * (2 if s.whole_qk_norm else s.heads + s.kv_heads), role="wide")
         why = "what one operator at a time copies of them, H E, or where products are narrower (H + K) E"
@@ -195,6 +217,9 @@ def _attention(s: ModelShape, T: int, native: bool) -> Iterator[Line]:
         yield from normed(1.0)
         why = "before the weights of these norms, (H + K) E"
         yield saved("normalised heads", why, q + kv, "normalised", "fusable")
+    if s.value_norm:
+        why = "what float32 copies of keys and values add inside their norms, K E"
+        yield saved("widened values", why, kv, "widened", "fusable", role="narrowing")
     if (latent := s.latent) is not None:
         ranks = latent.kv_rank + (latent.q_rank or 0)
         yield saved("entering heads", "what enters the norms of latents", ranks + latent.rotated, role="residual")
@@ -204,8 +229,7 @@ def _attention(s: ModelShape, T: int, native: bool) -> Iterator[Line]:
         yield saved("normalised heads", why, ranks, "normalised", "fusable", role="residual")
         yield saved("latents", "what enters the products after these norms", ranks, "product-input")
     yield saved("heads", "queries, keys and values, (H + 2 K) E", q + 2 * kv, "heads", "product-output")
-    why, spread = "keys and values repeated for each query head, 2 (H - K) E", (s.heads - s.kv_heads) * s.head_width
-    yield saved("spread", why, 2 * spread, "heads")
+    yield saved("spread", "keys and values repeated for each query head, 2 (H - K) E", 2 * s.repeated, "heads")
     if s.score_cap is not None:
         why = "scores bounded by a tanh, H T"
         yield saved("scores.capped.held", why, s.heads * T, "heads", "scores", "fusable")
@@ -226,6 +250,12 @@ def _routed(s: ModelShape, e: ExpertsShape) -> Iterator[Line]:
     def saved(name: str, reason: str, values: float, *of: Tag, role: Role = "product") -> Line:
         return ledger.saved(name, reason, s.layers * values, s.layers, "experts", *of, role=role)
 
+    if e.beside:
+        yield saved("apart", "what enters and leaves the norms of both parts, 3 D", share * 3 * D)
+        why = "float32 copies inside these norms and that of the router, 4 D"
+        yield saved("widened again", why, share * 4 * D, "widened", "fusable", role="widening")
+        why = "before the weights of these norms, 3 D"
+        yield saved("normalised again", why, share * 3 * D, "normalised", "fusable", role="residual")
     yield saved("routed", "rows of a token's experts, k D", share * k * D, "product-input")
     if e.scaled_input:
         yield saved("weighed", "these rows before their experts' weights, k D", share * k * D)
@@ -284,7 +314,8 @@ def _rest(s: ModelShape, cuda: bool) -> Iterator[Line]:
     yield Line("tied.embedding", why, values, "gradient", "end", of=("tied",))
     yield Line("tied.sum", "and their sum, where it is not made in place, V D", values, "gradient", "end", of=("tied",))
     experts = 1 if s.experts is None else s.experts.count
-    largest = max(s.vocab * s.width, experts * s.width * 2 * (s.experts or s).ff_width)
+    words = 0 if s.by_layer is None else s.by_layer.input_words * s.layers * s.input_width
+    largest = max(s.vocab * s.width, words, experts * s.width * 2 * (s.experts or s).ff_width)
     largest = s.largest if isinstance(s, TracedShape) else largest
     why = "two temporaries of the largest parameter"
     yield Line("update.loop", why, 2 * largest, "weight", "update", of=("update",))
@@ -300,11 +331,11 @@ def _rest(s: ModelShape, cuda: bool) -> Iterator[Line]:
 
 def _work(s: ModelShape, T: int, native: bool, padding: float, cuda: bool) -> Iterator[WorkItem]:
     D, F, V, L = s.width, s.active_width, s.vocab, s.layers
-    o = sum(linear.weights for name, linear in s.linears.items() if name in ("o", "out_proj")) / L
+    o = sum(linear.weights for linear in s.linears.values() if linear.module in ("o", "delta.out_proj")) / L
     mixing = sum(linear.weights for linear in s.linears.values() if linear.module not in ("gate_up", "down")) / L
     one = "the same one operator at a time"
     yield WorkItem("padding", "slots that hold no token", "token", padding=padding)
-    matrices = {"qkv": L * (mixing - o), "o": L * o, "gate_up": 2 * L * D * F, "down": L * F * D}
+    matrices = {"qkv": L * (mixing - o), "o": L * o, "gate_up": L * D * s.fed, "down": L * F * D}
     for name, weights in (traced.matrices(s) if isinstance(s, TracedShape) else matrices).items():
         for way, each in zip(WAYS, (2, 4), strict=True):
             why = f"{each} a weight of the blocks"
@@ -331,7 +362,7 @@ def _work(s: ModelShape, T: int, native: bool, padding: float, cuda: bool) -> It
 
 def _between_products(s: ModelShape, T: int, way: Way, cuda: bool) -> Iterator[WorkItem]:
     """Yield the work of attention, and of what moves values between the products, in one pass."""
-    L, back, q = s.layers, way == "backward", s.heads * s.head_width
+    L, back, q = s.layers, way == "backward", s.queries
 
     def moved(name: str, reason: str, values: float, *of: Tag, role: Role = "product") -> WorkItem:
         return WorkItem(f"{way}.{name}", reason, "token", values=values, role=role, of=(way, *of))

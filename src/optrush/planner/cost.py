@@ -116,7 +116,7 @@ def linears(shape: ModelShape) -> dict[str, tuple[int, int]]:
     return {
         "qkv": (inner // (D * shape.attention_layers), D),
         "o": (D, shape.attended_width),
-        "gate_up": (2 * F, D),
+        "gate_up": (F if shape.gateless else 2 * F, D),
         "down": (D, F),
         "head": (shape.vocab, D),
     }

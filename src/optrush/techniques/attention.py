@@ -11,6 +11,8 @@ from optrush.errors import NeedsError
 from optrush.planner.ledger import Rule, add, live, saved, tagged
 from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, Trainer, library
 
+WIDEST = 256  # values of a head in flash attention, as in kernels/attention.py
+
 
 @dataclass(frozen=True)
 class Attention(Technique):
@@ -91,9 +93,15 @@ class Attention(Technique):
                 why, values = "the mask of each head, with its sink, H T a slot", values * s.heads
             yield add(saved("mask", why, values, env.blocks, "mask"))
             yield live(tagged("attention"), "whole scores, where the mask lets nothing through too", unit="masked")
-        else:
-            if not spread:
-                yield live("saved.spread", "the kernel groups the query heads itself", gone=True)
+        whole_rows = Part.PACKED_ROWS in env.claimed or sinks or chunks
+        kept = 1.0 if spread or (masked and whole_rows) else _repeated(env, window) if self.impl == "sdpa" else 0.0
+        if kept < 1:
+            yield live(
+                "saved.spread",
+                "the kernel groups the query heads itself",
+                **({"values": kept} if kept else {"gone": True}),
+            )
+        if not masked:
             between = ", and what lies between documents" if env.span < env.seq else ""
             why = f"the half behind the diagonal is skipped{between}"
             hopper = env.device.capability >= (9, 0)
@@ -183,9 +191,24 @@ def _kinds(env: Environment, impl: str) -> Iterator[Requirement]:
         met = impl != "cudnn" and not (impl == "fa4" and env.device.capability >= (12, 0))
         found = "attention sinks in the model" + (f", on {env.device.name}" if impl == "fa4" else "")
         yield Requirement(met, asked, found, "take impl=varlen or sdpa")
+    if s is not None and (widest := max(one.head_width for one in s.kinds)) > WIDEST:
+        found = f"heads of {widest} values in some layers, where its kernel has {WIDEST} at most"
+        yield Requirement(impl in ("masked", "sdpa"), asked, found, "take impl=sdpa")
     if s is not None and s.score_cap is not None:
         found = f"attn_logit_softcapping {s.score_cap:g}, scores bounded by a tanh, which no fused kernel here has"
         yield Requirement(impl == "masked", asked, found, "leave attention out, or take impl=masked")
+
+
+def _repeated(env: Environment, window: bool) -> float:
+    """Return the share of repeated keys and values that `sdpa` keeps: of layers with a mask, or with too wide heads."""
+    if (s := env.shape) is None or not s.repeated or not env.native:
+        return float(window)
+    masked = frozenset(s.window_layers if window else ())
+    kept = 0
+    for one, layers in s.kinds.items():
+        many = len(layers) if one.head_width > WIDEST else len(masked.intersection(layers))
+        kept += many * (one.heads - one.kv_heads) * one.head_width
+    return kept / (s.repeated * s.layers)
 
 
 def _ungrouped(env: Environment) -> bool:

@@ -83,7 +83,8 @@ class Rope(Technique):
         asked, do = f"`rope` in a model of type {family!r}", "leave rope out, or take another model"
         if not given and "rope_theta" not in hf and family not in FAMILIES:
             raise NeedsError(asked, "no rotary positions in its config.json", do)
-        if any(isinstance(value, Mapping) for value in given.values()):
+        by_layer = family in FAMILIES and FAMILIES[family].by_layer
+        if by_layer or any(isinstance(value, Mapping) for value in given.values()):
             raise NeedsError(asked, "RoPE parameters that differ between layers", do)
         if (kind := rope_kind(hf)) != "default" and self.kind != "base":
             do = "take kind: base, or leave rope out"

@@ -172,7 +172,7 @@ def _by_budget(budget: float, env: Environment) -> Iterator[Rule]:
     outputs = {
         "heads": (heads, 2 * shape.width * heads, "qkv"),
         "attended": (shape.heads * shape.head_width, 8 * shape.width**2, "scores"),
-        "gate_up": (2 * shape.ff_width, 4 * shape.width * shape.ff_width, "gate_up"),
+        "gate_up": (shape.fed, 2 * shape.width * shape.fed, "gate_up"),
     }
     cheap = 3 * shape.width + (0 if env.spec.mlp != "torch" else shape.ff_width)
     all_three = sum(size for size, *_ in outputs.values())
