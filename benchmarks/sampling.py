@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from optrush.models.decoder import Decoder
-from optrush.models.sampling import Drawing, Engine, PromptIds
+from optrush.models.sampling import Drawing, SamplingEngine, PromptIds
 from optrush.models.shapes import ModelShape
 from optrush.models.source import known_config
 
@@ -64,7 +64,7 @@ def measure(name: str, slots: int, tokens: int, compiled: bool, profile: bool) -
     shape = model.shape
     rng = np.random.default_rng(0)
     prompts = [PromptIds(i, rng.integers(0, shape.vocab, PROMPT)) for i in range(slots)]
-    engine, drawing = Engine(model, slots, PROMPT + tokens, tokens), Drawing(tokens, 1.0, (), 1, slots)
+    engine, drawing = SamplingEngine(model, slots, PROMPT + tokens, tokens), Drawing(tokens, 1.0, (), 1, slots)
     engine.sample(prompts, 1, drawing)
     torch.cuda.synchronize()
     began = time.perf_counter()
@@ -83,7 +83,7 @@ def measure(name: str, slots: int, tokens: int, compiled: bool, profile: bool) -
     }  # fmt: skip
 
 
-def kernels(engine: Engine) -> str:
+def kernels(engine: SamplingEngine) -> str:
     """Return a table of the kernels of one step in the middle of an answer."""
     engine.live.fill_(True)
     engine.length.fill_(engine.cache.room // 2)

@@ -592,6 +592,6 @@ def test_the_likeliest_are_those_of_transformers(top_k, top_p, temperature):
     ):
         want = want if step is None else step(None, want)
     drawing = sampling.Drawing(1, temperature, (), 0, top_k=top_k, top_p=top_p)
-    found = sampling.likeliest(logits, drawing)
+    found = sampling.keep_likeliest(logits, drawing)
     assert torch.equal(found.isinf(), want.isinf()) and not found.isinf().all(-1).any()
     assert torch.equal(found[~found.isinf()], logits[~found.isinf()])

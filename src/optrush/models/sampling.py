@@ -78,15 +78,15 @@ def sample(
     drawing: Drawing,
     precision: AbstractContextManager[object] | None = None,
 ) -> list[SampledAnswer]:
-    """Return `members` answers to each prompt, prompt by prompt; arguments and errors as `Engine`'s."""
+    """Return `members` answers to each prompt, prompt by prompt; arguments and errors as `SamplingEngine`'s."""
     if not prompts or not members:
         return []
     slots = min(drawing.slots, len(prompts) * members)
-    engine = Engine(model, slots, max(len(p.ids) for p in prompts) + drawing.most, drawing.most)
+    engine = SamplingEngine(model, slots, max(len(p.ids) for p in prompts) + drawing.most, drawing.most)
     return engine.sample(prompts, members, drawing, precision)
 
 
-class Engine:
+class SamplingEngine:
     """Slots of a model's sequences and what is known of each; on CUDA a step of all slots is one recorded graph.
 
     Memory: the cache, and 20 bytes a token of an answer and slot, for as long as the engine is kept.
@@ -247,7 +247,7 @@ class Engine:
     def _draw(self, logits: Tensor, who: Tensor) -> None:
         """Draw a token from logits (S, V) for the slots of a mask (S,), and end what it ends."""
         if self.drawing.temperature and (self.drawing.top_k or self.drawing.top_p < 1):
-            logits = likeliest(logits, self.drawing)
+            logits = keep_likeliest(logits, self.drawing)
         if logits.is_cuda:
             from optrush.kernels.draw_triton import draw
 
@@ -296,7 +296,7 @@ class Engine:
         self.span = int(torch.where(self.live, self.length, 0).max())
 
 
-def likeliest(logits: Tensor, drawing: Drawing) -> Tensor:
+def keep_likeliest(logits: Tensor, drawing: Drawing) -> Tensor:
     """Return logits (S, V) without the tokens that are not drawn, which have -inf; at least one is left.
 
     Source: Fan et al., https://arxiv.org/abs/1805.04833 (top k); Holtzman et al., https://arxiv.org/abs/1904.09751

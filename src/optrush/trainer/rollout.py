@@ -35,7 +35,7 @@ from optrush.data.schema import Document, RowLocation
 from optrush.data.tokenizer import answer_ends
 from optrush.errors import ConfigError, DataError, NeedsError, RunError, exhausted, first_line
 from optrush.models.kv_cache import check_cacheable
-from optrush.models.sampling import Drawing, Engine, PromptIds, SampledAnswer, sample
+from optrush.models.sampling import Drawing, SamplingEngine, PromptIds, SampledAnswer, sample
 from optrush.objectives import grpo
 from optrush.objectives.rewards import Judge, is_own
 from optrush.technique import Part
@@ -138,7 +138,7 @@ class Sampler:
     ends: list[int]
     raw: Callable[[int], Mapping[str, Any]]  # of a sample: its row as it is in the file
     where: Callable[[int], object]  # of a sample: its place
-    engine: Engine | None = None  # kept for the run; None: one for each step, no larger than that needs
+    engine: SamplingEngine | None = None  # kept for the run; None: one for each step, no larger than that needs
     settings: Grpo = field(init=False)
     said: set[str] = field(default_factory=set)  # events that were logged
 
@@ -503,7 +503,7 @@ def attach(trainer: Trainer, held_out: SampleSource | None) -> None:
         )
 
 
-def _engine(trainer: Trainer, sources: Sequence[SampleSource]) -> Engine | None:
+def _engine(trainer: Trainer, sources: Sequence[SampleSource]) -> SamplingEngine | None:
     """Return what samples all of a run on CUDA: one size for every step, which is recorded and compiled once."""
     settings, world = trainer.config.grpo, trainer.world
     if world.device.type != "cuda":
@@ -512,7 +512,7 @@ def _engine(trainer: Trainer, sources: Sequence[SampleSource]) -> Engine | None:
     longest = max(int((s.lengths() - s.targets()).max()) for s in sources)
     at_once = [settings.prompts * settings.group, *(len(s) for s in sources[1:])]
     slots = min(settings.slots, -(-max(at_once) // world.data_ranks))
-    return Engine(trainer.model, slots, longest + settings.max_new, settings.max_new)  # type: ignore[arg-type]
+    return SamplingEngine(trainer.model, slots, longest + settings.max_new, settings.max_new)  # type: ignore[arg-type]
 
 
 def stay_near_base(trainer: Trainer) -> None:
