@@ -50,7 +50,7 @@ def book(
     plain = entries(shape, env.seq, native=env.native, cuda=env.device.kind == "cuda", padding=padding)
     if predicted is None:
         predicted = [rule for t in techniques for rule in t.predict(env)]
-    changes = [*_objective(env, shape), *predicted]
+    changes = [*_objective(env, shape), *_copied_heads(env, shape), *predicted]
     made = ledger.apply_rules(plain, widths, changes, env.accumulation)
     return ledger.with_copy(made, cuda=env.device.kind == "cuda") if env.copies_saved else made
 
@@ -178,14 +178,13 @@ def _attention(s: ModelShape, T: int, native: bool) -> Iterator[Line]:
         return ledger.saved(name, reason, s.attention_layers * values, s.layers, *of, role=role)
 
     def normed(share: float) -> Iterator[Line]:
-        # Ours are one product, which is kept whole: for a compiler what is taken out of it is the same tensor.
-        why = "queries and keys before their norms, in one tensor with the values, (H + 2 K) E; transformers (H + K) E"
-        yield saved("entering heads", why, share * (q + kv + native * kv))
+        yield saved("entering heads", "queries and keys before their norms, (H + K) E", share * (q + kv))
+        if native:
+            yield saved("joined heads", "the values beside them, K E, where one product is kept whole", share * kv)
         why = "1 / rms of each query and key head, H + K"
         yield saved("scales of heads", why, share * (2 if s.whole_qk_norm else s.heads + s.kv_heads), role="wide")
-        why = "what one operator at a time copies of them, H E, or where products are narrower (H + K) E"
-        role: Role = "product" if native else "narrowing"
-        yield saved("widened heads", why, share * (q + (not native) * kv), "widened", "fusable", role=role)
+        why = "what one operator at a time copies of them where products are narrower, (H + K) E"
+        yield saved("widened heads", why, share * (q + kv), "widened", "fusable", role="narrowing")
 
     if s.chunks is not None and s.chunks.normed:
         yield from normed((s.layers - len(s.chunks.unrotated)) / s.layers)
@@ -215,6 +214,17 @@ def _attention(s: ModelShape, T: int, native: bool) -> Iterator[Line]:
     if s.gated:
         why = "the gate of its output, its sigmoid, and what that multiplies, 3 H E"
         yield saved("output gate", why, 3 * s.attended_width, "heads")
+
+
+def _copied_heads(env: Environment, s: ModelShape) -> Iterator[Rule]:
+    """Yield that queries and keys are copied for their norms; a compiler keeps a plain product instead of the copies.
+
+    Compared with torch's partitioner in tests/unit/test_ledger_oracle.py.
+    """
+    normed = s.qk_norm or (s.chunks is not None and s.chunks.normed)
+    plain = Part.COMPILED in env.claimed and env.spec.linears["qkv"].adapter == "none"
+    if env.native and normed and not plain and not isinstance(s, TracedShape):
+        yield ledger.live("saved.joined heads", "queries and keys are kept as copies", gone=True)
 
 
 def _routed(s: ModelShape, e: ExpertsShape) -> Iterator[Line]:
