@@ -560,6 +560,7 @@ def _checked(
         reference=config.referenced.reference if config.referenced else None, axes=axes,
         scored=config.scored, teacher=None if teacher is None else _sizes(config, teacher[1], text),
         copies_saved=config.train.save == "async",
+        by_token=config.paired or config.loss is not None or config.objective == "grpo",
     )  # fmt: skip
     env = settle(techniques, env, classes)
     check_reference(env, config.objective)

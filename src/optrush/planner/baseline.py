@@ -420,8 +420,10 @@ def _objective(env: Environment, shape: ModelShape) -> Iterator[Rule]:
     """Yield the work that the objective adds to one forward and one backward pass."""
     if env.teacher is not None:
         yield from _teacher(env.teacher, shape)
-    if not env.paired:
-        return
+    flop = 2 * shape.width * shape.vocab
+    if env.by_token and not env.scored and Part.HEAD in env.claimed:
+        why = "losses token by token: a chunk's logits are made again in the backward pass, 2 a weight of the head"
+        yield ledger.add(WorkItem("head.again", why, "token", flop, of=("loss",)))
     if env.scored:
         why = "a score of each token, in place of logits"
         yield ledger.live(ledger.tagged("loss"), why, gone=True)
@@ -429,10 +431,6 @@ def _objective(env: Environment, shape: ModelShape) -> Iterator[Rule]:
         if shape.tied:
             yield ledger.live("casts.head", why, gone=True)
         return
-    flop = 2 * shape.width * shape.vocab
-    if Part.HEAD in env.claimed:
-        why = "losses token by token: a chunk's logits are made again in the backward pass, 2 a weight of the head"
-        yield ledger.add(WorkItem("head.again", why, "token", flop, of=("loss",)))
     if env.reference not in (None, "precomputed") and env.spec.adapters_removable:
         yield ledger.live(ledger.tagged("forward"), "and once more without what is trained, as the reference", times=2)
         why = "the head of that pass, 2 a weight of it"
