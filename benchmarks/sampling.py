@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from optrush.models.decoder import Decoder
-from optrush.models.sampling import Drawing, SamplingEngine, PromptIds
+from optrush.models.sampling import Drawing, PromptIds, SamplingEngine
 from optrush.models.shapes import ModelShape
 from optrush.models.source import known_config
 

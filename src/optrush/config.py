@@ -566,6 +566,10 @@ def parse_config(
         del held[name]
     if isinstance(data.get("with"), dict):  # `packing:` alone means packing with its defaults
         data["with"] = {k: {} if v is None else v for k, v in data["with"].items()}
+    if isinstance(data.get("objective"), dict) and data.get("loss") is not None:
+        place = flags.get(("loss",)) or f"{where}:{lines.get(('loss',), 1)}"
+        found, do = "a loss beside `objective: {use: ...}`, which names one itself", "keep one of the two"
+        raise ConfigError(f"{place}: `loss`", found, f"{do}: leave `loss` out, or write `objective: sft`")
     try:
         return Config.model_validate(data)
     except ValidationError as error:

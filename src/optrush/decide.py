@@ -534,7 +534,7 @@ def _checked(
     """
     weights = device is None if weights is None else weights
     config = with_method(config)
-    if section := SECTIONS.get(config.objective):
+    if config.loss is None and (section := SECTIONS.get(config.objective)):
         config = changed(config, {config.objective: getattr(config, config.objective) or section()})
     techniques = in_order(instantiate(classes, config.with_))
     config = with_rate(config, classes)
@@ -572,6 +572,7 @@ def _checked(
         reference=config.referenced.reference if config.referenced else None, axes=axes,
         scored=config.scored, teacher=None if teacher is None else _sizes(config, teacher[1], text),
         copies_saved=config.train.save == "async", rollout=_rollout(config, ranks),
+        by_token=config.paired or config.loss is not None or config.objective == "grpo",
     )  # fmt: skip
     env = settle(techniques, env, classes)
     check_reference(env, config.objective)
@@ -674,9 +675,10 @@ def check_pairs(config: Config) -> None:
         raise ConfigError(asked, "an objective with a loss of its own", do)
     asked, d, settings = f"`objective: {config.objective}`", config.data, config.dpo or Dpo()
     for name in SECTIONS:
-        if name != config.objective and getattr(config, name) is not None:
-            do = f"leave `{name}` out, or objective: {name}"
-            raise ConfigError(f"`{name}` with {asked}", "nothing there reads it", do)
+        if (config.loss is not None or name != config.objective) and getattr(config, name) is not None:
+            do = f"leave `{name}` out" + (f", or objective: {name}" if config.loss is None else "")
+            what = asked if config.loss is None else f"the loss `{config.loss.use}`"
+            raise ConfigError(f"`{name}` with {what}", "nothing there reads it", do)
     if config.objective == "grpo" and d.too_long in ("split", "truncate"):
         found = "prompts and answers that are cut: neither is what the row asks and gives"
         raise ConfigError(f"`data.too_long: {d.too_long}` with {asked}", found, "take data.too_long: error or drop")

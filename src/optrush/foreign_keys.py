@@ -91,7 +91,7 @@ BOOL = {True: True, False: False}
 FLAG = {True: True, False: None}  # off is what it is where it is left out
 
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "@constant", "constant_with_warmup": "constant"} | {
-    "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd",
+    "cosine_with_min_lr": "cosine", "cosine_with_restarts": "@cosine", "warmup_stable_decay": "wsd",
 }  # fmt: skip
 OPTIMIZERS: dict[str, dict[str, Any]] = spread({
     "adamw_torch_fused adamw_apex_fused": {"fused-adamw": {}}, "adamw_torch adamw_hf adamw": {},
@@ -538,6 +538,14 @@ FACTORY_COLUMNS = Tool("LLaMA-Factory's columns", rules_of({
 FACTORY_TAGS = Tool("LLaMA-Factory's tags", rules_of({
     "role_tag": "@role", "content_tag": "@content", "user_tag": "user", "assistant_tag": "assistant",
     "system_tag": "system", "observation_tag": "tool", "function_tag": listed("a turn that calls tools keeps its role"),
+}))  # fmt: skip
+# Arguments of bitsandbytes, under a key of axolotl's.
+BITSANDBYTES = Tool("bitsandbytes", rules_of({
+    "bnb_4bit_quant_type": only("nf4", do="take nf4, the one type of four bits here"),
+    "bnb_4bit_use_double_quant": to("@double", BOOL), "bnb_4bit_quant_storage": listed("codes are bytes here"),
+    "bnb_4bit_compute_dtype llm_int8_threshold": listed("codes are multiplied in the precision of the run"),
+    "load_in_4bit load_in_8bit": only(do="write it beside bnb_config_kwargs, not within"),
+    "llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight": ABSENT,
 }))  # fmt: skip
 # Columns that LLaMA-Factory does not read where its list names others and not these; ours by theirs.
 FACTORY_UNNAMED = {"query": "input", "system": "system"}

@@ -182,6 +182,7 @@ class Environment:
     shape: ModelShape | None = None  # of a model of our own decoder
     sdpa_obstacle: str | None = None  # why a model through transformers cannot run sdpa
     paired: bool = False  # the objective compares pairs: rows of two documents, losses token by token
+    by_token: bool = False  # losses are taken token by token: of pairs, sampled answers, or by a loss of one's own
     teacher: Teacher | None = None  # of an objective that learns from another model's logits
     rollout: Rollout | None = None  # of an objective that learns from sampled answers
     scored: bool = False  # the head gives a score in place of next tokens

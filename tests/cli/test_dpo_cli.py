@@ -97,6 +97,25 @@ def test_a_plan_counts_what_pairs_cost(call: Call, write: Write) -> None:
     assert given["forward.gate_up"] == pytest.approx(plain["forward.gate_up"]) and "reference.head" not in given
 
 
+@pytest.mark.parametrize("objective", ["sft", "pretrain", "grpo", "own"])
+def test_a_plan_counts_losses_by_token(call: Call, write: Write, objective: str) -> None:
+    """A loss of one's own, and sampled answers; the objectives' own mean over tokens makes logits once."""
+
+    def work(**changes: Any) -> set[str]:
+        config = write(model={"path": "tiny"}, with_={"fused-loss": {}}, **changes)
+        found = call("plan", config, "--set", "batch.tokens=8192", "--hardware", "h200", "--json")
+        assert found.code == 0, found.err
+        return {w["name"] for w in json.loads(found.out)["work"]}
+
+    if objective == "grpo":
+        assert "head.again" in work(objective="grpo", grpo={"rewards": [{"use": "exact"}]})
+    elif objective == "own":
+        assert "head.again" in work(objective={"use": "own.py:loss", "rows": "text"})
+    else:
+        assert "head.again" not in work(objective=objective)
+        assert "head.again" in work(objective=objective, loss="own.py:loss")
+
+
 def test_a_plan_knows_which_adapters_can_be_undone(call: Call, write: Write) -> None:
     """Beside modules that are trained whole the reference is made once, and no step pays for it."""
     config = write(**preferences(model={"path": "tiny"}), with_={"lora": {"save": ["norm"]}})

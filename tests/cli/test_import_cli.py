@@ -127,6 +127,12 @@ def test_axolotl(here: Path) -> None:
         ({"bf16": None}, ("with", "amp"), {}),  # `auto` there
         ({"bf16": None, "adapter": None, "load_in_4bit": None, "fp8": True}, ("with", "compile"), {}),
         ({"bnb_config_kwargs": {"bnb_4bit_use_double_quant": False}}, ("with", "nf4"), {"double": False}),
+        ({"bnb_config_kwargs": {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"}},
+         ("with", "nf4"), {"double": True}),
+        ({"lr_scheduler": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 3}}, ("optim", "restarts"), 2),
+        ({"datasets": [{"path": "rows.jsonl", "type": "chat_template", "message_property_mappings": {
+            "content": "words", "tool_calls": "calls", "name": "name"}}]},
+         ("data", "columns"), {"messages[].words": "content", "messages[].calls": "tool_calls"}),
         ({"chunked_cross_entropy": True}, ("with", "fused-loss"), {}),
         ({"noisy_embedding_alpha": 5}, ("with", "neftune", "alpha"), 5.0),
         ({"rl": "dpo", "dpo_loss_type": ["ipo"], "dpo_beta": 0.3,
@@ -195,6 +201,12 @@ def test_axes_of_axolotl(here: Path, changes: dict[str, Any], with_: dict[str, A
     assert {k: v or {} for k, v in found.items() if k in axes and k != "ddp"} == {
         k: v for k, v in with_.items() if k != "ddp"
     }
+    for ranks in (1, 3):
+        if with_.keys() & {"tensor", "context"}:
+            with pytest.raises(ConfigError, match=f"2, where the run has --ranks {ranks}") as caught:
+                translate(Path("a.yml"), ranks=ranks)
+            assert "give --ranks N, a multiple of 2:" in caught.value.do
+            return
     alone = translate(Path("a.yml"))
     assert not axes & yaml.safe_load(alone.text)["with"].keys()
     assert with_ == {"ddp": {}} or any("give --ranks N" in note for note in alone.notes)
@@ -414,7 +426,15 @@ def test_arguments_of_a_script(here: Path) -> None:
         ({"model_config": {"rope_theta": 5}}, "model_config"), ({"model_quantization_config": "Fp8"},
                                                                  "model_quantization_config"),
         ({"reinit_weights": True}, "reinit_weights"), ({"pretrain_multipack_attn": False}, "pretrain_multipack_attn"),
-        ({"bnb_config_kwargs": {"bnb_4bit_quant_type": "fp4"}}, "bnb_config_kwargs"),
+        *(({"bnb_config_kwargs": {key: value}}, f"bnb_config_kwargs.{key}") for key, value in (
+            ("bnb_4bit_quant_type", "fp4"), ("bnb_4bit_use_duoble_quant", True), ("llm_int8_skip_modules", ["lm_head"]),
+            ("load_in_8bit", True), ("llm_int8_enable_fp32_cpu_offload", True))),
+        ({"load_in_4bit": None, "adapter": "lora", "load_in_8bit": True, "bnb_config_kwargs": {"odd": 1}},
+         "bnb_config_kwargs.odd"),
+        ({"datasets": [{"path": "a", "type": "chat_template", "message_property_mappings": {"mood": "tone"}}]},
+         "message_property_mappings"),
+        *(({key: 4}, key) for key in (
+            "sequence_parallel_degree", "context_parallel_size", "tensor_parallel_size", "expert_parallel_size")),
         *(({"lora_target_linear": None, "lora_target_modules": targets}, "lora_target_modules")
           for targets in (r".*layers\.(3|7)\..*q_proj", "(q_proj")),
         ({"datasets": [{"path": "a", "type": "jeopardy"}]}, "datasets[0].type"),
@@ -541,6 +561,9 @@ def test_all_refused_keys_are_named_at_once(call: Call, here: Path) -> None:
         (AXOLOTL, {"cosine_min_lr_ratio": 0.0}, ("optim", "schedule"), "cosine"),
         (AXOLOTL, {"metric_for_best_model": "eval_loss", "greater_is_better": False}, ("train", "best"), False),
         (FACTORY, {"lr_scheduler_kwargs": {}}, ("optim", "schedule"), "constant"),
+        (FACTORY, {"lr_scheduler_type": "cosine_with_restarts"}, ("optim", "schedule"), "cosine"),
+        (DPO, {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 4}},
+         ("optim", "restarts"), 3),
         (AXOLOTL, {"cosine_min_lr_ratio": 0.1}, ("optim", "min_lr_ratio"), 0.1),
         (FACTORY, {"learning_rate": 1e-4, "lr_scheduler_type": "cosine_with_min_lr",
                    "lr_scheduler_kwargs": {"min_lr": 1e-5}}, ("optim", "min_lr_ratio"), pytest.approx(0.1)),
@@ -566,6 +589,9 @@ def test_more_keys(here: Path, file: dict[str, Any], given: dict[str, Any], plac
         (FACTORY, {"early_stopping_steps": 3}, "no rows are held"),
         (FACTORY, {"lr_scheduler_kwargs": {"num_cycles": 3}}, "num_cycles: 3, which has no counterpart"),
         (FACTORY, {"lr_scheduler_kwargs": {"min_lr": "low"}}, "min_lr: 'low'"),
+        (FACTORY, {"lr_scheduler_kwargs": {"num_cycles": 3}, "lr_scheduler_type": "cosine"}, "num_cycles: 3"),
+        *((FACTORY, {"lr_scheduler_kwargs": {"num_cycles": cycles}, "lr_scheduler_type": "cosine_with_restarts"},
+           f"num_cycles: {cycles!r}") for cycles in (0, 1.5, "2", True)),
         (FACTORY, {"lr_scheduler_type": "warmup_stable_decay"}, "decay of type cosine"),
         (AXOLOTL, {"early_stopping_patience": 3, "val_set_size": 0}, "no rows are held out"),
         (AXOLOTL, {"early_stopping_patience": 2.5}, "a whole number"),

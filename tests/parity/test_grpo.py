@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -521,6 +522,29 @@ def test_a_run_that_learns_nothing_is_logged(folder):
     never = "grpo.rewards=[{use: regex, options: {pattern: never}}]"
     lines = metrics(grpo_run(folder, packing={}, sets=[never, "train.steps=2"]))
     assert any("equal rewards" in str(l.get("nothing_to_learn")) for l in lines)
+
+
+@pytest.mark.parametrize(
+    "with_", [{}, {"ema": {"decay": 0.5}}, {"adam8bit": {}}, {"update-in-backward": {}}, {"lora": {}}], ids=str
+)
+def test_a_step_without_anything_to_learn_changes_no_weight(folder, monkeypatch, with_):
+    """By groups of equal rewards in the second step: neither the weights' decay nor the moments act."""
+    sets = ["optim.weight_decay=0.5", "train.steps=3", "train.log_every=1"]
+    sets += ["optim.clip=null"] * ("update-in-backward" in with_)
+    kept: list[dict[str, torch.Tensor]] = []
+    plain = rollout.Sampler.step
+
+    def step(self: Any, step: int, *more: Any) -> Any:
+        kept.append({name: w.clone() for name, w in weights(self.trainer).items()})
+        self.moves_none = step == 2
+        return plain(self, step, *more)
+
+    monkeypatch.setattr(rollout.Sampler, "step", step)
+    monkeypatch.setattr(rollout.Sampler, "moves", lambda self, r: not self.moves_none)
+    lines = [l for l in metrics(grpo_run(folder, rows=16, packing={}, sets=sets, **with_)) if "loss" in l]
+    same = [all(torch.equal(w, after[name]) for name, w in before.items()) for before, after in pairwise(kept)]
+    assert same == [False, True]
+    assert [l.get("updates_left_out", 0) for l in lines] == [0, 1, 0] and lines[1]["loss"] == lines[1]["grad_norm"] == 0
 
 
 def test_a_dry_run_counts_prompts_and_tries_the_rewards(folder):

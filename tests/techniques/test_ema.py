@@ -171,3 +171,14 @@ def test_a_plan_of_what_is_frozen_or_sharded() -> None:
 def test_what_it_contradicts(box: Path, with_: dict[str, Any]) -> None:
     with pytest.raises(NeedsError):
         decide(golden_run(box, ema={}, **with_))
+
+
+@pytest.mark.parametrize(
+    ("decay", "share"),
+    [(0.999, "99%"), (0.9999, "100%"), (0.9, "43%"), (0.7, ""), (0.5, "")],
+)
+def test_averages_that_are_mostly_the_first_weights_are_noted(box: Path, decay: float, share: str) -> None:
+    notes = assembled(golden_run(box, packed=True, ema={"decay": decay})).notes
+    found = [note for note in notes if note.startswith("ema: after")]
+    note = f"ema: after 8 steps {share} of the averages are the weights before training: decay=0.562 leaves 1%"
+    assert found == ([note] if share else [])

@@ -495,6 +495,16 @@ def test_an_expression_of_some_layers_or_of_none(pattern):
         ledger.chosen(pattern, ledger.LINEARS)
 
 
+@pytest.mark.parametrize(
+    "pattern", [r"(\w+|\.)+!", r"(.*)*(.*)*x!", r"(a|.|\w)*!", r"((.+)+)+!", r"(.*?,){0,9}(.|..|...)*!"]
+)
+def test_an_expression_that_takes_too_long_is_refused(pattern, monkeypatch):
+    monkeypatch.setattr(ledger, "MATCHING_s", 0.05)
+    with pytest.raises(NeedsError, match=r"takes longer than 0\.05 s") as caught:
+        ledger.chosen(pattern, ledger.LINEARS)
+    assert caught.value.do.startswith("name the linears: [q_proj, ")
+
+
 def test_an_expression_adapts_what_its_names_do(box):
     found, named = (
         [t.name for t in assembled(golden_run(box, lora={"targets": targets})).trained]

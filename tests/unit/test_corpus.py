@@ -276,3 +276,17 @@ def test_random_documents():
     assert source.documents(0)[0].targets.tolist() == [False] + [True] * 63
     assert source.lengths().tolist() == [64] * 50 and source.targets().tolist() == [63] * 50
     assert source.spans == ((50, 1.0),) and source.parts == 1
+
+
+@pytest.mark.parametrize(("first", "second"), [(0.5, None), (None, 0.5), (None, None), (0.5, 2.0), (1.0, None)])
+def test_documents_have_weights_if_some_shard_has_any(first, second):
+    """A recorded or compiled step has one form then."""
+    found = [
+        [(Document(d.ids, d.targets, weights=None if w is None else np.full(5, w, np.float32)),)]
+        for w in (first, second)
+        for d in [document(5)]
+    ]
+    corpus = view(shelf(*found), T=8, how="error")
+    for (one,), w in zip(map(corpus.documents, range(2)), (first, second), strict=True):
+        wanted = None if first is second is None else [1.0 if w is None else w] * 5
+        assert (None if one.weights is None else one.weights.tolist()) == wanted

@@ -1,5 +1,7 @@
 """What a template leaves out or writes elsewhere is refused, and a call's end is not taken for its turn's."""
 
+from types import SimpleNamespace
+
 import pytest
 from chats import CHATML, WHERE, bytelevel_bpe, learnt, row, talk
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
@@ -206,9 +208,10 @@ def lacking(unknown=None, kind="bpe"):
     vocab = {"<|im_start|>": 0, "<|im_end|>": 1, **({unknown: 2} if unknown else {}), **letters}
     if kind == "unigram":
         engine = Tokenizer(models.Unigram([(piece, -1.0) for piece in vocab], unk_id=2))
-    elif kind == "bytes":
-        vocab = {c: n for n, c in enumerate(sorted({*pre_tokenizers.ByteLevel.alphabet()} - {*"7éÃ"}))}
-        engine = Tokenizer(models.BPE(vocab, []))
+    elif kind.startswith("bytes"):
+        alphabet = sorted({*pre_tokenizers.ByteLevel.alphabet()} - {*"7éÃ"})
+        vocab = {c: n for n, c in enumerate([*([unknown] if unknown else []), *alphabet])}
+        engine = Tokenizer(models.BPE(vocab, [], unk_token=unknown, fuse_unk=kind.endswith("fused")))
         engine.pre_tokenizer = pre_tokenizers.ByteLevel(False)
     else:
         engine = Tokenizer(models.BPE(vocab, [], unk_token=unknown))
@@ -220,9 +223,10 @@ def lacking(unknown=None, kind="bpe"):
     ("tokens", "lost"),
     [
         (lacking(), ",7é"), (lacking("<unk>"), ",7é"), (lacking("<unk>", "unigram"), ",7é"),
-        (lacking(kind="bytes"), "7é"),
+        (lacking(kind="bytes"), "7é"), (lacking("<unk>", "bytes"), "7é"), (lacking("?!", "bytes fused"), "7é"),
+        (lacking("?", "bytes"), "7é"), (lacking("<|im_end|>", "bytes"), "7é"),
     ],
-    ids=["vanish", "unknown", "unigram", "bytes"],
+    ids=["vanish", "unknown", "unigram", "bytes", "bytes unknown", "bytes fused", "bytes one", "bytes end"],
 )  # fmt: skip
 def test_an_answer_that_loses_characters_is_a_bad_row(tokens, lost):
     for answer in ("it is 7, café", "so 7", "é"):
@@ -250,6 +254,29 @@ def test_offsets_behind_a_character_that_vanishes_are_not_trusted():
         tokens.document(row(("user", "a"), ("assistant", "it is")), "assistant", WHERE)
     with pytest.raises(DataError, match="'7'"):
         lacking().document(Completion("so 7 ", "it is"), "assistant", WHERE)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [lacking(kind="bytes"), lacking("<unk>", "bytes"), lacking(), lacking("<unk>"), lacking("<unk>", "unigram")],
+    ids=["bytes", "bytes unknown", "vanish", "unknown", "unigram"],
+)
+def test_an_ordinary_text_is_not_looked_at_by_character(tokens, monkeypatch):
+    looked = []
+    fake = SimpleNamespace(category=lambda c: (looked.append(c), "Ll")[1], is_normalized=lambda *_: True)
+    monkeypatch.setattr("optrush.data.chat_template.unicodedata", fake)
+    monkeypatch.setattr("optrush.data.words.unicodedata", fake)
+    for given in (row(("user", "a"), ("assistant", "soup " * 99)), Completion("a", "soup " * 99), Text("soup " * 99)):
+        tokens.document(given, "assistant", WHERE)
+    assert tokens.lossy == 0 and len(looked) == len({*looked})  # kept in memory
+
+
+def test_a_vocabulary_that_lacks_bytes_needs_no_offsets(monkeypatch):
+    tokens = lacking("<unk>", "bytes")
+    assert tokens._head == []
+    monkeypatch.setattr(tokens, "_engine", SimpleNamespace(encode_batch_fast=tokens._engine.encode_batch_fast))
+    document = tokens.document(talk(["Soup."]), "assistant", WHERE)
+    assert [run.replace(" ", "") for run in learnt(tokens, document)] == ["Soup.<|im_end|>"]
 
 
 def test_what_is_not_written_is_not_missed(bytelevel):

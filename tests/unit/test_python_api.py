@@ -170,6 +170,9 @@ def test_a_named_loss_is_in_the_run_and_is_needed_to_resume(losses: Path) -> Non
     ("no_such_module:f", ["ModuleNotFoundError"]),
     ("focal", ["no entry point", "optrush.losses"]),
     ("python:focal", ["another Python process", "loss=focal"]),
+    *((odd, ["write FILE.py:NAME or MODULE:NAME"]) for odd in (
+        ":", ":half", "losses:", "losses.py:", "a b:half", ".losses:half", "losses..x:half", "losses.py:two words")),
+    ("~nobody-here/losses.py:half", ["no file"]), (f"{'x' * 300}.py:half", ["no file"]),
 ])  # fmt: skip
 def test_a_loss_that_fails_is_named(losses: Path, use: str, says: list[str]) -> None:
     with pytest.raises(UserError) as caught:
@@ -205,6 +208,27 @@ def test_a_loss_in_place_of_one_that_has_no_other(losses: Path, objective: str, 
 def test_an_objective_that_is_not_whole(losses: Path, own: Any) -> None:
     with pytest.raises(ConfigError, match=r"use: FILE.py:NAME, rows: text\|chat\|pairs"):
         optrush.train({**CONFIG, "objective": own})
+
+
+@pytest.mark.parametrize("objective", [{"use": "losses.py:half", "rows": "chat"}, {"use": "losses.py:half"}])
+@pytest.mark.parametrize("loss", ["losses.py:half", {"use": "losses.py:each"}])
+def test_an_objective_of_ones_own_beside_a_loss(losses: Path, objective: Any, loss: Any) -> None:
+    with pytest.raises(ConfigError, match=r"run.yaml:2: `loss`(?s:.*)keep one of the two") as caught:
+        parse_config(f"objective: {json.dumps(objective)}\nloss: {json.dumps(loss)}\n", "run.yaml")
+    assert "use" in caught.value.found
+    with pytest.raises(ConfigError, match="--set loss=x: `loss`"):
+        parse_config(f"objective: {json.dumps(objective)}\n", "run.yaml", ["loss=x"])
+
+
+@pytest.mark.parametrize(("objective", "name"), [
+    ({"use": "losses.py:half", "rows": "pairs"}, "orpo"), ({"use": "losses.py:half", "rows": "pairs"}, "simpo"),
+    ({"use": "losses.py:half", "rows": "chat"}, "dpo"), ("orpo", "orpo"), ("simpo", "simpo"),
+])  # fmt: skip
+def test_sections_that_a_loss_of_ones_own_does_not_read(losses: Path, objective: Any, name: str) -> None:
+    loss = {"loss": "losses.py:half"} if isinstance(objective, str) else {}
+    with pytest.raises(ConfigError, match="nothing there reads it") as caught:
+        optrush.train({**CONFIG, "objective": objective, **loss, name: {}})
+    assert caught.value.asked == f"`{name}` with the loss `losses.py:half`" and caught.value.do == f"leave `{name}` out"
 
 
 @pytest.mark.parametrize(("rows", "objective"), [("text", "pretrain"), ("chat", "sft"), ("pairs", "orpo")])

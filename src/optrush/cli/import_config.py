@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -489,12 +490,19 @@ class _Composer:
 
     def _axolotl_columns(self, source: dict[str, Any], pairs: bool) -> None:
         """Note the columns of a source; `pairs`: its conversations are the prompts of pairs."""
+        from optrush.data.schema import READ_OF_TURN
+
         key = source.setdefault("@messages", "messages")
         compared = pairs or (self.get("objective") is not None and key not in ("messages", "conversations"))
         source[f"columns.{'prompt' if compared else 'messages'}"] = key
-        source |= {
-            f"@{ours}": theirs for ours, theirs in source.get("@keys", {}).items() if ours in ("role", "content")
-        }
+        for ours, theirs in source.get("@keys", {}).items():
+            if ours in ("role", "content"):
+                source[f"@{ours}"] = theirs
+            elif theirs != ours and ours in READ_OF_TURN and isinstance(theirs, str):
+                self._turn_key(theirs, ours, key, pairs)
+            elif theirs != ours:
+                found, do = f"{ours}: {theirs!r}, a key of turns that is not read", f"leave {ours} out"
+                raise self.refuse("message_property_mappings", found, do)
         self._columns_of(source, source.get("@roles", {}), pairs)
 
     def _columns_of(self, source: Mapping[str, Any], roles: Mapping[str, list[str]], pairs: bool) -> None:
@@ -662,6 +670,14 @@ class _Composer:
     def _schedule(self, options: dict[str, Any]) -> None:
         """Set what options of transformers' schedule give: its floor and, of wsd, its last steps."""
         optim = self.tree["optim"]
+        if optim["schedule"].endswith("cosine"):
+            again, cycles = optim["schedule"] == "@cosine", options.pop("num_cycles", None)
+            optim["schedule"] = "cosine"
+            if again and type(cycles) is int and cycles > 0:
+                optim["restarts"] = cycles - 1
+            elif cycles is not None and (again or cycles != 0.5):  # transformers' default
+                do = "give a whole number from 1 on, with the schedule cosine_with_restarts"
+                raise self.refuse("@schedule", f"num_cycles: {cycles!r}", do)
         floors = {name: options.pop(name) for name in ("min_lr", "min_lr_rate", "min_lr_ratio") if name in options}
         for name, value in floors.items():
             if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
@@ -747,6 +763,8 @@ class _Composer:
         adapter = self.get("@adapter")
         options = {name: value for name, value in self.with_.pop("lora", {}).items() if value is not False}
         codes = next((name for name in ("@bits", "@four", "@eight") if self.get(name)), "")
+        bnb = _read_keys(self.get("@bnb") or {}, foreign.BITSANDBYTES, self.place, "bnb_config_kwargs.")
+        self.notes += bnb.notes
         if adapter is None:
             if codes:
                 raise self.refuse(codes, "no adapter", "codes are not trained: add an adapter")
@@ -760,16 +778,9 @@ class _Composer:
             options["init"] = f"pissa_niter_{turns}" if turns >= 0 else "pissa"
         self.with_["lora"] = options
         if adapter == "qlora" or self.get("@four") or self.get("@bits") == 4:
-            self.with_["nf4"] = {"double": self._double()}
+            self.with_["nf4"] = {"double": bool(bnb.of.get("@double", self.get("@double")))}
         elif codes:
             self.with_["int8"] = {}
-
-    def _double(self) -> bool:
-        """Return whether the scales of 4-bit codes are quantised, by either key."""
-        given = dict(self.get("@bnb") or {})
-        if (kind := given.get("bnb_4bit_quant_type", "nf4")) != "nf4":
-            raise self.refuse("@bnb", f"bnb_4bit_quant_type: {kind}", "take nf4, the one type of four bits here")
-        return bool(given.get("bnb_4bit_use_double_quant", self.get("@double")))
 
     def _targets(self, given: Any) -> Any:
         """Return the linears that have an adapter, as `lora:targets` has them."""
@@ -843,6 +854,13 @@ class _Composer:
         elif self.ranks > 1:
             self.with_["ddp"] = {}
         axes = parallel_axes(self.get)
+        within = math.prod(axes[name]["size"] for name in ("tensor", "context") if name in axes)
+        for name in axes.keys() & {"tensor", "context", "experts"}:
+            each = axes[name]["size"] if name == "experts" else within
+            if self.ranks % each:
+                found = f"{axes[name]['size']}, where the run has --ranks {self.ranks}"
+                do = f"give --ranks N, a multiple of {each}: the number of GPUs that it was written for"
+                raise self.refuse(f"@{name}", found, do)
         if axes and self.ranks == 1:
             self.notes.append("several GPUs: give --ranks N, and the techniques that share the work follow")
         elif axes:

@@ -508,12 +508,11 @@ class Tokens:
     def _document(self, draft: _Draft, ids: np.ndarray, encoding: Encoding | None) -> Document:
         ends: np.ndarray | None = None
         weights = np.ones(len(ids), np.float32) if draft.weights else None
-        if encoding is None and (draft.spans or draft.seam):
-            assert self._widths is not None
+        if encoding is None and self._widths is not None and (draft.spans or draft.seam or self._unknown is not None):
             ends = self._widths[ids[len(self._head or ()) if draft.special else 0 :]].cumsum()
             if not len(ends) or ends[-1] != self._bytes(draft.text):  # a token swallows white space beside it
                 encoding, ends = self._engine.encode(draft.text, add_special_tokens=draft.special), None
-        if self._unknown is not None:
+        if self._unknown is not None and ends is None:  # tokens of all bytes lose none
             self._refuse_lost(draft, encoding)
         if not draft.special:
             targets = np.full(len(ids), draft.rest)
@@ -551,15 +550,19 @@ class Tokens:
         """Raise DataError if characters of what is learnt are in no token; count a text that loses others."""
         text, learnt = draft.text, np.full(len(draft.text), draft.rest and not draft.special)
         if self._unknown == -1:
-            held = np.array([self._held[char] for char in text], bool)
-            marks = [mark.span() for mark in any_of(self._added).finditer(text)]
-            for start, end in marks:
-                held[start:end] = True
+            if not (missing := {char for char in set(text) if not self._held[char]}):
+                return
+            held = np.array([char not in missing for char in text], bool)
         else:
             encoding = encoding or self._engine.encode(text, add_special_tokens=draft.special)
-            held = np.array([unicodedata.category(char)[0] not in WRITTEN for char in text], bool)
-            for i, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-                held[start:end] |= i != self._unknown
+            offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+            unknown = np.array(encoding.ids) == self._unknown
+            held = _covered(len(text), offsets[~unknown]) & ~_covered(len(text), offsets[unknown])
+            for at in np.flatnonzero(~held).tolist():  # white space mostly
+                held[at] = unicodedata.category(text[at])[0] not in WRITTEN
+        marks = [mark.span() for mark in any_of(self._added).finditer(text)]
+        for start, end in marks:
+            held[start:end] = True
         if held.all():
             return
         for span in draft.spans:
@@ -629,6 +632,14 @@ class Tokens:
         while first < last and ids[first] in self._ends and starts[first] < start:
             first += 1
         return first, last
+
+
+def _covered(length: int, offsets: np.ndarray) -> np.ndarray:
+    """Return which of so many characters are in a token, by the offsets [start, end) of the tokens, (n, 2)."""
+    steps = np.zeros(length + 1, np.int64)
+    np.add.at(steps, offsets[:, 0], 1)
+    np.add.at(steps, offsets[:, 1], -1)
+    return steps[:-1].cumsum() > 0
 
 
 def refuse_long(text: str, asked: str) -> None:

@@ -201,6 +201,7 @@ class Dataset:
     counts: Counts
     identity: tuple[object, ...]  # what, besides the shards, determines the samples
     spans: tuple[tuple[int, float], ...]
+    weighted: bool  # in some shard: every document has weights then, for all batches to have equal tensors
     tokenized = True
 
     @property
@@ -231,7 +232,7 @@ class Dataset:
         shard, start = self.shelf.shard(k), at - self.shelf.tokens_before[k]
         end = start + int(self.length[i])
         if self.first is None:
-            return (shard.document(start, end),)
+            return (shard.document(start, end, self.weighted),)
         middle = start + int(self.first[i])
         return shard.document(start, middle), shard.document(middle, end)
 
@@ -278,8 +279,10 @@ def view(
     counts.refused = sum(keep is None or bool(keep[number]) for number, _ in shelf.refused)
     columns = 5 if shelf.parts > 1 else 4  # where, tokens, targets, row, tokens of a pair's first document
     parts, sizes = [np.zeros((columns, 0), np.int64)], np.zeros(len(weights), np.int64)
+    weighted = False
     for k in range(len(shelf.made)):
         shard = shelf.shard(k)
+        weighted |= len(shard.weights) > 0
         rows = shard.numbers + shelf.rows_before[k]
         chosen = np.flatnonzero(rows < shelf.total)
         if keep is not None:
@@ -297,7 +300,7 @@ def view(
     spans = tuple((int(n), weight) for n, weight in zip(sizes, weights, strict=True) if n)
     few, weighed = shelf.total < shelf.rows_before[-1], any(weight != 1 for weight in weights)
     identity = named, few and shelf.total, counts.too_long and (T, how), weighed and spans
-    return Dataset(shelf, at, length, targets, row, first[0] if first else None, counts, identity, spans)
+    return Dataset(shelf, at, length, targets, row, first[0] if first else None, counts, identity, spans, weighted)
 
 
 def _pieces(

@@ -103,13 +103,14 @@ class Shard:
         """Return the tokens of each sample, (S,) int64."""
         return np.asarray(np.diff(self.starts[:: self.parts]))
 
-    def document(self, start: int, end: int) -> Document:
-        """Return the tokens [start, end) of `ids`; the first is no target, for it has no context."""
+    def document(self, start: int, end: int, weighted: bool = False) -> Document:
+        """Return the tokens [start, end) of `ids`, weighted or not; the first is no target, for it has no context."""
         bits = np.unpackbits(self.targets[start // 8 : -(-end // 8)])
         targets = bits[start % 8 :][: end - start].astype(bool)
         targets[:1] = False
         sample = (int(np.searchsorted(self.starts, start, "right")) - 1) // self.parts
-        weights = np.asarray(self.weights[start:end]) if len(self.weights) else None
+        ones = np.ones(end - start, np.float32) if weighted else None
+        weights = np.asarray(self.weights[start:end]) if len(self.weights) else ones
         return Document(np.asarray(self.ids[start:end]), targets, bool(self.desirable[sample]), weights)
 
     def refusals(self, files: Sequence[Path]) -> list[tuple[int, BadRow]]:

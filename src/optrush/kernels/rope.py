@@ -29,32 +29,29 @@ SplitAndRotate = Callable[[Tensor, Tensor, Tensor, HeadNorm | None, HeadNorm | N
 
 def split_and_rotate(qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: HeadNorm | None, k_norm: HeadNorm | None) -> Heads:
     """Implement `SplitAndRotate` by torch's operators."""
-    q, k, v = _split(qkv)
-    if q_norm is not None and k_norm is not None:
-        q, k = q_norm(q), k_norm(k)
+    q, k, v = _split(qkv, q_norm, k_norm)
     return rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype), v
 
 
 def split_heads(qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: HeadNorm | None, k_norm: HeadNorm | None) -> Heads:
     """Implement the signature of `SplitAndRotate` without a rotation."""
-    q, k, v = _split(qkv)
-    if q_norm is not None and k_norm is not None:
-        return q_norm(q), k_norm(k), v
+    q, k, v = _split(qkv, q_norm, k_norm)
     return q, k.contiguous(), v
 
 
-def _split(qkv: Tensor) -> Heads:
-    # v is copied: as a view it would keep all of qkv alive until the backward pass.
-    return qkv[:, :, :, :-2].flatten(2, 3), qkv[:, :, :, -2], qkv[:, :, :, -1].contiguous()
+def _split(qkv: Tensor, q_norm: HeadNorm | None = None, k_norm: HeadNorm | None = None) -> Heads:
+    # What is kept for the backward pass is copied: views of it would keep all of qkv alive.
+    q, k, v = qkv[:, :, :, :-2].flatten(2, 3), qkv[:, :, :, -2], qkv[:, :, :, -1].contiguous()
+    if q_norm is None or k_norm is None:
+        return q, k, v
+    return q_norm(q.contiguous()), k_norm(k.contiguous()), v
 
 
 def split_and_rotate_pairs(
     qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: HeadNorm | None, k_norm: HeadNorm | None
 ) -> Heads:
     """Implement `SplitAndRotate` for neighbouring pairs, in the wider type of heads and cosines."""
-    q, k, v = _split(qkv)
-    if q_norm is not None and k_norm is not None:
-        q, k = q_norm(q), k_norm(k)
+    q, k, v = _split(qkv, q_norm, k_norm)
     return _rotate_pairs(q, cos, sin).to(v.dtype), _rotate_pairs(k, cos, sin).to(v.dtype), v
 
 

@@ -75,6 +75,9 @@ def _load(kind: Kind, use: str, what: str) -> Any:
             do = f"write FILE.py:NAME, or install a package with an entry point in {GROUPS[kind][0]}"
             raise ConfigError(what, f"no entry point of that name; {known}", do)
         place, _, name = installed[use].partition(":")
+    module_parts = [] if place.endswith(".py") else place.split(".")
+    if not all(part.isidentifier() for part in (*module_parts, *name.split("."))):
+        raise ConfigError(what, f"{place!r} and {name!r} around the last colon", "write FILE.py:NAME or MODULE:NAME")
     _importing.append(what)
     try:
         with blamed(what, do="correct that line, or name another"):
@@ -90,8 +93,8 @@ def _load(kind: Kind, use: str, what: str) -> Any:
 
 
 def _file_module(path: Path, what: str) -> ModuleType:
-    path = path.expanduser().resolve()
-    if not path.is_file():
+    path = Path(os.path.expanduser(path)).resolve()
+    if not os.path.isfile(path):
         raise ConfigError(what, f"no file {path}", "give the file's path: FILE.py:NAME")
     known = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if known not in sys.modules:
@@ -157,7 +160,7 @@ def source_of(kind: Kind, use: str) -> str:
 def absolute_name(use: str) -> str:
     """Return a name with the path of its file, if it has one, from the root."""
     place, _, name = use.rpartition(":")
-    return f"{Path(place).expanduser().resolve()}:{name}" if place.endswith(".py") else use
+    return f"{Path(os.path.expanduser(place)).resolve()}:{name}" if place.endswith(".py") else use
 
 
 def built(what: str, made: Callable[..., Any], options: Mapping[str, Any], *arguments: Any) -> Any:

@@ -15,6 +15,7 @@ from optrush.config import nearest
 from optrush.errors import NeedsError
 from optrush.hardware import Device
 from optrush.models.traced import TracedShape
+from optrush.objectives.rewards import TooLong, limited
 from optrush.planner import ledger
 from optrush.planner.ledger import WAYS, Line, Role, Rule, Tag, WorkItem, add, like, live, saved, tagged
 from optrush.technique import LINEARS as technique_linears
@@ -48,6 +49,7 @@ WHOLE = (EMBEDDING, HEAD, "norm", "input_layernorm", "post_attention_layernorm",
 MIXERS = ("self_attn", "attention", "attn", "self_attention")
 FEEDERS = ("mlp", "feed_forward", "ffn")
 BLOCKS = ("model.layers", "model.language_model.layers", "language_model.model.layers", "transformer.h", "layers")
+MATCHING_s = 2.0  # that matching all names may take
 MOST_LAYERS = 200  # an expression that matches fewer is one of some layers
 # Linears of other families, which a list of targets may name though a model has others.
 OTHERS = ("c_attn", "c_proj", "c_fc", "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2",
@@ -91,13 +93,19 @@ def matching(pattern: str, known: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names of linears whose modules a regular expression matches as a whole, in every layer.
 
     Raises:
-        NeedsError: no regular expression, or one that matches in some layers alone.
+        NeedsError: no regular expression, one that matches in some layers alone, or one that takes too long.
     """
     try:
-        read = re.compile(pattern)
+        with limited(MATCHING_s):
+            return tuple(_matched(pattern, re.compile(pattern), known))
     except re.error as error:
         raise NeedsError(f"`targets={pattern}`", f"not a regular expression: {error}", "fix it") from None
-    found = list[str]()
+    except TooLong:
+        found = f"it takes longer than {MATCHING_s:g} s to match, as repeats within repeats do"
+        raise NeedsError(f"`targets={pattern}`", found, f"name the linears: [{', '.join(known)}]") from None
+
+
+def _matched(pattern: str, read: re.Pattern[str], known: tuple[str, ...]) -> Iterator[str]:
     mixers, feeders = (
         [part for part in parts if re.search(rf"(?<![a-z_]){part}(?![a-z])", pattern)] or [parts[0]]
         for parts in (MIXERS, FEEDERS)
@@ -117,8 +125,8 @@ def matching(pattern: str, known: tuple[str, ...]) -> tuple[str, ...]:
         if layers and len(layers) < MOST_LAYERS:
             do = f"name the linears, which have adapters in all layers: [{name}]"
             raise NeedsError(f"`targets={pattern}`", f"it matches {name} in some layers only", do)
-        found += [name] * bool(layers)
-    return tuple(found)
+        if layers:
+            yield name
 
 
 def unmatched(asked: str | Sequence[str], known: Collection[str]) -> list[str]:

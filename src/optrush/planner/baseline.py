@@ -53,7 +53,7 @@ def book(
     plain = entries(shape, env.seq, native=env.native, cuda=env.device.kind == "cuda", padding=padding)
     if predicted is None:
         predicted = [rule for t in techniques for rule in t.predict(env)]
-    changes = [*_objective(env, shape), *predicted]
+    changes = [*_objective(env, shape), *_copied_heads(env, shape), *predicted]
     made = ledger.apply_rules(plain, widths, changes, env.accumulation)
     return ledger.with_copy(made, cuda=env.device.kind == "cuda") if env.copies_saved else made
 
@@ -202,14 +202,15 @@ def _attention(s: ModelShape, T: int, native: bool) -> Iterator[Line]:
         return ledger.saved(name, reason, s.attention_layers * values, s.layers, *of, role=role)
 
     def normed(share: float) -> Iterator[Line]:
-        # Ours are one product, which is kept whole: for a compiler what is taken out of it is the same tensor.
-        why = "queries and keys before their norms, in one tensor with the values, (H + 2 K) E; transformers (H + K) E"
-        yield saved("entering heads", why, share * (first / s.attention_layers if native else q + kv))
+        yield saved("entering heads", "queries and keys before their norms, (H + K) E", share * (q + kv))
+        if native:
+            beside = min(kv, first / s.attention_layers - q - kv)  # less where keys are the values
+            why = "the values beside them, K E, where one product is kept whole"
+            yield saved("joined heads", why, share * max(0.0, beside))
         why = "1 / rms of each query and key head, H + K"
         yield saved("scales of heads", why, share * (2 if s.whole_qk_norm else s.heads + s.kv_heads), role="wide")
-        why = "what one operator at a time copies of them, H E, or where products are narrower (H + K) E"
-        role: Role = "product" if native else "narrowing"
-        yield saved("widened heads", why, share * (q + (not native) * kv), "widened", "fusable", role=role)
+        why = "what one operator at a time copies of them where products are narrower, (H + K) E"
+        yield saved("widened heads", why, share * (q + kv), "widened", "fusable", role="narrowing")
 
     if s.chunks is not None and s.chunks.normed:
         yield from normed((s.layers - len(s.chunks.unrotated)) / s.layers)
@@ -241,6 +242,17 @@ def _attention(s: ModelShape, T: int, native: bool) -> Iterator[Line]:
     if s.gated:
         why = "the gate of its output, its sigmoid, and what that multiplies, 3 H E"
         yield saved("output gate", why, 3 * s.attended_width, "heads")
+
+
+def _copied_heads(env: Environment, s: ModelShape) -> Iterator[Rule]:
+    """Yield that queries and keys are copied for their norms; a compiler keeps a plain product instead of the copies.
+
+    Compared with torch's partitioner in tests/unit/test_ledger_oracle.py.
+    """
+    normed = s.qk_norm or (s.chunks is not None and s.chunks.normed)
+    plain = Part.COMPILED in env.claimed and env.spec.linears["qkv"].adapter == "none"
+    if env.native and normed and not plain and not isinstance(s, TracedShape):
+        yield ledger.live("saved.joined heads", "queries and keys are kept as copies", gone=True)
 
 
 def _routed(s: ModelShape, e: ExpertsShape) -> Iterator[Line]:
@@ -469,8 +481,10 @@ def _objective(env: Environment, shape: ModelShape) -> Iterator[Rule]:
         yield from _rollout(env.rollout, env, shape)
     if env.teacher is not None:
         yield from _teacher(env.teacher, shape)
-    if not env.paired:
-        return
+    flop = 2 * shape.width * shape.vocab
+    if env.by_token and not env.scored and Part.HEAD in env.claimed:
+        why = "losses token by token: a chunk's logits are made again in the backward pass, 2 a weight of the head"
+        yield ledger.add(WorkItem("head.again", why, "token", flop, of=("loss",)))
     if env.scored:
         why = "a score of each token, in place of logits"
         yield ledger.live(ledger.tagged("loss"), why, gone=True)
@@ -478,10 +492,6 @@ def _objective(env: Environment, shape: ModelShape) -> Iterator[Rule]:
         if shape.tied:
             yield ledger.live("casts.head", why, gone=True)
         return
-    flop = 2 * shape.width * shape.vocab
-    if Part.HEAD in env.claimed:
-        why = "losses token by token: a chunk's logits are made again in the backward pass, 2 a weight of the head"
-        yield ledger.add(WorkItem("head.again", why, "token", flop, of=("loss",)))
     if env.reference not in (None, "precomputed") and env.spec.adapters_removable:
         yield ledger.live(ledger.tagged("forward"), "and once more without what is trained, as the reference", times=2)
         why = "the head of that pass, 2 a weight of it"

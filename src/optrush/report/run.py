@@ -46,7 +46,7 @@ GROUPS = 3  # of sampled answers that a page shows
 WAITS = 0.05  # share of a step spent waiting for data from which the page warns
 _FIGURES = {
     "step", "loss", "lr", "grad_norm", "tokens", "target_tokens", "step_s", "tokens_per_s", "mfu", "peak_bytes",
-    "memory_kind", "data_wait_s", "skipped", "eval_loss", "eval_target_tokens",
+    "memory_kind", "data_wait_s", "skipped", "updates_left_out", "eval_loss", "eval_target_tokens",
     "start_s", "steps_s", "end_s", "resumed_at",
     *(f"{kind}{name}" for kind in ("", "eval_") for name in (*ALL_FIGURES, *LOAD_FIGURES)),
 }  # fmt: skip

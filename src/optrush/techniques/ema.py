@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from optrush.optim.adamw import Optimizer
 
 STATE = "ema"  # of checkpoints
+MOST_OF_FIRST, LITTLE = 0.1, 0.01  # shares of the averages that the weights before training are
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,11 @@ class Ema(Technique):
 
             trainer.eval_loss = eval_loss
         trainer.notes.append(f"ema: {'the averages' if self.evaluate else 'the weights'} are evaluated")
+        length = trainer.config.train
+        steps = length.steps or trainer.stream.plan(length.epochs).steps
+        if (first := self.decay**steps) > MOST_OF_FIRST:
+            note = f"ema: after {steps} steps {first:.0%} of the averages are the weights before training"
+            trainer.notes.append(f"{note}: decay={LITTLE ** (1 / steps):.3g} leaves {LITTLE:.0%}")
         return 1
 
 

@@ -96,7 +96,7 @@ class Meter:
         self.beside: dict[str, tuple[float, int]] = dict.fromkeys(get_args(Beside), (0.0, 0))  # seconds, times
 
     def _begin(self, now: Moment) -> None:
-        self.steps, self.tokens, self.attended = 0, 0, 0
+        self.steps, self.tokens, self.attended, self.left_out = 0, 0, 0, 0  # left_out: updates, without a target
         self.wait_s, self.aside_s, self.since = 0.0, 0.0, now
 
     @contextmanager
@@ -124,7 +124,7 @@ class Meter:
         self.all_tokens += tokens
         own = {"tokens": sum(b.n_tokens for b in batches), "target_tokens": sum(b.n_targets for b in batches)}
         counts: dict[str, float] = {name: total(n) for name, n in own.items()}
-        counts |= self.trainer.host_figures
+        counts |= self.trainer.host_figures | ({"updates_left_out": self.left_out} if self.left_out else {})
         figures = self._figures(sum(b.n_terms for b in batches))
         values = torch.stack([t.double() for t in (loss, self.trainer.lr, norm, self.skipped, *figures)])
         if self.device.type == "cuda":

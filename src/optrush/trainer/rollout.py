@@ -35,7 +35,7 @@ from optrush.data.schema import Document, RowLocation
 from optrush.data.tokenizer import answer_ends
 from optrush.errors import ConfigError, DataError, NeedsError, RunError, exhausted, first_line
 from optrush.models.kv_cache import check_cacheable
-from optrush.models.sampling import Drawing, SamplingEngine, PromptIds, SampledAnswer, sample
+from optrush.models.sampling import Drawing, PromptIds, SampledAnswer, SamplingEngine, sample
 from optrush.objectives import grpo
 from optrush.objectives.rewards import Judge, is_own
 from optrush.technique import Part

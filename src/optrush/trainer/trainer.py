@@ -472,10 +472,16 @@ def train(trainer: Trainer, meter: Meter, plan: RunPlan, save: Callable[[int], N
                 save(step - 1)
             return
         trainer.set_step(step)  # learning rate and random state are functions of the step
-        under_way("the forward and backward passes", step, at_once=False)
-        loss = trainer.forward_backward(batches, terms)  # forward, backward, reduction
-        under_way("the update", step, at_once=False)
-        norm, skipped = trainer.optimizer_step()  # unscale, guard, clip, step, free
+        if terms:
+            under_way("the forward and backward passes", step, at_once=False)
+            loss = trainer.forward_backward(batches, terms)  # forward, backward, reduction
+            under_way("the update", step, at_once=False)
+            norm, skipped = trainer.optimizer_step()  # unscale, guard, clip, step, free
+        else:  # nothing to learn on any rank: an update would decay weights and move moments all the same
+            for figure in trainer.metrics.values():
+                figure.zero_()
+            loss, norm, skipped = (*trainer.lr.new_zeros(2).unbind(), trainer.lr.new_zeros((), dtype=torch.bool))
+            meter.left_out += 1
         meter.tick(step, batches, loss, norm, skipped)  # reads the device only when this step logs
         if plan.evaluates(step):
             under_way("the evaluation", step)
