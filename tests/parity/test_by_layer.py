@@ -12,14 +12,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshes import further
+from optrush.decide import decide
 from optrush.errors import ConfigError, ConflictError, NeedsError
 from optrush.hardware import parse_hardware
 from optrush.kernels import attention
-from optrush.models import kv_cache
+from optrush.models import decoder, kv_cache
 from optrush.models.hf import load
 from optrush.models.shapes import ModelShape, native_obstacle
 from optrush.models.weights import export_weights
-from optrush.planner import search
+from optrush.planner import baseline, search
 
 from golden import make_golden
 from parity_models import EXPERTS, FAMILIES, compare_step, materialise, reference, save
@@ -253,3 +254,16 @@ def test_techniques_that_do_not_reach_it(wide: Path, with_: dict[str, Any], hard
         search.predict(config, hardware)
     assert {"layers", "gelu"} & {*error.value.found.replace(",", " ").split()}, error.value
     assert parse_hardware(hardware)
+
+
+@pytest.mark.parametrize("names", [["embed_tokens"], ["embed_tokens", "embed_tokens_per_layer", "per_layer_*"]])
+def test_frozen_embeddings(wide: Path, names: list[str]) -> None:
+    """The second embedding has a gradient, which goes through all blocks, until it is frozen too."""
+    config = golden_run(wide, sets=["model.implementation=native"], freeze={"names": names, "layers": "0-1"})
+    job, resolved = assembled(config), decide(config)
+    book = baseline.book(resolved.techniques, resolved.env, ModelShape.read(resolved.hf), 0.0)
+    planned = {line.name: line.values for line in book.lines if not line.gone}
+    whole = {name: p.numel() for name, p in job.model.named_parameters() if name.startswith(("embedding", "inputs"))}
+    learnt = sum(t.parameter.numel() for t in job.trained if t.name in whole)
+    assert planned.get("gradients.embedding", 0.0) == pytest.approx(learnt)
+    assert (job.model.blocks["0"] in decoder._without_backward(job.model)) == (len(names) == 3)

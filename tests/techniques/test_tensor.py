@@ -13,7 +13,8 @@ from optrush.decide import decide
 from optrush.errors import NeedsError
 from optrush.techniques import ALL
 
-from trials import apart, assembled, first_gradients, furthest, golden_run, published
+from golden import make_golden
+from trials import apart, assembled, first_gradients, furthest, golden_run, published, steps
 
 TP = {"tensor": {}}
 WHOLE = {"tensor": {"sequence": False}}
@@ -37,6 +38,21 @@ FOUR = [
 @pytest.mark.parametrize("case", further(TWO, 2), ids=str)
 def test_two_ranks_are_one_process(box, pair, reference, case):
     prove(box, pair, case, reference)
+
+
+def curve(box, with_):
+    return [(loss, norm) for loss, norm, _ in steps(assembled(golden_run(box, **with_)), 3)]
+
+
+@pytest.mark.parametrize("with_", further([TP, WHOLE, {"pipeline": {}}], 1), ids=str)
+def test_layer_norms_with_a_bias_and_no_gate(box, pair, tmp_path_factory, with_):
+    """Each rank has a part of the tokens, whose gradients of biases are summed."""
+    folder = tmp_path_factory.mktemp("starcoder2")
+    make_golden.write_model(folder / "untied", True, model_type="starcoder2", norm_epsilon=1e-5)
+    (folder / "text.jsonl").write_bytes((box / "text.jsonl").read_bytes())
+    want = curve(folder, {})
+    for found in pair(curve, folder, with_):
+        assert found == [pytest.approx(each, rel=1e-5) for each in want]
 
 
 @pytest.mark.parametrize("case", further(FOUR, 1), ids=str)

@@ -200,10 +200,12 @@ BY_LAYER = {
     },
 }  # fmt: skip
 
+KEPT = (("bf16", "lora"), ("amp",), (), ("bf16", "recompute"), ("amp", "recompute"))
+
 
 @pytest.mark.parametrize(
     ("kind", "withs"),
-    further([(kind, w) for w in (("bf16",), ("bf16", "lora"), ("amp",), ()) for kind in BY_LAYER], 4),
+    further([(kind, w) for w in (("bf16", "lora", "recompute"), ("bf16",), *KEPT) for kind in BY_LAYER], 4),
     ids=str,
 )
 def test_peak_with_layers_that_differ(
@@ -216,7 +218,7 @@ def test_peak_with_layers_that_differ(
     said = search.predict(asked, "h200").peak_bytes - baseline.CUBLAS_BYTES
     with supposed(asked) as job:
         found = track(job, 1, supposed=True, cuda=True)
-    assert said == pytest.approx(found.peak, rel=0.04)
+    assert said == pytest.approx(found.peak, rel=0.05)
 
 
 def test_tensor_parallelism_divides_norms_of_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -413,7 +413,8 @@ def frozen_flops(model: Any) -> int:
 def _without_backward(model: Any) -> set[nn.Module]:
     """Return what no backward pass goes through: the first blocks, while all of them and the embedding are frozen."""
     frozen = set[nn.Module]()
-    for part in (model.embedding, *model.blocks.values()):
+    inputs = getattr(model, "inputs", None)
+    for part in (model.embedding, *([] if inputs is None else [inputs]), *model.blocks.values()):
         if any(p.requires_grad for p in part.parameters()):
             break
         frozen.update(part.modules())

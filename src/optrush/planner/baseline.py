@@ -73,8 +73,15 @@ def entries(shape: ModelShape, T: int, *, native: bool, cuda: bool, padding: flo
         native: our own decoder, not transformers'.
         padding: share of the slots that hold no token.
     """
-    kept = traced.saved_lines(shape, T) if isinstance(shape, TracedShape) else _block(shape, T, native)
-    lines = [*_parameters(shape), *kept, *_working(shape, T, cuda), *_head(shape), *_rest(shape, cuda)]
+    kept = [*(traced.saved_lines(shape, T) if isinstance(shape, TracedShape) else _block(shape, T, native))]
+    last = shape.at(shape.layers - 1)
+    if shape.by_layer is not None:
+        first, end = ({e.name: e.values for e in _block(s, T, native)} for s in (shape.at(0), last))
+        kept = [
+            dataclasses.replace(e, ends=(first[e.name] / e.values, end[e.name] / e.values))
+            if e.values and e.name in first else e for e in kept
+        ]  # fmt: skip
+    lines = [*_parameters(shape), *kept, *_working(last, T, cuda), *_head(shape), *_rest(shape, cuda)]
     if not cuda:
         lines = [dataclasses.replace(e, values=e.values * _heap(e, shape, T), side="") for e in lines]
     return (*lines, *_work(shape, T, native, padding, cuda))

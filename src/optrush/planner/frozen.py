@@ -24,7 +24,8 @@ def frozen_parameters(env: Environment, shape: ModelShape, names: Collection[str
     sizes, L = dict(shape.named_parameters()), shape.layers
     parts: tuple[Tag, ...] = ("blocks", "embedding", "head", "norm")
     for part in parts:
-        if share := _share({name: n for name, n in sizes.items() if name.startswith(f"{part}.")}, names):
+        begins = ("embedding.", "inputs.") if part == "embedding" else (f"{part}.",)
+        if share := _share({name: n for name, n in sizes.items() if name.startswith(begins)}, names):
             yield freeze_rule(tagged(part), NO_GRADIENT, share)
     begin = _first_trained(shape, names)
     if begin:
@@ -65,7 +66,8 @@ def _share(sizes: dict[str, int], names: Collection[str]) -> float:
 
 def _first_trained(shape: ModelShape, names: Collection[str]) -> int:
     """Return the number of the first block that a backward pass reaches; of blocks if it reaches none."""
-    if "embedding.weight" not in names:
+    before = (name for name, _ in shape.named_parameters() if name.startswith(("embedding.", "inputs.")))
+    if not {*before} <= {*names}:
         return 0
     trained = (name for name, _ in shape.named_parameters() if name.startswith("blocks.") and name not in names)
     return min((int(name.split(".")[1]) for name in trained), default=shape.layers)

@@ -85,7 +85,8 @@ class Line:
     role: Role
     live: Live
     per_token: bool = False  # values of one token of a micro-batch; else of the model
-    blocks: int = 1  # equal parts, one a block; 1: outside the blocks
+    blocks: int = 1  # parts, one a block; 1: outside the blocks
+    ends: tuple[float, float] = (1.0, 1.0)  # the parts of the first and of the last block, over the mean of all
     most_tokens: float = math.inf  # that a chunked operator holds at once
     computed: ComputedIn = "block"  # of gradients
     side: Side = ""
@@ -535,18 +536,18 @@ def saved_bytes(ledger: Ledger) -> float:
 def _shares(line: Line, accumulation: int) -> tuple[float, ...]:
     """Return the share of a line that is in memory in each of `PHASES`."""
     kind = (line.live, line.freed_on_update, line.computed, line.side)
-    sizes = (line.blocks, line.here, line.recomputed, line.blocks_on_device, line.in_flight)
+    sizes = (line.blocks, line.here, line.recomputed, line.blocks_on_device, line.in_flight, line.ends)
     return _shares_of(*kind, *sizes, accumulation > 1)
 
 
 @cache  # a few dozen kinds of lines, for all sets of a search
 def _shares_of(
     live: Live, freed_on_update: bool, computed: ComputedIn, side: Side, blocks: int, here: float, recomputed: float,
-    blocks_on_device: float, in_flight: float, accumulating: bool,
+    blocks_on_device: float, in_flight: float, ends: tuple[float, float], accumulating: bool,
 ) -> tuple[float, ...]:  # fmt: skip
     line = Line(
         "", "", 1.0, "byte", live, blocks=blocks, computed=computed, side=side, freed_on_update=freed_on_update,
-        recomputed=recomputed, blocks_on_device=blocks_on_device, in_flight=in_flight,
+        recomputed=recomputed, blocks_on_device=blocks_on_device, in_flight=in_flight, ends=ends,
     )  # fmt: skip
     return tuple(_share(line, phase, accumulating, here) for phase in PHASES)
 
@@ -579,7 +580,8 @@ def _share(line: Line, phase: str, accumulating: bool, here: float) -> float:
         near = line.blocks_on_device if phase == "head" else max(2.0, line.blocks_on_device + 1)
         saved = one if phase.startswith(FIRST) else min(1.0, near * one)
         used = one if scores and line.side == "feed" else 0.0  # of the block in its backward pass
-        return others + (saved - used) * (1 - line.recomputed) + (one - used if line.recomputed and backward else 0.0)
+        again = one * line.ends[phase.startswith(LAST)] - used if line.recomputed and backward else 0.0
+        return others + (saved - used) * (1 - line.recomputed) + again
     if line.side == ("feed" if scores else "scores"):
         return 0.0
     return float(line.live == _WORKING.get(phase, "backward"))

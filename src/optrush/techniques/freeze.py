@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from optrush.models.families import FAMILIES
+from optrush.models.families import FAMILIES, LAYER_INPUTS
 from optrush.models.shapes import ModelShape
 from optrush.planner.frozen import frozen_parameters
 from optrush.planner.ledger import Rule
@@ -129,10 +129,13 @@ def published_names(shape: ModelShape) -> dict[str, list[str]]:
         layer = f"model.layers.{number}"
         if module in ("embedding", "norm", "head"):
             found[name] = [{"embedding": "model.embed_tokens.", "norm": "model.norm."}.get(module, "lm_head.") + kind]
+        elif module.startswith("inputs."):
+            found[name] = [f"model.{LAYER_INPUTS[module.removeprefix('inputs.')]}.{kind}"]
         elif part.startswith("delta."):
             found[name] = [f"{layer}.linear_attn.{part.removeprefix('delta.')}.{kind}"]
         else:
             last = spec.names.get(part.rpartition(".")[2], ())
+            last = last[: len(shape.at(int(number)).parts)] if part == "qkv" else last
             found[name] = [f"{layer}.{text.format(mlp=spec.feed_forward)}.{kind}" for text in last]
     return found
 

@@ -162,6 +162,8 @@ class Fsdp(Technique):
             for module in dict.fromkeys((model.embedding, model.head)):
                 if module.weight is not None:  # a stage of a pipeline may be without
                     fully_shard(module, reshard_after_forward=self.stage == 3 and module is not model.head, **cut)
+        if (inputs := getattr(model, "inputs", None)) is not None:
+            fully_shard(inputs, reshard_after_forward=self.stage == 3, **cut)
         for root in trainer.roots:
             if not isinstance(root, FSDPModule):
                 fully_shard(root, reshard_after_forward=False, **cut)
