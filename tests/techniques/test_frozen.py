@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,7 +20,7 @@ from optrush.hardware import parse_hardware
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.planner import ledger, search
 from optrush.techniques import ALL
-from optrush.techniques.freeze import published_names
+from optrush.techniques.freeze import _matches, published_names
 from optrush.trainer import checkpoint
 from optrush.trainer import run as fit
 from optrush.trainer.trainer import Trainer
@@ -231,3 +232,10 @@ def test_half_frozen_needs_less(box: Path) -> None:
     lines = [{line.name: line.bytes for line in found.lines} for found in (whole, half)]
     assert lines[1]["states.blocks"] == pytest.approx(lines[0]["states.blocks"] / 2, rel=0.02)
     assert half.peak_bytes < 0.7 * whole.peak_bytes
+
+
+@pytest.mark.parametrize("name", ["*a" * 20 + "b", "*" * 60 + "x", "*?" * 30 + "!", "[!a]*" * 20 + "z"])
+def test_names_with_many_stars_match_at_once(name: str) -> None:
+    began = time.perf_counter()
+    assert not _matches(name, [f"blocks.{n}.{'a' * 60}.weight" for n in range(200)])
+    assert time.perf_counter() - began < 1

@@ -20,7 +20,8 @@ import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from optrush.config import Cleaning
+from optrush.config import Cleaning, Items
+from optrush.data import cleaning
 from optrush.data import schema as meaning
 from optrush.data.cleaning import Cleaned, clean_files, write_rows
 from optrush.errors import ConfigError, DataError, NeedsError, RunError
@@ -503,3 +504,11 @@ def test_memory_does_not_grow_with_the_rows_bytes(tmp_path: Path) -> None:
         peaks.append(int(done.stdout))
     assert path.stat().st_size > 14e6
     assert peaks[1] < 1.15 * peaks[0], peaks
+
+
+@pytest.mark.parametrize("pattern", [r"^(\w+ ?)+!$", r"(a|.)*!", r"((.+)+)+!", r"(.*)*(.*)*x!"])
+def test_a_pattern_of_items_that_takes_too_long(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cleaning, "MATCHING_s", 0.05)
+    with pytest.raises(ConfigError, match=r"takes longer than 0\.05 s in a row") as caught:
+        cleaning.items_of(Items(pattern=pattern, rarest=2), {}, "a word and one more " * 9)
+    assert pattern in caught.value.asked

@@ -255,8 +255,10 @@ GROUPED = {"num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 64}
         ({}, ()), ({"model_type": "llama"}, ()), (GROUPED, ()), ({**GROUPED, "num_key_value_heads": 12}, ()),
         ({"model_type": "qwen2"}, ()), ({}, ("lora",)), ({}, ("lora:targets=mlp",)),
         ({**GROUPED, "num_key_value_heads": 12}, ("lora",)), ({"model_type": "llama"}, ("lora",)),
+        ({"model_type": "olmo2", "tie_word_embeddings": False}, ("lora",)),
     ],
-    ids=["qwen3", "llama", "grouped", "own heads", "qwen2", "lora", "lora of mlp", "lora, own heads", "lora, llama"],
+    ids=["qwen3", "llama", "grouped", "own heads", "qwen2",
+         "lora", "lora of mlp", "lora, own heads", "lora, llama", "lora, olmo2"],
 )  # fmt: skip
 def test_what_a_compiled_block_keeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], adapters: tuple[str, ...]

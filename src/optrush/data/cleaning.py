@@ -56,6 +56,7 @@ from optrush.data.similarity import (
 from optrush.data.strict_json import decode_json
 from optrush.errors import ConfigError, DataError, NeedsError, RunError
 from optrush.files import open_file
+from optrush.objectives.rewards import TooLong, limited
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -70,6 +71,7 @@ BATCH_chars = 1 << 20  # and about how much text: a tokenizer needs some 100 byt
 LANGUAGE_chars = 2000  # of a row's text, by which its language is identified
 MOST_NEAR_bytes = 16 << 30  # of memory for what near duplicates are found by
 FORMAT = 3  # of the record
+MATCHING_s = 5.0  # that finding the items of a row by a pattern may take
 EXAMPLES, EXAMPLE_chars = 10, 280  # of each filter in the record, and the length of each
 LIBRARIES = ("numpy", "py3langid", "rensa", "tokenizers")
 ROWS, REMOVED, QUARANTINE = "rows.jsonl", "removed.jsonl", "quarantine.jsonl"
@@ -298,7 +300,12 @@ def items_of(items: Items, row: Mapping[str, Any], text: str) -> list[str] | Non
     texts = [entry if isinstance(entry, str) else json.dumps(entry, **options) for entry in entries]
     if items.pattern is not None:
         pattern = re.compile(items.pattern, re.MULTILINE)
-        texts = [m[1] if pattern.groups else m[0] for t in texts for m in pattern.finditer(t)]
+        try:
+            with limited(MATCHING_s):
+                texts = [m[1] if pattern.groups else m[0] for t in texts for m in pattern.finditer(t)]
+        except TooLong:
+            found = f"it takes longer than {MATCHING_s:g} s in a row, as repeats within repeats do"
+            raise ConfigError(f"`data.clean.items` with the pattern {items.pattern}", found, "simplify it") from None
     return [t for t in texts if t and t.strip()]
 
 
