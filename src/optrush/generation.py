@@ -13,6 +13,7 @@ import gc
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
@@ -385,8 +386,10 @@ def _decoder(source: ModelSource, device: torch.device) -> Decoder | None:
         weights.fill(name, parameter.data, (0,) * parameter.ndim)
     weights.release()
     model.restore_buffers(device)
-    if model.shape.score_cap is None:
-        model.set_attention("varlen" if device.type == "cuda" and stored != "float32" else "sdpa")
+    for kernel in ("varlen", "sdpa") if device.type == "cuda" and stored != "float32" else ("sdpa",):
+        with suppress(NeedsError):  # a cap of scores, or heads too wide
+            model.set_attention(kernel)
+            break
     return model.eval().requires_grad_(False)
 
 
