@@ -13,7 +13,6 @@ import gc
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
@@ -33,6 +32,7 @@ from optrush.data.schema import Completion, Message, RowLocation, Text, parts_of
 from optrush.data.tokenizer import answer_ends, open_tokenizer
 from optrush.errors import ConfigError, DataError, NeedsError, RunError, exhausted, first_line
 from optrush.files import check_model_files, parse_json, read_text, regular
+from optrush.kernels.attention import FLASH
 from optrush.models.config_json import read_config_json
 from optrush.models.decoder import Decoder
 from optrush.models.hf import load, load_plain
@@ -386,10 +386,9 @@ def _decoder(source: ModelSource, device: torch.device) -> Decoder | None:
         weights.fill(name, parameter.data, (0,) * parameter.ndim)
     weights.release()
     model.restore_buffers(device)
-    for kernel in ("varlen", "sdpa") if device.type == "cuda" and stored != "float32" else ("sdpa",):
-        with suppress(NeedsError):  # a cap of scores, or heads too wide
-            model.set_attention(kernel)
-            break
+    flash = device.type == "cuda" and stored != "float32" and max(k.head_width for k in model.shape.kinds) <= FLASH
+    if model.shape.score_cap is None:
+        model.set_attention("varlen" if flash else "sdpa")
     return model.eval().requires_grad_(False)
 
 
