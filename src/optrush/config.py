@@ -204,6 +204,8 @@ class Data(StrictModel):
     separator: Annotated[str, AfterValidator(_separator)] | None = None  # between the cells of .csv and .tsv files
     columns: dict[Text, Column] = Field(default_factory=dict)  # what a key of the rows is: {question: prompt}
     roles: dict[Text, Literal["system", "developer", "user", "assistant", "tool"]] = Field(default_factory=dict)
+    min_pixels: Annotated[int, Field(ge=1)] | None = None  # of an image, which is enlarged to have as many
+    max_pixels: Annotated[int, Field(ge=1)] | None = None  # of an image, which is reduced to have as many
     split_turns: bool = False  # a conversation is one document an answer
     clean: Cleaning | None = None
     stream: bool = False  # tokenise while training, without a cache

@@ -13,12 +13,17 @@ from typing import TYPE_CHECKING, Any
 from optrush.config import Config
 from optrush.console import transformers_silenced
 from optrush.data import pool, readers
+from optrush.data.images import ImageReader
 from optrush.data.mask import (
     TEMPLATE,
 )
 from optrush.data.schema import Chat, Message
 from optrush.errors import ConfigError, DataError, NeedsError, UserError, reason
 from optrush.files import check_model_files, read_file, read_text
+from optrush.launch import launched
+from optrush.models.config_json import read_config_json
+from optrush.models.families import TOWERS
+from optrush.models.text_part import is_multimodal
 from optrush.technique import library
 from optrush.tokenizer_files import (
     PATTERNS,
@@ -57,6 +62,7 @@ def open_tokens(config: Config, folder: Path | None, today: datetime.date | None
         ConfigError: no such template, or tokens that cannot be added.
         NeedsError: no tokenizer there.
     """
+    base = folder
     if config.model.tokenizer is not None:
         folder = Path(config.model.tokenizer)
     if folder is None:
@@ -70,7 +76,38 @@ def open_tokens(config: Config, folder: Path | None, today: datetime.date | None
     given = None if config.model.chat_template is None else _template(config.model.chat_template, tokenizer)
     if given is not None:
         tokenizer.chat_template = given
-    return Tokens(tokenizer, given, today)
+    tokens = Tokens(tokenizer, given, today)
+    tokens.images = _image_reader(config, base, tokenizer)
+    return tokens
+
+
+def _image_reader(config: Config, base: Path | None, tokenizer: Any) -> ImageReader | DataError:
+    """Return what reads the images of rows, or the error of rows that have some."""
+    asked, text = "to train on rows with images", "take rows of text"
+    if base is None or not (base / "config.json").is_file():
+        return DataError(
+            asked, "a model without a folder: its tower has no weights", f"name one (model.path), or {text}"
+        )
+    hf, ranks = read_config_json(base / "config.json"), launched()[1]
+    kind, named = hf.get("model_type"), f"a base of one of {', '.join(TOWERS)}"
+    if kind not in TOWERS or not is_multimodal(hf):
+        return DataError(asked, f"a base of model_type {kind!r}, whose images are not read", f"take {named}, or {text}")
+    if not isinstance(hf.get("image_token_id"), int) or hf["image_token_id"] not in tokenizer.added_tokens_decoder:
+        found = f"image_token_id {hf.get('image_token_id')!r} of config.json is no added token of the tokenizer"
+        return DataError(asked, found, f"take the tokenizer that belongs to the base, or {text}")
+    obstacles = (
+        (config.objective != "sft" or config.loss is not None, f"objective: {config.objective}", "objective: sft"),
+        (config.model.implementation == "transformers", "model.implementation: transformers", "leave it out"),
+        (config.data.clean is not None, "data.clean, which compares texts alone", "leave data.clean out"),
+        (config.data.too_long == "split", "data.too_long: split, which cuts what follows an image from it",
+         "choose data.too_long: truncate or drop"),
+        (config.data.stream, "data.stream", "leave data.stream out"),
+        (ranks > 1, f"{ranks} ranks", "train on one rank"),
+    )  # fmt: skip
+    for met, found, do in obstacles:
+        if met:
+            return DataError(asked, found, f"{do}, or {text}")
+    return ImageReader(base, hf, config.data.min_pixels, config.data.max_pixels)
 
 
 def open_tokenizer(folder: Path) -> Any:
