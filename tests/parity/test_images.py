@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,24 +12,31 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from PIL import Image
+from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
-from transformers import AutoImageProcessor, AutoTokenizer
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
-from optrush.config import parse_config
+from meshes import further
+from optrush.config import Config, parse_config
 from optrush.data.batch import Batch, collate
 from optrush.data.chat_template import Tokens
 from optrush.data.dataset import read_sources
 from optrush.data.images import ImageReader
 from optrush.data.schema import Document
 from optrush.data.tokenizer import open_tokens
+from optrush.decide import decide
+from optrush.errors import UserError
 from optrush.models.hf import load
 from optrush.models.vision import open_tower
+from optrush.trainer.run import RunRequest, run
 from sights import BASES, VOCABULARY, write_base, write_rows
 
 from parity_models import compare_gradients, materialise
 
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
 T = 384
 
 
@@ -161,3 +170,95 @@ def test_ids_are_the_processors_own(qwen: Sight) -> None:
             seen["pixel_values"], torch.from_numpy(np.concatenate(list(map(qwen.reader.patches, document.images))))
         )
         assert not document.targets[document.ids == qwen.reader.token].any()
+
+
+def run_on(sight: Sight, folder: Path, sets: Sequence[str] = (), withs: Sequence[str] = ()) -> Config:
+    """Train a few steps on pictures, as `optrush train` does, and return the configuration."""
+    rows = write_rows(folder / "rows", 24, most=2)
+    text = (
+        f"{{model: {sight.base}, objective: sft, data: {{path: {rows}, eval: 0.2}}, batch: {{seq: 256, tokens: 1024, "
+        f"micro_tokens: 512}}, optim: {{lr: 0.01}}, train: {{steps: 2, log_every: 1}}, output: {folder / 'out'}}}"
+    )
+    config = parse_config(text, "images.yaml", sets, withs)
+    assert run(RunRequest(decide(config))).code == 0
+    return config
+
+
+def losses(config: Config) -> list[float]:
+    lines = (Path(config.output) / "metrics.jsonl").read_text().splitlines()
+    return [line["loss"] for line in map(json.loads, lines) if "loss" in line]
+
+
+def test_a_trained_model_sees_in_transformers(sight: Sight, tmp_path: Path) -> None:
+    """All weights of the decoder: an export has the tower's and the processor's bytes, and equal logits on images."""
+    out = Path(run_on(sight, tmp_path, withs=["packing"]).output) / "model"
+    base, made = (load_file(folder / "model.safetensors") for folder in (sight.base, out))
+    assert base.keys() == made.keys()
+    same = {name for name in base if torch.equal(base[name], made[name])}
+    assert {name for name in base if "visual" in name} == same, "what the decoder has moved, and nothing else"
+    name = "preprocessor_config.json"
+    assert (out / name).read_bytes() == (sight.base / name).read_bytes()
+    theirs = AutoModelForImageTextToText.from_pretrained(out, dtype=torch.float32).eval()
+    hf = json.loads((out / "config.json").read_text())
+    ours, recipe = load(out, hf, None, torch.float32, 0)
+    materialise(ours, recipe)
+    ours.tower = open_tower(out, hf, torch.float32, ours.shape.rotated_width)
+    with torch.no_grad():
+        batch = sight.batch([2])
+        found = ours.head.logits(ours(*batch.inputs))[0, : len(sight.document(2))]
+        want = theirs(**sight.alone(sight.document(2)), use_cache=False).logits[0]
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+
+
+def test_adapters_reach_the_decoder_alone(qwen: Sight, tmp_path: Path) -> None:
+    """Of names that the tower has, too; the merged model and the adapter on the base see the same."""
+    out = Path(run_on(qwen, tmp_path, withs=["lora:rank=2", "packing"]).output)
+    given = qwen.alone(qwen.document(2))
+    with torch.no_grad():
+        merged, fresh = (
+            AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+            for folder in (out / "model", qwen.base)
+        )
+        before = fresh(**given).logits
+        adapted = PeftModel.from_pretrained(fresh, out / "adapter").eval()
+        assert not [n for n, _ in adapted.named_parameters() if "lora" in n and "language_model" not in n]
+        torch.testing.assert_close(adapted(**given).logits, merged(**given).logits, rtol=1e-4, atol=1e-4)
+    assert (merged(**given).logits - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("withs",),
+    further(
+        [
+            (one,) for one in (
+                ("packing", "loader:workers=1"), ("packing", "recompute"), (), ("sort-by-length",),
+                ("nf4", "lora:rank=2"), ("bf16",), ("packing", "fused-loss"), ("neftune",), ("ema",),
+            )
+        ], 2,
+    ),
+)  # fmt: skip
+def test_with_techniques(withs: tuple[str, ...], qwen: Sight, tmp_path: Path) -> None:
+    found = losses(run_on(qwen, tmp_path, withs=withs))
+    plain = losses(run_on(qwen, tmp_path / "plain", withs=[one for one in withs if "packing" in one]))
+    assert len(found) == 2 and np.isfinite(found).all()
+    if withs in (("packing", "loader:workers=1"), ("packing", "recompute")):
+        assert found == plain
+
+
+@pytest.mark.parametrize("withs", [("wrap",), ("ddp",), ("deepspeed",)])
+def test_techniques_that_are_refused(withs: tuple[str, ...], qwen: Sight, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        run_on(qwen, tmp_path, withs=withs)
+    assert not (tmp_path / "out").exists()
+    if withs == ("wrap",):
+        assert "rows with images" in caught.value.asked and "cuts documents" in caught.value.found
+
+
+def test_a_run_that_goes_on(qwen: Sight, tmp_path: Path) -> None:
+    whole = losses(run_on(qwen, tmp_path / "whole", ["train.steps=4", "optim.schedule=constant"], ["packing"]))
+    sets = ["train.steps=4", "optim.schedule=constant", "train.save_every=2", "train.stop_after=2"]
+    config = run_on(qwen, tmp_path / "parts", [*sets[:3], "train.keep=9"], ["packing"])
+    for step in sorted((Path(config.output) / "checkpoints").glob("step-*"))[1:]:
+        shutil.rmtree(step)
+    again = run(RunRequest(decide(config), resume="auto"))
+    assert again.code == 0 and losses(config) == whole

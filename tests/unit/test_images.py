@@ -18,11 +18,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from PIL import Image
+from transformers import AutoTokenizer
 
 from optrush.config import parse_config
-from optrush.data import tokenize
+from optrush.data import preview, tokenize
 from optrush.data.dataset import Sources, read_sources
 from optrush.data.images import ImageReader, Picture
+from optrush.data.samples import Counts, describe_counts
 from optrush.data.schema import Chat, RowLocation, parse_row
 from optrush.data.tokenizer import open_tokens
 from optrush.errors import DataError, NeedsError, UserError
@@ -327,6 +329,21 @@ def test_an_image_that_changes_while_a_run_reads_it(base: Path, tmp_path: Path) 
     (tmp_path / "a.png").unlink()
     with pytest.raises(DataError, match="No such file"):
         open_reader(base).patches(seen)
+
+
+def test_an_image_is_shown_as_one_piece(base: Path, tmp_path: Path) -> None:
+    """Also where a long document is shown in parts, whose border is inside an image."""
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    (document,) = read(base, write_rows(tmp_path, 2, most=2)).train.documents(1)
+    special, places = preview.special_ids(tokenizer), document.images
+    for middle in (0, places[0].at + 3, places[1].at, len(document)):
+        parts = ((0, middle), (middle, len(document)))
+        found = [p for part in parts for p in preview.token_pieces(tokenizer, document, *part, special)]
+        assert [i for piece in found for i in piece.ids] == document.ids.tolist()
+        shown = [piece.text for piece in found if piece.text.startswith("image")]
+        assert list(dict.fromkeys(shown)) == ["image 32 x 32, 16 tokens", "image 40 x 24, 15 tokens"]
+        assert not any(piece.learnt for piece in found if piece.text in shown)
+    assert "2 images" in describe_counts(Counts(images=2)) and "image" not in describe_counts(Counts())
 
 
 # --- what is refused

@@ -191,6 +191,9 @@ def _open_tower(trainer: Trainer, folder: Path | None, reader: ImageReader | Non
         return
     assert isinstance(trainer.model, Decoder)
     shape, dtype = trainer.model.shape, getattr(torch, trainer.config.model.dtype)
+    if shape.rope.by_length:
+        found = f"rotary embeddings of the kind {shape.rope.kind}, which depend on a document's length"
+        raise NeedsError("to train on rows with images", found, "take another kind, or rows of text")
     trainer.model.tower = open_tower(folder, trainer.hf, dtype, shape.rotated_width)
     least, most = reader.pixels
     size = sum(p.numel() for p in trainer.model.tower.module.parameters()) / 1e6
