@@ -20,8 +20,9 @@ import pytest
 from PIL import Image
 from transformers import AutoTokenizer
 
-from optrush.config import parse_config
+from optrush.config import Cleaning, parse_config
 from optrush.data import preview, tokenize
+from optrush.data.cleaning import clean_files
 from optrush.data.dataset import Sources, read_sources
 from optrush.data.images import ImageReader, Picture
 from optrush.data.samples import Counts, describe_counts
@@ -372,6 +373,14 @@ def test_what_does_not_read_images(
         read(base, path, *sets, objective=objective)
     assert caught.value.found == found or found in caught.value.found, caught.value
     assert "rows with images" in caught.value.asked and "take rows of text" in caught.value.do
+
+
+def test_filters_do_not_take_rows_for_their_texts(tmp_path: Path) -> None:
+    rows = [{"messages": [asked({"type": "image", "image": f"{n}.png"}), ANSWER]} for n in range(2)]
+    path = write(tmp_path, *rows, {"messages": [asked(), ANSWER]})
+    settings = Cleaning(exact_duplicates=True)
+    done = clean_files([path], settings, tokens=None, bad_rows="quarantine", most_bad=1, workers=1)
+    assert done.record["bad"]["rows"] == 2 and done.record["kept"]["rows"] == 1
 
 
 def test_several_ranks(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -484,6 +484,8 @@ def _batches(
             if isinstance(raw, DataError):
                 raise raw
             row = schema.parse_row(where, raw, rules)
+            if any(isinstance(part, schema.Chat) and part.images for part in schema.parts_of(row)):
+                raise schema.bad_row(where, "it has images, and filters (data.clean) see its text alone")
         except DataError as error:
             bad.append((place, error.found))
         else:
