@@ -22,11 +22,11 @@ from transformers import AutoTokenizer
 
 from optrush.config import Cleaning, parse_config
 from optrush.data import preview, tokenize
-from optrush.data.cleaning import clean_files
+from optrush.data.cleaning import Task, clean_files, measure_files
 from optrush.data.dataset import Sources, read_sources
 from optrush.data.images import ImageReader, Picture
 from optrush.data.samples import Counts, describe_counts
-from optrush.data.schema import Chat, RowLocation, parse_row
+from optrush.data.schema import NO_RULES, Chat, RowLocation, parse_row
 from optrush.data.tokenizer import open_tokens
 from optrush.errors import DataError, NeedsError, UserError
 from sights import PROCESSOR, VOCABULARY, draw, write_base, write_rows
@@ -381,6 +381,8 @@ def test_filters_do_not_take_rows_for_their_texts(tmp_path: Path) -> None:
     settings = Cleaning(exact_duplicates=True)
     done = clean_files([path], settings, tokens=None, bad_rows="quarantine", most_bad=1, workers=1)
     assert done.record["bad"]["rows"] == 2 and done.record["kept"]["rows"] == 1
+    table = measure_files([path], Task(Cleaning(), "file", NO_RULES, None, None), 1, lambda *_: None, strict=False)
+    assert not table.bad, "they are rows where nothing is compared"
 
 
 def test_several_ranks(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
