@@ -173,6 +173,7 @@ class Environment:
     sdpa_obstacle: str | None = None  # why a model through transformers cannot run sdpa
     paired: bool = False  # the objective compares pairs: rows of two documents, losses token by token
     teacher: Teacher | None = None  # of an objective that learns from another model's logits
+    tower: int = 0  # parameters of a frozen tower that reads the images of rows
     scored: bool = False  # the head gives a score in place of next tokens
     reference: str | None = None  # where an objective that compares with the untrained model has that from
     spec: ModelSpec = ModelSpec()

@@ -12,8 +12,9 @@ import binascii
 import hashlib
 import io
 import json
+import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +26,7 @@ import numpy as np
 from optrush.console import transformers_silenced
 from optrush.data.strict_json import kind_of, quoted
 from optrush.errors import DataError, NeedsError, first_line
-from optrush.files import open_file, read_file
+from optrush.files import open_file, parse_json, read_file, read_text
 from optrush.tokenizer_files import PROCESSORS
 
 MARK = "\ufdd0"  # in a turn's text, where an image is: a code point that texts do not have
@@ -35,6 +36,8 @@ SOURCES = ("bytes", "base64", "image", "image_url", "url", "path")  # keys of su
 # Their decoders are part of Pillow: others start programs (EPS) or are hardly ever used, and so hardly tried.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 MOST_FILE_bytes, MOST_PIXELS = 64 << 20, 100_000_000  # of an image; a phone's has up to 16 MiB, and 50 million
+NARROW = 200  # times that an image is at most as long as wide
+USUAL = 256.0  # placeholders of an image, where nothing is known of it
 LONGEST_PATH_chars = 4096
 ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # a tag of cameras, and its values that exchange width and height
 KIND = "Qwen2VLImageProcessor"  # how the names of transformers' classes begin whose patches the towers take
@@ -171,6 +174,46 @@ def place_images(found: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]
     return rest
 
 
+def processed_size(height: int, width: int, factor: int, least: int, most: int) -> tuple[int, int]:
+    """Return the height and width that the image processor makes of an image's, multiples of `factor`.
+
+    To the pixel what `smart_resize` of transformers returns, which needs no import here. Raises ValueError: too narrow.
+    """
+    if max(height, width) > NARROW * min(height, width):
+        raise ValueError(f"{width} x {height} pixels; at most {NARROW} times as long as wide")
+    high, wide = (round(n / factor) * factor for n in (height, width))
+    if high * wide > most:
+        scale = math.sqrt(height * width / most)
+        high, wide = (max(factor, math.floor(n / scale / factor) * factor) for n in (height, width))
+    elif high * wide < least:
+        scale = math.sqrt(least / (height * width))
+        high, wide = (math.ceil(n * scale / factor) * factor for n in (height, width))
+    return high, wide
+
+
+def about_tokens(folder: Path, least: int | None, most: int | None) -> Callable[[Picture, Path], float]:
+    """Return what estimates the placeholders of an image, without transformers; of one that is not read, USUAL."""
+    try:
+        vision, given = parse_json(read_text(folder / "config.json"))["vision_config"], {}
+        if (folder / PROCESSORS[0]).is_file():
+            given = parse_json(read_text(folder / PROCESSORS[0]))
+        factor = int(vision.get("patch_size", 14)) * int(vision.get("spatial_merge_size", 2))
+        size = given.get("size") or {}
+        low = least or given.get("min_pixels") or size.get("shortest_edge") or 4 * factor**2
+        high = most or given.get("max_pixels") or size.get("longest_edge") or 1280 * factor**2
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # the run reports it
+        return lambda *_: USUAL
+
+    def tokens(given: Picture, at: Path) -> float:
+        try:
+            with _opened(_bytes(given, at)) as image:
+                return math.prod(processed_size(image.height, image.width, factor, int(low), int(high))) / factor**2
+        except ValueError:  # the run names it
+            return USUAL
+
+    return tokens
+
+
 @dataclass(frozen=True)
 class ImageReader:
     """Reads images as the processor of a base prepares them.
@@ -248,11 +291,9 @@ class ImageReader:
                 width, height = height, width
             image.draft("RGB", (width // 8, height // 8))  # of a JPEG, all of which is read even so
             image.load()
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-
         made, (least, most) = self.processor, self.pixels
         patch, merge = int(made.patch_size), int(made.merge_size)
-        high, wide = (n // patch for n in smart_resize(height, width, patch * merge, least, most))
+        high, wide = (n // patch for n in processed_size(height, width, patch * merge, least, most))
         return SeenImage(0, high * wide // merge**2, (high, wide), (width, height), _digest(raw), given, folder)
 
     def patches(self, seen: SeenImage) -> np.ndarray:

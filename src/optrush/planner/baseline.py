@@ -410,6 +410,10 @@ def _objective(env: Environment, shape: ModelShape) -> Iterator[Rule]:
     """Yield the work that the objective adds to one forward and one backward pass."""
     if env.teacher is not None:
         yield from _teacher(env.teacher, shape)
+    if env.tower:
+        why = f"{env.tower:,} parameters that read images, frozen; what they compute of an image is not counted"
+        size = 2 if env.dtype == "bfloat16" else 4
+        yield ledger.add(Line("tower", why, size * env.tower, "byte", "always"))
     if not env.paired:
         return
     if env.scored:
