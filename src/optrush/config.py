@@ -182,8 +182,7 @@ class Cleaning(StrictModel):
 Column = Literal[  # a key of a row or, as `messages[].key`, of its turns
     "text", "messages", "conversations", "instruction", "input", "output", "system", "prompt", "completion", "chosen",
     "rejected", "label", "tools", "role", "from", "content", "value", "reasoning_content", "tool_calls",
-    "tool_call_id", "name",
-    "weight", "train", "ignore",
+    "tool_call_id", "name", "weight", "train", "images", "ignore",
 ]  # fmt: skip
 
 

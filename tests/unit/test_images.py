@@ -129,6 +129,10 @@ def test_every_form_names_its_image(row: dict[str, Any], images: list[Any]) -> N
         ({"messages": [asked({"type": "image"}), ANSWER], "images": ["a", "b"]}, "images: 2; places"),
         ({"messages": [{"role": "user", "content": "<image><image>"}, ANSWER], "images": ["a"]}, "places for them in"),
         ({"messages": [asked({"type": "image"}), ANSWER], "images": ["a"], "image": "a"}, "both 'images' and 'image'"),
+        ({"messages": [asked({"type": "image"}), ANSWER], "images": [["a"]]}, "the image is a list, not a path"),
+        ({"messages": [asked({"type": "image"}), ANSWER], "images": [None]}, "the image is named by nothing"),
+        ({"messages": [asked({"type": "image"}), ANSWER], "images": [{"path": None}]}, "the image is named by nothing"),
+        ({"messages": [asked({"type": "image", "bytes": "a b!"}), ANSWER]}, "the image is no base64"),
         ({"messages": [asked(), ANSWER], "videos": ["a"]}, "the row has 'videos', which is not understood"),
         ({"text": "a", "images": ["a"]}, "the row has 'images', which is not understood"),
         ({"prompt": "<image>", "completion": "a", "images": ["a"]}, "places for them in its turns (<image>): 0"),
@@ -144,6 +148,13 @@ def test_what_names_none(row: dict[str, Any], reason: str) -> None:
 def test_a_text_keeps_its_words() -> None:
     found = parse_row(WHERE, {"messages": [{"role": "user", "content": "an <image> tag"}, ANSWER], "images": []})
     assert isinstance(found, Chat) and found.messages[0].content == "an <image> tag" and not found.images
+
+
+def test_what_is_not_read_of_an_image_is_named() -> None:
+    noted: set[str] = set()
+    url = {"url": "a.png", "detail": "low"}
+    parse_row(WHERE, {"messages": [asked({"type": "image_url", "image_url": url, "id": 3}), ANSWER]}, noted=noted)
+    assert noted == {"messages[].content[].image_url.detail", "messages[].content[].id"}
 
 
 # --- damaged and hostile files
@@ -294,6 +305,16 @@ def test_no_image_is_cut(inside: int, base: Path, tmp_path: Path) -> None:
     found = read(base, path, *sets)
     (document,) = found.train.documents(0)
     assert len(document) == at and len(document.images) == 1
+
+
+def test_an_image_longer_than_a_row(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(PNG)
+    path = write(tmp_path, {"messages": [asked({"type": "image", "image": "a.png"}), ANSWER]})
+    sets = ("batch.seq=24", "batch.tokens=24")
+    with pytest.raises(DataError, match=r"tokens at .*:1\n.*lower data.max_pixels"):
+        read(base, path, *sets)
+    with pytest.raises(DataError, match="nothing is left of 1 rows"):
+        read(base, path, *sets, "data.too_long=truncate", "data.most_truncated=1")
 
 
 def test_what_holds_bytes(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -317,7 +317,7 @@ def _pieces(
     if how == "error" or (parts > 1 and how != "drop"):
         i = chosen[long[0]]
         where = RowLocation(files[shard.files[i]], int(shard.lines[i]))
-        raise overlong(where, int(whole[1, long[0]]), T, pair=parts > 1)
+        raise overlong(where, int(whole[1, long[0]]), T, pair=parts > 1, images=len(shard.images) > 0)
     cut = [_cuts(shard.document(at, at + n), T, how, counts) for at, n in whole[:2, long].T.tolist()]
     times = np.ones(len(chosen), np.int64)
     times[long] = [piece.shape[1] for piece in cut]
@@ -429,9 +429,10 @@ def _prompts(samples: Dataset) -> np.ndarray:
     return np.array(found, np.int64)
 
 
-def overlong(where: RowLocation, n: int, T: int, *, pair: bool) -> DataError:
+def overlong(where: RowLocation, n: int, T: int, *, pair: bool, images: bool = False) -> DataError:
     """Return the error of a row that is longer than T and must not be."""
     what, ways = ("pairs", "drop") if pair else ("documents", "split, drop or truncate")
+    ways = "drop or truncate, or lower data.max_pixels" if images else ways
     do = f"raise batch.seq, or choose data.too_long: {ways}"
     return DataError(f"{what} of at most {T} tokens (batch.seq)", f"{n} tokens at {where}", do)
 
@@ -525,7 +526,8 @@ class Maker:
             long = np.flatnonzero(shard.lengths() > T)[:1]
             rows = shard.numbers[long] + shelf.rows_before[-2]
             if len(rows) and rows[0] < first:
-                raise overlong(shelf.where(int(rows[0])), int(shard.lengths()[long[0]]), T, pair=shard.parts > 1)
+                n, seen = int(shard.lengths()[long[0]]), len(shard.images) > 0
+                raise overlong(shelf.where(int(rows[0])), n, T, pair=shard.parts > 1, images=seen)
         if first < shelf.total:
             asked, found, do = (getattr(refused[0][1].error, name) for name in ("asked", "found", "do"))
             raise DataError(asked, found, do if QUARANTINE in do else f"{do}; or set bad rows aside: {QUARANTINE}")

@@ -810,6 +810,8 @@ def _content(found: Any, name: str, unread: set[str], pictures: list[Picture] | 
             texts.append(_string(part.get("text"), f"{name}[{i}].text"))
             continue
         given = {key: part[key] for key in SOURCES if part.get(key) is not None}
+        inner = {key for value in given.values() if isinstance(value, dict) for key in value if key not in SOURCES}
+        unread.update(f"{_of_all(name)}.content[].{kind}.{key}" for key in inner)
         assert pictures is not None
         try:
             pictures.append(as_picture(given))
