@@ -34,7 +34,9 @@ from optrush.models.vision import open_tower
 from optrush.trainer.run import RunRequest, run
 from sights import BASES, VOCABULARY, write_base, write_rows
 
+from pair import Pair
 from parity_models import compare_gradients, materialise
+from trials import metrics
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
 T = 384
@@ -256,3 +258,37 @@ def test_a_run_that_goes_on(qwen: Sight, tmp_path: Path) -> None:
         shutil.rmtree(step)
     again = run(RunRequest(decide(config), resume="auto"))
     assert again.code == 0 and losses(config) == whole
+
+
+def on_ranks(base: Path, folder: Path, withs: Sequence[str]) -> list[tuple[float, float]]:
+    """The losses and norms of a run, one document a row; none on other ranks than the first."""
+    text = (
+        f"{{model: {base}, objective: sft, data: {{path: {folder / 'rows.jsonl'}}}, batch: {{seq: 128, tokens: 256, "
+        f"micro_tokens: 128}}, optim: {{lr: 0.01}}, train: {{steps: 3, log_every: 1}}, output: {folder / 'out'}}}"
+    )
+    config = parse_config(text, "images.yaml", [], withs)
+    return [(line["loss"], line["grad_norm"]) for line in metrics(config) if "loss" in line]
+
+
+def test_ranks_with_rows_of_their_own(qwen: Sight, pair: Pair, tmp_path: Path) -> None:
+    """In some steps one of two ranks has no image, in others both have."""
+    lines = write_rows(tmp_path, 4).read_text().splitlines()
+    turns = [{"role": "user", "content": "what is that ?"}, {"role": "assistant", "content": "a green square"}]
+    (tmp_path / "rows.jsonl").write_text("\n".join([*lines, *[json.dumps({"messages": turns})] * 3]))
+    alone = on_ranks(qwen.base, tmp_path, ["pad"])
+    first, other = pair(on_ranks, qwen.base, tmp_path, ["pad", "ddp"])
+    assert len(alone) == 3 and not other
+    np.testing.assert_allclose(first, alone, rtol=1e-5)
+
+
+def settled(base: Path, folder: Path, withs: Sequence[str]) -> str:
+    with pytest.raises(UserError) as caught:
+        on_ranks(base, folder, withs)
+    return caught.value.found
+
+
+def test_ranks_that_share_a_model(qwen: Sight, pair: Pair, tmp_path: Path) -> None:
+    write_rows(tmp_path, 2)
+    for withs, owned in ((["fsdp"], "data-parallel"), (["tensor"], "tensor-parallel")):
+        for found in pair(settled, qwen.base, tmp_path, withs):
+            assert found == f"a technique that owns the {owned} axis"

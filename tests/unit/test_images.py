@@ -413,13 +413,6 @@ def test_filters_do_not_take_rows_for_their_texts(tmp_path: Path) -> None:
     assert not table.bad, "they are rows where nothing is compared"
 
 
-def test_several_ranks(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(DataError, match="2 ranks"):
-        read(base, write_rows(tmp_path, 1))
-
-
 @pytest.mark.parametrize("kind", ["gemma3", "gemma4", "mistral3", "llava", "qwen2_vl", "internvl"])
 def test_other_families(kind: str, base: Path, tmp_path: Path) -> None:
     other = tmp_path / "base"

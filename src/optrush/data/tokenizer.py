@@ -20,11 +20,10 @@ from optrush.data.mask import (
 from optrush.data.schema import Chat, Message
 from optrush.errors import ConfigError, DataError, NeedsError, UserError, reason
 from optrush.files import check_model_files, read_file, read_text
-from optrush.launch import launched
 from optrush.models.config_json import read_config_json
 from optrush.models.families import TOWERS
 from optrush.models.text_part import is_multimodal
-from optrush.technique import library
+from optrush.technique import RANK_PARTS, Environment, Part, library
 from optrush.tokenizer_files import (
     PATTERNS,
     READER_s,
@@ -35,7 +34,7 @@ from optrush.tokenizer_files import (
 )
 
 if TYPE_CHECKING:
-    pass
+    from optrush.data.packing import RowLayout
 from optrush.data.chat_template import Tokens, tokenizing
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -88,7 +87,7 @@ def _image_reader(config: Config, base: Path | None, tokenizer: Any) -> ImageRea
         return DataError(
             asked, "a model without a folder: its tower has no weights", f"name one (model.path), or {text}"
         )
-    hf, ranks = read_config_json(base / "config.json"), launched()[1]
+    hf = read_config_json(base / "config.json")
     kind, named = hf.get("model_type"), f"a base of one of {', '.join(TOWERS)}"
     if kind not in TOWERS or not is_multimodal(hf):
         return DataError(asked, f"a base of model_type {kind!r}, whose images are not read", f"take {named}, or {text}")
@@ -102,12 +101,30 @@ def _image_reader(config: Config, base: Path | None, tokenizer: Any) -> ImageRea
         (config.data.too_long == "split", "data.too_long: split, which cuts what follows an image from it",
          "choose data.too_long: truncate or drop"),
         (config.data.stream, "data.stream", "leave data.stream out"),
-        (ranks > 1, f"{ranks} ranks", "train on one rank"),
     )  # fmt: skip
     for met, found, do in obstacles:
         if met:
             return DataError(asked, found, f"{do}, or {text}")
     return ImageReader(base, hf, config.data.min_pixels, config.data.max_pixels)
+
+
+def settle_images(tokens: Tokens | None, env: Environment, layout: RowLayout) -> ImageReader | None:
+    """Return what reads the images of rows, if the techniques and the layout of a run take them; else they are refused.
+
+    Ranks may have rows of their own, but each has all weights: a cut model would cast or cut what the tower gives it.
+    """
+    if tokens is None or not isinstance(tokens.images, ImageReader):
+        return None
+    wrong = {Part.CAPTURE} | (RANK_PARTS - ({Part.DATA} if "dp" not in env.sharded else set()))
+    parts = [part for part in Part if part in env.claimed & wrong]
+    if {Part.DATA, Part.STATES} <= env.claimed:  # an engine of its own
+        parts.append(Part.DATA)
+    found = f"a technique that owns {parts[0].value}" if parts else "a layout of rows that cuts documents"
+    if not parts and layout.uncut and layout.isolated:
+        return tokens.images
+    do = "leave that technique out (--without NAME), or take rows of text"
+    tokens.images = DataError("to train on rows with images", found, do)
+    return None
 
 
 def open_tokenizer(folder: Path) -> Any:

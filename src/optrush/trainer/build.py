@@ -27,9 +27,9 @@ from optrush.data.dataset import Source, Sources, read_sources
 from optrush.data.images import ImageReader
 from optrush.data.samples import SampleSource
 from optrush.data.stored_tokens import StoredTokens
-from optrush.data.tokenizer import open_tokens, turn_ends
+from optrush.data.tokenizer import open_tokens, settle_images, turn_ends
 from optrush.decide import Decided
-from optrush.errors import ConfigError, DataError, NeedsError, NoEffectError
+from optrush.errors import ConfigError, NeedsError, NoEffectError
 from optrush.models.config_json import METHODS, is_readable
 from optrush.models.decoder import Decoder, frozen_flops
 from optrush.models.delta_rule import rules
@@ -146,7 +146,7 @@ def _opened(a: Assembly) -> tuple[Trainer, SampleSource | None]:
     _defaults(trainer)
     _stage(trainer, prepared.techniques, "data")
     check_layout(config, trainer.layout)
-    reader = None if tokens is None else _image_reader(trainer, tokens)
+    reader = settle_images(tokens, env, trainer.layout)
     console.loading(f"reading the data: {_named(config)}")
     whole = trainer.layout.uncut or not a.training
     known = vocab if config.data.random is None else ids
@@ -166,19 +166,6 @@ def _opened(a: Assembly) -> tuple[Trainer, SampleSource | None]:
     )  # fmt: skip
     trainer.stream.reader = reader
     return trainer, held_out
-
-
-def _image_reader(trainer: Trainer, tokens: Tokens) -> ImageReader | None:
-    """Return what reads the images of rows, unless a technique or a layout refuses them."""
-    if not isinstance(tokens.images, ImageReader):
-        return None
-    parts = [part for part in (Part.CAPTURE, Part.DATA) if part in trainer.env.claimed]
-    found = f"a technique that owns {parts[0].value}" if parts else "a layout of rows that cuts documents"
-    if parts or not (trainer.layout.uncut and trainer.layout.isolated):
-        do = "leave that technique out (--without NAME), or take rows of text"
-        tokens.images = DataError("to train on rows with images", found, do)
-        return None
-    return tokens.images
 
 
 def _open_tower(trainer: Trainer, folder: Path | None, reader: ImageReader | None) -> None:
