@@ -91,7 +91,8 @@ TEXT = """\
 
 Of each family (`model_type` of config.json) of causal language models, and of models of images and text, that
 transformers 5 knows, a tiny model with random weights was loaded as a run loads one (`benchmarks/families.py` writes
-this page). Of a model of images and text the language model is trained, on rows without images.
+this page). Of a model of images and text the language model is trained, on rows without images (with them:
+[rows with images](data.md#images)).
 
 - native: in our own decoder.
 - transformers: through transformers' own model, after packed documents were compared with each alone, one document was

@@ -182,8 +182,7 @@ class Cleaning(StrictModel):
 Column = Literal[  # a key of a row or, as `messages[].key`, of its turns
     "text", "messages", "conversations", "instruction", "input", "output", "system", "prompt", "completion", "chosen",
     "rejected", "label", "tools", "role", "from", "content", "value", "reasoning_content", "tool_calls",
-    "tool_call_id", "name",
-    "weight", "train", "ignore",
+    "tool_call_id", "name", "weight", "train", "images", "ignore",
 ]  # fmt: skip
 
 
@@ -204,6 +203,8 @@ class Data(StrictModel):
     separator: Annotated[str, AfterValidator(_separator)] | None = None  # between the cells of .csv and .tsv files
     columns: dict[Text, Column] = Field(default_factory=dict)  # what a key of the rows is: {question: prompt}
     roles: dict[Text, Literal["system", "developer", "user", "assistant", "tool"]] = Field(default_factory=dict)
+    min_pixels: Annotated[int, Field(ge=1)] | None = None  # of an image, which is enlarged to have as many
+    max_pixels: Annotated[int, Field(ge=1)] | None = None  # of an image, which is reduced to have as many
     split_turns: bool = False  # a conversation is one document an answer
     clean: Cleaning | None = None
     stream: bool = False  # tokenise while training, without a cache

@@ -34,14 +34,14 @@ from optrush.config import (
     parse_config,
     refuse_secrets,
 )
-from optrush.data.length_estimate import estimate_fill, estimate_longest, run_tokens
+from optrush.data.length_estimate import estimate_fill, estimate_longest, first_images, run_tokens
 from optrush.errors import ConfigError, NeedsError, UserError
 from optrush.files import read_text
 from optrush.hardware import GIB, Device
 from optrush.launch import launched
 from optrush.models.shapes import HF, ModelShape, native_obstacle, refuse_foreign, sdpa_obstacle
 from optrush.models.source import Growth, check_positions, grow, locate, read_generation
-from optrush.models.text_part import text_config, with_vocabulary
+from optrush.models.text_part import text_config, tower_parameters, with_vocabulary
 from optrush.models.traced import TracedShape, find_traced, shape_of
 from optrush.planner import calibration
 from optrush.planner.ledger import Short
@@ -563,6 +563,7 @@ def _checked(
         found = f"{device.name}, capability {device.capability}, which has no such products"
         raise NeedsError("`model.dtype: bfloat16`", found, "leave it out, and take --with amp:dtype=fp16")
     teacher = None if (of := of_teacher(config)) is None else locate(of, weights=weights)
+    tower = tower_parameters(hf) if config.objective == "sft" and native else 0
     env = Environment(
         device, ranks, config.batch.seq, rows, micro_rows, config.optim.clip, config.model.dtype, native,
         blocks=known.layers if known else int(text.get("num_hidden_layers") or text.get("n_layer") or 0),
@@ -573,6 +574,7 @@ def _checked(
         scored=config.scored, teacher=None if teacher is None else _sizes(config, teacher[1], text),
         copies_saved=config.train.save == "async", rollout=_rollout(config, ranks),
         by_token=config.paired or config.loss is not None or config.objective == "grpo",
+        tower=tower if tower and first_images(config) else 0,
     )  # fmt: skip
     env = settle(techniques, env, classes)
     check_reference(env, config.objective)

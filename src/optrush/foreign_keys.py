@@ -64,7 +64,7 @@ def rules_of(fates: Mapping[str, str | Rule]) -> Table:
 
 
 LEAVE = "leave it out: optrush has no counterpart"
-NO_IMAGES = only(do="leave it out: models of images are not trained here")
+NO_VIDEOS = only(do="leave it out: videos and audio are not trained on here")
 DROPPED = only(do="leave it out: what is too long is left out whole")
 LOGGED = listed("the name of a log; `tracker:` reports a run (docs/trackers.md)")
 PATHS = listed("where files are kept does not change the training")
@@ -263,7 +263,9 @@ LLAMA_FACTORY = TRAINER | rules_of({
     "export_dir": only(do="leave it out, and run: optrush export RUN"),
     "infer_backend": only(do="this is no training: optrush chat"),
     "ref_model": only(do="leave it out: the reference is the model that training begins with"),
-    "freeze_vision_tower image_max_pixels video_max_pixels": NO_IMAGES, "early_stopping_steps": "train.stop_after",
+    "freeze_vision_tower freeze_multi_modal_projector": only(*ON, do="leave it true: towers are frozen here"),
+    "image_max_pixels": "data.max_pixels", "image_min_pixels": "data.min_pixels",
+    "video_max_pixels video_min_pixels": NO_VIDEOS, "early_stopping_steps": "train.stop_after",
     "reserved_label_len": listed("a document is cut at its end"),
     "preprocessing_batch_size data_shared_file_system": READING, "use_v1_kernels": SPEED,
     "add_tokens add_special_tokens": "model.add_tokens", "mix_strategy": only(
@@ -351,8 +353,9 @@ AXOLOTL = TRAINER | rules_of({
     "debug": listed("--debug shows tracebacks"), "shuffle_merged_datasets": only(*ON, do="rows are always shuffled"),
     "loss_watchdog_threshold loss_watchdog_patience": listed("a loss that is not finite stops a run"),
     "save_first_step": listed("`train.save_every` says when checkpoints are written"),
-    "max_packed_sequence_len": only(do="sample_packing: true"), "processor_type": NO_IMAGES,
-    "skip_prepare_dataset": only(*OFF, do="leave it out: models of images are not trained here"),
+    "max_packed_sequence_len": only(do="sample_packing: true"), "processor_type": only(
+        "AutoProcessor", do="leave it out: the base's image processor is taken"),
+    "skip_prepare_dataset": listed("images are read while rows are tokenised"),
     "curriculum_sampling relora gptq": ABSENT,
     "lora_on_cpu": listed("where an adapter is merged: `optrush export` merges one"),
     "cosine_min_lr_ratio": "optim.min_lr_ratio",
@@ -533,7 +536,7 @@ FACTORY_COLUMNS = Tool("LLaMA-Factory's columns", rules_of({
     "messages": "columns.messages", "system": "columns.system", "tools": "columns.tools", "chosen": "columns.chosen",
     "rejected": "columns.rejected", "kto_tag": "columns.label",
     "history": only(do="write the rows as messages, with their earlier turns"),
-    "images videos audios": only(do="train on text, without images and audio"),
+    "images": "columns.images", "videos audios": NO_VIDEOS,
 }))  # fmt: skip
 FACTORY_TAGS = Tool("LLaMA-Factory's tags", rules_of({
     "role_tag": "@role", "content_tag": "@content", "user_tag": "user", "assistant_tag": "assistant",

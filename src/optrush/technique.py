@@ -185,6 +185,7 @@ class Environment:
     by_token: bool = False  # losses are taken token by token: of pairs, sampled answers, or by a loss of one's own
     teacher: Teacher | None = None  # of an objective that learns from another model's logits
     rollout: Rollout | None = None  # of an objective that learns from sampled answers
+    tower: int = 0  # parameters of a frozen tower that reads the images of rows
     scored: bool = False  # the head gives a score in place of next tokens
     reference: str | None = None  # where an objective that compares with the untrained model has that from
     spec: ModelSpec = ModelSpec()

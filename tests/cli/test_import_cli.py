@@ -265,6 +265,20 @@ def test_a_script_of_llama_factory(here: Path, model: str, line: str) -> None:
     assert found["model"]["path"] == "tiny" and found["batch"]["seq"] == 64 and "lora" in found["with"]
 
 
+def test_images_of_llama_factory(here: Path) -> None:
+    turns = [{"from": "human", "value": "<image>what ?"}, {"from": "gpt", "value": "a cat"}]
+    entry = {"file_name": "rows.jsonl", "formatting": "sharegpt", "columns": {"messages": "talk", "images": "pics"}}
+    (here / "dataset_info.json").write_text(json.dumps({"pictures": entry}))
+    given = {**FACTORY, "dataset": "pictures", "dataset_dir": str(here), "image_max_pixels": 4096}
+    found = translated("f.yaml", {**given, "image_min_pixels": 64, "freeze_vision_tower": True})
+    assert found["data"]["max_pixels"] == 4096 and found["data"]["min_pixels"] == 64
+    row = read(found, {"talk": turns, "pics": ["a.png"]})
+    assert isinstance(row, Chat) and [one.path for one in row.images] == ["a.png"]
+    for more in ({"freeze_vision_tower": False}, {"video_max_pixels": 9}):
+        with pytest.raises(ConfigError, match=next(iter(more))):
+            translated("f.yaml", {**given, **more})
+
+
 def test_full_training_of_llama_factory(here: Path) -> None:
     """A value that means none is not replaced by the tool's default."""
     given = {**FACTORY, "finetuning_type": "full", "quantization_bit": None}
@@ -421,7 +435,7 @@ def test_arguments_of_a_script(here: Path) -> None:
         ({"lora_target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}, "lora_target_parameters"),
         ({"lora_target_linear": None, "lora_target_modules": ["q_proj", "down_proj"],
           "lora_target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}, "lora_target_modules"),
-        ({"processor_type": "AutoProcessor"}, "processor_type"), ({"qat": {"weight_dtype": "int8"}}, "qat"),
+        ({"processor_type": "LlavaProcessor"}, "processor_type"), ({"qat": {"weight_dtype": "int8"}}, "qat"),
         ({"model_config": {"output_router_logits": True}, "base_model": "a/mixture"}, "model_config"),
         ({"model_config": {"rope_theta": 5}}, "model_config"), ({"model_quantization_config": "Fp8"},
                                                                  "model_quantization_config"),

@@ -151,7 +151,10 @@ def test_exactly_one_kind_is_meant():
         ({"messages": ["hello"]}, "messages[0] is a string, not an object"),
         ({"messages": [{"role": "system", "content": "s"}, ASK]}, "no assistant turn: there is nothing to learn"),
         ({"messages": [ASK, ANSWER], "history": [1]}, "the row has 'history', which is not"),
-        ({"messages": [ASK, ANSWER], "images": ["a"]}, "the row has 'images', which is not"),
+        (
+            {"messages": [ASK, ANSWER], "images": ["a"]},
+            "the row has images: 1; places for them in its turns (<image>): 0",
+        ),
         ({"messages": [ASK, ANSWER], "functions": [TOOL]}, "the row has 'functions', which is not"),
         ({"messages": [{"role": "user", "content": ""}, ANSWER]}, "messages[0].content: an empty user turn"),
     ],

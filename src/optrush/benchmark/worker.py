@@ -277,6 +277,7 @@ def lay_out(trainer: Trainer, documents: Sequence[tuple[int, Document]], most: i
     rows, ranks = trainer.env.micro_rows, trainer.world.data_ranks
     source = DocumentList(documents, trainer.stream.source.parts)
     stream = sampler.Stream(source, trainer.layout, T=trainer.env.seq, rows=rows * ranks, seed=0, shuffle=False)
+    stream.reader = trainer.stream.reader
     if trainer.stream.reference is not None:
         stream.reference = dpo_reference.passed(trainer, source, "pairs of the proof")
     plan = stream.plan(epochs=1)

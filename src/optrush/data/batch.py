@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from optrush.data.images import ImageReader
 from optrush.data.schema import Document
 from optrush.data.stored_tokens import StoredTokens
 
@@ -44,6 +45,30 @@ class Documents(NamedTuple):
         numbers = torch.arange(1, room + 2, device=positions.device)
         starts = torch.searchsorted(begins.flatten().cumsum(0), numbers, out_int32=True)
         return self._replace(starts=starts, ids=begins.cumsum(1, dtype=self.ids.dtype), longest=size, single=False)
+
+
+class Images(NamedTuple):
+    """The images of B rows, in the order of their places; P patches, S placeholders."""
+
+    patches: Tensor  # (P, values) float32, as the base's image processor makes them
+    grids: Tensor  # (images, 3) int64: patches of each in time, height and width
+    slots: Tensor  # (S,) int64: its placeholders among the B*T slots
+    axes: Tensor  # (B, T, 3) int32: positions in time, height and width, which restart with each document
+    rows: tuple[tuple[int, int, int], ...]  # on the host: images, patches and placeholders of each row
+
+    def of(self, first: int, last: int) -> Images | None:
+        """Return those of the rows [first, last); None: they have none."""
+        (i, p, s), (j, q, e) = (map(sum, zip((0, 0, 0), *self.rows[:n])) for n in (first, last))
+        slots = self.slots[s:e] - first * self.axes.shape[1]
+        return (
+            None
+            if i == j
+            else Images(self.patches[p:q], self.grids[i:j], slots, self.axes[first:last], self.rows[first:last])
+        )
+
+    def each(self, move: Callable[[Any], Any]) -> Images:
+        """Return them with another form of each tensor."""
+        return Images(move(self.patches), move(self.grids), move(self.slots), move(self.axes), self.rows)
 
 
 class RowCounts(NamedTuple):
@@ -77,6 +102,13 @@ class Batch:
     Of a stored teacher, at each target (else anything):
     teacher_ids (B, T, k) int32: its likeliest tokens.
     teacher_log_p (B, T, k + 1): their log-probabilities, and that of all others together."""
+    images: Images | None = None
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """What the model is called with."""
+        given = (self.tokens, self.positions, self.documents)
+        return given if self.images is None else (*given, self.images)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return what rebuilds it in another process: arrays, for torch would send each tensor as an open file."""
@@ -107,6 +139,7 @@ class Batch:
             ),
             _terms(learnt, extra), learnt, sum(r.tokens for r in held), sum(r.attended for r in held),
             tuple(s for r in held for s in r.samples), held, extra,
+            None if self.images is None else self.images.of(first, last),
         )  # fmt: skip
 
     def to(self, device: torch.device) -> Batch:
@@ -124,6 +157,7 @@ class Batch:
         filled = None if d.filled is None else move(d.filled)
         documents = d._replace(starts=move(d.starts), ids=move(d.ids), filled=filled)
         moved: dict[str, Any] = {name: move(getattr(self, name)) for name in ("tokens", "labels", "positions")}
+        moved["images"] = None if self.images is None else self.images.each(move)
         return replace(self, documents=documents, extra={n: move(t) for n, t in self.extra.items()}, **moved)
 
 
@@ -141,6 +175,7 @@ def collate(
     parts: int = 1,
     reference: np.ndarray | None = None,
     stored: StoredTokens | None = None,
+    reader: ImageReader | None = None,
 ) -> Batch:
     """Collate rows of (sample index, document) into one Batch on the host.
 
@@ -153,6 +188,7 @@ def collate(
         parts: documents of a sample: 1, of pairs 2.
         reference: (samples, 2) float32, of pairs, where their reference is known.
         stored: a teacher's likeliest tokens of each target.
+        reader: of the images of documents.
     """
     B = len(rows)
     tokens = np.zeros((B, T), np.int64)
@@ -196,8 +232,42 @@ def collate(
         torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(positions),
         Documents(torch.from_numpy(starts), torch.from_numpy(ids), bucket, single, torch.from_numpy(filled)),
         _terms(learnt, extra), learnt, sum(c.tokens for c in counts), sum(c.attended for c in counts),
-        tuple(s for c in counts for s in c.samples), tuple(counts), extra,
+        tuple(s for c in counts for s in c.samples), tuple(counts), extra, _images(rows, positions, reader),
     )  # fmt: skip
+
+
+def _images(
+    rows: Sequence[Sequence[tuple[int, Document]]], positions: np.ndarray, reader: ImageReader | None
+) -> Images | None:
+    """Return the images of the rows' documents, and the positions (B, T) by three axes; None: they have none.
+
+    A text's token has one position on all axes. An image begins at the next one, and has one in time, and one each for
+    its rows and columns; behind it positions go on from the largest. Source: arXiv:2409.12191.
+    """
+    T, axes = positions.shape[1], np.repeat(positions[..., None], 3, 2)
+    patches, slots = list[np.ndarray](), list[np.ndarray]()
+    grids, counts = list[list[int]](), list[tuple[int, int, int]]()
+    for b, row in enumerate(rows):
+        at, before = 0, (len(grids), sum(map(len, patches)), sum(map(len, slots)))
+        for _, document in row:
+            for image in document.images:
+                assert reader is not None
+                high, wide = (n // reader.merge for n in image.grid)
+                first, end, stop = at + image.at, at + image.at + image.tokens, at + len(document)
+                place = int(axes[b, first, 0])  # of a text's token there
+                axes[b, first:end] = place + np.stack(
+                    [np.zeros(image.tokens, np.int32), *(k.reshape(-1) for k in np.indices((high, wide), np.int32))], 1
+                )
+                axes[b, end:stop] += max(high, wide) - image.tokens
+                patches.append(reader.patches(image))
+                grids.append([1, *image.grid])
+                slots.append(np.arange(b * T + first, b * T + end))
+            at += len(document)
+        counts.append((len(grids) - before[0], sum(map(len, patches)) - before[1], sum(map(len, slots)) - before[2]))
+    if not grids:
+        return None
+    whole, sizes = torch.from_numpy(np.concatenate(patches)), torch.from_numpy(np.array(grids, np.int64))
+    return Images(whole, sizes, torch.from_numpy(np.concatenate(slots)), torch.from_numpy(axes), tuple(counts))
 
 
 def _pairs(

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 
 from optrush.data import schema
+from optrush.data.images import ImageReader, SeenImage
 from optrush.data.mask import (
     LIMITS,
     MEND_EARLIER,
@@ -39,7 +40,19 @@ from optrush.data.mask import (
     thoughts_end,
     visible,
 )
-from optrush.data.schema import Chat, Completion, Document, Judged, Message, Pair, Row, RowLocation, Text, parts_of
+from optrush.data.schema import (
+    Chat,
+    Completion,
+    Document,
+    Judged,
+    Message,
+    Pair,
+    Row,
+    RowLocation,
+    Text,
+    bad_row,
+    parts_of,
+)
 from optrush.data.words import WRITTEN, Held, Words, composes, unknown_id, widths
 from optrush.errors import DataError, one_line, reason
 from optrush.tokenizer_files import (
@@ -82,6 +95,7 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(inner)
 
 
+NO_IMAGES = DataError("rows with images", "they are read by `optrush train` alone", "take rows of text")
 GIVE_TEMPLATE = "give one: `model.chat_template: chatml`, which is built in, or `model.chat_template: FILE.jinja`"
 TRAIN_ON = ("assistant", "last", "all", "answer", "last-answer")
 LONGEST_TEMPLATE_bytes = 64 * 2**10
@@ -131,6 +145,7 @@ class Tokens:
             asked = f"the tokenizer of {tokenizer.name_or_path or 'the model'}"
             raise DataError(asked, found, "use a model folder with a tokenizer.json")
         self.tokenizer = tokenizer
+        self.images: ImageReader | DataError = NO_IMAGES  # what reads the images of rows, or why none are read
         self._given = template
         self._today = today
         self._engine = _engine(tokenizer)
@@ -165,6 +180,11 @@ class Tokens:
         with LIMITS if rendering else nullcontext():
             for where, row in samples:
                 try:
+                    if isinstance(self.images, DataError) and any(
+                        isinstance(p, Chat) and p.images for p in parts_of(row)
+                    ):
+                        asked, found, do = self.images.args
+                        raise DataError(f"{asked}, as that at {where}", found, do)
                     own = [self._draft(part, train_on, where) for part in parts_of(row)]
                     for draft in own:
                         refuse_long(draft.text, f"the row at {where}")
@@ -173,8 +193,10 @@ class Tokens:
                     drafts.append(error)
         made = iter(self._documents([draft for of in drafts if isinstance(of, list) for draft in of]))
         result: list[tuple[Document, ...] | DataError] = []
-        for (_, row), of in zip(samples, drafts, strict=True):
+        for (where, row), of in zip(samples, drafts, strict=True):
             parts = [of] if isinstance(of, DataError) else [next(made) for _ in of]
+            if isinstance(row, Chat) and row.images and isinstance(parts[0], Document):
+                parts = [self._with_images(row, parts[0], where)]
             if bad := next((part for part in parts if isinstance(part, DataError)), None):
                 result.append(bad)
                 continue
@@ -184,6 +206,28 @@ class Tokens:
                 documents = tuple([replace(document, desirable=label) for document, label in judged])
             result.append(documents)
         return result
+
+    def _with_images(self, chat: Chat, document: Document, where: RowLocation) -> Document | DataError:
+        """Return the document with as many placeholders as each of its images has, or the error that names one."""
+        assert isinstance(self.images, ImageReader)
+        seen = list[SeenImage]()
+        try:
+            for image in chat.images:
+                seen.append(self.images.look(image, where.file.parent))
+        except ValueError as error:
+            return bad_row(where, f"image {len(seen) + 1} of {len(chat.images)}: {error}")
+        if (n := int((document.ids == self.images.token).sum())) != len(seen):
+            mark = self.tokenizer.convert_ids_to_tokens(self.images.token)
+            found = f"{len(seen)} images, and {n} of {mark} in what the chat template writes"
+            return DataError(f"to render the messages at {where}", found, "give the base's own (model.chat_template)")
+        places, times = document.ids == self.images.token, np.ones(len(document), np.int64)
+        times[places] = [image.tokens for image in seen]
+        begin = (times.cumsum() - times)[places].tolist()
+        return Document(
+            np.repeat(document.ids, times), np.repeat(document.targets & ~places, times),
+            weights=None if document.weights is None else np.repeat(document.weights, times),
+            images=tuple([image._replace(at=at) for image, at in zip(seen, begin, strict=True)]),
+        )  # fmt: skip
 
     def document(self, row: Row, train_on: str, where: RowLocation) -> Document:
         """Return the token ids of a row that is no pair, and which are learnt; raises DataError if none would be."""
@@ -302,7 +346,7 @@ class Tokens:
             text = f"{m.content}{m.reasoning}" if m.reasoning else m.content
             sought = tuple([one for one in self._sought if one in text])
             plain &= m.plain and not sought
-            messages += m.role, not m.content.strip(), m.reasoning is None, len(m.calls), sought
+            messages += m.role, not m.content.strip(), m.reasoning is None, len(m.calls), len(m.images), sought
         return Shape(steady, plain, tuple(turns), (len(chat.tools), *messages))
 
     def _layout(self, template: Template, chat: Chat, turns: Sequence[int], shape: Shape) -> Layout | None:

@@ -400,7 +400,8 @@ class Measure:
         blocks: list[tuple[Columns, Values]] = []
         bad: list[tuple[int, int, str]] = []
         done = 0
-        for places, entries, refused in _batches(chunk, self.task.text_rows, self.task.rules):
+        compared = bool(filters(self.task.settings))
+        for places, entries, refused in _batches(chunk, self.task.text_rows, self.task.rules, compared):
             blocks.append(self._block(np.array(places), entries))
             bad += [(done + place, places[place], why) for place, why in refused]
             done += len(places)
@@ -477,7 +478,7 @@ class Measure:
 
 
 def _batches(
-    chunk: Chunk, text_rows: str, rules: RowRules
+    chunk: Chunk, text_rows: str, rules: RowRules, compared: bool
 ) -> Iterator[tuple[list[int], list[_Entry], list[tuple[int, str]]]]:
     """Yield (the rows' lines, the good ones, the bad ones with the reason) of some rows at a time."""
     places: list[int] = []
@@ -491,6 +492,8 @@ def _batches(
             if isinstance(raw, DataError):
                 raise raw
             row = schema.parse_row(where, raw, rules)
+            if compared and any(isinstance(part, schema.Chat) and part.images for part in schema.parts_of(row)):
+                raise schema.bad_row(where, "it has images, and filters (data.clean) see its text alone")
         except DataError as error:
             bad.append((place, error.found))
         else:

@@ -18,6 +18,8 @@ from optrush.tokenizer_files import check_sizes
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from optrush.data.images import Picture
+
 ROWS = 200  # looked at
 FILES = 8  # that they come from, if there are more
 MOST_CHARS = 4 << 20
@@ -25,6 +27,7 @@ CHARS_A_TOKEN = 4.0  # of English, without a tokenizer; the usual rule of thumb
 TOKENS_A_TURN = 5  # of a template around a turn: two marks, the role and two ends of lines
 PROBED = 40  # rows that the tokenizer is tried on
 RANDOM, SAMPLES = 4096, 1000  # documents of `data.random: true`, conversations of a sample, where none are counted
+FEW = 20  # rows of a file in which images are looked for
 MOST_BYTES = 256 << 20  # read to count lines
 
 
@@ -33,6 +36,13 @@ class Fill(NamedTuple):
 
     padding: float  # share of the slots that hold no token, where a row holds one document
     reach: float  # a token's document as a share of T, on average over the tokens; a pair is two documents
+
+
+class _Read(NamedTuple):
+    text: str
+    turns: int
+    images: list[Picture]
+    folder: Path
 
 
 def estimate_fill(config: Config) -> Fill:
@@ -58,18 +68,21 @@ def estimate_longest(config: Config) -> int | None:
 
 def _lengths(config: Config) -> list[float]:
     folder, judged = config.model.tokenizer or config.model.path, config.objective == JUDGED
-    return estimate(config.data, config.seed, pairs=config.paired, judged=judged, tokenizer=folder)
+    base = config.model.path
+    return estimate(config.data, config.seed, pairs=config.paired, judged=judged, tokenizer=folder, base=base)
 
 
 def estimate(
-    data: Data, seed: int, *, pairs: bool = False, judged: bool = False, tokenizer: str | None = None
-) -> list[float]:
+    data: Data, seed: int, *, pairs: bool = False, judged: bool = False, tokenizer: str | None = None,
+    base: str | None = None,
+) -> list[float]:  # fmt: skip
     """Estimate the tokens of the first documents, or pairs of them; empty if they fill their rows or are unknown.
 
     Unknown are a missing file and data that needs a missing library; a data set of the hub is not fetched.
 
     Args:
         tokenizer: its folder; anything else, or None: by `CHARS_A_TOKEN`.
+        base: the model's folder, which says how many tokens an image has.
     """
     if data.sample == "recipes":
         from optrush.data.sample import conversations, preferences
@@ -81,8 +94,20 @@ def estimate(
     each = max(1, FILES // max(1, len(data.origins)))
     files = [file for origin in data.origins for file in _spread(_files(origin.path), each)]
     rows = [row for file in files[:ROWS] for row in _texts(file, data, max(1, ROWS // len(files)), judged)]
-    width = _chars_a_token(tokenizer, [text for text, _ in rows[:PROBED]])
-    return [len(text) / width + turns * TOKENS_A_TURN for text, turns in rows]
+    width = _chars_a_token(tokenizer, [row.text for row in rows[:PROBED]])
+    lengths = [len(row.text) / width + row.turns * TOKENS_A_TURN for row in rows]
+    if not any(row.images for row in rows):
+        return lengths
+    from optrush.data.images import about_tokens
+
+    seen = about_tokens(Path(base or ""), data.min_pixels, data.max_pixels)
+    return [n + sum(seen(image, row.folder) for image in row.images) for n, row in zip(lengths, rows, strict=True)]
+
+
+def first_images(config: Config) -> int:
+    """Return how many images the first rows have."""
+    files = [file for origin in config.data.origins for file in _spread(_files(origin.path), 1)]
+    return sum(len(row.images) for file in files for row in _texts(file, config.data, FEW, config.objective == JUDGED))
 
 
 def estimate_tokens(config: Config) -> float | None:
@@ -150,8 +175,8 @@ def _spread(files: Sequence[Path], most: int) -> list[Path]:
     return [files[i * len(files) // most] for i in range(most)] if len(files) > most else list(files)
 
 
-def _texts(file: Path, data: Data, most: int, judged: bool) -> Iterator[tuple[str, int]]:
-    """Yield the text and the number of turns of the first rows of a file; bad rows are left out."""
+def _texts(file: Path, data: Data, most: int, judged: bool) -> Iterator[_Read]:
+    """Yield the first rows of a file; bad rows are left out."""
     from optrush.data.readers import attempts
     from optrush.data.schema import Chat, Judged, RowRules, parse_row, parts_of, row_text
     from optrush.errors import UserError
@@ -167,11 +192,12 @@ def _texts(file: Path, data: Data, most: int, judged: bool) -> Iterator[tuple[st
             except UserError:
                 continue
             if row is not None:
-                turns = sum(len(part.messages) for part in parts_of(row) if isinstance(part, Chat))
+                chats = [part for part in parts_of(row) if isinstance(part, Chat)]
+                turns = sum(len(part.messages) for part in chats)
                 times = 1 + isinstance(row, Judged)  # with the answer of another row, about as much again
                 text = row_text(row) * times
                 left -= len(text)
-                yield text, turns * times
+                yield _Read(text, turns * times, [one for part in chats for one in part.images], file.parent)
     except UserError:
         return
 

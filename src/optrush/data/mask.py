@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from jinja2.exceptions import TemplateError
 
 from optrush.data import schema
+from optrush.data.images import MARK
 from optrush.data.schema import Chat, Message, RowLocation
 from optrush.errors import ConfigError, DataError
 
@@ -149,7 +150,9 @@ class Template:
                 {**call, "function": {**call["function"], "arguments": _json(call["function"]["arguments"])}}
                 for call in message.calls
             ]
-        if self._parts:
+        if message.images:
+            shown["content"] = _around_images(message.content)
+        elif self._parts:
             shown["content"] = _parts(message.content)
         return shown
 
@@ -259,6 +262,15 @@ class Template:
 
 def _parts(content: Any) -> list[dict[str, Any]]:
     return [{"type": "text", "text": content}]
+
+
+def _around_images(content: str) -> list[dict[str, Any]]:
+    """Return a content as parts, of which those between two texts are images."""
+    first, *rest = content.split(MARK)
+    found = _parts(first) if first else []
+    for text in rest:
+        found += [{"type": "image"}, *(_parts(text) if text else [])]
+    return found
 
 
 def _named(tool: dict[str, Any], name: str) -> dict[str, Any]:

@@ -46,7 +46,21 @@ class TextPiece:
 def token_pieces(
     tokenizer: Any, document: Document, first: int, last: int, special: frozenset[int] = frozenset()
 ) -> Iterator[TextPiece]:
-    """Yield the tokens [first, last), each with the text that it adds; tokens of one character form one piece."""
+    """Yield the tokens [first, last), each with the text that it adds; those of a character or an image are a piece."""
+    for image in document.images:
+        begin, end = max(first, image.at), min(last, image.at + image.tokens)
+        if begin < end:
+            yield from _text_pieces(tokenizer, document, first, begin, special)
+            width, height = image.size
+            text = f"image {width} x {height}, {image.tokens} tokens"
+            yield TextPiece(text, False, True, tuple(document.ids[begin:end].tolist()))
+            first = end
+    yield from _text_pieces(tokenizer, document, first, last, special)
+
+
+def _text_pieces(
+    tokenizer: Any, document: Document, first: int, last: int, special: frozenset[int]
+) -> Iterator[TextPiece]:
     ids, learnt = document.ids[:last].tolist(), document.targets[:last].tolist()
 
     def text(a: int, b: int) -> str:

@@ -28,6 +28,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from optrush import console
 from optrush.data import pool, tokenize
 from optrush.data.batch import Batch, collate
+from optrush.data.images import ImageReader
 from optrush.data.packing import Packed, Padded, RowLayout, Rows, deal, snug, snug_slots
 from optrush.data.pool import Pool
 from optrush.data.samples import (
@@ -238,6 +239,7 @@ class Stream:
         self.cost, self.shuffle, self.most_bad = cost, shuffle, most_bad
         self.reference: np.ndarray | None = None  # (samples, 2) float32, of pairs: `Batch.extra`
         self.stored: StoredTokens | None = None  # of a teacher: `Batch.extra`
+        self.reader: ImageReader | None = None  # of images: `Batch.images`
         self.samples: int = sum(_samples_of(n, weight) for n, weight in source.spans)  # of an epoch
         self._windows = -(-self.samples // layout.window)  # of an epoch
         self._order: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))  # (epoch, its samples)
@@ -526,7 +528,7 @@ def micro_batches(
         picked = [rows[r] for r in part]
         batch = collate(
             picked, T, single=single, most=micro_rows * widest, isolated=isolated, parts=parts,
-            reference=stream.reference, stored=stream.stored,
+            reference=stream.reference, stored=stream.stored, reader=stream.reader,
         )  # fmt: skip
         result.append(batch)
     return result
@@ -559,6 +561,7 @@ def _cut(documents: Sequence[Document], first: int, fresh: int, last: int) -> Se
     targets = document.targets[first:last].copy()
     targets[: max(1, fresh - first)] = False  # nothing predicts a row's first token
     weights = None if document.weights is None else document.weights[first:last]
+    assert not document.images, "a layout that cuts documents has none with images"
     return [Document(document.ids[first:last], targets, weights=weights)]
 
 
@@ -577,6 +580,7 @@ class Evaluation:
     _most: int
     reference: np.ndarray | None = None  # (samples, 2) float32, of pairs: `Batch.extra`
     stored: StoredTokens | None = None  # of a teacher: `Batch.extra`
+    reader: ImageReader | None = None  # of images: `Batch.images`
     figures: Mapping[str, float] | None = None  # in place of the objective's other metrics, once it was iterated over
 
     def __iter__(self) -> Iterator[Batch]:
@@ -586,7 +590,7 @@ class Evaluation:
             part = [[(i, d) for i in row for d in self.source.documents(i)] for row in mine]
             yield collate(
                 part, self._T, single=self._single, most=self._most, parts=self.source.parts,
-                reference=self.reference, stored=self.stored,
+                reference=self.reference, stored=self.stored, reader=self.reader,
             )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ import numpy as np
 from optrush.config import PAIRED, Config
 from optrush.data import tokenize
 from optrush.data.chat_template import Tokens
+from optrush.data.images import COLUMNS
 from optrush.data.schema import Document, RowLocation
 from optrush.data.strict_json import quoted
 from optrush.data.tokenize import BadRow, Parsed, Shard
@@ -97,6 +98,7 @@ class Counts:
     dropped: int = 0  # documents, or pieces of one, that were left out
     targets_lost: int = 0  # target tokens of the rows that are not in the dataset
     documents: int = 0
+    images: int = 0
     tokens: int = 0
     targets: int = 0
     known: int = 0  # documents of the held-out part that are trained on, too
@@ -232,7 +234,7 @@ class Dataset:
         shard, start = self.shelf.shard(k), at - self.shelf.tokens_before[k]
         end = start + int(self.length[i])
         if self.first is None:
-            return (shard.document(start, end, self.weighted),)
+            return (shard.document(start, end, self.weighted, self.shelf.files),)
         middle = start + int(self.first[i])
         return shard.document(start, middle), shard.document(middle, end)
 
@@ -288,6 +290,8 @@ def view(
         if keep is not None:
             chosen = chosen[keep[rows[chosen]]]
         sample, pieces = _pieces(shard, chosen, T, how, shelf.files, counts)
+        places = shard.images[::COLUMNS]
+        counts.images += int((places.searchsorted(pieces[0] + pieces[1]) - places.searchsorted(pieces[0])).sum())
         pieces[0] += shelf.tokens_before[k]
         parts.append(np.vstack([pieces[:3], rows[sample], pieces[3]])[:columns])
         sizes += np.bincount(origin_of[shard.files[sample]], minlength=len(weights))
@@ -316,8 +320,8 @@ def _pieces(
     if how == "error" or (parts > 1 and how != "drop"):
         i = chosen[long[0]]
         where = RowLocation(files[shard.files[i]], int(shard.lines[i]))
-        raise overlong(where, int(whole[1, long[0]]), T, pair=parts > 1)
-    cut = [_cuts(shard.document(at, at + n).targets, T, how, counts) for at, n in whole[:2, long].T.tolist()]
+        raise overlong(where, int(whole[1, long[0]]), T, pair=parts > 1, images=len(shard.images) > 0)
+    cut = [_cuts(shard.document(at, at + n), T, how, counts) for at, n in whole[:2, long].T.tolist()]
     times = np.ones(len(chosen), np.int64)
     times[long] = [piece.shape[1] for piece in cut]
     sample = np.repeat(np.arange(len(chosen)), times)
@@ -328,13 +332,17 @@ def _pieces(
     return chosen[sample], pieces
 
 
-def _cuts(targets: np.ndarray, T: int, how: str, counts: Counts) -> np.ndarray:
+def _cuts(document: Document, T: int, how: str, counts: Counts) -> np.ndarray:
     """Return beginning, tokens and targets of the pieces of a document longer than T, (3, P) int64; adds to `counts`.
 
-    A piece begins without its context, so its first token is no target; a piece without targets is left out.
+    A piece begins without its context, so its first token is no target; a piece without targets is left out. No image
+    is cut: a start ends before one.
     """
     counts.too_long += 1
-    all_targets, targets = int(targets.sum()), targets[: {"split": None, "truncate": T, "drop": 0}[how]]
+    assert how != "split" or not document.images
+    most = min([T, *(image.at for image in document.images if image.at + image.tokens > T)])
+    targets = document.targets
+    all_targets, targets = int(targets.sum()), targets[: {"split": None, "truncate": most, "drop": 0}[how]]
     begin = np.arange(0, len(targets), T)
     learnt = np.add.reduceat(targets, begin, dtype=np.int64) - targets[begin] if len(begin) else begin
     keep = learnt > 0
@@ -424,9 +432,10 @@ def _prompts(samples: Dataset) -> np.ndarray:
     return np.array(found, np.int64)
 
 
-def overlong(where: RowLocation, n: int, T: int, *, pair: bool) -> DataError:
+def overlong(where: RowLocation, n: int, T: int, *, pair: bool, images: bool = False) -> DataError:
     """Return the error of a row that is longer than T and must not be."""
     what, ways = ("pairs", "drop") if pair else ("documents", "split, drop or truncate")
+    ways = "drop or truncate, or lower data.max_pixels" if images else ways
     do = f"raise batch.seq, or choose data.too_long: {ways}"
     return DataError(f"{what} of at most {T} tokens (batch.seq)", f"{n} tokens at {where}", do)
 
@@ -520,7 +529,8 @@ class Maker:
             long = np.flatnonzero(shard.lengths() > T)[:1]
             rows = shard.numbers[long] + shelf.rows_before[-2]
             if len(rows) and rows[0] < first:
-                raise overlong(shelf.where(int(rows[0])), int(shard.lengths()[long[0]]), T, pair=shard.parts > 1)
+                n, seen = int(shard.lengths()[long[0]]), len(shard.images) > 0
+                raise overlong(shelf.where(int(rows[0])), n, T, pair=shard.parts > 1, images=seen)
         if first < shelf.total:
             asked, found, do = (getattr(refused[0][1].error, name) for name in ("asked", "found", "do"))
             raise DataError(asked, found, do if QUARANTINE in do else f"{do}; or set bad rows aside: {QUARANTINE}")
@@ -576,4 +586,5 @@ def describe_counts(c: Counts) -> str:
     """Return the counts of a dataset in a line, with all that was left out or cut."""
     losses = ", ".join(f"{n} {what}" for n, what in _losses(c) if n)
     text = f"{c.documents} documents, {c.tokens} tokens, {c.targets} targets"
+    text += f", {c.images} images" if c.images else ""
     return f"{text} (of {c.rows + c.cleaned} rows: {losses})" if losses else text

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from optrush.config import COMPARED, JUDGED, PAIRED, Config
+from optrush.data.images import IMAGE_PARTS, MARK, SOURCES, Picture, SeenImage, as_picture, place_images
 from optrush.data.strict_json import decode_json, kind_of, quoted, remedy
 from optrush.errors import DataError
 
@@ -160,6 +161,7 @@ class Message:
     call_id: str | None = None
     weight: float = 1.0  # of its tokens in the loss
     thoughts: str = field(default="reasoning", compare=False)  # the row's key of `reasoning`
+    images: tuple[Picture, ...] = ()  # at each MARK of the content
 
     @property
     def learnt(self) -> bool:
@@ -169,7 +171,7 @@ class Message:
     @property
     def plain(self) -> bool:
         """Whether the turn is nothing but its content."""
-        return not (self.reasoning or self.calls or self.name or self.call_id)
+        return not (self.reasoning or self.calls or self.name or self.call_id or self.images)
 
     def shown(self) -> dict[str, Any]:
         """Return the turn as a chat template gets it: absent parts are absent keys."""
@@ -194,6 +196,11 @@ class Chat:
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
     prompt: int = 0
+
+    @property
+    def images(self) -> tuple[Picture, ...]:
+        """The images of all turns, in their order."""
+        return tuple([one for message in self.messages for one in message.images])
 
 
 @dataclass(frozen=True)
@@ -277,6 +284,7 @@ def parse_row(
         if rules.objective == JUDGED:
             found, label = _label(found)
         sign = _sign(found, rules.objective)
+        found, sign = _with_images(found, sign)
         row = _row(found, sign, rules, unread)
         if rules.objective == JUDGED:
             row = _judgement(row, label)
@@ -498,6 +506,24 @@ def _question(found: dict[str, Any]) -> str:
     return f"{ask}\n\n{given}" if given.strip() else ask
 
 
+IMAGES_IN = ("messages", "conversations", "prompt", "completion")
+
+
+def _with_images(found: dict[str, Any], sign: str) -> tuple[dict[str, Any], str]:
+    """Return a row with its `images` as parts of its turns, and its kind: an instruction becomes turns."""
+    if sign not in (*IMAGES_IN, "instruction") or not (found.get("images") or found.get("image")):
+        return found, sign
+    if sign == "instruction" and found.get("output") is not None:
+        asked = {"role": "user", "content": _question(found)}
+        rest = {key: value for key, value in found.items() if key not in ("instruction", "input", "output")}
+        found, sign = {**rest, "messages": [asked, {"role": "assistant", "content": found["output"]}]}, "messages"
+    found = {key: _turn_list(found[key], key, sure=key == sign) if key in IMAGES_IN else found[key] for key in found}
+    try:
+        return place_images(found, IMAGES_IN), sign
+    except ValueError as error:
+        raise _Bad(f"the row has {error}") from None
+
+
 def _alpaca(found: dict[str, Any]) -> Chat:
     _refuse(found, ("tools",), "the row")
     ask = _question(found)
@@ -665,10 +691,11 @@ def _turn(found: Any, name: str, rules: RowRules, unread: set[str]) -> Message:
         content = ""
     if content_key not in found and content is None:
         raise _Bad(f"{name} has no {content_key!r}", _turn_mapping(found, name, content_key))
-    content = _content(content, f"{name}.{content_key}", unread)
+    pictures = list[Picture]()
+    content = _content(content, f"{name}.{content_key}", unread, None if role == "assistant" else pictures)
     if not content.strip() and role not in MAY_BE_EMPTY and not more.get("calls"):
         raise _Bad(f"{name}.{content_key}: an empty {role} turn")
-    return Message(role, content, **more)
+    return Message(role, content, images=tuple(pictures), **more)
 
 
 def _turn_mapping(found: dict[str, Any], name: str, lacking: str) -> str:
@@ -764,19 +791,36 @@ def _calls(found: Any, name: str, unread: set[str]) -> tuple[dict[str, Any], ...
     return tuple(calls)
 
 
-def _content(found: Any, name: str, unread: set[str]) -> str:
+def _content(found: Any, name: str, unread: set[str], pictures: list[Picture] | None = None) -> str:
+    """Return the text of a turn, with MARK where an image is; `pictures` gets those, None: it may have none."""
     if not isinstance(found, list):
         return _string(found, name)
+    texts = list[str]()
     for i, part in enumerate(found):
-        if not isinstance(part, dict) or part.get("type") != "text":
-            shown = quoted(str(part.get("type"))) if isinstance(part, dict) else kind_of(part)
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" and (pictures is None or kind not in IMAGE_PARTS):
+            shown = quoted(str(kind)) if isinstance(part, dict) else kind_of(part)
             raise _Bad(f"{name}[{i}] is {shown}, not a part of the type 'text'")
-        for key in part.keys() - {"type", "text"}:
+        for key in part.keys() - {"type", "text", *(SOURCES if kind != "text" else ())}:
             if CONTROL.search(key.lower()) and _may_be_mask(part[key]):
                 raise _Bad(f"{name}[{i}] has {quoted(key)}: a part of a turn is not learnt apart from the rest")
             if part[key] not in (None, "", [], {}):
                 unread.add(f"{_of_all(name)}.content[].{key}")
-    return "".join(_string(part.get("text"), f"{name}[{i}].text") for i, part in enumerate(found))
+        if kind == "text":
+            texts.append(_string(part.get("text"), f"{name}[{i}].text"))
+            continue
+        given = {key: part[key] for key in SOURCES if part.get(key) is not None}
+        inner = {key for value in given.values() if isinstance(value, dict) for key in value if key not in SOURCES}
+        unread.update(f"{_of_all(name)}.content[].{kind}.{key}" for key in inner)
+        assert pictures is not None
+        try:
+            pictures.append(as_picture(given))
+        except ValueError as error:
+            raise _Bad(f"{name}[{i}]: the image {error}") from None
+        texts.append(MARK)
+    if pictures and sum(text.count(MARK) for text in texts) != len(pictures):
+        raise _Bad(f"{name} has the character U+{ord(MARK):04X}, which marks the places of images", "take it out")
+    return "".join(texts)
 
 
 def _refuse(found: dict[str, Any], keys: tuple[str, ...], name: str) -> None:
@@ -827,6 +871,7 @@ class Document:
     targets: np.ndarray  # (n,) bool
     desirable: bool = True  # False: an answer that was judged to be a bad one
     weights: np.ndarray | None = None  # (n,) float32, of each target in the loss; None: all 1
+    images: tuple[SeenImage, ...] = ()
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -35,6 +35,7 @@ from optrush import __version__
 from optrush.config import Config
 from optrush.data import pool, readers, schema
 from optrush.data.chat_template import Tokens, answers
+from optrush.data.images import ImageReader, SeenImage, pack_images, unpack_images
 from optrush.data.readers import PARQUET, Chunk, attempts, chunks, form
 from optrush.data.schema import NO_RULES, Chat, Document, Judged, Row, RowLocation, RowRules, row_rules
 from optrush.errors import DataError
@@ -47,7 +48,7 @@ from optrush.objectives import learnt
 # The name has the shard's place and the SHA-256 of its bytes, so a shard that was cut off or has one bit flipped is
 # found by reading it once. Nothing in it depends on the paths of the data files, or on T: documents are whole.
 
-FORMAT = 8  # part of every key: shards of another format are other shards
+FORMAT = 9  # part of every key: shards of another format are other shards
 HERE = "\0"  # in place of the row's place in the text of an error
 TEMPORARY = ".tmp-"
 STALE_S = 86400.0  # the age at which a temporary file of another machine counts as abandoned
@@ -56,8 +57,9 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "F32": np.dtype("<f4"), "U8": np.dtype("u1"),
 }  # fmt: skip
 _ARRAYS = (  # widest elements first, so that each array is aligned
-    ("starts", "I64"), ("numbers", "I64"), ("lines", "I64"), ("digests", "I64"), ("files", "I32"), ("learnt", "I32"),
-    ("ids", "I32"), ("weights", "F32"), ("targets", "U8"), ("desirable", "U8"), ("refused", "U8"), ("keys", "U8"),
+    ("starts", "I64"), ("numbers", "I64"), ("lines", "I64"), ("digests", "I64"), ("images", "I64"), ("files", "I32"),
+    ("learnt", "I32"), ("ids", "I32"), ("weights", "F32"), ("targets", "U8"), ("desirable", "U8"), ("refused", "U8"),
+    ("keys", "U8"), ("pictures", "U8"),
 )  # fmt: skip
 _FACTS = ("rows", "cleaned", "marked", "parts", "highest", "last")
 
@@ -86,7 +88,8 @@ class Shard:
     starts: np.ndarray  # (S * parts + 1,) int64: where the documents begin in ids
     numbers: np.ndarray  # (S,) int64: of each sample's row, rising
     lines: np.ndarray  # (S,) int64: of each sample's row in its file
-    digests: np.ndarray  # (S,) int64: of each sample's tokens, to find samples that are equal
+    digests: np.ndarray  # (S,) int64: of each sample's tokens and images, to find samples that are equal
+    images: np.ndarray  # int64, and `pictures`: as `images.pack_images` returns them
     files: np.ndarray  # (S,) int32: of each sample's row, a position in the list of files
     learnt: np.ndarray  # (S,) int32: targets of each sample
     ids: np.ndarray  # (tokens,) int32
@@ -95,6 +98,7 @@ class Shard:
     desirable: np.ndarray  # (S,) uint8: 0 of answers that were judged to be bad
     refused: np.ndarray  # uint8: JSON, a list of [number, file, line and the three texts of the error]
     keys: np.ndarray  # uint8: JSON, how many rows have each key that is not read, or that `data.columns` names
+    pictures: np.ndarray  # uint8: paths and bytes of images
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -103,15 +107,23 @@ class Shard:
         """Return the tokens of each sample, (S,) int64."""
         return np.asarray(np.diff(self.starts[:: self.parts]))
 
-    def document(self, start: int, end: int, weighted: bool = False) -> Document:
-        """Return the tokens [start, end) of `ids`, weighted or not; the first is no target, for it has no context."""
+    def document(self, start: int, end: int, weighted: bool = False, files: Sequence[Path] = ()) -> Document:
+        """Return the tokens [start, end) of `ids`, weighted or not; the first is no target, for it has no context.
+
+        Args:
+            files: the list of files; none: the images of the document are not read.
+        """
         bits = np.unpackbits(self.targets[start // 8 : -(-end // 8)])
         targets = bits[start % 8 :][: end - start].astype(bool)
         targets[:1] = False
         sample = (int(np.searchsorted(self.starts, start, "right")) - 1) // self.parts
         ones = np.ones(end - start, np.float32) if weighted else None
         weights = np.asarray(self.weights[start:end]) if len(self.weights) else ones
-        return Document(np.asarray(self.ids[start:end]), targets, bool(self.desirable[sample]), weights)
+        seen = unpack_images(self.images, self.pictures, start, end) if len(self.images) else ()
+        if files and seen:
+            folder = files[self.files[sample]].parent
+            seen = tuple([image._replace(folder=folder) for image in seen])
+        return Document(np.asarray(self.ids[start:end]), targets, bool(self.desirable[sample]), weights, seen)
 
     def refusals(self, files: Sequence[Path]) -> list[tuple[int, BadRow]]:
         """Return the refused rows in order, by their number."""
@@ -148,11 +160,13 @@ class Builder:
     cleaned: int = 0
     marked: int = 0
     tokens: int = 0
+    held: int = 0  # bytes of images
     parts: int = 0
     keys: Counter[str] = field(default_factory=Counter)
     _ids: list[np.ndarray] = field(default_factory=list)
     _targets: list[np.ndarray] = field(default_factory=list)
     _weights: list[np.ndarray | None] = field(default_factory=list)
+    _images: list[tuple[SeenImage, int]] = field(default_factory=list)  # with the tokens before its document
     _samples: list[tuple[int, int, int, int, int]] = field(default_factory=list)  # number, line, digest, file, learnt
     _desirable: list[bool] = field(default_factory=list)
     _refused: list[list[Any]] = field(default_factory=list)
@@ -184,7 +198,12 @@ class Builder:
             self._targets += [document.targets for document in row]
             self._weights += [document.weights for document in row]
             targets = sum(int(np.count_nonzero(document.targets)) for document in row)
-            digest = hashlib.blake2b(b"".join([document.ids.tobytes() for document in row]), digest_size=8).digest()
+            content = [document.ids.tobytes() for document in row]
+            content += [str(one.digest).encode() for document in row for one in document.images]
+            digest = hashlib.blake2b(b"".join(content), digest_size=8).digest()
+            for document in row if len(row) == 1 else ():
+                self._images += [(one, self.tokens) for one in document.images]
+                self.held += sum(len(one.picture.data) for one in document.images)
             self._samples.append((self.rows, where.line, int.from_bytes(digest, "little", signed=True), file, targets))
             self._desirable.append(row[0].desirable)
             self.tokens += sum(map(len, row))
@@ -203,10 +222,11 @@ class Builder:
         starts = np.cumsum([0, *map(len, self._ids)], dtype=np.int64)
         keys = np.frombuffer(json.dumps(dict(sorted(self.keys.items()))).encode() if self.keys else b"", np.uint8)
         highest = int(ids.max(initial=-1))
+        images, pictures = pack_images([one for one, _ in self._images], [n for _, n in self._images])
         return Shard(
             self.rows, self.cleaned, self.marked, self.parts or 1, highest, int(last), starts, numbers, lines,
-            digests, files.astype(np.int32), learnt.astype(np.int32), ids, weights, bits,
-            np.array(self._desirable, np.uint8), refused, keys,
+            digests, images, files.astype(np.int32), learnt.astype(np.int32), ids, weights, bits,
+            np.array(self._desirable, np.uint8), refused, keys, pictures,
         )  # fmt: skip
 
 
@@ -266,6 +286,7 @@ BATCH_rows = 512  # that the tokenizer gets at a time,
 FIRST_rows, SLOW_s = 32, 1.0  # the first rows are fewer, and so are those after slow ones
 BATCH_chars = 1 << 20  # and about how much text: it needs some 100 bytes a token while it works
 SHARD_tok = 4 << 20  # from which a job's shard is full: 16 MiB of ids
+SHARD_bytes = 64 << 20  # likewise, of images that rows hold
 SHARD_rows = 1 << 17  # likewise, refused ones included: a file of empty lines must not fill the memory
 
 # Of each file whether cleaning kept a row: row k of a chunk is at chunk.first - 1 + k. None: it kept all.
@@ -325,13 +346,14 @@ def shards(
         batch.append(entry)
         row = entry[2]
         chars += 0 if row is None or isinstance(row, DataError) else len(schema.row_text(row))
+        chars += sum(len(one.data) for one in row.images) if isinstance(row, Chat) else 0
         seen += row is not None
         if seen == most:
             break
         if len(batch) >= BATCH_rows or chars >= BATCH_chars:
             flush()
             chars = 0
-            if builder.tokens >= SHARD_tok or builder.rows >= SHARD_rows:
+            if builder.tokens >= SHARD_tok or builder.rows >= SHARD_rows or builder.held >= SHARD_bytes:
                 yield builder.shard(last=False)
                 builder = Builder()
     flush()
@@ -394,6 +416,7 @@ def identity(tokens: Tokens) -> str:
     today = datetime.date.today().isoformat() if "strftime_now" in source + other else ""
     parts = [tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, tokenizer.special_tokens_map, source, today]
     parts += [] if other == source else [other]
+    parts += [tokens.images.identity] if isinstance(tokens.images, ImageReader) else []
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
 

@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optrush.data.batch import Documents
+from optrush.data.batch import Documents, Images
 from optrush.errors import NeedsError
 from optrush.kernels import attention, rope, swiglu, widen
 from optrush.kernels.cross_entropy import LossKernel, Reduce, Whole
@@ -40,6 +40,9 @@ from optrush.models.layers import Product as Product
 from optrush.models.rope_angles import angles, frequencies, query_scales
 from optrush.models.rope_config import RopeShape
 from optrush.models.shapes import ModelShape
+
+if TYPE_CHECKING:
+    from optrush.models.vision import Laid, Tower
 
 
 def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -289,16 +292,21 @@ class Decoder(nn.Module):
         self.block_call: Callable[..., Any] = call
         self.stream_ranks = 1  # that have a part each of T of the hidden states between blocks
         self.elsewhere: dict[str, Linear] = {}  # of blocks that other ranks hold, on the meta device, by name
+        self.tower: Tower | None = None  # of a base whose images are read; no submodule: it is not trained
         self.load: Tensor | None = None  # of the last forward pass, of the layers with experts: (L, 2, N)
         # Kept once a device, outside the parameters and buffers: computed on the host as the published models do (a
         # device's own pow differs in the last bit), and copying it every step would stop a graph capture.
         self._frequencies: dict[tuple[torch.device, RopeShape], Tensor] = {}
 
-    def forward(self, tokens: Tensor, positions: Tensor, documents: Documents) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, documents: Documents, images: Images | None = None) -> Tensor:
         """tokens and positions (B, T) -> hidden states after the last norm (B, T, D)."""
-        x = self.embed(tokens)
+        x, laid = self.embed(tokens), None
         given = None if self.inputs is None else self.inputs(tokens, x)
-        hidden: Tensor = self.norm(self.through(x, positions, documents, self.blocks.values(), given))
+        if images is not None:
+            assert self.tower is not None
+            laid = self.tower(images)
+            x = laid.embed(x)
+        hidden: Tensor = self.norm(self.through(x, positions, documents, self.blocks.values(), given, laid))
         return hidden
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -309,14 +317,17 @@ class Decoder(nn.Module):
 
     def through(
         self, x: Tensor, positions: Tensor, documents: Documents, blocks: Iterable[nn.Module],
-        given: Tensor | None = None,
+        given: Tensor | None = None, laid: Laid | None = None,
     ) -> Tensor:  # fmt: skip
-        """Run hidden states x (B, T, D) through some of the blocks; given: (B, T, L, P), what `LayerInputs` returns."""
+        """Run hidden states x (B, T, D) through some of the blocks; with images, through all.
+
+        given: (B, T, L, P), what `LayerInputs` returns.
+        """
         loads, chunks = [], self.shape.chunks
         lent: dict[int, Sequence[Tensor]] = {}
         # Pairs are rotated in float32, as published.
         wide = torch.promote_types(x.dtype, torch.float32) if self.shape.pairs else x.dtype
-        rotation = self.angles(positions, wide)
+        rotation = self.angles(positions if laid is None else laid.positions, wide)
         local = None if (r := self.shape.local_rope) is None else self.angles(positions, x.dtype, r)
         scale, within = None, documents
         if chunks is not None:
@@ -330,12 +341,13 @@ class Decoder(nn.Module):
             x, *rest = made if isinstance(made, tuple) else (made,)
             loads += [rest.pop(0)] if block.experts is not None else []
             lent[number] = rest
+            x = x if laid is None else laid.after(number, x)
         if loads:
             self.load = torch.stack(loads)
         return x
 
     def angles(self, positions: Tensor, dtype: torch.dtype, rope: RopeShape | None = None) -> tuple[Tensor, Tensor]:
-        """positions (B, T) -> cos and sin (B, T, 1, E) of every angle, in float32 until the last cast."""
+        """positions (B, T), or of each pair (B, T, E/2) -> cos and sin (B, T, 1, E), in float32 until the last cast."""
         device, rope = positions.device, rope or self.shape.rope
         if (device, rope) not in self._frequencies:
             width = self.shape.head_width if rope == self.shape.local_rope else self.shape.rotated_width

@@ -539,6 +539,11 @@ MULTIMODAL = {
     "kimi_k25": "Kimi_K25ForConditionalGeneration",
     "llama4": "Llama4ForConditionalGeneration",
 }
+# Those of them on whose images a run trains, and how the pairs of a head are shared by time, height and width: in three
+# sections, or in turn.
+TOWERS = {
+    "qwen2_5_vl": "sections", "qwen3_vl": "in turn", "qwen3_5": "in turn", "qwen3_5_moe": "in turn",
+}  # fmt: skip
 ARCHITECTURES = {**{name: spec.architecture for name, spec in FAMILIES.items()}, **MULTIMODAL}
 FLAT = ("qwen2_vl", "qwen2_5_vl")  # may have the language model's keys at the top of config.json
 HEAD_INSIDE = ("llama4",)  # whose language model has its head inside, in transformers too

@@ -64,6 +64,8 @@ def _ramp(rope: RopeShape, width: int) -> Tensor:
 def angles(rope: RopeShape, inverse: Tensor, positions: Tensor) -> Tensor:
     """Return float32 angles (B, T, width / 2) of positions (B, T) that restart with each document.
 
+    Positions may be those of each angle, (B, T, width / 2), where the rotation does not depend on a document's length.
+
     Args:
         inverse: `frequencies`, on the device of the positions.
     """
@@ -77,7 +79,7 @@ def angles(rope: RopeShape, inverse: Tensor, positions: Tensor) -> Tensor:
         theta = rope.theta * growth ** (width / (width - 2))
         exponent = torch.arange(0, width, 2, dtype=torch.float32, device=positions.device) / width
         inverse = 1.0 / theta[..., None] ** exponent
-    return positions[..., None].float() * inverse
+    return (positions if positions.ndim == 3 else positions[..., None]).float() * inverse
 
 
 def query_scales(temperature: tuple[int, float] | None, positions: Tensor) -> Tensor:

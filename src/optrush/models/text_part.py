@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from optrush.models.families import FAMILIES, FLAT, HEAD_INSIDE, MULTIMODAL, NEEDED, SAME
+from optrush.models.families import FAMILIES, FLAT, HEAD_INSIDE, MULTIMODAL, NEEDED, SAME, TOWERS
 
 HF = Mapping[str, Any]  # a config.json
 PREFIX, HEAD = "model.language_model.", "lm_head."
@@ -70,6 +70,26 @@ def nested_obstacle(hf: HF) -> str | None:
     if not any("rope_theta" in part for part in (text, text.get("rope_parameters") or {}, defaults)):
         missing.append("rope_theta")
     return f"{missing[0]} is not in its text_config" if missing else None
+
+
+def tower_parameters(hf: HF) -> int:
+    """Return the parameters of a tower and its projector from config.json; 0 of a base whose images are not read."""
+    if hf.get("model_type") not in TOWERS or not is_multimodal(hf):
+        return 0
+    usual = {
+        "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "hidden_size": 1152, "depth": 27,
+        "intermediate_size": 4304, "out_hidden_size": 3584, "num_position_embeddings": 2304, "in_channels": 3,
+    }  # fmt: skip
+    v = {**usual, **hf["vision_config"]}
+    width, inner, wide = v["hidden_size"], v["intermediate_size"], v["hidden_size"] * v["spatial_merge_size"] ** 2
+    values, merger = v["in_channels"] * v["temporal_patch_size"] * v["patch_size"] ** 2, wide**2 + wide
+    merger += (wide + 1) * v["out_hidden_size"]
+    if TOWERS[hf["model_type"]] == "sections":  # gated blocks with RMS norms
+        block = 4 * width**2 + 3 * width * inner + 2 * inner + 7 * width
+        return int(values * width + v["depth"] * block + merger + width)
+    block = 4 * width**2 + 2 * width * inner + inner + 9 * width
+    deep = len(v.get("deepstack_visual_indexes") or ()) * (merger + 2 * wide)
+    return int((values + 1 + v["num_position_embeddings"]) * width + v["depth"] * block + merger + 2 * width + deep)
 
 
 def with_vocabulary(hf: HF, rows: int) -> dict[str, Any]:

@@ -86,6 +86,9 @@ class Compile(Technique):
 
         from optrush.models.decoder import Decoder
 
+        seen = self.scope == "model" and getattr(trainer.model, "tower", None) is not None
+        found = "rows with images: a tower runs before the blocks, on patches of another number in each batch"
+        refuse_unmet([Requirement(not seen, "`compile:scope=model`", found, "take scope=blocks")])
         refuse_unmet(compilers(trainer.env.device))
         # torch's cache on disk identifies our operators by name, not by code.
         mark, tag = package_digest(), torch.compiler.config.cache_key_tag

@@ -23,20 +23,22 @@ from optrush import console
 from optrush.config import Config
 from optrush.data import sampler
 from optrush.data.chat_template import AS_STORED, COMPARED_ROWS, Tokens
-from optrush.data.dataset import Sources, read_sources
+from optrush.data.dataset import Source, Sources, read_sources
+from optrush.data.images import ImageReader
 from optrush.data.samples import SampleSource
 from optrush.data.stored_tokens import StoredTokens
-from optrush.data.tokenizer import open_tokens, turn_ends
+from optrush.data.tokenizer import open_tokens, settle_images, turn_ends
 from optrush.decide import Decided
 from optrush.errors import ConfigError, NeedsError, NoEffectError
 from optrush.models.config_json import METHODS, is_readable
-from optrush.models.decoder import frozen_flops
+from optrush.models.decoder import Decoder, frozen_flops
 from optrush.models.delta_rule import rules
 from optrush.models.hf import HFModel, load, refuse_shared_rows
 from optrush.models.score import score_head
 from optrush.models.shapes import LOAD_FIGURES
 from optrush.models.source import Growth, check_positions
 from optrush.models.text_part import text_config
+from optrush.models.vision import open_tower
 from optrush.models.weights import refuse_frozen, weights_fingerprint
 from optrush.objectives import check_layout, dpo, figures, loss_of, rewards
 from optrush.objectives.plugged import source_of
@@ -144,11 +146,13 @@ def _opened(a: Assembly) -> tuple[Trainer, SampleSource | None]:
     _defaults(trainer)
     _stage(trainer, prepared.techniques, "data")
     check_layout(config, trainer.layout)
+    reader = settle_images(tokens, env, trainer.layout)
     console.loading(f"reading the data: {_named(config)}")
     whole = trainer.layout.uncut or not a.training
     known = vocab if config.data.random is None else ids
     trainer.sources = sources = read_sources(config, tokens, known, a.progress, a.data, cut=whole)
     held_out = _held_out(sources, a.training)
+    _open_tower(trainer, prepared.folder, reader)
     trainer.notes.append(f"data: {sources.summary}")
     if tokens is not None and a.world.rank == 0 and config.data.random is None:
         _note_tokens(trainer, tokens, prepared.folder)
@@ -160,7 +164,30 @@ def _opened(a: Assembly) -> tuple[Trainer, SampleSource | None]:
         sources.train, trainer.layout, T=env.seq, rows=env.rows, seed=config.seed, cost=model.flops,
         most_bad=config.data.most_bad,
     )  # fmt: skip
+    trainer.stream.reader = reader
     return trainer, held_out
+
+
+def _open_tower(trainer: Trainer, folder: Path | None, reader: ImageReader | None) -> None:
+    """Give the model its tower if rows have images; note how large these are."""
+    sources, data = trainer.sources, trainer.config.data
+    images = sum(part.counts.images for part in (sources.train, sources.held_out) if isinstance(part, Source))
+    if reader is None or folder is None or not images:
+        if data.min_pixels is not None or data.max_pixels is not None:
+            trainer.notes.append("data.min_pixels and data.max_pixels do nothing: no row has an image")
+        return
+    assert isinstance(trainer.model, Decoder)
+    shape, dtype = trainer.model.shape, getattr(torch, trainer.config.model.dtype)
+    if shape.rope.by_length:
+        found = f"rotary embeddings of the kind {shape.rope.kind}, which depend on a document's length"
+        raise NeedsError("to train on rows with images", found, "take another kind, or rows of text")
+    trainer.model.tower = open_tower(folder, trainer.hf, dtype, shape.rotated_width)
+    least, most = reader.pixels
+    size = sum(p.numel() for p in trainer.model.tower.module.parameters()) / 1e6
+    trainer.notes.append(
+        f"images: {images}, of {least:,} to {most:,} pixels each, sizes that a server must have too; the tower, "
+        f"of {size:,.1f} M parameters, is frozen"
+    )
 
 
 def _stage(trainer: Trainer, techniques: Sequence[Technique], name: str) -> None:
@@ -207,7 +234,7 @@ def _completed(a: Assembly, trainer: Trainer, held_out: SampleSource | None, hel
             held_out, T=env.seq, micro_rows=env.micro_rows, rank=world.data_rank, ranks=world.data_ranks,
             packed=model.supports_packing,
         )  # fmt: skip
-        trainer.evaluation = replace(trainer.evaluation, stored=held_tokens)
+        trainer.evaluation = replace(trainer.evaluation, stored=held_tokens, reader=trainer.stream.reader)
     if config.referenced is not None or not all(p.requires_grad for p in model.parameters()):
         trainer.fingerprints["base"] = weights_fingerprint(prepared.folder, config.seed)
     _note_rules(trainer)

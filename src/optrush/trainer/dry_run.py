@@ -21,7 +21,7 @@ from optrush.data.dataset import Sources, read_sources
 from optrush.data.packing import RowLayout
 from optrush.data.schema import RowLocation
 from optrush.data.tokenize import cache_root
-from optrush.data.tokenizer import open_tokens
+from optrush.data.tokenizer import open_tokens, settle_images
 from optrush.decide import Decided, changed
 from optrush.errors import ConfigError, UserError
 from optrush.hardware import GIB
@@ -72,6 +72,7 @@ def dry_run(
     vocab = text_config(resolved.hf).get("vocab_size") or (0 if tokens is None else len(tokens.tokenizer))
     vocab = vocab if config.data.random is None else resolved.shared_ids(vocab)
     layout = _layout(resolved)
+    settle_images(tokens, env, layout)
     sources = read_sources(config, tokens, vocab, console.say, cut=layout.uncut)
     if config.grpo is not None and tokens is not None:
         stream: sampler.Stream = rollout.prompt_stream(config, sources.train, layout, env.seq)

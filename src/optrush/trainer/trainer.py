@@ -318,7 +318,7 @@ def set_step(trainer: Trainer, step: int, steps: int) -> None:
 
 def loss(trainer: Trainer, batch: Batch) -> Tensor:
     """Return the sum of a micro-batch's losses: of its terms, and of the balance of experts."""
-    hidden = trainer.model(batch.tokens, batch.positions, batch.documents)
+    hidden = trainer.model(*batch.inputs)
     total = trainer.loss_from_hidden(hidden, batch)
     shape = trainer.env.shape
     if shape is None or shape.experts is None:

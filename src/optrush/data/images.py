@@ -1,0 +1,365 @@
+"""Read the images of rows: where a row names them, whether they are sound, and the patches that a base's tower takes.
+
+A row names an image by a path or holds its bytes. While rows are tokenized each image is read and decoded once, at a
+fraction of its size where its format allows that, so that a damaged one is a bad row and not the end of a run. Pixels
+are made when a batch is: no more than those of the batches that are under way are in memory.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import json
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from optrush.console import transformers_silenced
+from optrush.data.strict_json import kind_of, quoted
+from optrush.errors import DataError, NeedsError, first_line
+from optrush.files import open_file, parse_json, read_file, read_text
+from optrush.tokenizer_files import PROCESSORS
+
+MARK = "\ufdd0"  # in a turn's text, where an image is: a code point that texts do not have
+PLACE = "<image>"  # in the texts of a row with `images`
+IMAGE_PARTS = ("image", "image_url")  # types of a part of a turn's content
+SOURCES = ("bytes", "base64", "image", "image_url", "url", "path")  # keys of such a part
+# Their decoders are part of Pillow: others start programs (EPS) or are hardly ever used, and so hardly tried.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
+MOST_FILE_bytes, MOST_PIXELS = 64 << 20, 100_000_000  # of an image; a phone's has up to 16 MiB, and 50 million
+NARROW = 200  # times that an image is at most as long as wide
+USUAL = 256.0  # placeholders of an image, where nothing is known of it
+LONGEST_PATH_chars = 4096
+ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # a tag of cameras, and its values that exchange width and height
+KIND = "Qwen2VLImageProcessor"  # how the names of transformers' classes begin whose patches the towers take
+
+
+class Picture(NamedTuple):
+    """An image as a row has it: the path of a file, or its bytes."""
+
+    path: str = ""  # absolute, or relative to the folder of the row's file
+    data: bytes = b""
+
+
+class SeenImage(NamedTuple):
+    """An image of a document."""
+
+    at: int  # its first placeholder
+    tokens: int  # its placeholders
+    grid: tuple[int, int]  # patches in height and width
+    size: tuple[int, int]  # pixels in width and height, as the file has them
+    digest: int  # of its bytes
+    picture: Picture
+    folder: Path = Path()  # of the row's file
+
+
+# A shard has its images as rows of numbers: those of `SeenImage`, where its path or its bytes end among all of them,
+# and whether these are bytes. The place of an image counts through all tokens of the shard.
+COLUMNS = 9
+
+
+def pack_images(images: Sequence[SeenImage], before: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return images as (I * COLUMNS,) int64 and (bytes,) uint8; `before`: tokens before the document of each."""
+    held = [one.picture.data or one.picture.path.encode("utf-8", "surrogatepass") for one in images]
+    ends = np.cumsum([len(data) for data in held])
+    rows = [
+        (one.at + n, one.tokens, *one.grid, *one.size, one.digest, end, bool(one.picture.data))
+        for one, n, end in zip(images, before, ends, strict=True)
+    ]
+    return np.array(rows, np.int64).reshape(-1), np.frombuffer(b"".join(held), np.uint8)
+
+
+def unpack_images(table: np.ndarray, held: np.ndarray, start: int, end: int) -> tuple[SeenImage, ...]:
+    """Return the images whose placeholders are among the tokens [start, end) of a shard, relative to the first."""
+    rows = table.reshape(-1, COLUMNS)
+    found = []
+    for k in range(*np.searchsorted(rows[:, 0], (start, end)).tolist()):
+        at, tokens, high, wide, width, height, digest, last, inline = rows[k].tolist()
+        raw = held[rows[k - 1, 7] if k else 0 : last].tobytes()
+        given = Picture(data=raw) if inline else Picture(raw.decode("utf-8", "surrogatepass"))
+        found.append(SeenImage(at - start, tokens, (high, wide), (width, height), digest, given))
+    return tuple(found)
+
+
+def as_picture(found: Any) -> Picture:
+    """Return the image that a value of a row names; raises ValueError with the reason why it names none."""
+    if isinstance(found, dict):
+        given = {key: found[key] for key in SOURCES if found.get(key) is not None}
+        if not given or (len(given) > 1 and given.keys() != {"bytes", "path"}):
+            raise ValueError(f"is named by {' and '.join(given) or 'nothing'}, not by one of {', '.join(SOURCES)}")
+        key = next(iter(given))
+        if key in ("bytes", "base64") and isinstance(given[key], str):
+            return Picture(data=_decoded(given[key]))
+        return as_picture(given[key])
+    if isinstance(found, bytes):
+        if not found:
+            raise ValueError("has no bytes")
+        return Picture(data=found)
+    if not isinstance(found, str):
+        raise ValueError(f"is {kind_of(found)}, not a path or an object with one")
+    if found.startswith("data:"):
+        head, comma, body = found.partition(",")
+        if not comma or not head.endswith(";base64"):
+            raise ValueError(f"is a data: address without base64: {quoted(found[:40])}")
+        return Picture(data=_decoded(body))
+    if "://" in found and not found.startswith("file://"):
+        raise ValueError(f"is the address {quoted(found[:80])}: images are not downloaded; save it beside the data")
+    path = found.removeprefix("file://")
+    if not path.strip() or "\0" in path or len(path) > LONGEST_PATH_chars:
+        raise ValueError(f"is no path: {quoted(path[:40])}")
+    return Picture(path)
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        data = base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"is no base64: {error}") from None
+    if not data:
+        raise ValueError("has no bytes")
+    return data
+
+
+def place_images(found: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+    """Return a row whose `images` are parts of its turns: at each `<image>`, or in the parts without an image.
+
+    Args:
+        keys: those of its turns, lists of objects.
+
+    Raises ValueError: other images than places.
+    """
+    given = [found[key] for key in ("images", "image") if found.get(key)]
+    rest = {key: value for key, value in found.items() if key not in ("images", "image")}
+    if not given:
+        return rest
+    listed = given[0] if isinstance(given[0], list) else [given[0]]
+    left, places = iter(listed), 0
+
+    def parts(content: list[Any]) -> Iterator[Any]:
+        nonlocal places
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind == "text" and isinstance(part.get("text"), str) and PLACE in part["text"]:
+                before, _, after = part["text"].partition(PLACE)
+                split = {**part, "text": before}, {"type": "image"}, {**part, "text": after}
+                yield from parts([one for one in split if one.get("text") != ""])
+            elif kind in IMAGE_PARTS and all(part.get(key) is None for key in SOURCES):
+                places += 1
+                yield {**part, "type": "image", "image": next(left, None)}
+            else:
+                yield part
+
+    def turn(one: Any) -> Any:
+        key = "value" if isinstance(one, dict) and one.get("from") is not None else "content"
+        content = one.get(key) if isinstance(one, dict) else None
+        if isinstance(content, str) and PLACE in content:
+            content = [{"type": "text", "text": content}]
+        return {**one, key: list(parts(content))} if isinstance(content, list) else one
+
+    for key in keys:
+        if isinstance(rest.get(key), list):
+            rest[key] = [turn(one) for one in rest[key]]
+    if len(given) > 1 or places != len(listed):
+        where = "" if len(given) == 1 else " in both 'images' and 'image'"
+        raise ValueError(f"images: {len(listed)}{where}; places for them in its turns ({PLACE}): {places}")
+    return rest
+
+
+def processed_size(height: int, width: int, factor: int, least: int, most: int) -> tuple[int, int]:
+    """Return the height and width that the image processor makes of an image's, multiples of `factor`.
+
+    To the pixel what `smart_resize` of transformers returns, which needs no import here. Raises ValueError: too narrow.
+    """
+    if max(height, width) > NARROW * min(height, width):
+        raise ValueError(f"{width} x {height} pixels; at most {NARROW} times as long as wide")
+    high, wide = (round(n / factor) * factor for n in (height, width))
+    if high * wide > most:
+        scale = math.sqrt(height * width / most)
+        high, wide = (max(factor, math.floor(n / scale / factor) * factor) for n in (height, width))
+    elif high * wide < least:
+        scale = math.sqrt(least / (height * width))
+        high, wide = (math.ceil(n * scale / factor) * factor for n in (height, width))
+    return high, wide
+
+
+def about_tokens(folder: Path, least: int | None, most: int | None) -> Callable[[Picture, Path], float]:
+    """Return what estimates the placeholders of an image, without transformers; of one that is not read, USUAL."""
+    try:
+        vision, given = parse_json(read_text(folder / "config.json"))["vision_config"], {}
+        if (folder / PROCESSORS[0]).is_file():
+            given = parse_json(read_text(folder / PROCESSORS[0]))
+        factor = int(vision.get("patch_size", 14)) * int(vision.get("spatial_merge_size", 2))
+        size = given.get("size") or {}
+        low = least or given.get("min_pixels") or size.get("shortest_edge") or 4 * factor**2
+        high = most or given.get("max_pixels") or size.get("longest_edge") or 1280 * factor**2
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # the run reports it
+        return lambda *_: USUAL
+
+    def tokens(given: Picture, at: Path) -> float:
+        try:
+            with _opened(_bytes(given, at)) as image:
+                return math.prod(processed_size(image.height, image.width, factor, int(low), int(high))) / factor**2
+        except ValueError:  # the run names it
+            return USUAL
+
+    return tokens
+
+
+@dataclass(frozen=True)
+class ImageReader:
+    """Reads images as the processor of a base prepares them.
+
+    Args:
+        folder: of the base.
+        hf: its config.json.
+        least, most: pixels of an image (`data.min_pixels`, `data.max_pixels`); None: the processor's own.
+    """
+
+    folder: Path
+    hf: Any
+    least: int | None = None
+    most: int | None = None
+
+    @property
+    def token(self) -> int:
+        """The id of a placeholder."""
+        return int(self.hf["image_token_id"])
+
+    @property
+    def merge(self) -> int:
+        """Patches in height, and in width, of a placeholder."""
+        return int(self.hf["vision_config"].get("spatial_merge_size", self.processor.merge_size))
+
+    @property
+    def identity(self) -> str:
+        """A digest of all that decides how many placeholders an image has."""
+        parts = [read_file(self.folder / name) for name in PROCESSORS if (self.folder / name).is_file()]
+        facts = json.dumps([self.hf.get("model_type"), self.token, self.least, self.most]).encode()
+        return hashlib.sha256(b"\0".join([facts, *parts])).hexdigest()
+
+    @cached_property
+    def processor(self) -> Any:
+        """Transformers' image processor; raises NeedsError: there is none that the towers' patches come from."""
+        asked = f"the image processor of {self.folder}"
+        if not any((self.folder / name).is_file() for name in PROCESSORS):
+            do = "copy preprocessor_config.json from the base's page into that folder"
+            raise NeedsError(asked, f"none of {', '.join(PROCESSORS[:2])}", do)
+        try:
+            with transformers_silenced():
+                from transformers import AutoImageProcessor
+
+                kind: Any = AutoImageProcessor
+
+                made = kind.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # of its files: what is wrong in them decides the class of the exception
+            raise NeedsError(asked, first_line(error), "download that folder again") from None
+        vision, do = self.hf["vision_config"], "take the preprocessor_config.json that belongs to the base"
+        if not type(made).__name__.startswith(KIND):
+            raise NeedsError(asked, f"a {type(made).__name__}, not a {KIND}", do)
+        for name, key in (("patch_size",) * 2, ("merge_size", "spatial_merge_size"), ("temporal_patch_size",) * 2):
+            if key in vision and getattr(made, name) != vision[key]:
+                found = f"{name} {getattr(made, name)}, and {vision[key]} in the vision_config of config.json"
+                raise NeedsError(asked, found, do)
+        return made
+
+    @cached_property
+    def pixels(self) -> tuple[int, int]:
+        """The least and the most pixels of an image; raises NeedsError: the first is larger."""
+        size = self.processor.size
+        least = size["shortest_edge"] if self.least is None else self.least
+        most = size["longest_edge"] if self.most is None else self.most
+        if least > most:
+            found = f"at least {least:,} (data.min_pixels), at most {most:,} (data.max_pixels) pixels"
+            raise NeedsError("the size of images", found, "give data.min_pixels and data.max_pixels, the first smaller")
+        return int(least), int(most)
+
+    def look(self, given: Picture, folder: Path) -> SeenImage:
+        """Return an image's size, grid and placeholders, once it was decoded; raises ValueError for a bad one."""
+        raw = _bytes(given, folder)
+        with _opened(raw) as image:
+            width, height = image.size
+            if image.getexif().get(ORIENTATION) in TURNED:
+                width, height = height, width
+            image.draft("RGB", (width // 8, height // 8))  # of a JPEG, all of which is read even so
+            image.load()
+        made, (least, most) = self.processor, self.pixels
+        patch, merge = int(made.patch_size), int(made.merge_size)
+        high, wide = (n // patch for n in processed_size(height, width, patch * merge, least, most))
+        return SeenImage(0, high * wide // merge**2, (high, wide), (width, height), _digest(raw), given, folder)
+
+    def patches(self, seen: SeenImage) -> np.ndarray:
+        """Return an image's patches as the processor makes them, (P, values) float32.
+
+        Raises DataError: it is no longer what it was when its row was tokenized.
+        """
+        asked = f"the image {seen.picture.path or 'in a row'} of {seen.folder}"
+        do = "leave images alone while a run reads them; to read them anew, remove the folder data.cache names"
+        try:
+            raw = _bytes(seen.picture, seen.folder)
+            if _digest(raw) != seen.digest:
+                raise DataError(asked, "it has changed since its row was tokenised", do)
+            with _opened(raw) as image:
+                from PIL import ImageOps
+
+                upright = ImageOps.exif_transpose(image).convert("RGB")  # as transformers loads images
+                least, most = self.pixels
+                size = {"shortest_edge": least, "longest_edge": most}
+                made = self.processor(images=[upright], size=size, return_tensors="np")
+        except ValueError as error:
+            raise DataError(asked, str(error), do) from None
+        grid, values = made["image_grid_thw"].tolist(), np.asarray(made["pixel_values"], np.float32)
+        if grid != [[1, *seen.grid]]:
+            found = f"{seen.grid[0]} x {seen.grid[1]} patches by its size, and {grid} by the image processor"
+            raise DataError(asked, found, "report it with the image and the base's preprocessor_config.json")
+        return values
+
+
+def _digest(raw: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little", signed=True)
+
+
+def _bytes(given: Picture, folder: Path) -> bytes:
+    """Return the bytes of an image; raises ValueError: no regular file of at most MOST_FILE_bytes."""
+    if given.data:
+        size, raw = len(given.data), given.data
+    else:
+        path = folder / given.path
+        try:
+            with open_file(path) as file:
+                size = file.seek(0, 2)
+            raw = read_file(path) if size <= MOST_FILE_bytes else b""
+        except OSError as error:
+            raise ValueError(f"{path}: {error.strerror or first_line(error)}") from None
+    if size > MOST_FILE_bytes:
+        raise ValueError(f"{size:,} bytes; at most {MOST_FILE_bytes:,} are read")
+    return raw
+
+
+@contextmanager
+def _opened(raw: bytes) -> Iterator[Any]:
+    """Open an image of one of FORMATS; raises ValueError for what its decoder raises within the context."""
+    from PIL import Image, UnidentifiedImageError
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of large images, refused below, and of damaged notes about them
+        try:
+            with Image.open(io.BytesIO(raw), formats=FORMATS) as image:
+                width, height = image.size
+                if not 0 < width * height <= MOST_PIXELS:
+                    raise ValueError(f"{width} x {height} pixels; at most {MOST_PIXELS:,} are read")
+                yield image
+        except (MemoryError, DataError, NeedsError):
+            raise
+        except UnidentifiedImageError:
+            raise ValueError(f"no image of a known format ({', '.join(FORMATS)})") from None
+        except Exception as error:  # of the file's own decoder: what is wrong in it decides the class
+            raise ValueError(first_line(error)) from None

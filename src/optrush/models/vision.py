@@ -1,0 +1,119 @@
+"""Run the frozen tower of a model of images and text: transformers' own module, with the weights of its folder.
+
+The tower is no part of the decoder's parameters: it is not trained, sharded, adapted or saved, and an export copies its
+tensors from the base. It runs without gradients before the first block, once an image, so that no bit of an image's
+features depends on the others of its batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optrush.console import transformers_silenced
+from optrush.data.batch import Images
+from optrush.errors import NeedsError
+from optrush.models.families import TOWERS
+from optrush.models.multimodal import OtherTensors, TextFolder
+from optrush.models.rope_config import rope_settings
+from optrush.models.text_part import text_config
+
+PREFIXES = ("model.visual.", "visual.")  # of a tower's tensors, in the two layouts of files
+
+
+class Laid:
+    """What images change in a forward pass."""
+
+    def __init__(self, positions: Tensor, slots: Tensor, features: Tensor, deep: list[Tensor]) -> None:
+        self.positions = positions  # (B, T, E/2): those by which each pair of a token's heads is rotated
+        self.slots = slots  # (S,) int64, of B*T
+        self.features, self.deep = features, deep  # (S, D) each; of `deep` one for each of the first blocks
+
+    def embed(self, x: Tensor) -> Tensor:
+        """x (B, T, D) -> with the features in place of the placeholders' embeddings."""
+        return x.flatten(0, 1).index_copy(0, self.slots, self.features.to(x.dtype)).view_as(x)
+
+    def after(self, block: int, x: Tensor) -> Tensor:
+        """x (B, T, D) behind a block, by its place among all -> with what the tower adds there."""
+        if block >= len(self.deep):
+            return x
+        return x.flatten(0, 1).index_add(0, self.slots, self.deep[block].to(x.dtype)).view_as(x)
+
+
+@dataclass
+class Tower:
+    """A tower with its projector, and how the decoder's heads are rotated by three positions."""
+
+    module: Any
+    pairs: Tensor  # (E/2,) int64: the axis of each pair of a head
+
+    @torch.no_grad()
+    def __call__(self, images: Images) -> Laid:
+        """Return the features of all placeholders, and what is added behind the first blocks."""
+        if self.module.device != images.patches.device:
+            self.module.to(images.patches.device)
+        sizes = images.grids.prod(1).tolist()
+        found = list[tuple[Tensor, list[Tensor]]]()
+        for patches, grid in zip(torch.split(images.patches, sizes), torch.split(images.grids, 1), strict=True):
+            out = self.module(patches.to(self.module.dtype), grid_thw=grid, return_dict=True)
+            found.append((out.pooler_output, list(getattr(out, "deepstack_features", None) or ())))
+        deep = [torch.cat(layer) for layer in zip(*(layers for _, layers in found))]
+        positions = images.axes[..., self.pairs.to(images.axes.device)]
+        return Laid(positions, images.slots, torch.cat([features for features, _ in found]), deep)
+
+
+def open_tower(folder: Path, hf: Any, dtype: torch.dtype, width: int) -> Tower:
+    """Build the tower of a folder and read its weights.
+
+    Args:
+        width: E, of what is rotated of a head.
+
+    Raises NeedsError: its tensors are missing, or do not fit config.json.
+    """
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    auto: Any = AutoModelForImageTextToText
+    asked, pairs = f"the tower of {folder}", _pairs(hf, width)
+    with transformers_silenced():
+        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config.vision_config._attn_implementation = "sdpa"
+        with torch.device("meta"):
+            kind: Any = type(auto.from_config(config).model.visual)
+        module = kind(config.vision_config).eval()
+    tensors, wanted = dict(_tensors(folder)), module.state_dict()
+    wrong = [name for name, t in wanted.items() if name not in tensors or tensors[name].shape != t.shape]
+    if wrong or tensors.keys() - wanted.keys():
+        name = min(wrong or tensors.keys() - wanted.keys())
+        found = f"its tensor {name} is missing, or does not fit the vision_config of config.json"
+        raise NeedsError(asked, found, "download that folder again")
+    module.load_state_dict({name: t.to(dtype) for name, t in tensors.items()}, assign=True)
+    return Tower(module.requires_grad_(False), pairs)
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a tower by their names in it."""
+    for name, values in OtherTensors(folder, TextFolder(folder).others).items():
+        for prefix in PREFIXES:
+            if name.startswith(prefix):
+                yield name.removeprefix(prefix), values
+                break
+
+
+def _pairs(hf: Any, width: int) -> Tensor:
+    """Return the axis of each pair of a head: 0 time, 1 height, 2 width; raises NeedsError: config.json has none."""
+    sections = rope_settings(text_config(hf)).get("mrope_section")
+    in_turn = TOWERS[hf["model_type"]] == "in turn"
+    if not isinstance(sections, list) or len(sections) != 3 or (sum(sections) != width // 2 and not in_turn):
+        found = f"mrope_section {sections!r} in its rope_parameters, of heads with {width // 2} pairs"
+        raise NeedsError("rows with images: positions in time, height and width", found, "correct config.json")
+    if not in_turn:
+        return torch.repeat_interleave(torch.arange(3), torch.tensor(sections))
+    pairs = torch.zeros(width // 2, dtype=torch.int64)
+    for axis in (1, 2):
+        pairs[axis : sections[axis] * 3 : 3] = axis
+    return pairs

@@ -1,0 +1,294 @@
+"""Images against transformers' own class: ids, positions, logits and gradients of a document alone, and isolation."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from PIL import Image
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+
+from meshes import further
+from optrush.config import Config, parse_config
+from optrush.data.batch import Batch, collate
+from optrush.data.chat_template import Tokens
+from optrush.data.dataset import read_sources
+from optrush.data.images import ImageReader
+from optrush.data.schema import Document
+from optrush.data.tokenizer import open_tokens
+from optrush.decide import decide
+from optrush.errors import UserError
+from optrush.models.hf import load
+from optrush.models.vision import open_tower
+from optrush.trainer.run import RunRequest, run
+from sights import BASES, VOCABULARY, write_base, write_rows
+
+from pair import Pair
+from parity_models import compare_gradients, materialise
+from trials import metrics
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
+T = 384
+
+
+class Sight:
+    """A base, its rows read, and both models of it."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.kind, self.base = kind, folder / "base"
+        self.theirs = write_base(self.base, kind)
+        rows = write_rows(folder / "rows", 5, most=3)
+        with rows.open("a") as file:  # no image at all, and the answer before one
+            turns = [("user", "what is that ?"), ("assistant", "a circle")]
+            file.write(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}) + "\n")
+        text = f"{{model: {self.base}, objective: sft, data: {{path: {rows}}}, batch: {{seq: {T}, tokens: {T}}}}}"
+        config = parse_config(text, "images.yaml", [f"output={folder / 'out'}", "train.steps=1"])
+        tokens = open_tokens(config, self.base)
+        assert isinstance(tokens, Tokens) and isinstance(tokens.images, ImageReader)
+        self.tokens, self.reader, self.rows = tokens, tokens.images, rows
+        self.source = read_sources(config, tokens, VOCABULARY).train
+        hf = json.loads((self.base / "config.json").read_text())
+        self.ours, self.recipe = load(self.base, hf, None, torch.float32, 0)
+        materialise(self.ours, self.recipe)
+        self.ours.tower = open_tower(self.base, hf, torch.float32, self.ours.shape.rotated_width)
+
+    def document(self, i: int) -> Document:
+        return self.source.documents(i)[0]
+
+    def batch(self, *rows: list[int]) -> Batch:
+        most = max(map(len, rows)) + 1
+        held = [[(i, self.document(i)) for i in row] for row in rows]
+        return collate(held, T, single=False, most=most * len(rows), reader=self.reader)
+
+    def alone(self, document: Document) -> dict[str, Any]:
+        """What transformers gets of a document."""
+        ids = torch.from_numpy(document.ids.astype(np.int64))[None]
+        given = {"input_ids": ids, "mm_token_type_ids": (ids == self.reader.token).int()}
+        if document.images:
+            given["pixel_values"] = torch.from_numpy(np.concatenate(list(map(self.reader.patches, document.images))))
+            given["image_grid_thw"] = torch.tensor([[1, *image.grid] for image in document.images])
+        return given
+
+
+@pytest.fixture(scope="module", params=BASES)
+def sight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sight:
+    return Sight(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Sight:
+    return Sight(tmp_path_factory.mktemp("qwen"), "qwen3_vl")
+
+
+def test_logits_positions_and_gradients(sight: Sight) -> None:
+    """Three, one, two and no images in documents of two packed rows; two sizes of images."""
+    rows = ([2, 0], [5, 1])
+    batch = sight.batch(*rows)
+    hidden = sight.ours(*batch.inputs)
+    logits, loss = sight.ours.head.logits(hidden), torch.zeros(())
+    assert batch.images is not None
+    for b, row in enumerate(rows):
+        at = 0
+        for i in row:
+            document = sight.document(i)
+            given, part = sight.alone(document), slice(at, at + len(document))
+            want = sight.theirs(**given, use_cache=False).logits[0]
+            torch.testing.assert_close(logits[b, part], want, rtol=1e-5, atol=1e-5)
+            places = {key: given[key] for key in ("mm_token_type_ids", "image_grid_thw") if key in given}
+            axes = sight.theirs.model.get_rope_index(given["input_ids"], **places)[0][:, 0].T
+            assert torch.equal(axes.int(), batch.images.axes[b, part])
+            loss = loss + cross_entropy(want, batch.labels[b, part], reduction="sum")
+            at += len(document)
+    sight.theirs.zero_grad()
+    loss.backward()
+    sight.ours.zero_grad()
+    sight.ours.head(hidden, batch.labels).backward()
+    # A delta rule's decay has a gradient of cancelling terms, which each side sums in its own order.
+    close = 1e-3 if "layer_types" in BASES[sight.kind]["text_config"] else 1e-4
+    compare_gradients(sight.ours, sight.recipe, decoder_of(sight.theirs), close=close)
+
+
+def decoder_of(theirs: Any) -> Any:
+    """Leave out the tower's gradients, which a frozen one has not."""
+    for p in theirs.model.visual.parameters():
+        p.grad = None
+    return theirs
+
+
+def test_packed_and_alone(sight: Sight) -> None:
+    """To the bit: a document in the row of another, and with another image before it."""
+    batch = sight.batch([2, 0])
+    n, m = len(sight.document(2)), len(sight.document(0))
+    with torch.no_grad():
+        hidden = sight.ours(*batch.inputs)
+        assert batch.images is not None
+        patches = batch.images.patches.clone()
+        patches[: sum(a * b for a, b in [image.grid for image in sight.document(2).images])] += 1
+        changed = sight.ours(*replace(batch, images=batch.images._replace(patches=patches)).inputs)
+        first = sight.ours(*sight.batch([2]).inputs)
+    assert not torch.equal(changed[0, :n], hidden[0, :n]) and torch.equal(changed[0, n : n + m], hidden[0, n : n + m])
+    assert torch.equal(first[0, :n], hidden[0, :n])
+
+
+def test_parts_of_a_batch(qwen: Sight) -> None:
+    batch = qwen.batch([2], [5], [0, 1])
+    with torch.no_grad():
+        whole = qwen.ours(*batch.inputs)
+        parts = batch.parts(1)
+        for b, part in enumerate(parts):
+            assert (part.images is None) == (b == 1)
+            torch.testing.assert_close(qwen.ours(*part.inputs)[0], whole[b])
+
+
+def test_ids_are_the_processors_own(qwen: Sight) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(qwen.base)
+    made: Any = object.__new__(Qwen3VLProcessor)  # its class asks for a reader of videos
+    made.image_processor = AutoImageProcessor.from_pretrained(qwen.base)
+    rows = [json.loads(line)["messages"] for line in qwen.rows.read_text().splitlines()]
+    for i, row in enumerate(rows[:5]):
+        text = tokenizer.apply_chat_template(row, tokenize=False)
+        pictures = [Image.open(qwen.rows.parent / p["image"]) for p in row[0]["content"] if p["type"] == "image"]
+        seen = made.image_processor(images=pictures, return_tensors="pt")
+        made.image_token = "<|image_pad|>"
+        for k in range(len(pictures)):
+            text = text.replace(
+                "<|image_pad|>", "<|hole|>" * (made.replace_image_token(seen, k).count("<|image_pad|>")), 1
+            )
+        ids = tokenizer(text.replace("<|hole|>", "<|image_pad|>"))["input_ids"]
+        document = qwen.document(i)
+        assert ids == document.ids.tolist()
+        assert torch.equal(
+            seen["pixel_values"], torch.from_numpy(np.concatenate(list(map(qwen.reader.patches, document.images))))
+        )
+        assert not document.targets[document.ids == qwen.reader.token].any()
+
+
+def run_on(sight: Sight, folder: Path, sets: Sequence[str] = (), withs: Sequence[str] = ()) -> Config:
+    """Train a few steps on pictures, as `optrush train` does, and return the configuration."""
+    rows = write_rows(folder / "rows", 12, most=2)
+    text = (
+        f"{{model: {sight.base}, objective: sft, data: {{path: {rows}, eval: 0.2}}, batch: {{seq: 256, tokens: 1024, "
+        f"micro_tokens: 512}}, optim: {{lr: 0.01}}, train: {{steps: 2, log_every: 1}}, output: {folder / 'out'}}}"
+    )
+    config = parse_config(text, "images.yaml", sets, withs)
+    assert run(RunRequest(decide(config))).code == 0
+    return config
+
+
+def losses(config: Config) -> list[float]:
+    lines = (Path(config.output) / "metrics.jsonl").read_text().splitlines()
+    return [line["loss"] for line in map(json.loads, lines) if "loss" in line]
+
+
+def test_a_trained_model_sees_in_transformers(sight: Sight, tmp_path: Path) -> None:
+    """All weights of the decoder: an export has the tower's and the processor's bytes, and equal logits on images."""
+    out = Path(run_on(sight, tmp_path, withs=["packing"]).output) / "model"
+    base, made = (load_file(folder / "model.safetensors") for folder in (sight.base, out))
+    assert base.keys() == made.keys()
+    same = {name for name in base if torch.equal(base[name], made[name])}
+    assert {name for name in base if "visual" in name} == same, "what the decoder has moved, and nothing else"
+    name = "preprocessor_config.json"
+    assert (out / name).read_bytes() == (sight.base / name).read_bytes()
+    theirs = AutoModelForImageTextToText.from_pretrained(out, dtype=torch.float32).eval()
+    hf = json.loads((out / "config.json").read_text())
+    ours, recipe = load(out, hf, None, torch.float32, 0)
+    materialise(ours, recipe)
+    ours.tower = open_tower(out, hf, torch.float32, ours.shape.rotated_width)
+    with torch.no_grad():
+        batch = sight.batch([2])
+        found = ours.head.logits(ours(*batch.inputs))[0, : len(sight.document(2))]
+        want = theirs(**sight.alone(sight.document(2)), use_cache=False).logits[0]
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+
+
+def test_adapters_reach_the_decoder_alone(qwen: Sight, tmp_path: Path) -> None:
+    """Of names that the tower has, too; the merged model and the adapter on the base see the same."""
+    out = Path(run_on(qwen, tmp_path, withs=["lora:rank=2", "packing"]).output)
+    given = qwen.alone(qwen.document(2))
+    with torch.no_grad():
+        merged, fresh = (
+            AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+            for folder in (out / "model", qwen.base)
+        )
+        before = fresh(**given).logits
+        adapted = PeftModel.from_pretrained(fresh, out / "adapter").eval()
+        assert not [n for n, _ in adapted.named_parameters() if "lora" in n and "language_model" not in n]
+        torch.testing.assert_close(adapted(**given).logits, merged(**given).logits, rtol=1e-4, atol=1e-4)
+    assert (merged(**given).logits - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "named",
+    further(
+        ["packing loader:workers=1", "nf4 lora:rank=2", "packing recompute", "", "sort-by-length", "bf16", "neftune",
+         "packing fused-loss", "ema"], 2,
+    ),
+)  # fmt: skip
+def test_with_techniques(named: str, qwen: Sight, tmp_path: Path) -> None:
+    withs = named.split()
+    found = losses(run_on(qwen, tmp_path, withs=withs))
+    assert len(found) == 2 and np.isfinite(found).all()
+    if named in ("packing loader:workers=1", "packing recompute"):
+        assert found == losses(run_on(qwen, tmp_path / "plain", withs=["packing"]))
+
+
+@pytest.mark.parametrize(("named", "found"), [("wrap", "cuts documents"), ("compile:scope=model", "rows with images")])
+def test_techniques_that_are_refused(named: str, found: str, qwen: Sight, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        run_on(qwen, tmp_path, withs=[named])
+    assert "rows with images" in str(caught.value) and found in caught.value.found
+
+
+def test_a_run_that_goes_on(qwen: Sight, tmp_path: Path) -> None:
+    whole = losses(run_on(qwen, tmp_path / "whole", ["train.steps=4", "optim.schedule=constant"], ["packing"]))
+    sets = ["train.steps=4", "optim.schedule=constant", "train.save_every=2", "train.stop_after=2"]
+    config = run_on(qwen, tmp_path / "parts", [*sets[:3], "train.keep=9"], ["packing"])
+    for step in sorted((Path(config.output) / "checkpoints").glob("step-*"))[1:]:
+        shutil.rmtree(step)
+    again = run(RunRequest(decide(config), resume="auto"))
+    assert again.code == 0 and losses(config) == whole
+
+
+def on_ranks(base: Path, folder: Path, withs: Sequence[str]) -> list[tuple[float, float]]:
+    """The losses and norms of a run, one document a row; none on other ranks than the first."""
+    text = (
+        f"{{model: {base}, objective: sft, data: {{path: {folder / 'rows.jsonl'}}}, batch: {{seq: 128, tokens: 256, "
+        f"micro_tokens: 128}}, optim: {{lr: 0.01}}, train: {{steps: 3, log_every: 1}}, output: {folder / 'out'}}}"
+    )
+    config = parse_config(text, "images.yaml", [], withs)
+    return [(line["loss"], line["grad_norm"]) for line in metrics(config) if "loss" in line]
+
+
+def test_ranks_with_rows_of_their_own(qwen: Sight, pair: Pair, tmp_path: Path) -> None:
+    """In some steps one of two ranks has no image, in others both have."""
+    lines = write_rows(tmp_path, 4).read_text().splitlines()
+    turns = [{"role": "user", "content": "what is that ?"}, {"role": "assistant", "content": "a green square"}]
+    (tmp_path / "rows.jsonl").write_text("\n".join([*lines, *[json.dumps({"messages": turns})] * 3]))
+    alone = on_ranks(qwen.base, tmp_path, ["pad"])
+    first, other = pair(on_ranks, qwen.base, tmp_path, ["pad", "ddp"])
+    assert len(alone) == 3 and not other
+    np.testing.assert_allclose(first, alone, rtol=1e-5)
+
+
+def settled(base: Path, folder: Path, withs: Sequence[str]) -> str:
+    with pytest.raises(UserError) as caught:
+        on_ranks(base, folder, withs)
+    return caught.value.found
+
+
+def test_ranks_that_share_a_model(qwen: Sight, pair: Pair, tmp_path: Path) -> None:
+    write_rows(tmp_path, 2)
+    for withs, owned in ((["fsdp"], "data-parallel"), (["tensor"], "tensor-parallel")):
+        for found in pair(settled, qwen.base, tmp_path, withs):
+            assert found == f"a technique that owns the {owned} axis"

@@ -1,0 +1,507 @@
+"""Images of rows: every form that names one, files that are damaged or hostile, and what is kept of them."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import io
+import json
+import os
+import re
+import struct
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from PIL import Image
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoTokenizer
+
+from optrush.config import Cleaning, parse_config
+from optrush.data import preview, tokenize
+from optrush.data.cleaning import Task, clean_files, measure_files
+from optrush.data.dataset import Sources, read_sources
+from optrush.data.images import ImageReader, Picture, processed_size
+from optrush.data.length_estimate import estimate
+from optrush.data.samples import Counts, describe_counts
+from optrush.data.schema import NO_RULES, Chat, RowLocation, parse_row
+from optrush.data.tokenizer import open_tokens
+from optrush.decide import decide
+from optrush.errors import DataError, NeedsError, UserError
+from optrush.models.text_part import tower_parameters
+from sights import BASES, PROCESSOR, TOWER, VOCABULARY, draw, write_base, write_rows
+from sights import TEXT as TEXT_SIZES
+
+WHERE = RowLocation(Path("data.jsonl"), 3)
+ANSWER = {"role": "assistant", "content": "a red circle"}
+T = 384
+
+
+def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, form, **options)
+    return file.getvalue()
+
+
+PNG = encoded(draw("circle", "red", 32, 24, 0))
+TEXT = base64.b64encode(PNG).decode()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    write_base(folder, "qwen3_vl")
+    return folder
+
+
+def asked(*parts: Any) -> dict[str, Any]:
+    return {"role": "user", "content": [*parts, {"type": "text", "text": "what ?"}]}
+
+
+def read(base: Path, path: Path, *sets: str, objective: str = "sft") -> Sources:
+    text = f"{{model: {base}, objective: {objective}, data: {{path: {path}}}, batch: {{seq: {T}, tokens: {T}}}}}"
+    config = parse_config(text, "images.yaml", [f"output={path.parent / 'out'}", "train.steps=1", *sets])
+    return read_sources(config, open_tokens(config, base), VOCABULARY)
+
+
+def write(folder: Path, *rows: Any) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+# --- what names an image
+
+
+@pytest.mark.parametrize(
+    ("row", "images"),
+    [
+        ({"messages": [asked({"type": "image", "image": "a.png"}), ANSWER]}, [Picture("a.png")]),
+        ({"messages": [asked({"type": "image", "path": "/b/a.png"}), ANSWER]}, [Picture("/b/a.png")]),
+        ({"messages": [asked({"type": "image", "url": "file:///b/a.png"}), ANSWER]}, [Picture("/b/a.png")]),
+        ({"messages": [asked({"type": "image_url", "image_url": {"url": "a.png"}}), ANSWER]}, [Picture("a.png")]),
+        ({"messages": [asked({"type": "image_url", "image_url": f"data:image/png;base64,{TEXT}"}), ANSWER]}, [PNG]),
+        ({"messages": [asked({"type": "image", "base64": TEXT}), ANSWER]}, [PNG]),
+        ({"messages": [asked({"type": "image", "image": {"bytes": PNG, "path": "x.png"}}), ANSWER]}, [PNG]),
+        ({"messages": [asked({"type": "image", "bytes": PNG}, {"type": "image", "path": "b"}), ANSWER]},
+         [PNG, Picture("b")]),
+        ({"messages": [asked({"type": "image"}), ANSWER], "images": [{"bytes": PNG, "path": None}]}, [PNG]),
+        ({"messages": [{"role": "user", "content": "<image>\nwhat ? <image>"}, ANSWER], "images": ["a", "b"]},
+         [Picture("a"), Picture("b")]),
+        ({"messages": [asked({"type": "text", "text": "<image>!"}), ANSWER], "image": "a"}, [Picture("a")]),
+        ({"conversations": [{"from": "human", "value": "<image>what ?"}, {"from": "gpt", "value": "b"}], "image": "a"},
+         [Picture("a")]),
+        ({"instruction": "<image>what ?", "input": "", "output": "b", "images": ["a"]}, [Picture("a")]),
+        ({"prompt": [asked({"type": "image"})], "completion": [ANSWER], "images": ["a"]}, [Picture("a")]),
+    ],
+)  # fmt: skip
+def test_every_form_names_its_image(row: dict[str, Any], images: list[Any]) -> None:
+    noted: set[str] = set()
+    found = parse_row(WHERE, row, noted=noted)
+    assert isinstance(found, Chat) and not noted
+    assert list(found.images) == [Picture(data=one) if isinstance(one, bytes) else one for one in images]
+    assert all("<image>" not in message.content for message in found.messages)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"messages": [asked({"type": "image"}), ANSWER]}, "messages[0].content[0]: the image is named by nothing"),
+        ({"messages": [asked({"type": "image", "image": "https://a/b.png"}), ANSWER]}, "images are not downloaded"),
+        ({"messages": [asked({"type": "image", "image": "s3://a/b.png"}), ANSWER]}, "images are not downloaded"),
+        ({"messages": [asked({"type": "image", "image": 7}), ANSWER]}, "the image is a number, not a path"),
+        ({"messages": [asked({"type": "image", "image": ""}), ANSWER]}, "the image is no path: ''"),
+        ({"messages": [asked({"type": "image", "image": "a\0b"}), ANSWER]}, "the image is no path"),
+        ({"messages": [asked({"type": "image", "image": "a", "path": "b"}), ANSWER]}, "named by image and path"),
+        ({"messages": [asked({"type": "image", "base64": "a%"}), ANSWER]}, "the image is no base64"),
+        ({"messages": [asked({"type": "image", "base64": ""}), ANSWER]}, "the image has no bytes"),
+        ({"messages": [asked({"type": "image", "image": "data:image/png,abc"}), ANSWER]}, "without base64"),
+        ({"messages": [asked({"type": "image", "image": "a"}, {"type": "text", "text": "\ufdd0"}), ANSWER]}, "U+FDD0"),
+        ({"messages": [asked({"type": "image", "image": "a", "weight": 0}), ANSWER]}, "not learnt apart"),
+        ({"messages": [asked({"type": "video", "video": "a"}), ANSWER]}, "'video', not a part of the type 'text'"),
+        ({"messages": [asked(), {"role": "assistant", "content": [{"type": "image", "image": "a"}]}]}, "is 'image'"),
+        ({"messages": [asked(), ANSWER], "images": ["a"]}, "images: 1; places for them in its turns (<image>): 0"),
+        ({"messages": [asked({"type": "image"}), ANSWER], "images": ["a", "b"]}, "images: 2; places"),
+        ({"messages": [{"role": "user", "content": "<image><image>"}, ANSWER], "images": ["a"]}, "places for them in"),
+        ({"messages": [asked({"type": "image"}), ANSWER], "images": ["a"], "image": "a"}, "both 'images' and 'image'"),
+        ({"messages": [asked({"type": "image"}), ANSWER], "images": [["a"]]}, "the image is a list, not a path"),
+        ({"messages": [asked({"type": "image"}), ANSWER], "images": [None]}, "the image is named by nothing"),
+        ({"messages": [asked({"type": "image"}), ANSWER], "images": [{"path": None}]}, "the image is named by nothing"),
+        ({"messages": [asked({"type": "image", "bytes": "a b!"}), ANSWER]}, "the image is no base64"),
+        ({"messages": [asked(), ANSWER], "videos": ["a"]}, "the row has 'videos', which is not understood"),
+        ({"text": "a", "images": ["a"]}, "the row has 'images', which is not understood"),
+        ({"prompt": "<image>", "completion": "a", "images": ["a"]}, "places for them in its turns (<image>): 0"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "images": ["a"]}, "'images', which is not understood"),
+    ],
+)
+def test_what_names_none(row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(DataError) as caught:
+        parse_row(WHERE, row)
+    assert reason in caught.value.found and "\n" not in caught.value.found
+
+
+def test_a_text_keeps_its_words() -> None:
+    found = parse_row(WHERE, {"messages": [{"role": "user", "content": "an <image> tag"}, ANSWER], "images": []})
+    assert isinstance(found, Chat) and found.messages[0].content == "an <image> tag" and not found.images
+
+
+def test_what_is_not_read_of_an_image_is_named() -> None:
+    noted: set[str] = set()
+    url = {"url": "a.png", "detail": "low"}
+    parse_row(WHERE, {"messages": [asked({"type": "image_url", "image_url": url, "id": 3}), ANSWER]}, noted=noted)
+    assert noted == {"messages[].content[].image_url.detail", "messages[].content[].id"}
+
+
+# --- damaged and hostile files
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG whose header alone is large."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"\0")) + chunk(b"IEND", b"")
+
+
+NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8))
+JPEG = encoded(NOISE, "JPEG")
+BAD = {
+    "missing": (None, "No such file"),
+    "empty": (b"", "no image of a known format"),
+    "text": (b"not an image", "no image of a known format"),
+    "svg": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no image of a known format"),
+    "eps": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "no image of a known format"),
+    "half-png": (encoded(NOISE)[:4000], "truncated"),
+    "half-jpeg": (JPEG[: len(JPEG) // 2], "truncated"),
+    "header-alone": (PNG[:30], ""),
+    "bomb": (bomb(60_000, 60_000), "pixels"),
+    "large": (bomb(12_000, 12_000), "12000 x 12000 pixels; at most 100,000,000 are read"),
+    "no-pixels": (bomb(0, 8), ""),
+    "a-line": (encoded(Image.new("RGB", (1, 10_000))), "at most 200 times as long as wide"),
+    "wide": (encoded(Image.new("RGB", (4000, 3))), "at most 200 times as long as wide"),
+    "broken-data": (bomb(40, 40), ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_image_is_a_bad_row(name: str, base: Path, tmp_path: Path) -> None:
+    raw, reason = BAD[name]
+    if raw is not None:
+        (tmp_path / "a.png").write_bytes(raw)
+    (tmp_path / "good.png").write_bytes(PNG)
+    good, bad = ({"messages": [asked({"type": "image", "image": file}), ANSWER]} for file in ("good.png", "a.png"))
+    path = write(tmp_path, good, bad, good)
+    begun = time.monotonic()
+    with pytest.raises(DataError) as caught:
+        read(base, path)
+    assert caught.value.asked == f"a row of training data at {path}:2" and "image 1 of 1: " in caught.value.found
+    assert reason in caught.value.found and "quarantine" in caught.value.do
+    found = read(base, path, "data.bad_rows=quarantine", "data.most_bad=0.5")
+    assert [row.where.line for row in found.refused] == [2] and len(found.train) == 2
+    assert time.monotonic() - begun < 20
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder", "kernel", "link to a device"])
+def test_what_is_no_file_does_not_hang(kind: str, base: Path, tmp_path: Path) -> None:
+    name = {"fifo": "pipe", "device": "/dev/zero", "folder": "folder", "kernel": "/proc/kmsg"}.get(kind, "link")
+    if kind == "fifo":
+        os.mkfifo(tmp_path / name)
+    elif kind == "folder":
+        (tmp_path / name).mkdir()
+    elif name == "link":
+        (tmp_path / name).symlink_to("/dev/zero")
+    with pytest.raises(DataError, match=r"image 1 of 1: .*(not a regular file|Operation not permitted)"):
+        read(base, write(tmp_path, {"messages": [asked({"type": "image", "image": name}), ANSWER]}))
+
+
+# --- what is read of sound ones
+
+
+@pytest.mark.parametrize(
+    ("form", "mode"),
+    [("PNG", "RGB"), ("PNG", "RGBA"), ("PNG", "P"), ("PNG", "L"), ("PNG", "1"), ("PNG", "I;16"), ("JPEG", "RGB"),
+     ("JPEG", "CMYK"), ("JPEG", "L"), ("WEBP", "RGB"), ("GIF", "P"), ("BMP", "RGB"), ("TIFF", "RGB")],
+)  # fmt: skip
+def test_formats_and_modes(form: str, mode: str, base: Path, tmp_path: Path) -> None:
+    image = draw("circle", "red", 40, 24, 1)
+    wide = Image.fromarray(np.full((24, 40), 3000, np.uint16)) if mode == "I;16" else image.convert(mode)
+    (tmp_path / "a").write_bytes(encoded(wide, form))
+    found = read(base, write(tmp_path, {"messages": [asked({"type": "image", "image": "a"}), ANSWER]})).train
+    (document,) = found.documents(0)
+    (seen,) = document.images
+    assert seen.size == (40, 24) and seen.grid == (6, 10) and seen.tokens == 15
+    reader = open_reader(base)
+    assert reader.patches(seen).shape == (60, 96)
+
+
+def open_reader(base: Path, *sets: str) -> ImageReader:
+    config = parse_config(f"{{model: {base}, objective: sft, data: {{path: x}}, output: o}}", "x.yaml", sets)
+    tokens = open_tokens(config, base)
+    assert tokens is not None and isinstance(tokens.images, ImageReader)
+    return tokens.images
+
+
+def test_a_turned_photograph(base: Path, tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image = draw("square", "blue", 40, 24, 1)
+    (tmp_path / "a.jpg").write_bytes(encoded(image, "JPEG", exif=exif, quality=95))
+    reader = open_reader(base)
+    seen = reader.look(Picture("a.jpg"), tmp_path)
+    assert seen.size == (24, 40) and seen.grid == (10, 6) and reader.patches(seen).shape == (60, 96)
+
+
+@pytest.mark.parametrize(
+    ("sets", "grid"),
+    [
+        ((), (8, 8)), (("data.max_pixels=256",), (4, 4)), (("data.min_pixels=1025", "data.max_pixels=4096"), (10, 10)),
+        (("data.min_pixels=1024",), (8, 8)),
+    ],
+)  # fmt: skip
+def test_pixels(sets: tuple[str, ...], grid: tuple[int, int], base: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(encoded(draw("circle", "red", 32, 32, 0)))
+    reader = open_reader(base, *sets)
+    seen = reader.look(Picture("a.png"), tmp_path)
+    assert seen.grid == grid and len(reader.patches(seen)) == grid[0] * grid[1]
+    assert (reader.identity == open_reader(base).identity) == (not sets)
+
+
+def test_least_pixels_above_most(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(PNG)
+    with pytest.raises(NeedsError, match="at least 4,096"):
+        open_reader(base, "data.min_pixels=4096").look(Picture("a.png"), tmp_path)
+
+
+def test_adjacent_images_and_an_image_at_the_end(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(PNG)
+    image = {"type": "image", "image": "a.png"}
+    talk = [asked(image, image), ANSWER, {"role": "user", "content": [{"type": "text", "text": "and ?"}, image]}]
+    found = read(base, write(tmp_path, {"messages": [*talk, ANSWER]}), "data.train_on=all").train
+    (document,) = found.documents(0)
+    token = open_reader(base).token
+    places = [image.at for image in document.images]
+    assert len(places) == 3 and all((document.ids[a : a + 12] == token).all() for a in places)
+    assert int((document.ids == token).sum()) == 36 and not document.targets[document.ids == token].any()
+    assert document.targets.sum() == len(document) - 1 - 36
+
+
+@pytest.mark.parametrize("inside", range(3))
+def test_no_image_is_cut(inside: int, base: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(PNG)
+    image = {"type": "image", "image": "a.png"}
+    row = {"messages": [asked(image), ANSWER, asked(image), ANSWER]}
+    path = write(tmp_path, row)
+    (whole,) = read(base, path).train.documents(0)
+    at = whole.images[1].at
+    T = at + (0, 5, 11)[inside]
+    sets = (f"batch.seq={T}", f"batch.tokens={T}", "data.too_long=truncate", "data.most_truncated=1")
+    found = read(base, path, *sets)
+    (document,) = found.train.documents(0)
+    assert len(document) == at and len(document.images) == 1
+
+
+def test_an_image_longer_than_a_row(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(PNG)
+    path = write(tmp_path, {"messages": [asked({"type": "image", "image": "a.png"}), ANSWER]})
+    sets = ("batch.seq=24", "batch.tokens=24")
+    with pytest.raises(DataError, match=r"tokens at .*:1\n.*lower data.max_pixels"):
+        read(base, path, *sets)
+    with pytest.raises(DataError, match="nothing is left of 1 rows"):
+        read(base, path, *sets, "data.too_long=truncate", "data.most_truncated=1")
+
+
+def test_what_holds_bytes(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parquet with bytes, through shards on the disk; the same images in files elsewhere."""
+    answer = {**ANSWER, "content": [{"type": "text", "text": ANSWER["content"]}]}
+    rows = [{"messages": [asked({"type": "image"}), answer], "images": [{"bytes": PNG, "path": "x.png"}]}] * 3
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    in_memory = read(base, tmp_path / "rows.parquet", f"data.cache={tmp_path / 'cache'}").train
+    monkeypatch.setattr(tokenize, "CHUNK_bytes", 1)
+    on_disk = read(base, tmp_path / "rows.parquet", f"data.cache={tmp_path / 'cache'}", "data.workers=1").train
+    assert list((tmp_path / "cache").rglob("*.safetensors"))
+    (tmp_path / "a.png").write_bytes(PNG)
+    file = write(tmp_path, *[{"messages": [asked({"type": "image", "image": "a.png"}), ANSWER]}] * 3)
+    by_path = read(base, file, f"data.cache={tmp_path / 'cache'}", "data.workers=1").train
+    reader = open_reader(base)
+    for i in range(3):
+        seen = [source.documents(i)[0] for source in (in_memory, on_disk, by_path)]
+        assert seen[0].images[0].picture.data == PNG and seen[2].images[0].picture == Picture("a.png")
+        made = [reader.patches(document.images[0]) for document in seen]
+        assert all(np.array_equal(seen[0].ids, one.ids) for one in seen)
+        assert all(np.array_equal(made[0], one) for one in made)
+
+
+def test_rows_that_differ_by_their_images_alone(base: Path, tmp_path: Path) -> None:
+    for colour in ("red", "blue"):
+        (tmp_path / f"{colour}.png").write_bytes(encoded(draw("circle", colour, 32, 32, 0)))
+    rows = [{"messages": [asked({"type": "image", "image": f"{c}.png"}), ANSWER]} for c in ("red", "blue", "red")]
+    source: Any = read(base, write(tmp_path, *rows)).train
+    a, b, c = source.digests().tolist()
+    assert a == c != b
+
+
+def test_an_image_that_changes_while_a_run_reads_it(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(PNG)
+    source = read(base, write(tmp_path, {"messages": [asked({"type": "image", "image": "a.png"}), ANSWER]})).train
+    (seen,) = source.documents(0)[0].images
+    (tmp_path / "a.png").write_bytes(encoded(draw("circle", "blue", 32, 24, 0)))
+    with pytest.raises(DataError, match="it has changed since its row was tokenised"):
+        open_reader(base).patches(seen)
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(DataError, match="No such file"):
+        open_reader(base).patches(seen)
+
+
+def test_an_image_is_shown_as_one_piece(base: Path, tmp_path: Path) -> None:
+    """Also where a long document is shown in parts, whose border is inside an image."""
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    (document,) = read(base, write_rows(tmp_path, 2, most=2)).train.documents(1)
+    special, places = preview.special_ids(tokenizer), document.images
+    for middle in (0, places[0].at + 3, places[1].at, len(document)):
+        parts = ((0, middle), (middle, len(document)))
+        found = [p for part in parts for p in preview.token_pieces(tokenizer, document, *part, special)]
+        assert [i for piece in found for i in piece.ids] == document.ids.tolist()
+        shown = [piece.text for piece in found if piece.text.startswith("image")]
+        assert list(dict.fromkeys(shown)) == ["image 32 x 32, 16 tokens", "image 40 x 24, 15 tokens"]
+        assert not any(piece.learnt for piece in found if piece.text in shown)
+    assert "2 images" in describe_counts(Counts(images=2)) and "image" not in describe_counts(Counts())
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("sets", "objective", "found"),
+    [
+        (("data.too_long=split",), "sft", "data.too_long: split"),
+        (("data.stream=true",), "sft", "data.stream"),
+        (("data.clean.exact_duplicates=true",), "sft", "data.clean"),
+        (("model.implementation=transformers",), "sft", "model.implementation: transformers"),
+        ((), "pretrain", "objective: pretrain"),
+        ((), "kto", "objective: kto"),
+        ((), "grpo", "objective: grpo"),
+    ],
+)
+def test_what_does_not_read_images(
+    sets: tuple[str, ...], objective: str, found: str, base: Path, tmp_path: Path
+) -> None:
+    path = write_rows(tmp_path, 2)
+    if objective == "kto":
+        rows = [{**json.loads(line), "label": True} for line in path.read_text().splitlines()]
+        path = write(tmp_path, *rows)
+    with pytest.raises(UserError) as caught:
+        read(base, path, *sets, objective=objective)
+    assert caught.value.found == found or found in caught.value.found, caught.value
+    filtered = found == "data.clean"  # before they are tokenised
+    assert filtered or ("rows with images" in caught.value.asked and "take rows of text" in caught.value.do)
+
+
+def test_filters_do_not_take_rows_for_their_texts(tmp_path: Path) -> None:
+    rows = [{"messages": [asked({"type": "image", "image": f"{n}.png"}), ANSWER]} for n in range(2)]
+    path = write(tmp_path, *rows, {"messages": [asked(), ANSWER]})
+    settings = Cleaning(exact_duplicates=True)
+    done = clean_files([path], settings, tokens=None, bad_rows="quarantine", most_bad=1, workers=1)
+    assert done.record["bad"]["rows"] == 2 and done.record["kept"]["rows"] == 1
+    table = measure_files([path], Task(Cleaning(), "file", NO_RULES, None, None), 1, lambda *_: None, strict=False)
+    assert not table.bad, "they are rows where nothing is compared"
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "mistral3", "llava", "qwen2_vl", "internvl"])
+def test_other_families(kind: str, base: Path, tmp_path: Path) -> None:
+    other = tmp_path / "base"
+    other.mkdir()
+    for file in base.iterdir():
+        if file.name != "model.safetensors":
+            (other / file.name).write_bytes(file.read_bytes())
+    hf = json.loads((base / "config.json").read_text())
+    from optrush.data.tokenizer import _image_reader
+
+    (other / "config.json").write_text(json.dumps({**hf, "model_type": kind}))
+    config = parse_config(f"{{model: {other}, objective: sft, data: {{path: x}}, output: o}}", "x.yaml", [])
+    refused = _image_reader(config, other, None)
+    assert isinstance(refused, DataError) and re.search(kind, refused.found) and "qwen3_vl" in refused.do
+
+
+@pytest.mark.parametrize(
+    ("edit", "found"),
+    [
+        (None, "none of preprocessor_config.json"), ({"image_processor_type": "CLIPImageProcessor"}, "a CLIPImage"),
+        ({"patch_size": 14}, "patch_size 14, and 4 in the vision_config"), ({"merge_size": 1}, "merge_size 1, and 2"),
+    ],
+)  # fmt: skip
+def test_a_processor_of_another_base(edit: Any, found: str, base: Path, tmp_path: Path) -> None:
+    for file in base.iterdir():
+        if "safetensors" not in file.name:
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    if edit is None:
+        (tmp_path / "preprocessor_config.json").unlink()
+    else:
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps({**PROCESSOR, **edit}))
+    rows = write_rows(tmp_path / "rows", 1)
+    with pytest.raises(NeedsError, match=re.escape(found)):
+        read(tmp_path, rows)
+
+
+def test_a_template_that_drops_images(base: Path, tmp_path: Path) -> None:
+    template = tmp_path / "t.jinja"
+    template.write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    )
+    with pytest.raises(DataError, match=r"1 images, and 0 of <\|image_pad\|>"):
+        read(base, write_rows(tmp_path, 1), f"model.chat_template={template}")
+
+
+def test_a_placeholder_written_in_a_text(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(PNG)
+    row = {"messages": [asked({"type": "image", "image": "a.png"}, {"type": "text", "text": "<|image_pad|>"}), ANSWER]}
+    with pytest.raises(DataError, match="a forged turn"):
+        read(base, write(tmp_path, row))
+
+
+# --- what the plan counts
+
+
+def test_sizes_are_the_processors_own() -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        height, width = (int(n) for n in rng.integers(20, 3000, 2))
+        factor = int(rng.choice([8, 28, 32]))
+        least = int(rng.integers(64, 5000))
+        most = least + int(rng.integers(5000, 2_000_000))
+        assert processed_size(height, width, factor, least, most) == smart_resize(height, width, factor, least, most)
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_parameters_of_a_tower(kind: str) -> None:
+    """Counted from config.json, by transformers' own module; none of a base whose images are not read."""
+    given = {"text_config": {**TEXT_SIZES, **BASES[kind]["text_config"]}}
+    for vision in ({**TOWER, **BASES[kind]["vision_config"]}, {**BASES[kind]["vision_config"], "hidden_size": 64}):
+        config = CONFIG_MAPPING[kind](**copy.deepcopy(given), vision_config=vision)
+        with torch.device("meta"):
+            visual = AutoModelForImageTextToText.from_config(config).model.visual
+        assert tower_parameters(config.to_dict()) == sum(p.numel() for p in visual.parameters())
+    assert tower_parameters({**config.to_dict(), "model_type": "llava"}) == 0
+
+
+def test_the_plan_counts_the_tower_and_the_images_tokens(base: Path, tmp_path: Path) -> None:
+    path = write_rows(tmp_path, 8, most=2)
+    text = f"{{model: {base}, objective: sft, data: {{path: {path}}}, batch: {{seq: {T}, tokens: {T}}}, output: o}}"
+    config = parse_config(text, "images.yaml", ["train.steps=1"])
+    decided = decide(config)
+    hf = json.loads((base / "config.json").read_text())
+    assert decided.env.tower == tower_parameters(hf) > 0
+    found = estimate(config.data, 0, tokenizer=str(base), base=str(base))
+    real = read(base, path).train.lengths()
+    assert sum(found) == pytest.approx(real.sum(), rel=0.15)
+    write(tmp_path, {"messages": [asked(), ANSWER]})
+    assert decide(config).env.tower == 0
