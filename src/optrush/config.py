@@ -205,6 +205,7 @@ class Data(StrictModel):
     roles: dict[Text, Literal["system", "developer", "user", "assistant", "tool"]] = Field(default_factory=dict)
     min_pixels: Annotated[int, Field(ge=1)] | None = None  # of an image, which is enlarged to have as many
     max_pixels: Annotated[int, Field(ge=1)] | None = None  # of an image, which is reduced to have as many
+    remote: bool = False  # download images that rows name by an address of the web
     split_turns: bool = False  # a conversation is one document an answer
     clean: Cleaning | None = None
     stream: bool = False  # tokenise while training, without a cache

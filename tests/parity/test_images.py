@@ -36,7 +36,7 @@ from sights import BASES, VOCABULARY, write_base, write_rows
 
 from pair import Pair
 from parity_models import compare_gradients, materialise
-from trials import metrics
+from trials import assembled, metrics
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
 T = 384
@@ -292,3 +292,13 @@ def test_ranks_that_share_a_model(qwen: Sight, pair: Pair, tmp_path: Path) -> No
     for withs, owned in ((["fsdp"], "data-parallel"), (["tensor"], "tensor-parallel")):
         for found in pair(settled, qwen.base, tmp_path, withs):
             assert found == f"a technique that owns the {owned} axis"
+
+
+def test_settings_of_images_that_do_nothing(qwen: Sight, tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "what ?"}, {"role": "assistant", "content": "a square"}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": turns}))
+    text = f"{{model: {qwen.base}, objective: sft, data: {{path: {tmp_path / 'rows.jsonl'}}}, train: {{steps: 1}}}}"
+    sets = ["data.max_pixels=256", "data.remote=true", f"output={tmp_path}", "batch.seq=64", "batch.tokens=64"]
+    trainer = assembled(parse_config(text, "images.yaml", sets, ["pad"]))
+    assert trainer.model.tower is None and {f"data.{key} does nothing: no row has an image" for key in (
+        "max_pixels", "remote")} <= {*trainer.notes}  # fmt: skip

@@ -9,8 +9,11 @@ import json
 import os
 import re
 import struct
+import threading
 import time
 import zlib
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from PIL import Image
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoTokenizer
 
 from optrush.config import Cleaning, parse_config
-from optrush.data import preview, tokenize
+from optrush.data import images, preview, tokenize
 from optrush.data.cleaning import Task, clean_files, measure_files
 from optrush.data.dataset import Sources, read_sources
 from optrush.data.images import ImageReader, Picture, processed_size
@@ -112,8 +115,11 @@ def test_every_form_names_its_image(row: dict[str, Any], images: list[Any]) -> N
     ("row", "reason"),
     [
         ({"messages": [asked({"type": "image"}), ANSWER]}, "messages[0].content[0]: the image is named by nothing"),
-        ({"messages": [asked({"type": "image", "image": "https://a/b.png"}), ANSWER]}, "images are not downloaded"),
-        ({"messages": [asked({"type": "image", "image": "s3://a/b.png"}), ANSWER]}, "images are not downloaded"),
+        (
+            {"messages": [asked({"type": "image", "image": "s3://a/b.png"}), ANSWER]},
+            "the address 's3://a/b.png', of none",
+        ),
+        ({"messages": [asked({"type": "image", "image": "ftp://a/b.png"}), ANSWER]}, "save it beside the data"),
         ({"messages": [asked({"type": "image", "image": 7}), ANSWER]}, "the image is a number, not a path"),
         ({"messages": [asked({"type": "image", "image": ""}), ANSWER]}, "the image is no path: ''"),
         ({"messages": [asked({"type": "image", "image": "a\0b"}), ANSWER]}, "the image is no path"),
@@ -219,6 +225,43 @@ def test_what_is_no_file_does_not_hang(kind: str, base: Path, tmp_path: Path) ->
         (tmp_path / name).symlink_to("/dev/zero")
     with pytest.raises(DataError, match=r"image 1 of 1: .*(not a regular file|Operation not permitted)"):
         read(base, write(tmp_path, {"messages": [asked({"type": "image", "image": name}), ANSWER]}))
+
+
+@pytest.fixture
+def site() -> Iterator[str]:
+    """An address whose /a.png is a picture, /slow never ends, /empty has nothing, and others are missing."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path in ("/a.png", "/slow", "/empty") else 404)
+            self.end_headers()
+            self.wfile.write(PNG if self.path == "/a.png" else b"")
+            for _ in range(60 if self.path == "/slow" else 0):
+                self.wfile.write(b"x")
+                time.sleep(0.02)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_addresses_of_the_web(site: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, {"messages": [asked({"type": "image_url", "image_url": {"url": f"{site}/a.png"}}), ANSWER]})
+    with pytest.raises(DataError, match=r"`data\.remote: true` downloads it"):
+        read(base, path)
+    (document,) = read(base, path, "data.remote=true").train.documents(0)
+    assert document.images[0].picture == Picture(data=PNG) and document.images[0].size == (32, 24)
+    monkeypatch.setattr(images, "DOWNLOAD_s", 0.4)
+    reader = open_reader(base, "data.remote=true")
+    for place, reason in (("/b.png", "404"), ("/slow", "more than 0.4 s"), ("/empty", "no bytes")):
+        with pytest.raises(ValueError, match=reason):
+            reader.look(Picture(f"{site}{place}"), tmp_path)
+    with pytest.raises(ValueError, match="refused"):
+        reader.look(Picture("http://127.0.0.1:9/a.png"), tmp_path)
 
 
 # --- what is read of sound ones

@@ -13,11 +13,14 @@ import hashlib
 import io
 import json
 import math
+import time
+import urllib.request
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +42,7 @@ MOST_FILE_bytes, MOST_PIXELS = 64 << 20, 100_000_000  # of an image; a phone's h
 NARROW = 200  # times that an image is at most as long as wide
 USUAL = 256.0  # placeholders of an image, where nothing is known of it
 LONGEST_PATH_chars = 4096
+REMOTE, DOWNLOAD_s = ("http://", "https://"), 60.0
 ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # a tag of cameras, and its values that exchange width and height
 KIND = "Qwen2VLImageProcessor"  # how the names of transformers' classes begin whose patches the towers take
 
@@ -46,7 +50,7 @@ KIND = "Qwen2VLImageProcessor"  # how the names of transformers' classes begin w
 class Picture(NamedTuple):
     """An image as a row has it: the path of a file, or its bytes."""
 
-    path: str = ""  # absolute, or relative to the folder of the row's file
+    path: str = ""  # absolute, or relative to the folder of the row's file; or an address of the web
     data: bytes = b""
 
 
@@ -111,8 +115,12 @@ def as_picture(found: Any) -> Picture:
         if not comma or not head.endswith(";base64"):
             raise ValueError(f"is a data: address without base64: {quoted(found[:40])}")
         return Picture(data=_decoded(body))
+    if found.startswith(REMOTE):
+        return Picture(found)
     if "://" in found and not found.startswith("file://"):
-        raise ValueError(f"is the address {quoted(found[:80])}: images are not downloaded; save it beside the data")
+        raise ValueError(
+            f"is the address {quoted(found[:80])}, of none of {', '.join(REMOTE)}; save it beside the data"
+        )
     path = found.removeprefix("file://")
     if not path.strip() or "\0" in path or len(path) > LONGEST_PATH_chars:
         raise ValueError(f"is no path: {quoted(path[:40])}")
@@ -206,6 +214,8 @@ def about_tokens(folder: Path, least: int | None, most: int | None) -> Callable[
 
     def tokens(given: Picture, at: Path) -> float:
         try:
+            if given.path.startswith(REMOTE):
+                return USUAL
             with _opened(_bytes(given, at)) as image:
                 return math.prod(processed_size(image.height, image.width, factor, int(low), int(high))) / factor**2
         except ValueError:  # the run names it
@@ -222,12 +232,14 @@ class ImageReader:
         folder: of the base.
         hf: its config.json.
         least, most: pixels of an image (`data.min_pixels`, `data.max_pixels`); None: the processor's own.
+        remote: `data.remote`.
     """
 
     folder: Path
     hf: Any
     least: int | None = None
     most: int | None = None
+    remote: bool = False  # download images at addresses of the web
 
     @property
     def token(self) -> int:
@@ -284,6 +296,10 @@ class ImageReader:
 
     def look(self, given: Picture, folder: Path) -> SeenImage:
         """Return an image's size, grid and placeholders, once it was decoded; raises ValueError for a bad one."""
+        if given.path.startswith(REMOTE):
+            if not self.remote:
+                raise ValueError(f"the address {quoted(given.path[:80])}; `data.remote: true` downloads it")
+            given = Picture(data=_downloaded(given.path))
         raw = _bytes(given, folder)
         with _opened(raw) as image:
             width, height = image.size
@@ -325,6 +341,26 @@ class ImageReader:
 
 def _digest(raw: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little", signed=True)
+
+
+def _downloaded(address: str) -> bytes:
+    """Return the bytes at an address; raises ValueError: none come in time, or more than MOST_FILE_bytes."""
+    parts, left, until = list[bytes](), MOST_FILE_bytes, time.monotonic() + DOWNLOAD_s
+    try:
+        asked = urllib.request.Request(address, headers={"User-Agent": "optrush"})
+        with urllib.request.urlopen(asked, timeout=DOWNLOAD_s / 2) as answer:
+            while piece := answer.read1(1 << 16):
+                parts, left = [*parts, piece], left - len(piece)
+                if left < 0 or time.monotonic() > until:
+                    what = (
+                        f"more than {MOST_FILE_bytes:,} bytes" if left < 0 else f"it takes more than {DOWNLOAD_s:g} s"
+                    )
+                    raise ValueError(what)
+    except (OSError, ValueError, HTTPException) as error:
+        raise ValueError(f"{quoted(address[:80])}: {first_line(error)}") from None
+    if not parts:
+        raise ValueError(f"{quoted(address[:80])}: no bytes")
+    return b"".join(parts)
 
 
 def _bytes(given: Picture, folder: Path) -> bytes:

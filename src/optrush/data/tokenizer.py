@@ -105,7 +105,7 @@ def _image_reader(config: Config, base: Path | None, tokenizer: Any) -> ImageRea
     for met, found, do in obstacles:
         if met:
             return DataError(asked, found, f"{do}, or {text}")
-    return ImageReader(base, hf, config.data.min_pixels, config.data.max_pixels)
+    return ImageReader(base, hf, config.data.min_pixels, config.data.max_pixels, config.data.remote)
 
 
 def settle_images(tokens: Tokens | None, env: Environment, layout: RowLayout) -> ImageReader | None:

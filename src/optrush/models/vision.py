@@ -110,7 +110,8 @@ def _pairs(hf: Any, width: int) -> Tensor:
     in_turn = TOWERS[hf["model_type"]] == "in turn"
     if not isinstance(sections, list) or len(sections) != 3 or (sum(sections) != width // 2 and not in_turn):
         found = f"mrope_section {sections!r} in its rope_parameters, of heads with {width // 2} pairs"
-        raise NeedsError("rows with images: positions in time, height and width", found, "correct config.json")
+        do = "add it there, or leave out what replaces them"
+        raise NeedsError("rows with images: positions in time, height and width", found, do)
     if not in_turn:
         return torch.repeat_interleave(torch.arange(3), torch.tensor(sections))
     pairs = torch.zeros(width // 2, dtype=torch.int64)

@@ -173,8 +173,8 @@ def _open_tower(trainer: Trainer, folder: Path | None, reader: ImageReader | Non
     sources, data = trainer.sources, trainer.config.data
     images = sum(part.counts.images for part in (sources.train, sources.held_out) if isinstance(part, Source))
     if reader is None or folder is None or not images:
-        if data.min_pixels is not None or data.max_pixels is not None:
-            trainer.notes.append("data.min_pixels and data.max_pixels do nothing: no row has an image")
+        given = [f"data.{name}" for name in ("min_pixels", "max_pixels", "remote") if getattr(data, name)]
+        trainer.notes += [f"{name} does nothing: no row has an image" for name in given]
         return
     assert isinstance(trainer.model, Decoder)
     shape, dtype = trainer.model.shape, getattr(torch, trainer.config.model.dtype)
