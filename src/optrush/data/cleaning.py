@@ -70,8 +70,7 @@ WORKER_bytes = 4 << 20  # of the files for each worker: for less its start would
 BATCH_chars = 1 << 20  # and about how much text: a tokenizer needs some 100 bytes a token while it works
 LANGUAGE_chars = 2000  # of a row's text, by which its language is identified
 MOST_NEAR_bytes = 16 << 30  # of memory for what near duplicates are found by
-FORMAT = 3  # of the record
-MATCHING_s = 5.0  # that finding the items of a row by a pattern may take
+FORMAT, MATCHING_s = 3, 5.0  # of the record; that finding the items of a row by a pattern may take
 EXAMPLES, EXAMPLE_chars = 10, 280  # of each filter in the record, and the length of each
 LIBRARIES = ("numpy", "py3langid", "rensa", "tokenizers")
 ROWS, REMOVED, QUARANTINE = "rows.jsonl", "removed.jsonl", "quarantine.jsonl"
@@ -304,8 +303,8 @@ def items_of(items: Items, row: Mapping[str, Any], text: str) -> list[str] | Non
             with limited(MATCHING_s):
                 texts = [m[1] if pattern.groups else m[0] for t in texts for m in pattern.finditer(t)]
         except TooLong:
-            found = f"it takes longer than {MATCHING_s:g} s in a row, as repeats within repeats do"
-            raise ConfigError(f"`data.clean.items` with the pattern {items.pattern}", found, "simplify it") from None
+            asked = f"`data.clean.items` with the pattern {items.pattern}"
+            raise ConfigError(asked, f"it takes longer than {MATCHING_s:g} s in a row", "simplify it") from None
     return [t for t in texts if t and t.strip()]
 
 
