@@ -32,21 +32,21 @@ ONE_SUBJECT = {
 # Lines a folder may have; "top" are the files directly in src/optrush. What is raised is raised in a commit of its own
 # that says what the lines buy; what shrinks is lowered with it.
 LINES = {
-    "data": 8650,
-    "trainer": 7105,
-    "models": 7625,
-    "techniques": 5735,
-    "kernels": 4645,
-    "top": 6195,
-    "cli": 4385,
-    "planner": 4355,
-    "benchmark": 3980,
-    "peft": 1970,
+    "data": 9380,
+    "trainer": 7165,
+    "models": 8295,
+    "techniques": 5780,
+    "kernels": 4910,
+    "top": 6325,
+    "cli": 4405,
+    "planner": 4435,
+    "benchmark": 3985,
+    "peft": 1980,
     "report": 1905,
     "optim": 1015,
     "objectives": 1020,
 }
-MOST_FILES = 230
+MOST_FILES = 235
 MOST_MODULES_IN_PACKAGE = 15  # directly in src/optrush, without __init__ and __main__
 MOST_SHARED_NAMES = 40  # public functions and classes whose name two modules or more define
 
