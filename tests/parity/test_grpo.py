@@ -35,6 +35,7 @@ from optrush.trainer import rollout
 from optrush.trainer import run as fit
 from optrush.trainer.dry_run import dry_run
 from optrush.trainer.overfit import run_overfit
+from optrush.trainer.trainer import evaluate
 
 from golden import make_golden
 from parity_models import EXPERTS, FAMILIES, materialise, reference, save
@@ -373,11 +374,23 @@ def test_a_run_samples_learns_and_reports(folder):
     assert all(l["eval_truncated"] <= 1 and "eval_ratio" not in l for l in lines if "eval_loss" in l)
 
 
-def test_several_updates_of_the_same_answers_begin_at_a_ratio_of_one(folder):
+@pytest.mark.parametrize("with_", [{}, {"ema": {"decay": 0.5}}], ids=str)
+def test_several_updates_of_the_same_answers_begin_at_a_ratio_of_one(folder, with_):
     """To the bit: log-probabilities before the first update are those that the first update sees."""
-    lines = [l for l in metrics(grpo_run(folder, packing={}, sets=["grpo.updates=2"])) if "loss" in l]
+    lines = [l for l in metrics(grpo_run(folder, packing={}, sets=["grpo.updates=2"], **with_)) if "loss" in l]
     assert [l["ratio"] == 1.0 for l in lines] == [True, False, True, False]
     assert lines[0]["reward"] == lines[1]["reward"] and lines[0]["target_tokens"] == lines[1]["target_tokens"]
+
+
+def test_averages_of_the_weights_answer_an_evaluation(folder):
+    """Averages of so many steps are still the first weights: greedy answers stay, while those of the weights change."""
+    found = []
+    for with_ in ({}, {"ema": {"decay": 0.99999}}):
+        trainer = assembled(grpo_run(folder, packing={}, sets=["optim.lr=0.05"], **with_))
+        before = evaluate(trainer)
+        list(steps(trainer, 3))
+        found.append(evaluate(trainer) == before)
+    assert found == [False, True]
 
 
 def test_adapters_are_sampled_with_and_kept_near_the_base(folder):

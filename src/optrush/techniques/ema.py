@@ -15,7 +15,6 @@ from optrush.technique import Environment, Numerics, Part, Requirement, Techniqu
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from optrush.data.batch import Batch
     from optrush.optim.adamw import Optimizer
 
 STATE = "ema"  # of checkpoints
@@ -77,13 +76,7 @@ class Ema(Technique):
         if self.export:
             trainer.put_averages = averaged.put
         if self.evaluate:
-            inner = trainer.eval_loss
-
-            def eval_loss(batches: list[Batch]) -> Tensor:
-                with averaged.instead():
-                    return inner(batches)
-
-            trainer.eval_loss = eval_loss
+            trainer.evaluated_weights = averaged.instead
         trainer.notes.append(f"ema: {'the averages' if self.evaluate else 'the weights'} are evaluated")
         length = trainer.config.train
         steps = length.steps or trainer.stream.plan(length.epochs).steps

@@ -192,6 +192,8 @@ class Trainer:
     """Within it the model is as before training (adapters are off); None: the training cannot be switched off."""
     whole_weights: Callable[[], AbstractContextManager[None]] = nullcontext
     """Within it every rank's model has whole weights, which no pass gathers or frees; all ranks enter it."""
+    evaluated_weights: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Within it the model has the weights that are evaluated, such as averages."""
     grad_sync: Callable[[bool], AbstractContextManager[None]] = lambda last: nullcontext()
     """Around one micro-batch's forward and backward; `last` is where gradients are summed over the data axes."""
     zero_grad: Callable[[], None] = None  # type: ignore[assignment]
@@ -507,10 +509,11 @@ def evaluate(trainer: Trainer) -> Evaluated:
     for figure in trainer.metrics.values():
         figure.zero_()
     loss, terms, targets = 0.0, 0.0, 0
-    for batch in trainer.evaluation:
-        loss += trainer.eval_loss([batch]).item()
-        terms += batch.n_terms
-        targets += batch.n_targets
+    with trainer.evaluated_weights():  # the batches, too: an evaluation may sample them
+        for batch in trainer.evaluation:
+            loss += trainer.eval_loss([batch]).item()
+            terms += batch.n_terms
+            targets += batch.n_targets
     terms, targets = trainer.all_reduce_terms(terms), trainer.all_reduce_int(targets)
     figures = {name: trainer.all_reduce(figure.clone()).item() / terms for name, figure in trainer.metrics.items()}
     if trainer.evaluation.figures is not None:
