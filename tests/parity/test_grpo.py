@@ -453,6 +453,36 @@ def test_two_ranks_are_one(folder, pair, both, over):
             assert torch.allclose(own[1][name], value, atol=1e-5), name
 
 
+def sampled_twice(box: Path) -> list[list[list[float]]]:
+    sets = [f"model={box / 'tied'}"]
+    trainer = assembled(grpo_run(box, rows=2, packing={}, neftune={"alpha": 50.0}, fsdp={}, sets=sets))
+    list(steps(trainer, 1))
+    given = [(i, i, trainer.sources.train.documents(i)[0]) for i in range(2)]
+    return [[r.answer.log_p for g in trainer.stream.sampler.answers(given, 1) for r in g] for _ in range(2)]
+
+
+def test_noise_of_training_is_off_while_ranks_sample_from_shards(folder, pair):
+    """Hooks that other techniques put around the model and the embedding run as in any pass."""
+    for first, again in pair(sampled_twice, folder):
+        assert first == again
+
+
+def test_sharded_blocks_sample_uncompiled(model):
+    """A compiled block runs its hooks, of which FSDP's would free the weights after each token."""
+
+    def compiled(*_):
+        raise AssertionError
+
+    block, cache = model.blocks["0"], kv_cache.SlotCache(model, 1, 8)
+    block._get_fsdp_state, block._compiled_call_impl, cache.kernel = (lambda: None), compiled, compiled
+    try:
+        with cache.within(model), cache.one_shape():
+            assert block._compiled_call_impl is not compiled
+        assert block._compiled_call_impl is compiled
+    finally:
+        del block._get_fsdp_state, block._compiled_call_impl
+
+
 def test_a_resumed_run_samples_and_learns_the_same_to_the_bit(folder, tmp_path):
     def trained(output: str, *sets: str, resume: Any = None) -> list[dict[str, Any]]:
         config = grpo_run(folder, packing={}, sets=[f"output={tmp_path / output}", "train.save_every=2", *sets])

@@ -113,9 +113,10 @@ class SlotCache:
         Nor are weights gathered that are cut over ranks: they are whole already (`Trainer.whole_weights`).
         """
         blocks = [block for block in model.blocks.values() if isinstance(block, Block)]
-        self.compiled = {m: m._compiled_call_impl for m in model.modules() if m._compiled_call_impl is not None}
-        cut = [m for m in model.modules() if hasattr(m, "_get_fsdp_state") and m not in self.compiled]
-        for module in cut:  # called in place of the module with all of its hooks
+        cut = {m: m._compiled_call_impl for m in model.modules() if hasattr(m, "_get_fsdp_state")}
+        compiled = {m: m._compiled_call_impl for m in model.modules() if m._compiled_call_impl is not None}
+        self.compiled = {m: call_impl for m, call_impl in compiled.items() if m not in cut}
+        for module in cut:  # called in place of the module with all of its hooks, which it has when compiled, too
             module._compiled_call_impl = partial(_call_whole, module)
         before = [block.attention for block in blocks]
         call, training = model.block_call, model.training
@@ -131,9 +132,7 @@ class SlotCache:
             model.block_call = call
             for block, attention in zip(blocks, before, strict=True):
                 block.attention = attention
-            for module in cut:
-                module._compiled_call_impl = None
-            for module, call_impl in self.compiled.items():
+            for module, call_impl in (cut | compiled).items():
                 module._compiled_call_impl = call_impl
             model.train(training)
 
@@ -151,12 +150,22 @@ class SlotCache:
 
 def _call_whole(module: Any, *args: Any) -> Any:
     """Call a module whose weights are whole, with its hooks but those of FSDP, which order streams and free weights."""
+    for hook in module._forward_pre_hooks.values():
+        if not _is_of(hook, module._get_fsdp_state()):
+            changed = hook(module, args)
+            args = args if changed is None else changed if isinstance(changed, tuple) else (changed,)
     out = module.forward(*args)
     for hook in module._forward_hooks.values():
-        if getattr(hook, "__self__", None) is not module._get_fsdp_state():
-            found = hook(module, args, out)
-            out = out if found is None else found
+        if not _is_of(hook, module._get_fsdp_state()):
+            changed = hook(module, args, out)
+            out = out if changed is None else changed
     return out
+
+
+def _is_of(hook: Any, state: object) -> bool:
+    """Return whether a hook is a method of `state`, or wraps one: modules that are sharded together have such."""
+    inner = getattr(hook, "__wrapped__", None)
+    return getattr(hook, "__self__", None) is state or (inner is not None and _is_of(inner, state))
 
 
 def check_cacheable(model: Any) -> None:
