@@ -6,14 +6,18 @@ itself on other ranks, resumed, or with other slots.
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import time
+import weakref
 from collections.abc import Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -127,6 +131,51 @@ def test_sampling_leaves_the_model_as_it_was_and_drops_nothing_out(model):
     sampling.sample(model, asked(2), 2, sampling.Drawing(3, 1.0, (), 0))
     assert model.training
     assert ([block.attention for block in model.blocks.values()], model.block_call) == before
+
+
+def test_keys_and_values_are_freed_with_the_answers(model, monkeypatch):
+    kept = []
+    within = kv_cache.SlotCache.within
+
+    @contextmanager
+    def noted(cache, of):
+        with within(cache, of):
+            yield
+        kept.extend(weakref.ref(x) for layer in cache.layers for x in (layer.keys, layer.values))
+
+    monkeypatch.setattr(kv_cache.SlotCache, "within", noted)
+    gc.disable()
+    try:
+        sampling.sample(model, asked(2), 1, sampling.Drawing(3, 1.0, (), 0))
+    finally:
+        gc.enable()
+    assert kept and not any(ref() is not None for ref in kept)
+
+
+def test_a_step_that_cannot_be_recorded_leaves_no_recording_and_says_why(model, monkeypatch):
+    class Graph:
+        def capture_begin(self, **_):
+            pass
+
+        def capture_end(self):
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    for name in ("current_stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(wait_stream=lambda _: None))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    engine = sampling.SamplingEngine(model, 2, 64, 4)
+    engine.drawing, steps_left = sampling.Drawing(4, 1.0, (), 0), [None]
+
+    def advance() -> None:
+        if not steps_left:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        steps_left.pop()
+
+    monkeypatch.setattr(engine, "advance", advance)
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        engine.replay()
+    assert not engine.graphs
 
 
 def test_a_model_that_keeps_other_things_is_refused(tmp_path):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -83,7 +83,10 @@ def sample(
         return []
     slots = min(drawing.slots, len(prompts) * members)
     engine = SamplingEngine(model, slots, max(len(p.ids) for p in prompts) + drawing.most, drawing.most)
-    return engine.sample(prompts, members, drawing, precision)
+    try:
+        return engine.sample(prompts, members, drawing, precision)
+    finally:
+        engine.cache.layers.clear()  # they refer to the cache, which would be freed at some later time
 
 
 class SamplingEngine:
@@ -163,12 +166,16 @@ class SamplingEngine:
         pool = next(iter(self.graphs.values())).pool() if self.graphs else None
         side.wait_stream(here)
         with torch.cuda.stream(side):
-            self.graphs[self.drawing] = graph = torch.cuda.CUDAGraph()
+            graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # a loader's threads pin memory
             try:
                 self.advance()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # of a capture that has failed; the first error says why
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        self.graphs[self.drawing] = graph
         here.wait_stream(side)
 
     def admit(self) -> None:
