@@ -32,6 +32,7 @@ from optrush.data.schema import Completion, Message, RowLocation, Text, parts_of
 from optrush.data.tokenizer import answer_ends, open_tokenizer
 from optrush.errors import ConfigError, DataError, NeedsError, RunError, exhausted, first_line
 from optrush.files import check_model_files, parse_json, read_text, regular
+from optrush.hardware import first_device
 from optrush.kernels.attention import FLASH
 from optrush.models.config_json import read_config_json
 from optrush.models.decoder import Decoder
@@ -42,7 +43,7 @@ from optrush.models.shapes import native_obstacle
 from optrush.models.source import FILES, locate, read_generation
 from optrush.models.text_part import text_config
 from optrush.restore import open_run
-from optrush.technique import library
+from optrush.technique import compilers, library
 from optrush.trainer.run_dir import RUN
 
 ADAPTER = "adapter_config.json"
@@ -52,6 +53,7 @@ WEIGHTS = "adapter_model.safetensors"
 # set by the flags alone.
 OWN = ("bos_token_id", "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens",
        "begin_suppress_tokens")  # fmt: skip
+STORED = ("float32", "bfloat16", "float16")  # what our own decoder computes in
 
 
 # --- which folder
@@ -364,17 +366,22 @@ class _StopEvent:
 def _decoder(source: ModelSource, device: torch.device) -> Decoder | None:
     """Load our own decoder; None: an adapter without its base, a penalty of the model's own, or a model it is not for.
 
+    Nor on a GPU for which this machine makes no kernels.
+
     Raises:
         NeedsError: weights that do not fit the config.json.
     """
     hf, own = read_config_json(source.folder / "config.json"), read_generation(source.folder)
-    penalties = [own.get(key) for key in OWN if key != "bos_token_id"]
-    if source.adapter is not None or any(p not in (None, 0, 1, 1.0, []) for p in penalties) or native_obstacle(hf):
+    penalised = own.get("repetition_penalty") not in (None, 1) or any(own.get(key) for key in OWN[2:])
+    if source.adapter is not None or penalised or native_obstacle(hf):
         return None
     if "quantization_config" in hf or not any("ForCausalLM" in a for a in hf.get("architectures") or ("ForCausalLM",)):
         return None
     stored = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
-    model, weights = load(source.folder, hf, None, getattr(torch, stored, torch.float32), 0)
+    gpu = first_device() if device.type == "cuda" else None
+    if stored not in STORED or (gpu is not None and not all(r.met for r in compilers(gpu))):
+        return None
+    model, weights = load(source.folder, hf, None, getattr(torch, stored), 0)
     try:
         check_cacheable(model)
     except NeedsError:
@@ -386,7 +393,8 @@ def _decoder(source: ModelSource, device: torch.device) -> Decoder | None:
         weights.fill(name, parameter.data, (0,) * parameter.ndim)
     weights.release()
     model.restore_buffers(device)
-    flash = device.type == "cuda" and stored != "float32" and max(k.head_width for k in model.shape.kinds) <= FLASH
+    flash = gpu is not None and gpu.capability >= (8, 0) and stored != "float32"
+    flash = flash and max(k.head_width for k in model.shape.kinds) <= FLASH
     if model.shape.score_cap is None:
         model.set_attention("varlen" if flash else "sdpa")
     return model.eval().requires_grad_(False)

@@ -18,6 +18,7 @@ from optrush.config import Sampling
 from optrush.data.schema import Message
 from optrush.errors import DataError
 from optrush.generation import prompts
+from optrush.technique import Requirement
 
 from clirun import Found, write_rows
 
@@ -132,6 +133,26 @@ def test_how_to_draw_is_the_flags_word(trained: Path, here: Path, streams: bool)
         ])  # fmt: skip
     assert answers[0] == answers[1] and [len(a) for a in answers[0]] == [2, 2]
     assert answers[2][0] != answers[0][0]
+
+
+@pytest.mark.parametrize(
+    ("file", "more", "device"),
+    [
+        ("config.json", {"dtype": "float64"}, "cpu"), ("config.json", {}, "cuda"),
+        ("generation_config.json", {"no_repeat_ngram_size": 1}, "cpu"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_our_own_decoder_leaves_to_transformers(
+    trained: Path, here: Path, monkeypatch: pytest.MonkeyPatch, file: str, more: dict[str, Any], device: str
+) -> None:
+    """Types that it does not compute in, a penalty, and a GPU where no kernel can be made."""
+    folder = shutil.copytree(trained / "model", here / "m")
+    given = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(given | more))
+    unmet = Requirement(False, "", "no C compiler", "")
+    monkeypatch.setattr(generation, "compilers", lambda gpu: iter([unmet]), raising=False)
+    assert generation._decoder(generation.find_model("m"), torch.device(device)) is None
 
 
 def test_one_model_and_the_seed(call: Call, trained: Path, here: Path) -> None:
