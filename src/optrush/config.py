@@ -373,7 +373,8 @@ class Grpo(StrictModel):
     group: Annotated[int, Field(ge=2)] = 8  # answers to a prompt
     max_new: Annotated[int, Field(ge=1)] = 256  # tokens of an answer
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    slots: Annotated[int, Field(ge=1)] = 64  # answers that are sampled at the same time, on each rank
+    # Answers that each rank samples at the same time; None: all of a step, in a quarter of a GPU's memory, on a CPU 64.
+    slots: Annotated[int, Field(ge=1)] | None = None
     loss: Literal["clip", "cispo"] = "clip"
     ratio: Literal["token", "sequence"] = "token"
     clip: Annotated[tuple[Share, Annotated[float, Field(gt=0)]], Strict(False)] = (0.2, 0.28)

@@ -69,6 +69,9 @@ from optrush.technique import (
 )
 from optrush.techniques import ALL
 
+SLOTS = 64  # answers that are sampled at the same time on a CPU, where nobody says how many
+CACHED = 4  # and of a GPU's memory one part of so many, which their keys and values may take
+
 
 class NothingFits(NeedsError):
     """No set of techniques that keeps the maths fits on the device."""
@@ -178,12 +181,17 @@ def _sampling(decided: Decided) -> Iterator[Reason]:
         yield Reason("sampling", f"{text}, freed before the update; its time is not planned")
 
 
-def _rollout(config: Config, ranks: int) -> Rollout | None:
+def _rollout(config: Config, ranks: int, shape: object, device: Device) -> Rollout | None:
     """Return what each rank samples in a step."""
     if (g := config.grpo) is None or config.objective != "grpo":
         return None
     answers, longest = -(-g.prompts // ranks) * g.group, estimate_longest(config) or config.batch.seq
-    return Rollout(answers, min(g.slots, answers), g.max_new, min(config.batch.seq, longest + g.max_new))
+    room = min(config.batch.seq, longest + g.max_new)
+    slots = g.slots or SLOTS
+    if g.slots is None and device.kind == "cuda" and device.memory_bytes and isinstance(shape, ModelShape):
+        token = 4 * shape.key_width * shape.layers  # bytes of its keys and values in 16 bits
+        slots = max(1, int(device.memory_bytes / CACHED / (token * room)))
+    return Rollout(answers, min(slots, answers), g.max_new, room)
 
 
 # --- changes of a configuration
@@ -572,7 +580,7 @@ def _checked(
         spec=ModelSpec(grouped_heads=known is None or known.kv_heads < known.heads), paired=config.paired,
         reference=config.referenced.reference if config.referenced else None, axes=axes,
         scored=config.scored, teacher=None if teacher is None else _sizes(config, teacher[1], text),
-        copies_saved=config.train.save == "async", rollout=_rollout(config, ranks),
+        copies_saved=config.train.save == "async", rollout=_rollout(config, ranks, shape, device),
         by_token=config.paired or config.loss is not None or config.objective == "grpo",
         tower=tower if tower and first_images(config) else 0,
     )  # fmt: skip

@@ -33,11 +33,11 @@ ONE_SUBJECT = {
 # that says what the lines buy; what shrinks is lowered with it.
 LINES = {
     "data": 9380,
-    "trainer": 7165,
+    "trainer": 7170,
     "models": 8295,
     "techniques": 5780,
     "kernels": 4910,
-    "top": 6325,
+    "top": 6335,
     "cli": 4405,
     "planner": 4435,
     "benchmark": 3985,

@@ -30,6 +30,7 @@ from optrush.data.batch import IGNORE, Batch, collate
 from optrush.data.schema import Document
 from optrush.decide import decide
 from optrush.errors import ConfigError, DataError, NeedsError, RunError
+from optrush.hardware import NAMED
 from optrush.launch import launched
 from optrush.models import kv_cache, sampling
 from optrush.models.hf import load
@@ -662,6 +663,10 @@ def test_a_plan_has_both_phases(folder):
     assert (
         long.step_s and short.step_s and long.step_s - short.step_s == pytest.approx(sampled[1] - sampled[0], rel=0.05)
     )
+    free = [predict(parse_config(text, "x", ("grpo.slots=null", f"grpo.prompts={n}")), "h200") for n in (16, 256)]
+    few, many = (next(line.bytes for line in p.lines if line.name == "rollout.cache") for p in free)
+    assert few == pytest.approx(257 / 129 * lines["rollout.cache"])  # all of a step,
+    assert 0.24 < many / NAMED["h200"].memory_bytes < 0.251  # or a quarter of the memory
     ddp = predict(parse_config(text, "x", ("grpo.slots=256",)), "2 x h200")
     assert {line.name: line.bytes for line in ddp.lines}["rollout.cache"] == lines["rollout.cache"]  # half the answers
 

@@ -182,6 +182,7 @@ def _open_tower(trainer: Trainer, folder: Path | None, reader: ImageReader | Non
         found = f"rotary embeddings of the kind {shape.rope.kind}, which depend on a document's length"
         raise NeedsError("to train on rows with images", found, "take another kind, or rows of text")
     trainer.model.tower = open_tower(folder, trainer.hf, dtype, shape.rotated_width)
+    trainer.model.tower.module.to(trainer.world.device)
     least, most = reader.pixels
     size = sum(p.numel() for p in trainer.model.tower.module.parameters()) / 1e6
     trainer.notes.append(

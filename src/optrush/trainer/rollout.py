@@ -146,6 +146,12 @@ class Sampler:
         assert self.trainer.config.grpo is not None
         self.settings = self.trainer.config.grpo
 
+    @property
+    def slots(self) -> int:
+        """Return how many answers are sampled at the same time."""
+        assert self.trainer.env.rollout is not None
+        return self.trainer.env.rollout.slots
+
     # --- sampling and rewards
 
     def answers(
@@ -163,7 +169,7 @@ class Sampler:
         s, trainer = self.settings, self.trainer
         prompts = [PromptIds(number, d.ids[: begin_of_answer(d)]) for number, _, d in rows]
         members = 1 if greedy else s.group
-        drawing = Drawing(s.max_new, 0.0 if greedy else s.temperature, tuple(self.ends), seed, s.slots)
+        drawing = Drawing(s.max_new, 0.0 if greedy else s.temperature, tuple(self.ends), seed, self.slots)
         draw = self.engine.sample if self.engine else partial(sample, trainer.model)  # type: ignore[arg-type]
         try:
             with trainer.whole_weights():
@@ -171,8 +177,8 @@ class Sampler:
         except (RuntimeError, MemoryError) as error:
             if not exhausted(error):
                 raise
-            asked = f"`grpo.slots: {s.slots}` answers of `grpo.max_new: {s.max_new}` tokens at a time"
-            do = f"take grpo.slots: {max(1, s.slots // 2)}, or a smaller grpo.max_new"
+            asked = f"`grpo.slots: {self.slots}` answers of `grpo.max_new: {s.max_new}` tokens at a time"
+            do = f"take grpo.slots: {max(1, self.slots // 2)}, or a smaller grpo.max_new"
             raise RunError(asked, f"out of memory while sampling: {first_line(error)}", do) from error
         groups = []
         for p, (_, number, document) in enumerate(rows):
@@ -510,8 +516,8 @@ def _engine(trainer: Trainer, sources: Sequence[SampleSource]) -> SamplingEngine
         return None
     assert settings is not None
     longest = max(int((s.lengths() - s.targets()).max()) for s in sources)
-    at_once = [settings.prompts * settings.group, *(len(s) for s in sources[1:])]
-    slots = min(settings.slots, -(-max(at_once) // world.data_ranks))
+    assert trainer.env.rollout is not None
+    slots = trainer.env.rollout.slots
     return SamplingEngine(trainer.model, slots, longest + settings.max_new, settings.max_new)  # type: ignore[arg-type]
 
 

@@ -51,7 +51,10 @@ class Sight:
         rows = write_rows(folder / "rows", 5, most=3)
         with rows.open("a") as file:  # no image at all, and the answer before one
             turns = [("user", "what is that ?"), ("assistant", "a circle")]
-            file.write(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}) + "\n")
+            talk: list[Any] = [{"role": role, "content": text} for role, text in turns]
+            file.write(json.dumps({"messages": talk}) + "\n")
+            last = [{"type": "text", "text": "and ?"}, *[{"type": "image", "image": f"{n}.png"} for n in (0, 4)]]
+            file.write(json.dumps({"messages": [*talk, {"role": "user", "content": last}]}) + "\n")
         text = f"{{model: {self.base}, objective: sft, data: {{path: {rows}}}, batch: {{seq: {T}, tokens: {T}}}}}"
         config = parse_config(text, "images.yaml", [f"output={folder / 'out'}", "train.steps=1"])
         tokens = open_tokens(config, self.base)
@@ -92,8 +95,8 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Sight:
 
 
 def test_logits_positions_and_gradients(sight: Sight) -> None:
-    """Three, one, two and no images in documents of two packed rows; two sizes of images."""
-    rows = ([2, 0], [5, 1])
+    """Three, one, two and no images in documents of packed rows, and two side by side at an end; two sizes of them."""
+    rows = ([2, 0], [5, 1], [6, 0])
     batch = sight.batch(*rows)
     hidden = sight.ours(*batch.inputs)
     logits, loss = sight.ours.head.logits(hidden), torch.zeros(())
