@@ -286,6 +286,7 @@ def test_advantages():
     assert grpo.advantages_of([1.0, None, 0.0], Grpo()) == [0.5, 0.0, -0.5]
     assert grpo.advantages_of([1.0, None], Grpo()) == [0.0, 0.0]
     assert grpo.advantages_of([0.3, 0.3], spread) == [0.0, 0.0]
+    assert grpo.advantages_of([0.1] * 3, Grpo()) == [0.0] * 3, "their mean is not 0.1"
 
 
 # --- rewards

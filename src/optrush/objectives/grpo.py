@@ -100,9 +100,9 @@ def _mean_of_answers(values: Tensor, answers: Tensor) -> Tensor:
 
 
 def advantages_of(rewards: Sequence[float | None], settings: Grpo) -> list[float]:
-    """Return the advantages of a group's answers; 0 for one whose reward is not known."""
+    """Return the advantages of a group's answers; 0 for one whose reward is not known, or where all are equal."""
     known = [r for r in rewards if r is not None]
-    if len(known) < 2:
+    if len(set(known)) < 2:  # a mean is rounded
         return [0.0] * len(rewards)
     spread = float(np.std(known, ddof=1)) + SPREAD if settings.divide_by_spread else 1.0
     mean = float(np.mean(known))
