@@ -82,9 +82,9 @@ def _draw(
                 e = tl.exp(x - top)
                 more = tl.sum(e, 0)
                 if (below <= point) & (point < below + more):
-                    passed = tl.sum((below + tl.cumsum(e, 0) <= point).to(tl.int32), 0)
-                    last = tl.max(tl.where(e > 0, one, 0), 0)  # sums of another order: none without probability
-                    chosen = at + tl.minimum(passed, last)
+                    last = tl.max(tl.where(e > 0, one, 0), 0)  # where sums of another order do not pass it
+                    passes = (below + tl.cumsum(e, 0) > point) & (e > 0)  # such sums may rise where nothing is added
+                    chosen = at + tl.min(tl.where(passes, one, last), 0)
                 below += more
         x = tl.load(row + chosen) * factor
         column = slot * width + tl.minimum(length, most - 1)

@@ -266,7 +266,8 @@ class Head(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (..., D) -> (..., V) float32 at least. Reads the weight: whole heads only."""
-        y = widen(F.linear(hidden, self.weight, self.bias)) * self.scale
+        y = widen(F.linear(hidden, self.weight, self.bias))
+        y = y if self.scale == 1 else y * self.scale  # a copy of all logits
         return y if self.softcap is None else torch.tanh(y / self.softcap) * self.softcap
 
 
