@@ -672,6 +672,24 @@ def test_a_plan_has_both_phases(folder):
     assert {line.name: line.bytes for line in ddp.lines}["rollout.cache"] == lines["rollout.cache"]  # half the answers
 
 
+def test_a_plan_counts_what_a_token_reads_of_weights(folder):
+    """Under `fsdp` they are gathered in the type of the products; quantised ones are written first."""
+
+    def seconds(hardware: str, *names: str) -> dict[str, float]:
+        text = (
+            f"{{model: {{shape: llama-3.2-1b, tokenizer: {folder / 'untied'}}}, objective: grpo, output: x,"
+            f" data: {{path: {folder / 'sums.jsonl'}}}, batch: {{seq: 1024, micro_tokens: 1024}},"
+            f" with: {{packing: {{}}, fused-loss: {{}}, {', '.join(f'{name}: {{}}' for name in names)}}}}}"
+        )
+        return {w.name: w.seconds for w in predict(parse_config(text, "x", ()), hardware).work}
+
+    alone, cut, half = seconds("h200", "amp"), seconds("2 x h200", "amp", "fsdp"), seconds("h200", "bf16")
+    assert cut["rollout.weights"] == pytest.approx(half["rollout.weights"]) == alone["rollout.weights"] / 2
+    assert alone["rollout.casts"] > 0 and not cut.get("rollout.casts")
+    lora, nf4 = (seconds("h200", "bf16", "lora", *more) for more in ((), ("nf4",)))
+    assert nf4["rollout.dense"] > 0.3 * nf4["rollout.weights"] and "rollout.dense" not in lora
+
+
 def test_what_repeats_or_measures_steps_is_refused(folder):
     config = grpo_run(folder)
     single = ladder.find_ladder("single-gpu", config)

@@ -470,13 +470,18 @@ def _rollout(r: Rollout, env: Environment, shape: ModelShape) -> Iterator[Rule]:
     yield ledger.add(Line("rollout.logits", why, r.slots * shape.vocab, "product", "always"))
     why = "the same in float32; ids, log-probabilities and entropies of their tokens"
     yield ledger.add(Line("rollout.answers", why, r.slots * (4 * shape.vocab + 16 * r.most), "byte", "always"))
-    if "dp" in env.sharded:  # there are no activations then, as in the update
+    if gathered := "dp" in env.sharded:  # there are no activations then, as in the update
         why = "weights of other ranks, gathered whole while answers are sampled"
         others = shape.parameters * (1 - 1 / env.data_ranks)
         yield ledger.add(Line("rollout.gathered", why, others, "product", "update"))
     why = f"every weight, read for each of {steps:,} tokens"
-    yield ledger.add(WorkItem("rollout.weights", why, "step", values=steps * shape.parameters / SAMPLED, role="weight"))
-    yield ledger.add(WorkItem("rollout.casts", why, "step", values=2 * steps * shape.parameters, role="cast"))
+    role: Role = "product" if gathered else "weight"
+    yield ledger.add(WorkItem("rollout.weights", why, "step", values=steps * shape.parameters / SAMPLED, role=role))
+    if not gathered:  # which casts them once
+        yield ledger.add(WorkItem("rollout.casts", why, "step", values=2 * steps * shape.parameters, role="cast"))
+    if any(linear.weight == "quantized" for linear in env.spec.linears.values()):
+        why, made = "quantised matrices, written for each token as products read them", steps * shape.block_matrices
+        yield ledger.add(WorkItem("rollout.dense", why, "step", values=made, role="product"))
     why = "keys and values of every token before it"
     read = token * min(r.slots, r.answers) * (r.room - r.most / 2) / SAMPLED
     yield ledger.add(WorkItem("rollout.cache", why, "step", values=steps * read, role="product", launches=steps))
