@@ -69,6 +69,7 @@ from optrush.technique import (
 )
 from optrush.techniques import ALL
 
+ROOM = 64  # tokens of a slot are a multiple of so many
 SLOTS = 64  # answers that are sampled at the same time on a CPU, where nobody says how many
 CACHED = 4  # and of a GPU's memory one part of so many, which their keys and values may take
 
@@ -181,15 +182,15 @@ def _sampling(decided: Decided) -> Iterator[Reason]:
         yield Reason("sampling", f"{text}, freed before the update; its time is not planned")
 
 
-def _rollout(config: Config, ranks: int, shape: object, device: Device) -> Rollout | None:
-    """Return what each rank samples in a step."""
+def _rollout(config: Config, ranks: int, shape: object, device: Device, narrow: bool) -> Rollout | None:
+    """Return what each rank samples in a step. narrow: keys and values have 16 bits."""
     if (g := config.grpo) is None or config.objective != "grpo":
         return None
     answers, longest = -(-g.prompts // ranks) * g.group, estimate_longest(config) or config.batch.seq
-    room = min(config.batch.seq, longest + g.max_new)
+    room = -(-min(config.batch.seq, longest + g.max_new) // ROOM) * ROOM
     slots = g.slots or SLOTS
     if g.slots is None and device.kind == "cuda" and device.memory_bytes and isinstance(shape, ModelShape):
-        token = 4 * shape.key_width * shape.layers  # bytes of its keys and values in 16 bits
+        token = 2 * (2 if narrow else 4) * shape.key_width * shape.layers  # bytes of its keys and values
         slots = max(1, int(device.memory_bytes / CACHED / (token * room)))
     return Rollout(answers, min(slots, answers), g.max_new, room)
 
@@ -572,6 +573,7 @@ def _checked(
         raise NeedsError("`model.dtype: bfloat16`", found, "leave it out, and take --with amp:dtype=fp16")
     teacher = None if (of := of_teacher(config)) is None else locate(of, weights=weights)
     tower = tower_parameters(hf) if config.objective == "sft" and native else 0
+    narrow = config.model.dtype == "bfloat16" or any(Part.PRECISION in t.claims for t in techniques)
     env = Environment(
         device, ranks, config.batch.seq, rows, micro_rows, config.optim.clip, config.model.dtype, native,
         blocks=known.layers if known else int(text.get("num_hidden_layers") or text.get("n_layer") or 0),
@@ -580,7 +582,7 @@ def _checked(
         spec=ModelSpec(grouped_heads=known is None or known.kv_heads < known.heads), paired=config.paired,
         reference=config.referenced.reference if config.referenced else None, axes=axes,
         scored=config.scored, teacher=None if teacher is None else _sizes(config, teacher[1], text),
-        copies_saved=config.train.save == "async", rollout=_rollout(config, ranks, shape, device),
+        copies_saved=config.train.save == "async", rollout=_rollout(config, ranks, shape, device, narrow),
         by_token=config.paired or config.loss is not None or config.objective == "grpo",
         tower=tower if tower and first_images(config) else 0,
     )  # fmt: skip
