@@ -153,6 +153,20 @@ def test_keys_and_values_are_freed_with_the_answers(model, monkeypatch):
     assert kept and not any(ref() is not None for ref in kept)
 
 
+def test_products_that_read_their_groups_on_the_host_are_not_recorded(model, tmp_path, monkeypatch):
+    name = next(name for name in EXPERTS if name in CACHED)
+    engines = [sampling.SamplingEngine(m, 2, 64, 4) for m in (model, opened(name, tmp_path)[1])]
+    for engine in engines:
+        engine.sample(asked(1), 1, sampling.Drawing(2, 0.0, (), 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert [engine.recordable() for engine in engines] == [True, False]
+    layer = engines[1].cache.layers[0]
+    layer.keys = layer.keys.bfloat16()
+    assert engines[1].recordable()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    assert not engines[1].recordable()
+
+
 def test_a_step_that_cannot_be_recorded_leaves_no_recording_and_says_why(model, monkeypatch):
     class Graph:
         def capture_begin(self, **_):
