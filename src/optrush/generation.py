@@ -12,7 +12,7 @@ import copy
 import gc
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
@@ -42,6 +42,7 @@ from optrush.models.sampling import Drawing, PromptIds, sample
 from optrush.models.shapes import native_obstacle
 from optrush.models.source import FILES, locate, read_generation
 from optrush.models.text_part import text_config
+from optrush.models.weights import WeightMap
 from optrush.restore import open_run
 from optrush.technique import compilers, library
 from optrush.trainer.run_dir import RUN
@@ -170,7 +171,9 @@ class GenerationModel:
             self.tokenizer.chat_template = template
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.tokens = Tokens(self.tokenizer)
-        self.decoder = None if streams else _decoder(source, self.device)
+        self.decoder: Decoder | None
+        self._names: WeightMap | None
+        self.decoder, self._names = (None, None) if streams else _decoder(source, self.device)
         if self.decoder is not None:
             hf = text_config(read_config_json(source.folder / "config.json"))
             ends = read_generation(source.folder).get("eos_token_id", hf.get("eos_token_id"))
@@ -269,7 +272,9 @@ class GenerationModel:
         )  # fmt: skip
         found = sample(self.decoder, given, 1, drawing)
         if any(math.isnan(p) for answer in found for p in answer.log_p):
-            raise self._broken(self.decoder)
+            assert self._names is not None
+            whole, names = self.decoder.named_parameters(), self._names
+            raise self._broken(piece for name, value in whole for piece in names.split(name, value))
         return [self._answer(torch.tensor(answer.ids)) for answer in found]
 
     @torch.inference_mode()
@@ -297,10 +302,10 @@ class GenerationModel:
         """
         if scores.amax(-1).isfinite().all():
             return scores
-        raise self._broken(self.model)
+        raise self._broken(self.model.named_parameters())
 
-    def _broken(self, model: Any) -> RunError:
-        broken = next((name for name, value in model.named_parameters() if not value.isfinite().all()), None)
+    def _broken(self, weights: Iterable[tuple[str, Tensor]]) -> RunError:
+        broken = next((name for name, value in weights if not value.isfinite().all()), None)
         why = "none of its weights is" if broken is None else f"{broken} holds some"
         found = f"NaN or infinity among the scores of the next token; {why}"
         do = "compute in float32" if broken is None else "export an earlier checkpoint, or copy the weights anew"
@@ -363,9 +368,10 @@ class _StopEvent:
         return torch.full((ids.shape[0],), self.stop.is_set(), device=ids.device)
 
 
-def _decoder(source: ModelSource, device: torch.device) -> Decoder | None:
-    """Load our own decoder; None: an adapter without its base, a penalty of the model's own, or a model it is not for.
+def _decoder(source: ModelSource, device: torch.device) -> tuple[Decoder, WeightMap] | tuple[None, None]:
+    """Load our own decoder, with the map of its published names.
 
+    None: an adapter without its base, a penalty of the model's own, or a model it is not for.
     Nor on a GPU for which this machine makes no kernels.
 
     Raises:
@@ -374,18 +380,18 @@ def _decoder(source: ModelSource, device: torch.device) -> Decoder | None:
     hf, own = read_config_json(source.folder / "config.json"), read_generation(source.folder)
     penalised = own.get("repetition_penalty") not in (None, 1) or any(own.get(key) for key in OWN[2:])
     if source.adapter is not None or penalised or native_obstacle(hf):
-        return None
+        return None, None
     if "quantization_config" in hf or not any("ForCausalLM" in a for a in hf.get("architectures") or ("ForCausalLM",)):
-        return None
+        return None, None
     stored = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
     gpu = first_device() if device.type == "cuda" else None
     if stored not in STORED or (gpu is not None and not all(r.met for r in compilers(gpu))):
-        return None
+        return None, None
     model, weights = load(source.folder, hf, None, getattr(torch, stored), 0)
     try:
         check_cacheable(model)
     except NeedsError:
-        return None
+        return None, None
     assert isinstance(model, Decoder)
     model.to_empty(device=device)
     model.tie()
@@ -397,7 +403,7 @@ def _decoder(source: ModelSource, device: torch.device) -> Decoder | None:
     flash = flash and max(k.head_width for k in model.shape.kinds) <= FLASH
     if model.shape.score_cap is None:
         model.set_attention("varlen" if flash else "sdpa")
-    return model.eval().requires_grad_(False)
+    return model.eval().requires_grad_(False), weights
 
 
 def _loaded(source: ModelSource, device: torch.device) -> Any:

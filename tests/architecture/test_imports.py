@@ -33,13 +33,13 @@ ONE_SUBJECT = {
 # that says what the lines buy; what shrinks is lowered with it.
 LINES = {
     "data": 9380,
-    "trainer": 7170,
-    "models": 8295,
+    "trainer": 7175,
+    "models": 8320,
     "techniques": 5780,
     "kernels": 4910,
-    "top": 6335,
+    "top": 6350,
     "cli": 4405,
-    "planner": 4435,
+    "planner": 4440,
     "benchmark": 3985,
     "peft": 1980,
     "report": 1905,

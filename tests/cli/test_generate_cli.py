@@ -152,7 +152,7 @@ def test_what_our_own_decoder_leaves_to_transformers(
     (folder / file).write_text(json.dumps(given | more))
     unmet = Requirement(False, "", "no C compiler", "")
     monkeypatch.setattr(generation, "compilers", lambda gpu: iter([unmet]), raising=False)
-    assert generation._decoder(generation.find_model("m"), torch.device(device)) is None
+    assert generation._decoder(generation.find_model("m"), torch.device(device)) == (None, None)
 
 
 def test_one_model_and_the_seed(call: Call, trained: Path, here: Path) -> None:
