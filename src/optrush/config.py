@@ -349,6 +349,9 @@ class Distill(StrictModel):
     store: Annotated[int, Field(ge=1)] | None = None  # likeliest tokens that are stored of a target; None: it runs live
 
 
+COLDEST, HOTTEST = 1e-3, 1e3  # beyond, dividing logits by it leaves no finite numbers, or no differences
+
+
 class RewardRule(StrictModel):
     """A reward of answers: number, exact, contains, regex, length, or a function as `FILE.py:NAME` (docs/grpo.md)."""
 
@@ -372,7 +375,7 @@ class Grpo(StrictModel):
     prompts: Annotated[int, Field(ge=1)] = 8  # of a step, over all ranks
     group: Annotated[int, Field(ge=2)] = 8  # answers to a prompt
     max_new: Annotated[int, Field(ge=1)] = 256  # tokens of an answer
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(ge=COLDEST, le=HOTTEST)] = 1.0
     # Answers that each rank samples at the same time; None: all of a step, in a quarter of a GPU's memory, on a CPU 64.
     slots: Annotated[int, Field(ge=1)] | None = None
     loss: Literal["clip", "cispo"] = "clip"
@@ -866,8 +869,6 @@ def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 # --- how an answer is drawn: flags and `/set` are checked before a model is loaded
-
-COLDEST, HOTTEST = 1e-3, 1e3  # beyond, dividing logits by it leaves no finite numbers, or no differences
 
 
 @dataclass(frozen=True)

@@ -568,6 +568,7 @@ def test_a_resumed_run_samples_and_learns_the_same_to_the_bit(folder, tmp_path):
 @pytest.mark.parametrize(
     ("sets", "kind", "found"),
     [
+        (["grpo.temperature=1e-40"], ConfigError, "1e-40"),
         (["grpo.max_new=60"], ConfigError, "tokens and `grpo.max_new: 60`"),
         (["batch.tokens=64"], ConfigError, "4 prompts x 4 answers"),
         (["data.stream=true", "data.eval=null"], ConfigError, "prompts are numbered"),
@@ -760,3 +761,13 @@ def test_the_likeliest_are_those_of_transformers(top_k, top_p, temperature):
     found = sampling.keep_likeliest(logits, drawing)
     assert torch.equal(found.isinf(), want.isinf()) and not found.isinf().all(-1).any()
     assert torch.equal(found[~found.isinf()], logits[~found.isinf()])
+
+
+def test_a_gpu_without_triton_is_refused(folder, monkeypatch):
+    trainer = assembled(grpo_run(folder))
+    trainer.env = replace(trainer.env, device=NAMED["h100"])
+    trainer.world = replace(trainer.world, device=torch.device("cuda"))
+    monkeypatch.setattr("optrush.technique.library", lambda name: None)
+    with pytest.raises(NeedsError) as error:
+        rollout._engine(trainer, [trainer.sources.train])
+    assert error.value.found == "triton is not installed"

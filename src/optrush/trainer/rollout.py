@@ -38,7 +38,7 @@ from optrush.models.kv_cache import check_cacheable
 from optrush.models.sampling import Drawing, PromptIds, SampledAnswer, SamplingEngine, sample
 from optrush.objectives import grpo
 from optrush.objectives.rewards import Judge, is_own
-from optrush.technique import Part
+from optrush.technique import Part, compilers
 from optrush.trainer import distributed, run_dir
 from optrush.trainer.trainer import Storage
 
@@ -515,6 +515,8 @@ def _engine(trainer: Trainer, sources: Sequence[SampleSource]) -> SamplingEngine
     if world.device.type != "cuda":
         return None
     assert settings is not None
+    if unmet := next((r for r in compilers(trainer.env.device) if not r.met), None):
+        raise NeedsError("`objective: grpo` on a GPU, whose answers Triton's kernels sample", unmet.found, unmet.do)
     longest = max(int((s.lengths() - s.targets()).max()) for s in sources)
     assert trainer.env.rollout is not None
     slots = trainer.env.rollout.slots
