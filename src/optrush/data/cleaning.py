@@ -54,9 +54,9 @@ from optrush.data.similarity import (
     text_digest,
 )
 from optrush.data.strict_json import decode_json
+from optrush.data.time_limit import TooLong, limited
 from optrush.errors import ConfigError, DataError, NeedsError, RunError
 from optrush.files import open_file
-from optrush.objectives.rewards import TooLong, limited
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -8,17 +8,14 @@ is not 0.
 from __future__ import annotations
 
 import re
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import partial
 from typing import Any
 
 from optrush.config import RewardRule
+from optrush.data.time_limit import TooLong, limited
 from optrush.errors import ConfigError, one_line
 from optrush.objectives import plugged
 
@@ -154,32 +151,3 @@ class Judge:
     def total(self, values: Sequence[float]) -> float:
         """Return the weighted sum."""
         return sum(rule.weight * value for rule, value in zip(self.rules, values, strict=True))
-
-
-class TooLong(BaseException):
-    """A reward took longer than it may: no `except Exception` of its own keeps this from ending it."""
-
-
-@contextmanager
-def limited(seconds: float) -> Iterator[None]:
-    """Raise TooLong in the block after some seconds, again and again; or after it, where no signal ended it.
-
-    A signal interrupts Python in a main thread alone, and no function that hangs in C.
-    """
-    began = time.monotonic()
-
-    def end(*_: object) -> None:
-        raise TooLong(f"it took longer than {seconds:g} s")
-
-    main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGALRM, end) if main else None
-    try:
-        if main:
-            signal.setitimer(signal.ITIMER_REAL, seconds, 0.1)
-        yield
-    finally:
-        if main:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-    if time.monotonic() - began > seconds:
-        end()

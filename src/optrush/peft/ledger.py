@@ -12,10 +12,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from optrush.config import nearest
+from optrush.data.time_limit import TooLong, limited
 from optrush.errors import NeedsError
 from optrush.hardware import Device
 from optrush.models.traced import TracedShape
-from optrush.objectives.rewards import TooLong, limited
 from optrush.planner import ledger
 from optrush.planner.ledger import WAYS, Line, Role, Rule, Tag, WorkItem, add, like, live, saved, tagged
 from optrush.technique import LINEARS as technique_linears
