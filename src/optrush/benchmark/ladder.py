@@ -73,11 +73,8 @@ SIZED = "micro-batch"  # its rung with the micro-batch that was decided
 FOLDER = Path(__file__).parent / "ladders"
 WITHOUT = "without "
 LOAD_KEYS = ("batch.seq", "batch.tokens", "batch.micro_tokens")
-QUALITY_KEYS = (
-    "train.epochs",
-    "data.too_long",
-    "data.split_turns",
-)  # with `optim.*` and the objective's own, where whole runs are compared
+# Where whole runs are compared a rung may change these, too, with `optim.*` and the keys of the objective.
+QUALITY_KEYS = ("train.epochs", "data.too_long", "data.split_turns")
 # What a rung may change. With other changes two rungs would not learn the same, and no proof would be possible.
 # A rung of another shape is compared with the first rung of its own shape only.
 RUNG_KEYS = (*LOAD_KEYS, "model.implementation", "model.dtype", "model.shape")

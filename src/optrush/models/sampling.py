@@ -92,7 +92,7 @@ def sample(
 class SamplingEngine:
     """Slots of a model's sequences and what is known of each; on CUDA a step of all slots is one recorded graph.
 
-    Memory: the cache, and 20 bytes a token of an answer and slot, for as long as the engine is kept.
+    Memory: the cache, and 16 bytes a token of an answer and slot, for as long as the engine is kept.
     """
 
     def __init__(self, model: Decoder, slots: int, room: int, most: int) -> None:
