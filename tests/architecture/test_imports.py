@@ -32,7 +32,7 @@ ONE_SUBJECT = {
 # Lines a folder may have; "top" are the files directly in src/optrush. What is raised is raised in a commit of its own
 # that says what the lines buy; what shrinks is lowered with it.
 LINES = {
-    "data": 9380,
+    "data": 9420,
     "trainer": 7175,
     "models": 8320,
     "techniques": 5780,
@@ -46,7 +46,7 @@ LINES = {
     "optim": 1015,
     "objectives": 1020,
 }
-MOST_FILES = 235
+MOST_FILES = 236
 MOST_MODULES_IN_PACKAGE = 15  # directly in src/optrush, without __init__ and __main__
 MOST_SHARED_NAMES = 40  # public functions and classes whose name two modules or more define
 
