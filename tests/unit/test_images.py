@@ -233,8 +233,15 @@ def site() -> Iterator[str]:
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(200 if self.path in ("/a.png", "/slow", "/empty") else 404)
+            places = {"/file": "file:///etc/hostname", "/ftp": "ftp://127.0.0.1:9/a.png", "/moved": "/a.png"}
+            found = self.path in ("/a.png", "/slow", "/empty", "/short")
+            self.send_response(302 if self.path in places else 200 if found else 404)
+            if self.path in places:
+                self.send_header("Location", places[self.path])
+            if self.path == "/short":
+                self.send_header("Content-Length", "100")
             self.end_headers()
+            self.wfile.write(b"abc" if self.path == "/short" else b"")
             self.wfile.write(PNG if self.path == "/a.png" else b"")
             for _ in range(60 if self.path == "/slow" else 0):
                 self.wfile.write(b"x")
@@ -257,9 +264,14 @@ def test_addresses_of_the_web(site: str, base: Path, tmp_path: Path, monkeypatch
     assert document.images[0].picture == Picture(data=PNG) and document.images[0].size == (32, 24)
     monkeypatch.setattr(images, "DOWNLOAD_s", 0.4)
     reader = open_reader(base, "data.remote=true")
-    for place, reason in (("/b.png", "404"), ("/slow", "more than 0.4 s"), ("/empty", "no bytes")):
+    reasons = {
+        "/b.png": "404", "/slow": "more than 0.4 s", "/empty": "no bytes", "/file": "file:///etc", "/ftp": "ftp://",
+        "/short": "97 bytes before its end",
+    }  # fmt: skip
+    for place, reason in reasons.items():
         with pytest.raises(ValueError, match=reason):
             reader.look(Picture(f"{site}{place}"), tmp_path)
+    assert reader.look(Picture(f"{site}/moved"), tmp_path).size == (32, 24)
     with pytest.raises(ValueError, match="refused"):
         reader.look(Picture("http://127.0.0.1:9/a.png"), tmp_path)
 
@@ -269,19 +281,41 @@ def test_addresses_of_the_web(site: str, base: Path, tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize(
     ("form", "mode"),
-    [("PNG", "RGB"), ("PNG", "RGBA"), ("PNG", "P"), ("PNG", "L"), ("PNG", "1"), ("PNG", "I;16"), ("JPEG", "RGB"),
+    [("PNG", "RGB"), ("PNG", "RGBA"), ("PNG", "P"), ("PNG", "L"), ("PNG", "1"), ("JPEG", "RGB"),
      ("JPEG", "CMYK"), ("JPEG", "L"), ("WEBP", "RGB"), ("GIF", "P"), ("BMP", "RGB"), ("TIFF", "RGB")],
 )  # fmt: skip
 def test_formats_and_modes(form: str, mode: str, base: Path, tmp_path: Path) -> None:
     image = draw("circle", "red", 40, 24, 1)
-    wide = Image.fromarray(np.full((24, 40), 3000, np.uint16)) if mode == "I;16" else image.convert(mode)
-    (tmp_path / "a").write_bytes(encoded(wide, form))
+    (tmp_path / "a").write_bytes(encoded(image.convert(mode), form))
     found = read(base, write(tmp_path, {"messages": [asked({"type": "image", "image": "a"}), ANSWER]})).train
     (document,) = found.documents(0)
     (seen,) = document.images
     assert seen.size == (40, 24) and seen.grid == (6, 10) and seen.tokens == 15
     reader = open_reader(base)
-    assert reader.patches(seen).shape == (60, 96)
+    with Image.open(tmp_path / "a") as opened:
+        size = dict(zip(("shortest_edge", "longest_edge"), reader.pixels, strict=True))
+        want = reader.processor(images=[opened.convert("RGB")], size=size, return_tensors="np")["pixel_values"]
+    assert np.array_equal(reader.patches(seen), want) and want.shape == (60, 96) and want.std() > 0.02
+
+
+def test_pixels_that_8_bits_do_not_hold(base: Path, tmp_path: Path) -> None:
+    wide = Image.fromarray(np.arange(24 * 40, dtype=np.uint16).reshape(24, 40) * 60)
+    (tmp_path / "a.png").write_bytes(encoded(wide, "PNG"))
+    with pytest.raises(ValueError, match="I;16, which 8 bits do not hold"):
+        open_reader(base).look(Picture("a.png"), tmp_path)
+
+
+@pytest.mark.parametrize("size", [(7, 30), (4, 4), (40, 7), (1, 1)])
+def test_small_photographs(base: Path, tmp_path: Path, size: tuple[int, int]) -> None:
+    (tmp_path / "a.jpg").write_bytes(encoded(Image.new("RGB", size, "red"), "JPEG"))
+    reader = open_reader(base)
+    assert reader.patches(reader.look(Picture("a.jpg"), tmp_path)).shape[1] == 96
+
+
+def test_many_places_in_one_turn(base: Path, tmp_path: Path) -> None:
+    turn = {"role": "user", "content": f"a{'<image>' * 1500}b"}
+    with pytest.raises(DataError, match="1500"):
+        read(base, write(tmp_path, {"messages": [turn, ANSWER], "images": ["a.png"]}))
 
 
 def open_reader(base: Path, *sets: str) -> ImageReader:
@@ -291,13 +325,14 @@ def open_reader(base: Path, *sets: str) -> ImageReader:
     return tokens.images
 
 
-def test_a_turned_photograph(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_a_turned_photograph(base: Path, tmp_path: Path, form: str) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     image = draw("square", "blue", 40, 24, 1)
-    (tmp_path / "a.jpg").write_bytes(encoded(image, "JPEG", exif=exif, quality=95))
+    (tmp_path / "a").write_bytes(encoded(image, form, exif=exif))
     reader = open_reader(base)
-    seen = reader.look(Picture("a.jpg"), tmp_path)
+    seen = reader.look(Picture("a"), tmp_path)
     assert seen.size == (24, 40) and seen.grid == (10, 6) and reader.patches(seen).shape == (60, 96)
 
 
@@ -548,3 +583,22 @@ def test_the_plan_counts_the_tower_and_the_images_tokens(base: Path, tmp_path: P
     assert sum(found) == pytest.approx(real.sum(), rel=0.15)
     write(tmp_path, {"messages": [asked(), ANSWER]})
     assert decide(config).env.tower == 0
+
+
+def test_what_was_tokenised_elsewhere_or_without_the_web_is_not_taken(
+    site: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenize, "CHUNK_bytes", 1)  # small data is kept on the disk, too
+    cache = f"data.cache={tmp_path / 'cache'}"
+    path = write(tmp_path, {"messages": [asked({"type": "image_url", "image_url": {"url": f"{site}/a.png"}}), ANSWER]})
+    with pytest.raises(DataError, match=r"`data\.remote: true` downloads it"):
+        read(base, path, cache)
+    assert read(base, path, cache, "data.remote=true").train.documents(0)[0].images[0].size == (32, 24)
+    sizes = []
+    for name, wide in (("one", 40), ("two", 56)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "a.png").write_bytes(encoded(Image.new("RGB", (wide, 24), "red"), "PNG"))
+        row = {"messages": [asked({"type": "image", "image": "a.png"}), ANSWER]}
+        sizes.append(read(base, write(folder, row), cache).train.documents(0)[0].images[0].size)
+    assert sizes == [(40, 24), (56, 24)]

@@ -157,9 +157,12 @@ def place_images(found: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]
         for part in content:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind == "text" and isinstance(part.get("text"), str) and PLACE in part["text"]:
-                before, _, after = part["text"].partition(PLACE)
-                split = {**part, "text": before}, {"type": "image"}, {**part, "text": after}
-                yield from parts([one for one in split if one.get("text") != ""])
+                for n, text in enumerate(part["text"].split(PLACE)):
+                    if n:
+                        places += 1
+                        yield {"type": "image", "image": next(left, None)}
+                    if text:
+                        yield {**part, "text": text}
             elif kind in IMAGE_PARTS and all(part.get(key) is None for key in SOURCES):
                 places += 1
                 yield {**part, "type": "image", "image": next(left, None)}
@@ -255,7 +258,7 @@ class ImageReader:
     def identity(self) -> str:
         """A digest of all that decides how many placeholders an image has."""
         parts = [read_file(self.folder / name) for name in PROCESSORS if (self.folder / name).is_file()]
-        facts = json.dumps([self.hf.get("model_type"), self.token, self.least, self.most]).encode()
+        facts = json.dumps([self.hf.get("model_type"), self.token, self.least, self.most, self.remote]).encode()
         return hashlib.sha256(b"\0".join([facts, *parts])).hexdigest()
 
     @cached_property
@@ -303,9 +306,11 @@ class ImageReader:
         raw = _bytes(given, folder)
         with _opened(raw) as image:
             width, height = image.size
-            if image.getexif().get(ORIENTATION) in TURNED:
+            image.draft("RGB", (max(1, width // 8), max(1, height // 8)))  # of a JPEG, all of which is read even so
+            if image.format != "TIFF" and image.getexif().get(ORIENTATION) in TURNED:  # a TIFF's size is turned already
                 width, height = height, width
-            image.draft("RGB", (width // 8, height // 8))  # of a JPEG, all of which is read even so
+            if image.mode.startswith(("I", "F")):
+                raise ValueError(f"pixels of the mode {image.mode}, which 8 bits do not hold; save it with 8")
             image.load()
         made, (least, most) = self.processor, self.pixels
         patch, merge = int(made.patch_size), int(made.merge_size)
@@ -343,19 +348,29 @@ def _digest(raw: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little", signed=True)
 
 
+class _WebOnly(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *given: Any) -> urllib.request.Request | None:
+        if not given[-1].startswith(REMOTE):  # ftp, which urllib would follow
+            raise ValueError(f"it leads to {quoted(given[-1][:80])}")
+        return super().redirect_request(*given)
+
+
 def _downloaded(address: str) -> bytes:
     """Return the bytes at an address; raises ValueError: none come in time, or more than MOST_FILE_bytes."""
     parts, left, until = list[bytes](), MOST_FILE_bytes, time.monotonic() + DOWNLOAD_s
     try:
         asked = urllib.request.Request(address, headers={"User-Agent": "optrush"})
-        with urllib.request.urlopen(asked, timeout=DOWNLOAD_s / 2) as answer:
+        with urllib.request.build_opener(_WebOnly).open(asked, timeout=DOWNLOAD_s / 2) as answer:
             while piece := answer.read1(1 << 16):
-                parts, left = [*parts, piece], left - len(piece)
+                parts.append(piece)
+                left -= len(piece)
                 if left < 0 or time.monotonic() > until:
                     what = (
                         f"more than {MOST_FILE_bytes:,} bytes" if left < 0 else f"it takes more than {DOWNLOAD_s:g} s"
                     )
                     raise ValueError(what)
+            if answer.length:
+                raise ValueError(f"cut off, {answer.length:,} bytes before its end")
     except (OSError, ValueError, HTTPException) as error:
         raise ValueError(f"{quoted(address[:80])}: {first_line(error)}") from None
     if not parts:

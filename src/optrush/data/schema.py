@@ -801,7 +801,7 @@ def _content(found: Any, name: str, unread: set[str], pictures: list[Picture] | 
         if kind != "text" and (pictures is None or kind not in IMAGE_PARTS):
             shown = quoted(str(kind)) if isinstance(part, dict) else kind_of(part)
             raise _Bad(f"{name}[{i}] is {shown}, not a part of the type 'text'")
-        for key in part.keys() - {"type", "text", *(SOURCES if kind != "text" else ())}:
+        for key in part.keys() - {"type", *(("text",) if kind == "text" else SOURCES)}:
             if CONTROL.search(key.lower()) and _may_be_mask(part[key]):
                 raise _Bad(f"{name}[{i}] has {quoted(key)}: a part of a turn is not learnt apart from the rest")
             if part[key] not in (None, "", [], {}):

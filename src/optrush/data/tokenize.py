@@ -35,7 +35,7 @@ from optrush import __version__
 from optrush.config import Config
 from optrush.data import pool, readers, schema
 from optrush.data.chat_template import Tokens, answers
-from optrush.data.images import ImageReader, SeenImage, pack_images, unpack_images
+from optrush.data.images import REMOTE, ImageReader, SeenImage, pack_images, unpack_images
 from optrush.data.readers import PARQUET, Chunk, attempts, chunks, form
 from optrush.data.schema import NO_RULES, Chat, Document, Judged, Row, RowLocation, RowRules, row_rules
 from optrush.errors import DataError
@@ -286,6 +286,7 @@ BATCH_rows = 512  # that the tokenizer gets at a time,
 FIRST_rows, SLOW_s = 32, 1.0  # the first rows are fewer, and so are those after slow ones
 BATCH_chars = 1 << 20  # and about how much text: it needs some 100 bytes a token while it works
 SHARD_tok = 4 << 20  # from which a job's shard is full: 16 MiB of ids
+ADDRESS_chars = 1 << 18  # that stand for an image which is downloaded
 SHARD_bytes = 64 << 20  # likewise, of images that rows hold
 SHARD_rows = 1 << 17  # likewise, refused ones included: a file of empty lines must not fill the memory
 
@@ -346,7 +347,8 @@ def shards(
         batch.append(entry)
         row = entry[2]
         chars += 0 if row is None or isinstance(row, DataError) else len(schema.row_text(row))
-        chars += sum(len(one.data) for one in row.images) if isinstance(row, Chat) else 0
+        if isinstance(row, Chat):
+            chars += sum(ADDRESS_chars if one.path.startswith(REMOTE) else len(one.data) for one in row.images)
         seen += row is not None
         if seen == most:
             break
@@ -503,9 +505,11 @@ class TokenizeWork:
     @property
     def folder(self) -> Path:
         """The folder of its shards."""
+        seen = isinstance(self.tokens.images, ImageReader)
         key = {
             "format": FORMAT, "files": readers.files_fingerprint(self.files, cache_root(self.config.data.cache)),
             "tokens": identity(self.tokens), "train_on": learnt(self.config), "text_rows": self.config.data.reading,
+            "images_in": sorted({os.path.realpath(file.parent) for file in self.files} if seen else ()),
             "cleaning": self.cleaning, "rules": astuple(row_rules(self.config)),
             "made_by": [__version__, *map(version, ("tokenizers", "transformers", "jinja2"))],
         }  # fmt: skip
