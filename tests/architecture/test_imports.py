@@ -32,7 +32,7 @@ ONE_SUBJECT = {
 # Lines a folder may have; "top" are the files directly in src/optrush. What is raised is raised in a commit of its own
 # that says what the lines buy; what shrinks is lowered with it.
 LINES = {
-    "data": 9420,
+    "data": 9440,
     "trainer": 7175,
     "models": 8320,
     "techniques": 5780,
