@@ -318,7 +318,7 @@ def measure(name: str, cell: Cell, hardware: str, limit_s: float) -> dict[str, A
         "mfu": found.get("mfu"),
         "error": found.get("error"),
         "device": found.get("device"),
-        "config": config.model_dump(mode="json", by_alias=True, exclude_none=True),
+        "config": config.model_dump(mode="json", by_alias=True),
         "environment": {**record.machine(), **found.get("environment", {})},
         "source": record.source(),
     }
