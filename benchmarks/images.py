@@ -331,7 +331,7 @@ def tower(a: argparse.Namespace) -> dict[str, Any]:
     assert batch.images is not None
     hf = json.loads((a.folder / a.shape / "config.json").read_text())
     sight = open_tower(a.folder / a.shape, hf, torch.bfloat16, SHAPES[a.shape][0]["head_dim"])
-    sight.module.to(device)
+    sight.to(device)
     images, times = batch.to(device).images, list[float]()
     assert images is not None
     for _ in range(8):
@@ -342,7 +342,7 @@ def tower(a: argparse.Namespace) -> dict[str, Any]:
         times.append(time.perf_counter() - began)
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
     return {
-        "images": len(images.grids), "patches": len(images.patches), "tower_s": statistics.median(times[3:]),
+        "images": len(images.grids), "patches": len(images.colours), "tower_s": statistics.median(times[3:]),
         "decoding_s": decoding, "peak_gib": peak,
     }  # fmt: skip
 

@@ -136,12 +136,30 @@ def test_packed_and_alone(sight: Sight) -> None:
     with torch.no_grad():
         hidden = sight.ours(*batch.inputs)
         assert batch.images is not None
-        patches = batch.images.patches.clone()
-        patches[: sum(a * b for a, b in [image.grid for image in sight.document(2).images])] += 1
-        changed = sight.ours(*replace(batch, images=batch.images._replace(patches=patches)).inputs)
+        colours = batch.images.colours.clone()
+        colours[: sum(a * b for a, b in [image.grid for image in sight.document(2).images])] += 1
+        changed = sight.ours(*replace(batch, images=batch.images._replace(colours=colours)).inputs)
         first = sight.ours(*sight.batch([2]).inputs)
     assert not torch.equal(changed[0, :n], hidden[0, :n]) and torch.equal(changed[0, n : n + m], hidden[0, n : n + m])
     assert torch.equal(first[0, :n], hidden[0, :n])
+
+
+def test_images_in_one_call(sight: Sight) -> None:
+    """A call of all images gives what a call for each gives, and pixels are the processor's own, to the bit."""
+    images, tower = sight.batch([2, 0], [4]).images, sight.ours.tower
+    assert images is not None and tower is not None and len(images.grids) == 6
+    want = np.concatenate([sight.reader.patches(image) for i in (2, 0, 4) for image in sight.document(i).images])
+    assert torch.equal(images.patches(0, len(want), tower.module.config.temporal_patch_size), torch.from_numpy(want))
+    alone, calls = tower(images), list(tower._calls(images.grids))
+    together = replace(tower, together=10**6)
+    assert len(calls) == 6 and len(list(together._calls(images.grids))) == 1
+    assert [len(call) for call in replace(tower, together=2 * 80)._calls(((8, 8), (8, 8), (10, 6), (40, 40)))] == [
+        2,
+        1,
+        1,
+    ]
+    for one, other in zip((alone.features, *alone.deep), ((many := together(images)).features, *many.deep)):
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
 
 
 def test_parts_of_a_batch(qwen: Sight) -> None:

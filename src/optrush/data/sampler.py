@@ -71,6 +71,13 @@ class Loading:
     stopping: Callable[[], bool] = lambda: False  # whether the run is to end, with or without the next batch
 
 
+def decoding_ahead(loading: Loading, device: torch.device, ranks: int) -> Loading:
+    """Return how batches with images are prepared: beside a GPU by processes of their own, given or up to four."""
+    if device.type != "cuda" or loading.workers:
+        return loading
+    return Loading(max(1, min(4, tokenize.cores() // (2 * ranks))), pinned=True)
+
+
 class NoBatch(Exception):
     """The run is to end, and the next batch does not come."""
 

@@ -181,13 +181,13 @@ def _open_tower(trainer: Trainer, folder: Path | None, reader: ImageReader | Non
     if shape.rope.by_length:
         found = f"rotary embeddings of the kind {shape.rope.kind}, which depend on a document's length"
         raise NeedsError("to train on rows with images", found, "take another kind, or rows of text")
-    trainer.model.tower = open_tower(folder, trainer.hf, dtype, shape.rotated_width)
-    trainer.model.tower.module.to(trainer.world.device)
+    trainer.model.tower = open_tower(folder, trainer.hf, dtype, shape.rotated_width).to(trainer.world.device)
+    trainer.loading = sampler.decoding_ahead(trainer.loading, trainer.world.device, trainer.world.ranks)
     least, most = reader.pixels
     size = sum(p.numel() for p in trainer.model.tower.module.parameters()) / 1e6
     trainer.notes.append(
         f"images: {images}, of {least:,} to {most:,} pixels each, sizes that a server must have too; the tower, "
-        f"of {size:,.1f} M parameters, is frozen"
+        f"of {size:,.1f} M parameters, is frozen; decoded by {trainer.loading.workers or 'no'} processes of their own"
     )
 
 
