@@ -51,29 +51,32 @@ class Images(NamedTuple):
     """The images of B rows, in the order of their places; P patches, S placeholders."""
 
     colours: Tensor  # (P, values) uint8: those of each patch
-    levels: Tensor  # (3, 256) float32: what the base's image processor makes of each value of a colour
     slots: Tensor  # (S,) int64: its placeholders among the B*T slots
     axes: Tensor  # (B, T, 3) int32: positions in time, height and width, which restart with each document
     rows: tuple[tuple[int, int, int], ...]  # on the host: images, patches and placeholders of each row
     grids: tuple[tuple[int, int], ...]  # on the host: patches of each in height and width
+    # (3, 256) float32, on the host: what the base's image processor makes of each value of a colour. No tensor, for
+    # sharding casts those that enter a model.
+    levels: np.ndarray
 
     def of(self, first: int, last: int) -> Images | None:
         """Return those of the rows [first, last); None: they have none."""
         (i, p, s), (j, q, e) = (map(sum, zip((0, 0, 0), *self.rows[:n])) for n in (first, last))
         slots = self.slots[s:e] - first * self.axes.shape[1]
         axes, rows = self.axes[first:last], self.rows[first:last]
-        return None if i == j else Images(self.colours[p:q], self.levels, slots, axes, rows, self.grids[i:j])
+        return None if i == j else Images(self.colours[p:q], slots, axes, rows, self.grids[i:j], self.levels)
 
     def each(self, move: Callable[[Any], Any]) -> Images:
         """Return them with another form of each tensor."""
-        tensors = {name: move(getattr(self, name)) for name in ("colours", "levels", "slots", "axes")}
+        tensors = {name: move(getattr(self, name)) for name in ("colours", "slots", "axes")}
         return self._replace(**tensors)
 
     def patches(self, first: int, last: int, frames: int) -> Tensor:
         """Return the patches [first, last) as the base's image processor makes them, (P, values) float32."""
         colours = self.colours[first:last].view(last - first, 3, 1, -1).int()
         colours += 256 * torch.arange(3, device=colours.device, dtype=torch.int32)[:, None, None]
-        made = self.levels.flatten().index_select(0, colours.flatten()).view_as(colours)
+        levels = torch.from_numpy(self.levels.reshape(-1)).to(colours.device)
+        made = levels.index_select(0, colours.flatten()).view_as(colours)
         return made.expand(-1, -1, frames, -1).reshape(last - first, -1)
 
 
@@ -272,9 +275,8 @@ def _images(
         counts.append((len(grids) - before[0], sum(map(len, patches)) - before[1], sum(map(len, slots)) - before[2]))
     if reader is None or not grids:
         return None
-    colours, levels = torch.from_numpy(np.concatenate(patches)), torch.from_numpy(reader.levels)
-    whole, places = torch.from_numpy(np.concatenate(slots)), torch.from_numpy(axes)
-    return Images(colours, levels, whole, places, tuple(counts), tuple(grids))
+    colours, places = torch.from_numpy(np.concatenate(patches)), torch.from_numpy(np.concatenate(slots))
+    return Images(colours, places, torch.from_numpy(axes), tuple(counts), tuple(grids), reader.levels)
 
 
 def _pairs(

@@ -30,6 +30,7 @@ from optrush.console import transformers_silenced
 from optrush.data.strict_json import kind_of, quoted
 from optrush.errors import DataError, NeedsError, first_line
 from optrush.files import open_file, parse_json, read_file, read_text
+from optrush.models.text_part import tower_parameters
 from optrush.tokenizer_files import PROCESSORS
 
 MARK = "\ufdd0"  # in a turn's text, where an image is: a code point that texts do not have
@@ -316,6 +317,12 @@ class ImageReader:
         patch, merge = int(made.patch_size), int(made.merge_size)
         high, wide = (n // patch for n in processed_size(height, width, patch * merge, least, most))
         return SeenImage(0, high * wide // merge**2, (high, wide), (width, height), _digest(raw), given, folder)
+
+    def flops(self, seen: SeenImage) -> float:
+        """Return the FLOPs of the frozen tower on an image: a product by each weight, and attention."""
+        vision, patches = self.hf["vision_config"], math.prod(seen.grid)
+        depth, width = (int(vision.get(key, usual)) for key, usual in (("depth", 27), ("hidden_size", 1152)))
+        return 2.0 * patches * tower_parameters(self.hf) + 4.0 * patches**2 * width * depth
 
     @cached_property
     def levels(self) -> np.ndarray:

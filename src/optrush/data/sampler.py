@@ -526,7 +526,10 @@ def micro_batches(
     tokens = [sum(len(d) for _, d in row) for row in rows]
     isolated, parts = stream.layout.isolated, stream.source.parts
     squares = [sum(len(d) ** 2 for _, d in row) if isolated else n * n for row, n in zip(rows, tokens)]
-    mine = deal([stream.cost(n, s) for n, s in zip(tokens, squares)], ranks)[rank]
+    costs = [stream.cost(n, s) for n, s in zip(tokens, squares)]
+    if (reader := stream.reader) is not None:
+        costs = [cost + sum(reader.flops(i) for _, d in row for i in d.images) for cost, row in zip(costs, rows)]
+    mine = deal(costs, ranks)[rank]
     single = (stream.layout.one_doc and parts == 1) or not isolated
     result = []
     for first in range(0, len(mine), micro_rows):

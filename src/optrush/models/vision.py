@@ -56,15 +56,21 @@ class Tower:
     pairs: Tensor  # (E/2,) int64: the axis of each pair of a head
     together: int = 0  # most patches of images that run in one call; 0: each image by itself
 
-    def to(self, device: torch.device) -> Tower:
-        """Move the weights to a device, and return the tower."""
-        self.module.to(device)
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Tower:
+        """Move the weights to a device, or cast them, and return the tower."""
+        self.module.to(device, dtype)
         self.together = TOGETHER if device.type == "cuda" else 0
         return self
 
     @torch.no_grad()
     def __call__(self, images: Images) -> Laid:
         """Return the features of all placeholders, and what is added behind the first blocks."""
+        kind = images.colours.device.type
+        narrow = self.module.dtype != torch.float32  # as it is cast already: autocast would widen its norms
+        with torch.autocast(kind, enabled=not narrow and torch.is_autocast_enabled(kind)):
+            return self._laid(images)
+
+    def _laid(self, images: Images) -> Laid:
         device, at, found = images.colours.device, 0, list[tuple[Tensor, list[Tensor]]]()
         if self.module.device != device:
             self.to(device)
