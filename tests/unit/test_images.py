@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import shutil
 import struct
 import threading
 import time
@@ -31,6 +32,7 @@ from optrush.data.cleaning import Task, clean_files, measure_files
 from optrush.data.dataset import Sources, read_sources
 from optrush.data.images import ImageReader, Picture, processed_size
 from optrush.data.length_estimate import estimate
+from optrush.data.sampler import Loading, decoding_ahead
 from optrush.data.samples import Counts, describe_counts
 from optrush.data.schema import NO_RULES, Chat, RowLocation, parse_row
 from optrush.data.tokenizer import open_tokens
@@ -602,3 +604,28 @@ def test_what_was_tokenised_elsewhere_or_without_the_web_is_not_taken(
         row = {"messages": [asked({"type": "image", "image": "a.png"}), ANSWER]}
         sizes.append(read(base, write(folder, row), cache).train.documents(0)[0].images[0].size)
     assert sizes == [(40, 24), (56, 24)]
+
+
+@pytest.mark.parametrize(
+    ("workers", "device", "ranks", "want"),
+    [(0, "cpu", 1, 0), (0, "cuda", 1, 4), (0, "cuda", 8, 2), (0, "cuda", 64, 1), (3, "cuda", 1, 3)],
+)
+def test_pixels_are_decoded_beside_a_gpu(
+    workers: int, device: str, ranks: int, want: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("optrush.data.tokenize.cores", lambda: 32)
+    assert decoding_ahead(Loading(workers), torch.device(device), ranks).workers == want
+
+
+def test_levels_are_the_processors_own(base: Path, tmp_path: Path) -> None:
+    """By other means and deviations a colour, and without them."""
+    for edit in ({"image_mean": [0.1, 0.4, 0.6], "image_std": [0.2, 0.3, 0.25]}, {"do_normalize": False}):
+        folder = tmp_path / "other"
+        shutil.copytree(base, folder, dirs_exist_ok=True)
+        path = folder / "preprocessor_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | edit))
+        draw("circle", "red", 24, 40, 1).save(tmp_path / "a.png")
+        reader = ImageReader(folder, json.loads((base / "config.json").read_text()))
+        seen = reader.look(Picture("a.png"), tmp_path)
+        made = reader.processor(images=[Image.open(tmp_path / "a.png")], return_tensors="np")
+        assert np.array_equal(reader.patches(seen), made["pixel_values"])

@@ -30,6 +30,7 @@ from optrush.console import transformers_silenced
 from optrush.data.strict_json import kind_of, quoted
 from optrush.errors import DataError, NeedsError, first_line
 from optrush.files import open_file, parse_json, read_file, read_text
+from optrush.models.text_part import tower_parameters
 from optrush.tokenizer_files import PROCESSORS
 
 MARK = "\ufdd0"  # in a turn's text, where an image is: a code point that texts do not have
@@ -317,8 +318,34 @@ class ImageReader:
         high, wide = (n // patch for n in processed_size(height, width, patch * merge, least, most))
         return SeenImage(0, high * wide // merge**2, (high, wide), (width, height), _digest(raw), given, folder)
 
+    def flops(self, seen: SeenImage) -> float:
+        """Return the FLOPs of the frozen tower on an image: a product by each weight, and attention."""
+        vision, patches = self.hf["vision_config"], math.prod(seen.grid)
+        depth, width = (int(vision.get(key, usual)) for key, usual in (("depth", 27), ("hidden_size", 1152)))
+        return 2.0 * patches * tower_parameters(self.hf) + 4.0 * patches**2 * width * depth
+
+    @cached_property
+    def levels(self) -> np.ndarray:
+        """What the processor makes of each of the 256 values of a colour, (colours, 256) float32."""
+        side = int(self.processor.patch_size * self.processor.merge_size)
+        side *= -(-16 // side)
+        grey = np.repeat((np.arange(side**2) % 256).astype(np.uint8).reshape(side, side, 1), 3, 2)
+        size = {"shortest_edge": side**2, "longest_edge": side**2}
+        raw, made = (self._processed(grey, size, plain=plain)[0] for plain in (True, False))
+        found = np.zeros((3, 256), np.float32)
+        for colour, (before, after) in enumerate(zip(np.split(raw, 3, 1), np.split(made, 3, 1))):
+            found[colour, before.astype(np.uint8)] = after
+        return found
+
     def patches(self, seen: SeenImage) -> np.ndarray:
-        """Return an image's patches as the processor makes them, (P, values) float32.
+        """Return an image's patches as the processor makes them, (P, values) float32; raises DataError as `colours`."""
+        found = self.colours(seen).reshape(-1, 3, 1, int(self.processor.patch_size) ** 2)
+        values: np.ndarray = self.levels[np.arange(3)[:, None, None], found]
+        values = values.repeat(int(self.processor.temporal_patch_size), 2)
+        return values.reshape(len(found), -1)
+
+    def colours(self, seen: SeenImage) -> np.ndarray:
+        """Return the colours of an image's patches, of one frame: (P, values) uint8, an eighth of what a tower takes.
 
         Raises DataError: it is no longer what it was when its row was tokenized.
         """
@@ -333,15 +360,20 @@ class ImageReader:
 
                 upright = ImageOps.exif_transpose(image).convert("RGB")  # as transformers loads images
                 least, most = self.pixels
-                size = {"shortest_edge": least, "longest_edge": most}
-                made = self.processor(images=[upright], size=size, return_tensors="np")
+                values, grid = self._processed(upright, {"shortest_edge": least, "longest_edge": most}, plain=True)
         except ValueError as error:
             raise DataError(asked, str(error), do) from None
-        grid, values = made["image_grid_thw"].tolist(), np.asarray(made["pixel_values"], np.float32)
         if grid != [[1, *seen.grid]]:
             found = f"{seen.grid[0]} x {seen.grid[1]} patches by its size, and {grid} by the image processor"
             raise DataError(asked, found, "report it with the image and the base's preprocessor_config.json")
-        return values
+        frames = values.reshape(len(values), 3, int(self.processor.temporal_patch_size), -1)  # all are the same
+        return frames[:, :, 0].reshape(len(values), -1).astype(np.uint8)
+
+    def _processed(self, image: Any, size: dict[str, int], *, plain: bool) -> tuple[np.ndarray, list[list[int]]]:
+        """Return the patches and the grid of an image by the processor; `plain`: its colours as they are."""
+        raw: dict[str, Any] = {"do_rescale": False, "do_normalize": False} if plain else {}
+        made = self.processor(images=[image], size=size, return_tensors="np", **raw)
+        return np.asarray(made["pixel_values"]), made["image_grid_thw"].tolist()
 
 
 def _digest(raw: bytes) -> int:

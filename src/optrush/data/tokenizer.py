@@ -111,11 +111,11 @@ def _image_reader(config: Config, base: Path | None, tokenizer: Any) -> ImageRea
 def settle_images(tokens: Tokens | None, env: Environment, layout: RowLayout) -> ImageReader | None:
     """Return what reads the images of rows, if the techniques and the layout of a run take them; else they are refused.
 
-    Ranks may have rows of their own, but each has all weights: a cut model would cast or cut what the tower gives it.
+    Ranks may have rows of their own, and shards of the decoder; each has the whole tower, which needs no collective.
     """
     if tokens is None or not isinstance(tokens.images, ImageReader):
         return None
-    wrong = {Part.CAPTURE} | (RANK_PARTS - ({Part.DATA} if "dp" not in env.sharded else set()))
+    wrong = {Part.CAPTURE} | (RANK_PARTS - {Part.DATA})
     parts = [part for part in Part if part in env.claimed & wrong]
     if {Part.DATA, Part.STATES} <= env.claimed:  # an engine of its own
         parts.append(Part.DATA)

@@ -1,19 +1,21 @@
 """Run the frozen tower of a model of images and text: transformers' own module, with the weights of its folder.
 
 The tower is no part of the decoder's parameters: it is not trained, sharded, adapted or saved, and an export copies its
-tensors from the base. It runs without gradients before the first block, once an image, so that no bit of an image's
-features depends on the others of its batch.
+tensors from the base. It runs without gradients before the first block. On a CPU each image is a call of its own, so
+that no bit of its features depends on the others of its batch. On a GPU a call has many images: each attends to itself
+alone, but the kernels that a device picks for a larger product may round otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from optrush.console import transformers_silenced
 from optrush.data.batch import Images
@@ -24,6 +26,7 @@ from optrush.models.rope_config import rope_settings
 from optrush.models.text_part import text_config
 
 PREFIXES = ("model.visual.", "visual.")  # of a tower's tensors, in the two layouts of files
+TOGETHER = 32_768  # patches of a call on a GPU: eight pictures of 1,024 x 1,024 pixels
 
 
 class Laid:
@@ -51,20 +54,63 @@ class Tower:
 
     module: Any
     pairs: Tensor  # (E/2,) int64: the axis of each pair of a head
+    together: int = 0  # most patches of images that run in one call; 0: each image by itself
+
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Tower:
+        """Move the weights to a device, or cast them, and return the tower."""
+        self.module.to(device, dtype)
+        self.together = TOGETHER if device.type == "cuda" else 0
+        return self
 
     @torch.no_grad()
     def __call__(self, images: Images) -> Laid:
         """Return the features of all placeholders, and what is added behind the first blocks."""
-        if self.module.device != images.patches.device:
-            self.module.to(images.patches.device)
-        sizes = images.grids.prod(1).tolist()
-        found = list[tuple[Tensor, list[Tensor]]]()
-        for patches, grid in zip(torch.split(images.patches, sizes), torch.split(images.grids, 1), strict=True):
-            out = self.module(patches.to(self.module.dtype), grid_thw=grid, return_dict=True)
+        kind = images.colours.device.type
+        narrow = self.module.dtype != torch.float32  # as it is cast already: autocast would widen its norms
+        with torch.autocast(kind, enabled=not narrow and torch.is_autocast_enabled(kind)):
+            return self._laid(images)
+
+    def _laid(self, images: Images) -> Laid:
+        device, at, found = images.colours.device, 0, list[tuple[Tensor, list[Tensor]]]()
+        if self.module.device != device:
+            self.to(device)
+        frames = int(self.module.config.temporal_patch_size)
+        for grids in self._calls(images.grids):
+            grid = torch.tensor([(1, *each) for each in grids])
+            end = at + int(grid.prod(1).sum())
+            patches = images.patches(at, end, frames).to(self.module.dtype)
+            given = _boundaries(self.module, grid)
+            out = self.module(patches, grid_thw=grid.to(device, non_blocking=True), return_dict=True, **given)
             found.append((out.pooler_output, list(getattr(out, "deepstack_features", None) or ())))
+            at = end
         deep = [torch.cat(layer) for layer in zip(*(layers for _, layers in found))]
-        positions = images.axes[..., self.pairs.to(images.axes.device)]
+        positions = images.axes[..., self.pairs.to(device)]
         return Laid(positions, images.slots, torch.cat([features for features, _ in found]), deep)
+
+    def _calls(self, grids: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+        """Yield the images of each call, in order."""
+        held, patches = list[tuple[int, int]](), 0
+        for high, wide in grids:
+            if held and patches + high * wide > self.together:
+                yield held
+                held, patches = [], 0
+            held.append((high, wide))
+            patches += high * wide
+        yield held
+
+
+def _boundaries(module: Any, grid: Tensor) -> dict[str, Tensor]:
+    """Return where images, and windows of them, begin among patches; on the host, where each block reads them.
+
+    grid: (images, 3), patches in time, height and width.
+    """
+    found = {"cu_seqlens": pad(grid.prod(1).cumsum(0, dtype=torch.int32), (1, 0))}
+    if hasattr(module, "window_size"):
+        from transformers.vision_utils import get_vision_window_index
+
+        windows = get_vision_window_index(grid, module.spatial_merge_size, module.window_size, module.patch_size)
+        found |= dict(zip(("window_index", "cu_window_seqlens"), windows, strict=True))
+    return found
 
 
 def open_tower(folder: Path, hf: Any, dtype: torch.dtype, width: int) -> Tower:

@@ -495,8 +495,7 @@ def _objective(env: Environment, shape: ModelShape) -> Iterator[Rule]:
         yield from _teacher(env.teacher, shape)
     if env.tower:
         why = f"{env.tower:,} parameters that read images, frozen; what they compute of an image is not counted"
-        size = 2 if env.dtype == "bfloat16" else 4
-        yield ledger.add(Line("tower", why, size * env.tower, "byte", "always"))
+        yield ledger.add(Line("tower", why, env.tower, "product", "always"))
     flop = 2 * shape.width * shape.vocab
     if env.by_token and not env.scored and Part.HEAD in env.claimed:
         why = "losses token by token: a chunk's logits are made again in the backward pass, 2 a weight of the head"

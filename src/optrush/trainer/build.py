@@ -181,13 +181,13 @@ def _open_tower(trainer: Trainer, folder: Path | None, reader: ImageReader | Non
     if shape.rope.by_length:
         found = f"rotary embeddings of the kind {shape.rope.kind}, which depend on a document's length"
         raise NeedsError("to train on rows with images", found, "take another kind, or rows of text")
-    trainer.model.tower = open_tower(folder, trainer.hf, dtype, shape.rotated_width)
-    trainer.model.tower.module.to(trainer.world.device)
+    trainer.model.tower = open_tower(folder, trainer.hf, dtype, shape.rotated_width).to(trainer.world.device)
+    trainer.loading = sampler.decoding_ahead(trainer.loading, trainer.world.device, trainer.world.ranks)
     least, most = reader.pixels
     size = sum(p.numel() for p in trainer.model.tower.module.parameters()) / 1e6
     trainer.notes.append(
         f"images: {images}, of {least:,} to {most:,} pixels each, sizes that a server must have too; the tower, "
-        f"of {size:,.1f} M parameters, is frozen"
+        f"of {size:,.1f} M parameters, is frozen; {trainer.loading.workers} processes beside this one decode them"
     )
 
 
@@ -228,6 +228,9 @@ def _completed(a: Assembly, trainer: Trainer, held_out: SampleSource | None, hel
         if name == "peft":  # while every rank has the whole model: its cost deals rows to ranks
             model.frozen_flops = frozen_flops(model)
         _other_model(a, trainer, name)
+        if name == "model" and isinstance(model, Decoder) and model.tower is not None:  # frozen: cast once
+            types = trainer.precision, model.embedding.weight.dtype
+            model.tower.to(world.device, torch.bfloat16 if torch.bfloat16 in types else None)
     if prepared.growth is not None and training:
         refuse_frozen(model, trainer.weight_map, prepared.growth)
     if held_out is not None and config.grpo is None:
