@@ -364,7 +364,12 @@ class Decoder(nn.Module):
                 yield name, module
 
     def set_attention(self, name: str) -> int:
-        """Put a function of `kernels.attention` into every block; return the number of blocks. NeedsError: no such."""
+        """Put a function of `kernels.attention` into every block; return the number of blocks.
+
+        Blocks with wider heads than flash attention has take `sdpa` in place of `varlen`.
+
+        Raises NeedsError: no such function, or one without the cap of the scores.
+        """
         if name not in attention.ATTENTIONS:
             raise NeedsError(f"attention {name!r}", f"known: {', '.join(attention.ATTENTIONS)}", "choose one of them")
         if (cap := self.shape.score_cap) is not None and name != "masked":
@@ -372,7 +377,8 @@ class Decoder(nn.Module):
             raise NeedsError(f"attention {name!r}", found, "use masked attention")
         for block in self.blocks.values():
             assert isinstance(block, Block)
-            block.attention = attention.ATTENTIONS[name]
+            wide = name == "varlen" and block.head_width > attention.FLASH
+            block.attention = attention.ATTENTIONS["sdpa" if wide else name]
         return len(self.blocks)
 
     def set_rule(self, name: str) -> int:
