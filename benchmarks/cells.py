@@ -162,6 +162,7 @@ KINDS = {
     "gemma-3-4b lora T=4096": Cell("google/gemma-3-4b-pt", 4096, 2, 1, {**GEMMA, **LORA}),
     "gemma-3-12b qlora T=4096": Cell("google/gemma-3-12b-pt", 4096, 1, 1, {**GEMMA, **QLORA}),
     "gemma-4-e4b lora T=4096": Cell("google/gemma-4-E4B", 4096, 2, 1, {**GEMMA, **LORA}),
+    "gemma-4-e4b lora T=4096, sdpa": Cell("google/gemma-4-E4B", 4096, 2, 1, {**GEMMA, "attention": {}, **LORA}),
     "glm-4-9b lora T=4096": Cell("zai-org/GLM-4-9B-0414", 4096, 2, 1, {**GEMMA, **LORA}),
     "granite-3b-a800m transformers T=4096": Cell(
         "ibm-granite/granite-3.0-3b-a800m-base",

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 
 from optrush.console import transformers_silenced
@@ -26,6 +27,8 @@ from optrush.models.rope_config import rope_settings
 from optrush.models.text_part import text_config
 
 PREFIXES = ("model.visual.", "visual.")  # of a tower's tensors, in the two layouts of files
+# Not cuDNN's, which plans some 40 ms for each size of an image that is new to it (H200).
+ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 TOGETHER = 32_768  # patches of a call on a GPU: eight pictures of 1,024 x 1,024 pixels
 
 
@@ -67,7 +70,7 @@ class Tower:
         """Return the features of all placeholders, and what is added behind the first blocks."""
         kind = images.colours.device.type
         narrow = self.module.dtype != torch.float32  # as it is cast already: autocast would widen its norms
-        with torch.autocast(kind, enabled=not narrow and torch.is_autocast_enabled(kind)):
+        with torch.autocast(kind, enabled=not narrow and torch.is_autocast_enabled(kind)), sdpa_kernel(ATTENTION):
             return self._laid(images)
 
     def _laid(self, images: Images) -> Laid:

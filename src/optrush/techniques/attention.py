@@ -12,6 +12,7 @@ from optrush.planner.ledger import Rule, add, live, saved, tagged
 from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, Trainer, library
 
 WIDEST = 256  # values of a head in flash attention, as in kernels/attention.py
+WIDE_TIMES = 8.0  # of flash attention's time a pair of tokens: torch's kernel for wider heads (Gemma 4 E4B, H200)
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ class Attention(Technique):
             why = "the mask of rows with documents, T a slot, in layers with wider heads than flash attention has"
             yield add(saved("mask", why, wide * env.seq, wide, "mask"))
         if masked:
-            yield live(tagged("attention"), "whole scores, where the mask lets nothing through too", unit="masked")
+            why = "whole scores, where the mask lets nothing through too"
+            yield live(tagged("attention"), why, times=_slower(env, 1.0, 1.0), unit="masked")
         whole_rows = Part.PACKED_ROWS in env.claimed or sinks or chunks
         kept = 1.0 if spread or (masked and whole_rows) else _repeated(env, window) if self.impl == "sdpa" else 0.0
         kept = kept or (_repeated(env, False) if wide else 0.0)
@@ -113,7 +115,8 @@ class Attention(Technique):
             why = f"the half behind the diagonal is skipped{between}"
             hopper = env.device.capability >= (9, 0)
             unit = {"varlen": "flash2", "fa4": "flash4"}.get(self.impl, "attention") if hopper else "attention"
-            yield live(tagged("attention"), why, times=_pairs(env), unit=unit)
+            times = _slower(env, _pairs(env), 0.5 * env.span / env.seq) if wide else _pairs(env)
+            yield live(tagged("attention"), why, times=times, unit=unit)
 
     def packages(self) -> tuple[tuple[str, str], ...]:
         rule = (("flash-linear-attention", "fla"),) if self.delta == "fla" else ()
@@ -212,6 +215,18 @@ def _wide(env: Environment) -> list[int]:
     """Return the layers whose heads are wider than flash attention has them."""
     kinds = {} if env.shape is None else env.shape.kinds
     return [layer for one, layers in kinds.items() if one.head_width > WIDEST for layer in layers]
+
+
+def _slower(env: Environment, others: float, wide: float) -> float:
+    """Return how much of the work of whole scores all layers do, where those with wide heads have a slower kernel.
+
+    others, wide: what layers with narrow and with wide heads do of it.
+    """
+    if env.shape is None or not _wide(env):
+        return others
+    flop = {one: len(layers) * one.heads * one.head_width for one, layers in env.shape.kinds.items()}
+    share = sum(n for one, n in flop.items() if one.head_width > WIDEST) / sum(flop.values())
+    return (1 - share) * others + share * wide * WIDE_TIMES
 
 
 def _repeated(env: Environment, window: bool) -> float:
