@@ -276,6 +276,8 @@ class Training(StrictModel):
     best: bool = True
     stop_after: Annotated[StopAfter | None, BeforeValidator(_short_stop)] = None  # early; a number is its `evals`
     export: bool = True  # writes model/ at the end
+    # An address (s3://, gs://, hf://, ...) to which each checkpoint is copied, and at the end the whole folder.
+    copy_to: Text | None = None
     overwrite: bool = False  # empties the output folder first
     clean: Annotated[bool | None, Field(exclude=True)] = None  # the old name of `overwrite`
     timeout: Annotated[float, Field(ge=1)] = 600.0  # seconds: how long a rank may keep the others waiting
