@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 import torch
 
+from meshes import further
 from optrush.benchmark import ladder, tune
 from optrush.config import Config, Grpo, RewardRule, parse_config
 from optrush.data.batch import IGNORE, Batch, collate
@@ -32,7 +33,7 @@ from optrush.decide import decide
 from optrush.errors import ConfigError, DataError, NeedsError, RunError
 from optrush.hardware import NAMED
 from optrush.launch import launched
-from optrush.models import kv_cache, sampling
+from optrush.models import kv_cache, padded_sampling, sampling
 from optrush.models.hf import load
 from optrush.objectives import SAMPLED, grpo, rewards
 from optrush.planner.search import predict
@@ -43,7 +44,7 @@ from optrush.trainer.overfit import run_overfit
 from optrush.trainer.trainer import evaluate
 
 from golden import make_golden
-from parity_models import EXPERTS, FAMILIES, materialise, reference, save
+from parity_models import EXPERTS, FAMILIES, SIZES, THEIR_EXPERTS, materialise, reference, save
 from trials import assembled, first_gradients, furthest, metrics, steps, weights
 
 CACHED = [n for n, sizes in {**FAMILIES, **EXPERTS}.items() if "linear_num_key_heads" not in sizes]
@@ -197,6 +198,67 @@ def test_a_model_that_keeps_other_things_is_refused(tmp_path):
     _, ours = opened("qwen3_5_text", tmp_path)
     with pytest.raises(NeedsError, match="delta rule"):
         sampling.sample(ours, asked(1), 1, sampling.Drawing(2, 0.0, (), 0))
+
+
+MAMBA = {"hidden_size": 24, "num_hidden_layers": 2, "state_size": 4, "vocab_size": 61, "pad_token_id": 0}
+HYBRID = {"mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "pad_token_id": 0}
+THEIRS = {  # attention with learnt positions, slopes, windows; recurrent states, and both
+    "gpt2": {"model_type": "gpt2", "vocab_size": 61, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "lfm2": {**SIZES, "model_type": "lfm2", "layer_types": ["conv", "full_attention"], "head_dim": 6},
+    "mamba": {"model_type": "mamba", **MAMBA},
+    "gemma2": FAMILIES["gemma2"],
+    "granitemoe": THEIR_EXPERTS["granitemoe"],
+    "qwen3_5_text": FAMILIES["qwen3_5_text"],
+    "bloom": {"model_type": "bloom", "vocab_size": 61, "hidden_size": 24, "n_layer": 2, "n_head": 4},
+    "falcon_h1": {**SIZES, **HYBRID, "model_type": "falcon_h1", "mamba_d_ssm": 32, "mamba_n_heads": 4},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=further(list(THEIRS), 3))
+def theirs_and_ours(request, tmp_path_factory):
+    theirs = reference(THEIRS[request.param])
+    folder = tmp_path_factory.mktemp(request.param)
+    loaded, recipe = load(folder, save(theirs, folder), "transformers", torch.float32, 0)
+    return theirs, materialise(loaded, recipe)
+
+
+def check_sampled(theirs: Any, engine: Any, note: str) -> None:
+    """Log-probabilities are those of the whole answers, and draws do not depend on the batch."""
+    prompts, drawing = asked(), sampling.Drawing(6, 0.8, (7,), 3, slots=5)
+    found = engine.sample(prompts, 2, drawing)
+    for answer in found:
+        ids = torch.tensor([[*prompts[answer.prompt].ids.tolist(), *answer.ids]])
+        with torch.no_grad():
+            want = (theirs(input_ids=ids).logits[0] / 0.8).log_softmax(-1)[-len(answer.ids) - 1 :]
+        assert [float(p[t]) for p, t in zip(want, answer.ids)] == pytest.approx(answer.log_p, abs=2e-4)
+        assert answer.ended == (answer.ids[-1] == 7) and 7 not in answer.ids[:-1]
+    few = engine.sample(prompts[1:3], 2, replace(drawing, slots=64))
+    assert [a.ids for a in few] == [a.ids for a in found if a.prompt in (1, 2)]
+    assert engine.note == note
+
+
+def test_a_model_of_transformers_samples_from_what_training_computes(theirs_and_ours):
+    theirs, ours = theirs_and_ours
+    ours.train()
+    check_sampled(theirs, padded_sampling.PaddedEngine(ours), "")
+    assert ours.training and ours.block_call.__name__ == "call"
+
+
+@pytest.mark.parametrize("wrong", ["padding", "cache", "nothing", "error"])
+def test_a_cache_that_gives_something_else_is_found_and_not_used(tmp_path, monkeypatch, wrong):
+    theirs = reference(THEIRS["gpt2"])
+    loaded, recipe = load(tmp_path, save(theirs, tmp_path), "transformers", torch.float32, 0)
+    ours, plain = materialise(loaded, recipe), type(loaded).resume
+
+    def resume(self, tokens, positions, mask, cache):
+        if wrong == "error":
+            raise TypeError("an argument that it does not know")
+        hidden, cache = plain(self, tokens, positions, torch.ones_like(mask) if wrong == "padding" else mask, cache)
+        return hidden + (wrong == "cache" and tokens.shape[1] == 1), None if wrong == "nothing" else cache
+
+    monkeypatch.setattr(type(ours), "resume", resume)
+    note = padded_sampling.ONE_LENGTH if wrong == "padding" else padded_sampling.UNCACHED
+    check_sampled(theirs, padded_sampling.PaddedEngine(ours), note)
 
 
 # --- the loss
@@ -496,9 +558,10 @@ def ranked(
     box: Path, both: dict[str, Any], **over: Any
 ) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor], dict[str, float]]:
     with_: dict[str, Any] = {"packing": {}, **both}
+    sets = through_transformers(box) if with_.pop("theirs", False) else []
     if launched()[1] > 1:
         with_ |= over
-    trainer = assembled(grpo_run(box, rows=2, **with_))
+    trainer = assembled(grpo_run(box, rows=2, sets=sets, **with_))
     found = [(loss, norm) for loss, norm, _ in steps(trainer, 2)]
     timeless = {k: v for k, v in trainer.host_figures.items() if not k.startswith("rollout")}
     return found, weights(trainer), timeless
@@ -506,9 +569,12 @@ def ranked(
 
 @pytest.mark.parametrize(
     ("both", "over"),
-    [({}, {"ddp": {}}), ({}, {"fsdp": {}}), ({}, {"fsdp": {"stage": 2}}), ({"lora": {"rank": 4}}, {"fsdp": {}})],
+    [
+        ({}, {"ddp": {}}), ({}, {"fsdp": {}}), ({}, {"fsdp": {"stage": 2}}), ({"lora": {"rank": 4}}, {"fsdp": {}}),
+        ({"theirs": True}, {"fsdp": {}}),
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_two_ranks_are_one(folder, pair, both, over):
     alone, (first, second) = ranked(folder, both), pair(partial(ranked, both=both, **over), folder)
     for own in (first, second):
@@ -548,9 +614,29 @@ def test_sharded_blocks_sample_uncompiled(model):
         del block._get_fsdp_state, block._compiled_call_impl
 
 
-def test_a_resumed_run_samples_and_learns_the_same_to_the_bit(folder, tmp_path):
+def through_transformers(box: Path) -> list[str]:
+    return [f"model={{path: '{box / 'untied'}', implementation: transformers}}"]
+
+
+@pytest.mark.parametrize("with_", [{}, {"lora": {"rank": 4}}, {"attention": {}, "recompute": {}}], ids=str)
+def test_a_model_of_transformers_learns_as_our_decoder_does(folder, with_):
+    """The same weights, draws and updates: what it learns differs by rounding alone."""
+    found = []
+    for sets in ([], through_transformers(folder)):
+        trainer = assembled(
+            grpo_run(folder, packing={}, sets=[*sets, "grpo.beta=0.1"] if "lora" in with_ else sets, **with_)
+        )
+        found.append([loss for loss, *_ in steps(trainer, 3)])
+        assert trainer.metrics["logp_difference_max"] < 1e-4 and trainer.host_figures["reward"] > 0
+    assert found[1] == pytest.approx(found[0], abs=1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_a_resumed_run_samples_and_learns_the_same_to_the_bit(folder, tmp_path, implementation):
+    own = through_transformers(folder) if implementation == "transformers" else []
+
     def trained(output: str, *sets: str, resume: Any = None) -> list[dict[str, Any]]:
-        config = grpo_run(folder, packing={}, sets=[f"output={tmp_path / output}", "train.save_every=2", *sets])
+        config = grpo_run(folder, packing={}, sets=[f"output={tmp_path / output}", "train.save_every=2", *own, *sets])
         assert fit.run(fit.RunRequest(decide(config), resume=resume)).code == 0
         lines = [json.loads(l) for l in (tmp_path / output / "metrics.jsonl").read_text().splitlines()]
         timed = ("_s", "tokens_per_s", "peak_bytes", "mfu")
@@ -685,6 +771,13 @@ def test_a_plan_has_both_phases(folder):
     assert 0.24 < many / NAMED["h200"].memory_bytes < 0.251  # or a quarter of the memory
     ddp = predict(parse_config(text, "x", ("grpo.slots=256",)), "2 x h200")
     assert {line.name: line.bytes for line in ddp.lines}["rollout.cache"] == lines["rollout.cache"]  # half the answers
+
+
+def test_a_plan_for_a_model_of_transformers_launches_each_operator_of_a_token(folder):
+    """Its steps are not recorded: 36 tokens, 45 operators in each of its blocks."""
+    plans = [predict(grpo_run(folder, packing={}, sets=s), "h200") for s in ([], through_transformers(folder))]
+    ours, theirs = (max(w.launches for w in plan.work if w.name == "rollout.cache") for plan in plans)
+    assert theirs == 45 * 2 * ours > 0
 
 
 @pytest.mark.parametrize("with_", ["", "bf16: {}, "])

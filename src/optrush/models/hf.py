@@ -12,6 +12,7 @@ Canonical names are transformers' own, except the head's: `head.weight`, `head.b
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
@@ -89,6 +90,8 @@ class HFModel(nn.Module):
         self.maskless = False  # set by `probe_model`: sdpa needs no mask where rows hold one document
         self._attention_flags: dict[str, Any] = {}  # arguments of the attention function for such rows
         self._numbered = _numbered(config)
+        recurrent = "cache_params" in inspect.signature(backbone.forward).parameters
+        self._cache_name = "cache_params" if recurrent else "past_key_values"
         rope = getattr(config, "rope_parameters", None) or {}
         self._planes = POSITION_PLANES if "mrope_section" in rope else 0
         self._blocks = _block_list(backbone, self.prefix, config)  # number -> path
@@ -164,15 +167,31 @@ class HFModel(nn.Module):
         transformers then numbers the padding as well, which no document attends to.
         """
         alone = documents.single and tokens.shape[1] <= self._numbered
-        given = positions.long()
-        given = given.expand(self._planes, *given.shape) if self._planes else given
         out = self._trunk(
-            input_ids=tokens, position_ids=None if alone else given, attention_mask=None, use_cache=False,
+            input_ids=tokens, position_ids=None if alone else self._given(positions), use_cache=False,
+            attention_mask=None,
             **(self._attention_flags if documents.single else {}),
             **({"document_ids": documents.ids} if self._convolves and not documents.single else {}),
         )  # fmt: skip
         hidden: Tensor = out.last_hidden_state
         return hidden
+
+    def _given(self, positions: Tensor) -> Tensor:
+        return positions.long().expand(self._planes, *positions.shape) if self._planes else positions.long()
+
+    def resume(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        """Return hidden states (B, T, D) of tokens (B, T) after those that a cache keeps, and the cache with them.
+
+        Args:
+            mask: (B, tokens kept and given), 0 for padding.
+            cache: transformers' own for the family; None before the first tokens.
+        """
+        out = self._trunk(
+            input_ids=tokens, position_ids=self._given(positions), use_cache=True,
+            attention_mask=None if cache is not None and self._cache_name == "cache_params" else mask,
+            **{self._cache_name: cache},
+        )  # fmt: skip
+        return out.last_hidden_state, getattr(out, self._cache_name, None)
 
     def linears(self) -> Iterator[tuple[str, Linear]]:
         """Yield every linear of the blocks by its canonical name (none for other classes of linears, as GPT-2's)."""
@@ -517,8 +536,11 @@ def _rotate_by_document(rotary: Any) -> None:
 
 def _convolve_by_document(module: Any) -> None:
     """Keep the short convolution of LFM2's blocks within each document; without `document_ids`, a row is one."""
+    published = module.forward
 
-    def forward(hidden_states: Tensor, document_ids: Tensor | None = None, **_: Any) -> Tensor:
+    def forward(hidden_states: Tensor, document_ids: Tensor | None = None, **more: Any) -> Any:
+        if more.get("past_key_values") is not None:
+            return published(hidden_states, **more)
         b, c, x = module.in_proj(hidden_states).chunk(3, -1)
         ids = x.new_zeros(x.shape[:2], dtype=torch.int32) if document_ids is None else document_ids
         y = causal_convolution(b * x, module.conv.weight, ids)
@@ -578,8 +600,8 @@ def probe_model(wrapper: HFModel, hf_model: Any, dtype: torch.dtype) -> None:
     changed, first = tokens.clone(), spans[0][1]
     changed[:, :first] = (changed[:, :first] + 1) % wrapper.head.weight.shape[0]
     others = wrapper(changed, positions, documents)[:, first:]
-    met = _apart(hidden, torch.cat(alone, 1)) <= close  # False of a NaN, too
-    wrapper.supports_packing = met and _apart(others, hidden[:, first:]) <= (close if _loops(wrapper) else 0.0)
+    met = relative_gap(hidden, torch.cat(alone, 1)) <= close  # False of a NaN, too
+    wrapper.supports_packing = met and relative_gap(others, hidden[:, first:]) <= (close if _loops(wrapper) else 0.0)
     if not wrapper.supports_packing:
         row = wrapper(tokens, torch.arange(tokens.shape[1])[None], single)
         _compare(wrapper.config, "a document alone and before other tokens", row[:, :first], alone[0], close)
@@ -616,7 +638,7 @@ def _maskless(wrapper: HFModel, tokens: Tensor, documents: Documents, expected: 
         return False  # this model has no sdpa: a request for it is refused later
     finally:
         wrapper.set_attention("masked")
-    return _apart(found, expected) <= close
+    return relative_gap(found, expected) <= close
 
 
 def _both_logits(wrapper: HFModel, hf_model: Any, tokens: Tensor, factor: float) -> tuple[Tensor, Tensor]:
@@ -647,12 +669,12 @@ def _probe_row(wrapper: HFModel) -> tuple[Tensor, Tensor, Documents]:
 
 
 def _compare(config: Any, what: str, ours: Tensor, theirs: Tensor, close: float) -> None:
-    apart, size = _apart(ours, theirs), theirs.float().abs().max().item()
+    apart, size = relative_gap(ours, theirs), theirs.float().abs().max().item()
     if not apart <= close:  # not >: a NaN is a difference
         raise unsupported(config, f"{what} differ by {apart * size:.2e}, where the largest value is {size:.2e}")
 
 
-def _apart(ours: Tensor, theirs: Tensor) -> float:
+def relative_gap(ours: Tensor, theirs: Tensor) -> float:
     """Return the largest difference, in units of the largest value of `theirs`."""
     return ((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max().clamp_min(1e-6)).item()
 

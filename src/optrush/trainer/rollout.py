@@ -34,8 +34,10 @@ from optrush.data.samples import SampleSource
 from optrush.data.schema import Document, RowLocation
 from optrush.data.tokenizer import answer_ends
 from optrush.errors import ConfigError, DataError, NeedsError, RunError, exhausted, first_line
+from optrush.models.hf import HFModel
 from optrush.models.kv_cache import check_cacheable
-from optrush.models.sampling import Drawing, PromptIds, SampledAnswer, SamplingEngine, sample
+from optrush.models.padded_sampling import PaddedEngine
+from optrush.models.sampling import AnswerEngine, Drawing, PromptIds, SampledAnswer, SamplingEngine, sample
 from optrush.objectives import grpo
 from optrush.objectives.rewards import Judge, is_own
 from optrush.technique import Part, compilers
@@ -138,7 +140,7 @@ class Sampler:
     ends: list[int]
     raw: Callable[[int], Mapping[str, Any]]  # of a sample: its row as it is in the file
     where: Callable[[int], object]  # of a sample: its place
-    engine: SamplingEngine | None = None  # kept for the run; None: one for each step, no larger than that needs
+    engine: AnswerEngine | None = None  # kept for the run; None: one for each step, no larger than that needs
     settings: Grpo = field(init=False)
     said: set[str] = field(default_factory=set)  # events that were logged
 
@@ -342,6 +344,7 @@ class Sampler:
         nothing = f"{cut:.0%} of the answers were cut off at grpo.max_new, {flat:.0%} of the groups have equal rewards"
         for name, text in (
             ("reward_failed", failure),
+            ("sampled_by", (self.engine and self.engine.note) or ""),
             ("nothing_to_learn", nothing if flat == 1 or (cut == 1 and self.settings.truncated == "mask") else ""),
         ):
             if text and name not in self.said:
@@ -475,7 +478,6 @@ def attach(trainer: Trainer, held_out: SampleSource | None) -> None:
     """
     settings, world = trainer.config.grpo, trainer.world
     assert settings is not None and isinstance(trainer.stream, PromptStream)
-    check_cacheable(trainer.model)
     gathers = trainer.whole_weights is not nullcontext  # whole for as long as answers are sampled
     cut = [*sorted(trainer.env.sharded - ({"dp"} if gathers else set()))]
     cut += [axis for axis in ("tp", "cp", "pp") if world.along(axis) > 1]
@@ -509,9 +511,12 @@ def attach(trainer: Trainer, held_out: SampleSource | None) -> None:
         )
 
 
-def _engine(trainer: Trainer, sources: Sequence[SampleSource]) -> SamplingEngine | None:
-    """Return what samples all of a run on CUDA: one size for every step, which is recorded and compiled once."""
+def _engine(trainer: Trainer, sources: Sequence[SampleSource]) -> AnswerEngine | None:
+    """Return what samples all of a run; on CUDA one size for every step, which is recorded and compiled once."""
     settings, world = trainer.config.grpo, trainer.world
+    if isinstance(trainer.model, HFModel):
+        return PaddedEngine(trainer.model)
+    check_cacheable(trainer.model)
     if world.device.type != "cuda":
         return None
     assert settings is not None
@@ -520,7 +525,7 @@ def _engine(trainer: Trainer, sources: Sequence[SampleSource]) -> SamplingEngine
     longest = max(int((s.lengths() - s.targets()).max()) for s in sources)
     assert trainer.env.rollout is not None
     slots = trainer.env.rollout.slots
-    return SamplingEngine(trainer.model, slots, longest + settings.max_new, settings.max_new)  # type: ignore[arg-type]
+    return SamplingEngine(trainer.model, slots, longest + settings.max_new, settings.max_new)
 
 
 def stay_near_base(trainer: Trainer) -> None:
