@@ -388,6 +388,21 @@ class Grpo(StrictModel):
     truncated: Literal["mask", "keep"] = "mask"  # answers that were cut off at max_new: not learnt, or as others
 
 
+def _server_address(value: str) -> str:
+    if not re.fullmatch(r"https?://([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?(/[^\s?#]*)?", value):
+        raise ValueError("the address of a server, such as http://host:8000")
+    return value
+
+
+class RolloutServer(StrictModel):
+    """A running vLLM or SGLang that samples the answers of `objective: grpo` (docs/grpo.md#a-server)."""
+
+    server: Annotated[Text, AfterValidator(_server_address)]  # http://host:port
+    folder: File | None = None  # where it reads the trained weights, a path of both machines; None: in the run's
+    correction: Annotated[float, Field(ge=1)] = 2.0  # largest importance weight of a token
+    timeout: Annotated[float, Field(gt=0)] = 600.0  # seconds of a request
+
+
 # Objectives with settings of their own, under their own name.
 SECTIONS: dict[
     str, type[Dpo] | type[Kto] | type[Orpo] | type[Simpo] | type[Reward] | type[Distill] | type[Grpo]
@@ -448,6 +463,7 @@ class Config(StrictModel):
     reward: Reward | None = None
     distill: Distill | None = None
     grpo: Grpo | None = None
+    rollout: RolloutServer | None = None  # None: the model that is trained samples
     data: Data
     batch: BatchSize = BatchSize()
     optim: Optim = Optim()

@@ -43,6 +43,8 @@ class PaddedEngine:
     note: how they are made, if not by cache and padding; None before the first batch.
     """
 
+    weigh = None
+
     def __init__(self, model: HFModel) -> None:
         self.model = model
         self.note: str | None = None

@@ -10,7 +10,7 @@ Shapes: S slots, V vocabulary.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -89,13 +89,22 @@ def sample(
         engine.cache.layers.clear()  # they refer to the cache, which would be freed at some later time
 
 
+Weigh = Callable[[Tensor, Tensor, Callable[[], Tensor] | None], Tensor]
+
+
 class AnswerEngine(Protocol):
     """Sample answers to prompts: our decoder, a model of transformers, or a server.
 
-    note: what is to be known of how it samples; empty if nothing, or not yet.
+    weigh: where another program samples, returns the importance weights of tokens (N,) from their log-probabilities as
+        sampled, by the model that is trained, and by that before training, if there is such; every rank calls it.
     """
 
-    note: str | None
+    @property
+    def note(self) -> str | None:
+        """Return what is to be known of how it samples; empty if nothing, or not yet."""
+
+    @property
+    def weigh(self) -> Weigh | None: ...
 
     def sample(
         self, prompts: Sequence[PromptIds], members: int, drawing: Drawing,
@@ -111,6 +120,7 @@ class SamplingEngine:
     """
 
     note: str | None = None
+    weigh = None
 
     def __init__(self, model: Decoder, slots: int, room: int, most: int) -> None:
         """Allocate the sequences' state; the cache is allocated by the first prompt.

@@ -489,7 +489,7 @@ def _rollout(r: Rollout, env: Environment, shape: ModelShape) -> Iterator[Rule]:
 
 def _objective(env: Environment, shape: ModelShape) -> Iterator[Rule]:
     """Yield the work that the objective adds to one forward and one backward pass."""
-    if env.rollout is not None and env.device.kind == "cuda":
+    if env.rollout is not None and not env.rollout.served and env.device.kind == "cuda":
         yield from _rollout(env.rollout, env, shape)
     if env.teacher is not None:
         yield from _teacher(env.teacher, shape)

@@ -37,11 +37,12 @@ from optrush.errors import ConfigError, DataError, NeedsError, RunError, exhaust
 from optrush.models.hf import HFModel
 from optrush.models.kv_cache import check_cacheable
 from optrush.models.padded_sampling import PaddedEngine
-from optrush.models.sampling import AnswerEngine, Drawing, PromptIds, SampledAnswer, SamplingEngine, sample
+from optrush.models.sampling import AnswerEngine, Drawing, PromptIds, SampledAnswer, SamplingEngine, Weigh, sample
 from optrush.objectives import grpo
 from optrush.objectives.rewards import Judge, is_own
 from optrush.technique import Part, compilers
 from optrush.trainer import distributed, run_dir
+from optrush.trainer.rollout_server import ServerEngine
 from optrush.trainer.trainer import Storage
 
 if TYPE_CHECKING:
@@ -232,8 +233,12 @@ class Sampler:
         packed, terms = self._rows(moving), sum(len(r.answer.ids) for _, _, r in moving)
         *sizes, micros = self._agreed(groups, (terms, tokens, answers), -(-len(packed) // micro_rows), sampled_s)
         batches = [self._batch(packed[i * micro_rows : (i + 1) * micro_rows], micro_rows, sizes) for i in range(micros)]
-        if self.settings.updates > 1:
-            batches = [replace(b, extra={**b.extra, "old": old}) for b, old in zip(batches, self._old(batches))]
+        weigh = self.engine.weigh if self.engine else None
+        if self.settings.updates > 1 or weigh:
+            old = self._old(batches)
+            batches = self._weighed(batches, old, weigh) if weigh else batches
+            if self.settings.updates > 1:
+                batches = [replace(b, extra={**b.extra, "old": o}) for b, o in zip(batches, old, strict=True)]
         if logs:
             self._write(step, given, groups)
         return batches
@@ -299,6 +304,26 @@ class Sampler:
         finally:
             trainer.loss_from_hidden = score
         return found
+
+    def _weighed(self, batches: Sequence[Batch], old: Sequence[Tensor], weigh: Weigh) -> list[Batch]:
+        """Return the batches with the importance weights of tokens that another program sampled."""
+        learnt, disabled = [b.extra["answers"] > 0 for b in batches], self.trainer.adapters_disabled
+
+        def chosen(values: Sequence[Tensor]) -> Tensor:
+            return torch.cat([v[mask] for v, mask in zip(values, learnt, strict=True)])
+
+        def untrained() -> Tensor:
+            with disabled() if disabled else nullcontext():
+                return chosen(self._old(batches))
+
+        sampled = chosen([b.extra["sampled"] for b in batches])
+        found = weigh(sampled, chosen(old), untrained if disabled else None)
+        parts = torch.split(found, [int(mask.sum()) for mask in learnt])
+        weights = [
+            b.extra["weights"].masked_scatter(mask, b.extra["weights"][mask] * part)
+            for b, mask, part in zip(batches, learnt, parts, strict=True)
+        ]
+        return [replace(b, extra={**b.extra, "weights": w}) for b, w in zip(batches, weights, strict=True)]
 
     # --- what all ranks know, and what people see
 
@@ -514,6 +539,8 @@ def attach(trainer: Trainer, held_out: SampleSource | None) -> None:
 def _engine(trainer: Trainer, sources: Sequence[SampleSource]) -> AnswerEngine | None:
     """Return what samples all of a run; on CUDA one size for every step, which is recorded and compiled once."""
     settings, world = trainer.config.grpo, trainer.world
+    if (served := trainer.config.rollout) is not None and trainer.optimizer is not None:  # an evaluation is our own
+        return ServerEngine(served, trainer)
     if isinstance(trainer.model, HFModel):
         return PaddedEngine(trainer.model)
     check_cacheable(trainer.model)
