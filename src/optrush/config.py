@@ -359,6 +359,11 @@ class RewardRule(StrictModel):
     weight: float = 1.0  # in the sum of all rewards
     options: dict[str, Any] = Field(default_factory=dict)  # regex: {pattern}, length: {most}; a function's keywords
 
+    @property
+    def compares(self) -> bool:
+        """Return whether it compares with the row's own answer."""
+        return self.use in ("number", "exact", "contains")
+
 
 def _rewards(value: object) -> object:
     values = value if isinstance(value, list | tuple) else [value]

@@ -410,6 +410,9 @@ def test_rules_that_are_wrong(rule, found):
 
 OWN = """
 import time
+def alone(answer, reference, row):
+    assert reference == "" or "key" in row, reference
+    return len(answer)
 def slow(answer, reference, row):
     time.sleep(9)
 def stubborn(answer, reference, row):
@@ -864,3 +867,84 @@ def test_a_gpu_without_triton_is_refused(folder, monkeypatch):
     with pytest.raises(NeedsError) as error:
         rollout._engine(trainer, [trainer.sources.train])
     assert error.value.found == "triton is not installed"
+
+
+# --- prompts without an answer
+
+USER = {"role": "user", "content": "w1 w2"}
+TALK = [USER, {"role": "assistant", "content": "w3"}]
+LENGTH = "grpo.rewards=[{use: length, options: {most: 6}}]"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "w1 w2"}, {"prompt": [USER]}, {"prompt": USER}, {"prompt": json.dumps([USER])},
+        {"prompt": "w1 w2", "completion": None, "answer": "w3"}, {"prompt": "w1 w2", "system": "w5"},
+        {"messages": [USER]}, {"messages": [*TALK, USER]}, {"messages": json.dumps([USER]), "system": "w5"},
+        {"conversations": [{"from": "human", "value": "w1 w2"}]}, {"instruction": "w1", "input": "w2"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_prompts_alone_are_sampled_where_no_reward_compares(folder, tmp_path, row):
+    """Its prompt is that of the same row with an answer, and a function gets an empty reference."""
+    m, turns = row.get("messages", []), row.get("prompt") if isinstance(row.get("prompt"), list | dict) else None
+    whole = {
+        "prompt": {**row, "completion": [TALK[1]] if turns or row.get("prompt", "").startswith("[") else " w3"},
+        "messages": {**row, "messages": [*(json.loads(m) if isinstance(m, str) else m), TALK[1]]},
+        "conversations": {**row, "conversations": [*row.get("conversations", []), {"from": "gpt", "value": "w3"}]},
+        "instruction": {**row, "output": "w3"},
+    }[next(iter(row))]  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in (row, {**whole, "key": 1}) * 8))
+    sets = [
+        f"data.path={tmp_path / 'rows.jsonl'}",
+        "data.eval=null",
+        f"grpo.rewards=[{{use: '{folder}/own.py:alone'}}]",
+    ]
+    trainer = assembled(grpo_run(folder, packing={}, sets=[*sets, "grpo.max_new=4", "train.steps=1"]))
+    documents = [trainer.sources.train.documents(i)[0] for i in range(2)]
+    prompts = [d.ids[: rollout.begin_of_answer(d)].tolist() for d in documents]
+    assert prompts[0] == prompts[1]
+    assert [trainer.stream.sampler.reference(i, d).strip() for i, d in enumerate(documents)] == ["", "w3"]
+    list(steps(trainer, 1))
+    assert trainer.host_figures["rewards_failed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("row", "do"),
+    [
+        ({"prompt": "w1 w2"}, "add the answer"), ({"messages": [USER]}, "add the answer"),
+        ({"messages": [*TALK, USER]}, "add the answer"), ({"conversations": [USER]}, "add the answer"),
+        ({"prompt": "w1", "answer": "w3"}, "`data.columns: {answer: completion}`"),
+        ({"instruction": "w1", "response": "w3"}, "`data.columns: {response: output}`"),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("reward", ["number", "exact", "contains"])
+def test_prompts_alone_are_refused_by_the_name_of_a_reward_that_compares(folder, tmp_path, row, do, reward):
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 4)
+    both = f"grpo.rewards=[{{use: length, options: {{most: 6}}}}, {reward}]"
+    with pytest.raises(DataError) as error:
+        assembled(grpo_run(folder, sets=[f"data.path={tmp_path / 'rows.jsonl'}", "data.eval=null", both]))
+    assert f"a prompt without an answer, which the reward `{reward}` compares with" in error.value.found
+    assert error.value.do.startswith(do) and "regex, length" in error.value.do and "rows.jsonl:1" in error.value.asked
+
+
+def test_prompts_alone_train_evaluate_and_show_no_reference(folder, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"w{i} w{i + 1}"}) + "\n" for i in range(12)))
+    sets = [f"data.path={tmp_path / 'rows.jsonl'}", f"output={tmp_path / 'run'}", LENGTH, "grpo.prompts=2"]
+    config = grpo_run(folder, rows=4, packing={}, sets=[*sets, "train.steps=2"])
+    assert dry_run(decide(config), None, "optrush train")[0]["data"]["steps"] == 2
+    assert fit.run(fit.RunRequest(decide(config))).code == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "answers.jsonl").read_text().splitlines()]
+    assert [line["reference"] for line in lines] == ["", ""]
+    with pytest.raises(DataError, match="neither 'text'"):  # of another objective
+        assembled(parse_config(json.dumps({
+            "objective": "sft", "model": str(folder / "untied"), "data": {"path": str(tmp_path / "rows.jsonl")},
+            "batch": {"seq": 64}, "output": "x", "train": {"steps": 1},
+        }), "x", ()))  # fmt: skip
+
+
+def test_rewards_that_compare_are_those_that_read_the_reference():
+    assert {rule for rule in rewards.BUILT_IN if RewardRule(use=rule).compares} == set(rewards.BUILT_IN)
+    assert not any(RewardRule(use=rule).compares for rule in (*rewards.WITH_OPTIONS, "own.py:f"))

@@ -31,7 +31,7 @@ from optrush.data.packing import Padded, RowLayout, snug
 from optrush.data.readers import read_rows
 from optrush.data.sampler import ROOM, Loading, Row, Stream, StreamPlan, Totals, plain_cost
 from optrush.data.samples import SampleSource
-from optrush.data.schema import Document, RowLocation
+from optrush.data.schema import Document, RowLocation, has_answer, row_rules
 from optrush.data.tokenizer import answer_ends
 from optrush.errors import ConfigError, DataError, NeedsError, RunError, exhausted, first_line
 from optrush.models.hf import HFModel
@@ -190,7 +190,7 @@ class Sampler:
         return groups
 
     def _rewarded(self, group: Sequence[SampledAnswer], number: int, document: Document) -> list[Rewarded]:
-        reference = self.text(document.ids[document.targets])
+        reference = self.reference(number, document)
         row, where = self.raw(number), str(self.where(number))
         values = [self.judge(self.text(a.ids), reference, row, where) for a in group]
         rewards = [None if v is None else self.judge.total(v) for v in values]
@@ -201,6 +201,11 @@ class Sampler:
     def text(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of an answer, without special tokens."""
         return str(self.trainer.tokenizer.decode(list(map(int, ids)), skip_special_tokens=True))
+
+    def reference(self, number: int, document: Document) -> str:
+        """Return a sample's own answer; "" if its row is a prompt alone."""
+        own = has_answer(dict(self.raw(number)), row_rules(self.trainer.config))
+        return self.text(document.ids[document.targets]) if own else ""
 
     def forget_after(self, step: int) -> None:
         """Cut `answers.jsonl` back to a step, which a run goes on from."""
@@ -395,10 +400,10 @@ class Sampler:
         folder = Path(trainer.config.output)
         if trainer.world.rank or not given or not folder.is_dir():  # nothing but a run makes the folder
             return
-        _, _, document = given[0]
+        _, number, document = given[0]
         n = begin_of_answer(document)
         line = {
-            "step": step, "prompt": self.text(document.ids[:n]), "reference": self.text(document.ids[document.targets]),
+            "step": step, "prompt": self.text(document.ids[:n]), "reference": self.reference(number, document),
             "answers": [
                 {
                     "text": self.text(r.answer.ids), "reward": r.reward, "tokens": len(r.answer.ids),
@@ -463,7 +468,8 @@ def try_rewards(config: Config, source: SampleSource, tokenizer: Any) -> None:
     assert config.grpo is not None
     judge, (document,) = Judge(config.grpo.rewards, config.grpo.reward_timeout), source.documents(0)
     text = str(tokenizer.decode(document.ids[document.targets].tolist(), skip_special_tokens=True))
-    found = judge(text, text, _raw_rows(source, config.grpo)(0), str(_place(source)(0)))
+    row = _raw_rows(source, config.grpo)(0)
+    found = judge(text, text if has_answer(dict(row), row_rules(config)) else "", row, str(_place(source)(0)))
     refuse_failed(0 if found is None else 1, 1, judge.first_failure)
 
 
@@ -576,9 +582,13 @@ def _place(source: SampleSource) -> Callable[[int], object]:
 
 
 def _raw_rows(source: SampleSource, settings: Grpo) -> Callable[[int], Mapping[str, Any]]:
-    """Return what finds a sample's row as its file has it; files are read once, if a reward is one's own function."""
+    """Return what finds a sample's row as its file has it; files are read once.
+
+    Nothing is read if a row is needed by no reward: none is a function of one's own, and rows have answers.
+    """
     where: Callable[[int], RowLocation] | None = getattr(source, "where", None)
-    if where is None or not any(map(is_own, settings.rewards)):
+    needed = any(map(is_own, settings.rewards)) or not any(rule.compares for rule in settings.rewards)
+    if where is None or not needed:
         return lambda number: {}
     read: dict[Path, dict[RowLocation, dict[str, Any]]] = {}
 
