@@ -377,6 +377,7 @@ class Grpo(StrictModel):
         RewardRule(use="number"),
     )
     reward_timeout: Annotated[float, Field(gt=0)] = 5.0  # seconds of a function for an answer
+    reward_workers: Annotated[int, Field(ge=0)] = 0  # processes of each rank that reward; 0: the rank itself
     prompts: Annotated[int, Field(ge=1)] = 8  # of a step, over all ranks
     group: Annotated[int, Field(ge=2)] = 8  # answers to a prompt
     max_new: Annotated[int, Field(ge=1)] = 256  # tokens of an answer

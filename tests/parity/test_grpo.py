@@ -35,7 +35,7 @@ from optrush.hardware import NAMED
 from optrush.launch import launched
 from optrush.models import kv_cache, padded_sampling, sampling
 from optrush.models.hf import load
-from optrush.objectives import SAMPLED, grpo, rewards
+from optrush.objectives import SAMPLED, grpo, plugged, reward_pool, rewards
 from optrush.planner.search import predict
 from optrush.trainer import rollout
 from optrush.trainer import run as fit
@@ -45,7 +45,7 @@ from optrush.trainer.trainer import evaluate
 
 from golden import make_golden
 from parity_models import EXPERTS, FAMILIES, SIZES, THEIR_EXPERTS, materialise, reference, save
-from trials import assembled, first_gradients, furthest, metrics, steps, weights
+from trials import alive, assembled, first_gradients, furthest, metrics, steps, weights
 
 CACHED = [n for n, sizes in {**FAMILIES, **EXPERTS}.items() if "linear_num_key_heads" not in sizes]
 
@@ -454,6 +454,114 @@ def test_a_reward_that_fails_is_none_and_named(tmp_path, name, why):
     asking, begun = judge(f"{tmp_path}/own.py:{name}", seconds=0.2), time.monotonic()
     assert asking("4", "4", {}, "row 7") is None
     assert why in asking.first_failure and "row 7" in asking.first_failure and time.monotonic() - begun < 5
+
+
+POOLED = """
+import ctypes, os, re, signal, subprocess, sys, time
+KEPT = []
+def kind(answer, reference, row):
+    if answer == "hang":  # in C, where no signal of Python's arrives
+        ctypes.CDLL(None).sleep(60) if not row else re.match("(a+)+$", "a" * 60 + "b")
+    if answer == "deaf":
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        time.sleep(60)
+    if answer == "child":
+        subprocess.run([sys.executable, "-c", f"open({row['file']!r}, 'w').write(str(__import__('os').getpid())); "
+                        "__import__('time').sleep(60)"])
+    if answer == "exit":
+        os._exit(3)
+    if answer == "fault":
+        ctypes.string_at(0)
+    if answer == "raise":
+        raise KeyError("x")
+    if answer == "leak":
+        KEPT.append(bytearray(os.urandom(1 << 20)) * 48)
+    print("no result")
+    return {"pid": os.getpid(), "held": len(KEPT)}.get(answer, len(answer))
+"""
+
+
+@pytest.fixture
+def pooled(tmp_path):
+    made = []
+
+    def make(count: int = 2, seconds: float = 0.3, *more: Any) -> Any:
+        (tmp_path / "pooled.py").write_text(POOLED)
+        given = Grpo.model_validate(
+            {"rewards": [f"{tmp_path}/pooled.py:kind", *more], "reward_workers": count, "reward_timeout": seconds}
+        )
+        made.append(reward_pool.judge_of(given))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one._end()
+
+
+def texts(*answers: str, row: dict[str, Any] | None = None) -> list[tuple[str, str, dict[str, Any], str]]:
+    return [(text, "", row or {}, f"row {i}") for i, text in enumerate(answers)]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("hang", "longer than 0.3 s"), ("deaf", "longer than 0.3 s"), ("exit", "its process ended with 3"),
+        ("fault", "its process ended with -11"), ("raise", "KeyError"),
+    ],
+)  # fmt: skip
+def test_a_worker_that_hangs_or_dies_costs_one_answer_its_reward(pooled, monkeypatch, text, why):
+    monkeypatch.setattr(reward_pool, "GRACE_S", 0.1)
+    judging, begun = pooled(), time.monotonic()
+    assert judging.every(texts("a", "bb", text, "cccc", "ddddd")) == [[1.0], [2.0], None, [4.0], [5.0]]
+    assert why in judging.first_failure and "row 2" in judging.first_failure and "kind" in judging.first_failure
+    assert judging.every(texts("a", "bb", "ccc")) == [[1.0], [2.0], [3.0]] and time.monotonic() - begun < 8
+
+
+def test_a_regular_expression_that_takes_forever_ends(pooled, monkeypatch):
+    monkeypatch.setattr(reward_pool, "GRACE_S", 0.1)
+    judging = pooled(1, 0.3, {"use": "regex", "options": {"pattern": "(b+)+$"}})
+    assert judging.every(texts("b" * 40 + "c", "b")) == [None, [1.0, 1.0]]
+
+
+def test_what_a_reward_began_ends_with_its_worker(pooled, monkeypatch, tmp_path):
+    monkeypatch.setattr(reward_pool, "GRACE_S", 0.1)
+    assert pooled(1, 1.0).every(texts("deaf", "child", row={"file": str(tmp_path / "pid")})) == [None, None]
+    assert not alive(int((tmp_path / "pid").read_text()))
+
+
+def test_workers_stay_until_they_are_used_up(pooled):
+    (one,), (two,) = (pooled(1).every(texts("pid")) for _ in range(2))
+    assert one != two  # of two judges
+    judging = pooled(1)
+    assert len({tuple(v) for v in judging.every(texts(*["pid"] * 4))}) == 1 and len(judging.workers) == 1
+    assert judging.every([]) == []
+
+
+@pytest.mark.parametrize(("name", "value"), [("RECYCLED", 2), ("GROWTH_bytes", 1 << 26)])
+def test_workers_that_leak_are_replaced(pooled, monkeypatch, name, value):
+    monkeypatch.setattr(reward_pool, name, value)
+    held = [v[0] for v in pooled(1).every(texts(*["leak", "held"] * 4)) if v]
+    assert len(held) == 8 and max(held[1::2]) < 4
+
+
+def test_a_function_of_this_process_and_a_worker_that_does_not_start_are_refused(pooled, monkeypatch):
+    name = f"{plugged.HERE}f"
+    monkeypatch.setattr(rewards, "open_reward", lambda rule: None)
+    with pytest.raises(ConfigError, match="no other can load"):
+        reward_pool.PooledJudge([RewardRule(use=name)], 1.0, 1)
+    monkeypatch.setattr(reward_pool.sys, "executable", "/bin/false")
+    with pytest.raises(ConfigError, match=r"(?s)reward_workers: 2.*ended with 1 before its first answer"):
+        pooled().every(texts("a"))
+
+
+def test_a_run_rewards_by_workers_as_by_itself(folder):
+    """The same rewards and updates; a hanging function is counted as failed."""
+    found = []
+    for workers in (0, 2):
+        own = [f"grpo.rewards=[{{use: '{folder}/own.py:starts'}}]", f"grpo.reward_workers={workers}", "train.steps=2"]
+        lines = metrics(grpo_run(folder, packing={}, sets=own))
+        found.append([(l["loss"], l["reward"], l["rewards_failed"]) for l in lines if "loss" in l])
+    assert found[0] == found[1]
 
 
 # --- whole runs

@@ -39,6 +39,7 @@ from optrush.models.kv_cache import check_cacheable
 from optrush.models.padded_sampling import PaddedEngine
 from optrush.models.sampling import AnswerEngine, Drawing, PromptIds, SampledAnswer, SamplingEngine, Weigh, sample
 from optrush.objectives import grpo
+from optrush.objectives.reward_pool import judge_of
 from optrush.objectives.rewards import Judge, is_own
 from optrush.technique import Part, compilers
 from optrush.trainer import distributed, run_dir
@@ -183,16 +184,15 @@ class Sampler:
             asked = f"`grpo.slots: {self.slots}` answers of `grpo.max_new: {s.max_new}` tokens at a time"
             do = f"take grpo.slots: {max(1, self.slots // 2)}, or a smaller grpo.max_new"
             raise RunError(asked, f"out of memory while sampling: {first_line(error)}", do) from error
-        groups = []
-        for p, (_, number, document) in enumerate(rows):
-            group = found[p * members : (p + 1) * members]
-            groups.append(self._rewarded(group, number, document))
-        return groups
+        each = [found[p * members : (p + 1) * members] for p in range(len(rows))]
+        given = []
+        for (_, number, document), group in zip(rows, each, strict=True):
+            more = self.reference(number, document), self.raw(number), str(self.where(number))
+            given += [(self.text(a.ids), *more) for a in group]
+        values = self.judge.every(given)
+        return [self._rewarded(group, values[p * members : (p + 1) * members]) for p, group in enumerate(each)]
 
-    def _rewarded(self, group: Sequence[SampledAnswer], number: int, document: Document) -> list[Rewarded]:
-        reference = self.reference(number, document)
-        row, where = self.raw(number), str(self.where(number))
-        values = [self.judge(self.text(a.ids), reference, row, where) for a in group]
+    def _rewarded(self, group: Sequence[SampledAnswer], values: Sequence[list[float] | None]) -> list[Rewarded]:
         rewards = [None if v is None else self.judge.total(v) for v in values]
         advantages = grpo.advantages_of(rewards, self.settings)
         columns = zip(group, rewards, values, advantages, strict=True)
@@ -466,10 +466,11 @@ def try_rewards(config: Config, source: SampleSource, tokenizer: Any) -> None:
         ConfigError, DataError: a rule is wrong, or fails there.
     """
     assert config.grpo is not None
-    judge, (document,) = Judge(config.grpo.rewards, config.grpo.reward_timeout), source.documents(0)
+    judge, (document,) = judge_of(config.grpo), source.documents(0)
     text = str(tokenizer.decode(document.ids[document.targets].tolist(), skip_special_tokens=True))
     row = _raw_rows(source, config.grpo)(0)
-    found = judge(text, text if has_answer(dict(row), row_rules(config)) else "", row, str(_place(source)(0)))
+    reference = text if has_answer(dict(row), row_rules(config)) else ""
+    (found,) = judge.every([(text, reference, row, str(_place(source)(0)))])
     refuse_failed(0 if found is None else 1, 1, judge.first_failure)
 
 
@@ -527,7 +528,7 @@ def attach(trainer: Trainer, held_out: SampleSource | None) -> None:
     if not ends:
         do = "give model.chat_template, or a model whose config names eos_token_id"
         raise NeedsError("`objective: grpo`", "no token that ends an answer is known", do)
-    judge = Judge(settings.rewards, settings.reward_timeout)
+    judge = judge_of(settings)
     train = trainer.sources.train
     engine = _engine(trainer, [train] if held_out is None else [train, held_out])
     sampler = Sampler(trainer, trainer.stream, judge, ends, _raw_rows(train, settings), _place(train), engine)
