@@ -43,7 +43,7 @@ def judge_of(settings: Grpo) -> Judge:
 
 
 @dataclass
-class Worker:
+class RewardWorker:
     """A worker process, the number of its answer (None: it is idle or starts), and when it is late."""
 
     process: subprocess.Popen[bytes]
@@ -58,7 +58,7 @@ class PooledJudge(Judge):
 
     def __init__(self, rules: Sequence[RewardRule], seconds: float, count: int) -> None:
         super().__init__(rules, seconds)
-        self.count, self.workers = count, list[Worker]()
+        self.count, self.workers = count, list[RewardWorker]()
         self.asked = f"`grpo.reward_workers: {count}`"
         if own := next((rule.use for rule in rules if rule.use.startswith(HERE)), None):
             found = f"`{own}`, a function of this Python process, which no other can load"
@@ -107,12 +107,14 @@ class PooledJudge(Judge):
         names = ", ".join(rule.use for rule in self.rules)
         return failure if failure.startswith("the reward") else one_line(f"the reward `{names}` at {where}: {failure}")
 
-    def _give(self, worker: Worker, number: int, answers: Sequence[tuple[str, str, Mapping[str, Any], str]]) -> None:
+    def _give(
+        self, worker: RewardWorker, number: int, answers: Sequence[tuple[str, str, Mapping[str, Any], str]]
+    ) -> None:
         worker.number, worker.until = number, time.monotonic() + self.seconds * len(self.rules) + GRACE_S
         with suppress(OSError):  # a dead worker is noticed when its pipe is read
             worker.pipe.send(answers[number])
 
-    def _result(self, worker: Worker, late: bool) -> tuple[list[float] | None, str]:
+    def _result(self, worker: RewardWorker, late: bool) -> tuple[list[float] | None, str]:
         """Return an answer's values and its failure; a worker that is late, dead or used up is taken out."""
         try:
             if late:
@@ -135,7 +137,7 @@ class PooledJudge(Judge):
         return values, failure
 
 
-def _begin(rules: Sequence[RewardRule], seconds: float) -> Worker:
+def _begin(rules: Sequence[RewardRule], seconds: float) -> RewardWorker:
     ours, theirs = Pipe()
     places = os.pathsep.join(place or os.getcwd() for place in sys.path)
     with theirs:
@@ -145,10 +147,10 @@ def _begin(rules: Sequence[RewardRule], seconds: float) -> Worker:
             start_new_session=True,
         )  # fmt: skip
     ours.send(([rule.model_dump() for rule in rules], seconds, RECYCLED, GROWTH_bytes))
-    return Worker(process, ours, time.monotonic() + READY_S)
+    return RewardWorker(process, ours, time.monotonic() + READY_S)
 
 
-def _end(workers: list[Worker]) -> int:
+def _end(workers: list[RewardWorker]) -> int:
     """Kill workers with what they began; return the last one's exit code, or minus the signal that ended it."""
     code = 0
     while workers:
@@ -162,7 +164,7 @@ def _end(workers: list[Worker]) -> int:
     return code
 
 
-def main(number: int, parent: int) -> None:
+def serve(number: int, parent: int) -> None:
     """Reward answers from a pipe until it ends."""
     for each in LEFT_TO_PARENT:
         signal.signal(each, signal.SIG_IGN)
@@ -188,4 +190,4 @@ def _held_bytes() -> int:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    serve(*map(int, sys.argv[1:]))
