@@ -1053,6 +1053,33 @@ def test_prompts_alone_train_evaluate_and_show_no_reference(folder, tmp_path):
         }), "x", ()))  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", ["sample", "separator", "text rows"])
+def test_a_function_gets_the_row_of_any_source(folder, tiny_folder, tmp_path, kind):
+    """As the run itself reads it: made recipes, whose file is a temporary one, and tables with a separator."""
+    (tmp_path / "own.py").write_text(
+        "def own(answer, reference, row):\n    return len(row['messages' if 'messages' in row else 'prompt'])\n"
+    )
+    (tmp_path / "rows.csv").write_text("prompt;completion\nw1 w2; w3\n" * 1 + "w2 w1; w4\n" * 7)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "w1 w2", "completion": " w3"}\n' * 8)
+    data = {
+        "sample": {"sample": "recipes", "max_samples": 8, "too_long": "drop"},
+        "separator": {"path": str(tmp_path / "rows.csv"), "separator": ";"},
+        "text rows": {"path": str(tmp_path / "rows.jsonl"), "columns": {"prompt": "prompt"}},
+    }[kind]  # fmt: skip
+    model, seq = (tiny_folder, 512) if kind == "sample" else (folder / "untied", 64)
+    sets = [
+        f"data={json.dumps(data)}",
+        f"model={model}",
+        f"batch.seq={seq}",
+        f"batch.micro_tokens={seq}",
+        "grpo.max_new=2",
+    ]
+    own = f"grpo.rewards=[{{use: '{tmp_path}/own.py:own'}}]"
+    trainer = assembled(grpo_run(folder, packing={}, sets=[*sets, own, "train.steps=1"]))
+    list(steps(trainer, 1))
+    assert trainer.host_figures["rewards_failed"] == 0 and trainer.host_figures["reward"] >= 2
+
+
 def test_rewards_that_compare_are_those_that_read_the_reference():
     assert {rule for rule in rewards.BUILT_IN if RewardRule(use=rule).compares} == set(rewards.BUILT_IN)
     assert not any(RewardRule(use=rule).compares for rule in (*rewards.WITH_OPTIONS, "own.py:f"))

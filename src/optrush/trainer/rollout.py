@@ -27,8 +27,10 @@ from torch import Tensor
 from optrush import files
 from optrush.config import Config, Grpo
 from optrush.data.batch import Batch, collate
+from optrush.data.dataset import SAMPLE_ROWS
 from optrush.data.packing import Padded, RowLayout, snug
 from optrush.data.readers import read_rows
+from optrush.data.sample import conversations
 from optrush.data.sampler import ROOM, Loading, Row, Stream, StreamPlan, Totals, plain_cost
 from optrush.data.samples import SampleSource
 from optrush.data.schema import Document, RowLocation, has_answer, row_rules
@@ -468,7 +470,7 @@ def try_rewards(config: Config, source: SampleSource, tokenizer: Any) -> None:
     assert config.grpo is not None
     judge, (document,) = judge_of(config.grpo), source.documents(0)
     text = str(tokenizer.decode(document.ids[document.targets].tolist(), skip_special_tokens=True))
-    row = _raw_rows(source, config.grpo)(0)
+    row = _raw_rows(source, config)(0)
     reference = text if has_answer(dict(row), row_rules(config)) else ""
     (found,) = judge.every([(text, reference, row, str(_place(source)(0)))])
     refuse_failed(0 if found is None else 1, 1, judge.first_failure)
@@ -531,13 +533,13 @@ def attach(trainer: Trainer, held_out: SampleSource | None) -> None:
     judge = judge_of(settings)
     train = trainer.sources.train
     engine = _engine(trainer, [train] if held_out is None else [train, held_out])
-    sampler = Sampler(trainer, trainer.stream, judge, ends, _raw_rows(train, settings), _place(train), engine)
+    sampler = Sampler(trainer, trainer.stream, judge, ends, _raw_rows(train, trainer.config), _place(train), engine)
     stream = trainer.stream
     stream.trainer, stream.sampler = trainer, sampler
     if Part.COMPILED in trainer.env.claimed:
         stream.one_shape, stream.room = True, stream.most_room
     if held_out is not None:
-        own = replace(sampler, raw=_raw_rows(held_out, settings), where=_place(held_out))
+        own = replace(sampler, raw=_raw_rows(held_out, trainer.config), where=_place(held_out))
         trainer.evaluation = SampledEvaluation(  # type: ignore[assignment]
             own, held_out, world.data_rank, world.data_ranks, trainer.env.micro_rows
         )
@@ -582,22 +584,28 @@ def _place(source: SampleSource) -> Callable[[int], object]:
     return getattr(source, "where", None) or (lambda number: f"row {number}")
 
 
-def _raw_rows(source: SampleSource, settings: Grpo) -> Callable[[int], Mapping[str, Any]]:
+def _raw_rows(source: SampleSource, config: Config) -> Callable[[int], Mapping[str, Any]]:
     """Return what finds a sample's row as its file has it; files are read once.
 
-    Nothing is read if a row is needed by no reward: none is a function of one's own, and rows have answers.
+    Nothing is read if no reward needs a row: none is a function of one's own, and rows have answers.
     """
     where: Callable[[int], RowLocation] | None = getattr(source, "where", None)
-    needed = any(map(is_own, settings.rewards)) or not any(rule.compares for rule in settings.rewards)
-    if where is None or not needed:
+    rules, data = (config.grpo or Grpo()).rewards, config.data
+    if where is None or not (any(map(is_own, rules)) or not any(rule.compares for rule in rules)):
         return lambda number: {}
     read: dict[Path, dict[RowLocation, dict[str, Any]]] = {}
+
+    def rows(file: Path) -> dict[RowLocation, dict[str, Any]]:
+        if data.sample is None or file.exists():
+            return dict(read_rows(file, data.reading))
+        made = conversations(data.max_samples or SAMPLE_ROWS, config.seed)  # their file was a temporary one
+        return {RowLocation(file, n): {"messages": turns} for n, turns in enumerate(made, 1)}
 
     def row(number: int) -> Mapping[str, Any]:
         place = where(number)
         file = Path(str(place[0]))
         if file not in read:
-            read[file] = dict(read_rows(file))
+            read[file] = rows(file)
         return read[file].get(place, {})
 
     return row
