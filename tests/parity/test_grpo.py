@@ -248,15 +248,18 @@ def test_a_model_of_transformers_samples_from_what_training_computes(theirs_and_
 def test_a_cache_that_gives_something_else_is_found_and_not_used(tmp_path, monkeypatch, wrong):
     theirs = reference(THEIRS["gpt2"])
     loaded, recipe = load(tmp_path, save(theirs, tmp_path), "transformers", torch.float32, 0)
-    ours, plain = materialise(loaded, recipe), type(loaded).resume
+    ours, plain = materialise(loaded, recipe), type(loaded)._resumed
 
-    def resume(self, tokens, positions, mask, cache):
+    def resumed(self, tokens, positions, kept):
         if wrong == "error":
             raise TypeError("an argument that it does not know")
-        hidden, cache = plain(self, tokens, positions, torch.ones_like(mask) if wrong == "padding" else mask, cache)
-        return hidden + (wrong == "cache" and tokens.shape[1] == 1), None if wrong == "nothing" else cache
+        mask = kept.mask
+        kept.mask = torch.ones_like(mask) if wrong == "padding" else mask
+        hidden = plain(self, tokens, positions, kept) + (wrong == "cache" and tokens.shape[1] == 1)
+        kept.mask, kept.cache = mask, None if wrong == "nothing" else kept.cache
+        return hidden
 
-    monkeypatch.setattr(type(ours), "resume", resume)
+    monkeypatch.setattr(type(ours), "_resumed", resumed)
     note = padded_sampling.ONE_LENGTH if wrong == "padding" else padded_sampling.UNCACHED
     check_sampled(theirs, padded_sampling.PaddedEngine(ours), note)
 
@@ -729,7 +732,11 @@ def through_transformers(box: Path) -> list[str]:
     return [f"model={{path: '{box / 'untied'}', implementation: transformers}}"]
 
 
-@pytest.mark.parametrize("with_", [{}, {"lora": {"rank": 4}}, {"attention": {}, "recompute": {}}], ids=str)
+@pytest.mark.parametrize(
+    "with_",
+    [{}, {"lora": {"rank": 4}}, {"attention": {}, "recompute": {}}, {"nf4": {}, "lora": {}}, {"neftune": {"alpha": 5}}],
+    ids=str,
+)  # fmt: skip
 def test_a_model_of_transformers_learns_as_our_decoder_does(folder, with_):
     """The same weights, draws and updates: what it learns differs by rounding alone."""
     found = []
@@ -738,7 +745,8 @@ def test_a_model_of_transformers_learns_as_our_decoder_does(folder, with_):
             grpo_run(folder, packing={}, sets=[*sets, "grpo.beta=0.1"] if "lora" in with_ else sets, **with_)
         )
         found.append([loss for loss, *_ in steps(trainer, 3)])
-        assert trainer.metrics["logp_difference_max"] < 1e-4 and trainer.host_figures["reward"] > 0
+        noise = "neftune" in with_  # of training alone
+        assert (trainer.metrics["logp_difference_max"] < 1e-4) != noise and trainer.host_figures["reward"] > 0
     assert found[1] == pytest.approx(found[0], abs=1e-4)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -192,9 +193,14 @@ def test_the_last_weights_stay_where_they_were_handed_over(folder, served, tmp_p
     output, server = tmp_path / "run", served()
     place = tmp_path / "shared" if shared else output / "rollout"
     sets = [f"rollout.folder={place}"] * shared
-    config = run_with(folder, server, f"output={output}", "train.steps=2", *sets, lora={"rank": 4})
+    config = run_with(
+        folder, server, f"output={output}", "train.steps=2", "train.save_every=1", *sets, lora={"rank": 4}
+    )
     assert fit.run(fit.RunRequest(decide(config))).code == 0
     assert [p.name for p in place.iterdir()] == list(server.models) and next(iter(server.models)).endswith("-2")
+    shutil.rmtree(output / "checkpoints" / "step-000002")
+    assert fit.run(fit.RunRequest(decide(config), resume="auto")).code == 0
+    assert len([*place.iterdir()]) == (2 if shared else 1)  # what another run may read stays
     run_dir._check_clean(output, {p.name for p in output.iterdir()} - {run_dir.LOCK})  # it may be replaced
 
 

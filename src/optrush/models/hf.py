@@ -18,7 +18,7 @@ import math
 import re
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -59,6 +59,18 @@ SHORT_CONVOLUTIONS = ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")  # c
 NUMBERED = frozenset({None, "default", "linear", "llama3", "yarn"})  # rotations independent of the row's length
 
 
+@dataclass
+class Kept:
+    """The sequences that a pass continues.
+
+    mask: (B, tokens kept and given), 0 for padding.
+    cache: transformers' own for the family; None before the first tokens, and if it has none.
+    """
+
+    mask: Tensor
+    cache: Any = None
+
+
 class HFModel(nn.Module):
     """A transformers model with the attributes of `models.decoder.Decoder`, where they are documented.
 
@@ -68,6 +80,7 @@ class HFModel(nn.Module):
 
     supports_packing = True  # False, set by `probe_model`: documents of one row meet
     frozen_flops = 0  # as Decoder's
+    kept: Kept | None = None  # set while sequences are continued, token by token
 
     def __init__(self, hf_model: Any) -> None:
         super().__init__()
@@ -166,6 +179,8 @@ class HFModel(nn.Module):
         transformers separates packed documents where `positions` restart. Rows of one document need none, and no mask:
         transformers then numbers the padding as well, which no document attends to.
         """
+        if self.kept is not None:
+            return self._resumed(tokens, positions, self.kept)
         alone = documents.single and tokens.shape[1] <= self._numbered
         out = self._trunk(
             input_ids=tokens, position_ids=None if alone else self._given(positions), use_cache=False,
@@ -179,19 +194,15 @@ class HFModel(nn.Module):
     def _given(self, positions: Tensor) -> Tensor:
         return positions.long().expand(self._planes, *positions.shape) if self._planes else positions.long()
 
-    def resume(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> tuple[Tensor, Any]:
-        """Return hidden states (B, T, D) of tokens (B, T) after those that a cache keeps, and the cache with them.
-
-        Args:
-            mask: (B, tokens kept and given), 0 for padding.
-            cache: transformers' own for the family; None before the first tokens.
-        """
+    def _resumed(self, tokens: Tensor, positions: Tensor, kept: Kept) -> Tensor:
+        given = None if self._cache_name == "cache_params" and kept.cache is not None else kept.mask
         out = self._trunk(
-            input_ids=tokens, position_ids=self._given(positions), use_cache=True,
-            attention_mask=None if cache is not None and self._cache_name == "cache_params" else mask,
-            **{self._cache_name: cache},
+            input_ids=tokens, position_ids=self._given(positions), use_cache=True, attention_mask=given,
+            **{self._cache_name: kept.cache},
         )  # fmt: skip
-        return out.last_hidden_state, getattr(out, self._cache_name, None)
+        kept.cache = getattr(out, self._cache_name, None)
+        hidden: Tensor = out.last_hidden_state
+        return hidden
 
     def linears(self) -> Iterator[tuple[str, Linear]]:
         """Yield every linear of the blocks by its canonical name (none for other classes of linears, as GPT-2's)."""
@@ -600,8 +611,8 @@ def probe_model(wrapper: HFModel, hf_model: Any, dtype: torch.dtype) -> None:
     changed, first = tokens.clone(), spans[0][1]
     changed[:, :first] = (changed[:, :first] + 1) % wrapper.head.weight.shape[0]
     others = wrapper(changed, positions, documents)[:, first:]
-    met = relative_gap(hidden, torch.cat(alone, 1)) <= close  # False of a NaN, too
-    wrapper.supports_packing = met and relative_gap(others, hidden[:, first:]) <= (close if _loops(wrapper) else 0.0)
+    met = _apart(hidden, torch.cat(alone, 1)) <= close  # False of a NaN, too
+    wrapper.supports_packing = met and _apart(others, hidden[:, first:]) <= (close if _loops(wrapper) else 0.0)
     if not wrapper.supports_packing:
         row = wrapper(tokens, torch.arange(tokens.shape[1])[None], single)
         _compare(wrapper.config, "a document alone and before other tokens", row[:, :first], alone[0], close)
@@ -638,7 +649,7 @@ def _maskless(wrapper: HFModel, tokens: Tensor, documents: Documents, expected: 
         return False  # this model has no sdpa: a request for it is refused later
     finally:
         wrapper.set_attention("masked")
-    return relative_gap(found, expected) <= close
+    return _apart(found, expected) <= close
 
 
 def _both_logits(wrapper: HFModel, hf_model: Any, tokens: Tensor, factor: float) -> tuple[Tensor, Tensor]:
@@ -669,12 +680,12 @@ def _probe_row(wrapper: HFModel) -> tuple[Tensor, Tensor, Documents]:
 
 
 def _compare(config: Any, what: str, ours: Tensor, theirs: Tensor, close: float) -> None:
-    apart, size = relative_gap(ours, theirs), theirs.float().abs().max().item()
+    apart, size = _apart(ours, theirs), theirs.float().abs().max().item()
     if not apart <= close:  # not >: a NaN is a difference
         raise unsupported(config, f"{what} differ by {apart * size:.2e}, where the largest value is {size:.2e}")
 
 
-def relative_gap(ours: Tensor, theirs: Tensor) -> float:
+def _apart(ours: Tensor, theirs: Tensor) -> float:
     """Return the largest difference, in units of the largest value of `theirs`."""
     return ((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max().clamp_min(1e-6)).item()
 

@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from optrush.data.batch import Documents
 from optrush.errors import exhausted
-from optrush.models.hf import HFModel, relative_gap
+from optrush.models.hf import HFModel, Kept
 from optrush.models.kv_cache import uncompiled
 from optrush.models.sampling import Drawing, PromptIds, SampledAnswer, draw_tokens
 
@@ -81,7 +81,9 @@ class PaddedEngine:
                 if exhausted(error):
                     raise
                 continue
-            if relative_gap(found, wanted) <= (5e-2 if rounded else 1e-4):
+            gaps = ((found - wanted).float().abs().amax(1) / wanted.float().abs().max()).sort().values
+            # Rounding may route single tokens to other experts; what is computed wrongly is so in most of them.
+            if gaps[int(0.75 * len(gaps)) - 1] <= 5e-2 if rounded else gaps[-1] <= 1e-4:
                 return note
         return UNCACHED
 
@@ -115,23 +117,34 @@ def states(kind: type[WholeRows] | type[CachedRows], model: HFModel, rows: Seque
     return torch.stack([kept.last(token) for token in tokens], 1).flatten(0, 1)
 
 
+def alone(filled: Tensor) -> Documents:
+    """Return rows of one document each, by the slots that hold a token (S, T)."""
+    S, T = filled.shape
+    starts = torch.arange(S + 1, dtype=torch.int32, device=filled.device) * T
+    return Documents(starts, torch.zeros_like(filled, dtype=torch.int32), T, True, filled.bool())
+
+
 class CachedRows:
-    """GrowingRows that transformers' model keeps, padded on the left."""
+    """Rows that transformers' model keeps, padded on the left."""
 
     def __init__(self, model: HFModel, rows: Sequence[Tensor]) -> None:
         self.model, longest = model, max(map(len, rows))
         self.tokens = torch.stack([torch.cat([x.new_zeros(longest - len(x)), x]) for x in rows])
-        self.mask = torch.stack([(torch.arange(longest, device=x.device) >= longest - len(x)).long() for x in rows])
-        self.positions = (self.mask.cumsum(1) - 1).clamp_min(0)
-        self.cache: Any = None
+        mask = torch.stack([(torch.arange(longest, device=x.device) >= longest - len(x)).long() for x in rows])
+        self.positions, self.kept = (mask.cumsum(1) - 1).clamp_min(0), Kept(mask)
 
     def last(self, token: Tensor | None) -> Tensor:
         """Append and return as `GrowingRows.last`. Raises ValueError: the model keeps nothing."""
+        mask = self.kept.mask
         if token is not None:
             self.tokens, self.positions = token[:, None], self.positions[:, -1:] + 1
-            self.mask = torch.cat([self.mask, torch.ones_like(self.mask[:, :1])], 1)
-        hidden, self.cache = self.model.resume(self.tokens, self.positions, self.mask, self.cache)
-        if self.cache is None:
+            self.kept.mask = mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+        self.model.kept = self.kept
+        try:
+            hidden: Tensor = self.model(self.tokens, self.positions, alone(mask[:, -self.tokens.shape[1] :]))
+        finally:
+            self.model.kept = None
+        if self.kept.cache is None:
             raise ValueError("the model keeps nothing of a sequence")
         return hidden[:, -1]
 
@@ -153,7 +166,5 @@ class WholeRows:
         S, T = self.tokens.shape
         place = torch.arange(T, device=self.tokens.device).expand(S, T)
         positions = torch.minimum(place, self.lengths[:, None] - 1).int()
-        starts = torch.arange(S + 1, dtype=torch.int32, device=place.device) * T
-        documents = Documents(starts, torch.zeros_like(positions), T, True, place < self.lengths[:, None])
-        hidden: Tensor = self.model(self.tokens, positions, documents)
+        hidden: Tensor = self.model(self.tokens, positions, alone(place < self.lengths[:, None]))
         return hidden[torch.arange(S, device=place.device), self.lengths - 1]

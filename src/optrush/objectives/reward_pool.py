@@ -63,7 +63,7 @@ class PooledJudge(Judge):
         if own := next((rule.use for rule in rules if rule.use.startswith(HERE)), None):
             found = f"`{own}`, a function of this Python process, which no other can load"
             raise ConfigError(self.asked, found, "name it as FILE.py:FUNCTION, or set grpo.reward_workers: 0")
-        self._end = weakref.finalize(self, _end, self.workers)
+        self._end = weakref.finalize(self, _end, self.workers, os.getpid())
 
     def every(self, answers: Sequence[tuple[str, str, Mapping[str, Any], str]]) -> list[list[float] | None]:
         """Return what `Judge.every` does.
@@ -146,14 +146,19 @@ def _begin(rules: Sequence[RewardRule], seconds: float) -> RewardWorker:
             env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": places}, stdin=subprocess.DEVNULL, stdout=2,
             start_new_session=True,
         )  # fmt: skip
-    ours.send(([rule.model_dump() for rule in rules], seconds, RECYCLED, GROWTH_bytes))
+    with suppress(OSError):  # a dead worker is noticed when its pipe is read
+        ours.send(([rule.model_dump() for rule in rules], seconds, RECYCLED, GROWTH_bytes))
     return RewardWorker(process, ours, time.monotonic() + READY_S)
 
 
-def _end(workers: list[RewardWorker]) -> int:
-    """Kill workers with what they began; return the last one's exit code, or minus the signal that ended it."""
+def _end(workers: list[RewardWorker], parent: int = 0) -> int:
+    """Kill workers with what they began; return the last one's exit code, or minus the signal that ended it.
+
+    Args:
+        parent: the process that they belong to: a copy of it has none. 0: this one.
+    """
     code = 0
-    while workers:
+    while workers and parent in (0, os.getpid()):
         worker = workers.pop()
         worker.pipe.close()
         with suppress(subprocess.TimeoutExpired):  # one that is dead has a code of its own
