@@ -361,6 +361,11 @@ class RewardRule(StrictModel):
     weight: float = 1.0  # in the sum of all rewards
     options: dict[str, Any] = Field(default_factory=dict)  # regex: {pattern}, length: {most}; a function's keywords
 
+    @property
+    def compares(self) -> bool:
+        """Return whether it compares with the row's own answer."""
+        return self.use in ("number", "exact", "contains")
+
 
 def _rewards(value: object) -> object:
     values = value if isinstance(value, list | tuple) else [value]
@@ -374,6 +379,7 @@ class Grpo(StrictModel):
         RewardRule(use="number"),
     )
     reward_timeout: Annotated[float, Field(gt=0)] = 5.0  # seconds of a function for an answer
+    reward_workers: Annotated[int, Field(ge=0)] = 0  # processes of each rank that reward; 0: the rank itself
     prompts: Annotated[int, Field(ge=1)] = 8  # of a step, over all ranks
     group: Annotated[int, Field(ge=2)] = 8  # answers to a prompt
     max_new: Annotated[int, Field(ge=1)] = 256  # tokens of an answer
@@ -388,6 +394,21 @@ class Grpo(StrictModel):
     beta: Annotated[float, Field(ge=0)] = 0.0  # weight of the divergence from the model before training
     updates: Annotated[int, Field(ge=1)] = 1  # steps that learn from the same answers
     truncated: Literal["mask", "keep"] = "mask"  # answers that were cut off at max_new: not learnt, or as others
+
+
+def _server_address(value: str) -> str:
+    if not re.fullmatch(r"https?://([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?(/[^\s?#]*)?", value):
+        raise ValueError("the address of a server, such as http://host:8000")
+    return value
+
+
+class RolloutServer(StrictModel):
+    """A running vLLM or SGLang that samples the answers of `objective: grpo` (docs/grpo.md#a-server)."""
+
+    server: Annotated[Text, AfterValidator(_server_address)]  # http://host:port
+    folder: File | None = None  # where it reads the trained weights, a path of both machines; None: in the run's
+    correction: Annotated[float, Field(ge=1)] = 2.0  # largest importance weight of a token
+    timeout: Annotated[float, Field(gt=0)] = 600.0  # seconds of a request
 
 
 # Objectives with settings of their own, under their own name.
@@ -450,6 +471,7 @@ class Config(StrictModel):
     reward: Reward | None = None
     distill: Distill | None = None
     grpo: Grpo | None = None
+    rollout: RolloutServer | None = None  # None: the model that is trained samples
     data: Data
     batch: BatchSize = BatchSize()
     optim: Optim = Optim()

@@ -171,7 +171,7 @@ def decide(
 def _sampling(decided: Decided) -> Iterator[Reason]:
     """Yield what sampling takes. Nothing where no answers are sampled."""
     r, shape = decided.env.rollout, decided.env.shape
-    if r is None or not isinstance(shape, ModelShape):
+    if r is None or r.served or not isinstance(shape, ModelShape):
         return
     values = 2 * shape.key_width * shape.layers * (r.slots + 1) * r.room
     size = values * (2 if Part.PRECISION in decided.env.claimed or decided.env.dtype == "bfloat16" else 4)
@@ -189,10 +189,12 @@ def _rollout(config: Config, ranks: int, shape: object, device: Device, narrow: 
     answers, longest = -(-g.prompts // ranks) * g.group, estimate_longest(config) or config.batch.seq
     room = -(-min(config.batch.seq, longest + g.max_new) // ROOM) * ROOM
     slots = g.slots or SLOTS
-    if g.slots is None and device.kind == "cuda" and device.memory_bytes and isinstance(shape, ModelShape):
+    if config.rollout is not None:
+        slots = g.slots or answers
+    elif g.slots is None and device.kind == "cuda" and device.memory_bytes and isinstance(shape, ModelShape):
         token = 2 * (2 if narrow else 4) * shape.key_width * shape.layers  # bytes of its keys and values
         slots = max(1, int(device.memory_bytes / CACHED / (token * room)))
-    return Rollout(answers, min(slots, answers), g.max_new, room)
+    return Rollout(answers, min(slots, answers), g.max_new, room, config.rollout is not None)
 
 
 # --- changes of a configuration
@@ -691,6 +693,9 @@ def check_pairs(config: Config) -> None:
             do = f"leave `{name}` out" + (f", or objective: {name}" if config.loss is None else "")
             what = asked if config.loss is None else f"the loss `{config.loss.use}`"
             raise ConfigError(f"`{name}` with {what}", "nothing there reads it", do)
+    if config.rollout is not None and config.objective != "grpo":
+        found = "no answers are sampled there"
+        raise ConfigError(f"`rollout` with {asked}", found, "leave `rollout` out, or objective: grpo")
     if config.objective == "grpo" and d.too_long in ("split", "truncate"):
         found = "prompts and answers that are cut: neither is what the row asks and gives"
         raise ConfigError(f"`data.too_long: {d.too_long}` with {asked}", found, "take data.too_long: error or drop")

@@ -162,6 +162,7 @@ class Rollout:
     slots: int  # sampled at the same time
     most: int  # tokens of an answer
     room: int  # tokens of a slot, prompt and answer
+    served: bool = False  # by another program: nothing of them is on this device
 
 
 @dataclass(frozen=True)

@@ -181,7 +181,7 @@ def _texts(file: Path, data: Data, most: int, judged: bool) -> Iterator[_Read]:
     from optrush.data.schema import Chat, Judged, RowRules, parse_row, parts_of, row_text
     from optrush.errors import UserError
 
-    kind = JUDGED if judged else "sft"
+    kind = JUDGED if judged else "grpo"  # which reads prompts without an answer, too
     left, rules = MOST_CHARS, RowRules(kind, tuple(data.columns.items()), tuple(data.roles.items()))
     try:
         for where, found in islice(attempts(file, data.reading), most):

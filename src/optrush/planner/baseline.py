@@ -482,14 +482,14 @@ def _rollout(r: Rollout, env: Environment, shape: ModelShape) -> Iterator[Rule]:
     if any(linear.weight == "quantized" for linear in env.spec.linears.values()):
         why, made = "quantised matrices, written for each token as products read them", steps * shape.block_matrices
         yield ledger.add(WorkItem("rollout.dense", why, "step", values=made, role="product"))
-    why = "keys and values of every token before it"
+    why, launches = "keys and values of every token before it", steps * (1 if env.native else 45 * env.blocks)
     read = token * min(r.slots, r.answers) * (r.room - r.most / 2) / SAMPLED
-    yield ledger.add(WorkItem("rollout.cache", why, "step", values=steps * read, role="product", launches=steps))
+    yield ledger.add(WorkItem("rollout.cache", why, "step", values=steps * read, role="product", launches=launches))
 
 
 def _objective(env: Environment, shape: ModelShape) -> Iterator[Rule]:
     """Yield the work that the objective adds to one forward and one backward pass."""
-    if env.rollout is not None and env.device.kind == "cuda":
+    if env.rollout is not None and not env.rollout.served and env.device.kind == "cuda":
         yield from _rollout(env.rollout, env, shape)
     if env.teacher is not None:
         yield from _teacher(env.teacher, shape)

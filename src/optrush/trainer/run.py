@@ -46,7 +46,7 @@ from optrush.errors import (
     reason,
     write_remedy,
 )
-from optrush.exporting import write_model
+from optrush.exporting import publish, write_model
 from optrush.files import read_text
 from optrush.hardware import GIB
 from optrush.launch import stop_numbers, unjoinable
@@ -334,6 +334,7 @@ def build_to_fit(
     length = resolved.config.train
     while True:
         trainer = build(resolved, group, progress=console.say, today=today, first_steps=first_steps)
+        trainer.publish = partial(publish, trainer, resolved.folder)
         plan = RunPlan(trainer, trainer.stream.plan(None if length.steps else length.epochs, length.steps))
         refusal: UserError | None = None
         if resolved.config.referenced is not None:  # by the weights before a checkpoint is restored
