@@ -77,13 +77,17 @@ def test_a_store_that_fails_at_the_end_is_an_error_of_a_whole_run(tmp_path: Path
     monkeypatch.setattr(MemoryFileSystem, "put_file", put)
     with pytest.raises(RunError, match="no room there") as error:
         train(config(tmp_path / "a", steps=1))
-    assert "by hand" in error.value.text and (tmp_path / "a" / "checkpoints" / "step-000001" / "manifest.json").is_file()
+    assert "by hand" in error.value.text
+    assert (tmp_path / "a" / "checkpoints" / "step-000001" / "manifest.json").is_file()
 
 
 @pytest.mark.parametrize(
     ("address", "found"),
-    [("runs/a", "no address"), ("nowhere://a", "nowhere"), ("s3://bucket/a", "s3"), ("memory://runs/a", "a run is there")],
-)
+    [
+        ("runs/a", "no address"), ("nowhere://a", "nowhere"), ("s3://bucket/a", "s3"),
+        ("memory://runs/a", "a run is there"),
+    ],
+)  # fmt: skip
 def test_what_cannot_be_copied_to_is_refused(tmp_path: Path, store: Any, address: str, found: str) -> None:
     store.pipe_file("/runs/a/run.yaml", b"model: tiny")
     with pytest.raises(UserError, match=found):
