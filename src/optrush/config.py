@@ -404,6 +404,19 @@ def _short_plugin(value: object) -> object:
     return {"use": value} if isinstance(value, str) else value
 
 
+class ImageTraining(StrictModel):
+    """What is trained of the tower that reads images: its projector, or all of it (docs/data.md)."""
+
+    train: Literal["none", "projector", "tower"] = "none"
+    lr: Annotated[float, Field(gt=0)] | None = None  # its own peak rate; None: optim.lr
+
+    @model_validator(mode="after")
+    def _trained(self) -> ImageTraining:
+        if self.lr is not None and self.train == "none":
+            raise ValueError("a rate where something is trained: `train: projector` or `train: tower`")
+        return self
+
+
 class Plugin(StrictModel):
     """A function or class of other people: an entry point, `FILE.py:NAME` or `MODULE:NAME` (docs/python.md)."""
 
@@ -449,6 +462,7 @@ class Config(StrictModel):
     distill: Distill | None = None
     grpo: Grpo | None = None
     data: Data
+    image: ImageTraining = ImageTraining()
     batch: BatchSize = BatchSize()
     optim: Optim = Optim()
     train: Training = Training()

@@ -39,6 +39,7 @@ from optrush.errors import ConfigError, NeedsError, UserError
 from optrush.files import read_text
 from optrush.hardware import GIB, Device
 from optrush.launch import launched
+from optrush.models.families import TOWERS
 from optrush.models.shapes import HF, ModelShape, native_obstacle, refuse_foreign, sdpa_obstacle
 from optrush.models.source import Growth, check_positions, grow, locate, read_generation
 from optrush.models.text_part import text_config, tower_parameters, with_vocabulary
@@ -572,7 +573,13 @@ def _checked(
         found = f"{device.name}, capability {device.capability}, which has no such products"
         raise NeedsError("`model.dtype: bfloat16`", found, "leave it out, and take --with amp:dtype=fp16")
     teacher = None if (of := of_teacher(config)) is None else locate(of, weights=weights)
-    tower = tower_parameters(hf) if config.objective == "sft" and native else 0
+    tower = tower_parameters(hf) if native else 0
+    if config.image.train != "none" and not (tower and folder):
+        found = "model.implementation: transformers" if not native else f"a base of model_type {hf.get('model_type')!r}"
+        found = found if folder else "a model without a folder: its tower has no weights"
+        do = f"leave `image` out, or take a base of one of {', '.join(TOWERS)} (model.path)"
+        raise NeedsError(f"`image.train: {config.image.train}`", found, do)
+    tower = tower if config.objective == "sft" else 0
     narrow = config.model.dtype == "bfloat16" or any(Part.PRECISION in t.claims for t in techniques)
     env = Environment(
         device, ranks, config.batch.seq, rows, micro_rows, config.optim.clip, config.model.dtype, native,

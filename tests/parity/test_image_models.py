@@ -29,8 +29,10 @@ from optrush.data.schema import Document
 from optrush.data.tokenizer import open_tokens
 from optrush.decide import decide
 from optrush.errors import UserError
+from optrush.models.decoder import Decoder
 from optrush.models.hf import load
-from optrush.models.vision import open_tower
+from optrush.models.vision import open_tower, train_tower
+from optrush.restore import rebuild
 from optrush.trainer.run import RunRequest, run
 from sights import BASES, VOCABULARY, write_base, write_rows
 
@@ -281,13 +283,13 @@ def test_a_run_that_goes_on(qwen: Sight, tmp_path: Path) -> None:
     assert again.code == 0 and losses(config) == whole
 
 
-def on_ranks(base: Path, folder: Path, withs: Sequence[str]) -> list[tuple[float, float]]:
+def on_ranks(base: Path, folder: Path, withs: Sequence[str], sets: Sequence[str] = ()) -> list[tuple[float, float]]:
     """The losses and norms of a run, one document a row; none on other ranks than the first."""
     text = (
         f"{{model: {base}, objective: sft, data: {{path: {folder / 'rows.jsonl'}}}, batch: {{seq: 128, tokens: 256, "
         f"micro_tokens: 128}}, optim: {{lr: 0.01}}, train: {{steps: 3, log_every: 1}}, output: {folder / 'out'}}}"
     )
-    config = parse_config(text, "images.yaml", [], withs)
+    config = parse_config(text, "images.yaml", sets, withs)
     return [(line["loss"], line["grad_norm"]) for line in metrics(config) if "loss" in line]
 
 
@@ -349,3 +351,119 @@ def test_settings_of_images_that_do_nothing(qwen: Sight, tmp_path: Path) -> None
     trainer = assembled(parse_config(text, "images.yaml", sets, ["pad"]))
     assert trainer.model.tower is None and {f"data.{key} does nothing: no row has an image" for key in (
         "max_pixels", "remote")} <= {*trainer.notes}  # fmt: skip
+
+
+TRAINED = ("projector", "tower")
+
+
+def trained_sight(sight: Sight, part: Any) -> tuple[Any, Any]:
+    """Return our model with a tower of which a part is trained, and the map of its weights."""
+    hf = json.loads((sight.base / "config.json").read_text())
+    model, recipe = load(sight.base, hf, None, torch.float32, 0)
+    assert isinstance(model, Decoder)
+    recipe = train_tower(model, recipe, sight.base, hf, part)
+    materialise(model, recipe)
+    return model, recipe
+
+
+@pytest.mark.parametrize("part", TRAINED)
+def test_gradients_of_a_trained_tower(part: str, sight: Sight) -> None:
+    """Every gradient, of packed documents with three, one, two and no images, as transformers has them."""
+    model, recipe = trained_sight(sight, part)
+    batch = sight.batch([2, 0], [5, 1])
+    model.head(model(*batch.inputs), batch.labels).backward()
+    sight.theirs.zero_grad()
+    for i in (2, 0, 5, 1):
+        document = sight.document(i)
+        logits = sight.theirs(**sight.alone(document), use_cache=False).logits[0]
+        labels = torch.from_numpy(np.where(document.targets[1:], document.ids[1:], -100).astype(np.int64))
+        cross_entropy(logits[:-1], labels, reduction="sum").backward()
+    trained = {name for name, p in model.visual.named_parameters() if p.requires_grad}
+    assert trained and (part == "tower") == (len(trained) == len(dict(model.visual.named_parameters())))
+    for name, p in sight.theirs.model.visual.named_parameters():
+        p.grad = p.grad if name in trained else None
+    close = 1e-3 if "layer_types" in BASES[sight.kind]["text_config"] else 1e-4
+    compare_gradients(model, recipe, sight.theirs, close=close)
+
+
+def test_a_batch_without_images_moves_no_tower(qwen: Sight) -> None:
+    """Each trained parameter has a gradient, of 0, which the sum over ranks needs; hidden states keep their bits."""
+    model, _ = trained_sight(qwen, "projector")
+    batch = qwen.batch([5])
+    hidden = model(*batch.inputs)
+    assert torch.equal(hidden, qwen.ours(*batch.inputs))
+    model.head(hidden, batch.labels).backward()
+    grads = [p.grad for p in model.visual.parameters() if p.requires_grad]
+    assert grads and all(g is not None and not g.any() for g in grads)
+
+
+@pytest.mark.parametrize(("part", "withs"), [("projector", []), ("tower", []), ("projector", ["lora:rank=2"])])
+def test_a_run_that_trains_the_tower(part: str, withs: list[str], qwen: Sight, tmp_path: Path) -> None:
+    """Stopped and resumed it has the losses of one in one go; its export has what moved, and transformers reads it."""
+    sets = ["train.steps=4", "optim.schedule=constant", f"image.train={part}", "image.lr=0.02"]
+    config = run_on(qwen, tmp_path / "whole", sets, ["packing", *withs])
+    whole, out = losses(config), Path(config.output)
+    parts = run_on(qwen, tmp_path / "parts", [*sets, "train.save_every=2", "train.keep=9"], ["packing", *withs])
+    for step in sorted((Path(parts.output) / "checkpoints").glob("step-*"))[1:]:
+        shutil.rmtree(step)
+    assert run(RunRequest(decide(parts), resume="auto")).code == 0 and losses(parts) == whole
+    base, made = (load_file(folder / "model.safetensors") for folder in (qwen.base, out / "model"))
+    assert base.keys() == made.keys()
+    moved = {name for name in base if "visual" in name and not torch.equal(base[name], made[name])}
+    assert moved and all("merger" in name for name in moved) == (part == "projector")
+    given = qwen.alone(qwen.document(2))
+    theirs = AutoModelForImageTextToText.from_pretrained(out / "model", dtype=torch.float32).eval()
+    with torch.no_grad():
+        merged = theirs(**given).logits
+        if withs:
+            fresh = AutoModelForImageTextToText.from_pretrained(qwen.base, dtype=torch.float32).eval()
+            adapted = PeftModel.from_pretrained(fresh, out / "adapter").eval()
+            torch.testing.assert_close(adapted(**given).logits, merged, rtol=1e-4, atol=1e-4)
+    kept = rebuild(Path(parts.output)).trainer.model  # as `optrush export` builds it
+    assert isinstance(kept, Decoder) and kept.tower is not None
+    for name, p in kept.tower.module.named_parameters():
+        assert torch.equal(p, made[f"model.visual.{name}"]), name
+
+
+def test_the_rate_of_a_tower(qwen: Sight, tmp_path: Path) -> None:
+    """With a rate of its own the tower moves by as much more as the rate is larger, and the decoder as before."""
+    moved = []
+    for k, sets in enumerate(([], ["image.lr=0.03"])):
+        config = run_on(qwen, tmp_path / str(k), ["train.steps=1", "optim.warmup=0", "image.train=projector", *sets])
+        made = load_file(Path(config.output) / "model" / "model.safetensors")
+        base = load_file(qwen.base / "model.safetensors")
+        name = "model.visual.merger.linear_fc1.weight"
+        moved.append(((made[name] - base[name]).abs().mean(), made["model.language_model.norm.weight"]))
+    assert moved[1][0] / moved[0][0] == pytest.approx(3, rel=1e-2) and torch.equal(moved[0][1], moved[1][1])
+
+
+def trained_on_ranks(base: Path, folder: Path, withs: Sequence[str]) -> list[tuple[float, float]]:
+    return on_ranks(base, folder, withs, ["image.train=tower"])
+
+
+def test_ranks_that_train_the_tower(qwen: Sight, pair: Pair, tmp_path: Path) -> None:
+    """In some steps one of two ranks has no image, in others both have."""
+    lines = write_rows(tmp_path, 4).read_text().splitlines()
+    turns = [{"role": "user", "content": "what is that ?"}, {"role": "assistant", "content": "a green square"}]
+    (tmp_path / "rows.jsonl").write_text("\n".join([*lines, *[json.dumps({"messages": turns})] * 3]))
+    alone = trained_on_ranks(qwen.base, tmp_path, ["pad"])
+    for cut in ("ddp", "fsdp"):
+        first, _ = pair(trained_on_ranks, qwen.base, tmp_path, ["pad", cut])
+        np.testing.assert_allclose(first, alone, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sets", "found"),
+    [(["image.train=projector"], "no row has an image"),
+     (["image.train=tower", "model.implementation=transformers"], "model.implementation: transformers"),
+     (["image.lr=0.1"], "a rate where something is trained")],
+)  # fmt: skip
+def test_what_trains_no_tower(sets: list[str], found: str, qwen: Sight, tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "what ?"}, {"role": "assistant", "content": "a square"}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": turns}))
+    text = f"{{model: {{path: {qwen.base}}}, objective: sft, data: {{path: {tmp_path / 'rows.jsonl'}}}}}"
+    with pytest.raises(UserError) as caught:
+        assembled(
+            parse_config(text, "a.yaml", [*sets, f"output={tmp_path}", "batch.seq=64", "batch.tokens=64"], ["pad"])
+        )
+    assert found in str(caught.value)
