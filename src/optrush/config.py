@@ -462,7 +462,7 @@ class Config(StrictModel):
     distill: Distill | None = None
     grpo: Grpo | None = None
     data: Data
-    image: ImageTraining = ImageTraining()
+    image: ImageTraining | None = None
     batch: BatchSize = BatchSize()
     optim: Optim = Optim()
     train: Training = Training()
@@ -497,6 +497,11 @@ class Config(StrictModel):
             if all(isinstance(p, str) and _TEXT_FILE.search(p) for p in paths):
                 return {**given, "data": {**data, "too_long": "split"}}
         return given
+
+    @property
+    def tower_part(self) -> Literal["none", "projector", "tower"]:
+        """What is trained of the tower that reads images."""
+        return "none" if self.image is None else self.image.train
 
     @property
     def paired(self) -> bool:

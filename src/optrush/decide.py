@@ -574,11 +574,11 @@ def _checked(
         raise NeedsError("`model.dtype: bfloat16`", found, "leave it out, and take --with amp:dtype=fp16")
     teacher = None if (of := of_teacher(config)) is None else locate(of, weights=weights)
     tower = tower_parameters(hf) if native else 0
-    if config.image.train != "none" and not (tower and folder):
+    if config.tower_part != "none" and not (tower and folder):
         found = "model.implementation: transformers" if not native else f"a base of model_type {hf.get('model_type')!r}"
         found = found if folder else "a model without a folder: its tower has no weights"
         do = f"leave `image` out, or take a base of one of {', '.join(TOWERS)} (model.path)"
-        raise NeedsError(f"`image.train: {config.image.train}`", found, do)
+        raise NeedsError(f"`image.train: {config.tower_part}`", found, do)
     tower = tower if config.objective == "sft" else 0
     narrow = config.model.dtype == "bfloat16" or any(Part.PRECISION in t.claims for t in techniques)
     env = Environment(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,15 +21,17 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTo
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from meshes import further
-from optrush.config import Config, parse_config
+from optrush.cli import app
+from optrush.config import Config, Sampling, parse_config
 from optrush.data.batch import Batch, collate
 from optrush.data.chat_template import Tokens
 from optrush.data.dataset import read_sources
-from optrush.data.images import ImageReader
-from optrush.data.schema import Document
+from optrush.data.images import MARK, ImageReader, Picture
+from optrush.data.schema import Chat, Document, Message, RowLocation, parse_row
 from optrush.data.tokenizer import open_tokens
 from optrush.decide import decide
 from optrush.errors import UserError
+from optrush.generation import GenerationModel, find_model, prompts, row_of
 from optrush.models.decoder import Decoder
 from optrush.models.hf import load
 from optrush.models.vision import open_tower, train_tower
@@ -467,3 +470,59 @@ def test_what_trains_no_tower(sets: list[str], found: str, qwen: Sight, tmp_path
             parse_config(text, "a.yaml", [*sets, f"output={tmp_path}", "batch.seq=64", "batch.tokens=64"], ["pad"])
         )
     assert found in str(caught.value)
+
+
+def test_answers_about_images(sight: Sight, tmp_path: Path) -> None:
+    """Greedy answers of prompts with three, one and no images, in one batch and streamed, are transformers' own."""
+    speaker, sampling = GenerationModel(find_model(str(sight.base))), Sampling(greedy=True, max_tokens=5)
+    asked = [prompt for n, prompt in enumerate(prompts(sight.rows)) if n in (2, 0, 5)]
+    ids = [speaker.ids(prompt.asked, prompt.where) for prompt in asked]
+    assert [len(each.images) for each in ids] == [1, 3, 0]
+    found = speaker.answers(ids, sampling, 0)
+    for prompt, own, n in zip(ids, found, (0, 2, 5), strict=True):
+        assert speaker.stream(prompt, sampling, 0, lambda _: None) == own
+        given = sight.alone(sight.document(n))
+        assert given["input_ids"][0, : len(prompt)].tolist() == prompt
+        given |= {key: given[key][:, : len(prompt)] for key in ("input_ids", "mm_token_type_ids")}
+        mask = torch.ones_like(given["input_ids"])
+        made = sight.theirs.generate(
+            **given, attention_mask=mask, do_sample=False, max_new_tokens=5, eos_token_id=[258]
+        )
+        assert speaker._answer(made[0, len(prompt) :]).text == own.text
+    ids[0].images = (ids[0].images[0]._replace(digest=1),)
+    with pytest.raises(UserError) as caught:
+        speaker.answers(ids, sampling, 0)
+    assert "changed" in caught.value.found
+
+
+def talk(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["optrush", *map(str, words)])
+    with pytest.raises(SystemExit) as left:
+        app.main()
+    return int(left.value.code or 0)
+
+
+def test_images_in_a_terminal(
+    qwen: Sight, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [json.loads(line) for line in qwen.rows.read_text().splitlines()]
+    words = ["--image", qwen.rows.parent / "0.png", "--message", "what is this ?"]
+    assert talk(monkeypatch, "chat", qwen.base, *words, "--greedy", "--max-tokens", 4, "--json") == 0
+    said = json.loads(capsys.readouterr().out)["turns"][0]["answers"][0]["text"]
+    out = tmp_path / "answers.jsonl"
+    words = ["--prompts", qwen.rows, "--out", out, "--greedy", "--max-tokens", 4, "--batch", 3]
+    assert talk(monkeypatch, "generate", qwen.base, *words) == 0
+    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    assert answers[0]["answer"] == said and answers[0]["prompt"] == rows[0]["messages"][:1]
+    for sets, found in ((["--image", tmp_path / "none.png"], "No such file"), (["--image", qwen.rows], "no image")):
+        assert talk(monkeypatch, "chat", qwen.base, *sets, "--message", "what ?") == 2
+        assert found in capsys.readouterr().err
+    assert talk(monkeypatch, "chat", "tiny", "--image", qwen.rows.parent / "0.png", "--message", "what ?") == 2
+    assert "whose images are not read" in capsys.readouterr().err
+
+
+def test_a_conversation_with_images_is_kept_as_a_row() -> None:
+    message = Message("user", f"{MARK}what is{MARK}?", images=(Picture("a.png"), Picture(data=b"x")))
+    found = {"messages": [row_of(message), {"role": "assistant", "content": "yes"}]}
+    row = parse_row(RowLocation(Path("x"), 1), found)
+    assert isinstance(row, Chat) and row.messages[0] == message

@@ -76,11 +76,11 @@ def open_tokens(config: Config, folder: Path | None, today: datetime.date | None
     if given is not None:
         tokenizer.chat_template = given
     tokens = Tokens(tokenizer, given, today)
-    tokens.images = _image_reader(config, base, tokenizer)
+    tokens.images = image_reader(config, base, tokenizer)
     return tokens
 
 
-def _image_reader(config: Config, base: Path | None, tokenizer: Any) -> ImageReader | DataError:
+def image_reader(config: Config, base: Path | None, tokenizer: Any) -> ImageReader | DataError:
     """Return what reads the images of rows, or the error of rows that have some."""
     asked, text = "to train on rows with images", "take rows of text"
     if base is None or not (base / "config.json").is_file():

@@ -133,9 +133,9 @@ def _opened(a: Assembly) -> tuple[Trainer, SampleSource | None]:
     model, recipe = load(prepared.folder, hf, config.model.implementation, dtype, config.seed, growth)
     if prepared.scored:
         recipe, hf = score_head(model, recipe, hf, dtype, config.seed)
-    if config.image.train != "none":
+    if config.tower_part != "none":
         assert isinstance(model, Decoder) and prepared.folder is not None
-        recipe = train_tower(model, recipe, prepared.folder, hf, config.image.train)
+        recipe = train_tower(model, recipe, prepared.folder, hf, config.tower_part)
     if Part.PACKED_ROWS in env.claimed:
         refuse_shared_rows(model, hf, env.paired)
     if isinstance(model, HFModel):  # its config has the defaults of what config.json leaves out
@@ -174,7 +174,7 @@ def _opened(a: Assembly) -> tuple[Trainer, SampleSource | None]:
 
 def _open_tower(trainer: Trainer, folder: Path | None, reader: ImageReader | None) -> None:
     """Give the model its tower if rows have images; note how large these are."""
-    sources, data, part, model = trainer.sources, trainer.config.data, trainer.config.image.train, trainer.model
+    sources, data, part, model = trainer.sources, trainer.config.data, trainer.config.tower_part, trainer.model
     images = sum(part.counts.images for part in (sources.train, sources.held_out) if isinstance(part, Source))
     if reader is None or folder is None or not images:
         if part != "none" and trainer.config.data.random is None:
@@ -242,7 +242,7 @@ def _completed(a: Assembly, trainer: Trainer, held_out: SampleSource | None, hel
                 types = trainer.precision, model.embedding.weight.dtype
                 model.tower.to(world.device, torch.bfloat16 if torch.bfloat16 in types else None)
             elif name == "peft" and model.tower.trained:  # adapters freeze all else
-                unfreeze(model, config.image.train)
+                unfreeze(model, config.tower_part)
     if prepared.growth is not None and training:
         refuse_frozen(model, trainer.weight_map, prepared.growth)
     if held_out is not None and config.grpo is None:
@@ -263,7 +263,7 @@ def _completed(a: Assembly, trainer: Trainer, held_out: SampleSource | None, hel
                 trainer.trained, config.optim, fused=False, rounding=trainer.rounding, seed=config.seed
             )
         check_rounding(trainer)
-        if config.image.lr is not None:
+        if config.image is not None and config.image.lr is not None:
             ratio = config.image.lr / config.optim.lr
             faster = [t for t in trainer.trained if t.name.startswith("visual.")]
             trainer.optimizer = ScaledRates(trainer.optimizer, trainer.trained, ratio, faster.__contains__)
