@@ -521,6 +521,32 @@ def test_images_in_a_terminal(
     assert "whose images are not read" in capsys.readouterr().err
 
 
+def test_eval_of_a_trained_projector(
+    qwen: Sight, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The loss of the exported model on rows with images is that of transformers' model; rows of text do, too."""
+    config = run_on(qwen, tmp_path, ["image.train=projector"], ["packing"])
+    out = Path(config.output)
+    given = ["eval", out / "run.yaml", "--model", out / "model", "--json", "--data"]
+    assert talk(monkeypatch, *given, qwen.rows) == 0
+    found, theirs = (
+        json.loads(capsys.readouterr().out),
+        AutoModelForImageTextToText.from_pretrained(out / "model", dtype=torch.float32).eval(),
+    )
+    total, many = 0.0, 0
+    for i in range(7):
+        document = qwen.document(i)
+        with torch.no_grad():
+            logits = theirs(**qwen.alone(document), use_cache=False).logits[0, :-1]
+        labels = torch.from_numpy(np.where(document.targets[1:], document.ids[1:], -100).astype(np.int64))
+        total += cross_entropy(logits, labels, reduction="sum").item()
+        many += int(document.targets[1:].sum())
+    assert found["target_tokens"] == many and found["loss"] == pytest.approx(total / many, rel=1e-5)
+    turns = [{"role": "user", "content": "what ?"}, {"role": "assistant", "content": "a square"}]
+    (tmp_path / "text.jsonl").write_text(json.dumps({"messages": turns}))
+    assert talk(monkeypatch, *given, tmp_path / "text.jsonl") == 0
+
+
 def test_a_conversation_with_images_is_kept_as_a_row() -> None:
     message = Message("user", f"{MARK}what is{MARK}?", images=(Picture("a.png"), Picture(data=b"x")))
     found = {"messages": [row_of(message), {"role": "assistant", "content": "yes"}]}

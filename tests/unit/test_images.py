@@ -501,11 +501,11 @@ def test_other_families(kind: str, base: Path, tmp_path: Path) -> None:
         if file.name != "model.safetensors":
             (other / file.name).write_bytes(file.read_bytes())
     hf = json.loads((base / "config.json").read_text())
-    from optrush.data.tokenizer import _image_reader
+    from optrush.data.tokenizer import image_reader
 
     (other / "config.json").write_text(json.dumps({**hf, "model_type": kind}))
     config = parse_config(f"{{model: {other}, objective: sft, data: {{path: x}}, output: o}}", "x.yaml", [])
-    refused = _image_reader(config, other, None)
+    refused = image_reader(config, other, None)
     assert isinstance(refused, DataError) and re.search(kind, refused.found) and "qwen3_vl" in refused.do
 
 

@@ -156,7 +156,7 @@ def _opened(a: Assembly) -> tuple[Trainer, SampleSource | None]:
     known = vocab if config.data.random is None else ids
     trainer.sources = sources = read_sources(config, tokens, known, a.progress, a.data, cut=whole)
     held_out = _held_out(sources, a.training)
-    _open_tower(trainer, prepared.folder, reader)
+    _open_tower(trainer, prepared.folder, reader, a.training)
     trainer.notes.append(f"data: {sources.summary}")
     if tokens is not None and a.world.rank == 0 and config.data.random is None:
         _note_tokens(trainer, tokens, prepared.folder)
@@ -172,12 +172,12 @@ def _opened(a: Assembly) -> tuple[Trainer, SampleSource | None]:
     return trainer, held_out
 
 
-def _open_tower(trainer: Trainer, folder: Path | None, reader: ImageReader | None) -> None:
+def _open_tower(trainer: Trainer, folder: Path | None, reader: ImageReader | None, training: bool) -> None:
     """Give the model its tower if rows have images; note how large these are."""
     sources, data, part, model = trainer.sources, trainer.config.data, trainer.config.tower_part, trainer.model
     images = sum(part.counts.images for part in (sources.train, sources.held_out) if isinstance(part, Source))
     if reader is None or folder is None or not images:
-        if part != "none" and trainer.config.data.random is None:
+        if part != "none" and training:
             found = "no row has an image" if reader is not None else "rows whose images are not read here"
             raise NeedsError(f"`image.train: {part}`", found, "leave `image` out, or name rows with images")
         given = [f"data.{name}" for name in ("min_pixels", "max_pixels", "remote") if getattr(data, name)]
