@@ -27,14 +27,13 @@ from optrush.errors import NeedsError
 from optrush.models.families import TOWERS
 from optrush.models.multimodal import OtherTensors, TextFolder
 from optrush.models.rope_config import rope_settings
-from optrush.models.text_part import text_config
+from optrush.models.text_part import PATCHES_TOGETHER, text_config
 from optrush.models.weights import Initializer, WeightEntry, WeightMap
 
 if TYPE_CHECKING:
     from optrush.models.decoder import Decoder
 
 PREFIXES = ("model.visual.", "visual.")  # of a tower's tensors, in the two layouts of files
-TOGETHER = 32_768  # patches of a call on a GPU: eight pictures of 1,024 x 1,024 pixels
 
 
 class Laid:
@@ -69,12 +68,12 @@ class Tower:
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Tower:
         """Move the weights to a device, or cast them, and return the tower."""
         self.module.to(device, dtype)
-        self.together = TOGETHER if device.type == "cuda" else 0
+        self.together = PATCHES_TOGETHER if device.type == "cuda" else 0
         return self
 
     def restore_buffers(self, device: torch.device) -> None:
         """Restore what allocating the decoder's memory took."""
-        self.together = TOGETHER if device.type == "cuda" else 0
+        self.together = PATCHES_TOGETHER if device.type == "cuda" else 0
         for module, name, values in self.buffers:
             module._buffers[name] = values.to(device, copy=True)
 
