@@ -428,6 +428,18 @@ def test_a_run_that_trains_the_tower(part: str, withs: list[str], qwen: Sight, t
         assert torch.equal(p, made[f"model.visual.{name}"]), name
 
 
+@pytest.mark.parametrize(
+    "named",
+    further(["nf4 lora:rank=2", "amp", "update-in-backward", "bf16:rounding=nearest", "muon", "adam8bit", "ema"], 1),
+)
+def test_techniques_that_train_a_projector(named: str, qwen: Sight, tmp_path: Path) -> None:
+    sets = ["image.train=projector", *(["optim.clip=null", "batch.micro_tokens=1024"] * ("update" in named))]
+    config = run_on(qwen, tmp_path, sets, ["packing", *named.split()])
+    base, made = (load_file(folder / "model.safetensors") for folder in (qwen.base, Path(config.output) / "model"))
+    moved = {name for name in base if "visual" in name and not torch.equal(base[name].to(made[name].dtype), made[name])}
+    assert np.isfinite(losses(config)).all() and moved and all("merger" in name for name in moved)
+
+
 def test_the_rate_of_a_tower(qwen: Sight, tmp_path: Path) -> None:
     """With a rate of its own the tower moves by as much more as the rate is larger, and the decoder as before."""
     moved = []
