@@ -497,12 +497,12 @@ def _tower(images: RowImages, env: Environment, shape: ModelShape) -> Iterator[R
         yield ledger.add(Line("tower", why, t.parameters, "product", "always"))
     else:
         why = f"{t.parameters:,} parameters that read images, {frozen:,} of them frozen"
-        yield ledger.add(Line("weights.tower", why, t.parameters, "weight", "always", of=("weights",)))
+        yield ledger.add(Line("weights.tower", why, t.parameters, "weight", "always", of=("weights", "tower")))
         why = "of what is trained of the tower"
         yield ledger.add(
-            Line("gradients.tower", why, trained, "gradient", "gradient", computed="after", of=("gradients",))
+            Line("gradients.tower", why, trained, "gradient", "gradient", computed="after", of=("gradients", "tower"))
         )
-        yield ledger.add(Line("states.tower", why, MOMENTS * trained, "state", "always", of=("states",)))
+        yield ledger.add(Line("states.tower", why, MOMENTS * trained, "state", "always", of=("states", "tower")))
         yield ledger.add(WorkItem("update.tower", why, "step", values=MOVED * trained, role="weight", of=("update",)))
     many = images.largest
     if env.device.kind == "cuda":
