@@ -167,6 +167,26 @@ def test_images_in_one_call(sight: Sight) -> None:
         torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
 
 
+def test_a_tower_in_bf16(qwen: Sight, tmp_path: Path) -> None:
+    """With bf16 products its weights are bf16 and its positions' frequencies float32, as transformers loads them."""
+    rows = write_rows(tmp_path, 2)
+    text = f"{{model: {qwen.base}, objective: sft, data: {{path: {rows}}}, train: {{steps: 1}}, output: {tmp_path}}}"
+    for withs, sets in ((["amp"], []), (["bf16"], []), ([], ["model.dtype=bfloat16"])):
+        config = parse_config(text, "images.yaml", [*sets, "batch.seq=128", "batch.tokens=128"], ["packing", *withs])
+        model = assembled(config).model
+        assert isinstance(model, Decoder) and model.tower is not None and model.tower.module.dtype == torch.bfloat16
+        theirs = AutoModelForImageTextToText.from_pretrained(qwen.base, dtype=torch.bfloat16).model.visual
+        kept = dict(model.tower.module.named_buffers())
+        assert kept.keys() == dict(theirs.named_buffers()).keys()
+        assert all(torch.equal(kept[name], t) and kept[name].dtype == t.dtype for name, t in theirs.named_buffers())
+        images = qwen.batch([2]).images
+        assert images is not None
+        given = images.patches(0, len(images.colours), 2).bfloat16()
+        with torch.no_grad():
+            want = theirs(given, grid_thw=torch.tensor([[1, *g] for g in images.grids])).pooler_output
+        torch.testing.assert_close(model.tower(images).features, want, rtol=0.02, atol=0.02)
+
+
 def test_parts_of_a_batch(qwen: Sight) -> None:
     batch = qwen.batch([2], [5], [0, 1])
     with torch.no_grad():

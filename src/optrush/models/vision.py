@@ -66,8 +66,10 @@ class Tower:
     buffers: Sequence[tuple[Any, str, Tensor]] = ()  # (module, name, values), of one that is trained
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Tower:
-        """Move the weights to a device, or cast them, and return the tower."""
-        self.module.to(device, dtype)
+        """Move the weights to a device, or cast them, and return the tower; frequencies of positions stay float32."""
+        self.module.to(device)
+        for p in self.module.parameters() if dtype is not None else ():
+            p.data = p.data.to(dtype)
         self.together = PATCHES_TOGETHER if device.type == "cuda" else 0
         return self
 

@@ -193,10 +193,11 @@ def _open_tower(trainer: Trainer, folder: Path | None, reader: ImageReader | Non
     trainer.loading = sampler.decoding_ahead(trainer.loading, trainer.world.device, trainer.world.ranks)
     least, most = reader.pixels
     size = sum(p.numel() for p in model.tower.module.parameters()) / 1e6
+    workers = trainer.loading.workers
     done = {"none": "is frozen", "projector": "is frozen but for its projector", "tower": "is trained"}[part]
     trainer.notes.append(
         f"images: {images}, of {least:,} to {most:,} pixels each, sizes that a server must have too; the tower, "
-        f"of {size:,.1f} M parameters, {done}; {trainer.loading.workers} processes beside this one decode them"
+        f"of {size:,.1f} M parameters, {done}" + (f"; {workers} processes decode images" if workers else "")
     )
 
 
