@@ -413,7 +413,7 @@ class ImageTraining(StrictModel):
     @model_validator(mode="after")
     def _trained(self) -> ImageTraining:
         if self.lr is not None and self.train == "none":
-            raise ValueError("a rate where something is trained: `train: projector` or `train: tower`")
+            raise ValueError("what is trained at this rate, too: `train: projector` or `train: tower`")
         return self
 
 

@@ -491,7 +491,7 @@ def test_ranks_that_train_the_tower(qwen: Sight, pair: Pair, tmp_path: Path) -> 
     ("sets", "found"),
     [(["image.train=projector"], "no row has an image"),
      (["image.train=tower", "model.implementation=transformers"], "model.implementation: transformers"),
-     (["image.lr=0.1"], "a rate where something is trained")],
+     (["image.lr=0.1"], "what is trained at this rate")],
 )  # fmt: skip
 def test_what_trains_no_tower(sets: list[str], found: str, qwen: Sight, tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "what ?"}, {"role": "assistant", "content": "a square"}]

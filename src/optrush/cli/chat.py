@@ -116,7 +116,7 @@ class Conversation:
         """Give the next message an image.
 
         Raises:
-            ConfigError: a text is continued, or a model reads no images.
+            ConfigError: a text is continued, a model reads no images, or the file is none.
         """
         from optrush.data.images import Picture
         from optrush.errors import DataError
@@ -129,7 +129,12 @@ class Conversation:
                 raise ConfigError(
                     asked, f"{model.name}: {model.images.found}", "leave images out, or name another model"
                 )
-        self.images.append(Picture(str(home(str(file), asked).absolute())))
+            picture = Picture(str(home(str(file), asked).absolute()))
+            try:
+                model.images.look(picture, Path())
+            except ValueError as error:
+                raise ConfigError(asked, f"{error}", "name the file of an image") from None
+        self.images.append(picture)
 
     def reset(self) -> None:
         """Begin a new conversation."""
