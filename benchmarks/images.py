@@ -176,6 +176,8 @@ def configuration(a: argparse.Namespace, case: str) -> dict[str, Any]:
         "optim": {"lr": 1e-4, "schedule": "constant", "warmup": 0}, "train": {"steps": a.steps, "log_every": 1},
         "output": str(a.folder / "unused"),
     }  # fmt: skip
+    if a.part != "none" and rows == "image":
+        found["image"] = {"train": a.part}
     if case == "chosen":
         del found["batch"]["micro_tokens"]
         return found | {"method": "lora"}
@@ -266,7 +268,7 @@ def peer(a: argparse.Namespace, recompute: bool) -> dict[str, Any]:
     ).to(device)
     model.config.use_cache = False
     kernels = ""
-    if device.type == "cuda":
+    if device.type == "cuda" and not a.no_liger:
         from liger_kernel.transformers import apply_liger_kernel_to_qwen3_vl
 
         apply_liger_kernel_to_qwen3_vl(model=model)
@@ -385,6 +387,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where base, rows and cache are kept (a temporary one)")
     for flag in ("chosen", "text", "peer", "tower", "table"):
         parser.add_argument(f"--{flag}", action="store_true")
+    parser.add_argument("--part", choices=("none", "projector", "tower"), default="none", help="of the tower to train")
+    parser.add_argument("--no-liger", action="store_true", help="the peer without Liger's kernels")
     parser.add_argument("--rows", type=int, default=400)
     parser.add_argument("--seq", type=int, default=8192)
     parser.add_argument("--tokens", type=int, default=8192, help="of a step")
@@ -400,7 +404,14 @@ def main() -> None:
         return
     if a.case:
         machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        base = {"case": a.case, "shape": a.shape, "seq": a.seq, "machine": machine, "torch": torch.__version__}
+        base = {
+            "case": a.case,
+            "shape": a.shape,
+            "seq": a.seq,
+            "part": a.part,
+            "machine": machine,
+            "torch": torch.__version__,
+        }
         with a.file.open("a") as file:
             file.write(json.dumps(base | measured(a, a.case)) + "\n")
         return

@@ -427,6 +427,19 @@ def _short_plugin(value: object) -> object:
     return {"use": value} if isinstance(value, str) else value
 
 
+class ImageTraining(StrictModel):
+    """What is trained of the tower that reads images: its projector, or all of it (docs/data.md)."""
+
+    train: Literal["none", "projector", "tower"] = "none"
+    lr: Annotated[float, Field(gt=0)] | None = None  # its own peak rate; None: optim.lr
+
+    @model_validator(mode="after")
+    def _trained(self) -> ImageTraining:
+        if self.lr is not None and self.train == "none":
+            raise ValueError("what is trained at this rate, too: `train: projector` or `train: tower`")
+        return self
+
+
 class Plugin(StrictModel):
     """A function or class of other people: an entry point, `FILE.py:NAME` or `MODULE:NAME` (docs/python.md)."""
 
@@ -473,6 +486,7 @@ class Config(StrictModel):
     grpo: Grpo | None = None
     rollout: RolloutServer | None = None  # None: the model that is trained samples
     data: Data
+    image: ImageTraining | None = None
     batch: BatchSize = BatchSize()
     optim: Optim = Optim()
     train: Training = Training()
@@ -507,6 +521,11 @@ class Config(StrictModel):
             if all(isinstance(p, str) and _TEXT_FILE.search(p) for p in paths):
                 return {**given, "data": {**data, "too_long": "split"}}
         return given
+
+    @property
+    def tower_part(self) -> Literal["none", "projector", "tower"]:
+        """What is trained of the tower that reads images."""
+        return "none" if self.image is None else self.image.train
 
     @property
     def paired(self) -> bool:

@@ -39,9 +39,10 @@ from optrush.errors import ConfigError, NeedsError, UserError
 from optrush.files import read_text
 from optrush.hardware import GIB, Device
 from optrush.launch import launched
+from optrush.models.families import TOWERS
 from optrush.models.shapes import HF, ModelShape, native_obstacle, refuse_foreign, sdpa_obstacle
 from optrush.models.source import Growth, check_positions, grow, locate, read_generation
-from optrush.models.text_part import text_config, tower_parameters, with_vocabulary
+from optrush.models.text_part import text_config, tower_sizes, with_vocabulary
 from optrush.models.traced import TracedShape, find_traced, shape_of
 from optrush.planner import calibration
 from optrush.planner.ledger import Short
@@ -55,6 +56,7 @@ from optrush.technique import (
     Part,
     Requirement,
     Rollout,
+    RowImages,
     Teacher,
     Technique,
     in_order,
@@ -574,7 +576,7 @@ def _checked(
         found = f"{device.name}, capability {device.capability}, which has no such products"
         raise NeedsError("`model.dtype: bfloat16`", found, "leave it out, and take --with amp:dtype=fp16")
     teacher = None if (of := of_teacher(config)) is None else locate(of, weights=weights)
-    tower = tower_parameters(hf) if config.objective == "sft" and native else 0
+    images = _images(config, folder, hf, native)
     narrow = config.model.dtype == "bfloat16" or any(Part.PRECISION in t.claims for t in techniques)
     env = Environment(
         device, ranks, config.batch.seq, rows, micro_rows, config.optim.clip, config.model.dtype, native,
@@ -586,7 +588,7 @@ def _checked(
         scored=config.scored, teacher=None if teacher is None else _sizes(config, teacher[1], text),
         copies_saved=config.train.save == "async", rollout=_rollout(config, ranks, shape, device, narrow),
         by_token=config.paired or config.loss is not None or config.objective == "grpo",
-        tower=tower if tower and first_images(config) else 0,
+        images=images,
     )  # fmt: skip
     env = settle(techniques, env, classes)
     check_reference(env, config.objective)
@@ -595,6 +597,31 @@ def _checked(
         for technique in techniques:
             refuse_unmet(missing(technique))
     return Decided(config, techniques, env, folder, hf, tuple(edits), growth, config.scored, teacher)
+
+
+def _images(config: Config, folder: Path | None, hf: HF, native: bool) -> RowImages | None:
+    """Return the images of the first rows, and the tower of the base; None: rows have none.
+
+    Raises:
+        NeedsError: a part of a tower is to be trained that the base does not have.
+        DataError: the run does not read them, and would stop at the first one.
+    """
+    part, tower, seen = config.tower_part, tower_sizes(hf) if native and folder else None, first_images(config)
+    if part != "none" and tower is None:
+        found = "model.implementation: transformers" if not native else f"a base of model_type {hf.get('model_type')!r}"
+        found = found if folder else "a model without a folder: its tower has no weights"
+        do = f"leave `image` out, or take a base of one of {', '.join(TOWERS)} (model.path)"
+        raise NeedsError(f"`image.train: {part}`", found, do)
+    if seen is None:
+        return None
+    from optrush.data.images import obstacle
+
+    if (error := obstacle(config, folder, hf)) is not None and config.data.bad_rows == "error":
+        raise error
+    if error is not None or tower is None:
+        return None
+    merge = tower.merge
+    return RowImages(tower, part, seen.share * merge, seen.mean * merge, seen.largest * merge)
 
 
 def resized(decided: Decided, rows: int) -> Decided:

@@ -13,7 +13,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,10 @@ from optrush.data.schema import NO_RULES, Chat, RowLocation, parse_row
 from optrush.data.tokenizer import open_tokens
 from optrush.decide import decide
 from optrush.errors import DataError, NeedsError, UserError
-from optrush.models.text_part import tower_parameters
+from optrush.hardware import parse_hardware
+from optrush.models.text_part import tower_parameters, tower_sizes
+from optrush.models.vision import PROJECTOR
+from optrush.planner.search import books_of, predict
 from sights import BASES, PROCESSOR, TOWER, VOCABULARY, draw, write_base, write_rows
 from sights import TEXT as TEXT_SIZES
 
@@ -501,11 +504,11 @@ def test_other_families(kind: str, base: Path, tmp_path: Path) -> None:
         if file.name != "model.safetensors":
             (other / file.name).write_bytes(file.read_bytes())
     hf = json.loads((base / "config.json").read_text())
-    from optrush.data.tokenizer import _image_reader
+    from optrush.data.tokenizer import image_reader
 
     (other / "config.json").write_text(json.dumps({**hf, "model_type": kind}))
     config = parse_config(f"{{model: {other}, objective: sft, data: {{path: x}}, output: o}}", "x.yaml", [])
-    refused = _image_reader(config, other, None)
+    refused = image_reader(config, other, None)
     assert isinstance(refused, DataError) and re.search(kind, refused.found) and "qwen3_vl" in refused.do
 
 
@@ -579,12 +582,12 @@ def test_the_plan_counts_the_tower_and_the_images_tokens(base: Path, tmp_path: P
     config = parse_config(text, "images.yaml", ["train.steps=1"])
     decided = decide(config)
     hf = json.loads((base / "config.json").read_text())
-    assert decided.env.tower == tower_parameters(hf) > 0
+    assert decided.env.images is not None and decided.env.images.tower.parameters == tower_parameters(hf) > 0
     found = estimate(config.data, 0, tokenizer=str(base), base=str(base))
     real = read(base, path).train.lengths()
     assert sum(found) == pytest.approx(real.sum(), rel=0.15)
     write(tmp_path, {"messages": [asked(), ANSWER]})
-    assert decide(config).env.tower == 0
+    assert decide(config).env.images is None
 
 
 def test_what_was_tokenised_elsewhere_or_without_the_web_is_not_taken(
@@ -629,3 +632,68 @@ def test_levels_are_the_processors_own(base: Path, tmp_path: Path) -> None:
         seen = reader.look(Picture("a.png"), tmp_path)
         made = reader.processor(images=[Image.open(tmp_path / "a.png")], return_tensors="np")
         assert np.array_equal(reader.patches(seen), made["pixel_values"])
+
+
+def planned(base: Path, tmp_path: Path, *sets: str, withs: Sequence[str] = ()) -> tuple[dict[str, float], float]:
+    """Return the values of the lines of a plan on an H100, and tokens a second."""
+    path = tmp_path / "rows.jsonl"
+    path = path if path.exists() else write_rows(tmp_path, 8, most=2)
+    text = f"{{model: {base}, objective: sft, data: {{path: {path}}}, batch: {{seq: {T}, tokens: {T}}}, output: o}}"
+    config = parse_config(text, "images.yaml", ["train.steps=1", *sets], withs)
+    speed = predict(config, "h100", 1).tokens_per_s
+    assert speed is not None
+    (book,), *_ = books_of(config, parse_hardware("h100")[0], 1)
+    return {line.name: line.values for line in book.lines if not line.gone}, speed
+
+
+def test_the_plan_counts_what_a_tower_computes_and_trains(base: Path, tmp_path: Path) -> None:
+    sizes = tower_sizes(json.loads((base / "config.json").read_text()))
+    assert sizes is not None
+    plans = {part: planned(base, tmp_path, f"image.train={part}") for part in ("none", "projector", "tower")}
+    lines = {part: found for part, (found, _) in plans.items()}
+    assert lines["none"]["tower"] == lines["tower"]["weights.tower"] == sizes.parameters
+    assert "gradients.tower" not in lines["none"]
+    assert lines["projector"]["gradients.tower"] == sizes.projector == lines["projector"]["states.tower"] / 2
+    assert lines["tower"]["gradients.tower"] == sizes.parameters > sizes.projector
+    adapted = planned(base, tmp_path, "image.train=tower", withs=["lora"])[0]
+    assert adapted["gradients.tower"] == sizes.parameters
+    speeds = [speed for _, speed in plans.values()]
+    assert sorted(speeds, reverse=True) == speeds
+    assert planned(base, tmp_path, "data.max_pixels=256")[0]["tower.flight"] < lines["none"]["tower.flight"]
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_the_projector_of_a_tower(kind: str) -> None:
+    vision = {**TOWER, **BASES[kind]["vision_config"]}
+    text = {**TEXT_SIZES, **BASES[kind]["text_config"]}
+    config = CONFIG_MAPPING[kind](text_config=text, vision_config=vision)
+    with torch.device("meta"):
+        visual = AutoModelForImageTextToText.from_config(config).model.visual
+    sizes = tower_sizes(config.to_dict())
+    assert sizes is not None
+    assert sizes.projector == sum(p.numel() for name, p in visual.named_parameters() if name.startswith(PROJECTOR))
+
+
+@pytest.mark.parametrize(
+    ("sets", "withs", "found"),
+    [(["model.path=null", "model.shape=Qwen/Qwen3-0.6B", "model.tokenizer=TEXT"], [], "a model without a folder"),
+     (["model.path=TEXT"], [], "a base of model_type 'llama', whose images are not read"),
+     (["objective=pretrain"], [], "objective: pretrain"),
+     (["data.too_long=split"], [], "data.too_long: split"),
+     (["model.implementation=transformers"], [], "model.implementation: transformers"),
+     ([], ["cuda-graphs"], "a technique that owns the recording of a whole window")],
+)  # fmt: skip
+def test_no_plan_of_what_does_not_train(
+    sets: list[str], withs: list[str], found: str, base: Path, tmp_path: Path
+) -> None:
+    """The plan refuses rows with images where a run would, with the same words."""
+    text = tmp_path / "text"
+    shutil.copytree(base, text)
+    (text / "config.json").write_text(json.dumps({
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": VOCABULARY, "hidden_size": 32,
+        "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 512, "hidden_act": "silu", "rope_theta": 1e4, "tie_word_embeddings": False,
+    }))  # fmt: skip
+    with pytest.raises(UserError) as caught:
+        planned(base, tmp_path, *[each.replace("TEXT", str(text)) for each in sets], withs=withs)
+    assert caught.value.found.startswith(found) and caught.value.asked == "to train on rows with images"

@@ -26,11 +26,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from optrush.config import Config
 from optrush.console import transformers_silenced
 from optrush.data.strict_json import kind_of, quoted
 from optrush.errors import DataError, NeedsError, first_line
 from optrush.files import open_file, parse_json, read_file, read_text
-from optrush.models.text_part import tower_parameters
+from optrush.models.families import TOWERS
+from optrush.models.text_part import is_multimodal, tower_sizes
 from optrush.tokenizer_files import PROCESSORS
 
 MARK = "\ufdd0"  # in a turn's text, where an image is: a code point that texts do not have
@@ -228,6 +230,26 @@ def about_tokens(folder: Path, least: int | None, most: int | None) -> Callable[
     return tokens
 
 
+def obstacle(config: Config, base: Path | None, hf: Any) -> DataError | None:
+    """Return the error of rows with images, from the configuration and the base's config.json; None: they are read."""
+    asked, text = "to train on rows with images", "take rows of text"
+    if base is None or hf is None:
+        found = "a model without a folder: its tower has no weights"
+        return DataError(asked, found, f"name one (model.path), or {text}")
+    kind, named = hf.get("model_type"), f"a base of one of {', '.join(TOWERS)}"
+    if kind not in TOWERS or not is_multimodal(hf):
+        return DataError(asked, f"a base of model_type {kind!r}, whose images are not read", f"take {named}, or {text}")
+    obstacles = (
+        (config.objective != "sft" or config.loss is not None, f"objective: {config.objective}", "objective: sft"),
+        (config.model.implementation == "transformers", "model.implementation: transformers", "leave it out"),
+        (config.data.clean is not None, "data.clean, which compares texts alone", "leave data.clean out"),
+        (config.data.too_long == "split", "data.too_long: split, which cuts what follows an image from it",
+         "choose data.too_long: truncate or drop"),
+        (config.data.stream, "data.stream", "leave data.stream out"),
+    )  # fmt: skip
+    return next((DataError(asked, found, f"{do}, or {text}") for met, found, do in obstacles if met), None)
+
+
 @dataclass(frozen=True)
 class ImageReader:
     """Reads images as the processor of a base prepares them.
@@ -319,10 +341,9 @@ class ImageReader:
         return SeenImage(0, high * wide // merge**2, (high, wide), (width, height), _digest(raw), given, folder)
 
     def flops(self, seen: SeenImage) -> float:
-        """Return the FLOPs of the frozen tower on an image: a product by each weight, and attention."""
-        vision, patches = self.hf["vision_config"], math.prod(seen.grid)
-        depth, width = (int(vision.get(key, usual)) for key, usual in (("depth", 27), ("hidden_size", 1152)))
-        return 2.0 * patches * tower_parameters(self.hf) + 4.0 * patches**2 * width * depth
+        """Return the FLOPs of the tower's forward pass on an image."""
+        sizes, patches = tower_sizes(self.hf), math.prod(seen.grid)
+        return 0.0 if sizes is None else sizes.flops(patches, patches)
 
     @cached_property
     def levels(self) -> np.ndarray:

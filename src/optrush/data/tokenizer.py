@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from optrush.config import Config
 from optrush.console import transformers_silenced
 from optrush.data import pool, readers
-from optrush.data.images import ImageReader
+from optrush.data.images import ImageReader, obstacle
 from optrush.data.mask import (
     TEMPLATE,
 )
@@ -21,9 +21,7 @@ from optrush.data.schema import Chat, Message
 from optrush.errors import ConfigError, DataError, NeedsError, UserError, reason
 from optrush.files import check_model_files, read_file, read_text
 from optrush.models.config_json import read_config_json
-from optrush.models.families import TOWERS
-from optrush.models.text_part import is_multimodal
-from optrush.technique import RANK_PARTS, Environment, Part, library
+from optrush.technique import Environment, library, parts_without_images
 from optrush.tokenizer_files import (
     PATTERNS,
     READER_s,
@@ -76,35 +74,21 @@ def open_tokens(config: Config, folder: Path | None, today: datetime.date | None
     if given is not None:
         tokenizer.chat_template = given
     tokens = Tokens(tokenizer, given, today)
-    tokens.images = _image_reader(config, base, tokenizer)
+    tokens.images = image_reader(config, base, tokenizer)
     return tokens
 
 
-def _image_reader(config: Config, base: Path | None, tokenizer: Any) -> ImageReader | DataError:
+def image_reader(config: Config, base: Path | None, tokenizer: Any) -> ImageReader | DataError:
     """Return what reads the images of rows, or the error of rows that have some."""
-    asked, text = "to train on rows with images", "take rows of text"
-    if base is None or not (base / "config.json").is_file():
-        return DataError(
-            asked, "a model without a folder: its tower has no weights", f"name one (model.path), or {text}"
-        )
-    hf = read_config_json(base / "config.json")
-    kind, named = hf.get("model_type"), f"a base of one of {', '.join(TOWERS)}"
-    if kind not in TOWERS or not is_multimodal(hf):
-        return DataError(asked, f"a base of model_type {kind!r}, whose images are not read", f"take {named}, or {text}")
+    known = base is not None and (base / "config.json").is_file()
+    hf = read_config_json(base / "config.json") if base is not None and known else None
+    if (error := obstacle(config, base, hf)) is not None:
+        return error
+    assert base is not None and hf is not None
     if not isinstance(hf.get("image_token_id"), int) or hf["image_token_id"] not in tokenizer.added_tokens_decoder:
         found = f"image_token_id {hf.get('image_token_id')!r} of config.json is no added token of the tokenizer"
-        return DataError(asked, found, f"take the tokenizer that belongs to the base, or {text}")
-    obstacles = (
-        (config.objective != "sft" or config.loss is not None, f"objective: {config.objective}", "objective: sft"),
-        (config.model.implementation == "transformers", "model.implementation: transformers", "leave it out"),
-        (config.data.clean is not None, "data.clean, which compares texts alone", "leave data.clean out"),
-        (config.data.too_long == "split", "data.too_long: split, which cuts what follows an image from it",
-         "choose data.too_long: truncate or drop"),
-        (config.data.stream, "data.stream", "leave data.stream out"),
-    )  # fmt: skip
-    for met, found, do in obstacles:
-        if met:
-            return DataError(asked, found, f"{do}, or {text}")
+        do = "take the tokenizer that belongs to the base, or rows of text"
+        return DataError("to train on rows with images", found, do)
     return ImageReader(base, hf, config.data.min_pixels, config.data.max_pixels, config.data.remote)
 
 
@@ -115,10 +99,7 @@ def settle_images(tokens: Tokens | None, env: Environment, layout: RowLayout) ->
     """
     if tokens is None or not isinstance(tokens.images, ImageReader):
         return None
-    wrong = {Part.CAPTURE} | (RANK_PARTS - {Part.DATA})
-    parts = [part for part in Part if part in env.claimed & wrong]
-    if {Part.DATA, Part.STATES} <= env.claimed:  # an engine of its own
-        parts.append(Part.DATA)
+    parts = parts_without_images(env.claimed)
     found = f"a technique that owns {parts[0].value}" if parts else "a layout of rows that cuts documents"
     if not parts and layout.uncut and layout.isolated:
         return tokens.images

@@ -9,7 +9,7 @@ those with the head inside; in files there are three layouts (`LAYOUTS`).
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from optrush.models.families import FAMILIES, FLAT, HEAD_INSIDE, MULTIMODAL, NEEDED, SAME, TOWERS
 
@@ -72,10 +72,30 @@ def nested_obstacle(hf: HF) -> str | None:
     return f"{missing[0]} is not in its text_config" if missing else None
 
 
-def tower_parameters(hf: HF) -> int:
-    """Return the parameters of a tower and its projector from config.json; 0 of a base whose images are not read."""
+PATCHES_TOGETHER = 32_768  # of a call of a tower on a GPU: eight pictures of 1,024 x 1,024 pixels
+
+
+class TowerSizes(NamedTuple):
+    """Sizes of a tower from config.json."""
+
+    parameters: int
+    projector: int  # parameters of the mergers, which have a row for each placeholder
+    depth: int
+    width: int
+    inner: int
+    merge: int  # patches of a placeholder
+    outputs: int  # rows of features for a placeholder: deep ones, too
+
+    def flops(self, patches: float, most: float) -> float:
+        """Return the FLOPs of a forward pass of patches in images of `most` each."""
+        products = self.parameters - self.projector * (1 - 1 / self.merge)
+        return patches * (2.0 * products + 4.0 * most * self.width * self.depth)
+
+
+def tower_sizes(hf: HF) -> TowerSizes | None:
+    """Return the sizes of a tower and its projector; None for a base whose images are not read."""
     if hf.get("model_type") not in TOWERS or not is_multimodal(hf):
-        return 0
+        return None
     usual = {
         "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "hidden_size": 1152, "depth": 27,
         "intermediate_size": 4304, "out_hidden_size": 3584, "num_position_embeddings": 2304, "in_channels": 3,
@@ -84,12 +104,21 @@ def tower_parameters(hf: HF) -> int:
     width, inner, wide = v["hidden_size"], v["intermediate_size"], v["hidden_size"] * v["spatial_merge_size"] ** 2
     values, merger = v["in_channels"] * v["temporal_patch_size"] * v["patch_size"] ** 2, wide**2 + wide
     merger += (wide + 1) * v["out_hidden_size"]
+    merge, deep = int(v["spatial_merge_size"]) ** 2, len(v.get("deepstack_visual_indexes") or ())
     if TOWERS[hf["model_type"]] == "sections":  # gated blocks with RMS norms
         block = 4 * width**2 + 3 * width * inner + 2 * inner + 7 * width
-        return int(values * width + v["depth"] * block + merger + width)
+        merger += width
+        return TowerSizes(values * width + v["depth"] * block + merger, merger, v["depth"], width, inner, merge, 1)
     block = 4 * width**2 + 2 * width * inner + inner + 9 * width
-    deep = len(v.get("deepstack_visual_indexes") or ()) * (merger + 2 * wide)
-    return int((values + 1 + v["num_position_embeddings"]) * width + v["depth"] * block + merger + 2 * width + deep)
+    merger += 2 * width + deep * (merger + 2 * wide)
+    before = (values + 1 + v["num_position_embeddings"]) * width
+    return TowerSizes(before + v["depth"] * block + merger, merger, v["depth"], width, inner, merge, 1 + deep)
+
+
+def tower_parameters(hf: HF) -> int:
+    """Return the parameters of a tower and its projector from config.json; 0 of a base whose images are not read."""
+    sizes = tower_sizes(hf)
+    return 0 if sizes is None else sizes.parameters
 
 
 def with_vocabulary(hf: HF, rows: int) -> dict[str, Any]:

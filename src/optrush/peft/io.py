@@ -119,7 +119,7 @@ def _targets(modules: Iterable[str]) -> list[str] | str:
 
 
 def _beside_towers(module: str) -> bool:
-    return module.startswith(tuple(prefix for prefix, _ in LAYOUTS[:2]))
+    return module.startswith((*(prefix for prefix, _ in LAYOUTS[:2]), "model.visual."))
 
 
 def _stored_rows(recipe: WeightMap, parameter: str) -> int:
