@@ -353,7 +353,8 @@ class Environment:
     @property
     def span(self) -> float:
         """Return how many tokens of a row an attention that separates documents reads: T, of packed rows fewer."""
-        packed = {Part.BATCH_LAYOUT, Part.PACKED_ROWS} <= self.claimed and Part.ROW_WIDTH not in self.claimed
+        fixed = Part.ROW_WIDTH not in self.claimed or Part.COMPILED in self.claimed  # no row is as wide as its document
+        packed = {Part.BATCH_LAYOUT, Part.PACKED_ROWS} <= self.claimed and fixed
         return self.seq * (self.reach if packed else 1.0)
 
 

@@ -494,4 +494,7 @@ def test_pairs_are_two_documents_and_padding_is_one():
     env = dataclasses.replace(decide(llama()).env, reach=estimate_fill(config).reach, claimed=owned)
     assert env.span == env.seq
     assert dataclasses.replace(env, claimed=owned | {Part.BATCH_LAYOUT}).span == pytest.approx(env.seq * env.reach)
-    assert dataclasses.replace(env, claimed=owned | {Part.BATCH_LAYOUT, Part.ROW_WIDTH}).span == env.seq
+    layout = owned | {Part.BATCH_LAYOUT, Part.ROW_WIDTH}
+    assert dataclasses.replace(env, claimed=layout).span == env.seq
+    compiled = dataclasses.replace(env, claimed=layout | {Part.COMPILED})  # which claims the width, too
+    assert compiled.span == pytest.approx(env.seq * env.reach)
