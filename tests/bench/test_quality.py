@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import statistics
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -302,7 +303,8 @@ def test_a_failed_first_rung_gives_its_place_to_the_next(call: Call, told: Calla
 
 
 def test_an_interrupted_bench_goes_on(call: Call, told: Callable[..., list[str]]) -> None:
-    assert bench(call, "--repeats", "1").code == 0
+    first = bench(call, "--repeats", "1")
+    assert first.code == 0 and len(re.findall(r", seed \d+: begins, \d+ steps", first.err)) == len(RUNGS)
     told()
     assert "results of a bench are there" in bench(call, "--repeats", "2").err
     assert bench(call, "--repeats", "2", "--resume").code == 0

@@ -464,6 +464,9 @@ def _result(
     span, request = state.ladder.longest, _request(state, rung, repeat)
     if state.ladder.quality is not None:
         folder = state.out / RUNS / Path(_file(state, rung, repeat)).stem
+        run = rung.config.train
+        length = f"{run.steps:,} steps" if run.steps else f"{run.epochs:g} epochs"
+        board.log(f"{rung.name}, seed {rung.config.seed + repeat}: begins, {length} (optrush report {folder})")
         return _whole_run(state, rung, request, folder, environment)
     if span is None:
         return run_worker(request, time_limit(state), rung.peer)
