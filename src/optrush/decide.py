@@ -34,7 +34,7 @@ from optrush.config import (
     parse_config,
     refuse_secrets,
 )
-from optrush.data.length_estimate import estimate_fill, estimate_longest, first_images, run_tokens
+from optrush.data.length_estimate import estimate_fill, estimate_longest, estimate_mean, first_images, run_tokens
 from optrush.errors import ConfigError, NeedsError, UserError
 from optrush.files import read_text
 from optrush.hardware import GIB, Device
@@ -196,7 +196,8 @@ def _rollout(config: Config, ranks: int, shape: object, device: Device, narrow: 
     elif g.slots is None and device.kind == "cuda" and device.memory_bytes and isinstance(shape, ModelShape):
         token = 2 * (2 if narrow else 4) * shape.key_width * shape.layers  # bytes of its keys and values
         slots = max(1, int(device.memory_bytes / CACHED / (token * room)))
-    return Rollout(answers, min(slots, answers), g.max_new, room, config.rollout is not None)
+    mean = min(config.batch.seq, estimate_mean(config) + g.max_new)
+    return Rollout(answers, min(slots, answers), g.max_new, room, mean, config.rollout is not None)
 
 
 # --- changes of a configuration

@@ -163,6 +163,7 @@ class Rollout:
     slots: int  # sampled at the same time
     most: int  # tokens of an answer
     room: int  # tokens of a slot, prompt and answer
+    mean: float  # tokens of a prompt and an answer of `most`
     served: bool = False  # by another program: nothing of them is on this device
 
 
@@ -349,6 +350,13 @@ class Environment:
         """Return the next smaller micro-batch: at most half the rows, dividing a rank's rows of a step; None: none."""
         share = self.rows // self.data_ranks
         return max((n for n in range(1, self.micro_rows // 2 + 1) if share % n == 0), default=None)
+
+    @property
+    def filled(self) -> float:
+        """Return which share of a step's rows is run: of sampled answers that are packed, those that they fill."""
+        if self.rollout is None or not {Part.BATCH_LAYOUT, Part.PACKED_ROWS} <= self.claimed:
+            return 1.0
+        return min(1.0, self.rollout.mean / self.seq)
 
     @property
     def span(self) -> float:

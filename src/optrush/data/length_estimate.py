@@ -66,6 +66,12 @@ def estimate_longest(config: Config) -> int | None:
     return math.ceil(max(lengths)) if any(lengths := _lengths(config)) else None
 
 
+def estimate_mean(config: Config) -> float:
+    """Estimate the mean tokens of the first rows; T: not known."""
+    lengths = _lengths(config)
+    return sum(lengths) / len(lengths) if any(lengths) else config.batch.seq
+
+
 def _lengths(config: Config) -> list[float]:
     folder, judged = config.model.tokenizer or config.model.path, config.objective == JUDGED
     base = config.model.path

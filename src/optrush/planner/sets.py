@@ -279,7 +279,7 @@ def _claim_the_same(one: Technique, other: Technique) -> bool:
 def _mostly_padding(settings: Sequence[Candidate], env: Environment) -> bool:
     """Return whether most tokens that the fastest setting computes are padding."""
     p = max(settings, key=lambda s: s.speed).prediction if settings else None
-    return p is not None and 2 * (p.tokens_per_s or math.inf) * (p.step_s or 1.0) < env.rows * env.seq
+    return p is not None and 2 * (p.tokens_per_s or math.inf) * (p.step_s or 1.0) < env.rows * env.seq * env.filled
 
 
 def _pinned(group: Options, given: Mapping[str, Mapping[str, Any]], keep: Container[str]) -> Options:
@@ -305,8 +305,10 @@ def _prediction(
 ) -> Prediction:
     """Build the prediction of the rank with the most memory, in the time of the slowest of a pipeline's."""
     tokens = env.micro_rows * env.seq
-    seconds = None if rates is None else cost.slowest(books, env.device, tokens, rates)
-    useful = env.rows * env.seq * cost.filled_share(book)
+    count = max(min(2, env.accumulation), math.ceil(env.accumulation * env.filled))
+    timed = books if env.filled == 1 else [ledger.with_accumulation(each, count) for each in books]
+    seconds = None if rates is None else cost.slowest(timed, env.device, tokens, rates)
+    useful = env.rows * env.seq * cost.filled_share(book) * env.filled
     most = room(env.device)
     parameters, by_kind = _parameters(book)
     stages = tuple(ledger.peak_memory(one, tokens).bytes for one in books) if len(books) > 1 else ()
