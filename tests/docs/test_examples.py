@@ -16,8 +16,8 @@ from optrush.trainer import run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 HARDWARE = {  # where an example names none in its comment
-    "demo": "cpu", "tiny-sft-cpu": "cpu", "tiny-dpo-cpu": "cpu", "tiny-grpo-cpu": "cpu", "llama1b-sft-1gpu": "a100-40",
-    "llama1b-pretrain-1gpu": "h100",
+    "demo": "cpu", "tiny-sft-cpu": "cpu", "tiny-dpo-cpu": "cpu", "tiny-grpo-cpu": "cpu", "rule-grpo-cpu": "cpu",
+    "llama1b-sft-1gpu": "a100-40", "llama1b-pretrain-1gpu": "h100",
 }  # fmt: skip
 CHAT = {
     "messages": [{"role": "user", "content": "Soup?"}, {"role": "assistant", "content": "Chop, fry, simmer. " * 40}]
@@ -28,7 +28,15 @@ PAIR = {"prompt": "Soup?", "chosen": "Chop, fry, simmer.", "rejected": "No."}
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the rows and models that the examples name."""
-    rows = {"chat": CHAT, "pairs": PAIR, "texts": {"text": "A soup. " * 300}, "general": {"text": "A town. " * 300}}
+    sums = {"prompt": "12 + 7 =", "completion": "19"}
+    rows = {
+        "sums-train": sums,
+        "sums-test": sums,
+        "chat": CHAT,
+        "pairs": PAIR,
+        "texts": {"text": "A soup. " * 300},
+        "general": {"text": "A town. " * 300},
+    }
     for name, row in rows.items():
         (tmp_path / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 20)
     (tmp_path / "demo").mkdir()
