@@ -34,6 +34,10 @@ from trials import metrics
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT's own
 
 
+class Half(str):
+    """An answer that breaks off."""
+
+
 class Server:
     """`answer` and `status` change what it answers: a fault."""
 
@@ -69,7 +73,7 @@ class Server:
                     self.send_header("Location", "http://elsewhere/")
                 self.send_header("Content-Length", str(len(raw)))
                 self.end_headers()
-                self.wfile.write(raw)
+                self.wfile.write(raw[: len(raw) // 2] if isinstance(found, Half) else raw)
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.http.daemon_threads = False  # a close waits for them
@@ -392,13 +396,17 @@ def test_a_server_that_is_away_is_named_before_anything_is_written(folder, serve
     assert not (tmp_path / "run").exists()
 
 
-def test_a_connection_that_breaks_off_is_tried_again(folder, served):  # noqa: F811
+@pytest.mark.parametrize("half", [False, True])
+def test_a_connection_that_breaks_off_is_tried_again(folder, served, half):  # noqa: F811
+    """Before the answer begins, or within it."""
     server, left = served(), [2]
 
     def breaking(path: str, found: Any) -> Any:
         if path == "/v1/completions" and left[0]:
             left[0] -= 1
-            raise ConnectionResetError
+            if not half:
+                raise ConnectionResetError
+            return Half(json.dumps(found))
         return found
 
     server.answer = breaking

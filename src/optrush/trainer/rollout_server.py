@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from http.client import HTTPConnection, HTTPException, HTTPSConnection, IncompleteRead
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
@@ -99,6 +99,8 @@ class Client:
                     raise HTTPException(f"an answer of more than {MOST_bytes:,} bytes")
                 if time.monotonic() > until:
                     raise TimeoutError
+            if answer.length:
+                raise IncompleteRead(b"", answer.length)
             return answer.status, answer.headers, b"".join(pieces)
         finally:
             connection.close()
