@@ -8,9 +8,11 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -413,6 +415,41 @@ def test_a_connection_that_breaks_off_is_tried_again(folder, served, half):  # n
     server.http.handle_error = lambda *_: None  # type: ignore[method-assign]
     assert metrics(run_with(folder, server, "train.steps=1", lora={"rank": 4}))
     assert not left[0]
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begin", "again", "found"),
+    [
+        (OK, b"X", "within rollout.timeout: 0.3 s"),
+        (OK + b"Content-Length: 99\r\n\r\n", b"X", "within rollout.timeout: 0.3 s"),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\n", b"0", "within rollout.timeout: 0.3 s"),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n", "within rollout.timeout: 0.3 s"),
+        (OK + b"\r\n", b"X" * 1000, "an answer of more than 5,000 bytes"),
+    ],
+)  # fmt: skip
+def test_an_answer_without_end_ends(monkeypatch, begin, again, found):
+    monkeypatch.setattr(rollout_server, "MOST_bytes", 5000)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            connection, _ = listening.accept()
+            with connection, suppress(OSError):
+                connection.recv(4096)
+                connection.sendall(begin)
+                for _ in range(100):
+                    connection.sendall(again)
+                    time.sleep(0.02)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        begun = time.monotonic()
+        with pytest.raises(NeedsError, match=found):
+            rollout_server.Client(f"http://127.0.0.1:{listening.getsockname()[1]}", 0.3).call("/x")
+        assert time.monotonic() - begun < 1
+        thread.join()
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,12 @@ import json
 import math
 import secrets
 import shutil
+import socket
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPSConnection, IncompleteRead
 from pathlib import Path
@@ -71,6 +73,9 @@ class Client:
                     do = "start the server, or correct rollout.server"
                     raise self.error(path, f"no connection: {first_line(error)}", do) from None
                 time.sleep(WAIT_s)
+        if len(raw) > MOST_bytes:
+            found = f"an answer of more than {MOST_bytes:,} bytes"
+            raise self.error(path, found, "give the address of a vLLM or SGLang server")
         if 300 <= status < 400:
             place = headers.get("Location", "nowhere")
             raise self.error(
@@ -85,29 +90,50 @@ class Client:
         return status, found
 
     def _sent(self, path: str, body: Mapping[str, Any] | None) -> tuple[int, Any, bytes]:
-        parts, until = urlsplit(self.url), time.monotonic() + self.timeout
+        parts = urlsplit(self.url)
         kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         connection = kind(parts.hostname or "", parts.port, timeout=self.timeout)
         try:
             text = None if body is None else json.dumps(body)
             headers = {} if text is None else {"Content-Type": "application/json"}
-            connection.request("GET" if text is None else "POST", parts.path.rstrip("/") + path, text, headers)
-            answer, pieces, size = connection.getresponse(), list[bytes](), 0
-            while piece := answer.read1(1 << 16):
-                pieces.append(piece)
-                if (size := size + len(piece)) > MOST_bytes:
-                    raise HTTPException(f"an answer of more than {MOST_bytes:,} bytes")
-                if time.monotonic() > until:
-                    raise TimeoutError
-            if answer.length:
-                raise IncompleteRead(b"", answer.length)
-            return answer.status, answer.headers, b"".join(pieces)
+            connection.connect()
+            with closed_after(connection.sock, self.timeout):
+                connection.request("GET" if text is None else "POST", parts.path.rstrip("/") + path, text, headers)
+                answer, raw = connection.getresponse(), bytearray()
+                while len(raw) <= MOST_bytes and (piece := answer.read1(1 << 16)):
+                    raw += piece
+                if answer.length and len(raw) <= MOST_bytes:
+                    raise IncompleteRead(b"", answer.length)
+            return answer.status, answer.headers, bytes(raw)
         finally:
             connection.close()
 
     def error(self, path: str, found: str, do: str) -> NeedsError:
         """Return the error of a request."""
         return NeedsError(f"`rollout.server: {self.url}`, {path}", found, do)
+
+
+@contextmanager
+def closed_after(connection: socket.socket, seconds: float) -> Iterator[None]:
+    """End a connection after some seconds, and raise TimeoutError: a socket's own limit begins anew with each byte."""
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        with suppress(OSError):  # the server has closed it
+            connection.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, end)
+    timer.start()
+    try:
+        yield
+    except (OSError, HTTPException):
+        if not late.is_set():
+            raise
+    finally:
+        timer.cancel()
+    if late.is_set():
+        raise TimeoutError
 
 
 def told(found: Any) -> str:
