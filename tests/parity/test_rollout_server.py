@@ -461,6 +461,11 @@ def test_an_answer_without_end_ends(monkeypatch, begin, again, found):
         "http://me:key@host",
         "http://host:8000/?a=1",
         "http://host:x",
+        "http://host:99999",
+        "http://[1.2]",
+        "http://..:80",
+        "http://host/ü",
+        "http://host/\1",
         "http://host:8000 /v1",
         "http://[::1",
     ],
@@ -468,6 +473,12 @@ def test_an_answer_without_end_ends(monkeypatch, begin, again, found):
 def test_what_is_no_address(folder, url):  # noqa: F811
     with pytest.raises(ConfigError, match=r"(?s)rollout.server.*http://host:8000"):
         grpo_run(folder, sets=[f"rollout.server={url}"])
+
+
+@pytest.mark.parametrize("key", ["rollout.timeout", "grpo.reward_timeout"])
+def test_seconds_that_no_clock_counts_are_refused(folder, key):  # noqa: F811
+    with pytest.raises(ConfigError, match=key):
+        grpo_run(folder, sets=["rollout={server: 'http://host:1'}", f"{key}=1e300"])
 
 
 def test_a_server_where_nothing_is_sampled_is_refused(folder):  # noqa: F811
