@@ -83,7 +83,7 @@ class Client:
             )
         try:
             found: Any = json.loads(raw)
-        except ValueError:
+        except (ValueError, RecursionError):
             found = raw.decode(errors="replace")
         if status in (401, 403) or status >= 500:
             raise self.error(path, f"HTTP {status}: {told(found)}", "read the server's log")
@@ -343,7 +343,7 @@ class ServerEngine:
         try:
             reply = self.dialect.answer(ids, drawing, seed, self.loaded)
             wrong = self._wrong(reply, ids, drawing)
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
+        except (LookupError, TypeError, AttributeError, OverflowError) as error:
             wrong = f"an answer in another form: {type(error).__name__}: {first_line(error)}", "update the server"
         if wrong:
             raise self.client.error("an answer", *wrong)
