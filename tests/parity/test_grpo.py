@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import shutil
 import time
 import weakref
@@ -412,7 +413,7 @@ def test_rules_that_are_wrong(rule, found):
 
 
 OWN = """
-import time
+import os, time
 def alone(answer, reference, row):
     assert reference == "" or "key" in row, reference
     return len(answer)
@@ -436,6 +437,11 @@ def wordy(answer, reference, row):
     return "good"
 def starts(answer, reference, row):
     return answer[:2] in ("w1", "w2")
+def forked(answer, reference, row):
+    child = os.fork()
+    if child == 0 and answer == "exit":
+        raise SystemExit(3)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else 100
 def known(answer, reference, row, times=1):
     return times * (row["key"] == reference)
 """
@@ -457,6 +463,18 @@ def test_a_reward_that_fails_is_none_and_named(tmp_path, name, why):
     asking, begun = judge(f"{tmp_path}/own.py:{name}", seconds=0.2), time.monotonic()
     assert asking("4", "4", {}, "row 7") is None
     assert why in asking.first_failure and "row 7" in asking.first_failure and time.monotonic() - begun < 5
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_fork_of_a_reward_does_not_come_back(tmp_path, workers):
+    """Its value, or that it exits, is no result of this answer, nor of the next one."""
+    (tmp_path / "own.py").write_text(OWN)
+    rules, begun = [RewardRule(use=f"{tmp_path}/own.py:forked")], os.getpid()
+    judging = reward_pool.judge_of(Grpo(rewards=tuple(rules), reward_workers=workers))
+    found = judging.every(texts("exit", "return", "exit"))
+    if os.getpid() != begun:
+        os._exit(0)
+    assert found == [[3.0], [0.0], [3.0]]
 
 
 POOLED = """
