@@ -478,7 +478,7 @@ def test_a_fork_of_a_reward_does_not_come_back(tmp_path, workers):
 
 
 POOLED = """
-import ctypes, os, re, signal, subprocess, sys, time
+import ctypes, multiprocessing, os, re, signal, subprocess, sys, time
 KEPT = []
 def kind(answer, reference, row):
     if answer == "hang":  # in C, where no signal of Python's arrives
@@ -486,6 +486,17 @@ def kind(answer, reference, row):
     if answer == "deaf":
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
         time.sleep(60)
+    if answer == "program":
+        child = subprocess.Popen(["sleep", "9"])
+        child.terminate()
+        return child.wait(2)
+    if answer == "fork":
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(9,))
+        child.start()
+        child.join(0.5)
+        child.terminate()
+        child.join(2)
+        return child.exitcode
     if answer == "child":
         subprocess.run([sys.executable, "-c", f"open({row['file']!r}, 'w').write(str(__import__('os').getpid())); "
                         "__import__('time').sleep(60)"])
@@ -548,6 +559,11 @@ def test_what_a_reward_began_ends_with_its_worker(pooled, monkeypatch, tmp_path)
     monkeypatch.setattr(reward_pool, "GRACE_S", 0.1)
     assert pooled(1, 1.0).every(texts("deaf", "child", row={"file": str(tmp_path / "pid")})) == [None, None]
     assert not alive(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.parametrize("text", ["program", "fork"])
+def test_a_reward_can_terminate_what_it_began(pooled, text):
+    assert pooled(1, 5.0).every(texts(text)) == [[-15.0]]
 
 
 def test_workers_stay_until_they_are_used_up(pooled):

@@ -171,8 +171,9 @@ def _end(workers: list[RewardWorker], parent: int = 0) -> int:
 
 def serve(number: int, parent: int) -> None:
     """Reward answers from a pipe until it ends."""
-    for each in LEFT_TO_PARENT:
-        signal.signal(each, signal.SIG_IGN)
+    for each in LEFT_TO_PARENT:  # not SIG_IGN, which programs that a reward starts would inherit
+        signal.signal(each, lambda *_: None)
+    os.register_at_fork(after_in_child=lambda: [signal.signal(each, signal.SIG_DFL) for each in LEFT_TO_PARENT])
     die_with_parent(parent, signal.SIGKILL)
     pipe = Connection(number)
     rules, seconds, most, growth = pipe.recv()
