@@ -497,6 +497,8 @@ def kind(answer, reference, row):
         child.terminate()
         child.join(2)
         return child.exitcode
+    if answer == "path":
+        return "PYTHONPATH" in os.environ
     if answer == "child":
         subprocess.run([sys.executable, "-c", f"open({row['file']!r}, 'w').write(str(__import__('os').getpid())); "
                         "__import__('time').sleep(60)"])
@@ -564,6 +566,14 @@ def test_what_a_reward_began_ends_with_its_worker(pooled, monkeypatch, tmp_path)
 @pytest.mark.parametrize("text", ["program", "fork"])
 def test_a_reward_can_terminate_what_it_began(pooled, text):
     assert pooled(1, 5.0).every(texts(text)) == [[-15.0]]
+
+
+def test_workers_neither_read_nor_change_where_others_find_modules(pooled, tmp_path, monkeypatch):
+    """A file of a library's name in the working folder does not replace the library, as it does not in a run."""
+    (tmp_path / "subprocess.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert pooled(1, 5.0).every(texts("path")) == [[0.0]]
 
 
 def test_workers_stay_until_they_are_used_up(pooled):

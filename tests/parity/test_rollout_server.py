@@ -324,7 +324,7 @@ def slept(path: str, found: Any) -> Any:
         (choice(token_ids=[1], logprobs={"token_logprobs": [float("nan")]}), "no finite numbers", "log"),
         (choice(token_ids=[1], logprobs={"token_logprobs": [None]}), "no finite numbers", "log"),
         (choice(token_ids=[1], logprobs={"token_logprobs": [-(10**400)]}), "in another form: OverflowError", "update"),
-        (lambda path, found: "[" * 200000 if path == "/v1/completions" else found, "in another form: TypeErr", "update"),
+        (lambda path, found: "[" * 200000 if path == "/v1/completions" else found, "another form: TypeError", "update"),
         (choice(token_ids=[99999], logprobs={"token_logprobs": [-1.0]}), "the token 99999", "another tokenizer"),
         (choice(token_ids=None), "without `token_ids`", "update vLLM"),
         (choice(prompt_token_ids=[1, 2]), "a prompt of", "add no tokens"),
