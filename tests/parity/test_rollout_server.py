@@ -205,9 +205,16 @@ def test_the_last_weights_stay_where_they_were_handed_over(folder, served, tmp_p
     assert fit.run(fit.RunRequest(decide(config))).code == 0
     assert [p.name for p in place.iterdir()] == list(server.models) and next(iter(server.models)).endswith("-2")
     shutil.rmtree(output / "checkpoints" / "step-000002")
+    (place / "mine").mkdir()  # as where the folder is a link to another disk
     assert fit.run(fit.RunRequest(decide(config), resume="auto")).code == 0
-    assert len([*place.iterdir()]) == (2 if shared else 1)  # what another run may read stays
+    assert (place / "mine").exists() and len([*place.iterdir()]) == (3 if shared else 2)  # others' stay
     run_dir._check_clean(output, {p.name for p in output.iterdir()} - {run_dir.LOCK})  # it may be replaced
+
+
+def test_a_shared_folder_is_the_same_from_anywhere(folder, monkeypatch, tmp_path):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    config = grpo_run(folder, sets=["rollout={server: 'http://host:1', folder: shared}"])
+    assert fit.absolute(config).rollout.folder == str(tmp_path / "shared")
 
 
 @pytest.mark.slow

@@ -312,8 +312,9 @@ class ServerEngine:
         self.count += 1
         name, old = f"{self.name}-{self.count}", self.loaded
         first = self.trainer.world.rank == 0
-        if first and self.count == 1 and self.settings.folder is None:  # what a run left that was killed
-            shutil.rmtree(self.folder, ignore_errors=True)
+        if first and self.count == 1 and self.settings.folder is None:
+            for left in self.folder.glob("optrush-*"):  # by a run that was killed
+                shutil.rmtree(left, ignore_errors=True)
         assert self.trainer.publish is not None
         adapters = self.trainer.publish(self.folder / name)
         distributed.agreed(lambda: self._loaded(name, adapters, old) if first else None)
