@@ -31,7 +31,7 @@ UNCACHED = "whole rows for each token, which is slow, because its cache does not
 
 
 class GrowingRows(Protocol):
-    """GrowingRows of tokens that grow by one token each."""
+    """Rows of tokens that grow by one token each."""
 
     def last(self, token: Tensor | None) -> Tensor:
         """Append tokens (S,), if given; return the hidden states (S, D) of the last ones."""
@@ -150,7 +150,7 @@ class CachedRows:
 
 
 class WholeRows:
-    """GrowingRows that pass from their first token on as in training, padded on the right."""
+    """Rows that pass from their first token on as in training, padded on the right."""
 
     def __init__(self, model: HFModel, rows: Sequence[Tensor]) -> None:
         self.model, longest = model, max(map(len, rows))

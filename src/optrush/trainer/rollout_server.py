@@ -74,8 +74,8 @@ class Client:
                     raise self.error(path, f"no connection: {first_line(error)}", do) from None
                 time.sleep(WAIT_s)
         if len(raw) > MOST_bytes:
-            found = f"an answer of more than {MOST_bytes:,} bytes"
-            raise self.error(path, found, "give the address of a vLLM or SGLang server")
+            do = "give the address of a vLLM or SGLang server"
+            raise self.error(path, f"an answer of more than {MOST_bytes:,} bytes", do)
         if 300 <= status < 400:
             place = headers.get("Location", "nowhere")
             raise self.error(
