@@ -387,6 +387,15 @@ def test_an_adapter_that_sglang_refuses_ends_the_run(folder, served):  # noqa: F
         metrics(run_with(folder, server, lora={"rank": 4}))
 
 
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_server_may_start_again_between_two_steps(folder, served, kind):  # noqa: F811
+    """It has lost the adapter, and refuses to unload it."""
+    server = served(kind)
+    server.status = lambda path: 400 if "unload" in path else None
+    lines = metrics(run_with(folder, server, "train.steps=2", lora={"rank": 4}))
+    assert len([l for l in lines if "loss" in l]) == 2 and any("unload" in path for path in server.paths())
+
+
 def test_an_adapter_that_is_loaded_and_not_applied_ends_the_run(folder, served):  # noqa: F811
     server = served()
     server.reply = lambda path, body, plain=server.reply: plain(

@@ -196,8 +196,8 @@ class Vllm:
         demanded(self.client, "/v1/load_lora_adapter", body, f"start it as `{LOADED}`")
 
     def unload(self, name: str) -> None:
-        """Forget an adapter."""
-        demanded(self.client, "/v1/unload_lora_adapter", {"lora_name": name})
+        """Forget an adapter, if the server still has it: it may have been started again."""
+        self.client.call("/v1/unload_lora_adapter", {"lora_name": name})
 
     def reload(self, folder: Path) -> None:
         """Read all weights anew, and forget what was cached of the old ones."""
@@ -235,8 +235,8 @@ class Sglang:
         demanded(self.client, "/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, do)
 
     def unload(self, name: str) -> None:
-        """Forget an adapter."""
-        demanded(self.client, "/unload_lora_adapter", {"lora_name": name})
+        """Forget an adapter, if the server still has it: it may have been started again."""
+        self.client.call("/unload_lora_adapter", {"lora_name": name})
 
     def reload(self, folder: Path) -> None:
         """Read all weights anew, and forget what was cached of the old ones."""
