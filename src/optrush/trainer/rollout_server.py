@@ -86,7 +86,7 @@ class Client:
         except (ValueError, RecursionError):
             found = raw.decode(errors="replace")
         if status in (401, 403) or status >= 500:
-            raise self.error(path, f"HTTP {status}: {told(found)}", "read the server's log")
+            raise self.error(path, f"HTTP {status}: {error_text(found)}", "read the server's log")
         return status, found
 
     def _sent(self, path: str, body: Mapping[str, Any] | None) -> tuple[int, Any, bytes]:
@@ -136,7 +136,7 @@ def closed_after(connection: socket.socket, seconds: float) -> Iterator[None]:
         raise TimeoutError
 
 
-def told(found: Any) -> str:
+def error_text(found: Any) -> str:
     """Return the text of a server's error, in one line."""
     for key in ("error", "message", "detail"):
         found = found.get(key, found) if isinstance(found, Mapping) else found
@@ -182,7 +182,7 @@ class Vllm:
             "stop_token_ids": list(drawing.ends), "logprobs": 0, "return_token_ids": True,
             "skip_special_tokens": False, "add_special_tokens": False,
         }  # fmt: skip
-        found = demanded(self.client, path, body)
+        found = checked_call(self.client, path, body)
         choice = found["choices"][0]
         if choice.get("token_ids") is None:
             raise self.client.error(path, "an answer without `token_ids`", "update vLLM: it has `return_token_ids`")
@@ -193,7 +193,7 @@ class Vllm:
     def load(self, name: str, folder: Path) -> None:
         """Load an adapter."""
         body = {"lora_name": name, "lora_path": str(folder)}
-        demanded(self.client, "/v1/load_lora_adapter", body, f"start it as `{LOADED}`")
+        checked_call(self.client, "/v1/load_lora_adapter", body, f"start it as `{LOADED}`")
 
     def unload(self, name: str) -> None:
         """Forget an adapter, if the server still has it: it may have been started again."""
@@ -202,8 +202,8 @@ class Vllm:
     def reload(self, folder: Path) -> None:
         """Read all weights anew, and forget what was cached of the old ones."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        demanded(self.client, "/collective_rpc", body, f"start it as `{RELOADED}`")
-        demanded(self.client, "/reset_prefix_cache", {}, f"start it as `{RELOADED}`")
+        checked_call(self.client, "/collective_rpc", body, f"start it as `{RELOADED}`")
+        checked_call(self.client, "/reset_prefix_cache", {}, f"start it as `{RELOADED}`")
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ class Sglang:
             "skip_special_tokens": False, "no_stop_trim": True,
         }  # fmt: skip
         body = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True}
-        found = demanded(self.client, "/generate", {**body, "lora_path": adapter} if adapter else body)
+        found = checked_call(self.client, "/generate", {**body, "lora_path": adapter} if adapter else body)
         found = found[0] if isinstance(found, list) else found
         meta = found["meta_info"]
         pairs = meta.get("output_token_logprobs")
@@ -232,7 +232,7 @@ class Sglang:
     def load(self, name: str, folder: Path) -> None:
         """Load an adapter."""
         do = "start it with --enable-lora --max-lora-rank RANK --lora-target-modules all"
-        demanded(self.client, "/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, do)
+        checked_call(self.client, "/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, do)
 
     def unload(self, name: str) -> None:
         """Forget an adapter, if the server still has it: it may have been started again."""
@@ -240,14 +240,14 @@ class Sglang:
 
     def reload(self, folder: Path) -> None:
         """Read all weights anew, and forget what was cached of the old ones."""
-        demanded(self.client, "/update_weights_from_disk", {"model_path": str(folder)})
+        checked_call(self.client, "/update_weights_from_disk", {"model_path": str(folder)})
 
 
-def demanded(client: Client, path: str, body: Mapping[str, Any], do: str = "read the server's log") -> Any:
+def checked_call(client: Client, path: str, body: Mapping[str, Any], do: str = "read the server's log") -> Any:
     """Return what a server answers; NeedsError if it refuses."""
     status, found = client.call(path, body)
     if status != 200 or (isinstance(found, Mapping) and found.get("success") is False):
-        raise client.error(path, f"HTTP {status}: {told(found)}", do)
+        raise client.error(path, f"HTTP {status}: {error_text(found)}", do)
     return found
 
 
@@ -263,7 +263,7 @@ def connect(settings: RolloutServer) -> Dialect:
     bases = [m["id"] for m in models or () if isinstance(m, Mapping) and "id" in m and not m.get("parent")]
     if not bases:
         do = "give the address of a vLLM or SGLang server, as http://host:8000 (without /v1)"
-        raise client.error("/v1/models", f"HTTP {status} without a model: {told(found)}", do)
+        raise client.error("/v1/models", f"HTTP {status} without a model: {error_text(found)}", do)
     return Vllm(client, str(bases[0]))
 
 
