@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import (
@@ -378,7 +379,7 @@ class Grpo(StrictModel):
     rewards: Annotated[tuple[RewardRule, ...], BeforeValidator(_rewards), Strict(False), Field(min_length=1)] = (
         RewardRule(use="number"),
     )
-    reward_timeout: Annotated[float, Field(gt=0)] = 5.0  # seconds of a function for an answer
+    reward_timeout: Annotated[float, Field(gt=0, le=1e6)] = 5.0  # seconds of a function for an answer
     reward_workers: Annotated[int, Field(ge=0)] = 0  # processes of each rank that reward; 0: the rank itself
     prompts: Annotated[int, Field(ge=1)] = 8  # of a step, over all ranks
     group: Annotated[int, Field(ge=2)] = 8  # answers to a prompt
@@ -396,8 +397,16 @@ class Grpo(StrictModel):
     truncated: Literal["mask", "keep"] = "mask"  # answers that were cut off at max_new: not learnt, or as others
 
 
+_HOST = r"([\w-]{1,63}(\.[\w-]{1,63})*\.?|\[[\da-fA-F:.]+\])"
+_ADDRESS = re.compile(rf'https?://{_HOST}(:\d{{1,5}})?(/[!"$->@-~]*)?', re.ASCII)
+
+
 def _server_address(value: str) -> str:
-    if not re.fullmatch(r"https?://([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?(/[^\s?#]*)?", value):
+    try:
+        sound = _ADDRESS.fullmatch(value) and urlsplit(value).port != 0
+    except ValueError:  # a port or an IPv6 address that cannot be
+        sound = False
+    if not sound:
         raise ValueError("the address of a server, such as http://host:8000")
     return value
 
@@ -408,7 +417,7 @@ class RolloutServer(StrictModel):
     server: Annotated[Text, AfterValidator(_server_address)]  # http://host:port
     folder: File | None = None  # where it reads the trained weights, a path of both machines; None: in the run's
     correction: Annotated[float, Field(ge=1)] = 2.0  # largest importance weight of a token
-    timeout: Annotated[float, Field(gt=0)] = 600.0  # seconds of a request
+    timeout: Annotated[float, Field(gt=0, le=1e6)] = 600.0  # seconds of a request
 
 
 # Objectives with settings of their own, under their own name.

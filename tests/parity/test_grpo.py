@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import shutil
 import time
 import weakref
@@ -412,7 +413,7 @@ def test_rules_that_are_wrong(rule, found):
 
 
 OWN = """
-import time
+import os, time
 def alone(answer, reference, row):
     assert reference == "" or "key" in row, reference
     return len(answer)
@@ -436,6 +437,11 @@ def wordy(answer, reference, row):
     return "good"
 def starts(answer, reference, row):
     return answer[:2] in ("w1", "w2")
+def forked(answer, reference, row):
+    child = os.fork()
+    if child == 0 and answer == "exit":
+        raise SystemExit(3)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else 100
 def known(answer, reference, row, times=1):
     return times * (row["key"] == reference)
 """
@@ -459,8 +465,20 @@ def test_a_reward_that_fails_is_none_and_named(tmp_path, name, why):
     assert why in asking.first_failure and "row 7" in asking.first_failure and time.monotonic() - begun < 5
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_fork_of_a_reward_does_not_come_back(tmp_path, workers):
+    """Its value, or that it exits, is no result of this answer, nor of the next one."""
+    (tmp_path / "own.py").write_text(OWN)
+    rules, begun = [RewardRule(use=f"{tmp_path}/own.py:forked")], os.getpid()
+    judging = reward_pool.judge_of(Grpo(rewards=tuple(rules), reward_workers=workers))
+    found = judging.every(texts("exit", "return", "exit"))
+    if os.getpid() != begun:
+        os._exit(0)
+    assert found == [[3.0], [0.0], [3.0]]
+
+
 POOLED = """
-import ctypes, os, re, signal, subprocess, sys, time
+import ctypes, multiprocessing, os, re, signal, subprocess, sys, time
 KEPT = []
 def kind(answer, reference, row):
     if answer == "hang":  # in C, where no signal of Python's arrives
@@ -468,6 +486,19 @@ def kind(answer, reference, row):
     if answer == "deaf":
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
         time.sleep(60)
+    if answer == "program":
+        child = subprocess.Popen(["sleep", "9"])
+        child.terminate()
+        return child.wait(2)
+    if answer == "fork":
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(9,))
+        child.start()
+        child.join(0.5)
+        child.terminate()
+        child.join(2)
+        return child.exitcode
+    if answer == "path":
+        return "PYTHONPATH" in os.environ
     if answer == "child":
         subprocess.run([sys.executable, "-c", f"open({row['file']!r}, 'w').write(str(__import__('os').getpid())); "
                         "__import__('time').sleep(60)"])
@@ -530,6 +561,19 @@ def test_what_a_reward_began_ends_with_its_worker(pooled, monkeypatch, tmp_path)
     monkeypatch.setattr(reward_pool, "GRACE_S", 0.1)
     assert pooled(1, 1.0).every(texts("deaf", "child", row={"file": str(tmp_path / "pid")})) == [None, None]
     assert not alive(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.parametrize("text", ["program", "fork"])
+def test_a_reward_can_terminate_what_it_began(pooled, text):
+    assert pooled(1, 5.0).every(texts(text)) == [[-15.0]]
+
+
+def test_workers_neither_read_nor_change_where_others_find_modules(pooled, tmp_path, monkeypatch):
+    """A file of a library's name in the working folder does not replace the library, as it does not in a run."""
+    (tmp_path / "subprocess.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert pooled(1, 5.0).every(texts("path")) == [[0.0]]
 
 
 def test_workers_stay_until_they_are_used_up(pooled):

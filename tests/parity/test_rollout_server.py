@@ -8,9 +8,11 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,10 @@ from optrush.trainer.dry_run import dry_run
 from trials import metrics
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT's own
+
+
+class Half(str):
+    """An answer that breaks off."""
 
 
 class Server:
@@ -69,7 +75,7 @@ class Server:
                     self.send_header("Location", "http://elsewhere/")
                 self.send_header("Content-Length", str(len(raw)))
                 self.end_headers()
-                self.wfile.write(raw)
+                self.wfile.write(raw[: len(raw) // 2] if isinstance(found, Half) else raw)
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.http.daemon_threads = False  # a close waits for them
@@ -199,9 +205,16 @@ def test_the_last_weights_stay_where_they_were_handed_over(folder, served, tmp_p
     assert fit.run(fit.RunRequest(decide(config))).code == 0
     assert [p.name for p in place.iterdir()] == list(server.models) and next(iter(server.models)).endswith("-2")
     shutil.rmtree(output / "checkpoints" / "step-000002")
+    (place / "mine").mkdir()  # as where the folder is a link to another disk
     assert fit.run(fit.RunRequest(decide(config), resume="auto")).code == 0
-    assert len([*place.iterdir()]) == (2 if shared else 1)  # what another run may read stays
+    assert (place / "mine").exists() and len([*place.iterdir()]) == (3 if shared else 2)  # others' stay
     run_dir._check_clean(output, {p.name for p in output.iterdir()} - {run_dir.LOCK})  # it may be replaced
+
+
+def test_a_shared_folder_is_the_same_from_anywhere(folder, monkeypatch, tmp_path):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    config = grpo_run(folder, sets=["rollout={server: 'http://host:1', folder: shared}"])
+    assert fit.absolute(config).rollout.folder == str(tmp_path / "shared")
 
 
 @pytest.mark.slow
@@ -317,6 +330,8 @@ def slept(path: str, found: Any) -> Any:
         (choice(logprobs={"token_logprobs": []}), "no log-probabilities", "--max-logprobs"),
         (choice(token_ids=[1], logprobs={"token_logprobs": [float("nan")]}), "no finite numbers", "log"),
         (choice(token_ids=[1], logprobs={"token_logprobs": [None]}), "no finite numbers", "log"),
+        (choice(token_ids=[1], logprobs={"token_logprobs": [-(10**400)]}), "in another form: OverflowError", "update"),
+        (lambda path, found: "[" * 200000 if path == "/v1/completions" else found, "another form: TypeError", "update"),
         (choice(token_ids=[99999], logprobs={"token_logprobs": [-1.0]}), "the token 99999", "another tokenizer"),
         (choice(token_ids=None), "without `token_ids`", "update vLLM"),
         (choice(prompt_token_ids=[1, 2]), "a prompt of", "add no tokens"),
@@ -372,6 +387,15 @@ def test_an_adapter_that_sglang_refuses_ends_the_run(folder, served):  # noqa: F
         metrics(run_with(folder, server, lora={"rank": 4}))
 
 
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_server_may_start_again_between_two_steps(folder, served, kind):  # noqa: F811
+    """It has lost the adapter, and refuses to unload it."""
+    server = served(kind)
+    server.status = lambda path: 400 if "unload" in path else None
+    lines = metrics(run_with(folder, server, "train.steps=2", lora={"rank": 4}))
+    assert len([l for l in lines if "loss" in l]) == 2 and any("unload" in path for path in server.paths())
+
+
 def test_an_adapter_that_is_loaded_and_not_applied_ends_the_run(folder, served):  # noqa: F811
     server = served()
     server.reply = lambda path, body, plain=server.reply: plain(
@@ -392,19 +416,58 @@ def test_a_server_that_is_away_is_named_before_anything_is_written(folder, serve
     assert not (tmp_path / "run").exists()
 
 
-def test_a_connection_that_breaks_off_is_tried_again(folder, served):  # noqa: F811
+@pytest.mark.parametrize("half", [False, True])
+def test_a_connection_that_breaks_off_is_tried_again(folder, served, half):  # noqa: F811
+    """Before the answer begins, or within it."""
     server, left = served(), [2]
 
     def breaking(path: str, found: Any) -> Any:
         if path == "/v1/completions" and left[0]:
             left[0] -= 1
-            raise ConnectionResetError
+            if not half:
+                raise ConnectionResetError
+            return Half(json.dumps(found))
         return found
 
     server.answer = breaking
     server.http.handle_error = lambda *_: None  # type: ignore[method-assign]
     assert metrics(run_with(folder, server, "train.steps=1", lora={"rank": 4}))
     assert not left[0]
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begin", "again", "found"),
+    [
+        (OK, b"X", "within rollout.timeout: 0.3 s"),
+        (OK + b"Content-Length: 99\r\n\r\n", b"X", "within rollout.timeout: 0.3 s"),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\n", b"0", "within rollout.timeout: 0.3 s"),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n", "within rollout.timeout: 0.3 s"),
+        (OK + b"\r\n", b"X" * 1000, "an answer of more than 5,000 bytes"),
+    ],
+)  # fmt: skip
+def test_an_answer_without_end_ends(monkeypatch, begin, again, found):
+    monkeypatch.setattr(rollout_server, "MOST_bytes", 5000)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            connection, _ = listening.accept()
+            with connection, suppress(OSError):
+                connection.recv(4096)
+                connection.sendall(begin)
+                for _ in range(100):
+                    connection.sendall(again)
+                    time.sleep(0.02)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        begun = time.monotonic()
+        with pytest.raises(NeedsError, match=found):
+            rollout_server.Client(f"http://127.0.0.1:{listening.getsockname()[1]}", 0.3).call("/x")
+        assert time.monotonic() - begun < 1
+        thread.join()
 
 
 @pytest.mark.parametrize(
@@ -416,6 +479,11 @@ def test_a_connection_that_breaks_off_is_tried_again(folder, served):  # noqa: F
         "http://me:key@host",
         "http://host:8000/?a=1",
         "http://host:x",
+        "http://host:99999",
+        "http://[1.2]",
+        "http://..:80",
+        "http://host/ü",
+        "http://host/\1",
         "http://host:8000 /v1",
         "http://[::1",
     ],
@@ -423,6 +491,12 @@ def test_a_connection_that_breaks_off_is_tried_again(folder, served):  # noqa: F
 def test_what_is_no_address(folder, url):  # noqa: F811
     with pytest.raises(ConfigError, match=r"(?s)rollout.server.*http://host:8000"):
         grpo_run(folder, sets=[f"rollout.server={url}"])
+
+
+@pytest.mark.parametrize("key", ["rollout.timeout", "grpo.reward_timeout"])
+def test_seconds_that_no_clock_counts_are_refused(folder, key):  # noqa: F811
+    with pytest.raises(ConfigError, match=key):
+        grpo_run(folder, sets=["rollout={server: 'http://host:1'}", f"{key}=1e300"])
 
 
 def test_a_server_where_nothing_is_sampled_is_refused(folder):  # noqa: F811

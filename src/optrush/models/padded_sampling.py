@@ -24,14 +24,14 @@ from optrush.models.hf import HFModel, Kept
 from optrush.models.kv_cache import uncompiled
 from optrush.models.sampling import Drawing, PromptIds, SampledAnswer, draw_tokens
 
-TRIED = (9, 5, 7)  # tokens of the trial's prompts
+PROBED = (9, 5, 7)  # tokens of the trial's prompts
 STEPS = 3  # tokens that follow each
 ONE_LENGTH = "batches of prompts of one length, because padding changes what the model computes"
 UNCACHED = "whole rows for each token, which is slow, because its cache does not give what training computes"
 
 
 class GrowingRows(Protocol):
-    """GrowingRows of tokens that grow by one token each."""
+    """Rows of tokens that grow by one token each."""
 
     def last(self, token: Tensor | None) -> Tensor:
         """Append tokens (S,), if given; return the hidden states (S, D) of the last ones."""
@@ -59,17 +59,17 @@ class PaddedEngine:
         found: list[SampledAnswer] = []
         with precision or nullcontext(), uncompiled(self.model):
             if prompts and self.note is None:
-                self.note = self.tried()
+                self.note = self.probe()
             for _, alike in groupby(order, key=lambda p: len(prompts[p].ids) if self.note == ONE_LENGTH else 0):
                 rows = [(p, m) for p in alike for m in range(members)]
                 for i in range(0, len(rows), drawing.slots):
                     found += self._batch(rows[i : i + drawing.slots], prompts, drawing)
         return sorted(found, key=lambda a: (a.prompt, a.member))
 
-    def tried(self) -> str:
+    def probe(self) -> str:
         """Return how this model is sampled: "" if cache and padding give what its forward pass gives."""
         weight = self.model.head.weight
-        made = [(torch.arange(n + STEPS, device=weight.device) * 7919 + 13) % weight.shape[0] for n in TRIED]
+        made = [(torch.arange(n + STEPS, device=weight.device) * 7919 + 13) % weight.shape[0] for n in PROBED]
         rounded = weight.dtype != torch.float32 or torch.is_autocast_enabled(weight.device.type)
         wanted = states(WholeRows, self.model, made)
         for note in ("", ONE_LENGTH):
@@ -150,7 +150,7 @@ class CachedRows:
 
 
 class WholeRows:
-    """GrowingRows that pass from their first token on as in training, padded on the right."""
+    """Rows that pass from their first token on as in training, padded on the right."""
 
     def __init__(self, model: HFModel, rows: Sequence[Tensor]) -> None:
         self.model, longest = model, max(map(len, rows))

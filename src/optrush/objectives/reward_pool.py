@@ -139,12 +139,12 @@ class PooledJudge(Judge):
 
 def _begin(rules: Sequence[RewardRule], seconds: float) -> RewardWorker:
     ours, theirs = Pipe()
-    places = os.pathsep.join(place or os.getcwd() for place in sys.path)
+    places = [place or os.getcwd() for place in sys.path]  # in no variable, which a reward's programs would inherit
     with theirs:
+        code = f"from {__name__} import serve; serve({theirs.fileno()}, {os.getpid()})"
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid())], pass_fds=(theirs.fileno(),),
-            env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": places}, stdin=subprocess.DEVNULL, stdout=2,
-            start_new_session=True,
+            [sys.executable, "-c", f"import sys; sys.path[:] = {places!r}; {code}"], pass_fds=(theirs.fileno(),),
+            env={"OMP_NUM_THREADS": "1", **os.environ}, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True,
         )  # fmt: skip
     with suppress(OSError):  # a dead worker is noticed when its pipe is read
         ours.send(([rule.model_dump() for rule in rules], seconds, RECYCLED, GROWTH_bytes))
@@ -171,8 +171,9 @@ def _end(workers: list[RewardWorker], parent: int = 0) -> int:
 
 def serve(number: int, parent: int) -> None:
     """Reward answers from a pipe until it ends."""
-    for each in LEFT_TO_PARENT:
-        signal.signal(each, signal.SIG_IGN)
+    for each in LEFT_TO_PARENT:  # not SIG_IGN, which programs that a reward starts would inherit
+        signal.signal(each, lambda *_: None)
+    os.register_at_fork(after_in_child=lambda: [signal.signal(each, signal.SIG_DFL) for each in LEFT_TO_PARENT])
     die_with_parent(parent, signal.SIGKILL)
     pipe = Connection(number)
     rules, seconds, most, growth = pipe.recv()
@@ -192,7 +193,3 @@ def serve(number: int, parent: int) -> None:
 
 def _held_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-if __name__ == "__main__":
-    serve(*map(int, sys.argv[1:]))

@@ -7,8 +7,10 @@ is not 0.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import partial
@@ -107,6 +109,21 @@ def open_reward(rule: RewardRule) -> Function:
     return partial(function, **given) if given else function
 
 
+@contextmanager
+def _forks_ended() -> Iterator[None]:
+    """End processes that the block forks where they leave it: each would continue as a second trainer or worker."""
+    process, code = os.getpid(), 1
+    try:
+        yield
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        raise
+    finally:
+        if os.getpid() != process:
+            os._exit(code & 0xFF)
+
+
 @dataclass
 class Judge:
     """The rewards of a run: their weighted sum for an answer, and what failed.
@@ -137,7 +154,7 @@ class Judge:
         found = []
         for rule, function in zip(self.rules, self.functions, strict=True):
             try:
-                with limited(self.seconds):
+                with _forks_ended(), limited(self.seconds):
                     value = function(answer, reference, row)
                 if isinstance(value, str | bytes) or not abs(float(value)) <= LARGEST:
                     raise ValueError(f"it returned {value!r}, no finite number up to {LARGEST:g}")

@@ -17,12 +17,14 @@ import json
 import math
 import secrets
 import shutil
+import socket
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from http.client import HTTPConnection, HTTPException, HTTPSConnection, IncompleteRead
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
@@ -71,6 +73,9 @@ class Client:
                     do = "start the server, or correct rollout.server"
                     raise self.error(path, f"no connection: {first_line(error)}", do) from None
                 time.sleep(WAIT_s)
+        if len(raw) > MOST_bytes:
+            do = "give the address of a vLLM or SGLang server"
+            raise self.error(path, f"an answer of more than {MOST_bytes:,} bytes", do)
         if 300 <= status < 400:
             place = headers.get("Location", "nowhere")
             raise self.error(
@@ -78,28 +83,28 @@ class Client:
             )
         try:
             found: Any = json.loads(raw)
-        except ValueError:
+        except (ValueError, RecursionError):
             found = raw.decode(errors="replace")
         if status in (401, 403) or status >= 500:
-            raise self.error(path, f"HTTP {status}: {told(found)}", "read the server's log")
+            raise self.error(path, f"HTTP {status}: {error_text(found)}", "read the server's log")
         return status, found
 
     def _sent(self, path: str, body: Mapping[str, Any] | None) -> tuple[int, Any, bytes]:
-        parts, until = urlsplit(self.url), time.monotonic() + self.timeout
+        parts = urlsplit(self.url)
         kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         connection = kind(parts.hostname or "", parts.port, timeout=self.timeout)
         try:
             text = None if body is None else json.dumps(body)
             headers = {} if text is None else {"Content-Type": "application/json"}
-            connection.request("GET" if text is None else "POST", parts.path.rstrip("/") + path, text, headers)
-            answer, pieces, size = connection.getresponse(), list[bytes](), 0
-            while piece := answer.read1(1 << 16):
-                pieces.append(piece)
-                if (size := size + len(piece)) > MOST_bytes:
-                    raise HTTPException(f"an answer of more than {MOST_bytes:,} bytes")
-                if time.monotonic() > until:
-                    raise TimeoutError
-            return answer.status, answer.headers, b"".join(pieces)
+            connection.connect()
+            with closed_after(connection.sock, self.timeout):
+                connection.request("GET" if text is None else "POST", parts.path.rstrip("/") + path, text, headers)
+                answer, raw = connection.getresponse(), bytearray()
+                while len(raw) <= MOST_bytes and (piece := answer.read1(1 << 16)):
+                    raw += piece
+                if answer.length and len(raw) <= MOST_bytes:
+                    raise IncompleteRead(b"", answer.length)
+            return answer.status, answer.headers, bytes(raw)
         finally:
             connection.close()
 
@@ -108,7 +113,30 @@ class Client:
         return NeedsError(f"`rollout.server: {self.url}`, {path}", found, do)
 
 
-def told(found: Any) -> str:
+@contextmanager
+def closed_after(connection: socket.socket, seconds: float) -> Iterator[None]:
+    """End a connection after some seconds, and raise TimeoutError: a socket's own limit begins anew with each byte."""
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        with suppress(OSError):  # the server has closed it
+            connection.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, end)
+    timer.start()
+    try:
+        yield
+    except (OSError, HTTPException):
+        if not late.is_set():
+            raise
+    finally:
+        timer.cancel()
+    if late.is_set():
+        raise TimeoutError
+
+
+def error_text(found: Any) -> str:
     """Return the text of a server's error, in one line."""
     for key in ("error", "message", "detail"):
         found = found.get(key, found) if isinstance(found, Mapping) else found
@@ -154,7 +182,7 @@ class Vllm:
             "stop_token_ids": list(drawing.ends), "logprobs": 0, "return_token_ids": True,
             "skip_special_tokens": False, "add_special_tokens": False,
         }  # fmt: skip
-        found = demanded(self.client, path, body)
+        found = checked_call(self.client, path, body)
         choice = found["choices"][0]
         if choice.get("token_ids") is None:
             raise self.client.error(path, "an answer without `token_ids`", "update vLLM: it has `return_token_ids`")
@@ -165,17 +193,17 @@ class Vllm:
     def load(self, name: str, folder: Path) -> None:
         """Load an adapter."""
         body = {"lora_name": name, "lora_path": str(folder)}
-        demanded(self.client, "/v1/load_lora_adapter", body, f"start it as `{LOADED}`")
+        checked_call(self.client, "/v1/load_lora_adapter", body, f"start it as `{LOADED}`")
 
     def unload(self, name: str) -> None:
-        """Forget an adapter."""
-        demanded(self.client, "/v1/unload_lora_adapter", {"lora_name": name})
+        """Forget an adapter, if the server still has it: it may have been started again."""
+        self.client.call("/v1/unload_lora_adapter", {"lora_name": name})
 
     def reload(self, folder: Path) -> None:
         """Read all weights anew, and forget what was cached of the old ones."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        demanded(self.client, "/collective_rpc", body, f"start it as `{RELOADED}`")
-        demanded(self.client, "/reset_prefix_cache", {}, f"start it as `{RELOADED}`")
+        checked_call(self.client, "/collective_rpc", body, f"start it as `{RELOADED}`")
+        checked_call(self.client, "/reset_prefix_cache", {}, f"start it as `{RELOADED}`")
 
 
 @dataclass(frozen=True)
@@ -193,7 +221,7 @@ class Sglang:
             "skip_special_tokens": False, "no_stop_trim": True,
         }  # fmt: skip
         body = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True}
-        found = demanded(self.client, "/generate", {**body, "lora_path": adapter} if adapter else body)
+        found = checked_call(self.client, "/generate", {**body, "lora_path": adapter} if adapter else body)
         found = found[0] if isinstance(found, list) else found
         meta = found["meta_info"]
         pairs = meta.get("output_token_logprobs")
@@ -204,22 +232,22 @@ class Sglang:
     def load(self, name: str, folder: Path) -> None:
         """Load an adapter."""
         do = "start it with --enable-lora --max-lora-rank RANK --lora-target-modules all"
-        demanded(self.client, "/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, do)
+        checked_call(self.client, "/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, do)
 
     def unload(self, name: str) -> None:
-        """Forget an adapter."""
-        demanded(self.client, "/unload_lora_adapter", {"lora_name": name})
+        """Forget an adapter, if the server still has it: it may have been started again."""
+        self.client.call("/unload_lora_adapter", {"lora_name": name})
 
     def reload(self, folder: Path) -> None:
         """Read all weights anew, and forget what was cached of the old ones."""
-        demanded(self.client, "/update_weights_from_disk", {"model_path": str(folder)})
+        checked_call(self.client, "/update_weights_from_disk", {"model_path": str(folder)})
 
 
-def demanded(client: Client, path: str, body: Mapping[str, Any], do: str = "read the server's log") -> Any:
+def checked_call(client: Client, path: str, body: Mapping[str, Any], do: str = "read the server's log") -> Any:
     """Return what a server answers; NeedsError if it refuses."""
     status, found = client.call(path, body)
     if status != 200 or (isinstance(found, Mapping) and found.get("success") is False):
-        raise client.error(path, f"HTTP {status}: {told(found)}", do)
+        raise client.error(path, f"HTTP {status}: {error_text(found)}", do)
     return found
 
 
@@ -235,7 +263,7 @@ def connect(settings: RolloutServer) -> Dialect:
     bases = [m["id"] for m in models or () if isinstance(m, Mapping) and "id" in m and not m.get("parent")]
     if not bases:
         do = "give the address of a vLLM or SGLang server, as http://host:8000 (without /v1)"
-        raise client.error("/v1/models", f"HTTP {status} without a model: {told(found)}", do)
+        raise client.error("/v1/models", f"HTTP {status} without a model: {error_text(found)}", do)
     return Vllm(client, str(bases[0]))
 
 
@@ -284,8 +312,9 @@ class ServerEngine:
         self.count += 1
         name, old = f"{self.name}-{self.count}", self.loaded
         first = self.trainer.world.rank == 0
-        if first and self.count == 1 and self.settings.folder is None:  # what a run left that was killed
-            shutil.rmtree(self.folder, ignore_errors=True)
+        if first and self.count == 1 and self.settings.folder is None:
+            for left in self.folder.glob("optrush-*"):  # by a run that was killed
+                shutil.rmtree(left, ignore_errors=True)
         assert self.trainer.publish is not None
         adapters = self.trainer.publish(self.folder / name)
         distributed.agreed(lambda: self._loaded(name, adapters, old) if first else None)
@@ -315,7 +344,7 @@ class ServerEngine:
         try:
             reply = self.dialect.answer(ids, drawing, seed, self.loaded)
             wrong = self._wrong(reply, ids, drawing)
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
+        except (LookupError, TypeError, AttributeError, OverflowError) as error:
             wrong = f"an answer in another form: {type(error).__name__}: {first_line(error)}", "update the server"
         if wrong:
             raise self.client.error("an answer", *wrong)

@@ -300,8 +300,10 @@ def absolute(config: Config) -> Config:
     rules = () if config.grpo is None else config.grpo.rewards
     rewards = tuple(RewardRule(**{**dict(rule), "use": plugged.absolute_name(rule.use)}) for rule in rules)
     with_ = {n: {**o, "use": plugged.absolute_name(o["use"])} if "use" in o else o for n, o in config.with_.items()}
+    shared = config.rollout and config.rollout.folder
     return changed(config, {
         "loss": loss, "with": with_, **({"grpo.rewards": rewards} if rewards else {}),
+        **({"rollout.folder": str(Path(shared).resolve())} if shared else {}),
         "data.path": source, "data.eval": held_out, "data.clean": clean, "data.cache": full(d.cache),
         "model.path": path, "model.chat_template": template, "model.tokenizer": full(m.tokenizer),
         "train.overwrite": False,  # run again, it must not empty itself
