@@ -8,11 +8,13 @@ import io
 import json
 import os
 import re
+import socket
 import struct
 import threading
 import time
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from PIL import Image
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoTokenizer
 
 from optrush.config import Cleaning, parse_config
-from optrush.data import images, preview, tokenize
+from optrush.data import download, preview, tokenize
 from optrush.data.cleaning import Task, clean_files, measure_files
 from optrush.data.dataset import Sources, read_sources
 from optrush.data.images import ImageReader, Picture, processed_size
@@ -101,6 +103,12 @@ def write(folder: Path, *rows: Any) -> Path:
          [Picture("a")]),
         ({"instruction": "<image>what ?", "input": "", "output": "b", "images": ["a"]}, [Picture("a")]),
         ({"prompt": [asked({"type": "image"})], "completion": [ANSWER], "images": ["a"]}, [Picture("a")]),
+        ({"conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "b"}], "image_path": "a"},
+         [Picture("a")]),
+        ({"messages": [{"role": "user", "content": "<image><image>"}, ANSWER], "image_urls": ["a", {"url": "b"}]},
+         [Picture("a"), Picture("b")]),
+        ({"messages": [asked({"type": "image"}), ANSWER], "img": {"bytes": PNG}}, [PNG]),
+        ({"instruction": "<image>what ?", "output": "b", "picture_file": "a"}, [Picture("a")]),
     ],
 )  # fmt: skip
 def test_every_form_names_its_image(row: dict[str, Any], images: list[Any]) -> None:
@@ -139,6 +147,33 @@ def test_every_form_names_its_image(row: dict[str, Any], images: list[Any]) -> N
         ({"messages": [asked({"type": "image"}), ANSWER], "images": [None]}, "the image is named by nothing"),
         ({"messages": [asked({"type": "image"}), ANSWER], "images": [{"path": None}]}, "the image is named by nothing"),
         ({"messages": [asked({"type": "image", "bytes": "a b!"}), ANSWER]}, "the image is no base64"),
+        (
+            {"messages": [{"role": "user", "content": "<image><image>"}, ANSWER], "image_path": "a"},
+            "1 in 'image_path'",
+        ),
+        (
+            {"messages": [asked({"type": "image"}), ANSWER], "image_url": "a", "image_path": "b"},
+            "in both 'image_url' and 'image_path'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "<image>", "image_path": "a"}, ANSWER]},
+            "[0] has 'image_path'",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "<image>", "image_url": "a"}]},
+                    ANSWER,
+                ]
+            },
+            "messages[0].content[0] has 'image_url', which is not understood",
+        ),
+        ({"text": "<image> a", "image_path": "a"}, "the row has 'image_path', which is not understood"),
+        (
+            {"prompt": "<image>", "chosen": "b", "rejected": "c", "image_url": "a"},
+            "'image_url', which is not understood",
+        ),
+        ({"prompt": "<image>", "completion": "c", "image_url": "a"}, "1 in 'image_url'; places for them in its turns"),
         ({"messages": [asked(), ANSWER], "videos": ["a"]}, "the row has 'videos', which is not understood"),
         ({"text": "a", "images": ["a"]}, "the row has 'images', which is not understood"),
         ({"prompt": "<image>", "completion": "a", "images": ["a"]}, "places for them in its turns (<image>): 0"),
@@ -161,6 +196,13 @@ def test_what_is_not_read_of_an_image_is_named() -> None:
     url = {"url": "a.png", "detail": "low"}
     parse_row(WHERE, {"messages": [asked({"type": "image_url", "image_url": url, "id": 3}), ANSWER]}, noted=noted)
     assert noted == {"messages[].content[].image_url.detail", "messages[].content[].id"}
+    for row in (
+        {"messages": [asked(), ANSWER], "image_url": "a"},
+        {"messages": [asked({"type": "image"}), ANSWER], "image": PNG, "image_path": "a"},
+    ):
+        noted = set()
+        parse_row(WHERE, row, noted=noted)
+        assert len(noted) == 1 and noted < {"image_url", "image_path"}
 
 
 # --- damaged and hostile files
@@ -233,8 +275,13 @@ def site() -> Iterator[str]:
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if self.path == "/head":
+                with suppress(OSError):
+                    for _ in range(60):
+                        self.wfile.write(b"HTTP/1.0 200 OK\r\n" if not _ else b"a: b\r\n")
+                        time.sleep(0.02)
             places = {"/file": "file:///etc/hostname", "/ftp": "ftp://127.0.0.1:9/a.png", "/moved": "/a.png"}
-            found = self.path in ("/a.png", "/slow", "/empty", "/short")
+            found = self.path.removeprefix("http://pictures.example.invalid") in ("/a.png", "/slow", "/empty", "/short")
             self.send_response(302 if self.path in places else 200 if found else 404)
             if self.path in places:
                 self.send_header("Location", places[self.path])
@@ -242,7 +289,7 @@ def site() -> Iterator[str]:
                 self.send_header("Content-Length", "100")
             self.end_headers()
             self.wfile.write(b"abc" if self.path == "/short" else b"")
-            self.wfile.write(PNG if self.path == "/a.png" else b"")
+            self.wfile.write(PNG if self.path.endswith("/a.png") else b"")
             for _ in range(60 if self.path == "/slow" else 0):
                 self.wfile.write(b"x")
                 time.sleep(0.02)
@@ -257,15 +304,17 @@ def site() -> Iterator[str]:
 
 
 def test_addresses_of_the_web(site: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "is_outside", lambda _: True)
     path = write(tmp_path, {"messages": [asked({"type": "image_url", "image_url": {"url": f"{site}/a.png"}}), ANSWER]})
     with pytest.raises(DataError, match=r"`data\.remote: true` downloads it"):
         read(base, path)
     (document,) = read(base, path, "data.remote=true").train.documents(0)
     assert document.images[0].picture == Picture(data=PNG) and document.images[0].size == (32, 24)
-    monkeypatch.setattr(images, "DOWNLOAD_s", 0.4)
+    monkeypatch.setattr(download, "DOWNLOAD_s", 0.4)
     reader = open_reader(base, "data.remote=true")
     reasons = {
-        "/b.png": "404", "/slow": "more than 0.4 s", "/empty": "no bytes", "/file": "file:///etc", "/ftp": "ftp://",
+        "/b.png": "404", "/slow": "more than 0.4 s", "/head": "more than 0.4 s",
+        "/empty": "no bytes", "/file": "file:///etc", "/ftp": "ftp://",
         "/short": "97 bytes before its end",
     }  # fmt: skip
     for place, reason in reasons.items():
@@ -274,6 +323,46 @@ def test_addresses_of_the_web(site: str, base: Path, tmp_path: Path, monkeypatch
     assert reader.look(Picture(f"{site}/moved"), tmp_path).size == (32, 24)
     with pytest.raises(ValueError, match="refused"):
         reader.look(Picture("http://127.0.0.1:9/a.png"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("host", "found"),
+    [("127.0.0.1:9", "127.0.0.1"), ("localhost:9", ""), ("[::1]:9", "::1"), ("169.254.169.254", "169.254.169.254"),
+     ("10.0.0.1", "10.0.0.1"), ("192.168.1.1:80", "192.168.1.1"), ("[::ffff:10.0.0.1]", "10.0.0.1|a00:1"),
+     ("[fe80::1]", "fe80::1"), ("[64:ff9b::7f00:1]", "64:ff9b::7f00:1"), ("0.0.0.0:9", "0.0.0.0"),
+     ("2130706433", "127"),
+     ("224.0.0.1", "224.0.0.1"), ("[2002:7f00:1::]", "2002:7f00:1::"), ("100.64.0.1", "100.64.0.1")],
+)  # fmt: skip
+def test_addresses_of_the_own_network(host: str, found: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for form in ("http", "https"):
+        with pytest.raises(ValueError, match=rf"({found}).*, an address of the own network; save the image"):
+            download.download(f"{form}://{host}/a.png", 9)
+
+
+def test_a_name_that_leads_into_the_own_network(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its address, of which each is asked; and by a redirect of a public site. A proxy is taken as given."""
+    public = site.replace("127.0.0.1", "pictures.example.com")
+    known = socket.getaddrinfo
+
+    def names(host: str, *given: Any, **more: Any) -> Any:
+        return known("127.0.0.1" if host == "pictures.example.com" else host, *given, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", names)
+    with pytest.raises(ValueError, match=r"'pictures\.example\.com' is 127\.0\.0\.1, an address of the own"):
+        download.download(f"{public}/a.png", 9999)
+    asked, outside = list[str](), [True, False]
+    monkeypatch.setattr(download, "is_outside", lambda one: not asked.append(one) and outside[len(asked) - 1])
+    with pytest.raises(ValueError, match="an address of the own network"):
+        download.download(f"{public}/moved", 9999)
+    assert len(asked) == 2
+    monkeypatch.setattr(download, "is_outside", lambda one: one != "127.0.0.1")
+    monkeypatch.setenv("http_proxy", site)
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert download.download("http://pictures.example.invalid/a.png", 9999) == PNG
+    with pytest.raises(ValueError, match="an address of the own network"):
+        download.download(f"{public}/a.png", 9999)
 
 
 # --- what is read of sound ones
@@ -588,6 +677,7 @@ def test_the_plan_counts_the_tower_and_the_images_tokens(base: Path, tmp_path: P
 def test_what_was_tokenised_elsewhere_or_without_the_web_is_not_taken(
     site: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(download, "is_outside", lambda _: True)
     monkeypatch.setattr(tokenize, "CHUNK_bytes", 1)  # small data is kept on the disk, too
     cache = f"data.cache={tmp_path / 'cache'}"
     path = write(tmp_path, {"messages": [asked({"type": "image_url", "image_url": {"url": f"{site}/a.png"}}), ANSWER]})
@@ -602,3 +692,39 @@ def test_what_was_tokenised_elsewhere_or_without_the_web_is_not_taken(
         row = {"messages": [asked({"type": "image", "image": "a.png"}), ANSWER]}
         sizes.append(read(base, write(folder, row), cache).train.documents(0)[0].images[0].size)
     assert sizes == [(40, 24), (56, 24)]
+
+
+def test_a_row_refused_for_its_image_is_tried_again(
+    site: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the image has come, was mended or may be read; other shards and rows stay as they are."""
+    monkeypatch.setattr(download, "is_outside", lambda _: True)
+    monkeypatch.setattr(tokenize, "CHUNK_bytes", 1)
+    monkeypatch.setattr(tokenize, "SHARD_rows", 1)
+    monkeypatch.setattr(tokenize, "BATCH_rows", 1)
+    (tmp_path / "good.png").write_bytes(PNG)
+    (tmp_path / "half.png").write_bytes(PNG[:60])
+    names = ["good.png", "half.png", "missing.png", f"{site}/late", "folder/a.png"]
+    rows = [{"messages": [asked({"type": "image", "image": name}), ANSWER]} for name in names]
+    path = write(tmp_path, *rows, {"a": 1})
+    sets = (f"data.cache={tmp_path / 'cache'}", "data.bad_rows=quarantine", "data.most_bad=0.9", "data.remote=true")
+
+    def refused() -> list[int]:
+        return [row.where.line for row in read(base, path, *sets).refused]
+
+    def kept() -> set[tuple[str, int]]:
+        return {(file.name, file.stat().st_mtime_ns) for file in (tmp_path / "cache").rglob("*.safetensors")}
+
+    assert refused() == [2, 3, 4, 5, 6]
+    first = kept()
+    assert refused() == [2, 3, 4, 5, 6] and kept() == first
+    (tmp_path / "half.png").write_bytes(PNG)
+    assert refused() == [3, 4, 5, 6] and {name[:6] for name, _ in kept() ^ first} == {"000001"}
+    (tmp_path / "missing.png").write_bytes(PNG)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.png").write_bytes(PNG)
+    assert refused() == [4, 6]
+    monkeypatch.setattr(time, "time", lambda now=time.time: now() + 3600)
+    before = kept()
+    assert refused() == [4, 6] and {name[:6] for name, _ in kept() ^ before} == {"000003"}
+    assert len(read(base, path, *sets).train) == 4

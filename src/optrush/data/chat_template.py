@@ -215,7 +215,9 @@ class Tokens:
             for image in chat.images:
                 seen.append(self.images.look(image, where.file.parent))
         except ValueError as error:
-            return bad_row(where, f"image {len(seen) + 1} of {len(chat.images)}: {error}")
+            bad = bad_row(where, f"image {len(seen) + 1} of {len(chat.images)}: {error}")
+            bad.image = chat.images[len(seen)].path
+            return bad
         if (n := int((document.ids == self.images.token).sum())) != len(seen):
             mark = self.tokenizer.convert_ids_to_tokens(self.images.token)
             found = f"{len(seen)} images, and {n} of {mark} in what the chat template writes"

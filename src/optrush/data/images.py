@@ -13,20 +13,20 @@ import hashlib
 import io
 import json
 import math
-import time
-import urllib.request
+import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from optrush.console import transformers_silenced
+from optrush.data.download import REMOTE, download
 from optrush.data.strict_json import kind_of, quoted
 from optrush.errors import DataError, NeedsError, first_line
 from optrush.files import open_file, parse_json, read_file, read_text
@@ -34,6 +34,8 @@ from optrush.tokenizer_files import PROCESSORS
 
 MARK = "\ufdd0"  # in a turn's text, where an image is: a code point that texts do not have
 PLACE = "<image>"  # in the texts of a row with `images`
+# What other tools call a row's images: `image_path`, `img`, `picture_urls`.
+NAMING = re.compile(r"(?i)(image|img|picture|photo)s?(_?(url|uri|path|file|file_?name|bytes|base64|b64|data)s?)?")
 IMAGE_PARTS = ("image", "image_url")  # types of a part of a turn's content
 SOURCES = ("bytes", "base64", "image", "image_url", "url", "path")  # keys of such a part
 # Their decoders are part of Pillow: others start programs (EPS) or are hardly ever used, and so hardly tried.
@@ -42,7 +44,6 @@ MOST_FILE_bytes, MOST_PIXELS = 64 << 20, 100_000_000  # of an image; a phone's h
 NARROW = 200  # times that an image is at most as long as wide
 USUAL = 256.0  # placeholders of an image, where nothing is known of it
 LONGEST_PATH_chars = 4096
-REMOTE, DOWNLOAD_s = ("http://", "https://"), 60.0
 ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # a tag of cameras, and its values that exchange width and height
 KIND = "Qwen2VLImageProcessor"  # how the names of transformers' classes begin whose patches the towers take
 
@@ -137,18 +138,32 @@ def _decoded(text: str) -> bytes:
     return data
 
 
-def place_images(found: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
-    """Return a row whose `images` are parts of its turns: at each `<image>`, or in the parts without an image.
+def image_keys(found: dict[str, Any]) -> list[str]:
+    """Return the keys by which a row or a turn names images: `images` and `image`, else others if it has a place."""
+    named = [key for key, value in found.items() if NAMING.fullmatch(key) and value not in (None, "", [], {})]
+    own = [key for key in named if key in ("images", "image")]
+    return own or (named if named and _has_place(found) else [])
+
+
+def _has_place(found: Any) -> bool:
+    """Return whether a value of a row has a place for an image that it does not name there."""
+    if isinstance(found, dict):
+        empty = found.get("type") in IMAGE_PARTS and all(found.get(key) is None for key in SOURCES)
+        return empty or any(map(_has_place, found.values()))
+    return any(map(_has_place, found)) if isinstance(found, list) else isinstance(found, str) and PLACE in found
+
+
+def place_images(found: dict[str, Any], named: list[str], keys: tuple[str, ...]) -> dict[str, Any]:
+    """Return a row whose images are parts of its turns: at each `<image>`, or in the parts without an image.
 
     Args:
+        named: the keys of its images.
         keys: those of its turns, lists of objects.
 
     Raises ValueError: other images than places.
     """
-    given = [found[key] for key in ("images", "image") if found.get(key)]
-    rest = {key: value for key, value in found.items() if key not in ("images", "image")}
-    if not given:
-        return rest
+    given = [found[key] for key in named]
+    rest = {key: value for key, value in found.items() if key not in ("images", "image", *named)}
     listed = given[0] if isinstance(given[0], list) else [given[0]]
     left, places = iter(listed), 0
 
@@ -180,7 +195,8 @@ def place_images(found: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]
         if isinstance(rest.get(key), list):
             rest[key] = [turn(one) for one in rest[key]]
     if len(given) > 1 or places != len(listed):
-        where = "" if len(given) == 1 else " in both 'images' and 'image'"
+        where = "" if named[0] in ("images", "image") else f" in {named[0]!r}"
+        where = where if len(named) == 1 else f" in both {' and '.join(map(repr, named))}"
         raise ValueError(f"images: {len(listed)}{where}; places for them in its turns ({PLACE}): {places}")
     return rest
 
@@ -302,7 +318,7 @@ class ImageReader:
         if given.path.startswith(REMOTE):
             if not self.remote:
                 raise ValueError(f"the address {quoted(given.path[:80])}; `data.remote: true` downloads it")
-            given = Picture(data=_downloaded(given.path))
+            given = Picture(data=download(given.path, MOST_FILE_bytes))
         raw = _bytes(given, folder)
         with _opened(raw) as image:
             width, height = image.size
@@ -348,36 +364,6 @@ def _digest(raw: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little", signed=True)
 
 
-class _WebOnly(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *given: Any) -> urllib.request.Request | None:
-        if not given[-1].startswith(REMOTE):  # ftp, which urllib would follow
-            raise ValueError(f"it leads to {quoted(given[-1][:80])}")
-        return super().redirect_request(*given)
-
-
-def _downloaded(address: str) -> bytes:
-    """Return the bytes at an address; raises ValueError: none come in time, or more than MOST_FILE_bytes."""
-    parts, left, until = list[bytes](), MOST_FILE_bytes, time.monotonic() + DOWNLOAD_s
-    try:
-        asked = urllib.request.Request(address, headers={"User-Agent": "optrush"})
-        with urllib.request.build_opener(_WebOnly).open(asked, timeout=DOWNLOAD_s / 2) as answer:
-            while piece := answer.read1(1 << 16):
-                parts.append(piece)
-                left -= len(piece)
-                if left < 0 or time.monotonic() > until:
-                    what = (
-                        f"more than {MOST_FILE_bytes:,} bytes" if left < 0 else f"it takes more than {DOWNLOAD_s:g} s"
-                    )
-                    raise ValueError(what)
-            if answer.length:
-                raise ValueError(f"cut off, {answer.length:,} bytes before its end")
-    except (OSError, ValueError, HTTPException) as error:
-        raise ValueError(f"{quoted(address[:80])}: {first_line(error)}") from None
-    if not parts:
-        raise ValueError(f"{quoted(address[:80])}: no bytes")
-    return b"".join(parts)
-
-
 def _bytes(given: Picture, folder: Path) -> bytes:
     """Return the bytes of an image; raises ValueError: no regular file of at most MOST_FILE_bytes."""
     if given.data:
@@ -385,9 +371,9 @@ def _bytes(given: Picture, folder: Path) -> bytes:
     else:
         path = folder / given.path
         try:
-            with open_file(path) as file:
-                size = file.seek(0, 2)
-            raw = read_file(path) if size <= MOST_FILE_bytes else b""
+            with open_file(path) as file:  # once: it may be replaced meanwhile
+                raw = file.read(MOST_FILE_bytes + 1)
+                size = max(len(raw), os.fstat(file.fileno()).st_size)
         except OSError as error:
             raise ValueError(f"{path}: {error.strerror or first_line(error)}") from None
     if size > MOST_FILE_bytes:
