@@ -31,7 +31,8 @@ from optrush.config import Cleaning, parse_config
 from optrush.data import download, preview, tokenize
 from optrush.data.cleaning import Task, clean_files, measure_files
 from optrush.data.dataset import Sources, read_sources
-from optrush.data.images import ImageReader, Picture, processed_size
+from optrush.data.image_sizes import processed_size
+from optrush.data.images import ImageReader, Picture
 from optrush.data.length_estimate import estimate
 from optrush.data.samples import Counts, describe_counts
 from optrush.data.schema import NO_RULES, Chat, RowLocation, parse_row
@@ -382,7 +383,7 @@ def test_formats_and_modes(form: str, mode: str, base: Path, tmp_path: Path) -> 
     assert seen.size == (40, 24) and seen.grid == (6, 10) and seen.tokens == 15
     reader = open_reader(base)
     with Image.open(tmp_path / "a") as opened:
-        size = dict(zip(("shortest_edge", "longest_edge"), reader.pixels, strict=True))
+        size = dict(zip(("shortest_edge", "longest_edge"), (reader.sizes.least, reader.sizes.most), strict=True))
         want = reader.processor(images=[opened.convert("RGB")], size=size, return_tensors="np")["pixel_values"]
     assert np.array_equal(reader.patches(seen), want) and want.shape == (60, 96) and want.std() > 0.02
 

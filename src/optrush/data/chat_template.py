@@ -224,9 +224,10 @@ class Tokens:
             return DataError(f"to render the messages at {where}", found, "give the base's own (model.chat_template)")
         places, times = document.ids == self.images.token, np.ones(len(document), np.int64)
         times[places] = [image.tokens for image in seen]
-        begin = (times.cumsum() - times)[places].tolist()
+        begin, ids = (times.cumsum() - times)[places].tolist(), np.repeat(document.ids, times)
+        ids[np.repeat(places, times)] = np.concatenate([self.images.written(image.grid) for image in seen])
         return Document(
-            np.repeat(document.ids, times), np.repeat(document.targets & ~places, times),
+            ids, np.repeat(document.targets & ~places, times),
             weights=None if document.weights is None else np.repeat(document.weights, times),
             images=tuple([image._replace(at=at) for image, at in zip(seen, begin, strict=True)]),
         )  # fmt: skip
@@ -401,7 +402,8 @@ class Tokens:
             found = f"{size} bytes; at most {LONGEST_TEMPLATE_bytes} are taken"
             raise DataError("the chat template", found, GIVE_TEMPLATE)
         source = source if self._today is None else _dated(source, self._today)
-        return Template(source, self.tokenizer.special_tokens_map)
+        frame = self.images.frame if isinstance(self.images, ImageReader) else ("", "")
+        return Template(source, self.tokenizer.special_tokens_map, frame)
 
     def _draft(self, row: Text | Chat | Completion, train_on: str, where: RowLocation) -> _Draft:
         assert train_on in TRAIN_ON, train_on

@@ -27,9 +27,12 @@ import numpy as np
 
 from optrush.console import transformers_silenced
 from optrush.data.download import REMOTE, download
+from optrush.data.image_sizes import Sizes, sizes_of
 from optrush.data.strict_json import kind_of, quoted
-from optrush.errors import DataError, NeedsError, first_line
+from optrush.errors import DataError, NeedsError, UserError, first_line
 from optrush.files import open_file, parse_json, read_file, read_text
+from optrush.models.families import TowerSpec
+from optrush.models.text_part import image_token, reads_mutually, tower_spec
 from optrush.tokenizer_files import PROCESSORS
 
 MARK = "\ufdd0"  # in a turn's text, where an image is: a code point that texts do not have
@@ -41,11 +44,9 @@ SOURCES = ("bytes", "base64", "image", "image_url", "url", "path")  # keys of su
 # Their decoders are part of Pillow: others start programs (EPS) or are hardly ever used, and so hardly tried.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 MOST_FILE_bytes, MOST_PIXELS = 64 << 20, 100_000_000  # of an image; a phone's has up to 16 MiB, and 50 million
-NARROW = 200  # times that an image is at most as long as wide
 USUAL = 256.0  # placeholders of an image, where nothing is known of it
 LONGEST_PATH_chars = 4096
 ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # a tag of cameras, and its values that exchange width and height
-KIND = "Qwen2VLImageProcessor"  # how the names of transformers' classes begin whose patches the towers take
 
 
 class Picture(NamedTuple):
@@ -201,34 +202,16 @@ def place_images(found: dict[str, Any], named: list[str], keys: tuple[str, ...])
     return rest
 
 
-def processed_size(height: int, width: int, factor: int, least: int, most: int) -> tuple[int, int]:
-    """Return the height and width that the image processor makes of an image's, multiples of `factor`.
-
-    To the pixel what `smart_resize` of transformers returns, which needs no import here. Raises ValueError: too narrow.
-    """
-    if max(height, width) > NARROW * min(height, width):
-        raise ValueError(f"{width} x {height} pixels; at most {NARROW} times as long as wide")
-    high, wide = (round(n / factor) * factor for n in (height, width))
-    if high * wide > most:
-        scale = math.sqrt(height * width / most)
-        high, wide = (max(factor, math.floor(n / scale / factor) * factor) for n in (height, width))
-    elif high * wide < least:
-        scale = math.sqrt(least / (height * width))
-        high, wide = (math.ceil(n * scale / factor) * factor for n in (height, width))
-    return high, wide
-
-
 def about_tokens(folder: Path, least: int | None, most: int | None) -> Callable[[Picture, Path], float]:
     """Return what estimates the placeholders of an image, without transformers; of one that is not read, USUAL."""
     try:
-        vision, given = parse_json(read_text(folder / "config.json"))["vision_config"], {}
-        if (folder / PROCESSORS[0]).is_file():
-            given = parse_json(read_text(folder / PROCESSORS[0]))
-        factor = int(vision.get("patch_size", 14)) * int(vision.get("spatial_merge_size", 2))
-        size = given.get("size") or {}
-        low = least or given.get("min_pixels") or size.get("shortest_edge") or 4 * factor**2
-        high = most or given.get("max_pixels") or size.get("longest_edge") or 1280 * factor**2
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # the run reports it
+        hf, given = parse_json(read_text(folder / "config.json")), {}
+        for name in PROCESSORS[1::-1]:
+            if (folder / name).is_file():
+                found = parse_json(read_text(folder / name))
+                given |= found.get("image_processor") or found
+        sizes = sizes_of(hf, given.get, least, most)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, AssertionError, UserError):  # the run reports it
         return lambda *_: USUAL
 
     def tokens(given: Picture, at: Path) -> float:
@@ -236,7 +219,7 @@ def about_tokens(folder: Path, least: int | None, most: int | None) -> Callable[
             if given.path.startswith(REMOTE):
                 return USUAL
             with _opened(_bytes(given, at)) as image:
-                return math.prod(processed_size(image.height, image.width, factor, int(low), int(high))) / factor**2
+                return sizes.tokens(sizes.grid(image.height, image.width))
         except ValueError:  # the run names it
             return USUAL
 
@@ -252,6 +235,8 @@ class ImageReader:
         hf: its config.json.
         least, most: pixels of an image (`data.min_pixels`, `data.max_pixels`); None: the processor's own.
         remote: `data.remote`.
+        marks: ids of what is written besides placeholders: behind each row of them and the last, or before and behind.
+        frame: what a template writes for an image, and what the base's own processor makes of that; "": nothing.
     """
 
     folder: Path
@@ -259,23 +244,33 @@ class ImageReader:
     least: int | None = None
     most: int | None = None
     remote: bool = False  # download images at addresses of the web
+    marks: tuple[int, ...] = ()
+    frame: tuple[str, str] = ("", "")
+
+    @cached_property
+    def spec(self) -> TowerSpec:
+        """How the base reads images."""
+        found = tower_spec(self.hf)
+        assert found is not None
+        return found
 
     @property
     def token(self) -> int:
         """The id of a placeholder."""
-        return int(self.hf["image_token_id"])
+        return int(image_token(self.hf))
 
     @property
-    def merge(self) -> int:
-        """Patches in height, and in width, of a placeholder."""
-        return int(self.hf["vision_config"].get("spatial_merge_size", self.processor.merge_size))
+    def mutual(self) -> bool:
+        """Whether the placeholders of an image read each other, in some layers."""
+        return reads_mutually(self.hf)
 
     @property
     def identity(self) -> str:
         """A digest of all that decides how many placeholders an image has."""
         parts = [read_file(self.folder / name) for name in PROCESSORS if (self.folder / name).is_file()]
-        facts = json.dumps([self.hf.get("model_type"), self.token, self.least, self.most, self.remote]).encode()
-        return hashlib.sha256(b"\0".join([facts, *parts])).hexdigest()
+        facts: list[Any] = [self.hf.get("model_type"), self.token, self.least, self.most, self.remote]
+        facts += [self.marks, self.frame, self.hf.get("vision_config")]
+        return hashlib.sha256(b"\0".join([json.dumps(facts).encode(), *parts])).hexdigest()
 
     @cached_property
     def processor(self) -> Any:
@@ -294,24 +289,63 @@ class ImageReader:
         except Exception as error:  # of its files: what is wrong in them decides the class of the exception
             raise NeedsError(asked, first_line(error), "download that folder again") from None
         vision, do = self.hf["vision_config"], "take the preprocessor_config.json that belongs to the base"
-        if not type(made).__name__.startswith(KIND):
-            raise NeedsError(asked, f"a {type(made).__name__}, not a {KIND}", do)
-        for name, key in (("patch_size",) * 2, ("merge_size", "spatial_merge_size"), ("temporal_patch_size",) * 2):
+        kinds = self.spec.processors
+        if not type(made).__name__.startswith(kinds):
+            raise NeedsError(asked, f"a {type(made).__name__}, not a {' or '.join(kinds)}", do)
+        if getattr(made, "do_pan_and_scan", None):
+            raise NeedsError(asked, "do_pan_and_scan, which cuts an image into several", "set it to false there")
+        pairs = (("patch_size",) * 2, ("merge_size", "spatial_merge_size"), ("temporal_patch_size",) * 2)
+        for name, key in pairs if self.spec.sizes == "bounded" else ():
             if key in vision and getattr(made, name) != vision[key]:
                 found = f"{name} {getattr(made, name)}, and {vision[key]} in the vision_config of config.json"
                 raise NeedsError(asked, found, do)
         return made
 
     @cached_property
-    def pixels(self) -> tuple[int, int]:
-        """The least and the most pixels of an image; raises NeedsError: the first is larger."""
-        size = self.processor.size
-        least = size["shortest_edge"] if self.least is None else self.least
-        most = size["longest_edge"] if self.most is None else self.most
-        if least > most:
-            found = f"at least {least:,} (data.min_pixels), at most {most:,} (data.max_pixels) pixels"
-            raise NeedsError("the size of images", found, "give data.min_pixels and data.max_pixels, the first smaller")
-        return int(least), int(most)
+    def sizes(self) -> Sizes:
+        """The sizes of images; raises NeedsError: the processor makes others than config.json needs."""
+        made = self.processor
+        found = sizes_of(self.hf, lambda name: getattr(made, name, None), self.least, self.most)
+        from PIL import Image
+
+        grid = found.grid(48, 64)
+        wrong = f"an image of 64 x 48 pixels has other patches than {grid[0]} x {grid[1]}, those by config.json"
+        try:
+            if self._prepared(Image.new("RGB", (64, 48)), found, grid) is not None:
+                return found
+        except ValueError as error:
+            wrong = first_line(error)
+        do = "take the preprocessor_config.json that belongs to the base"
+        raise NeedsError(f"the image processor of {self.folder}", wrong, do)
+
+    def _prepared(self, image: Any, sizes: Sizes, grid: tuple[int, int]) -> np.ndarray | None:
+        """Return an image's patches, (P, values) float32; None: they are not those of its grid."""
+        made = self.processor(images=[image], return_tensors="np", **sizes.options)
+        values, (high, wide), patch = np.asarray(made["pixel_values"], np.float32), grid, sizes.patch
+        if self.spec.sizes == "bounded":
+            return values if made["image_grid_thw"].tolist() == [[1, *grid]] else None
+        if self.spec.sizes == "budget":
+            places = made["image_position_ids"][0]
+            held = places[(places >= 0).all(-1)]
+            right = len(held) == high * wide and held[-1].tolist() == [wide - 1, high - 1]
+            return values[0, : high * wide] if right else None
+        side = math.isqrt(sizes.most) if self.spec.sizes == "one" else 0  # what is left of it has no patch
+        if values.shape != (1, 3, side or high * patch, side or wide * patch):
+            return None
+        cut = values[0, :, : high * patch, : wide * patch].reshape(3, high, patch, wide, patch)
+        return cut.transpose(1, 3, 0, 2, 4).reshape(high * wide, -1)
+
+    def written(self, grid: tuple[int, int]) -> np.ndarray:
+        """Return the ids that stand for an image, (n,) int32."""
+        high, wide = (n // self.sizes.merge for n in grid)
+        if self.spec.frame == "rows":
+            rows = np.full((high, wide + 1), self.token, np.int32)
+            rows[:, -1], rows[-1, -1] = self.marks
+            return rows.reshape(-1)
+        ids = np.full(self.sizes.tokens(grid), self.token, np.int32)
+        if self.spec.frame == "ids":
+            ids[0], ids[-1] = self.marks
+        return ids
 
     def look(self, given: Picture, folder: Path) -> SeenImage:
         """Return an image's size, grid and placeholders, once it was decoded; raises ValueError for a bad one."""
@@ -328,10 +362,8 @@ class ImageReader:
             if image.mode.startswith(("I", "F")):
                 raise ValueError(f"pixels of the mode {image.mode}, which 8 bits do not hold; save it with 8")
             image.load()
-        made, (least, most) = self.processor, self.pixels
-        patch, merge = int(made.patch_size), int(made.merge_size)
-        high, wide = (n // patch for n in processed_size(height, width, patch * merge, least, most))
-        return SeenImage(0, high * wide // merge**2, (high, wide), (width, height), _digest(raw), given, folder)
+        grid = self.sizes.grid(height, width)
+        return SeenImage(0, self.sizes.tokens(grid), grid, (width, height), _digest(raw), given, folder)
 
     def patches(self, seen: SeenImage) -> np.ndarray:
         """Return an image's patches as the processor makes them, (P, values) float32.
@@ -348,14 +380,11 @@ class ImageReader:
                 from PIL import ImageOps
 
                 upright = ImageOps.exif_transpose(image).convert("RGB")  # as transformers loads images
-                least, most = self.pixels
-                size = {"shortest_edge": least, "longest_edge": most}
-                made = self.processor(images=[upright], size=size, return_tensors="np")
+                values = self._prepared(upright, self.sizes, seen.grid)
         except ValueError as error:
             raise DataError(asked, str(error), do) from None
-        grid, values = made["image_grid_thw"].tolist(), np.asarray(made["pixel_values"], np.float32)
-        if grid != [[1, *seen.grid]]:
-            found = f"{seen.grid[0]} x {seen.grid[1]} patches by its size, and {grid} by the image processor"
+        if values is None:
+            found = f"{seen.grid[0]} x {seen.grid[1]} patches by its size, and others by the image processor"
             raise DataError(asked, found, "report it with the image and the base's preprocessor_config.json")
         return values
 

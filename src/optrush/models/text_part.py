@@ -11,7 +11,18 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from optrush.models.families import FAMILIES, FLAT, HEAD_INSIDE, MULTIMODAL, NEEDED, SAME, TOWERS
+from optrush.models.families import (
+    FAMILIES,
+    FLAT,
+    HEAD_INSIDE,
+    MULTIMODAL,
+    NEEDED,
+    NESTED,
+    SAME,
+    TOWERS,
+    VISION,
+    TowerSpec,
+)
 
 HF = Mapping[str, Any]  # a config.json
 PREFIX, HEAD = "model.language_model.", "lm_head."
@@ -45,7 +56,8 @@ def as_text(hf: HF) -> HF:
     text = text_config(hf)
     kind = str(text.get("model_type", ""))
     family, unread = SAME.get(kind, (kind, ()))
-    found = {key: value for key, value in text.items() if key not in (*OTHER_MEDIA, "architectures", *unread)}
+    given = {**NESTED.get(kind, {}), **text} if hf.get("model_type") == "llava" else text
+    found = {key: value for key, value in given.items() if key not in (*OTHER_MEDIA, "architectures", *unread)}
     found["model_type"] = family
     tied = [part["tie_word_embeddings"] for part in (hf, text) if "tie_word_embeddings" in part]
     default = FAMILIES[family].defaults.get("tie_word_embeddings") if family in FAMILIES else False
@@ -72,10 +84,44 @@ def nested_obstacle(hf: HF) -> str | None:
     return f"{missing[0]} is not in its text_config" if missing else None
 
 
+def tower_spec(hf: HF) -> TowerSpec | None:
+    """Return how the images of a base are read; None: they are not, or by a tower of another kind."""
+    if not is_multimodal(hf):
+        return None
+    kind, tower = str(hf.get("model_type")), hf["vision_config"].get("model_type")
+    spec = TOWERS.get(f"{kind},{tower}") or TOWERS.get(kind)
+    return spec if spec is not None and (not spec.towers or tower in (None, *spec.towers)) else None
+
+
+def reads_mutually(hf: HF) -> bool:
+    """Return whether the placeholders of an image read each other, those behind them too, in some layers of a base."""
+    spec = tower_spec(hf)
+    if spec is None or spec.mutual == "none":
+        return False
+    return spec.mutual == "all" or text_config(hf).get("use_bidirectional_attention") == "vision"
+
+
+def image_token(hf: HF) -> Any:
+    """Return the id of a placeholder of images from config.json, by either of its names; None: it has none."""
+    return hf.get("image_token_id", hf.get("image_token_index"))
+
+
+def vision_config(hf: HF) -> dict[str, Any]:
+    """Return a base's vision_config with what its class has for keys that are left out."""
+    spec = tower_spec(hf)
+    usual = spec.towers[0] if spec is not None and spec.towers else ""
+    kind = hf["vision_config"].get("model_type", usual)
+    return {**VISION.get(kind, {}), "model_type": kind, **hf["vision_config"]}
+
+
 def tower_parameters(hf: HF) -> int:
     """Return the parameters of a tower and its projector from config.json; 0 of a base whose images are not read."""
-    if hf.get("model_type") not in TOWERS or not is_multimodal(hf):
+    spec = tower_spec(hf)
+    if spec is None:
         return 0
+    if spec.towers:
+        v = vision_config(hf)
+        return _tower(v) + _projector(hf, v["hidden_size"], as_text(hf)["hidden_size"])
     usual = {
         "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "hidden_size": 1152, "depth": 27,
         "intermediate_size": 4304, "out_hidden_size": 3584, "num_position_embeddings": 2304, "in_channels": 3,
@@ -84,12 +130,41 @@ def tower_parameters(hf: HF) -> int:
     width, inner, wide = v["hidden_size"], v["intermediate_size"], v["hidden_size"] * v["spatial_merge_size"] ** 2
     values, merger = v["in_channels"] * v["temporal_patch_size"] * v["patch_size"] ** 2, wide**2 + wide
     merger += (wide + 1) * v["out_hidden_size"]
-    if TOWERS[hf["model_type"]] == "sections":  # gated blocks with RMS norms
+    if spec.axes == "sections":  # gated blocks with RMS norms
         block = 4 * width**2 + 3 * width * inner + 2 * inner + 7 * width
         return int(values * width + v["depth"] * block + merger + width)
     block = 4 * width**2 + 2 * width * inner + inner + 9 * width
     deep = len(v.get("deepstack_visual_indexes") or ()) * (merger + 2 * wide)
     return int((values + 1 + v["num_position_embeddings"]) * width + v["depth"] * block + merger + 2 * width + deep)
+
+
+def _tower(v: dict[str, Any]) -> int:
+    """Return the parameters of a tower of one of VISION."""
+    D, F = v["hidden_size"], v["intermediate_size"]
+    values = v["num_channels"] * v["patch_size"] ** 2
+    if v["model_type"] == "pixtral":
+        return int((values + 1) * D + v["num_hidden_layers"] * (4 * D**2 + 3 * D * F + 2 * D))
+    if v["model_type"] == "gemma4_vision":
+        heads, E = 2 * (v["num_attention_heads"] + v["num_key_value_heads"]), v["head_dim"]
+        block = heads * E * D + 2 * E + 3 * D * F + 4 * D
+        return int((values + 2 * v["position_embedding_size"]) * D + v["num_hidden_layers"] * block)
+    attention, mlp, places = 4 * (D**2 + D), 2 * D * F + F + D, (v["image_size"] // v["patch_size"]) ** 2
+    # A class token and a norm before the blocks; or a bias of the patches.
+    rest = D * (2 + 4) if v["model_type"] == "clip_vision_model" else D * (1 + 2)
+    rest += attention + mlp + 3 * D if v.get("vision_use_head") else 0
+    return int((values + places) * D + v["num_hidden_layers"] * (attention + mlp + 4 * D) + rest)
+
+
+def _projector(hf: HF, wide: int, width: int) -> int:
+    """Return the parameters between a tower of the width `wide` and the language model."""
+    if hf["model_type"] in ("gemma3", "gemma4"):
+        return wide * width + (wide if hf["model_type"] == "gemma3" else 0)
+    layers = hf.get("vision_feature_layer", -1)
+    mistral = hf["model_type"] == "mistral3"
+    first = wide * (len(layers) if isinstance(layers, list) else 1) * width
+    merger = wide + hf.get("spatial_merge_size", 2) ** 2 * wide**2 if mistral else 0
+    bias = 2 * width if hf.get("multimodal_projector_bias", not mistral) else 0
+    return int(merger + first + width**2 + bias)
 
 
 def with_vocabulary(hf: HF, rows: int) -> dict[str, Any]:

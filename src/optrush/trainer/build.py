@@ -183,7 +183,7 @@ def _open_tower(trainer: Trainer, folder: Path | None, reader: ImageReader | Non
         raise NeedsError("to train on rows with images", found, "take another kind, or rows of text")
     trainer.model.tower = open_tower(folder, trainer.hf, dtype, shape.rotated_width)
     trainer.model.tower.module.to(trainer.world.device)
-    least, most = reader.pixels
+    least, most = reader.sizes.least, reader.sizes.most
     size = sum(p.numel() for p in trainer.model.tower.module.parameters()) / 1e6
     trainer.notes.append(
         f"images: {images}, of {least:,} to {most:,} pixels each, sizes that a server must have too; the tower, "
