@@ -41,7 +41,7 @@ from optrush.hardware import GIB, Device
 from optrush.launch import launched
 from optrush.models.shapes import HF, ModelShape, native_obstacle, refuse_foreign, sdpa_obstacle
 from optrush.models.source import Growth, check_positions, grow, locate, read_generation
-from optrush.models.text_part import text_config, tower_parameters, with_vocabulary
+from optrush.models.text_part import reads_mutually, text_config, tower_parameters, with_vocabulary
 from optrush.models.traced import TracedShape, find_traced, shape_of
 from optrush.planner import calibration
 from optrush.planner.ledger import Short
@@ -573,6 +573,7 @@ def _checked(
         raise NeedsError("`model.dtype: bfloat16`", found, "leave it out, and take --with amp:dtype=fp16")
     teacher = None if (of := of_teacher(config)) is None else locate(of, weights=weights)
     tower = tower_parameters(hf) if config.objective == "sft" and native else 0
+    tower = tower if tower and first_images(config) else 0
     narrow = config.model.dtype == "bfloat16" or any(Part.PRECISION in t.claims for t in techniques)
     env = Environment(
         device, ranks, config.batch.seq, rows, micro_rows, config.optim.clip, config.model.dtype, native,
@@ -584,7 +585,7 @@ def _checked(
         scored=config.scored, teacher=None if teacher is None else _sizes(config, teacher[1], text),
         copies_saved=config.train.save == "async", rollout=_rollout(config, ranks, shape, device, narrow),
         by_token=config.paired or config.loss is not None or config.objective == "grpo",
-        tower=tower if tower and first_images(config) else 0,
+        tower=tower, mutual=tower > 0 and reads_mutually(hf),
     )  # fmt: skip
     env = settle(techniques, env, classes)
     check_reference(env, config.objective)

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from peft import PeftModel
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
+from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from meshes import further
@@ -28,18 +35,18 @@ from optrush.data.images import ImageReader
 from optrush.data.schema import Document
 from optrush.data.tokenizer import open_tokens
 from optrush.decide import decide
-from optrush.errors import UserError
+from optrush.errors import NeedsError, UserError
 from optrush.models.hf import load
-from optrush.models.vision import open_tower
+from optrush.models.vision import PARTS, open_tower
 from optrush.trainer.run import RunRequest, run
-from sights import BASES, VOCABULARY, write_base, write_rows
+from sights import BASES, MARKS, PATCH, PIXTRAL, PROCESSORS, VOCABULARY, write_base, write_rows
 
 from pair import Pair
 from parity_models import compare_gradients, materialise
 from trials import assembled, metrics
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
-T = 384
+T = 544
 
 
 class Sight:
@@ -77,11 +84,18 @@ class Sight:
     def alone(self, document: Document) -> dict[str, Any]:
         """What transformers gets of a document."""
         ids = torch.from_numpy(document.ids.astype(np.int64))[None]
-        given = {"input_ids": ids, "mm_token_type_ids": (ids == self.reader.token).int()}
-        if document.images:
-            given["pixel_values"] = torch.from_numpy(np.concatenate(list(map(self.reader.patches, document.images))))
-            given["image_grid_thw"] = torch.tensor([[1, *image.grid] for image in document.images])
-        return given
+        seen = (ids == self.reader.token).int()
+        kind = {"gemma3": "token_type_ids"}.get(self.kind, "mm_token_type_ids")
+        given = {"input_ids": ids, **({} if self.kind in ("llava", "pixtral", "mistral3") else {kind: seen})}
+        if not document.images:
+            return given
+        pictures = [Image.open(self.rows.parent / image.picture.path) for image in document.images]
+        made = self.processor(images=pictures, return_tensors="pt", **self.reader.sizes.options)
+        return {**given, **{key: made[key] for key in made if not key.startswith("num_")}}
+
+    @cached_property
+    def processor(self) -> Any:
+        return AutoImageProcessor.from_pretrained(self.base)
 
 
 @pytest.fixture(scope="module", params=BASES)
@@ -108,9 +122,10 @@ def test_logits_positions_and_gradients(sight: Sight) -> None:
             given, part = sight.alone(document), slice(at, at + len(document))
             want = sight.theirs(**given, use_cache=False).logits[0]
             torch.testing.assert_close(logits[b, part], want, rtol=1e-5, atol=1e-5)
-            places = {key: given[key] for key in ("mm_token_type_ids", "image_grid_thw") if key in given}
-            axes = sight.theirs.model.get_rope_index(given["input_ids"], **places)[0][:, 0].T
-            assert torch.equal(axes.int(), batch.images.axes[b, part])
+            if hasattr(sight.theirs.model, "get_rope_index"):
+                places = {key: given[key] for key in ("mm_token_type_ids", "image_grid_thw") if key in given}
+                axes = sight.theirs.model.get_rope_index(given["input_ids"], **places)[0][:, 0].T
+                assert torch.equal(axes.int(), batch.images.axes[b, part])
             loss = loss + cross_entropy(want, batch.labels[b, part], reduction="sum")
             at += len(document)
     sight.theirs.zero_grad()
@@ -118,14 +133,14 @@ def test_logits_positions_and_gradients(sight: Sight) -> None:
     sight.ours.zero_grad()
     sight.ours.head(hidden, batch.labels).backward()
     # A delta rule's decay has a gradient of cancelling terms, which each side sums in its own order.
-    close = 1e-3 if "layer_types" in BASES[sight.kind]["text_config"] else 1e-4
+    close = 1e-3 if "linear_num_key_heads" in BASES[sight.kind]["text_config"] else 1e-4
     compare_gradients(sight.ours, sight.recipe, decoder_of(sight.theirs), close=close)
 
 
 def decoder_of(theirs: Any) -> Any:
     """Leave out the tower's gradients, which a frozen one has not."""
-    for p in theirs.model.visual.parameters():
-        p.grad = None
+    for name, p in theirs.named_parameters():
+        p.grad = p.grad if "language_model" in name or name.startswith("lm_head") else None
     return theirs
 
 
@@ -154,27 +169,49 @@ def test_parts_of_a_batch(qwen: Sight) -> None:
             torch.testing.assert_close(qwen.ours(*part.inputs)[0], whole[b])
 
 
-def test_ids_are_the_processors_own(qwen: Sight) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(qwen.base)
-    made: Any = object.__new__(Qwen3VLProcessor)  # its class asks for a reader of videos
-    made.image_processor = AutoImageProcessor.from_pretrained(qwen.base)
-    rows = [json.loads(line)["messages"] for line in qwen.rows.read_text().splitlines()]
+def pixtral_processor() -> type:
+    """Return the class with its own way to write an image, whose module asks for torchvision."""
+    tree = ast.parse((Path(transformers.__path__[0]) / "models/pixtral/processing_pixtral.py").read_text())
+    (function,) = (node for node in ast.walk(tree) if getattr(node, "name", "") == "replace_image_token")
+    found: dict[str, Any] = {}
+    exec(compile(ast.Module([function], []), "pixtral", "exec"), found)
+    return type("PixtralProcessor", (), {"replace_image_token": found["replace_image_token"]})
+
+
+CLASSES = {"gemma3": Gemma3Processor, "gemma4": Gemma4Processor, "llava": LlavaProcessor}
+
+
+def test_ids_are_the_processors_own(sight: Sight) -> None:
+    tokenizer, hf = AutoTokenizer.from_pretrained(sight.base), sight.reader.hf
+    kind = pixtral_processor() if PROCESSORS.get(sight.kind) is PIXTRAL else CLASSES.get(sight.kind, Qwen3VLProcessor)
+    made: Any = object.__new__(kind)  # their classes ask for more of a tokenizer, or for a reader of videos
+    made.image_processor = sight.processor
+    begin, pad, end = MARKS[3:6]
+    made.image_token = place = pad if sight.kind != "gemma3" else begin
+    made.boi_token, made.eoi_token, made.image_break_token, made.image_end_token = begin, end, begin, end
+    made.full_image_sequence = f"\n\n{begin}{pad * hf.get('mm_tokens_per_image', 0)}{end}\n\n"
+    made.patch_size, made.spatial_merge_size = PATCH, hf.get("spatial_merge_size", 1)
+    made.num_additional_image_tokens, made.vision_feature_select_strategy = 1, "default"
+    rows = [json.loads(line)["messages"] for line in sight.rows.read_text().splitlines()]
     for i, row in enumerate(rows[:5]):
         text = tokenizer.apply_chat_template(row, tokenize=False)
-        pictures = [Image.open(qwen.rows.parent / p["image"]) for p in row[0]["content"] if p["type"] == "image"]
-        seen = made.image_processor(images=pictures, return_tensors="pt")
-        made.image_token = "<|image_pad|>"
+        pictures = [Image.open(sight.rows.parent / p["image"]) for p in row[0]["content"] if p["type"] == "image"]
+        seen = made.image_processor(images=pictures, return_tensors="pt", **sight.reader.sizes.options)
         for k in range(len(pictures)):
-            text = text.replace(
-                "<|image_pad|>", "<|hole|>" * (made.replace_image_token(seen, k).count("<|image_pad|>")), 1
-            )
-        ids = tokenizer(text.replace("<|hole|>", "<|image_pad|>"))["input_ids"]
-        document = qwen.document(i)
-        assert ids == document.ids.tolist()
-        assert torch.equal(
-            seen["pixel_values"], torch.from_numpy(np.concatenate(list(map(qwen.reader.patches, document.images))))
-        )
-        assert not document.targets[document.ids == qwen.reader.token].any()
+            text = text.replace(place, made.replace_image_token(seen, k).replace(place, "<|hole|>"), 1)
+        document = sight.document(i)
+        assert tokenizer(text.replace("<|hole|>", place))["input_ids"] == document.ids.tolist()
+        for n, image in enumerate(document.images):
+            ours, grid = torch.from_numpy(sight.reader.patches(image)), image.grid
+            if "image_grid_thw" in seen:
+                sizes = seen["image_grid_thw"].prod(1).tolist()
+                assert torch.equal(ours, seen["pixel_values"].split(sizes)[n])
+            elif "image_position_ids" in seen:
+                assert torch.equal(ours, seen["pixel_values"][n, : len(ours)]) and len(ours) == math.prod(grid)
+            else:
+                whole = ours.view(*grid, 3, PATCH, PATCH).permute(2, 0, 3, 1, 4).flatten(1, 2).flatten(2)
+                assert torch.equal(whole, seen["pixel_values"][n, :, : grid[0] * PATCH, : grid[1] * PATCH])
+        assert not document.targets[document.ids == sight.reader.token].any()
 
 
 def run_on(sight: Sight, folder: Path, sets: Sequence[str] = (), withs: Sequence[str] = ()) -> Config:
@@ -200,7 +237,9 @@ def test_a_trained_model_sees_in_transformers(sight: Sight, tmp_path: Path) -> N
     base, made = (load_file(folder / "model.safetensors") for folder in (sight.base, out))
     assert base.keys() == made.keys()
     same = {name for name in base if torch.equal(base[name], made[name])}
-    assert {name for name in base if "visual" in name} == same, "what the decoder has moved, and nothing else"
+    kept = {name for name in base if name.removeprefix("model.").startswith(PARTS)}
+    fixed = {name for name in base if name.endswith("layer_scalar")}
+    assert kept <= same and same - kept == fixed, "what the decoder has moved, and nothing else"
     name = "preprocessor_config.json"
     assert (out / name).read_bytes() == (sight.base / name).read_bytes()
     theirs = AutoModelForImageTextToText.from_pretrained(out, dtype=torch.float32).eval()
@@ -215,20 +254,58 @@ def test_a_trained_model_sees_in_transformers(sight: Sight, tmp_path: Path) -> N
     torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
 
 
-def test_adapters_reach_the_decoder_alone(qwen: Sight, tmp_path: Path) -> None:
+def test_adapters_reach_the_decoder_alone(sight: Sight, tmp_path: Path) -> None:
     """Of names that the tower has, too; the merged model and the adapter on the base see the same."""
-    out = Path(run_on(qwen, tmp_path, withs=["lora:rank=2", "packing"]).output)
-    given = qwen.alone(qwen.document(2))
+    out = Path(run_on(sight, tmp_path, withs=["lora:rank=2", "packing"]).output)
+    given = sight.alone(sight.document(2))
     with torch.no_grad():
         merged, fresh = (
             AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-            for folder in (out / "model", qwen.base)
+            for folder in (out / "model", sight.base)
         )
         before = fresh(**given).logits
         adapted = PeftModel.from_pretrained(fresh, out / "adapter").eval()
         assert not [n for n, _ in adapted.named_parameters() if "lora" in n and "language_model" not in n]
         torch.testing.assert_close(adapted(**given).logits, merged(**given).logits, rtol=1e-4, atol=1e-4)
     assert (merged(**given).logits - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("kind", "layers"), [("gemma3", "all"), ("gemma4", "windowed"), ("gemma4", "none")])
+def test_images_that_read_both_ways(kind: str, layers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the layers of the family alone; a kernel that cannot is refused; sdpa packs as masked attention does."""
+    if layers == "none":  # small models of that family
+        text = BASES[kind]["text_config"]
+        monkeypatch.setitem(BASES[kind], "text_config", {**text, "use_bidirectional_attention": None})
+    sight = Sight(tmp_path, kind)
+    assert sight.ours.tower is not None and sight.ours.tower.mutual == layers
+    batch = sight.batch([2, 0])
+    assert (batch.documents.mutual is None) == (layers == "none")
+    with torch.no_grad():
+        want = sight.ours(*batch.inputs)
+        sight.ours.set_attention("sdpa")
+        torch.testing.assert_close(sight.ours(*batch.inputs), want, rtol=1e-4, atol=1e-4)
+        theirs = sight.theirs(**sight.alone(sight.document(2)), use_cache=False).logits[0]
+        torch.testing.assert_close(sight.ours.head.logits(want)[0, : len(theirs)], theirs, rtol=1e-4, atol=2e-5)
+    if layers != "none":
+        with pytest.raises(NeedsError, match="images whose placeholders read each other"):
+            sight.ours.set_attention("varlen")
+
+
+def test_names_of_earlier_files(tmp_path: Path) -> None:
+    """A module between, and places that are no tensor now."""
+    write_base(tmp_path, "llava")
+    hf = json.loads((tmp_path / "config.json").read_text())
+    before = open_tower(tmp_path, hf, torch.float32, 16).module.state_dict()
+    held = load_file(tmp_path / "model.safetensors")
+    named = {name.replace("vision_tower.", "vision_tower.vision_model."): values for name, values in held.items()}
+    named["vision_tower.vision_model.embeddings.position_ids"] = torch.arange(37)[None]
+    save_file(named, tmp_path / "model.safetensors", {"format": "pt"})
+    after = open_tower(tmp_path, hf, torch.float32, 16).module.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    named.pop("multi_modal_projector.linear_2.bias")
+    save_file(named, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(NeedsError, match=r"multi_modal_projector\.linear_2\.bias is missing"):
+        open_tower(tmp_path, hf, torch.float32, 16)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from optrush.data import download, preview, tokenize
 from optrush.data.cleaning import Task, clean_files, measure_files
 from optrush.data.dataset import Sources, read_sources
 from optrush.data.image_sizes import processed_size
-from optrush.data.images import ImageReader, Picture
+from optrush.data.images import ImageReader, Picture, about_tokens
 from optrush.data.length_estimate import estimate
 from optrush.data.samples import Counts, describe_counts
 from optrush.data.schema import NO_RULES, Chat, RowLocation, parse_row
@@ -40,7 +40,8 @@ from optrush.data.tokenizer import open_tokens
 from optrush.decide import decide
 from optrush.errors import DataError, NeedsError, UserError
 from optrush.models.text_part import tower_parameters
-from sights import BASES, PROCESSOR, TOWER, VOCABULARY, draw, write_base, write_rows
+from optrush.models.vision import PARTS
+from sights import BASES, NAMES, PROCESSOR, TOWER, VOCABULARY, draw, write_base, write_rows
 from sights import TEXT as TEXT_SIZES
 
 WHERE = RowLocation(Path("data.jsonl"), 3)
@@ -411,7 +412,9 @@ def test_many_places_in_one_turn(base: Path, tmp_path: Path) -> None:
 def open_reader(base: Path, *sets: str) -> ImageReader:
     config = parse_config(f"{{model: {base}, objective: sft, data: {{path: x}}, output: o}}", "x.yaml", sets)
     tokens = open_tokens(config, base)
-    assert tokens is not None and isinstance(tokens.images, ImageReader)
+    assert tokens is not None
+    if isinstance(tokens.images, DataError):
+        raise tokens.images
     return tokens.images
 
 
@@ -649,16 +652,94 @@ def test_sizes_are_the_processors_own() -> None:
         assert processed_size(height, width, factor, least, most) == smart_resize(height, width, factor, least, most)
 
 
-@pytest.mark.parametrize("kind", BASES)
+@pytest.mark.parametrize("kind", [*BASES, "siglip"])
 def test_parameters_of_a_tower(kind: str) -> None:
     """Counted from config.json, by transformers' own module; none of a base whose images are not read."""
-    given = {"text_config": {**TEXT_SIZES, **BASES[kind]["text_config"]}}
-    for vision in ({**TOWER, **BASES[kind]["vision_config"]}, {**BASES[kind]["vision_config"], "hidden_size": 64}):
-        config = CONFIG_MAPPING[kind](**copy.deepcopy(given), vision_config=vision)
+    own = copy.deepcopy(BASES["llava" if kind == "siglip" else kind])
+    own["text_config"] = {**TEXT_SIZES, **own["text_config"]}
+    own["vision_config"] |= {"model_type": "siglip_vision_model"} if kind == "siglip" else {}
+    own["vision_config"] |= {} if "model_type" in own["vision_config"] else TOWER | own["vision_config"]
+    name = {**NAMES, "siglip": "llava"}.get(kind, kind)
+    for given in (own, copy.deepcopy(own)):
+        config = CONFIG_MAPPING[name](**given)
         with torch.device("meta"):
-            visual = AutoModelForImageTextToText.from_config(config).model.visual
-        assert tower_parameters(config.to_dict()) == sum(p.numel() for p in visual.parameters())
-    assert tower_parameters({**config.to_dict(), "model_type": "llava"}) == 0
+            model = AutoModelForImageTextToText.from_config(config).model
+        want = sum(p.numel() for n, p in model.named_parameters() if n.startswith(PARTS))
+        assert tower_parameters(config.to_dict()) == want
+        given["vision_config"]["hidden_size"] = 64
+    other = {"mistral3": "qwen2_vl"}.get(kind, "idefics3")
+    assert tower_parameters({**config.to_dict(), "model_type": other}) == 0
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "llava", "pixtral", "mistral3"])
+def test_sizes_of_every_family(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The patches of images of any size are those that the processor makes; the plan's tokens are the run's."""
+    base = tmp_path / "base"
+    write_base(base, kind)
+    reader = open_reader(base)
+    sizes = reader.sizes
+    for width, height in [(1, 1), (64, 48), (7, 300), (300, 7), (41, 41), (16, 640)]:
+        (tmp_path / "a.png").write_bytes(encoded(Image.new("RGB", (width, height), "red")))
+        if 7 in (width, height) and kind in ("pixtral", "mistral3"):  # where the processor raises, for 40 / 300 of 7
+            with pytest.raises(ValueError, match="of which a side has none once the longest is reduced"):
+                reader.look(Picture("a.png"), tmp_path)
+            continue
+        seen = reader.look(Picture("a.png"), tmp_path)
+        assert len(reader.patches(seen)) == np.prod(seen.grid)
+        assert (
+            len(reader.written(seen.grid)) == seen.tokens == about_tokens(base, None, None)(Picture("a.png"), tmp_path)
+        )
+    with pytest.raises(ValueError, match="at most 200 times as long as wide"):
+        sizes.grid(1, 201)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bound", "found", "do"),
+    [
+        ("gemma3", "max_pixels=1000", "a base whose Gemma3ImageProcessor has one size", "leave it out"),
+        ("llava", "min_pixels=64", "a base whose CLIPImageProcessor has one size", "leave it out"),
+        ("gemma4", "min_pixels=64", "the largest size within a number of tokens", "leave it out"),
+        ("gemma4", "max_pixels=100", "100 (data.max_pixels)", "data.max_pixels of at least 4,480"),
+        ("mistral3", "min_pixels=64", "a longest edge, and no image is enlarged", "leave it out"),
+        ("mistral3", "max_pixels=20", "20 (data.max_pixels)", "data.max_pixels of at least 64"),
+        ("mistral3", "max_pixels=700", "", "grid 4 x 6"), ("gemma4", "max_pixels=9000", "", "grid 18 x 30"),
+    ],
+)  # fmt: skip
+def test_bounds_of_every_family(kind: str, bound: str, found: str, do: str, tmp_path: Path) -> None:
+    write_base(tmp_path, kind)
+    if not found:
+        high, wide = open_reader(tmp_path, f"data.{bound}").sizes.grid(300, 500)
+        assert do == f"grid {high} x {wide}"
+        return
+    with pytest.raises(NeedsError) as caught:
+        _ = open_reader(tmp_path, f"data.{bound}").sizes
+    assert found in caught.value.found and do in caught.value.do
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "edit", "found"),
+    [
+        ("gemma3", "config.json", {"boi_token_index": 7}, "boi_token_id of config.json: 7 is no added token"),
+        ("gemma3", "config.json", {"image_token_index": None}, "image_token_index of config.json: None is no"),
+        ("gemma3", "config.json", {"vision_config": {"model_type": "clip_vision_model"}}, "of the kind 'clip"),
+        ("gemma3", "preprocessor_config.json", {"do_pan_and_scan": True}, "do_pan_and_scan, which cuts an image"),
+        ("gemma3", "preprocessor_config.json", {"size": {"height": 40, "width": 40}}, "other patches than 8 x 8"),
+        ("llava", "preprocessor_config.json", {"crop_size": {"height": 24, "width": 24}}, "other patches than 6 x 6"),
+        ("llava", "preprocessor_config.json", {"do_center_crop": False}, "other patches than 6 x 6"),
+        ("mistral3", "processor_config.json", {"image_end_token": "[IMG_END]"}, "'[IMG_END]': None is no added token"),
+        ("mistral3", "config.json", {"text_config": {"vocab_size": 100}}, "260, and 100 rows of the embedding"),
+        ("pixtral", "config.json", {"vision_feature_select_strategy": "default"}, "'default', which leaves a"),
+        ("gemma4", "preprocessor_config.json", {"max_soft_tokens": 71}, "`max_soft_tokens` must be one of"),
+    ],
+)  # fmt: skip
+def test_parts_of_a_base_that_do_not_fit(kind: str, file: str, edit: Any, found: str, tmp_path: Path) -> None:
+    write_base(tmp_path, kind)
+    held = json.loads((tmp_path / file).read_text())
+    held |= {key: {**held[key], **new} if isinstance(new, dict) and key in held else new for key, new in edit.items()}
+    (tmp_path / file).write_text(json.dumps(held))
+    with pytest.raises(UserError) as caught:
+        _ = open_reader(tmp_path).sizes
+    assert found in caught.value.found
 
 
 def test_the_plan_counts_the_tower_and_the_images_tokens(base: Path, tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ class _Web(urllib.request.HTTPRedirectHandler, urllib.request.HTTPHandler, urlli
         parts = urlsplit(req.full_url)
         proxied = parts.netloc != req.host  # by the environment, whose proxy may well be one of the own network
         if proxied:
-            with suppress(socket.gaierror):  # names that the proxy alone knows
+            with suppress(socket.gaierror):  # the proxy resolves names of its own
                 _places(parts.hostname or "", parts.port)
 
         def connection(host: str, **given: Any) -> Any:
@@ -77,7 +77,7 @@ class _Web(urllib.request.HTTPRedirectHandler, urllib.request.HTTPHandler, urlli
         return self.do_open(connection, req)
 
     def reach(self, trusted: bool, place: tuple[str, int], timeout: float, _: Any) -> socket.socket:
-        """Connect to one of the addresses that were checked: asked again, the name may have others."""
+        """Connect to a checked address. A second lookup of the name could return another one."""
         error: OSError | None = None
         for found in [place[0]] if trusted else _places(*place):
             try:

@@ -1,4 +1,4 @@
-"""Compute the size that the image processor of a base gives an image, and the tokens that stand for it. Pure Python."""
+"""Compute the prepared size of an image and the number of its tokens, as a base's image processor. Pure Python."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from optrush.errors import NeedsError
 from optrush.models.families import TowerSpec
 from optrush.models.text_part import tower_spec, vision_config
 
-NARROW = 200  # times that an image is at most as long as wide
-SOFT_TOKENS = (70, 140, 280, 560, 1120)  # that Gemma 4's processor knows as a bound
+NARROW = 200  # the largest ratio of an image's sides
+SOFT_TOKENS = (70, 140, 280, 560, 1120)  # the bounds of Gemma 4's processor
 BOUNDS = "data.min_pixels", "data.max_pixels"
 
 
@@ -34,7 +34,7 @@ def processed_size(height: int, width: int, factor: int, least: int, most: int) 
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ImageSizes:
     """The sizes of a base's images: a patch has `patch` pixels a side, a placeholder `merge` patches a side."""
 
     spec: TowerSpec
@@ -70,7 +70,9 @@ class Sizes:
         elif self.spec.sizes == "longest":
             ratio = max(height, width) / math.isqrt(self.most)
             high, wide = (int(n / ratio) if ratio > 1 else n for n in (height, width))
-            high, wide = (max(1, -(-n // self.factor)) * self.factor for n in (high, wide))
+            if not high or not wide:
+                raise ValueError(f"{width} x {height} pixels, of which a side has none once the longest is reduced")
+            high, wide = (-(-n // self.factor) * self.factor for n in (high, wide))
         else:
             high, wide = self._within(height, width)
         return high // self.patch, wide // self.patch
@@ -85,12 +87,12 @@ class Sizes:
         return (high, wide) if wide else (min(height // width * one, longest), one)
 
     def tokens(self, grid: tuple[int, int]) -> int:
-        """Return the tokens that stand for an image, those that frame it included."""
+        """Return the number of an image's tokens, with its marks."""
         high, wide = (n // self.merge for n in grid)
         return high * (wide + (self.spec.frame == "rows")) + self.extra + 2 * (self.spec.frame == "ids")
 
 
-def sizes_of(hf: Any, given: Callable[[str], Any], least: int | None, most: int | None) -> Sizes:
+def sizes_of(hf: Any, given: Callable[[str], Any], least: int | None, most: int | None) -> ImageSizes:
     """Return the sizes of a base's images.
 
     Args:
@@ -112,14 +114,19 @@ def sizes_of(hf: Any, given: Callable[[str], Any], least: int | None, most: int 
     elif spec.sizes == "one":
         _no_bound(spec, least, most, "one size", "leave it out")
         low = high = int(vision["image_size"]) ** 2
-        if hf["model_type"] == "gemma3":
-            merge = int(vision["image_size"]) // patch // math.isqrt(int(hf.get("mm_tokens_per_image", 256)))
+        if spec.merge:
+            merge = int(vision["image_size"]) // patch // math.isqrt(int(hf.get(spec.merge, 256)))
         else:  # the class token of CLIP; `default` leaves the first out
             extra = int(vision["model_type"] == "clip_vision_model")
             extra -= hf.get("vision_feature_select_strategy", "default") == "default"
     elif spec.sizes == "longest":
+        if spec.projector == "mlp" and hf.get("vision_feature_select_strategy", "default") == "default":
+            found = (
+                "vision_feature_select_strategy 'default', which leaves a patch out of a tower without a class token"
+            )
+            raise NeedsError("the images of a pixtral tower", found, "write 'full' there, in config.json")
         _no_bound(spec, least, None, "a longest edge, and no image is enlarged", "leave it out")
-        merge = int(hf.get("spatial_merge_size", 2)) if hf.get("model_type") == "mistral3" else 1
+        merge = int(hf.get(spec.merge, 2)) if spec.merge else 1
         factor = patch * merge
         edge = int(size.get("longest_edge") or 1024) if most is None else math.isqrt(most) // factor * factor
         low, high = factor**2, edge**2
@@ -138,7 +145,7 @@ def sizes_of(hf: Any, given: Callable[[str], Any], least: int | None, most: int 
     if low > high:
         found = f"at least {low:,} (data.min_pixels), at most {high:,} (data.max_pixels) pixels"
         raise NeedsError("the size of images", found, "give data.min_pixels and data.max_pixels, the first smaller")
-    return Sizes(spec, patch, merge, low, high, extra)
+    return ImageSizes(spec, patch, merge, low, high, extra)
 
 
 def _no_bound(spec: TowerSpec, least: int | None, most: int | None, what: str, do: str) -> None:

@@ -27,7 +27,7 @@ import numpy as np
 
 from optrush.console import transformers_silenced
 from optrush.data.download import REMOTE, download
-from optrush.data.image_sizes import Sizes, sizes_of
+from optrush.data.image_sizes import ImageSizes, sizes_of
 from optrush.data.strict_json import kind_of, quoted
 from optrush.errors import DataError, NeedsError, UserError, first_line
 from optrush.files import open_file, parse_json, read_file, read_text
@@ -205,7 +205,7 @@ def place_images(found: dict[str, Any], named: list[str], keys: tuple[str, ...])
 def about_tokens(folder: Path, least: int | None, most: int | None) -> Callable[[Picture, Path], float]:
     """Return what estimates the placeholders of an image, without transformers; of one that is not read, USUAL."""
     try:
-        hf, given = parse_json(read_text(folder / "config.json")), {}
+        hf, given = parse_json(read_text(folder / "config.json")), dict[str, Any]()
         for name in PROCESSORS[1::-1]:
             if (folder / name).is_file():
                 found = parse_json(read_text(folder / name))
@@ -302,7 +302,7 @@ class ImageReader:
         return made
 
     @cached_property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> ImageSizes:
         """The sizes of images; raises NeedsError: the processor makes others than config.json needs."""
         made = self.processor
         found = sizes_of(self.hf, lambda name: getattr(made, name, None), self.least, self.most)
@@ -318,7 +318,7 @@ class ImageReader:
         do = "take the preprocessor_config.json that belongs to the base"
         raise NeedsError(f"the image processor of {self.folder}", wrong, do)
 
-    def _prepared(self, image: Any, sizes: Sizes, grid: tuple[int, int]) -> np.ndarray | None:
+    def _prepared(self, image: Any, sizes: ImageSizes, grid: tuple[int, int]) -> np.ndarray | None:
         """Return an image's patches, (P, values) float32; None: they are not those of its grid."""
         made = self.processor(images=[image], return_tensors="np", **sizes.options)
         values, (high, wide), patch = np.asarray(made["pixel_values"], np.float32), grid, sizes.patch
@@ -336,7 +336,7 @@ class ImageReader:
         return cut.transpose(1, 3, 0, 2, 4).reshape(high * wide, -1)
 
     def written(self, grid: tuple[int, int]) -> np.ndarray:
-        """Return the ids that stand for an image, (n,) int32."""
+        """Return the token ids of an image, (n,) int32."""
         high, wide = (n // self.sizes.merge for n in grid)
         if self.spec.frame == "rows":
             rows = np.full((high, wide + 1), self.token, np.int32)

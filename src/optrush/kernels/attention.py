@@ -179,9 +179,10 @@ def visible_tokens(documents: Documents, window: int | None = None) -> Tensor:
     Of an image whose placeholders read each other (`Documents.mutual`), t reads later ones, too.
     """
     ids, images = documents.ids, documents.mutual
-    seen = (ids[:, :, None] == ids[:, None, :]).tril()
+    same = ids[:, :, None] == ids[:, None, :]
+    seen = same.tril()
     if images is not None:
-        seen = seen | ((images[:, :, None] == images[:, None, :]) & (images > 0)[:, None])
+        seen = seen | (same & (images[:, :, None] == images[:, None, :]) & (images > 0)[:, None])
     return seen if window is None else seen.triu(1 - window)
 
 

@@ -384,7 +384,7 @@ class Decoder(nn.Module):
             raise NeedsError(f"attention {name!r}", found, "use masked attention")
         if self.tower is not None and self.tower.mutual != "none" and name not in ("masked", "sdpa"):
             found = "images whose placeholders read each other, those behind them too"
-            raise NeedsError(f"attention {name!r}", found, "add --with attention:impl=sdpa")
+            raise NeedsError(f"attention {name!r}", found, "take --with attention:impl=sdpa")
         for block in self.blocks.values():
             assert isinstance(block, Block)
             block.attention = attention.ATTENTIONS[name]

@@ -555,26 +555,34 @@ class TowerSpec:
     axes: Literal["one", "sections", "in turn"] = "one"
     """How the pairs of a head are shared by time, height and width, if a token has three positions."""
     mutual: Literal["none", "windowed", "all"] = "none"  # layers where each placeholder of an image reads all of them
+    merge: str = ""  # the key of the patches of a placeholder in height and width; or of the placeholders of an image
+    projector: Literal["own", "linear", "normed", "mlp", "merger"] = "own"
+    """Between tower and language model: inside the tower; one matrix; one behind a norm; two; a merger and two."""
 
 
 _QWEN_TOWER = TowerSpec(("Qwen2VLImageProcessor",), "bounded", axes="in turn")
-_PIXTRAL = TowerSpec(("PixtralImageProcessor",), "longest", ("pixtral",), "rows")
+_PIXTRAL = TowerSpec(("PixtralImageProcessor",), "longest", ("pixtral",), "rows", projector="mlp")
 # Those of them on whose images a run trains; behind a comma the model type of a tower that changes the rest.
 TOWERS = {
     "qwen2_5_vl": replace(_QWEN_TOWER, axes="sections"),
     "qwen3_vl": _QWEN_TOWER, "qwen3_5": _QWEN_TOWER, "qwen3_5_moe": _QWEN_TOWER,
-    "gemma3": TowerSpec(("Gemma3ImageProcessor",), "one", ("siglip_vision_model",), "text", mutual="all"),
-    "gemma4": TowerSpec(("Gemma4ImageProcessor",), "budget", ("gemma4_vision",), "ids", mutual="windowed"),
+    "gemma3": TowerSpec(
+        ("Gemma3ImageProcessor",), "one", ("siglip_vision_model",), "text", mutual="all", merge="mm_tokens_per_image",
+        projector="normed",
+    ),
+    "gemma4": TowerSpec(
+        ("Gemma4ImageProcessor",), "budget", ("gemma4_vision",), "ids", mutual="windowed", projector="linear",
+    ),
     "llava": TowerSpec(
         ("CLIPImageProcessor", "LlavaImageProcessor", "SiglipImageProcessor"), "one",
-        ("clip_vision_model", "siglip_vision_model"),
+        ("clip_vision_model", "siglip_vision_model"), projector="mlp",
     ),
     "llava,pixtral": _PIXTRAL,
-    "mistral3": _PIXTRAL,
+    "mistral3": replace(_PIXTRAL, merge="spatial_merge_size", projector="merger"),
 }  # fmt: skip
 # What transformers' classes take for a language model's keys that config.json leaves out, where published bases do.
-NESTED: Mapping[str, Mapping[str, Any]] = {
-    "llama": {
+NESTED: Mapping[tuple[str, str], Mapping[str, Any]] = {
+    ("llava", "llama"): {
         "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
         "num_attention_heads": 32, "num_key_value_heads": None, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
     },

@@ -56,7 +56,7 @@ def as_text(hf: HF) -> HF:
     text = text_config(hf)
     kind = str(text.get("model_type", ""))
     family, unread = SAME.get(kind, (kind, ()))
-    given = {**NESTED.get(kind, {}), **text} if hf.get("model_type") == "llava" else text
+    given = {**NESTED.get((str(hf.get("model_type")), kind), {}), **text}
     found = {key: value for key, value in given.items() if key not in (*OTHER_MEDIA, "architectures", *unread)}
     found["model_type"] = family
     tied = [part["tie_word_embeddings"] for part in (hf, text) if "tie_word_embeddings" in part]
@@ -121,7 +121,7 @@ def tower_parameters(hf: HF) -> int:
         return 0
     if spec.towers:
         v = vision_config(hf)
-        return _tower(v) + _projector(hf, v["hidden_size"], as_text(hf)["hidden_size"])
+        return _tower(v) + _projector(hf, spec.projector, v["hidden_size"], as_text(hf)["hidden_size"])
     usual = {
         "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "hidden_size": 1152, "depth": 27,
         "intermediate_size": 4304, "out_hidden_size": 3584, "num_position_embeddings": 2304, "in_channels": 3,
@@ -155,15 +155,14 @@ def _tower(v: dict[str, Any]) -> int:
     return int((values + places) * D + v["num_hidden_layers"] * (attention + mlp + 4 * D) + rest)
 
 
-def _projector(hf: HF, wide: int, width: int) -> int:
+def _projector(hf: HF, kind: str, wide: int, width: int) -> int:
     """Return the parameters between a tower of the width `wide` and the language model."""
-    if hf["model_type"] in ("gemma3", "gemma4"):
-        return wide * width + (wide if hf["model_type"] == "gemma3" else 0)
+    if kind in ("linear", "normed"):
+        return wide * width + (wide if kind == "normed" else 0)
     layers = hf.get("vision_feature_layer", -1)
-    mistral = hf["model_type"] == "mistral3"
     first = wide * (len(layers) if isinstance(layers, list) else 1) * width
-    merger = wide + hf.get("spatial_merge_size", 2) ** 2 * wide**2 if mistral else 0
-    bias = 2 * width if hf.get("multimodal_projector_bias", not mistral) else 0
+    merger = wide + hf.get("spatial_merge_size", 2) ** 2 * wide**2 if kind == "merger" else 0
+    bias = 2 * width if hf.get("multimodal_projector_bias", kind == "mlp") else 0
     return int(merger + first + width**2 + bias)
 
 
