@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import math
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -38,6 +39,8 @@ from optrush.decide import decide
 from optrush.errors import NeedsError, UserError
 from optrush.models.hf import load
 from optrush.models.vision import PARTS, open_tower
+from optrush.report.bench import write_run
+from optrush.report.run import load_run, page_content
 from optrush.trainer.run import RunRequest, run
 from sights import BASES, MARKS, PATCH, PIXTRAL, PROCESSORS, VOCABULARY, write_base, write_rows
 
@@ -321,6 +324,27 @@ def test_with_techniques(named: str, qwen: Sight, tmp_path: Path) -> None:
     assert len(found) == 2 and np.isfinite(found).all()
     if named in ("packing loader:workers=1", "packing recompute"):
         assert found == losses(run_on(qwen, tmp_path / "plain", withs=["packing"]))
+
+
+def test_a_runs_page_shows_samples_with_images(qwen: Sight, tmp_path: Path) -> None:
+    out = Path(run_on(qwen, tmp_path, withs=["packing"]).output)
+    shown = page_content(load_run(out))["seen"]
+    pieces = [p for s in shown for p in s["documents"][0]["pieces"]]
+    assert len(shown) == 3 and all(bool(p["image"]) == ("image " in p["text"]) for p in pieces)
+    page = report_text(out)
+    assert page.count('<img src="data:image/jpeg;base64,') == len(re.findall(r"image \d+ x \d+, ", page)) == 4
+    held = json.loads((out / "samples.json").read_text())
+    held["samples"][0]["documents"][0]["pieces"][0]["image"] = "https://example.com/a.png"
+    for damaged in ("{", "[]", json.dumps({"samples": [{"sample": "x"}]}), json.dumps(held)):
+        (out / "samples.json").write_text(damaged)
+        assert "example.com" not in report_text(out)
+    (out / "samples.json").unlink()
+    assert "Samples with images" not in report_text(out)
+
+
+def report_text(out: Path) -> str:
+    write_run(out)
+    return (out / "report.html").read_text()
 
 
 @pytest.mark.parametrize(("named", "found"), [("wrap", "cuts documents"), ("compile:scope=model", "rows with images")])

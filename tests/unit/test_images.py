@@ -27,8 +27,9 @@ import torch
 from PIL import Image
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoTokenizer
 
+from optrush.cli.data import show
 from optrush.config import Cleaning, parse_config
-from optrush.data import download, preview, tokenize
+from optrush.data import download, images, preview, tokenize
 from optrush.data.cleaning import Task, clean_files, measure_files
 from optrush.data.dataset import Sources, read_sources
 from optrush.data.image_sizes import processed_size
@@ -635,6 +636,32 @@ def test_a_placeholder_written_in_a_text(base: Path, tmp_path: Path) -> None:
     row = {"messages": [asked({"type": "image", "image": "a.png"}, {"type": "text", "text": "<|image_pad|>"}), ANSWER]}
     with pytest.raises(DataError, match="a forged turn"):
         read(base, write(tmp_path, row))
+
+
+# --- what a page shows
+
+
+def test_a_page_has_small_images(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A few, as JPEG in the page itself; of one that is gone the text alone."""
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (900, 1600, 3), np.uint8))
+    (tmp_path / "a.png").write_bytes(encoded(noise))
+    (tmp_path / "b.png").write_bytes(PNG)
+    rows = [{"messages": [asked(*[{"type": "image", "image": f"{n}.png"} for n in names]), ANSWER]} for names in "abb"]
+    text = f"model: {base}\nobjective: sft\ndata: {{path: {write(tmp_path, *rows)}}}\nbatch: {{seq: 384, tokens: 384}}"
+    (tmp_path / "c.yaml").write_text(f"{text}\ntrain: {{steps: 1}}\noutput: {tmp_path / 'out'}\n")
+    show(tmp_path / "c.yaml", out=tmp_path / "page", rows=5, first=0)
+    page = (tmp_path / "page" / "data.html").read_text()
+    small = [base64.b64decode(held) for held in re.findall(r'<img src="data:image/jpeg;base64,([^"]+)"', page)]
+    sizes = [Image.open(io.BytesIO(raw)).size for raw in small]
+    assert sizes == [(128, 72), (32, 24), (32, 24)] and max(map(len, small)) < 20_000
+    assert "image 1600 x 900, " in page and "data:image" not in capsys.readouterr().out
+    reader = open_reader(base)
+    seen, few = reader.look(Picture("b.png"), tmp_path), images.thumbnails(2)
+    assert few(seen) and few(seen) and few(seen) == ""
+    (tmp_path / "b.png").write_bytes(PNG[:-1] + b"!")
+    assert images.thumbnails(2)(seen) == ""
+    (tmp_path / "b.png").unlink()
+    assert images.thumbnails(2)(seen) == ""
 
 
 # --- what the plan counts
