@@ -347,6 +347,24 @@ def report_text(out: Path) -> str:
     return (out / "report.html").read_text()
 
 
+@pytest.mark.parametrize("kind", further(["gemma3", "mistral3", "gemma4", "llava"], 2))
+def test_other_towers_with_techniques(kind: str, tmp_path: Path) -> None:
+    """In bf16, by sdpa, recomputed, with batches from another process: as without the last two."""
+    write_base(tmp_path / "base", kind)
+    rows = write_rows(tmp_path / "rows", 12, most=2)
+    found = []
+    for n, more in enumerate((["recompute", "loader:workers=1"], [])):
+        text = (
+            f"{{model: {{path: {tmp_path / 'base'}, dtype: bfloat16}}, objective: sft, data: {{path: {rows}}}, "
+            f"batch: {{seq: 320, tokens: 640, micro_tokens: 640}}, train: {{steps: 2, log_every: 1, export: false}}, "
+            f"output: {tmp_path / str(n)}}}"
+        )
+        config = parse_config(text, "images.yaml", [], ["packing", "attention:impl=sdpa", *more])
+        assert run(RunRequest(decide(config))).code == 0
+        found.append(losses(config))
+    assert len(found[0]) == 2 and np.isfinite(found).all() and found[0] == found[1]
+
+
 @pytest.mark.parametrize(("named", "found"), [("wrap", "cuts documents"), ("compile:scope=model", "rows with images")])
 def test_techniques_that_are_refused(named: str, found: str, qwen: Sight, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
