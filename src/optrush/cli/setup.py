@@ -82,14 +82,7 @@ def init(
     It chooses techniques and sizes for this machine (or --hardware). On a terminal it asks for what no flag gives;
     elsewhere --model and --data are required, or --yes. FILE defaults to train.yaml.
     """
-    from optrush.planner.init_config import (
-        InitRequest,
-        check_data,
-        check_new_output,
-        check_objective,
-        check_sets,
-        compose,
-    )
+    from optrush.planner import init_config
 
     _check_file(file, force)
     asking = sys.stdin.isatty() and not yes
@@ -107,21 +100,21 @@ def init(
     help_ = "A Hugging Face folder or hub id; `tiny` is built in, small and random."
     model = value("--model", model, MODEL, help_, None)
     help_ = "A JSON Lines file of conversations or texts, or a folder of images; sample:recipes is built in."
-    check_sets(set_, epochs)
+    init_config.check_sets(set_, epochs)
     with _captioned(file, force) as captioned:
-        data = captioned(value("--data", data, DATA, help_, lambda text: check_data(captioned(text), set_)))
-        suggested = check_data(data, set_)
+        data = captioned(value("--data", data, DATA, help_, lambda text: init_config.check_data(captioned(text), set_)))
+        suggested = init_config.check_data(data, set_)
         if objective is None:
-            help_ = (
-                "sft learns the assistant's words of conversations, pretrain all tokens, dpo and its like from pairs."
-            )
-            objective = _prompt("--objective", suggested, help_, check_objective) if asking else suggested
+            help_ = "sft learns the assistant's words of conversations, pretrain all tokens, dpo learns from pairs."
+            objective = _prompt("--objective", suggested, help_, init_config.check_objective) if asking else suggested
         if output is None:
             help_ = "The folder that the run writes into; it must be new or empty."
-            output = _prompt("--output", _new(file), help_, check_new_output) if asking else _new(file)
+            output = _prompt("--output", _new(file), help_, init_config.check_new_output) if asking else _new(file)
         method, seq, epochs = _how(method, seq, epochs, asking)
-        request = InitRequest(model, objective, data, output, hardware, with_, method, seq, epochs, teacher, set_)
-        first = compose(request, str(file))
+        request = init_config.InitRequest(
+            model, objective, data, output, hardware, with_, method, seq, epochs, teacher, set_
+        )
+        first = init_config.compose(request, str(file))
         _write(file, first.text, force)
     ranks = f" --ranks {first.ranks}" if first.ranks > 1 else ""
     for more in (" --dry-run", ""):
@@ -130,7 +123,7 @@ def init(
 
 @contextmanager
 def _captioned(file: Path, force: bool) -> Iterator[Callable[[str], str]]:
-    """Yield what writes the rows of a folder of images beside FILE and returns their name; an error removes them."""
+    """Yield a function that writes rows of a folder of images and returns the file; an error removes the file."""
     from optrush.data.captions import has_images, write_captions
 
     rows = file.with_suffix(".jsonl")

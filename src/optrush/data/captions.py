@@ -1,4 +1,4 @@
-"""Make rows of a folder of images with captions: in metadata.jsonl or metadata.csv, or in name.txt beside name.jpg."""
+"""Make rows of a folder of images with captions, from metadata.jsonl, metadata.csv or a text file per image."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _images(folder: Path) -> Iterator[Path]:
 
 
 def _beside(folder: Path) -> Iterator[tuple[Path, str, str]]:
-    """Yield each image, the question, and the text of the file beside it."""
+    """Yield each image, the question, and the caption in its text file."""
     images = list(_images(folder))
     bare = [path.name for path in images if not path.with_suffix(".txt").is_file()]
     asked, do = f"captions of the images in {folder}", "write NAME.txt beside NAME.jpg, or list them in metadata.jsonl"
