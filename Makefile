@@ -20,7 +20,7 @@ demo: $(VENV)/.base
 	-$(BIN)/optrush bench examples/demo.yaml --ladder benchmarks/demo-ladder.yaml --cumulative-only --out demo/ladder
 	@$(BIN)/python examples/demo.py demo --closing $(VENV)
 
-shapes: $(VENV)/.base  # questions about pictures of shapes: drawn, learnt and scored; some 6 minutes on two cores
+shapes: $(VENV)/.base  # questions about pictures of shapes: drawn, learnt and scored; some 5 minutes on two cores
 	$(BIN)/python examples/shapes.py shapes
 	$(BIN)/optrush train examples/tiny-shapes-cpu.yaml
 	$(BIN)/python examples/shapes.py shapes --score runs/tiny-shapes-cpu/model
