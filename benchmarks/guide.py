@@ -356,14 +356,21 @@ def ladder() -> str:
 def rewards() -> str:
     """What answers learnt by rewards, and how fast they were sampled."""
     text = ["| after | held-out answers that are right | a step | of it sampling |", "|---|---|---|---|"]
-    found = [r for r in lines("h200-grpo.jsonl") if r["run"] == "compiled"]
+    steps = lines("h200-grpo.jsonl")
+    found = [r for r in steps if (r["call"], r["run"]) == (1, "compiled")]
+    ours, theirs = ([r for r in steps if (r["call"], r["run"]) == (2, run)][-1] for run in ("plain", "TRL"))
     for r in found[:: max(1, len(found) // 5)] + found[-1:]:
         parts = f"{r['step_s']:.2f} s | {r['rollout_s']:.2f} s" if r["step"] else " | "
         text.append(f"| {r['step']} steps, {r['seconds_of_steps']:.0f} s | {r['held_out_right']:.1%} | {parts} |")
     first = found[0]
     tail = (
         f"{first['model']}, {first['rows']} ({first['prompts']} prompts x {first['group']} answers of at most "
-        f"{first['max_new']} tokens a step), one {first['gpu'].removeprefix('NVIDIA ')}."
+        f"{first['max_new']} tokens a step), one {first['gpu'].removeprefix('NVIDIA ')}. On the same host at the same "
+        f"time, {theirs['with']}: {theirs['step']} steps in {theirs['seconds_of_steps']:.0f} s, "
+        f"{theirs['held_out_right']:.1%} "
+        f"right; here without `compile` {ours['step']} steps in {ours['seconds_of_steps']:.0f} s, "
+        f"{ours['held_out_right']:.1%}: a step takes {theirs['step_s'] * ours['step'] / ours['seconds_of_steps']:.0f} "
+        "times as long there."
     )
     speeds = [
         "| sampling, random weights in bf16 | answers x tokens | tokens/s | of the memory's rate |",
@@ -377,7 +384,22 @@ def rewards() -> str:
         "The memory's rate: every weight, and every sequence's keys and values, read once a token as fast as a copy "
         "on the same device."
     )
-    return "\n".join([*text, "", tail, "", *speeds, "", why, "", sources("h200-grpo.jsonl", "h200-sampling.jsonl")])
+    answers = lines("h200-generate.jsonl")
+    of = answers[0]
+    rates = [
+        f"| {of['prompts']:,} prompts, at most {of['max_new']} tokens each | at a time | seconds | tokens/s |",
+        "|---|---|---|---|",
+    ]
+    for r in answers:
+        kind = "transformers, padded `generate`" if r["who"] == "transformers" else "optrush"
+        kind += ", compiled" if r.get("compiled") else ""
+        rates.append(f"| {kind} | {r.get('slots') or r['batch']} | {r['s']:.1f} | {r['tokens_per_s']:,} |")
+    origin = (
+        f"{of['model']}, {of['rows']}, sampled at temperature {of['temperature']:g}; what is recorded and compiled "
+        "once is left out."
+    )
+    records = sources("h200-grpo.jsonl", "h200-sampling.jsonl", "h200-generate.jsonl")
+    return "\n".join([*text, "", tail, "", *speeds, "", why, "", *rates, "", origin, "", records])
 
 
 def pages(of: Sequence[tuple[str, Callable[[], str]]]) -> dict[str, Callable[[], str]]:

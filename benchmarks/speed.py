@@ -36,7 +36,8 @@ def main() -> None:
     a = parser.parse_args()
     config = parse_config(a.config.read_text(), str(a.config), a.set_, a.with_, a.without_)
     with distributed.leaving():
-        trainer = build(decide(config))
+        decided = decide(config)
+        config, trainer = decided.config, build(decided)
         plan = RunPlan(
             trainer, trainer.stream.plan(None if config.train.steps else config.train.epochs, config.train.steps)
         )

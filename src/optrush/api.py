@@ -156,6 +156,10 @@ def train(
     begun = time.monotonic()
     chosen = _with_own(_with_rows(_config(config), rows, eval_rows), loss, optimizer)
     start: Literal["auto"] | Path | None = "auto" if resume == "auto" else None if resume is None else Path(resume)
+    if start == "auto":
+        from optrush.trainer.copies import fetch_copies
+
+        fetch_copies(chosen, launched()[1])
     if start is not None:
         chosen = as_begun(chosen, launched()[1])
     with distributed.leaving():

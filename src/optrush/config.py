@@ -276,6 +276,8 @@ class Training(StrictModel):
     best: bool = True
     stop_after: Annotated[StopAfter | None, BeforeValidator(_short_stop)] = None  # early; a number is its `evals`
     export: bool = True  # writes model/ at the end
+    # An address (s3://, gs://, hf://, ...) to which each checkpoint is copied, and at the end the whole folder.
+    copy_to: Text | None = None
     overwrite: bool = False  # empties the output folder first
     clean: Annotated[bool | None, Field(exclude=True)] = None  # the old name of `overwrite`
     timeout: Annotated[float, Field(ge=1)] = 600.0  # seconds: how long a rank may keep the others waiting
@@ -359,6 +361,11 @@ class RewardRule(StrictModel):
     weight: float = 1.0  # in the sum of all rewards
     options: dict[str, Any] = Field(default_factory=dict)  # regex: {pattern}, length: {most}; a function's keywords
 
+    @property
+    def compares(self) -> bool:
+        """Return whether it compares with the row's own answer."""
+        return self.use in ("number", "exact", "contains")
+
 
 def _rewards(value: object) -> object:
     values = value if isinstance(value, list | tuple) else [value]
@@ -372,6 +379,7 @@ class Grpo(StrictModel):
         RewardRule(use="number"),
     )
     reward_timeout: Annotated[float, Field(gt=0)] = 5.0  # seconds of a function for an answer
+    reward_workers: Annotated[int, Field(ge=0)] = 0  # processes of each rank that reward; 0: the rank itself
     prompts: Annotated[int, Field(ge=1)] = 8  # of a step, over all ranks
     group: Annotated[int, Field(ge=2)] = 8  # answers to a prompt
     max_new: Annotated[int, Field(ge=1)] = 256  # tokens of an answer
@@ -388,6 +396,21 @@ class Grpo(StrictModel):
     truncated: Literal["mask", "keep"] = "mask"  # answers that were cut off at max_new: not learnt, or as others
 
 
+def _server_address(value: str) -> str:
+    if not re.fullmatch(r"https?://([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?(/[^\s?#]*)?", value):
+        raise ValueError("the address of a server, such as http://host:8000")
+    return value
+
+
+class RolloutServer(StrictModel):
+    """A running vLLM or SGLang that samples the answers of `objective: grpo` (docs/grpo.md#a-server)."""
+
+    server: Annotated[Text, AfterValidator(_server_address)]  # http://host:port
+    folder: File | None = None  # where it reads the trained weights, a path of both machines; None: in the run's
+    correction: Annotated[float, Field(ge=1)] = 2.0  # largest importance weight of a token
+    timeout: Annotated[float, Field(gt=0)] = 600.0  # seconds of a request
+
+
 # Objectives with settings of their own, under their own name.
 SECTIONS: dict[
     str, type[Dpo] | type[Kto] | type[Orpo] | type[Simpo] | type[Reward] | type[Distill] | type[Grpo]
@@ -402,6 +425,19 @@ COMPARED = PAIRED | {JUDGED}  # objectives whose samples are two documents
 
 def _short_plugin(value: object) -> object:
     return {"use": value} if isinstance(value, str) else value
+
+
+class ImageTraining(StrictModel):
+    """What is trained of the tower that reads images: its projector, or all of it (docs/data.md)."""
+
+    train: Literal["none", "projector", "tower"] = "none"
+    lr: Annotated[float, Field(gt=0)] | None = None  # its own peak rate; None: optim.lr
+
+    @model_validator(mode="after")
+    def _trained(self) -> ImageTraining:
+        if self.lr is not None and self.train == "none":
+            raise ValueError("what is trained at this rate, too: `train: projector` or `train: tower`")
+        return self
 
 
 class Plugin(StrictModel):
@@ -448,7 +484,9 @@ class Config(StrictModel):
     reward: Reward | None = None
     distill: Distill | None = None
     grpo: Grpo | None = None
+    rollout: RolloutServer | None = None  # None: the model that is trained samples
     data: Data
+    image: ImageTraining | None = None
     batch: BatchSize = BatchSize()
     optim: Optim = Optim()
     train: Training = Training()
@@ -483,6 +521,11 @@ class Config(StrictModel):
             if all(isinstance(p, str) and _TEXT_FILE.search(p) for p in paths):
                 return {**given, "data": {**data, "too_long": "split"}}
         return given
+
+    @property
+    def tower_part(self) -> Literal["none", "projector", "tower"]:
+        """What is trained of the tower that reads images."""
+        return "none" if self.image is None else self.image.train
 
     @property
     def paired(self) -> bool:

@@ -39,9 +39,10 @@ from optrush.errors import ConfigError, NeedsError, UserError
 from optrush.files import read_text
 from optrush.hardware import GIB, Device
 from optrush.launch import launched
+from optrush.models.families import TOWER_BASES
 from optrush.models.shapes import HF, ModelShape, native_obstacle, refuse_foreign, sdpa_obstacle
 from optrush.models.source import Growth, check_positions, grow, locate, read_generation
-from optrush.models.text_part import reads_mutually, text_config, tower_parameters, with_vocabulary
+from optrush.models.text_part import reads_mutually, text_config, tower_sizes, with_vocabulary
 from optrush.models.traced import TracedShape, find_traced, shape_of
 from optrush.planner import calibration
 from optrush.planner.ledger import Short
@@ -55,6 +56,7 @@ from optrush.technique import (
     Part,
     Requirement,
     Rollout,
+    RowImages,
     Teacher,
     Technique,
     in_order,
@@ -171,7 +173,7 @@ def decide(
 def _sampling(decided: Decided) -> Iterator[Reason]:
     """Yield what sampling takes. Nothing where no answers are sampled."""
     r, shape = decided.env.rollout, decided.env.shape
-    if r is None or not isinstance(shape, ModelShape):
+    if r is None or r.served or not isinstance(shape, ModelShape):
         return
     values = 2 * shape.key_width * shape.layers * (r.slots + 1) * r.room
     size = values * (2 if Part.PRECISION in decided.env.claimed or decided.env.dtype == "bfloat16" else 4)
@@ -189,10 +191,12 @@ def _rollout(config: Config, ranks: int, shape: object, device: Device, narrow: 
     answers, longest = -(-g.prompts // ranks) * g.group, estimate_longest(config) or config.batch.seq
     room = -(-min(config.batch.seq, longest + g.max_new) // ROOM) * ROOM
     slots = g.slots or SLOTS
-    if g.slots is None and device.kind == "cuda" and device.memory_bytes and isinstance(shape, ModelShape):
+    if config.rollout is not None:
+        slots = g.slots or answers
+    elif g.slots is None and device.kind == "cuda" and device.memory_bytes and isinstance(shape, ModelShape):
         token = 2 * (2 if narrow else 4) * shape.key_width * shape.layers  # bytes of its keys and values
         slots = max(1, int(device.memory_bytes / CACHED / (token * room)))
-    return Rollout(answers, min(slots, answers), g.max_new, room)
+    return Rollout(answers, min(slots, answers), g.max_new, room, config.rollout is not None)
 
 
 # --- changes of a configuration
@@ -572,8 +576,7 @@ def _checked(
         found = f"{device.name}, capability {device.capability}, which has no such products"
         raise NeedsError("`model.dtype: bfloat16`", found, "leave it out, and take --with amp:dtype=fp16")
     teacher = None if (of := of_teacher(config)) is None else locate(of, weights=weights)
-    tower = tower_parameters(hf) if config.objective == "sft" and native else 0
-    tower = tower if tower and first_images(config) else 0
+    images = _images(config, folder, hf, native)
     narrow = config.model.dtype == "bfloat16" or any(Part.PRECISION in t.claims for t in techniques)
     env = Environment(
         device, ranks, config.batch.seq, rows, micro_rows, config.optim.clip, config.model.dtype, native,
@@ -585,7 +588,7 @@ def _checked(
         scored=config.scored, teacher=None if teacher is None else _sizes(config, teacher[1], text),
         copies_saved=config.train.save == "async", rollout=_rollout(config, ranks, shape, device, narrow),
         by_token=config.paired or config.loss is not None or config.objective == "grpo",
-        tower=tower, mutual=tower > 0 and reads_mutually(hf),
+        images=images, mutual=images is not None and reads_mutually(hf),
     )  # fmt: skip
     env = settle(techniques, env, classes)
     check_reference(env, config.objective)
@@ -594,6 +597,31 @@ def _checked(
         for technique in techniques:
             refuse_unmet(missing(technique))
     return Decided(config, techniques, env, folder, hf, tuple(edits), growth, config.scored, teacher)
+
+
+def _images(config: Config, folder: Path | None, hf: HF, native: bool) -> RowImages | None:
+    """Return the images of the first rows, and the tower of the base; None: rows have none.
+
+    Raises:
+        NeedsError: a part of a tower is to be trained that the base does not have.
+        DataError: the run does not read them, and would stop at the first one.
+    """
+    part, tower, seen = config.tower_part, tower_sizes(hf) if native and folder else None, first_images(config)
+    if part != "none" and tower is None:
+        found = "model.implementation: transformers" if not native else f"a base of model_type {hf.get('model_type')!r}"
+        found = found if folder else "a model without a folder: its tower has no weights"
+        do = f"leave `image` out, or take a base of one of {', '.join(TOWER_BASES)} (model.path)"
+        raise NeedsError(f"`image.train: {part}`", found, do)
+    if seen is None:
+        return None
+    from optrush.data.images import obstacle
+
+    if (error := obstacle(config, folder, hf)) is not None and config.data.bad_rows == "error":
+        raise error
+    if error is not None or tower is None:
+        return None
+    merge = tower.merge
+    return RowImages(tower, part, seen.share * merge, seen.mean * merge, seen.largest * merge)
 
 
 def resized(decided: Decided, rows: int) -> Decided:
@@ -692,6 +720,9 @@ def check_pairs(config: Config) -> None:
             do = f"leave `{name}` out" + (f", or objective: {name}" if config.loss is None else "")
             what = asked if config.loss is None else f"the loss `{config.loss.use}`"
             raise ConfigError(f"`{name}` with {what}", "nothing there reads it", do)
+    if config.rollout is not None and config.objective != "grpo":
+        found = "no answers are sampled there"
+        raise ConfigError(f"`rollout` with {asked}", found, "leave `rollout` out, or objective: grpo")
     if config.objective == "grpo" and d.too_long in ("split", "truncate"):
         found = "prompts and answers that are cut: neither is what the row asks and gives"
         raise ConfigError(f"`data.too_long: {d.too_long}` with {asked}", found, "take data.too_long: error or drop")

@@ -51,21 +51,42 @@ def write_model(trainer: Trainer, output: Path, steps: int, source: Path | None)
 
     Every rank takes part (sharded parameters are gathered one at a time), rank 0 writes.
     """
-    tensors, error = published_tensors(trainer), None
-    if trainer.world.rank == 0:
-        summary = trainer.sources.summary
-
-        def fill(fresh: Path) -> None:
-            _fill_model(fresh, trainer, tensors, source)
-            _write_card(fresh, trainer, output, steps, source, summary)
-
-        error = _write_folder(output / "model", fill)
-    for _ in tensors:  # what rank 0 has not taken, the others must still gather with it
-        pass
-    agree(error)
+    summary = trainer.sources.summary if trainer.world.rank == 0 else ""
+    _write_whole(trainer, output / "model", source, lambda f: _write_card(f, trainer, output, steps, source, summary))
     if io.adapters(trainer.model):
         write_adapter(trainer, output / "adapter", source)
     return output / "model"
+
+
+def publish(trainer: Trainer, source: Path | None, folder: Path) -> bool:
+    """Write what is trained into a folder that other programs load, whole or not at all; every rank takes part.
+
+    Returns:
+        Whether these are plain LoRA adapters; if not, it is the whole model, adapters merged.
+    """
+    kinds = [adapter.settings() for adapter in io.adapters(trainer.model).values()]
+    plain = all(kind["peft_type"] == "LORA" and not kind.get("use_dora") for kind in kinds)
+    if alone := bool(kinds) and plain and all(".adapter." in t.name for t in trainer.trained):
+        write_adapter(trainer, folder, source)
+    else:
+        _write_whole(trainer, folder, source)
+    return alone
+
+
+def _write_whole(
+    trainer: Trainer, folder: Path, source: Path | None, more: Callable[[Path], None] = lambda fresh: None
+) -> None:
+    tensors, error = published_tensors(trainer), None
+    if trainer.world.rank == 0:
+
+        def fill(fresh: Path) -> None:
+            _fill_model(fresh, trainer, tensors, source)
+            more(fresh)
+
+        error = _write_folder(folder, fill)
+    for _ in tensors:  # what rank 0 has not taken, the others must still gather with it
+        pass
+    agree(error)
 
 
 def write_adapter(trainer: Trainer, folder: Path, source: Path | None = None) -> Path:

@@ -8,6 +8,7 @@ turn. A model's output is untrusted text: print it through `console.shown`.
 
 from __future__ import annotations
 
+import base64
 import copy
 import gc
 import math
@@ -22,14 +23,16 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.nn.functional import pad
 
 from optrush.config import Config, Data, Model, Sampling
 from optrush.data import schema
 from optrush.data.chat_template import Tokens, tokenizing
+from optrush.data.images import MARK, ImageReader, SeenImage
 from optrush.data.mask import Template, any_of
 from optrush.data.readers import read_rows
-from optrush.data.schema import Completion, Message, RowLocation, Text, parts_of
-from optrush.data.tokenizer import answer_ends, open_tokenizer
+from optrush.data.schema import Completion, Document, Message, RowLocation, Text, parts_of
+from optrush.data.tokenizer import answer_ends, image_reader, open_tokenizer
 from optrush.errors import ConfigError, DataError, NeedsError, RunError, exhausted, first_line
 from optrush.files import check_model_files, parse_json, read_text, regular
 from optrush.hardware import first_device
@@ -41,7 +44,8 @@ from optrush.models.kv_cache import check_cacheable
 from optrush.models.sampling import Drawing, PromptIds, sample
 from optrush.models.shapes import native_obstacle
 from optrush.models.source import FILES, locate, read_generation
-from optrush.models.text_part import text_config
+from optrush.models.text_part import is_multimodal, text_config
+from optrush.models.vision import tower_inputs
 from optrush.models.weights import WeightMap
 from optrush.restore import open_run
 from optrush.technique import compilers, library
@@ -154,6 +158,20 @@ class Answer:
         return {name: self.text, f"{prefix}tokens": self.tokens, f"{prefix}finish": self.finish}
 
 
+class PromptTokens(list[int]):
+    """The tokens of a prompt, and the images whose placeholders are among them."""
+
+    images: tuple[SeenImage, ...] = ()
+
+
+def _joined(values: Sequence[Tensor], name: str) -> Tensor:
+    """Return what a model takes of each image as one, filled up to the largest; places beside it with -1."""
+    sizes = [max(ends) for ends in zip(*(t.shape for t in values), strict=True)]
+    wanted = [[(0, most - n) for n, most in zip(t.shape[1:], sizes[1:], strict=True)][::-1] for t in values]
+    fill = -1 if name == "image_position_ids" else 0
+    return torch.cat([pad(t, sum(each, ()), value=fill) for t, each in zip(values, wanted, strict=True)])
+
+
 class GenerationModel:
     """A model on a device, with its tokenizer, its chat template and the tokens that end its answers."""
 
@@ -171,6 +189,10 @@ class GenerationModel:
             self.tokenizer.chat_template = template
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.tokens = Tokens(self.tokenizer)
+        sizes = {} if source.config is None else source.config.data.model_dump(include={"min_pixels", "max_pixels"})
+        asked = Config(model=Model(path=self.name), objective="sft", data=Data(random=1, **sizes), output=".")
+        self.images = image_reader(asked, source.folder, self.tokenizer)  # of pixels as they were trained with
+        self.tokens.images = self.images
         self.decoder: Decoder | None
         self._names: WeightMap | None
         self.decoder, self._names = (None, None) if streams else _decoder(source, self.device)
@@ -187,12 +209,14 @@ class GenerationModel:
         self.stops = answer_ends(self.tokenizer, ends)
         self.template: Template | None = None
         if self.tokenizer.chat_template:
+            frame = self.images.frame if isinstance(self.images, ImageReader) else ("", "")
             self.template, self._tool_template = (
-                Template(self.tokens.template(tools), self.tokenizer.special_tokens_map) for tools in (False, True)
+                Template(self.tokens.template(tools), self.tokenizer.special_tokens_map, frame)
+                for tools in (False, True)
             )
         self._controls = any_of({str(t) for t in self.tokenizer.added_tokens_decoder.values() if t.special})
 
-    def ids(self, prompt: str | Sequence[Message], where: RowLocation, tools: Sequence[Any] = ()) -> list[int]:
+    def ids(self, prompt: str | Sequence[Message], where: RowLocation, tools: Sequence[Any] = ()) -> PromptTokens:
         """Return the tokens of a conversation up to where its answer begins, or of a text unchanged.
 
         Raises:
@@ -216,10 +240,39 @@ class GenerationModel:
                 ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         if not ids:
             raise DataError(f"the prompt at {where}", "it has no token", "write something")
-        if self.room is not None and len(ids) >= self.room:
-            found = f"{len(ids)} tokens, and the model has {self.room} positions"
+        given = PromptTokens(ids)
+        if images := [] if isinstance(prompt, str) else [image for message in prompt for image in message.images]:
+            if isinstance(self.images, DataError):
+                found = self.images.found
+                raise DataError(f"an image in the messages at {where}, for {self.name}", found, "leave it out")
+            document = self.tokens.with_images(images, Document(np.array(ids), np.zeros(len(ids), bool)), where)
+            if isinstance(document, DataError):
+                raise document
+            given = PromptTokens(document.ids.tolist())
+            given.images = document.images
+        if self.room is not None and len(given) >= self.room:
+            found = f"{len(given)} tokens, and the model has {self.room} positions"
             raise DataError(f"the prompt at {where}", found, "make it shorter, or begin anew")
-        return ids
+        return given
+
+    def _seen(self, prompts: Sequence[Sequence[int]], tokens: Tensor) -> dict[str, Tensor]:
+        """Return what transformers' generate takes of the images in prompts, whose tokens are (prompts, T)."""
+        images = [image for ids in prompts for image in getattr(ids, "images", ())]
+        if not images:
+            return {}
+        assert isinstance(self.images, ImageReader)
+        reader, found = self.images, dict[str, Tensor]()
+        pixels = [torch.from_numpy(reader.patches(image)) for image in images]
+        grids, spec, vision = [image.grid for image in images], reader.spec, self.model.config.vision_config
+        if spec.sizes == "bounded":
+            found = tower_inputs(spec, vision, torch.cat(pixels), grids)
+        else:
+            made = [tower_inputs(spec, vision, each, [grid]) for each, grid in zip(pixels, grids, strict=True)]
+            found = {name: _joined([one[name] for one in made], name) for name in made[0]}
+        kinds = "token_type_ids" if spec.frame == "text" else "mm_token_type_ids"
+        if spec.axes != "one" or spec.mutual != "none":
+            found[kinds] = (tokens == reader.token).int()
+        return {name: t.to(self.device) for name, t in found.items()}
 
     def settings(self, sampling: Sampling, longest: int) -> Any:
         """Return transformers' generation config: the folder's fields of the model, and the sampling."""
@@ -290,7 +343,7 @@ class GenerationModel:
         torch.manual_seed(seed)
         out = self.model.generate(
             tokens.to(self.device), attention_mask=mask.to(self.device), generation_config=settings,
-            logits_processor=[self._check_scores],
+            logits_processor=[self._check_scores], **self._seen(prompts, tokens),
         )  # fmt: skip
         return [self._answer(row) for row in out[:, longest:]]
 
@@ -333,7 +386,7 @@ class GenerationModel:
                     out = self.model.generate(
                         prompt, attention_mask=torch.ones_like(prompt), streamer=streamer,
                         stopping_criteria=[_StopEvent(stop)], generation_config=self.settings(sampling, len(ids)),
-                        logits_processor=[self._check_scores],
+                        logits_processor=[self._check_scores], **self._seen([ids], prompt),
                     )  # fmt: skip
                 results.append(out[0, len(ids) :])
             except BaseException as error:  # raised in the caller, which waits for the streamer's end
@@ -379,7 +432,7 @@ def _decoder(source: ModelSource, device: torch.device) -> tuple[Decoder, Weight
     """
     hf, own = read_config_json(source.folder / "config.json"), read_generation(source.folder)
     penalised = own.get("repetition_penalty") not in (None, 1) or any(own.get(key) for key in OWN[2:])
-    if source.adapter is not None or penalised or native_obstacle(hf):
+    if source.adapter is not None or penalised or native_obstacle(hf) or is_multimodal(hf):
         return None, None
     if "quantization_config" in hf or not any("ForCausalLM" in a for a in hf.get("architectures") or ("ForCausalLM",)):
         return None, None
@@ -470,7 +523,19 @@ class Prompt:
     reference: str | None = None  # the row's own answer
 
     def shown(self) -> str | list[dict[str, Any]]:
-        return self.asked if isinstance(self.asked, str) else [m.shown() for m in self.asked]
+        return self.asked if isinstance(self.asked, str) else [row_of(m) for m in self.asked]
+
+
+def row_of(message: Message) -> dict[str, Any]:
+    """Return a turn as a row of data has it, with its images among its texts."""
+    shown, texts = message.shown(), message.content.split(MARK)
+    if not message.images:
+        return shown
+    parts = [{"type": "text", "text": texts[0]}]
+    for image, text in zip(message.images, texts[1:], strict=True):
+        held = {"base64": base64.b64encode(image.data).decode()} if image.data else {"image": image.path}
+        parts += [{"type": "image", **held}, {"type": "text", "text": text}]
+    return shown | {"content": [part for part in parts if part.get("text") != ""]}
 
 
 def prompts(path: Path, plain: bool = False, system: str | None = None) -> Iterator[Prompt]:

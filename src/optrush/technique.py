@@ -13,12 +13,12 @@ import hashlib
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, get_type_hints
 
 import optrush
 from optrush.config import Config, accepted, nearest, refuse_method
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
     from optrush.models.shapes import ModelShape
+    from optrush.models.text_part import TowerSizes
     from optrush.trainer.trainer import Trainer as Trainer
 else:
     Trainer = object  # techniques name it in annotations only: its module imports torch
@@ -162,6 +163,22 @@ class Rollout:
     slots: int  # sampled at the same time
     most: int  # tokens of an answer
     room: int  # tokens of a slot, prompt and answer
+    served: bool = False  # by another program: nothing of them is on this device
+
+
+class RowImages(NamedTuple):
+    """The images of rows, by estimate, and the tower that reads them."""
+
+    tower: TowerSizes
+    part: Literal["none", "projector", "tower"]  # of it that is trained
+    patches: float  # of a token of a row
+    mean: float  # patches of an image
+    largest: float
+
+    @property
+    def trained(self) -> int:
+        """Parameters that are trained."""
+        return {"none": 0, "projector": self.tower.projector, "tower": self.tower.parameters}[self.part]
 
 
 @dataclass(frozen=True)
@@ -185,7 +202,7 @@ class Environment:
     by_token: bool = False  # losses are taken token by token: of pairs, sampled answers, or by a loss of one's own
     teacher: Teacher | None = None  # of an objective that learns from another model's logits
     rollout: Rollout | None = None  # of an objective that learns from sampled answers
-    tower: int = 0  # parameters of a frozen tower that reads the images of rows
+    images: RowImages | None = None  # of rows that have some
     mutual: bool = False  # the placeholders of an image read each other, those behind them too
     scored: bool = False  # the head gives a score in place of next tokens
     reference: str | None = None  # where an objective that compares with the untrained model has that from
@@ -556,6 +573,9 @@ def settle(techniques: Sequence[Technique], env: Environment, classes: Sequence[
             do = f"add {able}" if able else "add a technique that does"
             raise NeedsError(f"`{t.name}`", f"no technique sets {part.value}", do)
         refuse_unmet(t.needs(env))
+    if env.images is not None and (parts := parts_without_images(env.claimed)):
+        found = f"a technique that owns {parts[0].value}"
+        raise NeedsError("to train on rows with images", found, f"leave it out: --without {owners[parts[0]]}")
     device = env.device
     for t in techniques:
         device = t.card(device)
@@ -574,6 +594,13 @@ def _described(techniques: tuple[Technique, ...], grouped_heads: bool, joined: f
     for t in techniques:
         spec = t.describe(spec)
     return spec
+
+
+def parts_without_images(claimed: Collection[Part]) -> list[Part]:
+    """Return the claimed parts whose owners do not take rows with images: those that cut a model, or a recording."""
+    wrong = {Part.CAPTURE} | (RANK_PARTS - {Part.DATA})
+    wrong |= {Part.DATA} if {Part.DATA, Part.STATES} <= {*claimed} else set()  # an engine of its own
+    return [part for part in Part if part in claimed and part in wrong]
 
 
 def mesh_axes(techniques: Sequence[Technique], ranks: int) -> dict[str, int]:

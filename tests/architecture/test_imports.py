@@ -332,7 +332,7 @@ def test_what_is_forbidden_is_found(tmp_path: Path) -> None:
 READERS = {
     "files.py", "hardware.py", "launch.py", "technique.py", "benchmark/record.py", "cli/launch.py", "cli/setup.py",
     "data/mask.py", "data/pool.py", "data/sample.py", "data/tokenize.py", "tokenizer_files.py", "models/source.py",
-    "models/tiny.py", "planner/calibration.py",
+    "models/tiny.py", "objectives/reward_pool.py", "planner/calibration.py",
     "trainer/metrics.py",
 }  # fmt: skip
 

@@ -239,7 +239,7 @@ def test_blocks_are_one_graph_each(kind: str, request: pytest.FixtureRequest) ->
     [
         ({"tensor": {"size": 2}}, "2xh100"), ({"context": {"size": 2}}, "2xh100"), ({"pipeline": {}}, "2xh100"),
         ({"cuda-graphs": {}}, "h100"), ({"fused-kernels": {}}, "h100"), ({"fp8": {}}, "h100"), ({"muon": {}}, "h100"),
-        ({"attention": {"impl": "varlen"}}, "h100"), ({"attention": {"impl": "fa4"}}, "h100"),
+        ({"attention": {"impl": "fa4"}}, "h100"),
     ],
     ids=str,
 )  # fmt: skip
@@ -254,6 +254,28 @@ def test_techniques_that_do_not_reach_it(wide: Path, with_: dict[str, Any], hard
         search.predict(config, hardware)
     assert {"layers", "gelu"} & {*error.value.found.replace(",", " ").split()}, error.value
     assert parse_hardware(hardware)
+
+
+@pytest.mark.parametrize(("narrow", "wide_", "kernels"), [(256, 512, "vs"), (128, 256, "vv"), (512, 512, None)])
+def test_flash_attention_of_narrow_layers(wide: Path, narrow: int, wide_: int, kernels: str | None) -> None:
+    """Layers with wider heads than flash attention has take torch's other kernels; not where all are as wide."""
+    hf = {**GEMMA4, "head_dim": narrow, "global_head_dim": wide_, "per_layer_config": None, "tie_word_embeddings": True}
+    (wide / "heads").mkdir(exist_ok=True)
+    (wide / "heads" / "config.json").write_text(json.dumps(hf))
+    sets = [f"model={wide / 'heads'}", "objective=pretrain", "data.path=null", "data.random=8"]
+    config = golden_run(wide, sets=sets, attention={"impl": "varlen"}, bf16={})
+    if kernels is None:
+        with pytest.raises(NeedsError, match="heads of 512 values") as error:
+            search.predict(config, "h100")
+        assert error.value.do == "take impl=sdpa"
+        return
+    plain = search.predict(golden_run(wide, sets=sets, attention={"impl": "sdpa"}, bf16={}), "h100")
+    assert search.predict(config, "h100").peak_bytes <= plain.peak_bytes
+    model = decoder.Decoder(ModelShape.read(hf), device=torch.device("meta"), dtype=torch.bfloat16)
+    model.set_attention("varlen")
+    taken = {"v": attention.varlen, "s": attention.sdpa}
+    kinds = {block.head_width: block.attention for block in model.blocks.values()}
+    assert kinds == {narrow: taken[kernels[0]], wide_: taken[kernels[1]]}
 
 
 @pytest.mark.parametrize("names", [["embed_tokens"], ["embed_tokens", "embed_tokens_per_layer", "per_layer_*"]])

@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 import torch
 
+from meshes import further
 from optrush.benchmark import ladder, tune
 from optrush.config import Config, Grpo, RewardRule, parse_config
 from optrush.data.batch import IGNORE, Batch, collate
@@ -32,9 +33,9 @@ from optrush.decide import decide
 from optrush.errors import ConfigError, DataError, NeedsError, RunError
 from optrush.hardware import NAMED
 from optrush.launch import launched
-from optrush.models import kv_cache, sampling
+from optrush.models import kv_cache, padded_sampling, sampling
 from optrush.models.hf import load
-from optrush.objectives import SAMPLED, grpo, rewards
+from optrush.objectives import SAMPLED, grpo, plugged, reward_pool, rewards
 from optrush.planner.search import predict
 from optrush.trainer import rollout
 from optrush.trainer import run as fit
@@ -43,8 +44,8 @@ from optrush.trainer.overfit import run_overfit
 from optrush.trainer.trainer import evaluate
 
 from golden import make_golden
-from parity_models import EXPERTS, FAMILIES, materialise, reference, save
-from trials import assembled, first_gradients, furthest, metrics, steps, weights
+from parity_models import EXPERTS, FAMILIES, SIZES, THEIR_EXPERTS, materialise, reference, save
+from trials import alive, assembled, first_gradients, furthest, metrics, steps, weights
 
 CACHED = [n for n, sizes in {**FAMILIES, **EXPERTS}.items() if "linear_num_key_heads" not in sizes]
 
@@ -199,6 +200,70 @@ def test_a_model_that_keeps_other_things_is_refused(tmp_path):
         sampling.sample(ours, asked(1), 1, sampling.Drawing(2, 0.0, (), 0))
 
 
+MAMBA = {"hidden_size": 24, "num_hidden_layers": 2, "state_size": 4, "vocab_size": 61, "pad_token_id": 0}
+HYBRID = {"mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "pad_token_id": 0}
+THEIRS = {  # attention with learnt positions, slopes, windows; recurrent states, and both
+    "gpt2": {"model_type": "gpt2", "vocab_size": 61, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "lfm2": {**SIZES, "model_type": "lfm2", "layer_types": ["conv", "full_attention"], "head_dim": 6},
+    "mamba": {"model_type": "mamba", **MAMBA},
+    "gemma2": FAMILIES["gemma2"],
+    "granitemoe": THEIR_EXPERTS["granitemoe"],
+    "qwen3_5_text": FAMILIES["qwen3_5_text"],
+    "bloom": {"model_type": "bloom", "vocab_size": 61, "hidden_size": 24, "n_layer": 2, "n_head": 4},
+    "falcon_h1": {**SIZES, **HYBRID, "model_type": "falcon_h1", "mamba_d_ssm": 32, "mamba_n_heads": 4},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=further(list(THEIRS), 3))
+def theirs_and_ours(request, tmp_path_factory):
+    theirs = reference(THEIRS[request.param])
+    folder = tmp_path_factory.mktemp(request.param)
+    loaded, recipe = load(folder, save(theirs, folder), "transformers", torch.float32, 0)
+    return theirs, materialise(loaded, recipe)
+
+
+def check_sampled(theirs: Any, engine: Any, note: str) -> None:
+    """Log-probabilities are those of the whole answers, and draws do not depend on the batch."""
+    prompts, drawing = asked(), sampling.Drawing(6, 0.8, (7,), 3, slots=5)
+    found = engine.sample(prompts, 2, drawing)
+    for answer in found:
+        ids = torch.tensor([[*prompts[answer.prompt].ids.tolist(), *answer.ids]])
+        with torch.no_grad():
+            want = (theirs(input_ids=ids).logits[0] / 0.8).log_softmax(-1)[-len(answer.ids) - 1 :]
+        assert [float(p[t]) for p, t in zip(want, answer.ids)] == pytest.approx(answer.log_p, abs=2e-4)
+        assert answer.ended == (answer.ids[-1] == 7) and 7 not in answer.ids[:-1]
+    few = engine.sample(prompts[1:3], 2, replace(drawing, slots=64))
+    assert [a.ids for a in few] == [a.ids for a in found if a.prompt in (1, 2)]
+    assert engine.note == note
+
+
+def test_a_model_of_transformers_samples_from_what_training_computes(theirs_and_ours):
+    theirs, ours = theirs_and_ours
+    ours.train()
+    check_sampled(theirs, padded_sampling.PaddedEngine(ours), "")
+    assert ours.training and ours.block_call.__name__ == "call"
+
+
+@pytest.mark.parametrize("wrong", ["padding", "cache", "nothing", "error"])
+def test_a_cache_that_gives_something_else_is_found_and_not_used(tmp_path, monkeypatch, wrong):
+    theirs = reference(THEIRS["gpt2"])
+    loaded, recipe = load(tmp_path, save(theirs, tmp_path), "transformers", torch.float32, 0)
+    ours, plain = materialise(loaded, recipe), type(loaded)._resumed
+
+    def resumed(self, tokens, positions, kept):
+        if wrong == "error":
+            raise TypeError("an argument that it does not know")
+        mask = kept.mask
+        kept.mask = torch.ones_like(mask) if wrong == "padding" else mask
+        hidden = plain(self, tokens, positions, kept) + (wrong == "cache" and tokens.shape[1] == 1)
+        kept.mask, kept.cache = mask, None if wrong == "nothing" else kept.cache
+        return hidden
+
+    monkeypatch.setattr(type(ours), "_resumed", resumed)
+    note = padded_sampling.ONE_LENGTH if wrong == "padding" else padded_sampling.UNCACHED
+    check_sampled(theirs, padded_sampling.PaddedEngine(ours), note)
+
+
 # --- the loss
 
 
@@ -348,6 +413,9 @@ def test_rules_that_are_wrong(rule, found):
 
 OWN = """
 import time
+def alone(answer, reference, row):
+    assert reference == "" or "key" in row, reference
+    return len(answer)
 def slow(answer, reference, row):
     time.sleep(9)
 def stubborn(answer, reference, row):
@@ -389,6 +457,114 @@ def test_a_reward_that_fails_is_none_and_named(tmp_path, name, why):
     asking, begun = judge(f"{tmp_path}/own.py:{name}", seconds=0.2), time.monotonic()
     assert asking("4", "4", {}, "row 7") is None
     assert why in asking.first_failure and "row 7" in asking.first_failure and time.monotonic() - begun < 5
+
+
+POOLED = """
+import ctypes, os, re, signal, subprocess, sys, time
+KEPT = []
+def kind(answer, reference, row):
+    if answer == "hang":  # in C, where no signal of Python's arrives
+        ctypes.CDLL(None).sleep(60) if not row else re.match("(a+)+$", "a" * 60 + "b")
+    if answer == "deaf":
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        time.sleep(60)
+    if answer == "child":
+        subprocess.run([sys.executable, "-c", f"open({row['file']!r}, 'w').write(str(__import__('os').getpid())); "
+                        "__import__('time').sleep(60)"])
+    if answer == "exit":
+        os._exit(3)
+    if answer == "fault":
+        ctypes.string_at(0)
+    if answer == "raise":
+        raise KeyError("x")
+    if answer == "leak":
+        KEPT.append(bytearray(os.urandom(1 << 20)) * 48)
+    print("no result")
+    return {"pid": os.getpid(), "held": len(KEPT)}.get(answer, len(answer))
+"""
+
+
+@pytest.fixture
+def pooled(tmp_path):
+    made = []
+
+    def make(count: int = 2, seconds: float = 0.3, *more: Any) -> Any:
+        (tmp_path / "pooled.py").write_text(POOLED)
+        given = Grpo.model_validate(
+            {"rewards": [f"{tmp_path}/pooled.py:kind", *more], "reward_workers": count, "reward_timeout": seconds}
+        )
+        made.append(reward_pool.judge_of(given))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one._end()
+
+
+def texts(*answers: str, row: dict[str, Any] | None = None) -> list[tuple[str, str, dict[str, Any], str]]:
+    return [(text, "", row or {}, f"row {i}") for i, text in enumerate(answers)]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("hang", "longer than 0.3 s"), ("deaf", "longer than 0.3 s"), ("exit", "its process ended with 3"),
+        ("fault", "its process ended with -11"), ("raise", "KeyError"),
+    ],
+)  # fmt: skip
+def test_a_worker_that_hangs_or_dies_costs_one_answer_its_reward(pooled, monkeypatch, text, why):
+    monkeypatch.setattr(reward_pool, "GRACE_S", 0.1)
+    judging, begun = pooled(), time.monotonic()
+    assert judging.every(texts("a", "bb", text, "cccc", "ddddd")) == [[1.0], [2.0], None, [4.0], [5.0]]
+    assert why in judging.first_failure and "row 2" in judging.first_failure and "kind" in judging.first_failure
+    assert judging.every(texts("a", "bb", "ccc")) == [[1.0], [2.0], [3.0]] and time.monotonic() - begun < 8
+
+
+def test_a_regular_expression_that_takes_forever_ends(pooled, monkeypatch):
+    monkeypatch.setattr(reward_pool, "GRACE_S", 0.1)
+    judging = pooled(1, 0.3, {"use": "regex", "options": {"pattern": "(b+)+$"}})
+    assert judging.every(texts("b" * 40 + "c", "b")) == [None, [1.0, 1.0]]
+
+
+def test_what_a_reward_began_ends_with_its_worker(pooled, monkeypatch, tmp_path):
+    monkeypatch.setattr(reward_pool, "GRACE_S", 0.1)
+    assert pooled(1, 1.0).every(texts("deaf", "child", row={"file": str(tmp_path / "pid")})) == [None, None]
+    assert not alive(int((tmp_path / "pid").read_text()))
+
+
+def test_workers_stay_until_they_are_used_up(pooled):
+    (one,), (two,) = (pooled(1).every(texts("pid")) for _ in range(2))
+    assert one != two  # of two judges
+    judging = pooled(1)
+    assert len({tuple(v) for v in judging.every(texts(*["pid"] * 4))}) == 1 and len(judging.workers) == 1
+    assert judging.every([]) == []
+
+
+@pytest.mark.parametrize(("name", "value"), [("RECYCLED", 2), ("GROWTH_bytes", 1 << 26)])
+def test_workers_that_leak_are_replaced(pooled, monkeypatch, name, value):
+    monkeypatch.setattr(reward_pool, name, value)
+    held = [v[0] for v in pooled(1).every(texts(*["leak", "held"] * 4)) if v]
+    assert len(held) == 8 and max(held[1::2]) < 4
+
+
+def test_a_function_of_this_process_and_a_worker_that_does_not_start_are_refused(pooled, monkeypatch):
+    name = f"{plugged.HERE}f"
+    monkeypatch.setattr(rewards, "open_reward", lambda rule: None)
+    with pytest.raises(ConfigError, match="no other can load"):
+        reward_pool.PooledJudge([RewardRule(use=name)], 1.0, 1)
+    monkeypatch.setattr(reward_pool.sys, "executable", "/bin/false")
+    with pytest.raises(ConfigError, match=r"(?s)reward_workers: 2.*ended with 1 before its first answer"):
+        pooled().every(texts("a"))
+
+
+def test_a_run_rewards_by_workers_as_by_itself(folder):
+    """The same rewards and updates; a hanging function is counted as failed."""
+    found = []
+    for workers in (0, 2):
+        own = [f"grpo.rewards=[{{use: '{folder}/own.py:starts'}}]", f"grpo.reward_workers={workers}", "train.steps=2"]
+        lines = metrics(grpo_run(folder, packing={}, sets=own))
+        found.append([(l["loss"], l["reward"], l["rewards_failed"]) for l in lines if "loss" in l])
+    assert found[0] == found[1]
 
 
 # --- whole runs
@@ -496,9 +672,10 @@ def ranked(
     box: Path, both: dict[str, Any], **over: Any
 ) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor], dict[str, float]]:
     with_: dict[str, Any] = {"packing": {}, **both}
+    sets = through_transformers(box) if with_.pop("theirs", False) else []
     if launched()[1] > 1:
         with_ |= over
-    trainer = assembled(grpo_run(box, rows=2, **with_))
+    trainer = assembled(grpo_run(box, rows=2, sets=sets, **with_))
     found = [(loss, norm) for loss, norm, _ in steps(trainer, 2)]
     timeless = {k: v for k, v in trainer.host_figures.items() if not k.startswith("rollout")}
     return found, weights(trainer), timeless
@@ -506,9 +683,12 @@ def ranked(
 
 @pytest.mark.parametrize(
     ("both", "over"),
-    [({}, {"ddp": {}}), ({}, {"fsdp": {}}), ({}, {"fsdp": {"stage": 2}}), ({"lora": {"rank": 4}}, {"fsdp": {}})],
+    [
+        ({}, {"ddp": {}}), ({}, {"fsdp": {}}), ({}, {"fsdp": {"stage": 2}}), ({"lora": {"rank": 4}}, {"fsdp": {}}),
+        ({"theirs": True}, {"fsdp": {}}),
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_two_ranks_are_one(folder, pair, both, over):
     alone, (first, second) = ranked(folder, both), pair(partial(ranked, both=both, **over), folder)
     for own in (first, second):
@@ -548,9 +728,34 @@ def test_sharded_blocks_sample_uncompiled(model):
         del block._get_fsdp_state, block._compiled_call_impl
 
 
-def test_a_resumed_run_samples_and_learns_the_same_to_the_bit(folder, tmp_path):
+def through_transformers(box: Path) -> list[str]:
+    return [f"model={{path: '{box / 'untied'}', implementation: transformers}}"]
+
+
+@pytest.mark.parametrize(
+    "with_",
+    [{}, {"lora": {"rank": 4}}, {"attention": {}, "recompute": {}}, {"nf4": {}, "lora": {}}, {"neftune": {"alpha": 5}}],
+    ids=str,
+)  # fmt: skip
+def test_a_model_of_transformers_learns_as_our_decoder_does(folder, with_):
+    """The same weights, draws and updates: what it learns differs by rounding alone."""
+    found = []
+    for sets in ([], through_transformers(folder)):
+        trainer = assembled(
+            grpo_run(folder, packing={}, sets=[*sets, "grpo.beta=0.1"] if "lora" in with_ else sets, **with_)
+        )
+        found.append([loss for loss, *_ in steps(trainer, 3)])
+        noise = "neftune" in with_  # of training alone
+        assert (trainer.metrics["logp_difference_max"] < 1e-4) != noise and trainer.host_figures["reward"] > 0
+    assert found[1] == pytest.approx(found[0], abs=1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_a_resumed_run_samples_and_learns_the_same_to_the_bit(folder, tmp_path, implementation):
+    own = through_transformers(folder) if implementation == "transformers" else []
+
     def trained(output: str, *sets: str, resume: Any = None) -> list[dict[str, Any]]:
-        config = grpo_run(folder, packing={}, sets=[f"output={tmp_path / output}", "train.save_every=2", *sets])
+        config = grpo_run(folder, packing={}, sets=[f"output={tmp_path / output}", "train.save_every=2", *own, *sets])
         assert fit.run(fit.RunRequest(decide(config), resume=resume)).code == 0
         lines = [json.loads(l) for l in (tmp_path / output / "metrics.jsonl").read_text().splitlines()]
         timed = ("_s", "tokens_per_s", "peak_bytes", "mfu")
@@ -687,6 +892,13 @@ def test_a_plan_has_both_phases(folder):
     assert {line.name: line.bytes for line in ddp.lines}["rollout.cache"] == lines["rollout.cache"]  # half the answers
 
 
+def test_a_plan_for_a_model_of_transformers_launches_each_operator_of_a_token(folder):
+    """Its steps are not recorded: 36 tokens, 45 operators in each of its blocks."""
+    plans = [predict(grpo_run(folder, packing={}, sets=s), "h200") for s in ([], through_transformers(folder))]
+    ours, theirs = (max(w.launches for w in plan.work if w.name == "rollout.cache") for plan in plans)
+    assert theirs == 45 * 2 * ours > 0
+
+
 @pytest.mark.parametrize("with_", ["", "bf16: {}, "])
 def test_slots_left_out_take_a_quarter_of_the_memory_in_any_precision(folder, with_):
     text = (
@@ -771,3 +983,111 @@ def test_a_gpu_without_triton_is_refused(folder, monkeypatch):
     with pytest.raises(NeedsError) as error:
         rollout._engine(trainer, [trainer.sources.train])
     assert error.value.found == "triton is not installed"
+
+
+# --- prompts without an answer
+
+USER = {"role": "user", "content": "w1 w2"}
+TALK = [USER, {"role": "assistant", "content": "w3"}]
+LENGTH = "grpo.rewards=[{use: length, options: {most: 6}}]"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "w1 w2"}, {"prompt": [USER]}, {"prompt": USER}, {"prompt": json.dumps([USER])},
+        {"prompt": "w1 w2", "completion": None, "answer": "w3"}, {"prompt": "w1 w2", "system": "w5"},
+        {"messages": [USER]}, {"messages": [*TALK, USER]}, {"messages": json.dumps([USER]), "system": "w5"},
+        {"conversations": [{"from": "human", "value": "w1 w2"}]}, {"instruction": "w1", "input": "w2"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_prompts_alone_are_sampled_where_no_reward_compares(folder, tmp_path, row):
+    """Its prompt is that of the same row with an answer, and a function gets an empty reference."""
+    m, turns = row.get("messages", []), row.get("prompt") if isinstance(row.get("prompt"), list | dict) else None
+    whole = {
+        "prompt": {**row, "completion": [TALK[1]] if turns or row.get("prompt", "").startswith("[") else " w3"},
+        "messages": {**row, "messages": [*(json.loads(m) if isinstance(m, str) else m), TALK[1]]},
+        "conversations": {**row, "conversations": [*row.get("conversations", []), {"from": "gpt", "value": "w3"}]},
+        "instruction": {**row, "output": "w3"},
+    }[next(iter(row))]  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in (row, {**whole, "key": 1}) * 8))
+    sets = [
+        f"data.path={tmp_path / 'rows.jsonl'}",
+        "data.eval=null",
+        f"grpo.rewards=[{{use: '{folder}/own.py:alone'}}]",
+    ]
+    trainer = assembled(grpo_run(folder, packing={}, sets=[*sets, "grpo.max_new=4", "train.steps=1"]))
+    documents = [trainer.sources.train.documents(i)[0] for i in range(2)]
+    prompts = [d.ids[: rollout.begin_of_answer(d)].tolist() for d in documents]
+    assert prompts[0] == prompts[1]
+    assert [trainer.stream.sampler.reference(i, d).strip() for i, d in enumerate(documents)] == ["", "w3"]
+    list(steps(trainer, 1))
+    assert trainer.host_figures["rewards_failed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("row", "do"),
+    [
+        ({"prompt": "w1 w2"}, "add the answer"), ({"messages": [USER]}, "add the answer"),
+        ({"messages": [*TALK, USER]}, "add the answer"), ({"conversations": [USER]}, "add the answer"),
+        ({"prompt": "w1", "answer": "w3"}, "`data.columns: {answer: completion}`"),
+        ({"instruction": "w1", "response": "w3"}, "`data.columns: {response: output}`"),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("reward", ["number", "exact", "contains"])
+def test_prompts_alone_are_refused_by_the_name_of_a_reward_that_compares(folder, tmp_path, row, do, reward):
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 4)
+    both = f"grpo.rewards=[{{use: length, options: {{most: 6}}}}, {reward}]"
+    with pytest.raises(DataError) as error:
+        assembled(grpo_run(folder, sets=[f"data.path={tmp_path / 'rows.jsonl'}", "data.eval=null", both]))
+    assert f"a prompt without an answer, which the reward `{reward}` compares with" in error.value.found
+    assert error.value.do.startswith(do) and "regex, length" in error.value.do and "rows.jsonl:1" in error.value.asked
+
+
+def test_prompts_alone_train_evaluate_and_show_no_reference(folder, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"w{i} w{i + 1}"}) + "\n" for i in range(12)))
+    sets = [f"data.path={tmp_path / 'rows.jsonl'}", f"output={tmp_path / 'run'}", LENGTH, "grpo.prompts=2"]
+    config = grpo_run(folder, rows=4, packing={}, sets=[*sets, "train.steps=2"])
+    assert dry_run(decide(config), None, "optrush train")[0]["data"]["steps"] == 2
+    assert fit.run(fit.RunRequest(decide(config))).code == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "answers.jsonl").read_text().splitlines()]
+    assert [line["reference"] for line in lines] == ["", ""]
+    with pytest.raises(DataError, match="neither 'text'"):  # of another objective
+        assembled(parse_config(json.dumps({
+            "objective": "sft", "model": str(folder / "untied"), "data": {"path": str(tmp_path / "rows.jsonl")},
+            "batch": {"seq": 64}, "output": "x", "train": {"steps": 1},
+        }), "x", ()))  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["sample", "separator", "text rows"])
+def test_a_function_gets_the_row_of_any_source(folder, tiny_folder, tmp_path, kind):
+    """As the run itself reads it: made recipes, whose file is a temporary one, and tables with a separator."""
+    (tmp_path / "own.py").write_text(
+        "def own(answer, reference, row):\n    return len(row['messages' if 'messages' in row else 'prompt'])\n"
+    )
+    (tmp_path / "rows.csv").write_text("prompt;completion\nw1 w2; w3\n" * 1 + "w2 w1; w4\n" * 7)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "w1 w2", "completion": " w3"}\n' * 8)
+    data = {
+        "sample": {"sample": "recipes", "max_samples": 8, "too_long": "drop"},
+        "separator": {"path": str(tmp_path / "rows.csv"), "separator": ";"},
+        "text rows": {"path": str(tmp_path / "rows.jsonl"), "columns": {"prompt": "prompt"}},
+    }[kind]  # fmt: skip
+    model, seq = (tiny_folder, 512) if kind == "sample" else (folder / "untied", 64)
+    sets = [
+        f"data={json.dumps(data)}",
+        f"model={model}",
+        f"batch.seq={seq}",
+        f"batch.micro_tokens={seq}",
+        "grpo.max_new=2",
+    ]
+    own = f"grpo.rewards=[{{use: '{tmp_path}/own.py:own'}}]"
+    trainer = assembled(grpo_run(folder, packing={}, sets=[*sets, own, "train.steps=1"]))
+    list(steps(trainer, 1))
+    assert trainer.host_figures["rewards_failed"] == 0 and trainer.host_figures["reward"] >= 2
+
+
+def test_rewards_that_compare_are_those_that_read_the_reference():
+    assert {rule for rule in rewards.BUILT_IN if RewardRule(use=rule).compares} == set(rewards.BUILT_IN)
+    assert not any(RewardRule(use=rule).compares for rule in (*rewards.WITH_OPTIONS, "own.py:f"))

@@ -7,9 +7,10 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +29,24 @@ from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from meshes import further
-from optrush.config import Config, parse_config
+from optrush.cli import app
+from optrush.config import Config, Sampling, parse_config
 from optrush.data.batch import Batch, collate
 from optrush.data.chat_template import Tokens
 from optrush.data.dataset import read_sources
-from optrush.data.images import ImageReader
-from optrush.data.schema import Document
+from optrush.data.images import MARK, ImageReader, Picture
+from optrush.data.schema import Chat, Document, Message, RowLocation, parse_row
 from optrush.data.tokenizer import open_tokens
 from optrush.decide import decide
 from optrush.errors import NeedsError, UserError
+from optrush.generation import GenerationModel, find_model, prompts, row_of
+from optrush.models.decoder import Decoder
 from optrush.models.hf import load
-from optrush.models.vision import PARTS, open_tower
+from optrush.models.text_part import PARTS
+from optrush.models.vision import PROJECTOR, open_tower, train_tower
 from optrush.report.bench import write_run
 from optrush.report.run import load_run, page_content
+from optrush.restore import rebuild
 from optrush.trainer.run import RunRequest, run
 from sights import BASES, MARKS, PATCH, PIXTRAL, PROCESSORS, VOCABULARY, write_base, write_rows
 
@@ -107,6 +113,11 @@ def sight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
+def sight_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Sight]:
+    return cache(lambda kind: Sight(tmp_path_factory.mktemp(kind), kind))
+
+
+@pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Sight:
     return Sight(tmp_path_factory.mktemp("qwen"), "qwen3_vl")
 
@@ -154,12 +165,50 @@ def test_packed_and_alone(sight: Sight) -> None:
     with torch.no_grad():
         hidden = sight.ours(*batch.inputs)
         assert batch.images is not None
-        patches = batch.images.patches.clone()
-        patches[: sum(a * b for a, b in [image.grid for image in sight.document(2).images])] += 1
-        changed = sight.ours(*replace(batch, images=batch.images._replace(patches=patches)).inputs)
+        colours = batch.images.colours.clone()
+        colours[: sum(a * b for a, b in [image.grid for image in sight.document(2).images])] += 1
+        changed = sight.ours(*replace(batch, images=batch.images._replace(colours=colours)).inputs)
         first = sight.ours(*sight.batch([2]).inputs)
     assert not torch.equal(changed[0, :n], hidden[0, :n]) and torch.equal(changed[0, n : n + m], hidden[0, n : n + m])
     assert torch.equal(first[0, :n], hidden[0, :n])
+
+
+def test_images_in_one_call(sight: Sight) -> None:
+    """A call of all images gives what a call for each gives, and pixels are the processor's own, to the bit."""
+    images, tower = sight.batch([2, 0], [4]).images, sight.ours.tower
+    assert images is not None and tower is not None and len(images.grids) == 6
+    want = np.concatenate([sight.reader.patches(image) for i in (2, 0, 4) for image in sight.document(i).images])
+    frames = getattr(tower.vision, "temporal_patch_size", 1)
+    assert torch.equal(images.patches(0, len(want), frames), torch.from_numpy(want))
+    alone, calls = tower(images), list(tower._calls(images.grids))
+    together, kind = replace(tower, together=10**6), tower.spec.sizes
+    runs = sum(one != before for one, before in zip(images.grids, (None, *images.grids[:-1]), strict=True))
+    many = {"bounded": 1, "longest": 6}.get(kind, runs)
+    assert len(calls) == 6 and len(list(together._calls(images.grids))) == many
+    small = list(replace(tower, together=2 * 80)._calls(((8, 8), (8, 8), (10, 6), (40, 40))))
+    assert [len(call) for call in small] == ([1] * 4 if kind == "longest" else [2, 1, 1])
+    for one, other in zip((alone.features, *alone.deep), ((many := together(images)).features, *many.deep)):
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
+
+
+def test_a_tower_in_bf16(qwen: Sight, tmp_path: Path) -> None:
+    """With bf16 products its weights are bf16 and its positions' frequencies float32, as transformers loads them."""
+    rows = write_rows(tmp_path, 2)
+    text = f"{{model: {qwen.base}, objective: sft, data: {{path: {rows}}}, train: {{steps: 1}}, output: {tmp_path}}}"
+    for withs, sets in ((["amp"], []), (["bf16"], []), ([], ["model.dtype=bfloat16"])):
+        config = parse_config(text, "images.yaml", [*sets, "batch.seq=128", "batch.tokens=128"], ["packing", *withs])
+        model = assembled(config).model
+        assert isinstance(model, Decoder) and model.tower is not None and model.tower.module.dtype == torch.bfloat16
+        theirs = AutoModelForImageTextToText.from_pretrained(qwen.base, dtype=torch.bfloat16).model.visual
+        kept = dict(model.tower.module.named_buffers())
+        assert kept.keys() == dict(theirs.named_buffers()).keys()
+        assert all(torch.equal(kept[name], t) and kept[name].dtype == t.dtype for name, t in theirs.named_buffers())
+        images = qwen.batch([2]).images
+        assert images is not None
+        given = images.patches(0, len(images.colours), 2).bfloat16()
+        with torch.no_grad():
+            want = theirs(given, grid_thw=torch.tensor([[1, *g] for g in images.grids])).pooler_output
+        torch.testing.assert_close(model.tower(images).features, want, rtol=0.02, atol=0.02)
 
 
 def test_parts_of_a_batch(qwen: Sight) -> None:
@@ -210,7 +259,8 @@ def test_ids_are_the_processors_own(sight: Sight) -> None:
                 sizes = seen["image_grid_thw"].prod(1).tolist()
                 assert torch.equal(ours, seen["pixel_values"].split(sizes)[n])
             elif "image_position_ids" in seen:
-                assert torch.equal(ours, seen["pixel_values"][n, : len(ours)]) and len(ours) == math.prod(grid)
+                last = ours.view(len(ours), 3, -1).transpose(1, 2).flatten(1)
+                assert torch.equal(last, seen["pixel_values"][n, : len(ours)]) and len(ours) == math.prod(grid)
             else:
                 whole = ours.view(*grid, 3, PATCH, PATCH).permute(2, 0, 3, 1, 4).flatten(1, 2).flatten(2)
                 assert torch.equal(whole, seen["pixel_values"][n, :, : grid[0] * PATCH, : grid[1] * PATCH])
@@ -382,13 +432,13 @@ def test_a_run_that_goes_on(qwen: Sight, tmp_path: Path) -> None:
     assert again.code == 0 and losses(config) == whole
 
 
-def on_ranks(base: Path, folder: Path, withs: Sequence[str]) -> list[tuple[float, float]]:
+def on_ranks(base: Path, folder: Path, withs: Sequence[str], sets: Sequence[str] = ()) -> list[tuple[float, float]]:
     """The losses and norms of a run, one document a row; none on other ranks than the first."""
     text = (
         f"{{model: {base}, objective: sft, data: {{path: {folder / 'rows.jsonl'}}}, batch: {{seq: 128, tokens: 256, "
         f"micro_tokens: 128}}, optim: {{lr: 0.01}}, train: {{steps: 3, log_every: 1}}, output: {folder / 'out'}}}"
     )
-    config = parse_config(text, "images.yaml", [], withs)
+    config = parse_config(text, "images.yaml", sets, withs)
     return [(line["loss"], line["grad_norm"]) for line in metrics(config) if "loss" in line]
 
 
@@ -398,9 +448,36 @@ def test_ranks_with_rows_of_their_own(qwen: Sight, pair: Pair, tmp_path: Path) -
     turns = [{"role": "user", "content": "what is that ?"}, {"role": "assistant", "content": "a green square"}]
     (tmp_path / "rows.jsonl").write_text("\n".join([*lines, *[json.dumps({"messages": turns})] * 3]))
     alone = on_ranks(qwen.base, tmp_path, ["pad"])
-    first, other = pair(on_ranks, qwen.base, tmp_path, ["pad", "ddp"])
-    assert len(alone) == 3 and not other
-    np.testing.assert_allclose(first, alone, rtol=1e-5)
+    for cut in ("ddp", "fsdp", "fsdp:stage=2"):
+        first, other = pair(on_ranks, qwen.base, tmp_path, ["pad", cut])
+        assert len(alone) == 3 and not other
+        np.testing.assert_allclose(first, alone, rtol=1e-5)
+
+
+def test_pixels_are_not_rounded_in_shards(qwen: Sight, pair: Pair, tmp_path: Path) -> None:
+    """Mixed precision casts what enters a sharded model: the tower sees what it sees on one rank."""
+    write_rows(tmp_path, 4)
+    for withs in (["amp"], ["amp", "lora:rank=2"], ["bf16:rounding=nearest"]):
+        alone = on_ranks(qwen.base, tmp_path, ["pad", *withs])
+        first, _ = pair(on_ranks, qwen.base, tmp_path, ["pad", "fsdp", *withs])
+        np.testing.assert_allclose([loss for loss, _ in first[:1]], [loss for loss, _ in alone[:1]], rtol=5e-4)
+
+
+def test_images_are_shared_by_ranks(qwen: Sight, tmp_path: Path) -> None:
+    """By what the tower costs, too: of four rows each of two ranks gets one with an image."""
+    lines = write_rows(tmp_path, 2).read_text().splitlines()
+    for said in ("is it" * 9, "?"):
+        turns = [{"role": "user", "content": said}, {"role": "assistant", "content": "yes"}]
+        lines.append(json.dumps({"messages": turns}))
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    text = (
+        f"{{model: {qwen.base}, objective: sft, data: {{path: {tmp_path / 'rows.jsonl'}}}, batch: {{seq: 128, "
+        f"tokens: 512, micro_tokens: 128}}, train: {{steps: 1}}, output: {tmp_path / 'out'}}}"
+    )
+    stream = assembled(parse_config(text, "images.yaml", [], ["pad"])).stream
+    for rank in range(2):
+        found = stream.batches(0, stream.plan(None, 1), rank=rank, ranks=2, micro_rows=1)
+        assert sum(batch.images is not None for batch in found) == 1, [batch.n_tokens for batch in found]
 
 
 def settled(base: Path, folder: Path, withs: Sequence[str]) -> str:
@@ -411,9 +488,8 @@ def settled(base: Path, folder: Path, withs: Sequence[str]) -> str:
 
 def test_ranks_that_share_a_model(qwen: Sight, pair: Pair, tmp_path: Path) -> None:
     write_rows(tmp_path, 2)
-    for withs, owned in ((["fsdp"], "data-parallel"), (["tensor"], "tensor-parallel")):
-        for found in pair(settled, qwen.base, tmp_path, withs):
-            assert found == f"a technique that owns the {owned} axis"
+    for found in pair(settled, qwen.base, tmp_path, ["tensor"]):
+        assert found == "a technique that owns the tensor-parallel axis"
 
 
 def test_settings_of_images_that_do_nothing(qwen: Sight, tmp_path: Path) -> None:
@@ -424,3 +500,232 @@ def test_settings_of_images_that_do_nothing(qwen: Sight, tmp_path: Path) -> None
     trainer = assembled(parse_config(text, "images.yaml", sets, ["pad"]))
     assert trainer.model.tower is None and {f"data.{key} does nothing: no row has an image" for key in (
         "max_pixels", "remote")} <= {*trainer.notes}  # fmt: skip
+
+
+TRAINED = ("projector", "tower")
+
+
+def trained_sight(sight: Sight, part: Any) -> tuple[Any, Any]:
+    """Return our model with a tower of which a part is trained, and the map of its weights."""
+    hf = json.loads((sight.base / "config.json").read_text())
+    model, recipe = load(sight.base, hf, None, torch.float32, 0)
+    assert isinstance(model, Decoder)
+    recipe = train_tower(model, recipe, sight.base, hf, part)
+    materialise(model, recipe)
+    return model, recipe
+
+
+@pytest.mark.parametrize("part", TRAINED)
+def test_gradients_of_a_trained_tower(part: str, sight: Sight) -> None:
+    """Every gradient, of packed documents with three, one, two and no images, as transformers has them."""
+    model, recipe = trained_sight(sight, part)
+    batch = sight.batch([2, 0], [5, 1])
+    model.head(model(*batch.inputs), batch.labels).backward()
+    sight.theirs.zero_grad()
+    for i in (2, 0, 5, 1):
+        document = sight.document(i)
+        logits = sight.theirs(**sight.alone(document), use_cache=False).logits[0]
+        labels = torch.from_numpy(np.where(document.targets[1:], document.ids[1:], -100).astype(np.int64))
+        cross_entropy(logits[:-1], labels, reduction="sum").backward()
+    trained = {name for name, p in model.visual.named_parameters() if p.requires_grad}
+    for name, p in (inner := getattr(sight.theirs.model, "visual", sight.theirs.model)).named_parameters():
+        if "language_model" not in name or inner is not sight.theirs.model:
+            assert (name in trained) == (p.grad is not None and (part == "tower" or name.startswith(PROJECTOR))), name
+            p.grad = p.grad if name in trained else None
+    close = 1e-3 if "linear_num_key_heads" in BASES[sight.kind]["text_config"] else 1e-4
+    compare_gradients(model, recipe, sight.theirs, close=close)
+
+
+@pytest.mark.parametrize("part", TRAINED)
+def test_a_batch_without_images_moves_no_tower(part: str, sight: Sight) -> None:
+    """Each trained parameter has a gradient, of 0, which the sum over ranks needs; hidden states keep their bits."""
+    model, _ = trained_sight(sight, part)
+    batch = sight.batch([5])
+    hidden = model(*batch.inputs)
+    assert torch.equal(hidden, sight.ours(*batch.inputs))
+    model.head(hidden, batch.labels).backward()
+    grads = [p.grad for p in model.visual.parameters() if p.requires_grad]
+    assert grads and all(g is not None and not g.any() for g in grads)
+
+
+def read_by_transformers(name: str, base: dict[str, torch.Tensor]) -> str:
+    """The name of a tower's parameter in the file of a base."""
+    return next(file for file in (f"model.visual.{name}", f"model.{name}", name) if file in base)
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "withs"),
+    [("qwen3_vl", "projector", []), ("qwen3_vl", "tower", []), ("qwen3_vl", "projector", ["lora:rank=2"]),
+     ("gemma3", "projector", ["lora:rank=2"]), *further([("gemma4", "tower", ["lora:rank=2"]),
+     ("llava", "tower", ["lora:rank=2"]), ("llava", "tower", []), ("mistral3", "tower", ["lora:rank=2"])], 1)],
+)  # fmt: skip
+def test_a_run_that_trains_the_tower(
+    kind: str, part: str, withs: list[str], sight_of: Callable[[str], Sight], tmp_path: Path
+) -> None:
+    """Stopped and resumed it has the losses of one in one go; its export has what moved, and transformers reads it."""
+    qwen = sight_of(kind)
+    sets = ["train.steps=4", "optim.schedule=constant", f"image.train={part}", "image.lr=0.02"]
+    config = run_on(qwen, tmp_path / "whole", sets, ["packing", *withs])
+    whole, out = losses(config), Path(config.output)
+    parts = run_on(qwen, tmp_path / "parts", [*sets, "train.save_every=2", "train.keep=9"], ["packing", *withs])
+    for step in sorted((Path(parts.output) / "checkpoints").glob("step-*"))[1:]:
+        shutil.rmtree(step)
+    assert run(RunRequest(decide(parts), resume="auto")).code == 0 and losses(parts) == whole
+    base, made = (load_file(folder / "model.safetensors") for folder in (qwen.base, out / "model"))
+    assert base.keys() == made.keys()
+    ends = (*(f"model.{part}" for part in PARTS), *PARTS)
+    moved = {name for name in base if name.startswith(ends) and not torch.equal(base[name], made[name])}
+    assert moved and all(re.search("|".join(PROJECTOR), name) for name in moved) == (part == "projector")
+    given = qwen.alone(qwen.document(2))
+    theirs = AutoModelForImageTextToText.from_pretrained(out / "model", dtype=torch.float32).eval()
+    with torch.no_grad():
+        merged = theirs(**given).logits
+        if withs:
+            fresh = AutoModelForImageTextToText.from_pretrained(qwen.base, dtype=torch.float32).eval()
+            adapted = PeftModel.from_pretrained(fresh, out / "adapter").eval()
+            torch.testing.assert_close(adapted(**given).logits, merged, rtol=1e-4, atol=1e-4)
+    kept = rebuild(Path(parts.output)).trainer.model  # as `optrush export` builds it
+    assert isinstance(kept, Decoder) and kept.tower is not None
+    for name, p in kept.tower.module.named_parameters():
+        assert torch.equal(p, made[read_by_transformers(name, made)]), name
+
+
+@pytest.mark.parametrize(
+    "named",
+    further(["nf4 lora:rank=2", "amp", "update-in-backward", "bf16:rounding=nearest", "muon", "adam8bit", "ema"], 1),
+)
+def test_techniques_that_train_a_projector(named: str, qwen: Sight, tmp_path: Path) -> None:
+    sets = ["image.train=projector", *(["optim.clip=null", "batch.micro_tokens=1024"] * ("update" in named))]
+    config = run_on(qwen, tmp_path, sets, ["packing", *named.split()])
+    base, made = (load_file(folder / "model.safetensors") for folder in (qwen.base, Path(config.output) / "model"))
+    moved = {name for name in base if "visual" in name and not torch.equal(base[name].to(made[name].dtype), made[name])}
+    assert np.isfinite(losses(config)).all() and moved and all("merger" in name for name in moved)
+
+
+def test_the_rate_of_a_tower(qwen: Sight, tmp_path: Path) -> None:
+    """With a rate of its own the tower moves by as much more as the rate is larger, and the decoder as before."""
+    moved = []
+    for k, sets in enumerate(([], ["image.lr=0.03"])):
+        config = run_on(qwen, tmp_path / str(k), ["train.steps=1", "optim.warmup=0", "image.train=projector", *sets])
+        made = load_file(Path(config.output) / "model" / "model.safetensors")
+        base = load_file(qwen.base / "model.safetensors")
+        name = "model.visual.merger.linear_fc1.weight"
+        moved.append(((made[name] - base[name]).abs().mean(), made["model.language_model.norm.weight"]))
+    assert moved[1][0] / moved[0][0] == pytest.approx(3, rel=1e-2) and torch.equal(moved[0][1], moved[1][1])
+
+
+def trained_on_ranks(base: Path, folder: Path, withs: Sequence[str]) -> list[tuple[float, float]]:
+    return on_ranks(base, folder, withs, ["image.train=tower"])
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", *further(["gemma4", "llava"], 1)])
+def test_ranks_that_train_the_tower(kind: str, sight_of: Callable[[str], Sight], pair: Pair, tmp_path: Path) -> None:
+    """In some steps one of two ranks has no image, in others both have."""
+    qwen = sight_of(kind)
+    lines = write_rows(tmp_path, 4).read_text().splitlines()
+    turns = [{"role": "user", "content": "what is that ?"}, {"role": "assistant", "content": "a green square"}]
+    (tmp_path / "rows.jsonl").write_text("\n".join([*lines, *[json.dumps({"messages": turns})] * 3]))
+    alone = trained_on_ranks(qwen.base, tmp_path, ["pad"])
+    for cut in ("ddp", "fsdp"):
+        first, _ = pair(trained_on_ranks, qwen.base, tmp_path, ["pad", cut])
+        np.testing.assert_allclose(first, alone, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sets", "found"),
+    [(["image.train=projector"], "no row has an image"),
+     (["image.train=tower", "model.implementation=transformers"], "model.implementation: transformers"),
+     (["image.lr=0.1"], "what is trained at this rate")],
+)  # fmt: skip
+def test_what_trains_no_tower(sets: list[str], found: str, qwen: Sight, tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "what ?"}, {"role": "assistant", "content": "a square"}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": turns}))
+    text = f"{{model: {{path: {qwen.base}}}, objective: sft, data: {{path: {tmp_path / 'rows.jsonl'}}}}}"
+    with pytest.raises(UserError) as caught:
+        assembled(
+            parse_config(text, "a.yaml", [*sets, f"output={tmp_path}", "batch.seq=64", "batch.tokens=64"], ["pad"])
+        )
+    assert found in str(caught.value)
+
+
+def test_answers_about_images(sight: Sight, tmp_path: Path) -> None:
+    """Greedy answers of prompts with three, one and no images, in one batch and streamed, are transformers' own."""
+    speaker, sampling = GenerationModel(find_model(str(sight.base))), Sampling(greedy=True, max_tokens=5)
+    asked = [prompt for n, prompt in enumerate(prompts(sight.rows)) if n in (2, 0, 5)]
+    ids = [speaker.ids(prompt.asked, prompt.where) for prompt in asked]
+    assert [len(each.images) for each in ids] == [1, 3, 0]
+    found = speaker.answers(ids, sampling, 0)
+    for prompt, own, n in zip(ids, found, (0, 2, 5), strict=True):
+        assert speaker.stream(prompt, sampling, 0, lambda _: None) == own
+        given = sight.alone(sight.document(n))
+        assert given["input_ids"][0, : len(prompt)].tolist() == prompt
+        by_token = {"input_ids", "mm_token_type_ids", "token_type_ids"}
+        given |= {key: given[key][:, : len(prompt)] for key in by_token & given.keys()}
+        mask = torch.ones_like(given["input_ids"])
+        made = sight.theirs.generate(
+            **given, attention_mask=mask, do_sample=False, max_new_tokens=5, eos_token_id=[258]
+        )
+        assert speaker._answer(made[0, len(prompt) :]).text == own.text
+    ids[0].images = (ids[0].images[0]._replace(digest=1),)
+    with pytest.raises(UserError) as caught:
+        speaker.answers(ids, sampling, 0)
+    assert "changed" in caught.value.found
+
+
+def talk(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["optrush", *map(str, words)])
+    with pytest.raises(SystemExit) as left:
+        app.main()
+    return int(left.value.code or 0)
+
+
+def test_images_in_a_terminal(
+    qwen: Sight, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [json.loads(line) for line in qwen.rows.read_text().splitlines()]
+    words = ["--image", qwen.rows.parent / "0.png", "--message", "what is this ?"]
+    assert talk(monkeypatch, "chat", qwen.base, *words, "--greedy", "--max-tokens", 4, "--json") == 0
+    said = json.loads(capsys.readouterr().out)["turns"][0]["answers"][0]["text"]
+    out = tmp_path / "answers.jsonl"
+    words = ["--prompts", qwen.rows, "--out", out, "--greedy", "--max-tokens", 4, "--batch", 3]
+    assert talk(monkeypatch, "generate", qwen.base, *words) == 0
+    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    assert answers[0]["answer"] == said and answers[0]["prompt"] == rows[0]["messages"][:1]
+    for sets, found in ((["--image", tmp_path / "none.png"], "No such file"), (["--image", qwen.rows], "no image")):
+        assert talk(monkeypatch, "chat", qwen.base, *sets, "--message", "what ?") == 2
+        assert found in capsys.readouterr().err
+    assert talk(monkeypatch, "chat", "tiny", "--image", qwen.rows.parent / "0.png", "--message", "what ?") == 2
+    assert "whose images are not read" in capsys.readouterr().err
+
+
+def test_eval_of_a_trained_projector(
+    qwen: Sight, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The loss of the exported model on rows with images is that of transformers' model; rows of text do, too."""
+    config = run_on(qwen, tmp_path, ["image.train=projector"], ["packing"])
+    out = Path(config.output)
+    given = ["eval", out / "run.yaml", "--model", out / "model", "--json", "--data"]
+    assert talk(monkeypatch, *given, qwen.rows) == 0
+    found, theirs = (
+        json.loads(capsys.readouterr().out),
+        AutoModelForImageTextToText.from_pretrained(out / "model", dtype=torch.float32).eval(),
+    )
+    total, many = 0.0, 0
+    for i in range(7):
+        document = qwen.document(i)
+        with torch.no_grad():
+            logits = theirs(**qwen.alone(document), use_cache=False).logits[0, :-1]
+        labels = torch.from_numpy(np.where(document.targets[1:], document.ids[1:], -100).astype(np.int64))
+        total += cross_entropy(logits, labels, reduction="sum").item()
+        many += int(document.targets[1:].sum())
+    assert found["target_tokens"] == many and found["loss"] == pytest.approx(total / many, rel=1e-5)
+    turns = [{"role": "user", "content": "what ?"}, {"role": "assistant", "content": "a square"}]
+    (tmp_path / "text.jsonl").write_text(json.dumps({"messages": turns}))
+    assert talk(monkeypatch, *given, tmp_path / "text.jsonl") == 0
+
+
+def test_a_conversation_with_images_is_kept_as_a_row() -> None:
+    message = Message("user", f"{MARK}what is{MARK}?", images=(Picture("a.png"), Picture(data=b"x")))
+    found = {"messages": [row_of(message), {"role": "assistant", "content": "yes"}]}
+    row = parse_row(RowLocation(Path("x"), 1), found)
+    assert isinstance(row, Chat) and row.messages[0] == message

@@ -8,12 +8,13 @@ import io
 import json
 import os
 import re
+import shutil
 import socket
 import struct
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -35,13 +36,16 @@ from optrush.data.dataset import Sources, read_sources
 from optrush.data.image_sizes import processed_size
 from optrush.data.images import ImageReader, Picture, about_tokens
 from optrush.data.length_estimate import estimate
+from optrush.data.sampler import Loading, decoding_ahead
 from optrush.data.samples import Counts, describe_counts
 from optrush.data.schema import NO_RULES, Chat, RowLocation, parse_row
 from optrush.data.tokenizer import open_tokens
 from optrush.decide import decide
 from optrush.errors import DataError, NeedsError, UserError
-from optrush.models.text_part import tower_parameters
-from optrush.models.vision import PARTS
+from optrush.hardware import parse_hardware
+from optrush.models.text_part import PARTS, tower_parameters, tower_sizes
+from optrush.models.vision import PROJECTOR
+from optrush.planner.search import books_of, predict
 from sights import BASES, NAMES, PROCESSOR, TOWER, VOCABULARY, draw, write_base, write_rows
 from sights import TEXT as TEXT_SIZES
 
@@ -593,11 +597,11 @@ def test_other_families(kind: str, base: Path, tmp_path: Path) -> None:
         if file.name != "model.safetensors":
             (other / file.name).write_bytes(file.read_bytes())
     hf = json.loads((base / "config.json").read_text())
-    from optrush.data.tokenizer import _image_reader
+    from optrush.data.tokenizer import image_reader
 
     (other / "config.json").write_text(json.dumps({**hf, "model_type": kind}))
     config = parse_config(f"{{model: {other}, objective: sft, data: {{path: x}}, output: o}}", "x.yaml", [])
-    refused = _image_reader(config, other, None)
+    refused = image_reader(config, other, None)
     assert isinstance(refused, DataError) and re.search(kind, refused.found) and "qwen3_vl" in refused.do
 
 
@@ -775,12 +779,12 @@ def test_the_plan_counts_the_tower_and_the_images_tokens(base: Path, tmp_path: P
     config = parse_config(text, "images.yaml", ["train.steps=1"])
     decided = decide(config)
     hf = json.loads((base / "config.json").read_text())
-    assert decided.env.tower == tower_parameters(hf) > 0
+    assert decided.env.images is not None and decided.env.images.tower.parameters == tower_parameters(hf) > 0
     found = estimate(config.data, 0, tokenizer=str(base), base=str(base))
     real = read(base, path).train.lengths()
     assert sum(found) == pytest.approx(real.sum(), rel=0.15)
     write(tmp_path, {"messages": [asked(), ANSWER]})
-    assert decide(config).env.tower == 0
+    assert decide(config).env.images is None
 
 
 def test_what_was_tokenised_elsewhere_or_without_the_web_is_not_taken(
@@ -837,3 +841,125 @@ def test_a_row_refused_for_its_image_is_tried_again(
     before = kept()
     assert refused() == [4, 6] and {name[:6] for name, _ in kept() ^ before} == {"000003"}
     assert len(read(base, path, *sets).train) == 4
+
+
+@pytest.mark.parametrize(
+    ("workers", "device", "ranks", "want"),
+    [(0, "cpu", 1, 0), (0, "cuda", 1, 4), (0, "cuda", 8, 2), (0, "cuda", 64, 1), (3, "cuda", 1, 3)],
+)
+def test_pixels_are_decoded_beside_a_gpu(
+    workers: int, device: str, ranks: int, want: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("optrush.data.tokenize.cores", lambda: 32)
+    assert decoding_ahead(Loading(workers), torch.device(device), ranks).workers == want
+
+
+def test_levels_are_the_processors_own(base: Path, tmp_path: Path) -> None:
+    """By other means and deviations a colour, and without them."""
+    for edit in ({"image_mean": [0.1, 0.4, 0.6], "image_std": [0.2, 0.3, 0.25]}, {"do_normalize": False}):
+        folder = tmp_path / "other"
+        shutil.copytree(base, folder, dirs_exist_ok=True)
+        path = folder / "preprocessor_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | edit))
+        draw("circle", "red", 24, 40, 1).save(tmp_path / "a.png")
+        reader = ImageReader(folder, json.loads((base / "config.json").read_text()))
+        seen = reader.look(Picture("a.png"), tmp_path)
+        made = reader.processor(images=[Image.open(tmp_path / "a.png")], return_tensors="np")
+        assert np.array_equal(reader.patches(seen), made["pixel_values"])
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "llava", "pixtral"])
+def test_levels_of_every_family(kind: str, tmp_path: Path) -> None:
+    """Each has all 256 values, in order; a processor whose pixels do not follow from them is refused."""
+    write_base(tmp_path, kind)
+    levels = open_reader(tmp_path).levels
+    assert levels.shape == (3, 256) and (np.diff(levels) > 0).all()
+    reader = open_reader(tmp_path)
+    own = reader.processor
+
+    class Drawn:
+        patch_size, size, max_soft_tokens = (
+            getattr(own, name, None) for name in ("patch_size", "size", "max_soft_tokens")
+        )
+
+        def __call__(self, **given: Any) -> Any:
+            made = own(**given)
+            made["pixel_values"] = made["pixel_values"] + 0.25 * (given.get("do_rescale") is False)
+            return made
+
+    reader.__dict__["processor"] = Drawn()
+    with pytest.raises(NeedsError) as caught:
+        _ = reader.levels
+    assert caught.value.found == "pixels that are not one for each value of a colour"
+
+
+def planned(base: Path, tmp_path: Path, *sets: str, withs: Sequence[str] = ()) -> tuple[dict[str, float], float]:
+    """Return the values of the lines of a plan on an H100, and tokens a second."""
+    path = tmp_path / "rows.jsonl"
+    path = path if path.exists() else write_rows(tmp_path, 8, most=2)
+    text = f"{{model: {base}, objective: sft, data: {{path: {path}}}, batch: {{seq: {T}, tokens: {T}}}, output: o}}"
+    config = parse_config(text, "images.yaml", ["train.steps=1", *sets], withs)
+    speed = predict(config, "h100", 1).tokens_per_s
+    assert speed is not None
+    (book,), *_ = books_of(config, parse_hardware("h100")[0], 1)
+    return {line.name: line.values for line in book.lines if not line.gone}, speed
+
+
+def test_the_plan_counts_what_a_tower_computes_and_trains(base: Path, tmp_path: Path) -> None:
+    sizes = tower_sizes(json.loads((base / "config.json").read_text()))
+    assert sizes is not None
+    plans = {part: planned(base, tmp_path, f"image.train={part}") for part in ("none", "projector", "tower")}
+    lines = {part: found for part, (found, _) in plans.items()}
+    assert lines["none"]["tower"] == lines["tower"]["weights.tower"] == sizes.parameters
+    assert "gradients.tower" not in lines["none"]
+    assert lines["projector"]["gradients.tower"] == sizes.projector == lines["projector"]["states.tower"] / 2
+    assert lines["tower"]["gradients.tower"] == sizes.parameters > sizes.projector
+    adapted = planned(base, tmp_path, "image.train=tower", withs=["lora"])[0]
+    assert adapted["gradients.tower"] == sizes.parameters
+    speeds = [speed for _, speed in plans.values()]
+    assert sorted(speeds, reverse=True) == speeds
+    assert planned(base, tmp_path, "data.max_pixels=256")[0]["tower.flight"] < lines["none"]["tower.flight"]
+
+
+@pytest.mark.parametrize("kind", [*BASES])
+def test_the_projector_of_a_tower(kind: str) -> None:
+    own = copy.deepcopy(BASES[kind])
+    own["text_config"] = {**TEXT_SIZES, **own["text_config"]}
+    own["vision_config"] = (
+        own["vision_config"] if "model_type" in own["vision_config"] else TOWER | own["vision_config"]
+    )
+    config = CONFIG_MAPPING[NAMES.get(kind, kind)](**own)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config).model
+    module = getattr(model, "visual", model)
+    sizes = tower_sizes(config.to_dict())
+    assert sizes is not None
+    assert sizes.projector == sum(p.numel() for name, p in module.named_parameters() if name.startswith(PROJECTOR))
+    assert sizes.merge == {"gemma3": 4, "gemma4": 4, "llava": 1, "pixtral": 1}.get(kind, 4)
+    assert (sizes.depth, sizes.width, sizes.inner) == (2 if kind in ("pixtral", "mistral3") else 3, 16, 24)
+    assert sizes.flops(64, 64) > 2 * 64 * (sizes.parameters - sizes.projector - sizes.tables)
+
+
+@pytest.mark.parametrize(
+    ("sets", "withs", "found"),
+    [(["model.path=null", "model.shape=Qwen/Qwen3-0.6B", "model.tokenizer=TEXT"], [], "a model without a folder"),
+     (["model.path=TEXT"], [], "a base of model_type 'llama', whose images are not read"),
+     (["objective=pretrain"], [], "objective: pretrain"),
+     (["data.too_long=split"], [], "data.too_long: split"),
+     (["model.implementation=transformers"], [], "model.implementation: transformers"),
+     ([], ["cuda-graphs"], "a technique that owns the recording of a whole window")],
+)  # fmt: skip
+def test_no_plan_of_what_does_not_train(
+    sets: list[str], withs: list[str], found: str, base: Path, tmp_path: Path
+) -> None:
+    """The plan refuses rows with images where a run would, with the same words."""
+    text = tmp_path / "text"
+    shutil.copytree(base, text)
+    (text / "config.json").write_text(json.dumps({
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": VOCABULARY, "hidden_size": 32,
+        "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 512, "hidden_act": "silu", "rope_theta": 1e4, "tie_word_embeddings": False,
+    }))  # fmt: skip
+    with pytest.raises(UserError) as caught:
+        planned(base, tmp_path, *[each.replace("TEXT", str(text)) for each in sets], withs=withs)
+    assert caught.value.found.startswith(found) and caught.value.asked == "to train on rows with images"

@@ -35,6 +35,7 @@ from optrush.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from optrush.config import Sampling
+    from optrush.data.images import Picture
     from optrush.data.schema import Message
     from optrush.generation import Answer, GenerationModel, ModelSource, Prompt
 
@@ -44,6 +45,7 @@ HELP = """\
 /system TEXT          another system prompt, and a new conversation
 /reset                a new conversation
 /set NAME=VALUE       temperature, top_p, top_k, max_tokens, greedy
+/image FILE           a picture for the next message
 /save FILE            append the conversation to FILE, as a row that can be trained on
 /quit                 leave; so does Ctrl-D. Ctrl-C stops an answer"""
 
@@ -59,6 +61,9 @@ def chat(
     max_tokens: MaxTokens = 512,
     greedy: Greedy = False,
     seed: Seed = None,
+    image: Annotated[
+        list[Path], typer.Option("--image", metavar="FILE", help="a picture for the first message; may be repeated")
+    ] = [],  # noqa: B006 - typer copies it
     message: Annotated[
         list[str], typer.Option("--message", metavar="TEXT", help="send this message, then exit; may be repeated")
     ] = [],  # noqa: B006 - typer copies it
@@ -86,6 +91,8 @@ def chat(
         found, do = "its tokenizer has no chat template", "--plain continues what you write as it stands"
         raise ConfigError(f"to chat with {model}", found, do)
     session = Conversation(models, sampling, drawn(seed), system, plain)
+    for file in image:
+        session.show(f"--image {file}", file)
     if message:
         turns = [session.turn(text, (lambda n, piece: None) if as_json else None) for text in message]
         if as_json:
@@ -102,7 +109,32 @@ class Conversation:
     ) -> None:
         self.models, self.sampling, self.seed, self.system, self.plain = models, sampling, seed, system, plain
         self.asked = 0
+        self.images: list[Picture] = []  # of the next message
         self.reset()
+
+    def show(self, asked: str, file: Path) -> None:
+        """Give the next message an image.
+
+        Raises:
+            ConfigError: a text is continued, a model reads no images, or the file is none.
+        """
+        from optrush.data.images import Picture
+        from optrush.errors import DataError
+        from optrush.generation import home
+
+        if self.plain:
+            raise ConfigError(asked, "a text that is continued has no images", "leave --plain out")
+        for model in self.models:
+            if isinstance(model.images, DataError):
+                raise ConfigError(
+                    asked, f"{model.name}: {model.images.found}", "leave images out, or name another model"
+                )
+            picture = Picture(str(home(str(file), asked).absolute()))
+            try:
+                model.images.look(picture, Path())
+            except ValueError as error:
+                raise ConfigError(asked, f"{error}", "name the file of an image") from None
+        self.images.append(picture)
 
     def reset(self) -> None:
         """Begin a new conversation."""
@@ -118,10 +150,12 @@ class Conversation:
         Args:
             write: called with (model's number, piece of text); None: the terminal.
         """
+        from optrush.data.images import MARK
         from optrush.data.schema import Message, RowLocation
 
         where = RowLocation(Path("this conversation"), self.asked + 1)
-        user = Message("user", text)
+        images, self.images = tuple(self.images), []
+        user = Message("user", MARK * len(images) + text, images=images)
         prompts: list[Any] = [t + text for t in self.texts] if self.plain else [[*t, user] for t in self.talks]
         ids = [s.ids(p, where) for s, p in zip(self.models, prompts, strict=True)]
         answers: list[Answer] = []
@@ -168,6 +202,9 @@ class Conversation:
         if name == "set":
             self.sampling = self.sampling.changed(rest)
             return ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(self.sampling).items())
+        if name == "image" and rest:
+            self.show(line, Path(rest))
+            return f"{rest}, with the next message"
         if name == "save" and rest:
             return self._save(home(rest, line))
         if name in ("help", "?"):
@@ -175,7 +212,9 @@ class Conversation:
         raise ConfigError(line, "no such command", "/help lists them; a space before / sends it to the model")
 
     def _save(self, file: Path) -> str:
-        row = {"text": self.texts[-1]} if self.plain else {"messages": [m.shown() for m in self.talks[-1]]}
+        from optrush.generation import row_of
+
+        row = {"text": self.texts[-1]} if self.plain else {"messages": [row_of(m) for m in self.talks[-1]]}
         if not self.texts[-1] and not any(m.role == "assistant" for m in self.talks[-1]):
             raise ConfigError(f"/save {file}", "the conversation is empty", "send a message first")
         try:

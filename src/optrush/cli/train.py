@@ -72,6 +72,10 @@ def train_command(
     from optrush.decide import as_begun, decide
     from optrush.trainer import distributed
 
+    if start == "auto":
+        from optrush.trainer.copies import fetch_copies
+
+        fetch_copies(config, launched()[1])
     if start is not None:
         config = as_begun(config, ranks if launches(ranks) else launched()[1])
     decided = decide(config, ranks=ranks if launches(ranks) else None)

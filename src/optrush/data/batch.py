@@ -51,25 +51,34 @@ class Documents(NamedTuple):
 class Images(NamedTuple):
     """The images of B rows, in the order of their places; P patches, S placeholders."""
 
-    patches: Tensor  # (P, values) float32, as the base's image processor makes them
-    grids: Tensor  # (images, 3) int64: patches of each in time, height and width
+    colours: Tensor  # (P, values) uint8: those of each patch
     slots: Tensor  # (S,) int64: its placeholders among the B*T slots
     axes: Tensor  # (B, T, 3) int32: positions in time, height and width, which restart with each document; or (B, T, 0)
     rows: tuple[tuple[int, int, int], ...]  # on the host: images, patches and placeholders of each row
+    grids: tuple[tuple[int, int], ...]  # on the host: patches of each in height and width
+    # (3, 256) float32, on the host: what the base's image processor makes of each value of a colour. No tensor, for
+    # sharding casts those that enter a model.
+    levels: np.ndarray
 
     def of(self, first: int, last: int) -> Images | None:
         """Return those of the rows [first, last); None: they have none."""
         (i, p, s), (j, q, e) = (map(sum, zip((0, 0, 0), *self.rows[:n])) for n in (first, last))
         slots = self.slots[s:e] - first * self.axes.shape[1]
-        return (
-            None
-            if i == j
-            else Images(self.patches[p:q], self.grids[i:j], slots, self.axes[first:last], self.rows[first:last])
-        )
+        axes, rows = self.axes[first:last], self.rows[first:last]
+        return None if i == j else Images(self.colours[p:q], slots, axes, rows, self.grids[i:j], self.levels)
 
     def each(self, move: Callable[[Any], Any]) -> Images:
         """Return them with another form of each tensor."""
-        return Images(move(self.patches), move(self.grids), move(self.slots), move(self.axes), self.rows)
+        tensors = {name: move(getattr(self, name)) for name in ("colours", "slots", "axes")}
+        return self._replace(**tensors)
+
+    def patches(self, first: int, last: int, frames: int) -> Tensor:
+        """Return the patches [first, last) as the base's image processor makes them, (P, values) float32."""
+        colours = self.colours[first:last].view(last - first, 3, 1, -1).int()
+        colours += 256 * torch.arange(3, device=colours.device, dtype=torch.int32)[:, None, None]
+        levels = torch.from_numpy(self.levels.reshape(-1)).to(colours.device)
+        made = levels.index_select(0, colours.flatten()).view_as(colours)
+        return made.expand(-1, -1, frames, -1).reshape(last - first, -1)
 
 
 class RowCounts(NamedTuple):
@@ -250,7 +259,7 @@ def _images(
     turned, T = reader is not None and reader.spec.axes != "one", positions.shape[1]
     axes, mutual = np.repeat(positions[..., None], 3 * turned, 2), np.zeros_like(positions)
     patches, slots = list[np.ndarray](), list[np.ndarray]()
-    grids, counts = list[list[int]](), list[tuple[int, int, int]]()
+    grids, counts = list[tuple[int, int]](), list[tuple[int, int, int]]()
     for b, row in enumerate(rows):
         at, before = 0, (len(grids), sum(map(len, patches)), sum(map(len, slots)))
         for _, document in row:
@@ -263,17 +272,17 @@ def _images(
                     laid = [k.reshape(-1) for k in np.indices((high, wide), np.int32)]
                     axes[b, first:end] = place + np.stack([np.zeros_like(laid[0]), *laid], 1)
                     axes[b, end:stop] += max(high, wide) - image.tokens
-                patches.append(reader.patches(image))
-                grids.append([1, *image.grid])
+                patches.append(reader.colours(image))
+                grids.append(image.grid)
                 places = first + np.flatnonzero(document.ids[image.at : image.at + image.tokens] == reader.token)
                 mutual[b, places] = len(grids)
                 slots.append(b * T + places)
             at += len(document)
         counts.append((len(grids) - before[0], sum(map(len, patches)) - before[1], sum(map(len, slots)) - before[2]))
-    if not grids or reader is None:
+    if reader is None or not grids:
         return None, None
-    whole, sizes = torch.from_numpy(np.concatenate(patches)), torch.from_numpy(np.array(grids, np.int64))
-    made = Images(whole, sizes, torch.from_numpy(np.concatenate(slots)), torch.from_numpy(axes), tuple(counts))
+    colours, held = torch.from_numpy(np.concatenate(patches)), torch.from_numpy(np.concatenate(slots))
+    made = Images(colours, held, torch.from_numpy(axes), tuple(counts), tuple(grids), reader.levels)
     return made, torch.from_numpy(mutual) if reader.mutual else None
 
 

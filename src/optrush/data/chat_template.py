@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 
 from optrush.data import schema
-from optrush.data.images import ImageReader, SeenImage
+from optrush.data.images import ImageReader, Picture, SeenImage
 from optrush.data.mask import (
     LIMITS,
     MEND_EARLIER,
@@ -196,7 +196,7 @@ class Tokens:
         for (where, row), of in zip(samples, drafts, strict=True):
             parts = [of] if isinstance(of, DataError) else [next(made) for _ in of]
             if isinstance(row, Chat) and row.images and isinstance(parts[0], Document):
-                parts = [self._with_images(row, parts[0], where)]
+                parts = [self.with_images(row.images, parts[0], where)]
             if bad := next((part for part in parts if isinstance(part, DataError)), None):
                 result.append(bad)
                 continue
@@ -207,16 +207,16 @@ class Tokens:
             result.append(documents)
         return result
 
-    def _with_images(self, chat: Chat, document: Document, where: RowLocation) -> Document | DataError:
+    def with_images(self, images: Sequence[Picture], document: Document, where: RowLocation) -> Document | DataError:
         """Return the document with as many placeholders as each of its images has, or the error that names one."""
         assert isinstance(self.images, ImageReader)
         seen = list[SeenImage]()
         try:
-            for image in chat.images:
+            for image in images:
                 seen.append(self.images.look(image, where.file.parent))
         except ValueError as error:
-            bad = bad_row(where, f"image {len(seen) + 1} of {len(chat.images)}: {error}")
-            bad.image = chat.images[len(seen)].path
+            bad = bad_row(where, f"image {len(seen) + 1} of {len(images)}: {error}")
+            bad.image = images[len(seen)].path
             return bad
         if (n := int((document.ids == self.images.token).sum())) != len(seen):
             mark = self.tokenizer.convert_ids_to_tokens(self.images.token)

@@ -150,7 +150,7 @@ def clean_files(
     for share in table.apply():
         progress(reading + (1 - reading) * share, len(table))
     given = {"text_rows": text_rows, "bad_rows": bad_rows, "most_bad": most_bad, "objective": rules.objective}
-    given |= {"columns": dict(rules.columns), "roles": dict(rules.roles)}
+    given |= {"columns": dict(rules.columns), "roles": dict(rules.roles), "compares": rules.compares}
     if tokenizer is not None:
         given["tokenizer"] = hashlib.sha256(tokenizer.encode()).hexdigest()
     cleaned = Cleaned(table.kept(), table.record(files, judging, **given), table)

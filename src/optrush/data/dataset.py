@@ -16,7 +16,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -197,7 +197,7 @@ class Streamed:
         data = self.work.config.data
         parts = [
             readers.files_fingerprint(self.work.files, cache_root(data.cache)), tokenize.identity(self.work.tokens),
-            learnt(self.work.config), astuple(row_rules(self.work.config)), self.work.cleaning,
+            learnt(self.work.config), row_rules(self.work.config).identity, self.work.cleaning,
             data.reading, data.too_long, self.T, self.total, self.named,
             [weight for _, weight in self.origins],
         ]  # fmt: skip
@@ -285,7 +285,7 @@ def kept_rows(
     evaluation = [] if settings.decontaminate is None else readers.find_files(settings.decontaminate, cache)
     parts = [
         FORMAT, settings.model_dump(mode="json"), data.reading, data.bad_rows, data.most_bad,
-        astuple(row_rules(config)),
+        row_rules(config).identity,
         [str(path) for path in paths], readers.files_fingerprint([*paths, *evaluation], cache),
         settings.tokens and tokenize.identity(tokens),
     ]  # fmt: skip

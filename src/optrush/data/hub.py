@@ -9,6 +9,7 @@ import os
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from optrush.config import scrubbed
@@ -54,18 +55,13 @@ LIBRARIES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "
              "abfs": "adlfs", "http": "aiohttp", "https": "aiohttp"}  # fmt: skip
 
 
-def fetch_remote(asked: str, url: str, cache: Path | None) -> Path:
-    """Return a copy of what an address names in the cache: a file, or a folder of the files in it or that match.
-
-    A copy belongs to the address and to what the store says of each file (its size, time or tag): a changed file is
-    fetched again.
+def open_store(asked: str, url: str) -> tuple[Any, str]:
+    """Return what reads and writes at an address, and the path there.
 
     Raises:
-        DataError: no cache, nothing there, or the store refuses.
-        NeedsError: the library for that kind of address is missing.
+        DataError: no such kind of address.
+        NeedsError: the library for it is missing.
     """
-    if cache is None:
-        raise DataError(asked, "no folder to keep it in", "name one (data.cache)")
     kind = url.partition("://")[0]
     try:
         import fsspec
@@ -78,6 +74,22 @@ def fetch_remote(asked: str, url: str, cache: Path | None) -> Path:
     except ValueError as error:
         do = f"take one of {', '.join(f'{known}://' for known in ('s3', 'gs', 'hf', 'file'))}, or a local path"
         raise DataError(asked, one_line(str(error)), do) from None
+    return store, root
+
+
+def fetch_remote(asked: str, url: str, cache: Path | None) -> Path:
+    """Return a copy of what an address names in the cache: a file, or a folder of the files in it or that match.
+
+    A copy belongs to the address and to what the store says of each file (its size, time or tag): a changed file is
+    fetched again.
+
+    Raises:
+        DataError: no cache, nothing there, or the store refuses.
+        NeedsError: the library for that kind of address is missing.
+    """
+    if cache is None:
+        raise DataError(asked, "no folder to keep it in", "name one (data.cache)")
+    store, root = open_store(asked, url)
     try:
         alone = not glob.has_magic(root) and store.isfile(root)
         names = [root] if alone else sorted(store.glob(root) if glob.has_magic(root) else store.find(root))

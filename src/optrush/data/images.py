@@ -18,21 +18,22 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from optrush.config import Config
 from optrush.console import transformers_silenced
 from optrush.data.download import REMOTE, download
 from optrush.data.image_sizes import ImageSizes, sizes_of
 from optrush.data.strict_json import kind_of, quoted
 from optrush.errors import DataError, NeedsError, UserError, first_line
 from optrush.files import open_file, parse_json, read_file, read_text
-from optrush.models.families import TowerSpec
-from optrush.models.text_part import image_token, reads_mutually, tower_spec
+from optrush.models.families import TOWER_BASES, TowerSpec
+from optrush.models.text_part import image_token, is_multimodal, reads_mutually, tower_sizes, tower_spec
 from optrush.tokenizer_files import PROCESSORS
 
 MARK = "\ufdd0"  # in a turn's text, where an image is: a code point that texts do not have
@@ -46,6 +47,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF
 MOST_FILE_bytes, MOST_PIXELS = 64 << 20, 100_000_000  # of an image; a phone's has up to 16 MiB, and 50 million
 USUAL = 256.0  # placeholders of an image, where nothing is known of it
 LONGEST_PATH_chars = 4096
+PLAIN = {"do_rescale": False, "do_normalize": False}  # of a processor that leaves colours as they are
 ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # a tag of cameras, and its values that exchange width and height
 
 
@@ -226,6 +228,29 @@ def about_tokens(folder: Path, least: int | None, most: int | None) -> Callable[
     return tokens
 
 
+def obstacle(config: Config, base: Path | None, hf: Any) -> DataError | None:
+    """Return the error of rows with images, from the configuration and the base's config.json; None: they are read."""
+    asked, text = "to train on rows with images", "take rows of text"
+    if base is None or hf is None:
+        found = "a model without a folder: its tower has no weights"
+        return DataError(asked, found, f"name one (model.path), or {text}")
+    kind, named = hf.get("model_type"), f"a base of one of {', '.join(TOWER_BASES)}"
+    if tower_spec(hf) is None:
+        tower = hf["vision_config"].get("model_type") if kind in TOWER_BASES and is_multimodal(hf) else None
+        tower = "" if tower is None else f" with a tower of the kind {tower!r}"
+        found = f"a base of model_type {kind!r}{tower}, whose images are not read"
+        return DataError(asked, found, f"take {named}, or {text}")
+    obstacles = (
+        (config.objective != "sft" or config.loss is not None, f"objective: {config.objective}", "objective: sft"),
+        (config.model.implementation == "transformers", "model.implementation: transformers", "leave it out"),
+        (config.data.clean is not None, "data.clean, which compares texts alone", "leave data.clean out"),
+        (config.data.too_long == "split", "data.too_long: split, which cuts what follows an image from it",
+         "choose data.too_long: truncate or drop"),
+        (config.data.stream, "data.stream", "leave data.stream out"),
+    )  # fmt: skip
+    return next((DataError(asked, found, f"{do}, or {text}") for met, found, do in obstacles if met), None)
+
+
 @dataclass(frozen=True)
 class ImageReader:
     """Reads images as the processor of a base prepares them.
@@ -311,29 +336,35 @@ class ImageReader:
         grid = found.grid(48, 64)
         wrong = f"an image of 64 x 48 pixels has other patches than {grid[0]} x {grid[1]}, those by config.json"
         try:
-            if self._prepared(Image.new("RGB", (64, 48)), found, grid) is not None:
+            if self._prepared(Image.new("RGB", (64, 48)), found, grid, {}) is not None:
                 return found
         except ValueError as error:
             wrong = first_line(error)
         do = "take the preprocessor_config.json that belongs to the base"
         raise NeedsError(f"the image processor of {self.folder}", wrong, do)
 
-    def _prepared(self, image: Any, sizes: ImageSizes, grid: tuple[int, int]) -> np.ndarray | None:
-        """Return an image's patches, (P, values) float32; None: they are not those of its grid."""
-        made = self.processor(images=[image], return_tensors="np", **sizes.options)
+    def _prepared(
+        self, image: Any, sizes: ImageSizes, grid: tuple[int, int], options: dict[str, Any]
+    ) -> np.ndarray | None:
+        """Return an image's patches, of one frame, (P, colours, values of each); None: they are not those of its grid.
+
+        options: what the processor is called with besides; PLAIN: without them colours are no longer integers.
+        """
+        made = self.processor(images=[image], return_tensors="np", **sizes.options, **options)
         values, (high, wide), patch = np.asarray(made["pixel_values"], np.float32), grid, sizes.patch
-        if self.spec.sizes == "bounded":
-            return values if made["image_grid_thw"].tolist() == [[1, *grid]] else None
-        if self.spec.sizes == "budget":
+        if self.spec.sizes == "bounded":  # frames in the middle, all the same
+            right = made["image_grid_thw"].tolist() == [[1, *grid]]
+            return values.reshape(len(values), 3, -1, patch**2)[:, :, 0] if right else None
+        if self.spec.sizes == "budget":  # colours last
             places = made["image_position_ids"][0]
             held = places[(places >= 0).all(-1)]
             right = len(held) == high * wide and held[-1].tolist() == [wide - 1, high - 1]
-            return values[0, : high * wide] if right else None
+            return values[0, : high * wide].reshape(high * wide, -1, 3).swapaxes(1, 2) if right else None
         side = math.isqrt(sizes.most) if self.spec.sizes == "one" else 0  # what is left of it has no patch
         if values.shape != (1, 3, side or high * patch, side or wide * patch):
             return None
         cut = values[0, :, : high * patch, : wide * patch].reshape(3, high, patch, wide, patch)
-        return cut.transpose(1, 3, 0, 2, 4).reshape(high * wide, -1)
+        return cut.transpose(1, 3, 0, 2, 4).reshape(high * wide, 3, -1)
 
     def written(self, grid: tuple[int, int]) -> np.ndarray:
         """Return the token ids of an image, (n,) int32."""
@@ -365,8 +396,48 @@ class ImageReader:
         grid = self.sizes.grid(height, width)
         return SeenImage(0, self.sizes.tokens(grid), grid, (width, height), _digest(raw), given, folder)
 
+    def flops(self, seen: SeenImage) -> float:
+        """Return the FLOPs of the tower's forward pass on an image."""
+        sizes, patches = tower_sizes(self.hf), math.prod(seen.grid)
+        return 0.0 if sizes is None else sizes.flops(patches, patches)
+
+    @cached_property
+    def levels(self) -> np.ndarray:
+        """What the processor makes of each of the 256 values of a colour, (colours, 256) float32.
+
+        Raises NeedsError: what it makes of a value depends on others.
+        """
+        sizes, found, known = self.sizes, np.zeros((3, 256), np.float32), np.zeros((3, 256), bool)
+        if self.spec.sizes in ("bounded", "longest"):  # else an image has one size, or one of a few
+            side = sizes.factor * -(-16 // sizes.factor)
+            sizes = replace(sizes, least=side**2, most=side**2)
+        side = math.isqrt(sizes.most) // (one := 1 if self.spec.sizes == "one" else sizes.factor) * one
+        colour, noise = np.arange(3)[:, None], np.random.default_rng(0).integers(0, 256, 48 * 64)
+        for shown, values in ((sizes, np.arange(side**2)), (sizes, np.arange(side**2) + 128), (self.sizes, noise)):
+            high, wide = (48, 64) if values is noise else (side, side)
+            image = np.repeat((values % 256).astype(np.uint8).reshape(high, wide, 1), 3, 2)
+            raw, made = (self._prepared(image, shown, shown.grid(high, wide), given) for given in (PLAIN, {}))
+            assert raw is not None and made is not None
+            place = raw.astype(np.uint8)
+            alike = not known[colour, place].all() or np.allclose(found[colour, place], made, 0, 1e-6)
+            if not alike or not np.array_equal(place, raw):
+                what = "pixels that are not one for each value of a colour"
+                do = "take the preprocessor_config.json that belongs to the base"
+                raise NeedsError(f"the image processor of {self.folder}", what, do)
+            found[colour, place], known[colour, place] = made, True
+        return found
+
     def patches(self, seen: SeenImage) -> np.ndarray:
-        """Return an image's patches as the processor makes them, (P, values) float32.
+        """Return what the processor makes of an image's colours, one after the other, (P, values) float32.
+
+        Raises DataError: as `colours`.
+        """
+        found = self.colours(seen)
+        made: np.ndarray = self.levels[np.arange(3)[:, None, None], found.reshape(len(found), 3, 1, -1)]
+        return made.repeat(int(getattr(self.processor, "temporal_patch_size", 1)), 2).reshape(len(found), -1)
+
+    def colours(self, seen: SeenImage) -> np.ndarray:
+        """Return the colours of an image's patches, of one frame, one colour after the other: (P, values) uint8.
 
         Raises DataError: it is no longer what it was when its row was tokenized.
         """
@@ -380,13 +451,13 @@ class ImageReader:
                 from PIL import ImageOps
 
                 upright = ImageOps.exif_transpose(image).convert("RGB")  # as transformers loads images
-                values = self._prepared(upright, self.sizes, seen.grid)
+                values = self._prepared(upright, self.sizes, seen.grid, PLAIN)
         except ValueError as error:
             raise DataError(asked, str(error), do) from None
         if values is None:
             found = f"{seen.grid[0]} x {seen.grid[1]} patches by its size, and others by the image processor"
             raise DataError(asked, found, "report it with the image and the base's preprocessor_config.json")
-        return values
+        return values.reshape(len(values), -1).astype(np.uint8)
 
 
 SIDE_pixels = 128  # of a thumbnail

@@ -104,10 +104,27 @@ def estimate(
     return [n + sum(seen(image, row.folder) for image in row.images) for n, row in zip(lengths, rows, strict=True)]
 
 
-def first_images(config: Config) -> int:
-    """Return how many images the first rows have."""
+class FirstImages(NamedTuple):
+    """The placeholders of the images of the first rows."""
+
+    mean: float  # of an image
+    largest: float
+    share: float  # of all tokens of these rows
+
+
+def first_images(config: Config) -> FirstImages | None:
+    """Return the images that the first rows have; None: they have none."""
     files = [file for origin in config.data.origins for file in _spread(_files(origin.path), 1)]
-    return sum(len(row.images) for file in files for row in _texts(file, config.data, FEW, config.objective == JUDGED))
+    rows = [row for file in files for row in _texts(file, config.data, FEW, config.objective == JUDGED)]
+    if not any(row.images for row in rows):
+        return None
+    from optrush.data.images import about_tokens
+
+    base, width = config.model.path, _chars_a_token(config.model.path, [row.text for row in rows])
+    seen = about_tokens(Path(base or ""), config.data.min_pixels, config.data.max_pixels)
+    each = [seen(image, row.folder) for row in rows for image in row.images]
+    said = sum(len(row.text) / width + row.turns * TOKENS_A_TURN for row in rows)
+    return FirstImages(sum(each) / len(each), max(each), sum(each) / (sum(each) + said))
 
 
 def estimate_tokens(config: Config) -> float | None:
@@ -181,7 +198,7 @@ def _texts(file: Path, data: Data, most: int, judged: bool) -> Iterator[_Read]:
     from optrush.data.schema import Chat, Judged, RowRules, parse_row, parts_of, row_text
     from optrush.errors import UserError
 
-    kind = JUDGED if judged else "sft"
+    kind = JUDGED if judged else "grpo"  # which reads prompts without an answer, too
     left, rules = MOST_CHARS, RowRules(kind, tuple(data.columns.items()), tuple(data.roles.items()))
     try:
         for where, found in islice(attempts(file, data.reading), most):

@@ -71,6 +71,13 @@ class Loading:
     stopping: Callable[[], bool] = lambda: False  # whether the run is to end, with or without the next batch
 
 
+def decoding_ahead(loading: Loading, device: torch.device, ranks: int) -> Loading:
+    """Return how batches with images are prepared: beside a GPU by processes of their own, given or up to four."""
+    if device.type != "cuda" or loading.workers:
+        return loading
+    return Loading(max(1, min(4, tokenize.cores() // (2 * ranks))), pinned=True)
+
+
 class NoBatch(Exception):
     """The run is to end, and the next batch does not come."""
 
@@ -519,7 +526,10 @@ def micro_batches(
     tokens = [sum(len(d) for _, d in row) for row in rows]
     isolated, parts = stream.layout.isolated, stream.source.parts
     squares = [sum(len(d) ** 2 for _, d in row) if isolated else n * n for row, n in zip(rows, tokens)]
-    mine = deal([stream.cost(n, s) for n, s in zip(tokens, squares)], ranks)[rank]
+    costs = [stream.cost(n, s) for n, s in zip(tokens, squares)]
+    if (reader := stream.reader) is not None:
+        costs = [cost + sum(reader.flops(i) for _, d in row for i in d.images) for cost, row in zip(costs, rows)]
+    mine = deal(costs, ranks)[rank]
     single = (stream.layout.one_doc and parts == 1) or not isolated
     result = []
     for first in range(0, len(mine), micro_rows):

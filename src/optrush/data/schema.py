@@ -10,14 +10,14 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from optrush.config import COMPARED, JUDGED, PAIRED, Config
+from optrush.config import COMPARED, JUDGED, PAIRED, Config, Grpo
 from optrush.data.images import IMAGE_PARTS, MARK, SOURCES, Picture, SeenImage, as_picture, image_keys, place_images
 from optrush.data.strict_json import decode_json, kind_of, quoted, remedy
 from optrush.errors import DataError
@@ -102,6 +102,12 @@ class RowRules:
     objective: str = ""
     columns: tuple[tuple[str, str], ...] = ()  # (a key, or `messages[].key` of turns; what it is, or `ignore`)
     roles: tuple[tuple[str, str], ...] = ()
+    compares: str = ""  # of sampled answers: the reward that needs the row's own answer
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Return what the meaning of a row follows from."""
+        return self.objective, self.columns, self.roles, *([self.compares] if self.objective == "grpo" else ())
 
     @cached_property
     def of_rows(self) -> dict[str, str]:
@@ -124,8 +130,9 @@ NO_RULES = RowRules()
 
 def row_rules(config: Config) -> RowRules:
     """Return how a run reads rows."""
-    data = config.data
-    return RowRules(config.objective, tuple(data.columns.items()), tuple(data.roles.items()))
+    data, rewards = config.data, (config.grpo or Grpo()).rewards if config.objective == "grpo" else ()
+    compares = next((rule.use for rule in rewards if rule.compares), "")
+    return RowRules(config.objective, tuple(data.columns.items()), tuple(data.roles.items()), compares)
 
 
 MEND = "fix that line, or take it out"
@@ -283,6 +290,8 @@ def parse_row(
         found, label = _prompted(found, rules), None
         if rules.objective == JUDGED:
             found, label = _label(found)
+        if rules.objective == "grpo":
+            found |= _stand_in(found, rules)
         sign = _sign(found, rules.objective)
         found, sign = _with_images(found, sign)
         row = _row(found, sign, rules, unread)
@@ -293,6 +302,50 @@ def parse_row(
         return row
     except _Bad as bad:
         raise bad_row(where, str(bad), bad.do or (sign and _hint(found, sign)) or MEND) from None
+
+
+def has_answer(found: dict[str, Any], rules: RowRules) -> bool:
+    """Return whether a row that was read has an answer of its own."""
+    return not _stand_in(_named_columns(found, rules, set()), replace(rules, compares=""))
+
+
+def _stand_in(found: dict[str, Any], rules: RowRules) -> dict[str, Any]:
+    """Return the key of an answer, with a word of the prompt in its place, if the row is a prompt alone; else nothing.
+
+    The word has tokens wherever the prompt has. Raises _Bad: a reward compares with the answer.
+    """
+    filled = dict[str, Any]()
+    if key := next((key for key in ("messages", "conversations") if found.get(key) is not None), ""):
+        turns = _turn_list(found[key], key)
+        last = turns[-1] if turns and isinstance(turns, list) else None
+        role = str(last.get("from") or last.get("role")) if isinstance(last, dict) else ""
+        if rules.role_names.get(role) not in (None, "assistant"):
+            filled = {key: [*turns, _word_turn(turns)]}
+    elif found.get("instruction") is not None:
+        filled = {"output": _word(found["instruction"])} if found.get("output") is None else {}
+    elif found.get("prompt") is not None and all(found.get(key) is None for key in SIGNS):
+        turns = _turn_list(found["prompt"], "prompt", sure=False)
+        plain = isinstance(turns, str)  # which its answer follows unchanged
+        space = " " if plain and not turns[-1:].isspace() else ""
+        filled = {"completion": space + _word(turns) if plain else [_word_turn(turns)]}
+    if filled and rules.compares:
+        to = next(iter(filled))
+        answers = [key for key in found if key.lower() in ANSWERING and key != to and found[key] is not None]
+        ways = [f"`data.columns: {{{answers[0]}: {to}}}`"] if answers and to in ("output", "completion") else []
+        ways += ["add the answer", "take grpo.rewards that compare with none: regex, length, a function"]
+        raise _Bad(f"a prompt without an answer, which the reward `{rules.compares}` compares with", "; or ".join(ways))
+    return filled
+
+
+def _word(text: object) -> str:
+    found = re.search(r"\w{1,32}", text) if isinstance(text, str) else None
+    return found[0] if found else "-"
+
+
+def _word_turn(turns: Any) -> dict[str, str]:
+    last = turns[-1] if isinstance(turns, list) and turns else turns
+    text = (last.get("content") or last.get("value")) if isinstance(last, dict) else None
+    return {"role": "assistant", "content": _word(text)}
 
 
 def _label(found: dict[str, Any]) -> tuple[dict[str, Any], bool | None]:

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import accumulate, chain, islice, tee
 from pathlib import Path
@@ -531,7 +531,7 @@ class TokenizeWork:
             "format": FORMAT, "files": readers.files_fingerprint(self.files, cache_root(self.config.data.cache)),
             "tokens": identity(self.tokens), "train_on": learnt(self.config), "text_rows": self.config.data.reading,
             "images_in": sorted({os.path.realpath(file.parent) for file in self.files} if seen else ()),
-            "cleaning": self.cleaning, "rules": astuple(row_rules(self.config)),
+            "cleaning": self.cleaning, "rules": row_rules(self.config).identity,
             "made_by": [__version__, *map(version, ("tokenizers", "transformers", "jinja2", *["pillow"] * seen))],
         }  # fmt: skip
         return cache_root(self.config.data.cache) / "tokens" / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from optrush.config import Config
 from optrush.console import transformers_silenced
 from optrush.data import pool, readers
-from optrush.data.images import ImageReader
+from optrush.data.images import ImageReader, obstacle
 from optrush.data.mask import (
     TEMPLATE,
 )
@@ -22,9 +22,9 @@ from optrush.data.schema import Chat, Message
 from optrush.errors import ConfigError, DataError, NeedsError, UserError, reason
 from optrush.files import check_model_files, parse_json, read_file, read_text
 from optrush.models.config_json import read_config_json
-from optrush.models.families import TOWERS, TowerSpec
-from optrush.models.text_part import image_token, is_multimodal, text_config, tower_spec
-from optrush.technique import RANK_PARTS, Environment, Part, library
+from optrush.models.families import TowerSpec
+from optrush.models.text_part import image_token, text_config, tower_spec
+from optrush.technique import Environment, library, parts_without_images
 from optrush.tokenizer_files import (
     PATTERNS,
     PROCESSORS,
@@ -78,46 +78,31 @@ def open_tokens(config: Config, folder: Path | None, today: datetime.date | None
     if given is not None:
         tokenizer.chat_template = given
     tokens = Tokens(tokenizer, given, today)
-    tokens.images = _image_reader(config, base, tokenizer)
+    tokens.images = image_reader(config, base, tokenizer)
     return tokens
 
 
-def _image_reader(config: Config, base: Path | None, tokenizer: Any) -> ImageReader | DataError:
+def image_reader(config: Config, base: Path | None, tokenizer: Any) -> ImageReader | DataError:
     """Return what reads the images of rows, or the error of rows that have some."""
-    asked, text = "to train on rows with images", "take rows of text"
-    if base is None or not (base / "config.json").is_file():
-        return DataError(
-            asked, "a model without a folder: its tower has no weights", f"name one (model.path), or {text}"
-        )
-    hf = read_config_json(base / "config.json")
-    kind, named = hf.get("model_type"), f"a base of one of {', '.join(k for k in TOWERS if ',' not in k)}"
-    if (spec := tower_spec(hf)) is None:
-        tower = hf["vision_config"].get("model_type") if kind in TOWERS and is_multimodal(hf) else None
-        tower = "" if tower is None else f" with a tower of the kind {tower!r}"
-        found = f"a base of model_type {kind!r}{tower}, whose images are not read"
-        return DataError(asked, found, f"take {named}, or {text}")
+    known = base is not None and (base / "config.json").is_file()
+    hf = read_config_json(base / "config.json") if base is not None and known else None
+    if (error := obstacle(config, base, hf)) is not None:
+        return error
+    assert base is not None and hf is not None
+    spec = tower_spec(hf)
+    assert spec is not None
     marks, frame = list[int](), ("", "")
-    own, rows = f"take the tokenizer that belongs to the base, or {text}", text_config(hf).get("vocab_size")
+    asked, do = "to train on rows with images", "take the tokenizer that belongs to the base, or rows of text"
+    rows = text_config(hf).get("vocab_size")
     for n, (name, token) in enumerate(_image_tokens(base, hf, spec, tokenizer)):
         if not isinstance(token, int) or token not in tokenizer.added_tokens_decoder:
-            return DataError(asked, f"{name} {token!r} is no added token of the tokenizer", own)
+            return DataError(asked, f"{name} {token!r} is no added token of the tokenizer", do)
         if n == 0 and rows is not None and token >= rows:
-            return DataError(asked, f"{name} {token}, and {rows:,} rows of the embedding", own)
+            return DataError(asked, f"{name} {token}, and {rows:,} rows of the embedding", do)
         marks += [token] if n else []
     if spec.frame == "text":
         begin, place, end = tokenizer.convert_ids_to_tokens([marks[0], image_token(hf), marks[1]])
         frame = (begin, f"\n\n{begin}{place}{end}\n\n")
-    obstacles = (
-        (config.objective != "sft" or config.loss is not None, f"objective: {config.objective}", "objective: sft"),
-        (config.model.implementation == "transformers", "model.implementation: transformers", "leave it out"),
-        (config.data.clean is not None, "data.clean, which compares texts alone", "leave data.clean out"),
-        (config.data.too_long == "split", "data.too_long: split, which cuts what follows an image from it",
-         "choose data.too_long: truncate or drop"),
-        (config.data.stream, "data.stream", "leave data.stream out"),
-    )  # fmt: skip
-    for met, found, do in obstacles:
-        if met:
-            return DataError(asked, found, f"{do}, or {text}")
     d = config.data
     return ImageReader(base, hf, d.min_pixels, d.max_pixels, d.remote, tuple(marks), frame)
 
@@ -140,14 +125,11 @@ def _image_tokens(folder: Path, hf: Any, spec: TowerSpec, tokenizer: Any) -> Ite
 def settle_images(tokens: Tokens | None, env: Environment, layout: RowLayout) -> ImageReader | None:
     """Return what reads the images of rows, if the techniques and the layout of a run take them; else they are refused.
 
-    Ranks may have rows of their own, but each has all weights: a cut model would cast or cut what the tower gives it.
+    Ranks may have rows of their own, and shards of the decoder; each has the whole tower, which needs no collective.
     """
     if tokens is None or not isinstance(tokens.images, ImageReader):
         return None
-    wrong = {Part.CAPTURE} | (RANK_PARTS - ({Part.DATA} if "dp" not in env.sharded else set()))
-    parts = [part for part in Part if part in env.claimed & wrong]
-    if {Part.DATA, Part.STATES} <= env.claimed:  # an engine of its own
-        parts.append(Part.DATA)
+    parts = parts_without_images(env.claimed)
     found = f"a technique that owns {parts[0].value}" if parts else "a layout of rows that cuts documents"
     if not parts and layout.uncut and layout.isolated:
         return tokens.images

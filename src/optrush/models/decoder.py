@@ -293,7 +293,8 @@ class Decoder(nn.Module):
         self.block_call: Callable[..., Any] = call
         self.stream_ranks = 1  # that have a part each of T of the hidden states between blocks
         self.elsewhere: dict[str, Linear] = {}  # of blocks that other ranks hold, on the meta device, by name
-        self.tower: Tower | None = None  # of a base whose images are read; no submodule: it is not trained
+        # Of a base whose images are read. One that is trained is the submodule `visual`, too.
+        self.tower: Tower | None = None
         self.load: Tensor | None = None  # of the last forward pass, of the layers with experts: (L, 2, N)
         # Kept once a device, outside the parameters and buffers: computed on the host as the published models do (a
         # device's own pow differs in the last bit), and copying it every step would stop a graph capture.
@@ -306,6 +307,8 @@ class Decoder(nn.Module):
             assert self.tower is not None
             laid = self.tower(images)
             x = laid.embed(x)
+        elif self.tower is not None and self.tower.trained and torch.is_grad_enabled():
+            x = x + self.tower.nothing().to(x.dtype)  # so that each of its gradients exists on every rank
         slots = () if images is None or self.tower is None else (images.slots, self.tower.pad)
         given = None if self.inputs is None else self.inputs(tokens, x, *slots)
         hidden: Tensor = self.norm(self.through(x, positions, documents, self.blocks.values(), given, laid))
@@ -376,7 +379,12 @@ class Decoder(nn.Module):
                 yield name, module
 
     def set_attention(self, name: str) -> int:
-        """Put a function of `kernels.attention` into every block; return the number of blocks. NeedsError: no such."""
+        """Put a function of `kernels.attention` into every block; return the number of blocks.
+
+        Blocks with wider heads than flash attention has take `sdpa` in place of `varlen`.
+
+        Raises NeedsError: no such function, or one without the cap of the scores.
+        """
         if name not in attention.ATTENTIONS:
             raise NeedsError(f"attention {name!r}", f"known: {', '.join(attention.ATTENTIONS)}", "choose one of them")
         if (cap := self.shape.score_cap) is not None and name != "masked":
@@ -387,7 +395,8 @@ class Decoder(nn.Module):
             raise NeedsError(f"attention {name!r}", found, "take --with attention:impl=sdpa")
         for block in self.blocks.values():
             assert isinstance(block, Block)
-            block.attention = attention.ATTENTIONS[name]
+            wide = name == "varlen" and block.head_width > attention.FLASH
+            block.attention = attention.ATTENTIONS["sdpa" if wide else name]
         return len(self.blocks)
 
     def set_rule(self, name: str) -> int:
@@ -406,7 +415,9 @@ class Decoder(nn.Module):
         redo_ties(self, self.ties)
 
     def restore_buffers(self, device: torch.device) -> None:
-        """Do nothing: this model has no buffers."""
+        """Restore those of a trained tower: no other part has any."""
+        if self.tower is not None:
+            self.tower.restore_buffers(device)
 
 
 def frozen_flops(model: Any) -> int:

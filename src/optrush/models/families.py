@@ -580,6 +580,7 @@ TOWERS = {
     "llava,pixtral": _PIXTRAL,
     "mistral3": replace(_PIXTRAL, merge="spatial_merge_size", projector="merger"),
 }  # fmt: skip
+TOWER_BASES = tuple(kind for kind in TOWERS if "," not in kind)
 # What transformers' classes take for a language model's keys that config.json leaves out, where published bases do.
 NESTED: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("llava", "llama"): {

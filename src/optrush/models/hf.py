@@ -12,12 +12,13 @@ Canonical names are transformers' own, except the head's: `head.weight`, `head.b
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -58,6 +59,18 @@ SHORT_CONVOLUTIONS = ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")  # c
 NUMBERED = frozenset({None, "default", "linear", "llama3", "yarn"})  # rotations independent of the row's length
 
 
+@dataclass
+class Kept:
+    """The sequences that a pass continues.
+
+    mask: (B, tokens kept and given), 0 for padding.
+    cache: transformers' own for the family; None before the first tokens, and if it has none.
+    """
+
+    mask: Tensor
+    cache: Any = None
+
+
 class HFModel(nn.Module):
     """A transformers model with the attributes of `models.decoder.Decoder`, where they are documented.
 
@@ -67,6 +80,7 @@ class HFModel(nn.Module):
 
     supports_packing = True  # False, set by `probe_model`: documents of one row meet
     frozen_flops = 0  # as Decoder's
+    kept: Kept | None = None  # set while sequences are continued, token by token
 
     def __init__(self, hf_model: Any) -> None:
         super().__init__()
@@ -89,6 +103,8 @@ class HFModel(nn.Module):
         self.maskless = False  # set by `probe_model`: sdpa needs no mask where rows hold one document
         self._attention_flags: dict[str, Any] = {}  # arguments of the attention function for such rows
         self._numbered = _numbered(config)
+        recurrent = "cache_params" in inspect.signature(backbone.forward).parameters
+        self._cache_name = "cache_params" if recurrent else "past_key_values"
         rope = getattr(config, "rope_parameters", None) or {}
         self._planes = POSITION_PLANES if "mrope_section" in rope else 0
         self._blocks = _block_list(backbone, self.prefix, config)  # number -> path
@@ -163,14 +179,28 @@ class HFModel(nn.Module):
         transformers separates packed documents where `positions` restart. Rows of one document need none, and no mask:
         transformers then numbers the padding as well, which no document attends to.
         """
+        if self.kept is not None:
+            return self._resumed(tokens, positions, self.kept)
         alone = documents.single and tokens.shape[1] <= self._numbered
-        given = positions.long()
-        given = given.expand(self._planes, *given.shape) if self._planes else given
         out = self._trunk(
-            input_ids=tokens, position_ids=None if alone else given, attention_mask=None, use_cache=False,
+            input_ids=tokens, position_ids=None if alone else self._given(positions), use_cache=False,
+            attention_mask=None,
             **(self._attention_flags if documents.single else {}),
             **({"document_ids": documents.ids} if self._convolves and not documents.single else {}),
         )  # fmt: skip
+        hidden: Tensor = out.last_hidden_state
+        return hidden
+
+    def _given(self, positions: Tensor) -> Tensor:
+        return positions.long().expand(self._planes, *positions.shape) if self._planes else positions.long()
+
+    def _resumed(self, tokens: Tensor, positions: Tensor, kept: Kept) -> Tensor:
+        given = None if self._cache_name == "cache_params" and kept.cache is not None else kept.mask
+        out = self._trunk(
+            input_ids=tokens, position_ids=self._given(positions), use_cache=True, attention_mask=given,
+            **{self._cache_name: kept.cache},
+        )  # fmt: skip
+        kept.cache = getattr(out, self._cache_name, None)
         hidden: Tensor = out.last_hidden_state
         return hidden
 
@@ -517,8 +547,11 @@ def _rotate_by_document(rotary: Any) -> None:
 
 def _convolve_by_document(module: Any) -> None:
     """Keep the short convolution of LFM2's blocks within each document; without `document_ids`, a row is one."""
+    published = module.forward
 
-    def forward(hidden_states: Tensor, document_ids: Tensor | None = None, **_: Any) -> Tensor:
+    def forward(hidden_states: Tensor, document_ids: Tensor | None = None, **more: Any) -> Any:
+        if more.get("past_key_values") is not None:
+            return published(hidden_states, **more)
         b, c, x = module.in_proj(hidden_states).chunk(3, -1)
         ids = x.new_zeros(x.shape[:2], dtype=torch.int32) if document_ids is None else document_ids
         y = causal_convolution(b * x, module.conv.weight, ids)

@@ -113,28 +113,15 @@ class SlotCache:
         Nor are weights gathered that are cut over ranks: they are whole already (`Trainer.whole_weights`).
         """
         blocks = [block for block in model.blocks.values() if isinstance(block, Block)]
-        cut = {m: m._compiled_call_impl for m in model.modules() if hasattr(m, "_get_fsdp_state")}
-        compiled = {m: m._compiled_call_impl for m in model.modules() if m._compiled_call_impl is not None}
-        self.compiled = {m: call_impl for m, call_impl in compiled.items() if m not in cut}
-        for module in cut:  # called in place of the module with all of its hooks, which it has when compiled, too
-            module._compiled_call_impl = partial(_call_whole, module)
         before = [block.attention for block in blocks]
-        call, training = model.block_call, model.training
-        model.block_call = lambda block, *args, **kwargs: (block._compiled_call_impl or block.forward)(*args, **kwargs)
-        for block, layer in zip(blocks, self.layers, strict=True):
-            layer.inner, block.attention = block.attention, layer
-        for module in self.compiled:  # prompts: each length would be compiled
-            module._compiled_call_impl = None
-        model.eval()
-        try:
-            yield
-        finally:
-            model.block_call = call
-            for block, attention in zip(blocks, before, strict=True):
-                block.attention = attention
-            for module, call_impl in (cut | compiled).items():
-                module._compiled_call_impl = call_impl
-            model.train(training)
+        with uncompiled(model) as self.compiled:
+            for block, layer in zip(blocks, self.layers, strict=True):
+                layer.inner, block.attention = block.attention, layer
+            try:
+                yield
+            finally:
+                for block, attention in zip(blocks, before, strict=True):
+                    block.attention = attention
 
     @contextmanager
     def one_shape(self) -> Iterator[None]:
@@ -148,13 +135,45 @@ class SlotCache:
                 module._compiled_call_impl = None
 
 
-def _call_whole(module: Any, *args: Any) -> Any:
+@contextmanager
+def uncompiled(model: Any) -> Iterator[dict[nn.Module, Any]]:
+    """Let a model run as in an evaluation: uncompiled, without checkpoints of activations, its weights whole already.
+
+    Yields:
+        Of each compiled module its compiled call, for those whose weights no other rank has.
+    """
+    cut = {m: m._compiled_call_impl for m in model.modules() if hasattr(m, "_get_fsdp_state")}
+    compiled = {m: m._compiled_call_impl for m in model.modules() if m._compiled_call_impl is not None}
+    kept = {m: call_impl for m, call_impl in compiled.items() if m not in cut}
+    for module in cut:  # called in place of the module with all of its hooks, which it has when compiled, too
+        module._compiled_call_impl = partial(_call_whole, module)
+    call, training = model.block_call, model.training
+    model.block_call = _call_block
+    for module in kept:  # prompts: each length would be compiled
+        module._compiled_call_impl = None
+    model.eval()
+    try:
+        yield kept
+    finally:
+        model.block_call = call
+        for module, call_impl in (cut | compiled).items():
+            module._compiled_call_impl = call_impl
+        model.train(training)
+
+
+def _call_block(block: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a block of ours without its hooks, or the forward function of transformers'."""
+    own = getattr(block, "_compiled_call_impl", None) or getattr(block, "forward", block)
+    return own(*args, **kwargs)
+
+
+def _call_whole(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a module whose weights are whole, with its hooks but those of FSDP, which order streams and free weights."""
     for hook in module._forward_pre_hooks.values():
         if not _is_of(hook, module._get_fsdp_state()):
             changed = hook(module, args)
             args = args if changed is None else changed if isinstance(changed, tuple) else (changed,)
-    out = module.forward(*args)
+    out = module.forward(*args, **kwargs)
     for hook in module._forward_hooks.values():
         if not _is_of(hook, module._get_fsdp_state()):
             changed = hook(module, args, out)
@@ -169,17 +188,17 @@ def _is_of(hook: Any, state: object) -> bool:
 
 
 def check_cacheable(model: Any) -> None:
-    """Raise NeedsError where a model cannot continue sequences from keys and values alone."""
-    asked, do = "to sample from the model that is trained", "take a dense model or one with experts in our own decoder"
+    """Raise NeedsError if a model cannot continue sequences from keys and values alone."""
+    asked, do = "to sample from the model that is trained", "set model.implementation: transformers"
     if not isinstance(model, Decoder):
-        raise NeedsError(asked, "it runs through transformers", do)
+        raise NeedsError(asked, "it runs through transformers", "take a model of our own decoder")
     shape = model.shape
     if shape.delta is not None:
         raise NeedsError(asked, "layers of a delta rule, whose state is no keys and values", do)
     if shape.chunks is not None:
         raise NeedsError(asked, "layers that attend within chunks", do)
     if model.head.scores:
-        raise NeedsError(asked, "its head gives scores of texts and no next tokens", do)
+        raise NeedsError(asked, "its head gives scores of texts and no next tokens", "take a model with a vocabulary")
 
 
 def attend_slots(

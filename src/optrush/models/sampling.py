@@ -10,10 +10,10 @@ Shapes: S slots, V vocabulary.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -89,11 +89,38 @@ def sample(
         engine.cache.layers.clear()  # they refer to the cache, which would be freed at some later time
 
 
+Weigh = Callable[[Tensor, Tensor, Callable[[], Tensor] | None], Tensor]
+
+
+class AnswerEngine(Protocol):
+    """Sample answers to prompts: our decoder, a model of transformers, or a server.
+
+    weigh: where another program samples, returns the importance weights of tokens (N,) from their log-probabilities as
+        sampled, by the model that is trained, and by that before training, if there is such; every rank calls it.
+    """
+
+    @property
+    def note(self) -> str | None:
+        """Return what is to be known of how it samples; empty if nothing, or not yet."""
+
+    @property
+    def weigh(self) -> Weigh | None: ...
+
+    def sample(
+        self, prompts: Sequence[PromptIds], members: int, drawing: Drawing,
+        precision: AbstractContextManager[object] | None = None,
+    ) -> list[SampledAnswer]:  # fmt: skip
+        """Return `members` answers to each prompt, prompt by prompt."""
+
+
 class SamplingEngine:
     """Slots of a model's sequences and what is known of each; on CUDA a step of all slots is one recorded graph.
 
     Memory: the cache, and 16 bytes a token of an answer and slot, for as long as the engine is kept.
     """
+
+    note: str | None = None
+    weigh = None
 
     def __init__(self, model: Decoder, slots: int, room: int, most: int) -> None:
         """Allocate the sequences' state; the cache is allocated by the first prompt.
@@ -261,11 +288,10 @@ class SamplingEngine:
 
     def _draw(self, logits: Tensor, who: Tensor) -> None:
         """Draw a token from logits (S, V) for the slots of a mask (S,), and end what it ends."""
-        if self.drawing.temperature and (self.drawing.top_k or self.drawing.top_p < 1):
-            logits = keep_likeliest(logits, self.drawing)
         if logits.is_cuda:
             from optrush.kernels.draw_triton import draw
 
+            logits = keep_likeliest(logits, self.drawing)
             noted, d = (self.out, self.log_p, self.entropy), self.drawing
             keys = self.number, self.member, self.made
             draw(
@@ -273,21 +299,11 @@ class SamplingEngine:
                 seed=d.seed, temperature=d.temperature, most=d.most,
             )  # fmt: skip
             return
-        greedy = self.drawing.temperature == 0
-        log_p = torch.log_softmax(logits.float() if greedy else logits.float() / self.drawing.temperature, -1)
-        p = log_p.exp()
-        if greedy:
-            token = log_p.argmax(-1)
-        else:
-            below = p.cumsum(-1)
-            total = below[:, -1:]
-            point = (total * uniform(self.drawing.seed, self.number, self.member, self.made)[:, None]).to(below.dtype)
-            point = torch.minimum(point, torch.nextafter(total, torch.zeros_like(total)))
-            token = torch.searchsorted(below, point, right=True)[:, 0].clamp_max(logits.shape[-1] - 1)
+        token, log_p, entropy = draw_tokens(logits, self.drawing, self.number, self.member, self.made)
         rows = torch.arange(len(token), device=token.device)
         place = self.made.clamp_max(self.drawing.most - 1)
         for kept, value in (
-            (self.out, token), (self.log_p, log_p[rows, token]), (self.entropy, -(p * log_p).nansum(-1)),
+            (self.out, token), (self.log_p, log_p), (self.entropy, entropy),
         ):  # fmt: skip
             kept[rows, place] = torch.where(who, value.to(kept.dtype), kept[rows, place])
         self.token.copy_(torch.where(who, token, self.token))
@@ -311,11 +327,35 @@ class SamplingEngine:
         self.span = int(torch.where(self.live, self.length, 0).max())
 
 
+def draw_tokens(
+    logits: Tensor, drawing: Drawing, number: Tensor, member: Tensor, position: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw a token from each row of logits (S, V): the tokens, their log-probabilities and the entropies, (S,) each.
+
+    Args:
+        number, member, position: (S,) int64, which the draws follow from with the seed.
+    """
+    logits, greedy = keep_likeliest(logits, drawing).float(), drawing.temperature == 0
+    log_p = torch.log_softmax(logits if greedy else logits / drawing.temperature, -1)
+    p = log_p.exp()
+    if greedy:
+        token = log_p.argmax(-1)
+    else:
+        below = p.cumsum(-1)
+        total = below[:, -1:]
+        point = (total * uniform(drawing.seed, number, member, position)[:, None]).to(below.dtype)
+        point = torch.minimum(point, torch.nextafter(total, torch.zeros_like(total)))
+        token = torch.searchsorted(below, point, right=True)[:, 0].clamp_max(logits.shape[-1] - 1)
+    return token, log_p.gather(1, token[:, None])[:, 0], -(p * log_p).nansum(-1)
+
+
 def keep_likeliest(logits: Tensor, drawing: Drawing) -> Tensor:
     """Return logits (S, V) without the tokens that are not drawn, which have -inf; at least one is left.
 
     Source: Fan et al., https://arxiv.org/abs/1805.04833 (top k); Holtzman et al., https://arxiv.org/abs/1904.09751
     """
+    if not drawing.temperature:
+        return logits
     if drawing.top_k:
         least = logits.topk(min(drawing.top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)

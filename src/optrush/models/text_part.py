@@ -8,8 +8,9 @@ those with the head inside; in files there are three layouts (`LAYOUTS`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from optrush.models.families import (
     FAMILIES,
@@ -28,6 +29,7 @@ HF = Mapping[str, Any]  # a config.json
 PREFIX, HEAD = "model.language_model.", "lm_head."
 LAYOUTS = ((PREFIX, HEAD), ("language_model.model.", "language_model.lm_head."), ("model.", HEAD))
 BLOCKS = ("layers.", "embed_tokens.", "norm.")  # of the last layout, whose prefix the towers can have too
+PARTS = ("visual.", "vision_tower.", "multi_modal_projector.", "embed_vision.")  # behind `model.`, those of a tower
 # Of a second embedding, which gives each layer an input.
 INPUT_WIDTH, INPUT_ROWS = "hidden_size_per_layer_input", "vocab_size_per_layer_input"
 OTHER_MEDIA = ("vision_config", "audio_config", "speech_config", "image_token_id", "text_config")
@@ -114,14 +116,34 @@ def vision_config(hf: HF) -> dict[str, Any]:
     return {**VISION.get(kind, {}), "model_type": kind, **hf["vision_config"]}
 
 
-def tower_parameters(hf: HF) -> int:
-    """Return the parameters of a tower and its projector from config.json; 0 of a base whose images are not read."""
+PATCHES_TOGETHER = 32_768  # of a call of a tower on a GPU: eight pictures of 1,024 x 1,024 pixels
+
+
+class TowerSizes(NamedTuple):
+    """Sizes of a tower from config.json."""
+
+    parameters: int
+    projector: int  # parameters of the mergers, which have a row for each placeholder
+    depth: int
+    width: int
+    inner: int
+    merge: int  # patches of a placeholder
+    outputs: int  # rows of features for a placeholder: deep ones, too
+    tables: int = 0  # parameters that are looked up, by position
+
+    def flops(self, patches: float, most: float) -> float:
+        """Return the FLOPs of a forward pass of patches in images of `most` each."""
+        products = self.parameters - self.tables - self.projector * (1 - 1 / self.merge)
+        return patches * (2.0 * products + 4.0 * most * self.width * self.depth)
+
+
+def tower_sizes(hf: HF) -> TowerSizes | None:
+    """Return the sizes of a tower and its projector; None for a base whose images are not read."""
     spec = tower_spec(hf)
     if spec is None:
-        return 0
+        return None
     if spec.towers:
-        v = vision_config(hf)
-        return _tower(v) + _projector(hf, spec.projector, v["hidden_size"], as_text(hf)["hidden_size"])
+        return _sizes(hf, spec, vision_config(hf))
     usual = {
         "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "hidden_size": 1152, "depth": 27,
         "intermediate_size": 4304, "out_hidden_size": 3584, "num_position_embeddings": 2304, "in_channels": 3,
@@ -130,12 +152,36 @@ def tower_parameters(hf: HF) -> int:
     width, inner, wide = v["hidden_size"], v["intermediate_size"], v["hidden_size"] * v["spatial_merge_size"] ** 2
     values, merger = v["in_channels"] * v["temporal_patch_size"] * v["patch_size"] ** 2, wide**2 + wide
     merger += (wide + 1) * v["out_hidden_size"]
+    merge, deep = int(v["spatial_merge_size"]) ** 2, len(v.get("deepstack_visual_indexes") or ())
     if spec.axes == "sections":  # gated blocks with RMS norms
         block = 4 * width**2 + 3 * width * inner + 2 * inner + 7 * width
-        return int(values * width + v["depth"] * block + merger + width)
+        merger += width
+        return TowerSizes(values * width + v["depth"] * block + merger, merger, v["depth"], width, inner, merge, 1)
     block = 4 * width**2 + 2 * width * inner + inner + 9 * width
-    deep = len(v.get("deepstack_visual_indexes") or ()) * (merger + 2 * wide)
-    return int((values + 1 + v["num_position_embeddings"]) * width + v["depth"] * block + merger + 2 * width + deep)
+    merger += 2 * width + deep * (merger + 2 * wide)
+    before = (values + 1 + v["num_position_embeddings"]) * width
+    return TowerSizes(before + v["depth"] * block + merger, merger, v["depth"], width, inner, merge, 1 + deep)
+
+
+def tower_parameters(hf: HF) -> int:
+    """Return the parameters of a tower and its projector from config.json; 0 of a base whose images are not read."""
+    sizes = tower_sizes(hf)
+    return 0 if sizes is None else sizes.parameters
+
+
+def _sizes(hf: HF, spec: TowerSpec, v: dict[str, Any]) -> TowerSizes:
+    """Return the sizes of a tower of one of VISION."""
+    depth, width, side = v["num_hidden_layers"], v["hidden_size"], int(hf.get(spec.merge, 2)) if spec.merge else 1
+    if spec.sizes == "one" and spec.merge:
+        side = v["image_size"] // v["patch_size"] // math.isqrt(int(hf.get(spec.merge, 256)))
+    elif spec.sizes == "budget":
+        side = int(v["pooling_kernel_size"])
+    places = 2 * v["position_embedding_size"] if v["model_type"] == "gemma4_vision" else 0
+    if v["model_type"] not in ("gemma4_vision", "pixtral"):
+        places = (v["image_size"] // v["patch_size"]) ** 2
+    projector = _projector(hf, spec.projector, width, as_text(hf)["hidden_size"])
+    parameters, inner = _tower(v) + projector, v["intermediate_size"]
+    return TowerSizes(parameters, projector, depth, width, inner, side**2, 1, places * width)
 
 
 def _tower(v: dict[str, Any]) -> int:

@@ -1,31 +1,49 @@
-"""Run the frozen tower of a model of images and text: transformers' own module, with the weights of its folder.
+"""Run the tower of a model of images and text: transformers' own module, with the weights of its folder.
 
-The tower is no part of the decoder's parameters: it is not trained, sharded, adapted or saved, and an export copies its
-tensors from the base. It runs without gradients before the first block, once an image, so that no bit of an image's
-features depends on the others of its batch.
+A frozen tower is no part of the decoder's parameters: it is not sharded, adapted or saved, and an export copies its
+tensors from the base; it runs without gradients. One that is trained, or whose projector is, is the decoder's submodule
+`visual`. Either runs before the first block. On a CPU each image is a call of its own, so
+that no bit of its features depends on the others of its batch. On a GPU a call has many images: each attends to itself
+alone, but the kernels that a device picks for a larger product may round otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
 
 from optrush.console import transformers_silenced
 from optrush.data.batch import Images
 from optrush.errors import NeedsError
+from optrush.models.families import TowerSpec
 from optrush.models.multimodal import OtherTensors, TextFolder
 from optrush.models.rope_config import rope_settings
-from optrush.models.text_part import reads_mutually, text_config, tower_spec
+from optrush.models.text_part import PARTS, PATCHES_TOGETHER, reads_mutually, text_config, tower_spec
+from optrush.models.weights import Initializer, WeightEntry, WeightMap
 
-PARTS = ("visual.", "vision_tower.", "multi_modal_projector.", "embed_vision.")  # whose tensors a tower has
+if TYPE_CHECKING:
+    from optrush.models.decoder import Decoder
+
+PROJECTOR = (
+    "merger",
+    "deepstack_merger_list",
+    "multi_modal_projector",
+    "embed_vision",
+)  # those between tower and model
 # Of a tower's tensors, by earlier versions of its class: a module between, and places that are none now.
 BETWEEN, NO_MORE = ("vision_tower.", "vision_tower.vision_model."), ".position_ids"
+# Not cuDNN's, which plans some 40 ms for each size of an image that is new to it (H200).
+ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class Laid:
@@ -52,46 +70,195 @@ class Tower:
     """A tower with its projector, and how the decoder reads what it returns."""
 
     module: Any
+    spec: TowerSpec
     pairs: Tensor | None  # (E/2,) int64: the axis of each pair of a head; None: a token has one position
     mutual: str = "none"  # as `TowerSpec.mutual`
     pad: int = 0  # the id whose inputs of each layer images get
+    together: int = 0  # most patches of images that run in one call; 0: each image by itself
+    trained: bool = False  # or a part of it: it is a submodule of the decoder
+    buffers: Sequence[tuple[Any, str, Tensor]] = ()  # (module, name, values), of one that is trained
 
-    @torch.no_grad()
+    @property
+    def vision(self) -> Any:
+        """The configuration of the tower without its projector."""
+        return getattr(self.module.config, "vision_config", self.module.config)
+
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Tower:
+        """Move the weights to a device, or cast them, and return the tower; frequencies of positions stay float32."""
+        self.module.to(device)
+        for p in self.module.parameters() if dtype is not None else ():
+            p.data = p.data.to(dtype)
+        self.together = PATCHES_TOGETHER if device.type == "cuda" else 0
+        return self
+
+    def restore_buffers(self, device: torch.device) -> None:
+        """Restore what allocating the decoder's memory took."""
+        self.together = PATCHES_TOGETHER if device.type == "cuda" else 0
+        for module, name, values in self.buffers:
+            module._buffers[name] = values.to(device, copy=True)
+
     def __call__(self, images: Images) -> Laid:
         """Return the features of all placeholders, and what is added behind the first blocks."""
-        if self.module.device != images.patches.device:
-            self.module.to(images.patches.device)
-        sizes = images.grids.prod(1).tolist()
-        found = list[tuple[Tensor, list[Tensor]]]()
-        for patches, grid in zip(torch.split(images.patches, sizes), torch.split(images.grids, 1), strict=True):
-            found.append(self._features(patches.to(self.module.dtype), grid))
+        kind = images.colours.device.type
+        narrow = self.module.dtype != torch.float32  # as it is cast already: autocast would widen its norms
+        with (
+            torch.autocast(kind, enabled=not narrow and torch.is_autocast_enabled(kind)),
+            sdpa_kernel(ATTENTION),
+            torch.set_grad_enabled(self.trained and torch.is_grad_enabled()),
+        ):
+            return self._laid(images)
+
+    def nothing(self) -> Tensor:
+        """Return 0, with a gradient of 0 for each trained parameter."""
+        v, device = self.vision, next(self.module.parameters()).device
+        side = int(getattr(v, "spatial_merge_size", 0) or getattr(self.module.config, "spatial_merge_size", 1))
+        if self.spec.sizes == "one":
+            side = v.image_size // v.patch_size
+        elif self.spec.sizes == "budget":
+            side = int(v.pooling_kernel_size)
+        colours = torch.zeros(side**2, 3 * v.patch_size**2, dtype=torch.uint8, device=device)
+        levels, none = np.zeros((3, 256), np.float32), torch.empty(0, dtype=torch.int64)
+        laid = self(Images(colours, none, torch.zeros(1, 1, 3, device=device).int(), (), ((side, side),), levels))
+        return torch.stack([part.float().sum() for part in (laid.features, *laid.deep)]).sum() * 0
+
+    def _laid(self, images: Images) -> Laid:
+        device, at, found = images.colours.device, 0, list[tuple[Tensor, list[Tensor]]]()
+        if not self.trained and self.module.device != device:
+            self.to(device)
+        frames = int(getattr(self.vision, "temporal_patch_size", 1))
+        for grids in self._calls(images.grids):
+            end = at + sum(high * wide for high, wide in grids)
+            found.append(self._features(images.patches(at, end, frames).to(self.module.dtype), grids))
+            at = end
         deep = [torch.cat(layer) for layer in zip(*(layers for _, layers in found))]
-        positions = None if self.pairs is None else images.axes[..., self.pairs.to(images.axes.device)]
+        positions = None if self.pairs is None else images.axes[..., self.pairs.to(device)]
         return Laid(positions, images.slots, torch.cat([features for features, _ in found]), deep)
 
-    def _features(self, patches: Tensor, grid: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return an image's features (S, D), and those that are added behind the first blocks.
+    def _features(self, patches: Tensor, grids: Sequence[tuple[int, int]]) -> tuple[Tensor, list[Tensor]]:
+        """Return the features (S, D) of the images of a call, and those that are added behind the first blocks."""
+        merge = getattr(self.module.config, "spatial_merge_size", 0)
+        if self.pairs is None and len(patches) == merge**2:  # one placeholder, whose axis Mistral 3 drops
+            return self._features(patches.repeat(2, 1), [*grids] * 2)[0][:1], []
+        given = tower_inputs(self.spec, self.vision, patches, grids)
+        if self.pairs is None:
+            out = self.module.get_image_features(**given, return_dict=True)
+            return torch.cat([*out.pooler_output]), []
+        grid = given["image_grid_thw"]
+        moved = grid.to(patches.device, non_blocking=True)
+        out = self.module(patches, grid_thw=moved, return_dict=True, **_boundaries(self.module, grid))
+        return out.pooler_output, list(getattr(out, "deepstack_features", None) or ())
 
-        patches: (P, values), in rows of the image. grid: (1, 3).
-        """
-        if self.pairs is not None:
-            out = self.module(patches, grid_thw=grid, return_dict=True)
-            return out.pooler_output, list(getattr(out, "deepstack_features", None) or ())
-        high, wide = grid[0, 1:].tolist()
-        v, given = self.module.config.vision_config, dict[str, Any]()
-        if v.model_type == "gemma4_vision":
-            places = torch.stack(torch.meshgrid(torch.arange(wide), torch.arange(high), indexing="xy"), -1)
-            given = {"pixel_values": patches[None], "image_position_ids": places.view(1, -1, 2).to(patches.device)}
-        else:
-            p = v.patch_size
-            pixels = patches.view(high, wide, -1, p, p).permute(2, 0, 3, 1, 4).flatten(1, 2).flatten(2)
-            if v.model_type == "pixtral":
-                given["image_sizes"] = torch.tensor([[high * p, wide * p]], device=patches.device)
-            else:  # of one size, whose last pixels may be in no patch
-                pixels = F.pad(pixels, (0, v.image_size - wide * p, 0, v.image_size - high * p))
-            given["pixel_values"] = pixels[None]
-        out = self.module.get_image_features(**given, return_dict=True)
-        return torch.cat([*out.pooler_output]), []
+    def _calls(self, grids: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+        """Yield the images of each call, in order: of any sizes, of one, or one by one, as the tower takes them."""
+        held, patches = list[tuple[int, int]](), 0
+        for high, wide in grids:
+            other = held and self.spec.sizes != "bounded" and held[-1] != (high, wide)
+            if held and (other or self.spec.sizes == "longest" or patches + high * wide > self.together):
+                yield held
+                held, patches = [], 0
+            held.append((high, wide))
+            patches += high * wide
+        yield held
+
+
+def tower_inputs(spec: TowerSpec, vision: Any, patches: Tensor, grids: Sequence[tuple[int, int]]) -> dict[str, Tensor]:
+    """Return what transformers' model takes of images with these patches, by the names of its arguments.
+
+    Args:
+        vision: the configuration of the tower.
+        patches: (P, values), a colour after the other; the images have one size, or the tower takes many.
+    """
+    if spec.sizes == "bounded":
+        return {"pixel_values": patches, "image_grid_thw": torch.tensor([(1, *grid) for grid in grids])}
+    (high, wide), n, p = grids[0], len(grids), int(vision.patch_size)
+    if spec.sizes == "budget":
+        places = torch.stack(torch.meshgrid(torch.arange(wide), torch.arange(high), indexing="xy"), -1)
+        places = places.view(1, -1, 2).expand(n, -1, -1).to(patches.device)
+        values = patches.view(n, high * wide, 3, -1).transpose(2, 3).flatten(2)
+        return {"pixel_values": values, "image_position_ids": places}
+    pixels = patches.view(n, high, wide, 3, p, p).permute(0, 3, 1, 4, 2, 5).reshape(n, 3, high * p, wide * p)
+    if spec.sizes == "one":  # whose last pixels may be in no patch
+        return {"pixel_values": pad(pixels, (0, vision.image_size - wide * p, 0, vision.image_size - high * p))}
+    sizes = torch.tensor([[high * p, wide * p]] * n, device=patches.device)
+    return {"pixel_values": pixels, "image_sizes": sizes}
+
+
+def _boundaries(module: Any, grid: Tensor) -> dict[str, Tensor]:
+    """Return where images, and windows of them, begin among patches; on the host, where each block reads them.
+
+    grid: (images, 3), patches in time, height and width.
+    """
+    found = {"cu_seqlens": pad(grid.prod(1).cumsum(0, dtype=torch.int32), (1, 0))}
+    if hasattr(module, "window_size"):
+        from transformers.vision_utils import get_vision_window_index
+
+        windows = get_vision_window_index(grid, module.spatial_merge_size, module.window_size, module.patch_size)
+        found |= dict(zip(("window_index", "cu_window_seqlens"), windows, strict=True))
+    return found
+
+
+def train_tower(
+    model: Decoder, recipe: WeightMap, folder: Path, hf: Any, part: Literal["projector", "tower"]
+) -> WeightMap:
+    """Make the tower of a folder a submodule of the decoder; return the map of its weights, too.
+
+    Its blocks run again in the backward pass: a picture's patches are four times its tokens, and so is what they keep.
+    """
+    tower = open_tower(folder, hf, model.embedding.weight.dtype, model.shape.rotated_width)
+    prefix = "model.visual." if tower.pairs is not None else "model."  # of its tensors in transformers' model
+    own = {name for name, _ in tower.module.named_parameters()}
+    stored = {name: file for name, file in _names(folder, tower.module) if name in own}
+    others = OtherTensors(folder, set(recipe.buffers) - set(stored.values()))
+    values, fillers = OtherTensors(folder, stored.values()), dict[str, Initializer]()
+    entries = dict[str, WeightEntry]()
+    for name, p in list(tower.module.named_parameters()):
+        owner, _, last = name.rpartition(".")
+        empty = nn.Parameter(torch.empty_like(p, device="meta"))
+        setattr(tower.module.get_submodule(owner), last, empty)
+        entries[f"visual.{name}"] = WeightEntry(tuple(p.shape), ((prefix + name, p.shape[0]),))
+        fillers[f"visual.{name}"] = partial(_fill, values, stored[name])
+    modules = tower.module.modules()
+    tower.buffers = [(m, name, b) for m in modules for name, b in m._buffers.items() if b is not None]
+    tower.trained = True
+    model.tower, model.visual = tower, tower.module
+    unfreeze(model, part)
+    if part == "tower":
+        for block in _blocks(tower.module):
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    entries, fillers = recipe.entries | entries, recipe.fillers | fillers
+    names = recipe.stored_names | {prefix + name: file for name, file in stored.items()}
+    return replace(recipe, entries=entries, fillers=fillers, buffers=others, stored_names=names)
+
+
+def _blocks(module: Any) -> Any:
+    found = (m for name, m in module.named_modules() if name.rpartition(".")[2] in ("blocks", "layers"))
+    return next(m for m in found if isinstance(m, nn.ModuleList))
+
+
+def unfreeze(model: Decoder, part: str) -> None:
+    """Set which parameters of a tower that is a submodule are trained: not those behind the layer that is read."""
+    assert model.tower is not None
+    unread = _unread(model.tower)
+    for name, p in model.tower.module.named_parameters():
+        p.requires_grad_((part == "tower" or name.startswith(PROJECTOR)) and not name.startswith(unread))
+
+
+def _unread(tower: Tower) -> tuple[str, ...]:
+    """Return how the names of parameters begin whose results no token reads."""
+    module, layer = tower.module, getattr(tower.module.config, "vision_feature_layer", None)
+    if tower.pairs is not None:
+        return ()
+    ends = ("head",) if layer is None else ("head", "post_layernorm")
+    blocks, unread = _blocks(module), [name for name, _ in module.named_modules() if name.rpartition(".")[2] in ends]
+    if layer is not None:
+        last = max(n % (len(blocks) + 1) for n in (layer if isinstance(layer, list) else [layer]))
+        own = next(name for name, m in module.named_modules() if m is blocks)
+        unread += [f"{own}.{n}" for n in range(last, len(blocks))]
+    return tuple(f"{name}." for name in unread)
+
+
+def _fill(values: Mapping[str, Tensor], name: str, local: Tensor, offset: Sequence[int]) -> None:
+    local.copy_(values[name][tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))])
 
 
 def open_tower(folder: Path, hf: Any, dtype: torch.dtype, width: int) -> Tower:
@@ -120,7 +287,9 @@ def open_tower(folder: Path, hf: Any, dtype: torch.dtype, width: int) -> Tower:
             module = type(module.visual)(config.vision_config)
         module.eval()
     wanted = module.state_dict()
-    tensors = dict(_tensors(folder, "visual." if pairs is not None else "", wanted))
+    named = dict(_names(folder, module))
+    values = OtherTensors(folder, named.values())
+    tensors = {name: values[stored] for name, stored in named.items()}
     wrong = [name for name, t in wanted.items() if name not in tensors or tensors[name].shape != t.shape]
     if wrong or tensors.keys() - wanted.keys():
         name = min(wrong or tensors.keys() - wanted.keys())
@@ -128,22 +297,18 @@ def open_tower(folder: Path, hf: Any, dtype: torch.dtype, width: int) -> Tower:
         raise NeedsError(asked, found, "download that folder again")
     module.load_state_dict({name: t.to(dtype) for name, t in tensors.items()}, assign=True)
     mutual = spec.mutual if reads_mutually(hf) else "none"
-    return Tower(module.requires_grad_(False), pairs, mutual, text_config(hf).get("pad_token_id") or 0)
+    return Tower(module.requires_grad_(False), spec, pairs, mutual, text_config(hf).get("pad_token_id") or 0)
 
 
-def _tensors(folder: Path, prefix: str, wanted: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a tower by their names in it.
-
-    Args:
-        prefix: that of the module among a model's.
-        wanted: the names in it.
-    """
-    for stored, values in OtherTensors(folder, TextFolder(folder).others).items():
+def _names(folder: Path, module: Any) -> Iterator[tuple[str, str]]:
+    """Yield the names of a tower's tensors, in it and in the folder's files."""
+    wanted, prefix = module.state_dict(), "" if hasattr(module, "vision_tower") else PARTS[0]
+    for stored in TextFolder(folder).others:
         name = stored.removeprefix("model.")
         if not name.startswith(PARTS) or name.endswith(NO_MORE):
             continue
         other = name.replace(*BETWEEN[::-1]) if BETWEEN[1] in name else name.replace(*BETWEEN)
-        yield next((one for one in (name, other) if one in wanted), name).removeprefix(prefix), values
+        yield next((one for one in (name, other) if one in wanted), name).removeprefix(prefix), stored
 
 
 def _pairs(hf: Any, width: int, axes: str) -> Tensor:

@@ -148,6 +148,10 @@ class Judge:
                 return None
         return found
 
+    def every(self, answers: Sequence[tuple[str, str, Mapping[str, Any], str]]) -> list[list[float] | None]:
+        """Return the values of answers, each given as the arguments of a call."""
+        return [self(*answer) for answer in answers]
+
     def total(self, values: Sequence[float]) -> float:
         """Return the weighted sum."""
         return sum(rule.weight * value for rule, value in zip(self.rules, values, strict=True))

@@ -300,7 +300,9 @@ def predict_frozen(
     """
     trained: dict[Tag, bool] = {"embedding": EMBEDDING in save, "head": HEAD in save}
     why, stays = "frozen: no gradient, no state", "frozen: held in the products' type, and so never cast"
-    yield ledger.freeze_rule(tagged(no=("adapters", *(part for part, learns in trained.items() if learns))), why)
+    yield ledger.freeze_rule(
+        tagged(no=("adapters", "tower", *(part for part, learns in trained.items() if learns))), why
+    )
     if Part.LINEARS not in env.claimed:  # else the technique that stores them has rules
         yield live("weights.blocks", stays, role="product")
     if not trained["embedding"]:

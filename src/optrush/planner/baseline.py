@@ -19,11 +19,12 @@ from typing import Literal
 
 from optrush.models.parts import DeltaShape, ExpertsShape
 from optrush.models.shapes import ModelShape
+from optrush.models.text_part import PATCHES_TOGETHER
 from optrush.models.traced import TracedShape
 from optrush.planner import ledger, traced
 from optrush.planner.ledger import WAYS, ComputedIn, Entry, Ledger, Line, Live, Role, Rule, Side, Tag, Way, WorkItem
 from optrush.planner.optimizer import MOMENTS, MOVED
-from optrush.technique import Environment, Part, Rollout, Teacher, Technique
+from optrush.technique import Environment, Part, Rollout, RowImages, Teacher, Technique
 
 DELTA_CHUNK = 64  # tokens a chunk (models/delta_rule.py)
 # Times that an operator takes the host in a block that is not compiled, with autograd, of what a launch takes: what
@@ -482,21 +483,62 @@ def _rollout(r: Rollout, env: Environment, shape: ModelShape) -> Iterator[Rule]:
     if any(linear.weight == "quantized" for linear in env.spec.linears.values()):
         why, made = "quantised matrices, written for each token as products read them", steps * shape.block_matrices
         yield ledger.add(WorkItem("rollout.dense", why, "step", values=made, role="product"))
-    why = "keys and values of every token before it"
+    why, launches = "keys and values of every token before it", steps * (1 if env.native else 45 * env.blocks)
     read = token * min(r.slots, r.answers) * (r.room - r.most / 2) / SAMPLED
-    yield ledger.add(WorkItem("rollout.cache", why, "step", values=steps * read, role="product", launches=steps))
+    yield ledger.add(WorkItem("rollout.cache", why, "step", values=steps * read, role="product", launches=launches))
+
+
+def _tower(images: RowImages, env: Environment, shape: ModelShape) -> Iterator[Rule]:
+    """Yield the memory and work of the tower that reads images."""
+    t, trained, each = images.tower, images.trained, images.patches
+    frozen = t.parameters - trained
+    if images.part == "none":
+        why = f"{t.parameters:,} parameters that read images, frozen, in the products' type"
+        yield ledger.add(Line("tower", why, t.parameters, "product", "always"))
+    else:
+        why = f"{t.parameters:,} parameters that read images, {frozen:,} of them frozen"
+        yield ledger.add(Line("weights.tower", why, t.parameters, "weight", "always", of=("weights", "tower")))
+        why = "of what is trained of the tower"
+        yield ledger.add(
+            Line("gradients.tower", why, trained, "gradient", "gradient", computed="after", of=("gradients", "tower"))
+        )
+        yield ledger.add(Line("states.tower", why, MOMENTS * trained, "state", "always", of=("states", "tower")))
+        yield ledger.add(WorkItem("update.tower", why, "step", values=MOVED * trained, role="weight", of=("update",)))
+    many = images.largest
+    if env.device.kind == "cuda":
+        many = max(many, min(PATCHES_TOGETHER, each * env.micro_rows * env.seq))
+    why = f"what the tower has in flight of {many:,.0f} patches, before the first block"
+    yield ledger.add(Line("tower.flight", why, many * 2 * (t.width + t.inner), "product", "update"))
+    why = "features of images, before and behind the first blocks"
+    features = each / t.merge * t.outputs * shape.width
+    yield ledger.add(Line("tower.features", why, features, "product", "forward", True))
+    if images.part == "tower":
+        why = "what enters the tower's blocks, which run again in the backward pass"
+        yield ledger.add(Line("tower.kept", why, each * t.depth * t.width, "product", "always", True))
+        why = "one block of the tower in its backward pass"
+        yield ledger.add(Line("tower.block", why, each * (14 * t.width + 4 * t.inner), "product", "end", True))
+    elif images.part == "projector":
+        why = "what the projector keeps of a placeholder"
+        kept = each / t.merge * t.outputs * 4 * t.merge * t.width
+        yield ledger.add(Line("tower.kept", why, kept, "product", "always", True))
+    passes = {"none": 1.0, "projector": 1.0, "tower": 4.0}[images.part]
+    why = f"the tower's products and attention, {each:.2f} patches a token"
+    flop = passes * t.flops(each, images.mean) + 4.0 * each / t.merge * t.projector * (images.part == "projector")
+    moved = passes * each * t.depth * (30 * t.width + 6 * t.inner)
+    yield ledger.add(WorkItem("tower.passes", why, "token", flop, values=moved, role="product", of=("forward",)))
+    launches = passes * t.depth * (22 + 3 * each / images.mean * env.micro_rows * env.seq)
+    why = "operators of the tower, of attention one an image"
+    yield ledger.add(WorkItem("tower.launches", why, "micro", launches=launches, of=("forward", "launches")))
 
 
 def _objective(env: Environment, shape: ModelShape) -> Iterator[Rule]:
     """Yield the work that the objective adds to one forward and one backward pass."""
-    if env.rollout is not None and env.device.kind == "cuda":
+    if env.rollout is not None and not env.rollout.served and env.device.kind == "cuda":
         yield from _rollout(env.rollout, env, shape)
     if env.teacher is not None:
         yield from _teacher(env.teacher, shape)
-    if env.tower:
-        why = f"{env.tower:,} parameters that read images, frozen; what they compute of an image is not counted"
-        size = 2 if env.dtype == "bfloat16" else 4
-        yield ledger.add(Line("tower", why, size * env.tower, "byte", "always"))
+    if env.images is not None:
+        yield from _tower(env.images, env, shape)
     flop = 2 * shape.width * shape.vocab
     if env.by_token and not env.scored and Part.HEAD in env.claimed:
         why = "losses token by token: a chunk's logits are made again in the backward pass, 2 a weight of the head"

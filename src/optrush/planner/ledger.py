@@ -63,7 +63,7 @@ Way = Literal["forward", "backward"]
 WAYS: tuple[Way, Way] = ("forward", "backward")
 Tag = Literal[
     "weights", "gradients", "states", "averages", "casts", "copies",
-    "blocks", "embedding", "head", "norm", "adapters", "tied",
+    "blocks", "embedding", "head", "norm", "adapters", "tower", "tied",
     "saved", "stream", "heads", "mlp", "experts", "delta", "mask", "scores",
     "product-input", "product-output", "attention-output", "normalised", "widened",
     "loss", "logits", "vocabulary",

@@ -12,6 +12,7 @@ from optrush.planner.ledger import Rule, add, live, saved, tagged
 from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, Trainer, library
 
 WIDEST = 256  # values of a head in flash attention, as in kernels/attention.py
+WIDE_TIMES = 8.0  # of flash attention's time a pair of tokens: torch's kernel for wider heads (Gemma 4 E4B, H200)
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class Attention(Technique):
     masked: whole scores (B, H, T, T), float32 softmax; the baseline, exact, runs anywhere.
     sdpa: torch's scaled_dot_product_attention, which picks the fastest of its kernels; rows of one document need no
         mask, packed rows bring one.
-    varlen: torch's FlashAttention over documents, no mask; bf16 or fp16 on CUDA.
+    varlen: torch's FlashAttention over documents, no mask; bf16 or fp16 on CUDA. Layers whose heads are wider than
+        its 256 take sdpa, where others of the model are narrower (Gemma 4).
     cudnn: cuDNN's kernel, rows of one document only; bf16 or fp16 on CUDA.
     fa4: the package flash-attn-4, over documents or dense rows; bf16 or fp16, Hopper and later.
     delta: of layers with a delta rule in place of attention: `fla`, the package flash-linear-attention, on CUDA unless
@@ -84,6 +86,7 @@ class Attention(Technique):
         chunks = s is not None and s.chunks is not None and s.chunks.layers and s.chunks.size < env.seq
         masks = Part.PACKED_ROWS in env.claimed or sinks or window or chunks or env.mutual
         masked = self.impl == "sdpa" and masks
+        wide = len(_wide(env)) if self.impl == "varlen" else 0
         spread = not masked and {"sdpa": _ungrouped(env), "varlen": _older_torch() or sinks}.get(self.impl, False)
         whole = spread and not env.native  # transformers leaves it to torch, which then takes plain products
         moved = tagged("scores", no=("heads",)) if whole else tagged("scores")
@@ -96,9 +99,15 @@ class Attention(Technique):
             if s is not None and sinks:
                 why, values = "the mask of each head, with its sink, H T a slot", values * s.heads
             yield add(saved("mask", why, values, env.blocks, "mask"))
-            yield live(tagged("attention"), "whole scores, where the mask lets nothing through too", unit="masked")
+        elif wide and Part.PACKED_ROWS in env.claimed:
+            why = "the mask of rows with documents, T a slot, in layers with wider heads than flash attention has"
+            yield add(saved("mask", why, wide * env.seq, wide, "mask"))
+        if masked:
+            why = "whole scores, where the mask lets nothing through too"
+            yield live(tagged("attention"), why, times=_slower(env, 1.0, 1.0), unit="masked")
         whole_rows = Part.PACKED_ROWS in env.claimed or sinks or chunks
         kept = 1.0 if spread or (masked and whole_rows) else _repeated(env, window) if self.impl == "sdpa" else 0.0
+        kept = kept or (_repeated(env, False) if wide else 0.0)
         if kept < 1:
             yield live(
                 "saved.spread",
@@ -110,7 +119,8 @@ class Attention(Technique):
             why = f"the half behind the diagonal is skipped{between}"
             hopper = env.device.capability >= (9, 0)
             unit = {"varlen": "flash2", "fa4": "flash4"}.get(self.impl, "attention") if hopper else "attention"
-            yield live(tagged("attention"), why, times=_pairs(env), unit=unit)
+            times = _slower(env, _pairs(env), 0.5 * env.span / env.seq) if wide else _pairs(env)
+            yield live(tagged("attention"), why, times=times, unit=unit)
 
     def packages(self) -> tuple[tuple[str, str], ...]:
         rule = (("flash-linear-attention", "fla"),) if self.delta == "fla" else ()
@@ -199,10 +209,30 @@ def _kinds(env: Environment, impl: str) -> Iterator[Requirement]:
         yield Requirement(met, asked, found, "take impl=varlen or sdpa")
     if s is not None and (widest := max(one.head_width for one in s.kinds)) > WIDEST:
         found = f"heads of {widest} values in some layers, where its kernel has {WIDEST} at most"
-        yield Requirement(impl in ("masked", "sdpa"), asked, found, "take impl=sdpa")
+        some = impl == "varlen" and len(_wide(env)) < s.layers  # the others take it
+        do = "take impl=varlen or sdpa" if min(one.head_width for one in s.kinds) <= WIDEST else "take impl=sdpa"
+        yield Requirement(some or impl in ("masked", "sdpa"), asked, found, do)
     if s is not None and s.score_cap is not None:
         found = f"attn_logit_softcapping {s.score_cap:g}, scores bounded by a tanh, which no fused kernel here has"
         yield Requirement(impl == "masked", asked, found, "leave attention out, or take impl=masked")
+
+
+def _wide(env: Environment) -> list[int]:
+    """Return the layers whose heads are wider than flash attention has them."""
+    kinds = {} if env.shape is None else env.shape.kinds
+    return [layer for one, layers in kinds.items() if one.head_width > WIDEST for layer in layers]
+
+
+def _slower(env: Environment, others: float, wide: float) -> float:
+    """Return how much of the work of whole scores all layers do, where those with wide heads have a slower kernel.
+
+    others, wide: what layers with narrow and with wide heads do of it.
+    """
+    if env.shape is None or not _wide(env):
+        return others
+    flop = {one: len(layers) * one.heads * one.head_width for one, layers in env.shape.kinds.items()}
+    share = sum(n for one, n in flop.items() if one.head_width > WIDEST) / sum(flop.values())
+    return (1 - share) * others + share * wide * WIDE_TIMES
 
 
 def _repeated(env: Environment, window: bool) -> float:

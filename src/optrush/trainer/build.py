@@ -38,11 +38,12 @@ from optrush.models.score import score_head
 from optrush.models.shapes import LOAD_FIGURES
 from optrush.models.source import Growth, check_positions
 from optrush.models.text_part import text_config
-from optrush.models.vision import open_tower
+from optrush.models.vision import open_tower, train_tower, unfreeze
 from optrush.models.weights import refuse_frozen, weights_fingerprint
 from optrush.objectives import check_layout, dpo, figures, loss_of, rewards
 from optrush.objectives.plugged import source_of
 from optrush.optim.adamw import AdamW
+from optrush.optim.rates import ScaledRates
 from optrush.technique import Edit, Part, Technique
 from optrush.trainer import distributed, rollout
 from optrush.trainer.distributed import World
@@ -132,6 +133,9 @@ def _opened(a: Assembly) -> tuple[Trainer, SampleSource | None]:
     model, recipe = load(prepared.folder, hf, config.model.implementation, dtype, config.seed, growth)
     if prepared.scored:
         recipe, hf = score_head(model, recipe, hf, dtype, config.seed)
+    if config.tower_part != "none":
+        assert isinstance(model, Decoder) and prepared.folder is not None
+        recipe = train_tower(model, recipe, prepared.folder, hf, config.tower_part)
     if Part.PACKED_ROWS in env.claimed:
         refuse_shared_rows(model, hf, env.paired)
     if isinstance(model, HFModel):  # its config has the defaults of what config.json leaves out
@@ -152,7 +156,7 @@ def _opened(a: Assembly) -> tuple[Trainer, SampleSource | None]:
     known = vocab if config.data.random is None else ids
     trainer.sources = sources = read_sources(config, tokens, known, a.progress, a.data, cut=whole)
     held_out = _held_out(sources, a.training)
-    _open_tower(trainer, prepared.folder, reader)
+    _open_tower(trainer, prepared.folder, reader, a.training)
     trainer.notes.append(f"data: {sources.summary}")
     if tokens is not None and a.world.rank == 0 and config.data.random is None:
         _note_tokens(trainer, tokens, prepared.folder)
@@ -168,26 +172,32 @@ def _opened(a: Assembly) -> tuple[Trainer, SampleSource | None]:
     return trainer, held_out
 
 
-def _open_tower(trainer: Trainer, folder: Path | None, reader: ImageReader | None) -> None:
+def _open_tower(trainer: Trainer, folder: Path | None, reader: ImageReader | None, training: bool) -> None:
     """Give the model its tower if rows have images; note how large these are."""
-    sources, data = trainer.sources, trainer.config.data
+    sources, data, part, model = trainer.sources, trainer.config.data, trainer.config.tower_part, trainer.model
     images = sum(part.counts.images for part in (sources.train, sources.held_out) if isinstance(part, Source))
     if reader is None or folder is None or not images:
+        if part != "none" and training:
+            found = "no row has an image" if reader is not None else "rows whose images are not read here"
+            raise NeedsError(f"`image.train: {part}`", found, "leave `image` out, or name rows with images")
         given = [f"data.{name}" for name in ("min_pixels", "max_pixels", "remote") if getattr(data, name)]
         trainer.notes += [f"{name} does nothing: no row has an image" for name in given]
         return
-    assert isinstance(trainer.model, Decoder)
-    shape, dtype = trainer.model.shape, getattr(torch, trainer.config.model.dtype)
+    assert isinstance(model, Decoder)
+    shape, dtype = model.shape, getattr(torch, trainer.config.model.dtype)
     if shape.rope.by_length:
         found = f"rotary embeddings of the kind {shape.rope.kind}, which depend on a document's length"
         raise NeedsError("to train on rows with images", found, "take another kind, or rows of text")
-    trainer.model.tower = open_tower(folder, trainer.hf, dtype, shape.rotated_width)
-    trainer.model.tower.module.to(trainer.world.device)
+    if model.tower is None:
+        model.tower = open_tower(folder, trainer.hf, dtype, shape.rotated_width).to(trainer.world.device)
+    trainer.loading = sampler.decoding_ahead(trainer.loading, trainer.world.device, trainer.world.ranks)
     least, most = reader.sizes.least, reader.sizes.most
-    size = sum(p.numel() for p in trainer.model.tower.module.parameters()) / 1e6
+    size = sum(p.numel() for p in model.tower.module.parameters()) / 1e6
+    workers = trainer.loading.workers
+    done = {"none": "is frozen", "projector": "is frozen but for its projector", "tower": "is trained"}[part]
     trainer.notes.append(
         f"images: {images}, of {least:,} to {most:,} pixels each, sizes that a server must have too; the tower, "
-        f"of {size:,.1f} M parameters, is frozen"
+        f"of {size:,.1f} M parameters, {done}" + (f"; {workers} processes decode images" if workers else "")
     )
 
 
@@ -228,6 +238,12 @@ def _completed(a: Assembly, trainer: Trainer, held_out: SampleSource | None, hel
         if name == "peft":  # while every rank has the whole model: its cost deals rows to ranks
             model.frozen_flops = frozen_flops(model)
         _other_model(a, trainer, name)
+        if isinstance(model, Decoder) and model.tower is not None:
+            if name == "model" and not model.tower.trained:  # cast once
+                types = trainer.precision, model.embedding.weight.dtype
+                model.tower.to(world.device, torch.bfloat16 if torch.bfloat16 in types else None)
+            elif name == "peft" and model.tower.trained:  # adapters freeze all else
+                unfreeze(model, config.tower_part)
     if prepared.growth is not None and training:
         refuse_frozen(model, trainer.weight_map, prepared.growth)
     if held_out is not None and config.grpo is None:
@@ -248,6 +264,10 @@ def _completed(a: Assembly, trainer: Trainer, held_out: SampleSource | None, hel
                 trainer.trained, config.optim, fused=False, rounding=trainer.rounding, seed=config.seed
             )
         check_rounding(trainer)
+        if config.image is not None and config.image.lr is not None:
+            ratio = config.image.lr / config.optim.lr
+            faster = [t for t in trainer.trained if t.name.startswith("visual.")]
+            trainer.optimizer = ScaledRates(trainer.optimizer, trainer.trained, ratio, faster.__contains__)
         if trainer.optimizer.reads_host:
             trainer.notes.append("the optimizer reads the device in each step")
         stage("wrap_step")

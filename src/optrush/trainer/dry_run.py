@@ -34,6 +34,7 @@ from optrush.technique import RANK_PARTS, Teacher, instantiate
 from optrush.techniques import ALL
 from optrush.trainer import checkpoint, rollout, run_dir
 from optrush.trainer.distributed import World
+from optrush.trainer.rollout_server import connect
 from optrush.trainer.run import absolute, check_run_output
 from optrush.trainer.trainer import Trainer, idle_settings
 
@@ -77,6 +78,8 @@ def dry_run(
     if config.grpo is not None and tokens is not None:
         stream: sampler.Stream = rollout.prompt_stream(config, sources.train, layout, env.seq)
         rollout.try_rewards(config, sources.train, tokens.tokenizer)
+        if config.rollout is not None:
+            connect(config.rollout)
     else:
         stream = sampler.stream_of(
             sources.train, layout, T=env.seq, rows=env.rows, seed=config.seed, most_bad=config.data.most_bad

@@ -27,19 +27,25 @@ from torch import Tensor
 from optrush import files
 from optrush.config import Config, Grpo
 from optrush.data.batch import Batch, collate
+from optrush.data.dataset import SAMPLE_ROWS
 from optrush.data.packing import Padded, RowLayout, snug
 from optrush.data.readers import read_rows
+from optrush.data.sample import conversations
 from optrush.data.sampler import ROOM, Loading, Row, Stream, StreamPlan, Totals, plain_cost
 from optrush.data.samples import SampleSource
-from optrush.data.schema import Document, RowLocation
+from optrush.data.schema import Document, RowLocation, has_answer, row_rules
 from optrush.data.tokenizer import answer_ends
 from optrush.errors import ConfigError, DataError, NeedsError, RunError, exhausted, first_line
+from optrush.models.hf import HFModel
 from optrush.models.kv_cache import check_cacheable
-from optrush.models.sampling import Drawing, PromptIds, SampledAnswer, SamplingEngine, sample
+from optrush.models.padded_sampling import PaddedEngine
+from optrush.models.sampling import AnswerEngine, Drawing, PromptIds, SampledAnswer, SamplingEngine, Weigh, sample
 from optrush.objectives import grpo
+from optrush.objectives.reward_pool import judge_of
 from optrush.objectives.rewards import Judge, is_own
 from optrush.technique import Part, compilers
 from optrush.trainer import distributed, run_dir
+from optrush.trainer.rollout_server import ServerEngine
 from optrush.trainer.trainer import Storage
 
 if TYPE_CHECKING:
@@ -138,7 +144,7 @@ class Sampler:
     ends: list[int]
     raw: Callable[[int], Mapping[str, Any]]  # of a sample: its row as it is in the file
     where: Callable[[int], object]  # of a sample: its place
-    engine: SamplingEngine | None = None  # kept for the run; None: one for each step, no larger than that needs
+    engine: AnswerEngine | None = None  # kept for the run; None: one for each step, no larger than that needs
     settings: Grpo = field(init=False)
     said: set[str] = field(default_factory=set)  # events that were logged
 
@@ -180,16 +186,15 @@ class Sampler:
             asked = f"`grpo.slots: {self.slots}` answers of `grpo.max_new: {s.max_new}` tokens at a time"
             do = f"take grpo.slots: {max(1, self.slots // 2)}, or a smaller grpo.max_new"
             raise RunError(asked, f"out of memory while sampling: {first_line(error)}", do) from error
-        groups = []
-        for p, (_, number, document) in enumerate(rows):
-            group = found[p * members : (p + 1) * members]
-            groups.append(self._rewarded(group, number, document))
-        return groups
+        each = [found[p * members : (p + 1) * members] for p in range(len(rows))]
+        given = []
+        for (_, number, document), group in zip(rows, each, strict=True):
+            more = self.reference(number, document), self.raw(number), str(self.where(number))
+            given += [(self.text(a.ids), *more) for a in group]
+        values = self.judge.every(given)
+        return [self._rewarded(group, values[p * members : (p + 1) * members]) for p, group in enumerate(each)]
 
-    def _rewarded(self, group: Sequence[SampledAnswer], number: int, document: Document) -> list[Rewarded]:
-        reference = self.text(document.ids[document.targets])
-        row, where = self.raw(number), str(self.where(number))
-        values = [self.judge(self.text(a.ids), reference, row, where) for a in group]
+    def _rewarded(self, group: Sequence[SampledAnswer], values: Sequence[list[float] | None]) -> list[Rewarded]:
         rewards = [None if v is None else self.judge.total(v) for v in values]
         advantages = grpo.advantages_of(rewards, self.settings)
         columns = zip(group, rewards, values, advantages, strict=True)
@@ -198,6 +203,11 @@ class Sampler:
     def text(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of an answer, without special tokens."""
         return str(self.trainer.tokenizer.decode(list(map(int, ids)), skip_special_tokens=True))
+
+    def reference(self, number: int, document: Document) -> str:
+        """Return a sample's own answer; "" if its row is a prompt alone."""
+        own = has_answer(dict(self.raw(number)), row_rules(self.trainer.config))
+        return self.text(document.ids[document.targets]) if own else ""
 
     def forget_after(self, step: int) -> None:
         """Cut `answers.jsonl` back to a step, which a run goes on from."""
@@ -230,8 +240,12 @@ class Sampler:
         packed, terms = self._rows(moving), sum(len(r.answer.ids) for _, _, r in moving)
         *sizes, micros = self._agreed(groups, (terms, tokens, answers), -(-len(packed) // micro_rows), sampled_s)
         batches = [self._batch(packed[i * micro_rows : (i + 1) * micro_rows], micro_rows, sizes) for i in range(micros)]
-        if self.settings.updates > 1:
-            batches = [replace(b, extra={**b.extra, "old": old}) for b, old in zip(batches, self._old(batches))]
+        weigh = self.engine.weigh if self.engine else None
+        if self.settings.updates > 1 or weigh:
+            old = self._old(batches)
+            batches = self._weighed(batches, old, weigh) if weigh else batches
+            if self.settings.updates > 1:
+                batches = [replace(b, extra={**b.extra, "old": o}) for b, o in zip(batches, old, strict=True)]
         if logs:
             self._write(step, given, groups)
         return batches
@@ -298,6 +312,26 @@ class Sampler:
             trainer.loss_from_hidden = score
         return found
 
+    def _weighed(self, batches: Sequence[Batch], old: Sequence[Tensor], weigh: Weigh) -> list[Batch]:
+        """Return the batches with the importance weights of tokens that another program sampled."""
+        learnt, disabled = [b.extra["answers"] > 0 for b in batches], self.trainer.adapters_disabled
+
+        def chosen(values: Sequence[Tensor]) -> Tensor:
+            return torch.cat([v[mask] for v, mask in zip(values, learnt, strict=True)])
+
+        def untrained() -> Tensor:
+            with disabled() if disabled else nullcontext():
+                return chosen(self._old(batches))
+
+        sampled = chosen([b.extra["sampled"] for b in batches])
+        found = weigh(sampled, chosen(old), untrained if disabled else None)
+        parts = torch.split(found, [int(mask.sum()) for mask in learnt])
+        weights = [
+            b.extra["weights"].masked_scatter(mask, b.extra["weights"][mask] * part)
+            for b, mask, part in zip(batches, learnt, parts, strict=True)
+        ]
+        return [replace(b, extra={**b.extra, "weights": w}) for b, w in zip(batches, weights, strict=True)]
+
     # --- what all ranks know, and what people see
 
     def _agreed(
@@ -342,6 +376,7 @@ class Sampler:
         nothing = f"{cut:.0%} of the answers were cut off at grpo.max_new, {flat:.0%} of the groups have equal rewards"
         for name, text in (
             ("reward_failed", failure),
+            ("sampled_by", (self.engine and self.engine.note) or ""),
             ("nothing_to_learn", nothing if flat == 1 or (cut == 1 and self.settings.truncated == "mask") else ""),
         ):
             if text and name not in self.said:
@@ -367,10 +402,10 @@ class Sampler:
         folder = Path(trainer.config.output)
         if trainer.world.rank or not given or not folder.is_dir():  # nothing but a run makes the folder
             return
-        _, _, document = given[0]
+        _, number, document = given[0]
         n = begin_of_answer(document)
         line = {
-            "step": step, "prompt": self.text(document.ids[:n]), "reference": self.text(document.ids[document.targets]),
+            "step": step, "prompt": self.text(document.ids[:n]), "reference": self.reference(number, document),
             "answers": [
                 {
                     "text": self.text(r.answer.ids), "reward": r.reward, "tokens": len(r.answer.ids),
@@ -433,9 +468,11 @@ def try_rewards(config: Config, source: SampleSource, tokenizer: Any) -> None:
         ConfigError, DataError: a rule is wrong, or fails there.
     """
     assert config.grpo is not None
-    judge, (document,) = Judge(config.grpo.rewards, config.grpo.reward_timeout), source.documents(0)
+    judge, (document,) = judge_of(config.grpo), source.documents(0)
     text = str(tokenizer.decode(document.ids[document.targets].tolist(), skip_special_tokens=True))
-    found = judge(text, text, _raw_rows(source, config.grpo)(0), str(_place(source)(0)))
+    row = _raw_rows(source, config)(0)
+    reference = text if has_answer(dict(row), row_rules(config)) else ""
+    (found,) = judge.every([(text, reference, row, str(_place(source)(0)))])
     refuse_failed(0 if found is None else 1, 1, judge.first_failure)
 
 
@@ -475,7 +512,6 @@ def attach(trainer: Trainer, held_out: SampleSource | None) -> None:
     """
     settings, world = trainer.config.grpo, trainer.world
     assert settings is not None and isinstance(trainer.stream, PromptStream)
-    check_cacheable(trainer.model)
     gathers = trainer.whole_weights is not nullcontext  # whole for as long as answers are sampled
     cut = [*sorted(trainer.env.sharded - ({"dp"} if gathers else set()))]
     cut += [axis for axis in ("tp", "cp", "pp") if world.along(axis) > 1]
@@ -494,24 +530,29 @@ def attach(trainer: Trainer, held_out: SampleSource | None) -> None:
     if not ends:
         do = "give model.chat_template, or a model whose config names eos_token_id"
         raise NeedsError("`objective: grpo`", "no token that ends an answer is known", do)
-    judge = Judge(settings.rewards, settings.reward_timeout)
+    judge = judge_of(settings)
     train = trainer.sources.train
     engine = _engine(trainer, [train] if held_out is None else [train, held_out])
-    sampler = Sampler(trainer, trainer.stream, judge, ends, _raw_rows(train, settings), _place(train), engine)
+    sampler = Sampler(trainer, trainer.stream, judge, ends, _raw_rows(train, trainer.config), _place(train), engine)
     stream = trainer.stream
     stream.trainer, stream.sampler = trainer, sampler
     if Part.COMPILED in trainer.env.claimed:
         stream.one_shape, stream.room = True, stream.most_room
     if held_out is not None:
-        own = replace(sampler, raw=_raw_rows(held_out, settings), where=_place(held_out))
+        own = replace(sampler, raw=_raw_rows(held_out, trainer.config), where=_place(held_out))
         trainer.evaluation = SampledEvaluation(  # type: ignore[assignment]
             own, held_out, world.data_rank, world.data_ranks, trainer.env.micro_rows
         )
 
 
-def _engine(trainer: Trainer, sources: Sequence[SampleSource]) -> SamplingEngine | None:
-    """Return what samples all of a run on CUDA: one size for every step, which is recorded and compiled once."""
+def _engine(trainer: Trainer, sources: Sequence[SampleSource]) -> AnswerEngine | None:
+    """Return what samples all of a run; on CUDA one size for every step, which is recorded and compiled once."""
     settings, world = trainer.config.grpo, trainer.world
+    if (served := trainer.config.rollout) is not None and trainer.optimizer is not None:  # an evaluation is our own
+        return ServerEngine(served, trainer)
+    if isinstance(trainer.model, HFModel):
+        return PaddedEngine(trainer.model)
+    check_cacheable(trainer.model)
     if world.device.type != "cuda":
         return None
     assert settings is not None
@@ -520,7 +561,7 @@ def _engine(trainer: Trainer, sources: Sequence[SampleSource]) -> SamplingEngine
     longest = max(int((s.lengths() - s.targets()).max()) for s in sources)
     assert trainer.env.rollout is not None
     slots = trainer.env.rollout.slots
-    return SamplingEngine(trainer.model, slots, longest + settings.max_new, settings.max_new)  # type: ignore[arg-type]
+    return SamplingEngine(trainer.model, slots, longest + settings.max_new, settings.max_new)
 
 
 def stay_near_base(trainer: Trainer) -> None:
@@ -543,18 +584,28 @@ def _place(source: SampleSource) -> Callable[[int], object]:
     return getattr(source, "where", None) or (lambda number: f"row {number}")
 
 
-def _raw_rows(source: SampleSource, settings: Grpo) -> Callable[[int], Mapping[str, Any]]:
-    """Return what finds a sample's row as its file has it; files are read once, if a reward is one's own function."""
+def _raw_rows(source: SampleSource, config: Config) -> Callable[[int], Mapping[str, Any]]:
+    """Return what finds a sample's row as its file has it; files are read once.
+
+    Nothing is read if no reward needs a row: none is a function of one's own, and rows have answers.
+    """
     where: Callable[[int], RowLocation] | None = getattr(source, "where", None)
-    if where is None or not any(map(is_own, settings.rewards)):
+    rules, data = (config.grpo or Grpo()).rewards, config.data
+    if where is None or not (any(map(is_own, rules)) or not any(rule.compares for rule in rules)):
         return lambda number: {}
     read: dict[Path, dict[RowLocation, dict[str, Any]]] = {}
+
+    def rows(file: Path) -> dict[RowLocation, dict[str, Any]]:
+        if data.sample is None or file.exists():
+            return dict(read_rows(file, data.reading))
+        made = conversations(data.max_samples or SAMPLE_ROWS, config.seed)  # their file was a temporary one
+        return {RowLocation(file, n): {"messages": turns} for n, turns in enumerate(made, 1)}
 
     def row(number: int) -> Mapping[str, Any]:
         place = where(number)
         file = Path(str(place[0]))
         if file not in read:
-            read[file] = dict(read_rows(file))
+            read[file] = rows(file)
         return read[file].get(place, {})
 
     return row

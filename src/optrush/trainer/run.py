@@ -47,7 +47,7 @@ from optrush.errors import (
     reason,
     write_remedy,
 )
-from optrush.exporting import write_model
+from optrush.exporting import publish, write_model
 from optrush.files import read_text
 from optrush.hardware import GIB
 from optrush.launch import stop_numbers, unjoinable
@@ -56,7 +56,7 @@ from optrush.report import data
 from optrush.report.bench import write_run
 from optrush.report.run import beside_steps, load_run, off_plan
 from optrush.technique import Part
-from optrush.trainer import checkpoint, distributed, dpo_reference, run_dir
+from optrush.trainer import checkpoint, copies, distributed, dpo_reference, run_dir
 from optrush.trainer.build import ProcessGroup, build, join_ranks
 from optrush.trainer.distributed import local
 from optrush.trainer.metrics import Meter
@@ -151,6 +151,10 @@ def run(request: RunRequest) -> Outcome:
             stack.enter_context(run_dir.lock(output))
             locked.set()
             on_rank0(main, output, lambda: claim_output(request, trainer, plan, manifest))
+        copier = copies.copier(config, request.resume) if main else None
+        on_rank0(main, output, copier.begin if copier is not None else list)
+        if copier is not None:
+            stack.enter_context(copier)
         if main:
             begins = request.resume == "auto" and manifest is None
             trainer.notes += filter(None, [unjoinable(), "no checkpoint to resume from: step 1" * begins])
@@ -158,7 +162,8 @@ def run(request: RunRequest) -> Outcome:
             console.err.print("\n".join([*request.resolved.lines(), trainer.describe()]), markup=False)
         stack.enter_context(stop_signals(trainer))
         bar = stack.enter_context(console.Bar(plan.total, plan.done)) if main else None
-        session = stack.enter_context(Session(trainer, plan, manifest, passed, saver, reporter, bar, request.callbacks))
+        listeners = request.callbacks if copier is None else (*request.callbacks, copier)
+        session = stack.enter_context(Session(trainer, plan, manifest, passed, saver, reporter, bar, listeners))
         with distributed.reported(), reading(trainer.batches), session.out_of_memory_reported():
             session.evaluate_untrained()
             train(trainer, session.meter, plan, session.save)
@@ -182,6 +187,7 @@ def check_run_output(resolved: Decided, resume: Literal["auto"] | Path | None) -
     config = resolved.config
     run_dir.check_local(f"`output: {config.output}`", config.output)
     check_tracker(config)
+    copies.check_copies(config, resume)
     clean = config.train.overwrite and resume is None  # the same command resumes where it began anew
     run_dir.check_inputs(config.output, clean, (resolved.folder, *_inputs(config)))
     if lies_in := next((o.path for o in config.data.origins if _contains(o.path, config.output)), None):
@@ -330,6 +336,7 @@ def build_to_fit(
     length = resolved.config.train
     while True:
         trainer = build(resolved, group, progress=console.say, today=today, first_steps=first_steps)
+        trainer.publish = partial(publish, trainer, resolved.folder)
         plan = RunPlan(trainer, trainer.stream.plan(None if length.steps else length.epochs, length.steps))
         refusal: UserError | None = None
         if resolved.config.referenced is not None:  # by the weights before a checkpoint is restored

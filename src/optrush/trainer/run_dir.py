@@ -37,7 +37,8 @@ TRACKER = "tracker"  # a tracking library writes there what it likes
 DATA = "data.json"  # what the run read, to show what changed since
 KNOWN = frozenset(
     {RUN, METRICS, LOCK, FOLDER, DATA, f"{DATA}.tmp", "model", "adapter", "loss.png", "report.html", "quarantine.jsonl"}
-    | {SAMPLES, "cleaning.html", "cleaning.json", "tensorboard", TRACKER, "tracker.json", "tracker.json.tmp"}
+    | {SAMPLES, "answers.jsonl", "rollout", "cleaning.html", "cleaning.json", "tensorboard", TRACKER, "tracker.json"}
+    | {"tracker.json.tmp"}
     | {f"{name}.tmp" for name in _WHOLE}  # what a kill leaves
 )
 

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -192,6 +193,9 @@ class Trainer:
     """Within it the model is as before training (adapters are off); None: the training cannot be switched off."""
     whole_weights: Callable[[], AbstractContextManager[None]] = nullcontext
     """Within it every rank's model has whole weights, which no pass gathers or frees; all ranks enter it."""
+    publish: Callable[[Path], bool] | None = None
+    """Writes what is trained into a folder for another program, on every rank; returns whether these are adapters.
+    None outside a run."""
     evaluated_weights: Callable[[], AbstractContextManager[None]] = nullcontext
     """Within it the model has the weights that are evaluated, such as averages."""
     grad_sync: Callable[[bool], AbstractContextManager[None]] = lambda last: nullcontext()

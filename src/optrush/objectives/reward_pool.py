@@ -1,0 +1,198 @@
+"""Compute rewards in worker processes: in parallel, with a time limit that also ends code in C, and bounded memory.
+
+A worker is a fresh interpreter, so that it has nothing of the training process: no GPU, no locks, no memory. It has one
+answer at a time. A worker that is late or dies costs that answer its reward, as an exception does, and is replaced. So
+is a worker after RECYCLED answers, or once it has grown by GROWTH_bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from optrush.config import Grpo, RewardRule
+from optrush.errors import ConfigError, one_line
+from optrush.launch import die_with_parent
+from optrush.objectives.plugged import HERE
+from optrush.objectives.rewards import Judge
+
+GRACE_S = 1.0  # after the time limits of all rewards, until a worker is killed
+READY_S = 120.0  # for a worker's imports
+RECYCLED, GROWTH_bytes = 1000, 1 << 29
+LEFT_TO_PARENT = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+
+
+def judge_of(settings: Grpo) -> Judge:
+    """Return the rewards of a run. Raises ConfigError, as `open_reward`, or if workers cannot load a function."""
+    if not settings.reward_workers:
+        return Judge(settings.rewards, settings.reward_timeout)
+    return PooledJudge(settings.rewards, settings.reward_timeout, settings.reward_workers)
+
+
+@dataclass
+class RewardWorker:
+    """A worker process, the number of its answer (None: it is idle or starts), and when it is late."""
+
+    process: subprocess.Popen[bytes]
+    pipe: Connection
+    until: float
+    ready: bool = False
+    number: int | None = None
+
+
+class PooledJudge(Judge):
+    """The rewards of a run, computed by `count` workers; they begin with the first answers and end with this object."""
+
+    def __init__(self, rules: Sequence[RewardRule], seconds: float, count: int) -> None:
+        super().__init__(rules, seconds)
+        self.count, self.workers = count, list[RewardWorker]()
+        self.asked = f"`grpo.reward_workers: {count}`"
+        if own := next((rule.use for rule in rules if rule.use.startswith(HERE)), None):
+            found = f"`{own}`, a function of this Python process, which no other can load"
+            raise ConfigError(self.asked, found, "name it as FILE.py:FUNCTION, or set grpo.reward_workers: 0")
+        self._end = weakref.finalize(self, _end, self.workers, os.getpid())
+
+    def every(self, answers: Sequence[tuple[str, str, Mapping[str, Any], str]]) -> list[list[float] | None]:
+        """Return what `Judge.every` does.
+
+        Raises:
+            ConfigError: a worker does not start.
+        """
+        found: dict[int, tuple[list[float] | None, str]] = {}
+        todo = deque(range(len(answers)))
+        try:
+            while len(found) < len(answers):
+                self._advance(answers, todo, found)
+        except BaseException:  # results of this call must not be taken for the next one's
+            _end(self.workers)
+            raise
+        ordered = [found[i] for i in range(len(answers))]
+        self.first_failure = self.first_failure or next((failure for _, failure in ordered if failure), "")
+        return [values for values, _ in ordered]
+
+    def _advance(
+        self, answers: Sequence[tuple[str, str, Mapping[str, Any], str]], todo: deque[int],
+        found: dict[int, tuple[list[float] | None, str]],
+    ) -> None:  # fmt: skip
+        """Give answers to idle workers, and take the next results."""
+        while len(self.workers) < min(self.count, len(todo) + sum(w.number is not None for w in self.workers)):
+            self.workers.append(_begin(self.rules, self.seconds))
+        for worker in self.workers:
+            if worker.ready and worker.number is None and todo:
+                self._give(worker, todo.popleft(), answers)
+        busy = {w.pipe: w for w in self.workers if not w.ready or w.number is not None}
+        at = wait(list(busy), max(0.0, min(w.until for w in busy.values()) - time.monotonic()))
+        late = [w for w in busy.values() if w.until <= time.monotonic() and w.pipe not in at]
+        for worker in [busy[pipe] for pipe in at if isinstance(pipe, Connection)] + late:
+            values, failure = self._result(worker, worker in late)
+            if worker.number is not None:
+                where = answers[worker.number][3]
+                found[worker.number] = values, self._named(failure, where) if failure else ""
+                worker.number = None
+
+    def _named(self, failure: str, where: str) -> str:
+        names = ", ".join(rule.use for rule in self.rules)
+        return failure if failure.startswith("the reward") else one_line(f"the reward `{names}` at {where}: {failure}")
+
+    def _give(
+        self, worker: RewardWorker, number: int, answers: Sequence[tuple[str, str, Mapping[str, Any], str]]
+    ) -> None:
+        worker.number, worker.until = number, time.monotonic() + self.seconds * len(self.rules) + GRACE_S
+        with suppress(OSError):  # a dead worker is noticed when its pipe is read
+            worker.pipe.send(answers[number])
+
+    def _result(self, worker: RewardWorker, late: bool) -> tuple[list[float] | None, str]:
+        """Return an answer's values and its failure; a worker that is late, dead or used up is taken out."""
+        try:
+            if late:
+                raise EOFError
+            values, failure, used_up = worker.pipe.recv()
+        except (EOFError, OSError):
+            code = _end([worker])
+            self.workers.remove(worker)
+            what = f"it took longer than {self.seconds:g} s" if late else f"its process ended with {code}"
+            if not worker.ready:
+                do = "read what it printed above, or set grpo.reward_workers: 0"
+                found = f"a worker was not ready within {READY_S:g} s" if late else f"a worker ended with {code}"
+                raise ConfigError(self.asked, f"{found} before its first answer", do) from None
+            return None, what
+        if not worker.ready:
+            worker.ready = True
+        elif used_up:
+            _end([worker])
+            self.workers.remove(worker)
+        return values, failure
+
+
+def _begin(rules: Sequence[RewardRule], seconds: float) -> RewardWorker:
+    ours, theirs = Pipe()
+    places = os.pathsep.join(place or os.getcwd() for place in sys.path)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid())], pass_fds=(theirs.fileno(),),
+            env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": places}, stdin=subprocess.DEVNULL, stdout=2,
+            start_new_session=True,
+        )  # fmt: skip
+    with suppress(OSError):  # a dead worker is noticed when its pipe is read
+        ours.send(([rule.model_dump() for rule in rules], seconds, RECYCLED, GROWTH_bytes))
+    return RewardWorker(process, ours, time.monotonic() + READY_S)
+
+
+def _end(workers: list[RewardWorker], parent: int = 0) -> int:
+    """Kill workers with what they began; return the last one's exit code, or minus the signal that ended it.
+
+    Args:
+        parent: the process that they belong to: a copy of it has none. 0: this one.
+    """
+    code = 0
+    while workers and parent in (0, os.getpid()):
+        worker = workers.pop()
+        worker.pipe.close()
+        with suppress(subprocess.TimeoutExpired):  # one that is dead has a code of its own
+            worker.process.wait(0.1)
+        with suppress(ProcessLookupError):  # the group of a process that was waited for, if others are in it
+            os.killpg(worker.process.pid, signal.SIGKILL)
+        code = worker.process.wait()
+    return code
+
+
+def serve(number: int, parent: int) -> None:
+    """Reward answers from a pipe until it ends."""
+    for each in LEFT_TO_PARENT:
+        signal.signal(each, signal.SIG_IGN)
+    die_with_parent(parent, signal.SIGKILL)
+    pipe = Connection(number)
+    rules, seconds, most, growth = pipe.recv()
+    judge = Judge([RewardRule.model_validate(rule) for rule in rules], seconds)
+    begun, done = _held_bytes(), 0
+    pipe.send((None, "", False))
+    while True:
+        try:
+            answer = pipe.recv()
+        except EOFError:
+            return
+        judge.first_failure, done = "", done + 1
+        values = judge(*answer)
+        used_up = done >= most or _held_bytes() - begun > growth
+        pipe.send((values, judge.first_failure, used_up))
+
+
+def _held_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+if __name__ == "__main__":
+    serve(*map(int, sys.argv[1:]))

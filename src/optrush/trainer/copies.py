@@ -1,0 +1,235 @@
+"""Copy a run's folder to a store that fsspec writes (s3://, gs://, hf://, ...), and fetch it back: `train.copy_to`.
+
+A checkpoint is whole there when its manifest is, which goes last. Only then is one that the run has dropped removed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Literal
+
+from optrush import console
+from optrush.config import Config, scrubbed
+from optrush.data.hub import open_store
+from optrush.errors import ConfigError, RunError, UserError, one_line
+from optrush.files import parse_json, read_file
+from optrush.trainer.checkpoint import FOLDER, MANIFEST, find_checkpoints
+from optrush.trainer.run_dir import LOCK, RUN
+
+LATE = ("model", "adapter")  # folders that a run writes when it is done
+
+
+class Store:
+    """The place of the copies of one run."""
+
+    def __init__(self, config: Config) -> None:
+        """Open it. Raises UserError: an address without a kind, or without its library."""
+        address = config.train.copy_to
+        assert address is not None
+        self.asked = f"`train.copy_to: {scrubbed(address)}`"
+        if "://" not in address:
+            raise ConfigError(self.asked, "no address", "write one such as s3://bucket/run, or leave it out")
+        self.output = Path(config.output)
+        self.files, root = open_store(self.asked, address)
+        self.root = root.rstrip("/")
+
+    def steps(self) -> dict[str, list[str]]:
+        """Return the files of each whole checkpoint there, by its folder's name."""
+        found = dict[str, list[str]]()
+        for name in self.names(FOLDER):
+            step, _, file = name.removeprefix(f"{FOLDER}/").partition("/")
+            if file:
+                found.setdefault(step, []).append(name)
+        return {step: names for step, names in found.items() if f"{FOLDER}/{step}/{MANIFEST}" in names}
+
+    def names(self, folder: str = "") -> list[str]:
+        """Return the files there, by their paths in the run's folder."""
+        self.files.invalidate_cache()
+        place = f"{self.root}/{folder}".rstrip("/")
+        found = self.files.find(place) if self.files.exists(place) else []
+        return [os.path.relpath(name, self.root) for name in found]
+
+    def put(self, name: str) -> None:
+        """Copy a file of the run's folder."""
+        there = f"{self.root}/{name}"
+        self.files.makedirs(os.path.dirname(there), exist_ok=True)
+        self.files.put_file(str(self.output / name), there)
+
+    def put_checkpoint(self, folder: Path) -> None:
+        """Copy a checkpoint, its manifest last; remove those there that the run dropped."""
+        files = sorted((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.name == MANIFEST)
+        for file in files:
+            self.put(str(file.relative_to(self.output)))
+        held = {p.name for p in find_checkpoints(self.output)}
+        for step in self.steps().keys() - held:
+            self.files.rm(f"{self.root}/{FOLDER}/{step}", recursive=True)
+
+    def put_rest(self, late: bool) -> None:
+        """Copy what is beside the checkpoints; with `late` the exported model too."""
+        for file in sorted(p for p in self.output.rglob("*") if p.is_file() and not p.is_symlink()):
+            first, *more = file.relative_to(self.output).parts
+            if first == LOCK or ".tmp" in first or (first == FOLDER and len(more) > 1) or (first in LATE and not late):
+                continue
+            self.put(str(file.relative_to(self.output)))
+
+
+class Copier:
+    """Copies checkpoints in a thread while the run goes on, and the rest of the folder when it ends (rank 0).
+
+    A failure while it goes on is said, and what was missed is copied with the next checkpoint; one at the end is an
+    error, after the run is whole on this machine.
+    """
+
+    def __init__(self, store: Store, anew: bool) -> None:
+        """anew: the copies of an earlier run are removed."""
+        self.store, self.anew = store, anew
+        self.queue = SimpleQueue[Path | None]()
+        self.copied = set[str]()
+        self.thread = threading.Thread(target=self._work, name="copies", daemon=True)
+
+    def begin(self) -> None:
+        """Copy the configuration; raises ConfigError where nothing can be written."""
+        with _reported(self.store):
+            if self.anew and self.store.files.exists(f"{self.store.root}/{RUN}"):
+                self.store.files.rm(self.store.root, recursive=True)
+            self.store.put(RUN)
+
+    def __enter__(self) -> Copier:
+        self.thread.start()
+        return self
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+    def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+    def save(self, step: int, checkpoint: Path) -> None:
+        """Have a checkpoint copied."""
+        self.queue.put(checkpoint)
+
+    def _work(self) -> None:
+        while (folder := self.queue.get()) is not None:
+            try:
+                self._copy(folder)
+            except FileNotFoundError:  # a newer one took its place
+                continue
+            except Exception as error:  # of the store's library
+                again = "the run goes on, and tries again with the next checkpoint"
+                console.say(f"{self.store.asked}: {folder.name} was not copied ({_reason(error)}); {again}")
+
+    def _copy(self, last: Path | None, late: bool = False) -> None:
+        for folder in find_checkpoints(self.store.output)[::-1] if last is None or late else [last]:
+            if folder.name not in self.copied:
+                self.store.put_checkpoint(folder)
+                self.copied.add(folder.name)
+        self.store.put_rest(late)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is KeyboardInterrupt:  # a second Ctrl-C: at once
+            return
+        self.queue.put(None)
+        console.say(f"copying to {self.store.asked.split(': ', 1)[1].rstrip('`')}")
+        self.thread.join()
+        try:
+            self._copy(None, late=True)
+        except Exception as error:  # of the store's library
+            do = f"the run is whole on this machine: copy {self.store.output} by hand"
+            if kind is None:
+                raise RunError(self.store.asked, _reason(error), do) from error
+            console.say(f"{self.store.asked}: {_reason(error)}; {do}")
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {scrubbed(one_line(str(error)))}"
+
+
+def copier(config: Config, resume: Literal["auto"] | Path | None) -> Copier | None:
+    """Return what copies the run, if it is configured so."""
+    return None if config.train.copy_to is None else Copier(Store(config), resume is None and config.train.overwrite)
+
+
+def check_copies(config: Config, resume: Literal["auto"] | Path | None) -> None:
+    """Check that no other run has its copies there; write nothing.
+
+    Raises:
+        UserError: there is one, or nothing can be read there.
+    """
+    if config.train.copy_to is None:
+        return
+    store = Store(config)
+    with _reported(store):
+        taken, steps = store.files.exists(f"{store.root}/{RUN}"), sorted(store.steps())
+        theirs = store.files.cat_file(f"{store.root}/{FOLDER}/{steps[-1]}/{MANIFEST}") if steps else b""
+    own = (read_file(c / MANIFEST) for c in find_checkpoints(config.output)[:1])
+    if resume is None and taken and not config.train.overwrite:
+        do = "resume it with --resume auto, take another address, or set train.overwrite: true"
+        raise ConfigError(store.asked, "a run is there", do)
+    if resume is not None and theirs and any(_run(text) != _run(theirs) for text in own):
+        raise ConfigError(store.asked, "the copies of another run", "take another address")
+
+
+def _run(manifest: bytes) -> object:
+    try:
+        return parse_json(manifest)["run_id"]
+    except (ValueError, KeyError, TypeError):  # a damaged one is no other run's
+        return None
+
+
+def fetch_copies(config: Config, ranks: int) -> None:
+    """Fetch a run's copies into its output folder, where that has no checkpoint: for `--resume auto`.
+
+    Args:
+        ranks: processes of this run that call it: of several none fetches.
+
+    Raises:
+        UserError: nothing can be read there, or several processes would write the folder at once.
+    """
+    if config.train.copy_to is None or find_checkpoints(config.output):
+        return
+    store = Store(config)
+    with _reported(store):
+        steps = store.steps()
+        if not steps:
+            return
+        if ranks > 1:
+            found = f"copies of a run, where {config.output} has none, and {ranks} processes"
+            do = f"fetch them first: optrush train CONFIG --resume auto --dry-run, or copy them to {config.output}"
+            raise ConfigError(store.asked, found, do)
+        console.say(f"fetching {len(steps)} checkpoint{'s' * (len(steps) > 1)} of {store.asked}")
+        for name in store.names():
+            if name.split("/")[0] not in (FOLDER, *LATE) or name.count("/") == 1:
+                _get(store, name, store.output / name)
+        for step, names in steps.items():
+            half = store.output / FOLDER / f"{step}.tmp-copy"
+            shutil.rmtree(half, ignore_errors=True)
+            for name in names:
+                _get(store, name, half / Path(name).name)
+            os.rename(half, store.output / FOLDER / step)
+
+
+def _get(store: Store, name: str, here: Path) -> None:
+    if not here.resolve().is_relative_to(store.output.resolve()):
+        raise ConfigError(store.asked, f"a file named {name}", "this is no copy of a run")
+    here.parent.mkdir(parents=True, exist_ok=True)
+    store.files.get_file(f"{store.root}/{name}", str(here))
+
+
+class _reported:
+    """Turns an error of the store's library into a ConfigError."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, UserError):
+            do = "check the address, the network and your rights there"
+            raise ConfigError(self.store.asked, _reason(error), do) from error

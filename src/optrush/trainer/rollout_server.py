@@ -1,0 +1,369 @@
+"""Sample answers by a running vLLM or SGLang server over HTTP, from the weights that are trained.
+
+Before each rollout the trained adapters, or the whole model where a server cannot take them, are written to a folder
+that both programs read, and the server loads them. Adapters get a new name each time, so that no cache of earlier ones
+is read; the old ones are unloaded. Each answer is a request of its own, with a seed that follows from (seed, prompt,
+member).
+
+The server rounds in another way than training. `weigh` compares the log-probabilities of both, ends a run that is
+sampled from another model, and returns importance weights: min(cap, p trained / p sampled) of each token.
+Sources: Ionides, https://doi.org/10.1198/106186008X320456 (truncated importance weights); Yao et al.,
+https://fengyao.notion.site/off-policy-rl (of tokens that another engine sampled).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+
+from optrush.config import RolloutServer
+from optrush.errors import NeedsError, UserError, first_line, one_line
+from optrush.models.sampling import Drawing, PromptIds, SampledAnswer, uniform
+from optrush.trainer import distributed
+
+if TYPE_CHECKING:
+    from optrush.trainer.trainer import Trainer
+
+FOREIGN = 0.1  # nats a token, in the mean, from which the server samples another model; engines differ by about 0.01
+APART = 2.0  # base and adapter are told apart where they differ by so many times the server's distance from either
+TRIES, WAIT_s = 3, 1.0  # of a connection that is refused or breaks off
+MOST_bytes, MOST_REQUESTS = 1 << 28, 256  # of an answer; at a time
+LOADED = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve MODEL --enable-lora --max-lora-rank RANK"
+RELOADED = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL"
+
+
+@dataclass(frozen=True)
+class Client:
+    """The address of a server. It follows no redirect and no proxy."""
+
+    url: str
+    timeout: float  # seconds of a request
+
+    def call(self, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, Any]:
+        """Return the status and the value of an answer, its text if it is no JSON; GET without a body.
+
+        Raises:
+            NeedsError: no server, no answer in time, a redirect, or an error of the server.
+        """
+        for n in range(TRIES):
+            try:
+                status, headers, raw = self._sent(path, body)
+                break
+            except TimeoutError:
+                do = f"set rollout.timeout: {2 * self.timeout:g}, or a smaller grpo.slots"
+                raise self.error(path, f"no answer within rollout.timeout: {self.timeout:g} s", do) from None
+            except (OSError, HTTPException) as error:
+                if n == TRIES - 1:
+                    do = "start the server, or correct rollout.server"
+                    raise self.error(path, f"no connection: {first_line(error)}", do) from None
+                time.sleep(WAIT_s)
+        if 300 <= status < 400:
+            place = headers.get("Location", "nowhere")
+            raise self.error(
+                path, f"a redirect to {one_line(place)}", "set rollout.server: to the server's own address"
+            )
+        try:
+            found: Any = json.loads(raw)
+        except ValueError:
+            found = raw.decode(errors="replace")
+        if status in (401, 403) or status >= 500:
+            raise self.error(path, f"HTTP {status}: {told(found)}", "read the server's log")
+        return status, found
+
+    def _sent(self, path: str, body: Mapping[str, Any] | None) -> tuple[int, Any, bytes]:
+        parts, until = urlsplit(self.url), time.monotonic() + self.timeout
+        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        connection = kind(parts.hostname or "", parts.port, timeout=self.timeout)
+        try:
+            text = None if body is None else json.dumps(body)
+            headers = {} if text is None else {"Content-Type": "application/json"}
+            connection.request("GET" if text is None else "POST", parts.path.rstrip("/") + path, text, headers)
+            answer, pieces, size = connection.getresponse(), list[bytes](), 0
+            while piece := answer.read1(1 << 16):
+                pieces.append(piece)
+                if (size := size + len(piece)) > MOST_bytes:
+                    raise HTTPException(f"an answer of more than {MOST_bytes:,} bytes")
+                if time.monotonic() > until:
+                    raise TimeoutError
+            return answer.status, answer.headers, b"".join(pieces)
+        finally:
+            connection.close()
+
+    def error(self, path: str, found: str, do: str) -> NeedsError:
+        """Return the error of a request."""
+        return NeedsError(f"`rollout.server: {self.url}`, {path}", found, do)
+
+
+def told(found: Any) -> str:
+    """Return the text of a server's error, in one line."""
+    for key in ("error", "message", "detail"):
+        found = found.get(key, found) if isinstance(found, Mapping) else found
+    return one_line(str(found)) or "no text"
+
+
+class Dialect(Protocol):
+    """The interface of a kind of server."""
+
+    def answer(self, prompt: Sequence[int], drawing: Drawing, seed: int, adapter: str | None) -> Reply: ...
+    def load(self, name: str, folder: Path) -> None: ...
+    def unload(self, name: str) -> None: ...
+    def reload(self, folder: Path) -> None: ...
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A server's answer to a prompt: ids, their log-probabilities, how it ended, and the prompt's tokens as read."""
+
+    ids: list[Any]
+    log_p: list[Any] | None
+    finish: str
+    prompt_tokens: int
+    prompt: list[int] | None = None
+
+
+@dataclass(frozen=True)
+class Vllm:
+    """vLLM's server with OpenAI's interface. Log-probabilities are of the tokens under the temperature if it runs with
+    --logprobs-mode processed_logprobs.
+    """
+
+    client: Client
+    model: str
+
+    def answer(self, prompt: Sequence[int], drawing: Drawing, seed: int, adapter: str | None) -> Reply:
+        """Return the reply to a prompt."""
+        path = "/v1/completions"
+        body = {
+            "model": adapter or self.model, "prompt": list(prompt), "max_tokens": drawing.most, "seed": seed, "n": 1,
+            "temperature": drawing.temperature, "top_p": drawing.top_p, "top_k": drawing.top_k, "min_p": 0.0,
+            "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+            "stop_token_ids": list(drawing.ends), "logprobs": 0, "return_token_ids": True,
+            "skip_special_tokens": False, "add_special_tokens": False,
+        }  # fmt: skip
+        found = demanded(self.client, path, body)
+        choice = found["choices"][0]
+        if choice.get("token_ids") is None:
+            raise self.client.error(path, "an answer without `token_ids`", "update vLLM: it has `return_token_ids`")
+        log_p = (choice.get("logprobs") or {}).get("token_logprobs")
+        used = found["usage"]["prompt_tokens"]
+        return Reply(choice["token_ids"], log_p, choice["finish_reason"], used, choice.get("prompt_token_ids"))
+
+    def load(self, name: str, folder: Path) -> None:
+        """Load an adapter."""
+        body = {"lora_name": name, "lora_path": str(folder)}
+        demanded(self.client, "/v1/load_lora_adapter", body, f"start it as `{LOADED}`")
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter."""
+        demanded(self.client, "/v1/unload_lora_adapter", {"lora_name": name})
+
+    def reload(self, folder: Path) -> None:
+        """Read all weights anew, and forget what was cached of the old ones."""
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        demanded(self.client, "/collective_rpc", body, f"start it as `{RELOADED}`")
+        demanded(self.client, "/reset_prefix_cache", {}, f"start it as `{RELOADED}`")
+
+
+@dataclass(frozen=True)
+class Sglang:
+    """SGLang's own interface. Draws follow from the seed if it runs with --enable-deterministic-inference."""
+
+    client: Client
+
+    def answer(self, prompt: Sequence[int], drawing: Drawing, seed: int, adapter: str | None) -> Reply:
+        """Return the reply to a prompt."""
+        sampling = {
+            "max_new_tokens": drawing.most, "temperature": drawing.temperature, "top_p": drawing.top_p,
+            "top_k": drawing.top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+            "frequency_penalty": 0.0, "stop_token_ids": list(drawing.ends), "sampling_seed": seed,
+            "skip_special_tokens": False, "no_stop_trim": True,
+        }  # fmt: skip
+        body = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True}
+        found = demanded(self.client, "/generate", {**body, "lora_path": adapter} if adapter else body)
+        found = found[0] if isinstance(found, list) else found
+        meta = found["meta_info"]
+        pairs = meta.get("output_token_logprobs")
+        ids = found["output_ids"] if "output_ids" in found or not pairs else [pair[1] for pair in pairs]
+        log_p = None if pairs is None else [pair[0] for pair in pairs]
+        return Reply(ids, log_p, meta["finish_reason"]["type"], meta["prompt_tokens"])
+
+    def load(self, name: str, folder: Path) -> None:
+        """Load an adapter."""
+        do = "start it with --enable-lora --max-lora-rank RANK --lora-target-modules all"
+        demanded(self.client, "/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, do)
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter."""
+        demanded(self.client, "/unload_lora_adapter", {"lora_name": name})
+
+    def reload(self, folder: Path) -> None:
+        """Read all weights anew, and forget what was cached of the old ones."""
+        demanded(self.client, "/update_weights_from_disk", {"model_path": str(folder)})
+
+
+def demanded(client: Client, path: str, body: Mapping[str, Any], do: str = "read the server's log") -> Any:
+    """Return what a server answers; NeedsError if it refuses."""
+    status, found = client.call(path, body)
+    if status != 200 or (isinstance(found, Mapping) and found.get("success") is False):
+        raise client.error(path, f"HTTP {status}: {told(found)}", do)
+    return found
+
+
+def connect(settings: RolloutServer) -> Dialect:
+    """Return the interface of a server. Raises NeedsError: it does not answer, or is neither vLLM nor SGLang."""
+    client = Client(settings.server, settings.timeout)
+    for path in ("/model_info", "/get_model_info"):
+        status, found = client.call(path)
+        if status == 200 and isinstance(found, Mapping) and "model_path" in found:
+            return Sglang(client)
+    status, found = client.call("/v1/models")
+    models = found.get("data") if status == 200 and isinstance(found, Mapping) else None
+    bases = [m["id"] for m in models or () if isinstance(m, Mapping) and "id" in m and not m.get("parent")]
+    if not bases:
+        do = "give the address of a vLLM or SGLang server, as http://host:8000 (without /v1)"
+        raise client.error("/v1/models", f"HTTP {status} without a model: {told(found)}", do)
+    return Vllm(client, str(bases[0]))
+
+
+@dataclass
+class ServerEngine:
+    """A server that samples what is trained; one a run, on every rank.
+
+    note: for `AnswerEngine`.
+    """
+
+    settings: RolloutServer
+    trainer: Trainer
+    note: str | None = None
+    loaded: str | None = None  # the adapter that the server has
+    told_apart: bool = False  # the adapter was seen in the server's answers
+    count: int = 0
+    dialect: Dialect = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Look for the server. Raises NeedsError."""
+        self.client = Client(self.settings.server, self.settings.timeout)
+        self.name = distributed.from_first(f"optrush-{secrets.token_hex(4)}")
+        self.dialect = distributed.agreed(lambda: connect(self.settings))
+
+    @property
+    def folder(self) -> Path:
+        """Return where weights are handed over."""
+        own = Path(self.trainer.config.output) / "rollout"
+        return (Path(self.settings.folder) if self.settings.folder else own).resolve()
+
+    def sample(
+        self, prompts: Sequence[PromptIds], members: int, drawing: Drawing,
+        precision: AbstractContextManager[object] | None = None,
+    ) -> list[SampledAnswer]:  # fmt: skip
+        """Return `members` answers to each prompt, prompt by prompt, from the weights as they are; every rank calls it.
+
+        Raises:
+            NeedsError: as `Client.call`, or an answer that cannot be learnt from.
+        """
+        self.hand_over()
+        asked = [(p, m) for p in range(len(prompts)) for m in range(members)]
+        return distributed.agreed(lambda: self._answered(prompts, asked, drawing))
+
+    def hand_over(self) -> None:
+        """Give the server what is trained; every rank calls it."""
+        self.count += 1
+        name, old = f"{self.name}-{self.count}", self.loaded
+        first = self.trainer.world.rank == 0
+        if first and self.count == 1 and self.settings.folder is None:  # what a run left that was killed
+            shutil.rmtree(self.folder, ignore_errors=True)
+        assert self.trainer.publish is not None
+        adapters = self.trainer.publish(self.folder / name)
+        distributed.agreed(lambda: self._loaded(name, adapters, old) if first else None)
+        self.loaded = name if adapters else None
+
+    def _loaded(self, name: str, adapters: bool, old: str | None) -> None:
+        if adapters:
+            self.dialect.load(name, self.folder / name)
+        else:
+            self.dialect.reload(self.folder / name)
+        if old is not None:
+            self.dialect.unload(old)
+        shutil.rmtree(self.folder / f"{self.name}-{self.count - 1}", ignore_errors=True)
+
+    def _answered(
+        self, prompts: Sequence[PromptIds], asked: Sequence[tuple[int, int]], drawing: Drawing
+    ) -> list[SampledAnswer]:
+        pool = ThreadPoolExecutor(min(drawing.slots, MOST_REQUESTS))
+        try:
+            return list(pool.map(lambda one: self._answer(prompts[one[0]], one, drawing), asked))
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _answer(self, prompt: PromptIds, place: tuple[int, int], drawing: Drawing) -> SampledAnswer:
+        ids, keys = prompt.ids.tolist(), (torch.tensor([prompt.number]), torch.tensor([place[1]]))
+        seed = int(uniform(drawing.seed, *keys).item() * 2**31)
+        try:
+            reply = self.dialect.answer(ids, drawing, seed, self.loaded)
+            wrong = self._wrong(reply, ids, drawing)
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            wrong = f"an answer in another form: {type(error).__name__}: {first_line(error)}", "update the server"
+        if wrong:
+            raise self.client.error("an answer", *wrong)
+        log_p = [float(x) for x in reply.log_p or ()]
+        return SampledAnswer(*place, reply.ids, log_p, reply.finish == "stop", -sum(log_p) / len(log_p))
+
+    def _wrong(self, reply: Reply, prompt: list[int], drawing: Drawing) -> tuple[str, str] | None:
+        """Return what an answer lacks, and what to do."""
+        if not reply.log_p:
+            return "no log-probabilities of its tokens", "allow them: vLLM --max-logprobs 1, a model that samples"
+        if len(reply.ids) != len(reply.log_p):
+            found = f"{len(reply.ids)} tokens with {len(reply.log_p)} log-probabilities"
+            return found, "update the server: both must be of the same tokens"
+        if reply.prompt_tokens != len(prompt) or reply.prompt not in (None, prompt):
+            found = f"a prompt of {len(prompt)} tokens that the server read as {reply.prompt_tokens}"
+            return found, "let it add no tokens, and serve the model that is trained"
+        if not all(isinstance(x, float | int) and math.isfinite(x) and x <= 1e-3 for x in reply.log_p):
+            return "log-probabilities that are no finite numbers up to 0", "read the server's log"
+        if others := [x for x in reply.ids if not isinstance(x, int) or not 0 <= x < self.trainer.vocab]:
+            found = f"the token {others[0]}, where the model has {self.trainer.vocab:,}"
+            return found, "serve the model that is trained: this one has another tokenizer"
+        if reply.finish not in ("stop", "length") or len(reply.ids) > drawing.most:
+            found = f"an answer of {len(reply.ids)} tokens that ended by {reply.finish!r}"
+            return found, f"let the server have {len(prompt) + drawing.most} tokens of context (--max-model-len)"
+        return None
+
+    def weigh(self, sampled: Tensor, trained: Tensor, untrained: Callable[[], Tensor] | None) -> Tensor:
+        """Return importance weights, as `AnswerEngine.weigh`.
+
+        Raises:
+            NeedsError: the server samples another model, or the base without its adapter.
+        """
+        others = trained if untrained is None or self.told_apart else untrained()
+        pairs = (sampled, trained), (sampled, others), (trained, others)
+        mine = [len(sampled), *((a - b).abs().sum().item() for a, b in pairs)]
+        n, own, base, moved = (sum(x) for x in zip(*map(json.loads, distributed.gather(json.dumps(mine))), strict=True))
+        asked = f"answers sampled by `rollout.server: {self.settings.server}`"
+        found = f"log-probabilities that differ from training's by {own / max(n, 1):.3g} a token in the mean"
+        error: UserError | None = None
+        if moved > APART * min(own, base):
+            if base < own:
+                do = "let the server apply LoRA to every module that is trained, or set lora.targets to those it does"
+                error = NeedsError(asked, f"those of the base without its adapter, and {found}", do)
+            self.told_apart = True
+        if error is None and own > FOREIGN * n:
+            do = "serve the model that is trained; with grpo.temperature vLLM needs --logprobs-mode processed_logprobs"
+            error = NeedsError(asked, found, do)
+        if error is not None:
+            error.everywhere = True
+            raise error
+        return (trained - sampled).exp().clamp_max(self.settings.correction)
