@@ -10,7 +10,7 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-comp
 # What is imported is compiled then, and kept; pip would compile all of it.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo check test test-all deepspeed lint site faults readers real clean
+.PHONY: demo shapes check test test-all deepspeed lint site faults readers real clean
 
 demo: $(VENV)/.base
 	$(BIN)/python examples/demo.py demo
@@ -19,6 +19,11 @@ demo: $(VENV)/.base
 	rm -rf demo/ladder
 	-$(BIN)/optrush bench examples/demo.yaml --ladder benchmarks/demo-ladder.yaml --cumulative-only --out demo/ladder
 	@$(BIN)/python examples/demo.py demo --closing $(VENV)
+
+shapes: $(VENV)/.base  # questions about pictures of shapes: drawn, learnt and scored; some 5 minutes on two cores
+	$(BIN)/python examples/shapes.py shapes
+	$(BIN)/optrush train examples/tiny-shapes-cpu.yaml
+	$(BIN)/python examples/shapes.py shapes --score runs/tiny-shapes-cpu/model
 
 check: $(VENV)/.dev  # within a minute: linters, types, the source tree's rules, tests of what differs from main
 	$(BIN)/ruff check .

@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from optrush.config import Config
+from optrush.data.image_sizes import sizes_of
 from optrush.kernels import nf4
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.planner.search import Prediction, predict
@@ -445,13 +446,43 @@ def rewards() -> Figure:
     return figure
 
 
+def images() -> Figure:
+    """The tokens of a square image, by its side, as the published processors of four families prepare it."""
+    figure, axis = canvas(height=3.1)
+    bases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "Qwen3-VL": (
+            {"model_type": "qwen3_vl", "vision_config": {"patch_size": 16, "spatial_merge_size": 2}},
+            {"size": {"shortest_edge": 65536, "longest_edge": 16777216}},
+        ),
+        "Mistral 3": (
+            {"model_type": "mistral3", "vision_config": {"model_type": "pixtral", "patch_size": 14}},
+            {"size": {"longest_edge": 1540}},
+        ),
+        "LLaVA 1.5": (
+            {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model", "image_size": 336,
+                                                      "patch_size": 14}}, {}),
+        "Gemma 3": (
+            {"model_type": "gemma3", "vision_config": {"model_type": "siglip_vision_model", "image_size": 896,
+                                                       "patch_size": 14}}, {}),
+    }  # fmt: skip
+    sides = np.arange(64, 1601, 8)
+    for colour, (name, (hf, given)) in zip(COLOURS, bases.items()):
+        sizes = sizes_of({**hf, "text_config": {"model_type": "llama"}}, given.get, None, None)
+        tokens = [sizes.tokens(sizes.grid(int(side), int(side))) for side in sides]
+        axis.plot(sides, tokens, color=colour, label=name)
+    axis.set_xlabel("pixels in height and width")
+    axis.set_ylabel("tokens")
+    axis.legend(frameon=False, fontsize=8)
+    return figure
+
+
 PICTURES: dict[str, Callable[[], Figure]] = {
     "01-model": model, "02-memory": memory, "03-data": data, "04-rows": rows, "05-precision": precision,
     "06-adapters": adapters, "07-four-bits": four_bits, "08-optimizers": optimizers, "09-compile": compiled,
     "10-attention": attention, "11-kernels": kernels, "12-batch": batch, "13-loader": loader, "14-gpus": gpus,
     "14-scaling": scaling,
     "15-long-rows": long_rows, "16-preferences": preferences, "17-measuring": measuring, "18-ladder": ladder,
-    "19-rewards": rewards,
+    "19-rewards": rewards, "20-images": images,
 }  # fmt: skip
 
 

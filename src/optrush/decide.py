@@ -39,10 +39,10 @@ from optrush.errors import ConfigError, NeedsError, UserError
 from optrush.files import read_text
 from optrush.hardware import GIB, Device
 from optrush.launch import launched
-from optrush.models.families import TOWERS
+from optrush.models.families import TOWER_BASES
 from optrush.models.shapes import HF, ModelShape, native_obstacle, refuse_foreign, sdpa_obstacle
 from optrush.models.source import Growth, check_positions, grow, locate, read_generation
-from optrush.models.text_part import text_config, tower_sizes, with_vocabulary
+from optrush.models.text_part import reads_mutually, text_config, tower_sizes, with_vocabulary
 from optrush.models.traced import TracedShape, find_traced, shape_of
 from optrush.planner import calibration
 from optrush.planner.ledger import Short
@@ -589,7 +589,7 @@ def _checked(
         scored=config.scored, teacher=None if teacher is None else _sizes(config, teacher[1], text),
         copies_saved=config.train.save == "async", rollout=_rollout(config, ranks, shape, device, narrow),
         by_token=config.paired or config.loss is not None or config.objective == "grpo",
-        images=images,
+        images=images, mutual=images is not None and reads_mutually(hf),
     )  # fmt: skip
     env = settle(techniques, env, classes)
     check_reference(env, config.objective)
@@ -611,7 +611,7 @@ def _images(config: Config, folder: Path | None, hf: HF, native: bool) -> RowIma
     if part != "none" and tower is None:
         found = "model.implementation: transformers" if not native else f"a base of model_type {hf.get('model_type')!r}"
         found = found if folder else "a model without a folder: its tower has no weights"
-        do = f"leave `image` out, or take a base of one of {', '.join(TOWERS)} (model.path)"
+        do = f"leave `image` out, or take a base of one of {', '.join(TOWER_BASES)} (model.path)"
         raise NeedsError(f"`image.train: {part}`", found, do)
     if seen is None:
         return None

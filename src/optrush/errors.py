@@ -102,7 +102,7 @@ class NoEffectError(UserError):
 
 
 class DataError(UserError):
-    pass
+    image = ""  # of a row that is refused for an image: its path or address, as the row names it
 
 
 class CheckpointError(UserError):

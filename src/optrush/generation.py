@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.nn.functional import pad
 
 from optrush.config import Config, Data, Model, Sampling
 from optrush.data import schema
@@ -44,6 +45,7 @@ from optrush.models.sampling import Drawing, PromptIds, sample
 from optrush.models.shapes import native_obstacle
 from optrush.models.source import FILES, locate, read_generation
 from optrush.models.text_part import is_multimodal, text_config
+from optrush.models.vision import tower_inputs
 from optrush.models.weights import WeightMap
 from optrush.restore import open_run
 from optrush.technique import compilers, library
@@ -162,6 +164,14 @@ class PromptTokens(list[int]):
     images: tuple[SeenImage, ...] = ()
 
 
+def _joined(values: Sequence[Tensor], name: str) -> Tensor:
+    """Return what a model takes of each image as one, filled up to the largest; places beside it with -1."""
+    sizes = [max(ends) for ends in zip(*(t.shape for t in values), strict=True)]
+    wanted = [[(0, most - n) for n, most in zip(t.shape[1:], sizes[1:], strict=True)][::-1] for t in values]
+    fill = -1 if name == "image_position_ids" else 0
+    return torch.cat([pad(t, sum(each, ()), value=fill) for t, each in zip(values, wanted, strict=True)])
+
+
 class GenerationModel:
     """A model on a device, with its tokenizer, its chat template and the tokens that end its answers."""
 
@@ -182,6 +192,7 @@ class GenerationModel:
         sizes = {} if source.config is None else source.config.data.model_dump(include={"min_pixels", "max_pixels"})
         asked = Config(model=Model(path=self.name), objective="sft", data=Data(random=1, **sizes), output=".")
         self.images = image_reader(asked, source.folder, self.tokenizer)  # of pixels as they were trained with
+        self.tokens.images = self.images
         self.decoder: Decoder | None
         self._names: WeightMap | None
         self.decoder, self._names = (None, None) if streams else _decoder(source, self.device)
@@ -198,8 +209,10 @@ class GenerationModel:
         self.stops = answer_ends(self.tokenizer, ends)
         self.template: Template | None = None
         if self.tokenizer.chat_template:
+            frame = self.images.frame if isinstance(self.images, ImageReader) else ("", "")
             self.template, self._tool_template = (
-                Template(self.tokens.template(tools), self.tokenizer.special_tokens_map) for tools in (False, True)
+                Template(self.tokens.template(tools), self.tokenizer.special_tokens_map, frame)
+                for tools in (False, True)
             )
         self._controls = any_of({str(t) for t in self.tokenizer.added_tokens_decoder.values() if t.special})
 
@@ -232,8 +245,7 @@ class GenerationModel:
             if isinstance(self.images, DataError):
                 found = self.images.found
                 raise DataError(f"an image in the messages at {where}, for {self.name}", found, "leave it out")
-            self.tokens.images, n = self.images, len(ids)
-            document = self.tokens.with_images(images, Document(np.array(ids), np.zeros(n, bool)), where)
+            document = self.tokens.with_images(images, Document(np.array(ids), np.zeros(len(ids), bool)), where)
             if isinstance(document, DataError):
                 raise document
             given = PromptTokens(document.ids.tolist())
@@ -249,9 +261,17 @@ class GenerationModel:
         if not images:
             return {}
         assert isinstance(self.images, ImageReader)
-        pixels = torch.from_numpy(np.concatenate([self.images.patches(image) for image in images]))
-        found = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, *image.grid] for image in images])}
-        found["mm_token_type_ids"] = (tokens == self.images.token).int()
+        reader, found = self.images, dict[str, Tensor]()
+        pixels = [torch.from_numpy(reader.patches(image)) for image in images]
+        grids, spec, vision = [image.grid for image in images], reader.spec, self.model.config.vision_config
+        if spec.sizes == "bounded":
+            found = tower_inputs(spec, vision, torch.cat(pixels), grids)
+        else:
+            made = [tower_inputs(spec, vision, each, [grid]) for each, grid in zip(pixels, grids, strict=True)]
+            found = {name: _joined([one[name] for one in made], name) for name in made[0]}
+        kinds = "token_type_ids" if spec.frame == "text" else "mm_token_type_ids"
+        if spec.axes != "one" or spec.mutual != "none":
+            found[kinds] = (tokens == reader.token).int()
         return {name: t.to(self.device) for name, t in found.items()}
 
     def settings(self, sampling: Sampling, longest: int) -> Any:

@@ -204,6 +204,7 @@ class Environment:
     teacher: Teacher | None = None  # of an objective that learns from another model's logits
     rollout: Rollout | None = None  # of an objective that learns from sampled answers
     images: RowImages | None = None  # of rows that have some
+    mutual: bool = False  # the placeholders of an image read each other, those behind them too
     scored: bool = False  # the head gives a score in place of next tokens
     reference: str | None = None  # where an objective that compares with the untrained model has that from
     spec: ModelSpec = ModelSpec()

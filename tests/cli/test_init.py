@@ -11,11 +11,13 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from meshes import further
 from optrush import hardware
@@ -26,6 +28,7 @@ from optrush.planner import init_config, search
 from optrush.planner.init_config import InitRequest, compose
 from optrush.technique import instantiate
 from optrush.techniques import ALL
+from sights import write_base
 
 from clirun import Found, edited, write_rows
 
@@ -606,3 +609,82 @@ def test_rows_are_counted_up_to_a_limit(here: Path, monkeypatch: pytest.MonkeyPa
     (here / "many.jsonl").write_text(f"{row}\n" * 100)
     begun = compose(InitRequest("tiny", "sft", "many.jsonl", "out"), "f.yaml")
     assert begun.config.data.eval == 0.02, "a large file holds less out"
+
+
+# --- a folder of images with captions
+
+
+def folder_of_images(here: Path, form: str) -> Path:
+    folder = here / "pictures"
+    folder.mkdir()
+    names = ["a.png", "b.JPG", "c.webp"]
+    for n, name in enumerate(names):
+        Image.new("RGB", (40, 30 + n), "red").save(folder / name)
+        if form == "txt":
+            (folder / name).with_suffix(".txt").write_text(f"red number {n}\n")
+    listed = [{"file_name": name, "text": f"red number {n}"} for n, name in enumerate(names)]
+    if form == "jsonl":
+        (folder / "metadata.jsonl").write_text(
+            "".join(json.dumps({**one, "question": "Which ?"}) + "\n" for one in listed)
+        )
+    if form == "csv":
+        lines = ["file_name,text", *(f"{one['file_name']},{one['text']}" for one in listed)]
+        (folder / "metadata.csv").write_text("\n".join(lines))
+    (folder / "README.txt").write_text("what these are")
+    return folder
+
+
+@pytest.mark.parametrize("form", ["txt", "jsonl", "csv"])
+def test_a_folder_of_images_with_captions(form: str, call: Call, here: Path) -> None:
+    folder, base = folder_of_images(here, form), here / "eyes"
+    write_base(base, "qwen3_vl")
+    flags = ["--model", str(base), "--data", str(folder), "--hardware", "cpu", "--seq", "256"]
+    assert call("init", "see.yaml", *flags).code == 0
+    rows = [json.loads(line)["messages"] for line in (here / "see.jsonl").read_text().splitlines()]
+    assert [row[1]["content"] for row in rows] == [f"red number {n}" for n in range(3)]
+    images = [row[0]["content"][0]["image"] for row in rows]
+    assert images == ["pictures/a.png", "pictures/b.JPG", "pictures/c.webp"]
+    asked = "Which ?" if form == "jsonl" else "Describe this image."
+    assert {row[0]["content"][1]["text"] for row in rows} == {asked}
+    config = parse_config((here / "see.yaml").read_text(), "see.yaml")
+    assert config.objective == "sft" and config.data.too_long == "truncate"
+    dry = call("train", "see.yaml", "--dry-run")
+    assert dry.code == 0 and "image 40 x 30" in dry.out, dry.err
+    (here / "see.yaml").unlink()
+    again = call("init", "see.yaml", *flags)
+    assert again.code == 2 and "see.jsonl" in again.err and "it exists" in again.err
+    assert call("init", "see.yaml", *flags, "--force").code == 0
+
+
+@pytest.mark.parametrize(
+    ("break_", "found", "do"),
+    [
+        (lambda f: (f / "a.txt").unlink(), "1 of 3 have none: a.png", "write NAME.txt beside NAME.jpg"),
+        (lambda f: (f / "a.txt").write_text(" "), "a.txt is empty", "write a caption there"),
+        (lambda f: (f / "a.txt").write_bytes(b"\xff\xfe"), "a.txt is not UTF-8", "save it as UTF-8"),
+        (
+            lambda f: (f / "metadata.jsonl").write_text('{"file_name": "a.png"}'),
+            "jsonl:1 has no text in one of text",
+            "give",
+        ),
+        (
+            lambda f: (f / "metadata.jsonl").write_text('\n{"text": "a"}'),
+            "jsonl:2 has no text in one of file_name",
+            "give",
+        ),
+        (
+            lambda f: (f / "metadata.jsonl").write_text('{"file_name": "z.png", "text": "a"}'),
+            "names z.png, which",
+            "correct",
+        ),
+        (lambda f: (f / "metadata.jsonl").write_text("nonsense"), "jsonl:1 is no JSON object", "correct that line"),
+        (lambda f: (f / "metadata.csv").write_text("file_name,text\n"), "no image", "name a folder"),
+        (lambda f: f, "rows with images, and the model tiny reads none", "--model Qwen/Qwen3-VL"),
+    ],
+)
+def test_captions_that_are_none(break_: Callable[[Path], Any], found: str, do: str, call: Call, here: Path) -> None:
+    folder = folder_of_images(here, "txt")
+    break_(folder)
+    made = call("init", "see.yaml", "--model", "tiny", "--data", str(folder), "--hardware", "cpu")
+    assert made.code == 2 and found in made.err and do in made.err
+    assert not (here / "see.yaml").exists() and not (here / "see.jsonl").exists()

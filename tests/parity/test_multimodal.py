@@ -396,9 +396,11 @@ def test_a_file_without_the_language_model(wholes: dict[str, tuple[Path, Any]], 
 
 
 def test_a_text_config_that_leaves_keys_out() -> None:
-    """Whose defaults each class has: transformers computes it then."""
+    """Whose defaults each class has: transformers computes it then, but for Llama in LLaVA, as it is published."""
     text = {key: value for key, value in TEXT.items() if key != "hidden_size"}
     hf = {"model_type": "llava", "vision_config": TOWER, "text_config": {**text, "model_type": "llama"}}
+    assert native_obstacle(hf) is None and ModelShape.read(hf).width == CONFIG_MAPPING["llama"]().hidden_size
+    hf = {"model_type": "llava", "vision_config": TOWER, "text_config": {**text, "model_type": "qwen2"}}
     assert native_obstacle(hf) == "hidden_size is not in its text_config"
     with pytest.raises(NeedsError, match="hidden_size"):
         ModelShape.read(hf)

@@ -65,6 +65,26 @@ def test_one_document_a_row(attend):
     torch.testing.assert_close(got[1].double(), want[1], rtol=1e-5, atol=1e-6)
 
 
+IMAGES = [[0, 1, 1, 1, 0, 2, 2, 0, 0, 0, 3, 3, 3, 3, 3, 0], [0, 0, 0, 0, 4, 4, 4, 4, 4, 0, 0, 0, 0, 0, 0, 0]]
+
+
+@BOTH
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("single", [False, True])
+def test_images_whose_tokens_read_each_other(attend, window, single):
+    """Also those behind them, within the window; a token of a text reads what lies before it."""
+    held, spans = (documents([[16], [16]], single=True), [(0, 0, 16), (1, 0, 16)]) if single else (documents(), SPANS)
+    q, k, v = drawn()
+    got = attend(q, k, v, held._replace(mutual=torch.tensor(IMAGES)), window=window)
+    for b, first, last in spans:
+        for t in range(first, last):
+            read = [s for s in range(first, last) if s <= t or (IMAGES[b][s] and IMAGES[b][s] == IMAGES[b][t])]
+            read = [s for s in read if window is None or t - s < window]
+            scores = torch.einsum("skc,khc->khs", k[b, read], q[b, t].view(K, H // K, E)) / E**0.5
+            want = torch.einsum("khs,skc->khc", scores.softmax(-1), v[b, read]).flatten(0, 1)
+            torch.testing.assert_close(got[b, t], want, rtol=1e-5, atol=1e-6)
+
+
 def others_than(b, first, last):
     rest = torch.ones(B, T, dtype=torch.bool)
     rest[b, first:last] = False

@@ -9,11 +9,13 @@ import json
 import os
 import re
 import shutil
+import socket
 import struct
 import threading
 import time
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -26,11 +28,13 @@ import torch
 from PIL import Image
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoTokenizer
 
+from optrush.cli.data import show
 from optrush.config import Cleaning, parse_config
-from optrush.data import images, preview, tokenize
+from optrush.data import download, images, preview, tokenize
 from optrush.data.cleaning import Task, clean_files, measure_files
 from optrush.data.dataset import Sources, read_sources
-from optrush.data.images import ImageReader, Picture, processed_size
+from optrush.data.image_sizes import processed_size
+from optrush.data.images import ImageReader, Picture, about_tokens
 from optrush.data.length_estimate import estimate
 from optrush.data.sampler import Loading, decoding_ahead
 from optrush.data.samples import Counts, describe_counts
@@ -39,10 +43,10 @@ from optrush.data.tokenizer import open_tokens
 from optrush.decide import decide
 from optrush.errors import DataError, NeedsError, UserError
 from optrush.hardware import parse_hardware
-from optrush.models.text_part import tower_parameters, tower_sizes
+from optrush.models.text_part import PARTS, tower_parameters, tower_sizes
 from optrush.models.vision import PROJECTOR
 from optrush.planner.search import books_of, predict
-from sights import BASES, PROCESSOR, TOWER, VOCABULARY, draw, write_base, write_rows
+from sights import BASES, NAMES, PROCESSOR, TOWER, VOCABULARY, draw, write_base, write_rows
 from sights import TEXT as TEXT_SIZES
 
 WHERE = RowLocation(Path("data.jsonl"), 3)
@@ -106,6 +110,12 @@ def write(folder: Path, *rows: Any) -> Path:
          [Picture("a")]),
         ({"instruction": "<image>what ?", "input": "", "output": "b", "images": ["a"]}, [Picture("a")]),
         ({"prompt": [asked({"type": "image"})], "completion": [ANSWER], "images": ["a"]}, [Picture("a")]),
+        ({"conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "b"}], "image_path": "a"},
+         [Picture("a")]),
+        ({"messages": [{"role": "user", "content": "<image><image>"}, ANSWER], "image_urls": ["a", {"url": "b"}]},
+         [Picture("a"), Picture("b")]),
+        ({"messages": [asked({"type": "image"}), ANSWER], "img": {"bytes": PNG}}, [PNG]),
+        ({"instruction": "<image>what ?", "output": "b", "picture_file": "a"}, [Picture("a")]),
     ],
 )  # fmt: skip
 def test_every_form_names_its_image(row: dict[str, Any], images: list[Any]) -> None:
@@ -144,6 +154,33 @@ def test_every_form_names_its_image(row: dict[str, Any], images: list[Any]) -> N
         ({"messages": [asked({"type": "image"}), ANSWER], "images": [None]}, "the image is named by nothing"),
         ({"messages": [asked({"type": "image"}), ANSWER], "images": [{"path": None}]}, "the image is named by nothing"),
         ({"messages": [asked({"type": "image", "bytes": "a b!"}), ANSWER]}, "the image is no base64"),
+        (
+            {"messages": [{"role": "user", "content": "<image><image>"}, ANSWER], "image_path": "a"},
+            "1 in 'image_path'",
+        ),
+        (
+            {"messages": [asked({"type": "image"}), ANSWER], "image_url": "a", "image_path": "b"},
+            "in both 'image_url' and 'image_path'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "<image>", "image_path": "a"}, ANSWER]},
+            "[0] has 'image_path'",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "<image>", "image_url": "a"}]},
+                    ANSWER,
+                ]
+            },
+            "messages[0].content[0] has 'image_url', which is not understood",
+        ),
+        ({"text": "<image> a", "image_path": "a"}, "the row has 'image_path', which is not understood"),
+        (
+            {"prompt": "<image>", "chosen": "b", "rejected": "c", "image_url": "a"},
+            "'image_url', which is not understood",
+        ),
+        ({"prompt": "<image>", "completion": "c", "image_url": "a"}, "1 in 'image_url'; places for them in its turns"),
         ({"messages": [asked(), ANSWER], "videos": ["a"]}, "the row has 'videos', which is not understood"),
         ({"text": "a", "images": ["a"]}, "the row has 'images', which is not understood"),
         ({"prompt": "<image>", "completion": "a", "images": ["a"]}, "places for them in its turns (<image>): 0"),
@@ -166,6 +203,13 @@ def test_what_is_not_read_of_an_image_is_named() -> None:
     url = {"url": "a.png", "detail": "low"}
     parse_row(WHERE, {"messages": [asked({"type": "image_url", "image_url": url, "id": 3}), ANSWER]}, noted=noted)
     assert noted == {"messages[].content[].image_url.detail", "messages[].content[].id"}
+    for row in (
+        {"messages": [asked(), ANSWER], "image_url": "a"},
+        {"messages": [asked({"type": "image"}), ANSWER], "image": PNG, "image_path": "a"},
+    ):
+        noted = set()
+        parse_row(WHERE, row, noted=noted)
+        assert len(noted) == 1 and noted < {"image_url", "image_path"}
 
 
 # --- damaged and hostile files
@@ -238,8 +282,13 @@ def site() -> Iterator[str]:
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if self.path == "/head":
+                with suppress(OSError):
+                    for _ in range(60):
+                        self.wfile.write(b"HTTP/1.0 200 OK\r\n" if not _ else b"a: b\r\n")
+                        time.sleep(0.02)
             places = {"/file": "file:///etc/hostname", "/ftp": "ftp://127.0.0.1:9/a.png", "/moved": "/a.png"}
-            found = self.path in ("/a.png", "/slow", "/empty", "/short")
+            found = self.path.removeprefix("http://pictures.example.invalid") in ("/a.png", "/slow", "/empty", "/short")
             self.send_response(302 if self.path in places else 200 if found else 404)
             if self.path in places:
                 self.send_header("Location", places[self.path])
@@ -247,7 +296,7 @@ def site() -> Iterator[str]:
                 self.send_header("Content-Length", "100")
             self.end_headers()
             self.wfile.write(b"abc" if self.path == "/short" else b"")
-            self.wfile.write(PNG if self.path == "/a.png" else b"")
+            self.wfile.write(PNG if self.path.endswith("/a.png") else b"")
             for _ in range(60 if self.path == "/slow" else 0):
                 self.wfile.write(b"x")
                 time.sleep(0.02)
@@ -262,15 +311,17 @@ def site() -> Iterator[str]:
 
 
 def test_addresses_of_the_web(site: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "is_outside", lambda _: True)
     path = write(tmp_path, {"messages": [asked({"type": "image_url", "image_url": {"url": f"{site}/a.png"}}), ANSWER]})
     with pytest.raises(DataError, match=r"`data\.remote: true` downloads it"):
         read(base, path)
     (document,) = read(base, path, "data.remote=true").train.documents(0)
     assert document.images[0].picture == Picture(data=PNG) and document.images[0].size == (32, 24)
-    monkeypatch.setattr(images, "DOWNLOAD_s", 0.4)
+    monkeypatch.setattr(download, "DOWNLOAD_s", 0.4)
     reader = open_reader(base, "data.remote=true")
     reasons = {
-        "/b.png": "404", "/slow": "more than 0.4 s", "/empty": "no bytes", "/file": "file:///etc", "/ftp": "ftp://",
+        "/b.png": "404", "/slow": "more than 0.4 s", "/head": "more than 0.4 s",
+        "/empty": "no bytes", "/file": "file:///etc", "/ftp": "ftp://",
         "/short": "97 bytes before its end",
     }  # fmt: skip
     for place, reason in reasons.items():
@@ -279,6 +330,46 @@ def test_addresses_of_the_web(site: str, base: Path, tmp_path: Path, monkeypatch
     assert reader.look(Picture(f"{site}/moved"), tmp_path).size == (32, 24)
     with pytest.raises(ValueError, match="refused"):
         reader.look(Picture("http://127.0.0.1:9/a.png"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("host", "found"),
+    [("127.0.0.1:9", "127.0.0.1"), ("localhost:9", ""), ("[::1]:9", "::1"), ("169.254.169.254", "169.254.169.254"),
+     ("10.0.0.1", "10.0.0.1"), ("192.168.1.1:80", "192.168.1.1"), ("[::ffff:10.0.0.1]", "10.0.0.1|a00:1"),
+     ("[fe80::1]", "fe80::1"), ("[64:ff9b::7f00:1]", "64:ff9b::7f00:1"), ("0.0.0.0:9", "0.0.0.0"),
+     ("2130706433", "127"),
+     ("224.0.0.1", "224.0.0.1"), ("[2002:7f00:1::]", "2002:7f00:1::"), ("100.64.0.1", "100.64.0.1")],
+)  # fmt: skip
+def test_addresses_of_the_own_network(host: str, found: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for form in ("http", "https"):
+        with pytest.raises(ValueError, match=rf"({found}).*, an address of the own network; save the image"):
+            download.download(f"{form}://{host}/a.png", 9)
+
+
+def test_a_name_that_leads_into_the_own_network(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its address, of which each is asked; and by a redirect of a public site. A proxy is taken as given."""
+    public = site.replace("127.0.0.1", "pictures.example.com")
+    known = socket.getaddrinfo
+
+    def names(host: str, *given: Any, **more: Any) -> Any:
+        return known("127.0.0.1" if host == "pictures.example.com" else host, *given, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", names)
+    with pytest.raises(ValueError, match=r"'pictures\.example\.com' is 127\.0\.0\.1, an address of the own"):
+        download.download(f"{public}/a.png", 9999)
+    asked, outside = list[str](), [True, False]
+    monkeypatch.setattr(download, "is_outside", lambda one: not asked.append(one) and outside[len(asked) - 1])
+    with pytest.raises(ValueError, match="an address of the own network"):
+        download.download(f"{public}/moved", 9999)
+    assert len(asked) == 2
+    monkeypatch.setattr(download, "is_outside", lambda one: one != "127.0.0.1")
+    monkeypatch.setenv("http_proxy", site)
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert download.download("http://pictures.example.invalid/a.png", 9999) == PNG
+    with pytest.raises(ValueError, match="an address of the own network"):
+        download.download(f"{public}/a.png", 9999)
 
 
 # --- what is read of sound ones
@@ -298,7 +389,7 @@ def test_formats_and_modes(form: str, mode: str, base: Path, tmp_path: Path) -> 
     assert seen.size == (40, 24) and seen.grid == (6, 10) and seen.tokens == 15
     reader = open_reader(base)
     with Image.open(tmp_path / "a") as opened:
-        size = dict(zip(("shortest_edge", "longest_edge"), reader.pixels, strict=True))
+        size = dict(zip(("shortest_edge", "longest_edge"), (reader.sizes.least, reader.sizes.most), strict=True))
         want = reader.processor(images=[opened.convert("RGB")], size=size, return_tensors="np")["pixel_values"]
     assert np.array_equal(reader.patches(seen), want) and want.shape == (60, 96) and want.std() > 0.02
 
@@ -326,7 +417,9 @@ def test_many_places_in_one_turn(base: Path, tmp_path: Path) -> None:
 def open_reader(base: Path, *sets: str) -> ImageReader:
     config = parse_config(f"{{model: {base}, objective: sft, data: {{path: x}}, output: o}}", "x.yaml", sets)
     tokens = open_tokens(config, base)
-    assert tokens is not None and isinstance(tokens.images, ImageReader)
+    assert tokens is not None
+    if isinstance(tokens.images, DataError):
+        raise tokens.images
     return tokens.images
 
 
@@ -549,6 +642,32 @@ def test_a_placeholder_written_in_a_text(base: Path, tmp_path: Path) -> None:
         read(base, write(tmp_path, row))
 
 
+# --- what a page shows
+
+
+def test_a_page_has_small_images(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A few, as JPEG in the page itself; of one that is gone the text alone."""
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (900, 1600, 3), np.uint8))
+    (tmp_path / "a.png").write_bytes(encoded(noise))
+    (tmp_path / "b.png").write_bytes(PNG)
+    rows = [{"messages": [asked(*[{"type": "image", "image": f"{n}.png"} for n in names]), ANSWER]} for names in "abb"]
+    text = f"model: {base}\nobjective: sft\ndata: {{path: {write(tmp_path, *rows)}}}\nbatch: {{seq: 384, tokens: 384}}"
+    (tmp_path / "c.yaml").write_text(f"{text}\ntrain: {{steps: 1}}\noutput: {tmp_path / 'out'}\n")
+    show(tmp_path / "c.yaml", out=tmp_path / "page", rows=5, first=0)
+    page = (tmp_path / "page" / "data.html").read_text()
+    small = [base64.b64decode(held) for held in re.findall(r'<img src="data:image/jpeg;base64,([^"]+)"', page)]
+    sizes = [Image.open(io.BytesIO(raw)).size for raw in small]
+    assert sizes == [(128, 72), (32, 24), (32, 24)] and max(map(len, small)) < 20_000
+    assert "image 1600 x 900, " in page and "data:image" not in capsys.readouterr().out
+    reader = open_reader(base)
+    seen, few = reader.look(Picture("b.png"), tmp_path), images.thumbnails(2)
+    assert few(seen) and few(seen) and few(seen) == ""
+    (tmp_path / "b.png").write_bytes(PNG[:-1] + b"!")
+    assert images.thumbnails(2)(seen) == ""
+    (tmp_path / "b.png").unlink()
+    assert images.thumbnails(2)(seen) == ""
+
+
 # --- what the plan counts
 
 
@@ -564,16 +683,94 @@ def test_sizes_are_the_processors_own() -> None:
         assert processed_size(height, width, factor, least, most) == smart_resize(height, width, factor, least, most)
 
 
-@pytest.mark.parametrize("kind", BASES)
+@pytest.mark.parametrize("kind", [*BASES, "siglip"])
 def test_parameters_of_a_tower(kind: str) -> None:
     """Counted from config.json, by transformers' own module; none of a base whose images are not read."""
-    given = {"text_config": {**TEXT_SIZES, **BASES[kind]["text_config"]}}
-    for vision in ({**TOWER, **BASES[kind]["vision_config"]}, {**BASES[kind]["vision_config"], "hidden_size": 64}):
-        config = CONFIG_MAPPING[kind](**copy.deepcopy(given), vision_config=vision)
+    own = copy.deepcopy(BASES["llava" if kind == "siglip" else kind])
+    own["text_config"] = {**TEXT_SIZES, **own["text_config"]}
+    own["vision_config"] |= {"model_type": "siglip_vision_model"} if kind == "siglip" else {}
+    own["vision_config"] |= {} if "model_type" in own["vision_config"] else TOWER | own["vision_config"]
+    name = {**NAMES, "siglip": "llava"}.get(kind, kind)
+    for given in (own, copy.deepcopy(own)):
+        config = CONFIG_MAPPING[name](**given)
         with torch.device("meta"):
-            visual = AutoModelForImageTextToText.from_config(config).model.visual
-        assert tower_parameters(config.to_dict()) == sum(p.numel() for p in visual.parameters())
-    assert tower_parameters({**config.to_dict(), "model_type": "llava"}) == 0
+            model = AutoModelForImageTextToText.from_config(config).model
+        want = sum(p.numel() for n, p in model.named_parameters() if n.startswith(PARTS))
+        assert tower_parameters(config.to_dict()) == want
+        given["vision_config"]["hidden_size"] = 64
+    other = {"mistral3": "qwen2_vl"}.get(kind, "idefics3")
+    assert tower_parameters({**config.to_dict(), "model_type": other}) == 0
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "llava", "pixtral", "mistral3"])
+def test_sizes_of_every_family(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The patches of images of any size are those that the processor makes; the plan's tokens are the run's."""
+    base = tmp_path / "base"
+    write_base(base, kind)
+    reader = open_reader(base)
+    sizes = reader.sizes
+    for width, height in [(1, 1), (64, 48), (7, 300), (300, 7), (41, 41), (16, 640)]:
+        (tmp_path / "a.png").write_bytes(encoded(Image.new("RGB", (width, height), "red")))
+        if 7 in (width, height) and kind in ("pixtral", "mistral3"):  # where the processor raises, for 40 / 300 of 7
+            with pytest.raises(ValueError, match="of which a side has none once the longest is reduced"):
+                reader.look(Picture("a.png"), tmp_path)
+            continue
+        seen = reader.look(Picture("a.png"), tmp_path)
+        assert len(reader.patches(seen)) == np.prod(seen.grid)
+        assert (
+            len(reader.written(seen.grid)) == seen.tokens == about_tokens(base, None, None)(Picture("a.png"), tmp_path)
+        )
+    with pytest.raises(ValueError, match="at most 200 times as long as wide"):
+        sizes.grid(1, 201)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bound", "found", "do"),
+    [
+        ("gemma3", "max_pixels=1000", "a base whose Gemma3ImageProcessor has one size", "leave it out"),
+        ("llava", "min_pixels=64", "a base whose CLIPImageProcessor has one size", "leave it out"),
+        ("gemma4", "min_pixels=64", "the largest size within a number of tokens", "leave it out"),
+        ("gemma4", "max_pixels=100", "100 (data.max_pixels)", "data.max_pixels of at least 4,480"),
+        ("mistral3", "min_pixels=64", "a longest edge, and no image is enlarged", "leave it out"),
+        ("mistral3", "max_pixels=20", "20 (data.max_pixels)", "data.max_pixels of at least 64"),
+        ("mistral3", "max_pixels=700", "", "grid 4 x 6"), ("gemma4", "max_pixels=9000", "", "grid 18 x 30"),
+    ],
+)  # fmt: skip
+def test_bounds_of_every_family(kind: str, bound: str, found: str, do: str, tmp_path: Path) -> None:
+    write_base(tmp_path, kind)
+    if not found:
+        high, wide = open_reader(tmp_path, f"data.{bound}").sizes.grid(300, 500)
+        assert do == f"grid {high} x {wide}"
+        return
+    with pytest.raises(NeedsError) as caught:
+        _ = open_reader(tmp_path, f"data.{bound}").sizes
+    assert found in caught.value.found and do in caught.value.do
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "edit", "found"),
+    [
+        ("gemma3", "config.json", {"boi_token_index": 7}, "boi_token_id of config.json: 7 is no added token"),
+        ("gemma3", "config.json", {"image_token_index": None}, "image_token_index of config.json: None is no"),
+        ("gemma3", "config.json", {"vision_config": {"model_type": "clip_vision_model"}}, "of the kind 'clip"),
+        ("gemma3", "preprocessor_config.json", {"do_pan_and_scan": True}, "do_pan_and_scan, which cuts an image"),
+        ("gemma3", "preprocessor_config.json", {"size": {"height": 40, "width": 40}}, "other patches than 8 x 8"),
+        ("llava", "preprocessor_config.json", {"crop_size": {"height": 24, "width": 24}}, "other patches than 6 x 6"),
+        ("llava", "preprocessor_config.json", {"do_center_crop": False}, "other patches than 6 x 6"),
+        ("mistral3", "processor_config.json", {"image_end_token": "[IMG_END]"}, "'[IMG_END]': None is no added token"),
+        ("mistral3", "config.json", {"text_config": {"vocab_size": 100}}, "260, and 100 rows of the embedding"),
+        ("pixtral", "config.json", {"vision_feature_select_strategy": "default"}, "'default', which leaves a"),
+        ("gemma4", "preprocessor_config.json", {"max_soft_tokens": 71}, "`max_soft_tokens` must be one of"),
+    ],
+)  # fmt: skip
+def test_parts_of_a_base_that_do_not_fit(kind: str, file: str, edit: Any, found: str, tmp_path: Path) -> None:
+    write_base(tmp_path, kind)
+    held = json.loads((tmp_path / file).read_text())
+    held |= {key: {**held[key], **new} if isinstance(new, dict) and key in held else new for key, new in edit.items()}
+    (tmp_path / file).write_text(json.dumps(held))
+    with pytest.raises(UserError) as caught:
+        _ = open_reader(tmp_path).sizes
+    assert found in caught.value.found
 
 
 def test_the_plan_counts_the_tower_and_the_images_tokens(base: Path, tmp_path: Path) -> None:
@@ -593,6 +790,7 @@ def test_the_plan_counts_the_tower_and_the_images_tokens(base: Path, tmp_path: P
 def test_what_was_tokenised_elsewhere_or_without_the_web_is_not_taken(
     site: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(download, "is_outside", lambda _: True)
     monkeypatch.setattr(tokenize, "CHUNK_bytes", 1)  # small data is kept on the disk, too
     cache = f"data.cache={tmp_path / 'cache'}"
     path = write(tmp_path, {"messages": [asked({"type": "image_url", "image_url": {"url": f"{site}/a.png"}}), ANSWER]})
@@ -607,6 +805,42 @@ def test_what_was_tokenised_elsewhere_or_without_the_web_is_not_taken(
         row = {"messages": [asked({"type": "image", "image": "a.png"}), ANSWER]}
         sizes.append(read(base, write(folder, row), cache).train.documents(0)[0].images[0].size)
     assert sizes == [(40, 24), (56, 24)]
+
+
+def test_a_row_refused_for_its_image_is_tried_again(
+    site: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the image has come, was mended or may be read; other shards and rows stay as they are."""
+    monkeypatch.setattr(download, "is_outside", lambda _: True)
+    monkeypatch.setattr(tokenize, "CHUNK_bytes", 1)
+    monkeypatch.setattr(tokenize, "SHARD_rows", 1)
+    monkeypatch.setattr(tokenize, "BATCH_rows", 1)
+    (tmp_path / "good.png").write_bytes(PNG)
+    (tmp_path / "half.png").write_bytes(PNG[:60])
+    names = ["good.png", "half.png", "missing.png", f"{site}/late", "folder/a.png"]
+    rows = [{"messages": [asked({"type": "image", "image": name}), ANSWER]} for name in names]
+    path = write(tmp_path, *rows, {"a": 1})
+    sets = (f"data.cache={tmp_path / 'cache'}", "data.bad_rows=quarantine", "data.most_bad=0.9", "data.remote=true")
+
+    def refused() -> list[int]:
+        return [row.where.line for row in read(base, path, *sets).refused]
+
+    def kept() -> set[tuple[str, int]]:
+        return {(file.name, file.stat().st_mtime_ns) for file in (tmp_path / "cache").rglob("*.safetensors")}
+
+    assert refused() == [2, 3, 4, 5, 6]
+    first = kept()
+    assert refused() == [2, 3, 4, 5, 6] and kept() == first
+    (tmp_path / "half.png").write_bytes(PNG)
+    assert refused() == [3, 4, 5, 6] and {name[:6] for name, _ in kept() ^ first} == {"000001"}
+    (tmp_path / "missing.png").write_bytes(PNG)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.png").write_bytes(PNG)
+    assert refused() == [4, 6]
+    monkeypatch.setattr(time, "time", lambda now=time.time: now() + 3600)
+    before = kept()
+    assert refused() == [4, 6] and {name[:6] for name, _ in kept() ^ before} == {"000003"}
+    assert len(read(base, path, *sets).train) == 4
 
 
 @pytest.mark.parametrize(
@@ -632,6 +866,31 @@ def test_levels_are_the_processors_own(base: Path, tmp_path: Path) -> None:
         seen = reader.look(Picture("a.png"), tmp_path)
         made = reader.processor(images=[Image.open(tmp_path / "a.png")], return_tensors="np")
         assert np.array_equal(reader.patches(seen), made["pixel_values"])
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "llava", "pixtral"])
+def test_levels_of_every_family(kind: str, tmp_path: Path) -> None:
+    """Each has all 256 values, in order; a processor whose pixels do not follow from them is refused."""
+    write_base(tmp_path, kind)
+    levels = open_reader(tmp_path).levels
+    assert levels.shape == (3, 256) and (np.diff(levels) > 0).all()
+    reader = open_reader(tmp_path)
+    own = reader.processor
+
+    class Drawn:
+        patch_size, size, max_soft_tokens = (
+            getattr(own, name, None) for name in ("patch_size", "size", "max_soft_tokens")
+        )
+
+        def __call__(self, **given: Any) -> Any:
+            made = own(**given)
+            made["pixel_values"] = made["pixel_values"] + 0.25 * (given.get("do_rescale") is False)
+            return made
+
+    reader.__dict__["processor"] = Drawn()
+    with pytest.raises(NeedsError) as caught:
+        _ = reader.levels
+    assert caught.value.found == "pixels that are not one for each value of a colour"
 
 
 def planned(base: Path, tmp_path: Path, *sets: str, withs: Sequence[str] = ()) -> tuple[dict[str, float], float]:
@@ -662,16 +921,23 @@ def test_the_plan_counts_what_a_tower_computes_and_trains(base: Path, tmp_path: 
     assert planned(base, tmp_path, "data.max_pixels=256")[0]["tower.flight"] < lines["none"]["tower.flight"]
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("kind", [*BASES])
 def test_the_projector_of_a_tower(kind: str) -> None:
-    vision = {**TOWER, **BASES[kind]["vision_config"]}
-    text = {**TEXT_SIZES, **BASES[kind]["text_config"]}
-    config = CONFIG_MAPPING[kind](text_config=text, vision_config=vision)
+    own = copy.deepcopy(BASES[kind])
+    own["text_config"] = {**TEXT_SIZES, **own["text_config"]}
+    own["vision_config"] = (
+        own["vision_config"] if "model_type" in own["vision_config"] else TOWER | own["vision_config"]
+    )
+    config = CONFIG_MAPPING[NAMES.get(kind, kind)](**own)
     with torch.device("meta"):
-        visual = AutoModelForImageTextToText.from_config(config).model.visual
+        model = AutoModelForImageTextToText.from_config(config).model
+    module = getattr(model, "visual", model)
     sizes = tower_sizes(config.to_dict())
     assert sizes is not None
-    assert sizes.projector == sum(p.numel() for name, p in visual.named_parameters() if name.startswith(PROJECTOR))
+    assert sizes.projector == sum(p.numel() for name, p in module.named_parameters() if name.startswith(PROJECTOR))
+    assert sizes.merge == {"gemma3": 4, "gemma4": 4, "llava": 1, "pixtral": 1}.get(kind, 4)
+    assert (sizes.depth, sizes.width, sizes.inner) == (2 if kind in ("pixtral", "mistral3") else 3, 16, 24)
+    assert sizes.flops(64, 64) > 2 * 64 * (sizes.parameters - sizes.projector - sizes.tables)
 
 
 @pytest.mark.parametrize(

@@ -253,3 +253,14 @@ def test_capped_scores_refuse_what_leaves_the_cap_out(with_: dict[str, dict[str,
     held = search.predict(masked, "h100").peak_bytes
     (tmp_path / "config.json").write_text(json.dumps({**sizes, "attn_logit_softcapping": None}))
     assert search.predict(masked, "h100").peak_bytes < held
+
+
+def test_a_language_model_that_a_published_base_leaves_to_its_class():
+    """LLaVA's text_config names what differs from the class of Llama alone."""
+    text = {"model_type": "llama", "vocab_size": 32064, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+    hf = {"model_type": "llava", "text_config": text, "vision_config": {"model_type": "clip_vision_model"}}
+    own, want = ModelShape.read(hf), CONFIG_MAPPING["llama"](**{key: text[key] for key in text if key != "model_type"})
+    assert native_obstacle(hf) is None
+    assert (own.width, own.ff_width, own.layers) == (want.hidden_size, want.intermediate_size, want.num_hidden_layers)
+    assert (own.heads, own.kv_heads, own.vocab) == (want.num_attention_heads, want.num_key_value_heads, 32064)
+    assert "hidden_size" in (native_obstacle({**hf, "model_type": "llava_next"}) or "")

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from optrush.data.chat_template import Tokens
     from optrush.data.dataset import Sources
     from optrush.data.packing import RowLayout
+    from optrush.data.preview import Pictures
     from optrush.data.samples import Dataset
     from optrush.decide import Decided
 
@@ -72,6 +73,7 @@ def show(
     prepared = _prepare(run)
     from optrush.console import use_color
     from optrush.data import preview
+    from optrush.data.images import thumbnails
 
     tokens = _tokens(prepared)
     whole = _whole(prepared, tokens)
@@ -82,10 +84,11 @@ def show(
         "objective": run.objective, "seq": T, "too_long": run.data.too_long,
         "lengths": preview.length_summary(lengths, source.targets(), T),
     }  # fmt: skip
+    pictures = thumbnails(0 if out is None else preview.MOST_IMAGES)
     if packed:
-        facts["rows"] = _rows(prepared, tokens, source, first, rows)
+        facts["rows"] = _rows(prepared, tokens, source, first, rows, pictures)
     else:
-        facts["samples"] = _samples(prepared, tokens, source, first, rows, random)
+        facts["samples"] = _samples(prepared, tokens, source, first, rows, random, pictures)
     if out is not None:
         from optrush.report import data
 
@@ -187,7 +190,7 @@ def _fills(prepared: Decided, source: Dataset) -> list[dict[str, Any]]:
 
 
 def _samples(
-    prepared: Decided, tokens: Tokens, source: Dataset, first: int, count: int, random: bool
+    prepared: Decided, tokens: Tokens, source: Dataset, first: int, count: int, random: bool, pictures: Pictures
 ) -> list[dict[str, Any]]:
     from optrush.data import preview
     from optrush.data.sampler import epoch_order
@@ -197,10 +200,12 @@ def _samples(
         order = cast(Sequence[int], epoch_order(source.spans, prepared.config.seed, 0))
     _check(first, len(order), "samples")
     wanted = ((int(i), source.documents(int(i))) for i in order[first : first + count])
-    return list(preview.describe_samples(source, tokens.tokenizer, wanted, prepared.env.seq))
+    return list(preview.describe_samples(source, tokens.tokenizer, wanted, prepared.env.seq, pictures))
 
 
-def _rows(prepared: Decided, tokens: Tokens, source: Dataset, first: int, count: int) -> list[dict[str, Any]]:
+def _rows(
+    prepared: Decided, tokens: Tokens, source: Dataset, first: int, count: int, pictures: Pictures
+) -> list[dict[str, Any]]:
     from optrush.data import preview
     from optrush.data.sampler import Stream
 
@@ -213,7 +218,7 @@ def _rows(prepared: Decided, tokens: Tokens, source: Dataset, first: int, count:
     steps = range(first // env.rows, min(plan.steps, (first + count - 1) // env.rows + 1))
     found = [(k * env.rows + b, row) for k in steps for b, row in enumerate(stream.step(k, plan)) if row]
     wanted = [(g, row) for g, row in found if first <= g < first + count]
-    return list(preview.describe_rows(source, tokens.tokenizer, wanted, env.seq))
+    return list(preview.describe_rows(source, tokens.tokenizer, wanted, env.seq, pictures))
 
 
 def _check(first: int, n: int, what: str) -> None:

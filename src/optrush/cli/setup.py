@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -51,7 +52,8 @@ def init(
         typer.Option("--objective", metavar="NAME", help="sft, pretrain, dpo, distill, ... (docs/contract.md)"),
     ] = None,
     data: Annotated[
-        str | None, typer.Option("--data", metavar="DATA", help="a JSON Lines file, sample:recipes, or random[:N]")
+        str | None,
+        typer.Option("--data", metavar="DATA", help="a JSON Lines file, sample:recipes, random[:N], or images"),
     ] = None,
     output: Annotated[str | None, typer.Option("--output", metavar="DIR", help="the run's folder")] = None,
     teacher: Annotated[
@@ -80,14 +82,7 @@ def init(
     It chooses techniques and sizes for this machine (or --hardware). On a terminal it asks for what no flag gives;
     elsewhere --model and --data are required, or --yes. FILE defaults to train.yaml.
     """
-    from optrush.planner.init_config import (
-        InitRequest,
-        check_data,
-        check_new_output,
-        check_objective,
-        check_sets,
-        compose,
-    )
+    from optrush.planner import init_config
 
     _check_file(file, force)
     asking = sys.stdin.isatty() and not yes
@@ -104,23 +99,50 @@ def init(
 
     help_ = "A Hugging Face folder or hub id; `tiny` is built in, small and random."
     model = value("--model", model, MODEL, help_, None)
-    help_ = "A JSON Lines file of conversations or texts; sample:recipes is built in."
-    check_sets(set_, epochs)
-    data = value("--data", data, DATA, help_, lambda text: check_data(text, set_))
-    suggested = check_data(data, set_)
-    if objective is None:
-        help_ = "sft learns the assistant's words of conversations, pretrain every token, dpo and its like from pairs."
-        objective = _prompt("--objective", suggested, help_, check_objective) if asking else suggested
-    if output is None:
-        help_ = "The folder that the run writes into; it must be new or empty."
-        output = _prompt("--output", _new(file), help_, check_new_output) if asking else _new(file)
-    method, seq, epochs = _how(method, seq, epochs, asking)
-    request = InitRequest(model, objective, data, output, hardware, with_, method, seq, epochs, teacher, set_)
-    first = compose(request, str(file))
-    _write(file, first.text, force)
+    help_ = "A JSON Lines file of conversations or texts, or a folder of images; sample:recipes is built in."
+    init_config.check_sets(set_, epochs)
+    with _captioned(file, force) as captioned:
+        data = captioned(value("--data", data, DATA, help_, lambda text: init_config.check_data(captioned(text), set_)))
+        suggested = init_config.check_data(data, set_)
+        if objective is None:
+            help_ = "sft learns the assistant's words of conversations, pretrain all tokens, dpo learns from pairs."
+            objective = _prompt("--objective", suggested, help_, init_config.check_objective) if asking else suggested
+        if output is None:
+            help_ = "The folder that the run writes into; it must be new or empty."
+            output = _prompt("--output", _new(file), help_, init_config.check_new_output) if asking else _new(file)
+        method, seq, epochs = _how(method, seq, epochs, asking)
+        request = init_config.InitRequest(
+            model, objective, data, output, hardware, with_, method, seq, epochs, teacher, set_
+        )
+        first = init_config.compose(request, str(file))
+        _write(file, first.text, force)
     ranks = f" --ranks {first.ranks}" if first.ranks > 1 else ""
     for more in (" --dry-run", ""):
         print(f"optrush train {shlex.quote(str(file))}{ranks}{more}")
+
+
+@contextmanager
+def _captioned(file: Path, force: bool) -> Iterator[Callable[[str], str]]:
+    """Yield a function that writes rows of a folder of images and returns the file; an error removes the file."""
+    from optrush.data.captions import has_images, write_captions
+
+    rows = file.with_suffix(".jsonl")
+    before = rows.exists()
+
+    def named(text: str) -> str:
+        if not has_images(folder := Path(text).expanduser()):
+            return text
+        if before:
+            _check_file(rows, force)
+        write_captions(folder, rows)
+        return str(rows)
+
+    try:
+        yield named
+    except BaseException:
+        if not before:
+            rows.unlink(missing_ok=True)
+        raise
 
 
 def _how(method: str | None, seq: int | None, epochs: float | None, asking: bool) -> tuple[str, int | None, float]:

@@ -32,6 +32,7 @@ class Documents(NamedTuple):
     longest: int  # on the host: the longest document, rounded up to a power of two, at most T
     single: bool  # on the host: every row begins one document and nothing but padding follows it
     filled: Tensor | None = None  # (B, T) bool: the slots that hold a token; None: all of them
+    mutual: Tensor | None = None  # (B, T) int32: the image whose placeholders read each other, from 1 on; 0: none
 
     def in_chunks(self, size: int, positions: Tensor) -> Documents:
         """Return the boundaries of chunks of `size` tokens of each document, as those of documents of their own.
@@ -52,7 +53,7 @@ class Images(NamedTuple):
 
     colours: Tensor  # (P, values) uint8: those of each patch
     slots: Tensor  # (S,) int64: its placeholders among the B*T slots
-    axes: Tensor  # (B, T, 3) int32: positions in time, height and width, which restart with each document
+    axes: Tensor  # (B, T, 3) int32: positions in time, height and width, which restart with each document; or (B, T, 0)
     rows: tuple[tuple[int, int, int], ...]  # on the host: images, patches and placeholders of each row
     grids: tuple[tuple[int, int], ...]  # on the host: patches of each in height and width
     # (3, 256) float32, on the host: what the base's image processor makes of each value of a colour. No tensor, for
@@ -145,6 +146,7 @@ class Batch:
             self.documents._replace(
                 starts=fixed, ids=self.documents.ids[first:last],
                 filled=None if self.documents.filled is None else self.documents.filled[first:last],
+                mutual=None if self.documents.mutual is None else self.documents.mutual[first:last],
             ),
             _terms(learnt, extra), learnt, sum(r.tokens for r in held), sum(r.attended for r in held),
             tuple(s for r in held for s in r.samples), held, extra,
@@ -163,8 +165,8 @@ class Batch:
 
     def _each(self, move: Callable[[Any], Any]) -> Batch:
         d = self.documents
-        filled = None if d.filled is None else move(d.filled)
-        documents = d._replace(starts=move(d.starts), ids=move(d.ids), filled=filled)
+        filled, mutual = (None if t is None else move(t) for t in (d.filled, d.mutual))
+        documents = d._replace(starts=move(d.starts), ids=move(d.ids), filled=filled, mutual=mutual)
         moved: dict[str, Any] = {name: move(getattr(self, name)) for name in ("tokens", "labels", "positions")}
         moved["images"] = None if self.images is None else self.images.each(move)
         return replace(self, documents=documents, extra={n: move(t) for n, t in self.extra.items()}, **moved)
@@ -237,23 +239,25 @@ def collate(
     if stored is not None:
         extra |= _taught(labels, [c.samples for c in counts], stored)
     bucket = min(T, max(SHORTEST, 1 << (longest - 1).bit_length()))
+    images, mutual = _images(rows, positions, reader)
     return Batch(
         torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(positions),
-        Documents(torch.from_numpy(starts), torch.from_numpy(ids), bucket, single, torch.from_numpy(filled)),
+        Documents(torch.from_numpy(starts), torch.from_numpy(ids), bucket, single, torch.from_numpy(filled), mutual),
         _terms(learnt, extra), learnt, sum(c.tokens for c in counts), sum(c.attended for c in counts),
-        tuple(s for c in counts for s in c.samples), tuple(counts), extra, _images(rows, positions, reader),
+        tuple(s for c in counts for s in c.samples), tuple(counts), extra, images,
     )  # fmt: skip
 
 
 def _images(
     rows: Sequence[Sequence[tuple[int, Document]]], positions: np.ndarray, reader: ImageReader | None
-) -> Images | None:
-    """Return the images of the rows' documents, and the positions (B, T) by three axes; None: they have none.
+) -> tuple[Images | None, Tensor | None]:
+    """Return the images of the rows' documents, None: they have none; and `Documents.mutual`.
 
     A text's token has one position on all axes. An image begins at the next one, and has one in time, and one each for
     its rows and columns; behind it positions go on from the largest. Source: arXiv:2409.12191.
     """
-    T, axes = positions.shape[1], np.repeat(positions[..., None], 3, 2)
+    turned, T = reader is not None and reader.spec.axes != "one", positions.shape[1]
+    axes, mutual = np.repeat(positions[..., None], 3 * turned, 2), np.zeros_like(positions)
     patches, slots = list[np.ndarray](), list[np.ndarray]()
     grids, counts = list[tuple[int, int]](), list[tuple[int, int, int]]()
     for b, row in enumerate(rows):
@@ -261,22 +265,25 @@ def _images(
         for _, document in row:
             for image in document.images:
                 assert reader is not None
-                high, wide = (n // reader.merge for n in image.grid)
                 first, end, stop = at + image.at, at + image.at + image.tokens, at + len(document)
-                place = int(axes[b, first, 0])  # of a text's token there
-                axes[b, first:end] = place + np.stack(
-                    [np.zeros(image.tokens, np.int32), *(k.reshape(-1) for k in np.indices((high, wide), np.int32))], 1
-                )
-                axes[b, end:stop] += max(high, wide) - image.tokens
+                if turned:
+                    high, wide = (n // reader.sizes.merge for n in image.grid)
+                    place = int(axes[b, first, 0])  # of a text's token there
+                    laid = [k.reshape(-1) for k in np.indices((high, wide), np.int32)]
+                    axes[b, first:end] = place + np.stack([np.zeros_like(laid[0]), *laid], 1)
+                    axes[b, end:stop] += max(high, wide) - image.tokens
                 patches.append(reader.colours(image))
                 grids.append(image.grid)
-                slots.append(np.arange(b * T + first, b * T + end))
+                places = first + np.flatnonzero(document.ids[image.at : image.at + image.tokens] == reader.token)
+                mutual[b, places] = len(grids)
+                slots.append(b * T + places)
             at += len(document)
         counts.append((len(grids) - before[0], sum(map(len, patches)) - before[1], sum(map(len, slots)) - before[2]))
     if reader is None or not grids:
-        return None
-    colours, places = torch.from_numpy(np.concatenate(patches)), torch.from_numpy(np.concatenate(slots))
-    return Images(colours, places, torch.from_numpy(axes), tuple(counts), tuple(grids), reader.levels)
+        return None, None
+    colours, held = torch.from_numpy(np.concatenate(patches)), torch.from_numpy(np.concatenate(slots))
+    made = Images(colours, held, torch.from_numpy(axes), tuple(counts), tuple(grids), reader.levels)
+    return made, torch.from_numpy(mutual) if reader.mutual else None
 
 
 def _pairs(

@@ -215,16 +215,19 @@ class Tokens:
             for image in images:
                 seen.append(self.images.look(image, where.file.parent))
         except ValueError as error:
-            return bad_row(where, f"image {len(seen) + 1} of {len(images)}: {error}")
+            bad = bad_row(where, f"image {len(seen) + 1} of {len(images)}: {error}")
+            bad.image = images[len(seen)].path
+            return bad
         if (n := int((document.ids == self.images.token).sum())) != len(seen):
             mark = self.tokenizer.convert_ids_to_tokens(self.images.token)
             found = f"{len(seen)} images, and {n} of {mark} in what the chat template writes"
             return DataError(f"to render the messages at {where}", found, "give the base's own (model.chat_template)")
         places, times = document.ids == self.images.token, np.ones(len(document), np.int64)
         times[places] = [image.tokens for image in seen]
-        begin = (times.cumsum() - times)[places].tolist()
+        begin, ids = (times.cumsum() - times)[places].tolist(), np.repeat(document.ids, times)
+        ids[np.repeat(places, times)] = np.concatenate([self.images.written(image.grid) for image in seen])
         return Document(
-            np.repeat(document.ids, times), np.repeat(document.targets & ~places, times),
+            ids, np.repeat(document.targets & ~places, times),
             weights=None if document.weights is None else np.repeat(document.weights, times),
             images=tuple([image._replace(at=at) for image, at in zip(seen, begin, strict=True)]),
         )  # fmt: skip
@@ -399,7 +402,8 @@ class Tokens:
             found = f"{size} bytes; at most {LONGEST_TEMPLATE_bytes} are taken"
             raise DataError("the chat template", found, GIVE_TEMPLATE)
         source = source if self._today is None else _dated(source, self._today)
-        return Template(source, self.tokenizer.special_tokens_map)
+        frame = self.images.frame if isinstance(self.images, ImageReader) else ("", "")
+        return Template(source, self.tokenizer.special_tokens_map, frame)
 
     def _draft(self, row: Text | Chat | Completion, train_on: str, where: RowLocation) -> _Draft:
         assert train_on in TRAIN_ON, train_on

@@ -13,14 +13,13 @@ import hashlib
 import io
 import json
 import math
-import time
-import urllib.request
+import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,26 +27,28 @@ import numpy as np
 
 from optrush.config import Config
 from optrush.console import transformers_silenced
+from optrush.data.download import REMOTE, download
+from optrush.data.image_sizes import ImageSizes, sizes_of
 from optrush.data.strict_json import kind_of, quoted
-from optrush.errors import DataError, NeedsError, first_line
+from optrush.errors import DataError, NeedsError, UserError, first_line
 from optrush.files import open_file, parse_json, read_file, read_text
-from optrush.models.families import TOWERS
-from optrush.models.text_part import is_multimodal, tower_sizes
+from optrush.models.families import TOWER_BASES, TowerSpec
+from optrush.models.text_part import image_token, is_multimodal, reads_mutually, tower_sizes, tower_spec
 from optrush.tokenizer_files import PROCESSORS
 
 MARK = "\ufdd0"  # in a turn's text, where an image is: a code point that texts do not have
 PLACE = "<image>"  # in the texts of a row with `images`
+# What other tools call a row's images: `image_path`, `img`, `picture_urls`.
+NAMING = re.compile(r"(?i)(image|img|picture|photo)s?(_?(url|uri|path|file|file_?name|bytes|base64|b64|data)s?)?")
 IMAGE_PARTS = ("image", "image_url")  # types of a part of a turn's content
 SOURCES = ("bytes", "base64", "image", "image_url", "url", "path")  # keys of such a part
 # Their decoders are part of Pillow: others start programs (EPS) or are hardly ever used, and so hardly tried.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 MOST_FILE_bytes, MOST_PIXELS = 64 << 20, 100_000_000  # of an image; a phone's has up to 16 MiB, and 50 million
-NARROW = 200  # times that an image is at most as long as wide
 USUAL = 256.0  # placeholders of an image, where nothing is known of it
 LONGEST_PATH_chars = 4096
-REMOTE, DOWNLOAD_s = ("http://", "https://"), 60.0
+PLAIN = {"do_rescale": False, "do_normalize": False}  # of a processor that leaves colours as they are
 ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # a tag of cameras, and its values that exchange width and height
-KIND = "Qwen2VLImageProcessor"  # how the names of transformers' classes begin whose patches the towers take
 
 
 class Picture(NamedTuple):
@@ -140,18 +141,32 @@ def _decoded(text: str) -> bytes:
     return data
 
 
-def place_images(found: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
-    """Return a row whose `images` are parts of its turns: at each `<image>`, or in the parts without an image.
+def image_keys(found: dict[str, Any]) -> list[str]:
+    """Return the keys by which a row or a turn names images: `images` and `image`, else others if it has a place."""
+    named = [key for key, value in found.items() if NAMING.fullmatch(key) and value not in (None, "", [], {})]
+    own = [key for key in named if key in ("images", "image")]
+    return own or (named if named and _has_place(found) else [])
+
+
+def _has_place(found: Any) -> bool:
+    """Return whether a value of a row has a place for an image that it does not name there."""
+    if isinstance(found, dict):
+        empty = found.get("type") in IMAGE_PARTS and all(found.get(key) is None for key in SOURCES)
+        return empty or any(map(_has_place, found.values()))
+    return any(map(_has_place, found)) if isinstance(found, list) else isinstance(found, str) and PLACE in found
+
+
+def place_images(found: dict[str, Any], named: list[str], keys: tuple[str, ...]) -> dict[str, Any]:
+    """Return a row whose images are parts of its turns: at each `<image>`, or in the parts without an image.
 
     Args:
+        named: the keys of its images.
         keys: those of its turns, lists of objects.
 
     Raises ValueError: other images than places.
     """
-    given = [found[key] for key in ("images", "image") if found.get(key)]
-    rest = {key: value for key, value in found.items() if key not in ("images", "image")}
-    if not given:
-        return rest
+    given = [found[key] for key in named]
+    rest = {key: value for key, value in found.items() if key not in ("images", "image", *named)}
     listed = given[0] if isinstance(given[0], list) else [given[0]]
     left, places = iter(listed), 0
 
@@ -183,39 +198,22 @@ def place_images(found: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]
         if isinstance(rest.get(key), list):
             rest[key] = [turn(one) for one in rest[key]]
     if len(given) > 1 or places != len(listed):
-        where = "" if len(given) == 1 else " in both 'images' and 'image'"
+        where = "" if named[0] in ("images", "image") else f" in {named[0]!r}"
+        where = where if len(named) == 1 else f" in both {' and '.join(map(repr, named))}"
         raise ValueError(f"images: {len(listed)}{where}; places for them in its turns ({PLACE}): {places}")
     return rest
-
-
-def processed_size(height: int, width: int, factor: int, least: int, most: int) -> tuple[int, int]:
-    """Return the height and width that the image processor makes of an image's, multiples of `factor`.
-
-    To the pixel what `smart_resize` of transformers returns, which needs no import here. Raises ValueError: too narrow.
-    """
-    if max(height, width) > NARROW * min(height, width):
-        raise ValueError(f"{width} x {height} pixels; at most {NARROW} times as long as wide")
-    high, wide = (round(n / factor) * factor for n in (height, width))
-    if high * wide > most:
-        scale = math.sqrt(height * width / most)
-        high, wide = (max(factor, math.floor(n / scale / factor) * factor) for n in (height, width))
-    elif high * wide < least:
-        scale = math.sqrt(least / (height * width))
-        high, wide = (math.ceil(n * scale / factor) * factor for n in (height, width))
-    return high, wide
 
 
 def about_tokens(folder: Path, least: int | None, most: int | None) -> Callable[[Picture, Path], float]:
     """Return what estimates the placeholders of an image, without transformers; of one that is not read, USUAL."""
     try:
-        vision, given = parse_json(read_text(folder / "config.json"))["vision_config"], {}
-        if (folder / PROCESSORS[0]).is_file():
-            given = parse_json(read_text(folder / PROCESSORS[0]))
-        factor = int(vision.get("patch_size", 14)) * int(vision.get("spatial_merge_size", 2))
-        size = given.get("size") or {}
-        low = least or given.get("min_pixels") or size.get("shortest_edge") or 4 * factor**2
-        high = most or given.get("max_pixels") or size.get("longest_edge") or 1280 * factor**2
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # the run reports it
+        hf, given = parse_json(read_text(folder / "config.json")), dict[str, Any]()
+        for name in PROCESSORS[1::-1]:
+            if (folder / name).is_file():
+                found = parse_json(read_text(folder / name))
+                given |= found.get("image_processor") or found
+        sizes = sizes_of(hf, given.get, least, most)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, AssertionError, UserError):  # the run reports it
         return lambda *_: USUAL
 
     def tokens(given: Picture, at: Path) -> float:
@@ -223,7 +221,7 @@ def about_tokens(folder: Path, least: int | None, most: int | None) -> Callable[
             if given.path.startswith(REMOTE):
                 return USUAL
             with _opened(_bytes(given, at)) as image:
-                return math.prod(processed_size(image.height, image.width, factor, int(low), int(high))) / factor**2
+                return sizes.tokens(sizes.grid(image.height, image.width))
         except ValueError:  # the run names it
             return USUAL
 
@@ -236,9 +234,12 @@ def obstacle(config: Config, base: Path | None, hf: Any) -> DataError | None:
     if base is None or hf is None:
         found = "a model without a folder: its tower has no weights"
         return DataError(asked, found, f"name one (model.path), or {text}")
-    kind, named = hf.get("model_type"), f"a base of one of {', '.join(TOWERS)}"
-    if kind not in TOWERS or not is_multimodal(hf):
-        return DataError(asked, f"a base of model_type {kind!r}, whose images are not read", f"take {named}, or {text}")
+    kind, named = hf.get("model_type"), f"a base of one of {', '.join(TOWER_BASES)}"
+    if tower_spec(hf) is None:
+        tower = hf["vision_config"].get("model_type") if kind in TOWER_BASES and is_multimodal(hf) else None
+        tower = "" if tower is None else f" with a tower of the kind {tower!r}"
+        found = f"a base of model_type {kind!r}{tower}, whose images are not read"
+        return DataError(asked, found, f"take {named}, or {text}")
     obstacles = (
         (config.objective != "sft" or config.loss is not None, f"objective: {config.objective}", "objective: sft"),
         (config.model.implementation == "transformers", "model.implementation: transformers", "leave it out"),
@@ -259,6 +260,8 @@ class ImageReader:
         hf: its config.json.
         least, most: pixels of an image (`data.min_pixels`, `data.max_pixels`); None: the processor's own.
         remote: `data.remote`.
+        marks: ids of what is written besides placeholders: behind each row of them and the last, or before and behind.
+        frame: what a template writes for an image, and what the base's own processor makes of that; "": nothing.
     """
 
     folder: Path
@@ -266,23 +269,33 @@ class ImageReader:
     least: int | None = None
     most: int | None = None
     remote: bool = False  # download images at addresses of the web
+    marks: tuple[int, ...] = ()
+    frame: tuple[str, str] = ("", "")
+
+    @cached_property
+    def spec(self) -> TowerSpec:
+        """How the base reads images."""
+        found = tower_spec(self.hf)
+        assert found is not None
+        return found
 
     @property
     def token(self) -> int:
         """The id of a placeholder."""
-        return int(self.hf["image_token_id"])
+        return int(image_token(self.hf))
 
     @property
-    def merge(self) -> int:
-        """Patches in height, and in width, of a placeholder."""
-        return int(self.hf["vision_config"].get("spatial_merge_size", self.processor.merge_size))
+    def mutual(self) -> bool:
+        """Whether the placeholders of an image read each other, in some layers."""
+        return reads_mutually(self.hf)
 
     @property
     def identity(self) -> str:
         """A digest of all that decides how many placeholders an image has."""
         parts = [read_file(self.folder / name) for name in PROCESSORS if (self.folder / name).is_file()]
-        facts = json.dumps([self.hf.get("model_type"), self.token, self.least, self.most, self.remote]).encode()
-        return hashlib.sha256(b"\0".join([facts, *parts])).hexdigest()
+        facts: list[Any] = [self.hf.get("model_type"), self.token, self.least, self.most, self.remote]
+        facts += [self.marks, self.frame, self.hf.get("vision_config")]
+        return hashlib.sha256(b"\0".join([json.dumps(facts).encode(), *parts])).hexdigest()
 
     @cached_property
     def processor(self) -> Any:
@@ -301,31 +314,76 @@ class ImageReader:
         except Exception as error:  # of its files: what is wrong in them decides the class of the exception
             raise NeedsError(asked, first_line(error), "download that folder again") from None
         vision, do = self.hf["vision_config"], "take the preprocessor_config.json that belongs to the base"
-        if not type(made).__name__.startswith(KIND):
-            raise NeedsError(asked, f"a {type(made).__name__}, not a {KIND}", do)
-        for name, key in (("patch_size",) * 2, ("merge_size", "spatial_merge_size"), ("temporal_patch_size",) * 2):
+        kinds = self.spec.processors
+        if not type(made).__name__.startswith(kinds):
+            raise NeedsError(asked, f"a {type(made).__name__}, not a {' or '.join(kinds)}", do)
+        if getattr(made, "do_pan_and_scan", None):
+            raise NeedsError(asked, "do_pan_and_scan, which cuts an image into several", "set it to false there")
+        pairs = (("patch_size",) * 2, ("merge_size", "spatial_merge_size"), ("temporal_patch_size",) * 2)
+        for name, key in pairs if self.spec.sizes == "bounded" else ():
             if key in vision and getattr(made, name) != vision[key]:
                 found = f"{name} {getattr(made, name)}, and {vision[key]} in the vision_config of config.json"
                 raise NeedsError(asked, found, do)
         return made
 
     @cached_property
-    def pixels(self) -> tuple[int, int]:
-        """The least and the most pixels of an image; raises NeedsError: the first is larger."""
-        size = self.processor.size
-        least = size["shortest_edge"] if self.least is None else self.least
-        most = size["longest_edge"] if self.most is None else self.most
-        if least > most:
-            found = f"at least {least:,} (data.min_pixels), at most {most:,} (data.max_pixels) pixels"
-            raise NeedsError("the size of images", found, "give data.min_pixels and data.max_pixels, the first smaller")
-        return int(least), int(most)
+    def sizes(self) -> ImageSizes:
+        """The sizes of images; raises NeedsError: the processor makes others than config.json needs."""
+        made = self.processor
+        found = sizes_of(self.hf, lambda name: getattr(made, name, None), self.least, self.most)
+        from PIL import Image
+
+        grid = found.grid(48, 64)
+        wrong = f"an image of 64 x 48 pixels has other patches than {grid[0]} x {grid[1]}, those by config.json"
+        try:
+            if self._prepared(Image.new("RGB", (64, 48)), found, grid, {}) is not None:
+                return found
+        except ValueError as error:
+            wrong = first_line(error)
+        do = "take the preprocessor_config.json that belongs to the base"
+        raise NeedsError(f"the image processor of {self.folder}", wrong, do)
+
+    def _prepared(
+        self, image: Any, sizes: ImageSizes, grid: tuple[int, int], options: dict[str, Any]
+    ) -> np.ndarray | None:
+        """Return an image's patches, of one frame, (P, colours, values of each); None: they are not those of its grid.
+
+        options: what the processor is called with besides; PLAIN: without them colours are no longer integers.
+        """
+        made = self.processor(images=[image], return_tensors="np", **sizes.options, **options)
+        values, (high, wide), patch = np.asarray(made["pixel_values"], np.float32), grid, sizes.patch
+        if self.spec.sizes == "bounded":  # frames in the middle, all the same
+            right = made["image_grid_thw"].tolist() == [[1, *grid]]
+            return values.reshape(len(values), 3, -1, patch**2)[:, :, 0] if right else None
+        if self.spec.sizes == "budget":  # colours last
+            places = made["image_position_ids"][0]
+            held = places[(places >= 0).all(-1)]
+            right = len(held) == high * wide and held[-1].tolist() == [wide - 1, high - 1]
+            return values[0, : high * wide].reshape(high * wide, -1, 3).swapaxes(1, 2) if right else None
+        side = math.isqrt(sizes.most) if self.spec.sizes == "one" else 0  # what is left of it has no patch
+        if values.shape != (1, 3, side or high * patch, side or wide * patch):
+            return None
+        cut = values[0, :, : high * patch, : wide * patch].reshape(3, high, patch, wide, patch)
+        return cut.transpose(1, 3, 0, 2, 4).reshape(high * wide, 3, -1)
+
+    def written(self, grid: tuple[int, int]) -> np.ndarray:
+        """Return the token ids of an image, (n,) int32."""
+        high, wide = (n // self.sizes.merge for n in grid)
+        if self.spec.frame == "rows":
+            rows = np.full((high, wide + 1), self.token, np.int32)
+            rows[:, -1], rows[-1, -1] = self.marks
+            return rows.reshape(-1)
+        ids = np.full(self.sizes.tokens(grid), self.token, np.int32)
+        if self.spec.frame == "ids":
+            ids[0], ids[-1] = self.marks
+        return ids
 
     def look(self, given: Picture, folder: Path) -> SeenImage:
         """Return an image's size, grid and placeholders, once it was decoded; raises ValueError for a bad one."""
         if given.path.startswith(REMOTE):
             if not self.remote:
                 raise ValueError(f"the address {quoted(given.path[:80])}; `data.remote: true` downloads it")
-            given = Picture(data=_downloaded(given.path))
+            given = Picture(data=download(given.path, MOST_FILE_bytes))
         raw = _bytes(given, folder)
         with _opened(raw) as image:
             width, height = image.size
@@ -335,10 +393,8 @@ class ImageReader:
             if image.mode.startswith(("I", "F")):
                 raise ValueError(f"pixels of the mode {image.mode}, which 8 bits do not hold; save it with 8")
             image.load()
-        made, (least, most) = self.processor, self.pixels
-        patch, merge = int(made.patch_size), int(made.merge_size)
-        high, wide = (n // patch for n in processed_size(height, width, patch * merge, least, most))
-        return SeenImage(0, high * wide // merge**2, (high, wide), (width, height), _digest(raw), given, folder)
+        grid = self.sizes.grid(height, width)
+        return SeenImage(0, self.sizes.tokens(grid), grid, (width, height), _digest(raw), given, folder)
 
     def flops(self, seen: SeenImage) -> float:
         """Return the FLOPs of the tower's forward pass on an image."""
@@ -347,26 +403,41 @@ class ImageReader:
 
     @cached_property
     def levels(self) -> np.ndarray:
-        """What the processor makes of each of the 256 values of a colour, (colours, 256) float32."""
-        side = int(self.processor.patch_size * self.processor.merge_size)
-        side *= -(-16 // side)
-        grey = np.repeat((np.arange(side**2) % 256).astype(np.uint8).reshape(side, side, 1), 3, 2)
-        size = {"shortest_edge": side**2, "longest_edge": side**2}
-        raw, made = (self._processed(grey, size, plain=plain)[0] for plain in (True, False))
-        found = np.zeros((3, 256), np.float32)
-        for colour, (before, after) in enumerate(zip(np.split(raw, 3, 1), np.split(made, 3, 1))):
-            found[colour, before.astype(np.uint8)] = after
+        """What the processor makes of each of the 256 values of a colour, (colours, 256) float32.
+
+        Raises NeedsError: what it makes of a value depends on others.
+        """
+        sizes, found, known = self.sizes, np.zeros((3, 256), np.float32), np.zeros((3, 256), bool)
+        if self.spec.sizes in ("bounded", "longest"):  # else an image has one size, or one of a few
+            side = sizes.factor * -(-16 // sizes.factor)
+            sizes = replace(sizes, least=side**2, most=side**2)
+        side = math.isqrt(sizes.most) // (one := 1 if self.spec.sizes == "one" else sizes.factor) * one
+        colour, noise = np.arange(3)[:, None], np.random.default_rng(0).integers(0, 256, 48 * 64)
+        for shown, values in ((sizes, np.arange(side**2)), (sizes, np.arange(side**2) + 128), (self.sizes, noise)):
+            high, wide = (48, 64) if values is noise else (side, side)
+            image = np.repeat((values % 256).astype(np.uint8).reshape(high, wide, 1), 3, 2)
+            raw, made = (self._prepared(image, shown, shown.grid(high, wide), given) for given in (PLAIN, {}))
+            assert raw is not None and made is not None
+            place = raw.astype(np.uint8)
+            alike = not known[colour, place].all() or np.allclose(found[colour, place], made, 0, 1e-6)
+            if not alike or not np.array_equal(place, raw):
+                what = "pixels that are not one for each value of a colour"
+                do = "take the preprocessor_config.json that belongs to the base"
+                raise NeedsError(f"the image processor of {self.folder}", what, do)
+            found[colour, place], known[colour, place] = made, True
         return found
 
     def patches(self, seen: SeenImage) -> np.ndarray:
-        """Return an image's patches as the processor makes them, (P, values) float32; raises DataError as `colours`."""
-        found = self.colours(seen).reshape(-1, 3, 1, int(self.processor.patch_size) ** 2)
-        values: np.ndarray = self.levels[np.arange(3)[:, None, None], found]
-        values = values.repeat(int(self.processor.temporal_patch_size), 2)
-        return values.reshape(len(found), -1)
+        """Return what the processor makes of an image's colours, one after the other, (P, values) float32.
+
+        Raises DataError: as `colours`.
+        """
+        found = self.colours(seen)
+        made: np.ndarray = self.levels[np.arange(3)[:, None, None], found.reshape(len(found), 3, 1, -1)]
+        return made.repeat(int(getattr(self.processor, "temporal_patch_size", 1)), 2).reshape(len(found), -1)
 
     def colours(self, seen: SeenImage) -> np.ndarray:
-        """Return the colours of an image's patches, of one frame: (P, values) uint8, an eighth of what a tower takes.
+        """Return the colours of an image's patches, of one frame, one colour after the other: (P, values) uint8.
 
         Raises DataError: it is no longer what it was when its row was tokenized.
         """
@@ -380,55 +451,43 @@ class ImageReader:
                 from PIL import ImageOps
 
                 upright = ImageOps.exif_transpose(image).convert("RGB")  # as transformers loads images
-                least, most = self.pixels
-                values, grid = self._processed(upright, {"shortest_edge": least, "longest_edge": most}, plain=True)
+                values = self._prepared(upright, self.sizes, seen.grid, PLAIN)
         except ValueError as error:
             raise DataError(asked, str(error), do) from None
-        if grid != [[1, *seen.grid]]:
-            found = f"{seen.grid[0]} x {seen.grid[1]} patches by its size, and {grid} by the image processor"
+        if values is None:
+            found = f"{seen.grid[0]} x {seen.grid[1]} patches by its size, and others by the image processor"
             raise DataError(asked, found, "report it with the image and the base's preprocessor_config.json")
-        frames = values.reshape(len(values), 3, int(self.processor.temporal_patch_size), -1)  # all are the same
-        return frames[:, :, 0].reshape(len(values), -1).astype(np.uint8)
+        return values.reshape(len(values), -1).astype(np.uint8)
 
-    def _processed(self, image: Any, size: dict[str, int], *, plain: bool) -> tuple[np.ndarray, list[list[int]]]:
-        """Return the patches and the grid of an image by the processor; `plain`: its colours as they are."""
-        raw: dict[str, Any] = {"do_rescale": False, "do_normalize": False} if plain else {}
-        made = self.processor(images=[image], size=size, return_tensors="np", **raw)
-        return np.asarray(made["pixel_values"]), made["image_grid_thw"].tolist()
+
+SIDE_pixels = 128  # of a thumbnail
+
+
+def thumbnails(most: int) -> Callable[[SeenImage], str]:
+    """Return a function that makes a small JPEG of an image, as a data: address; "" after `most`, or if it is gone."""
+    left = iter(range(most))
+
+    def small(seen: SeenImage) -> str:
+        try:
+            raw = _bytes(seen.picture, seen.folder) if next(left, None) is not None else b""
+            if not raw or _digest(raw) != seen.digest:
+                return ""
+            with _opened(raw) as image:
+                from PIL import ImageOps
+
+                image.draft("RGB", (2 * SIDE_pixels,) * 2)
+                made, file = ImageOps.exif_transpose(image).convert("RGB"), io.BytesIO()
+                made.thumbnail((SIDE_pixels,) * 2)
+                made.save(file, "JPEG", quality=75)
+        except ValueError:
+            return ""
+        return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+    return small
 
 
 def _digest(raw: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little", signed=True)
-
-
-class _WebOnly(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *given: Any) -> urllib.request.Request | None:
-        if not given[-1].startswith(REMOTE):  # ftp, which urllib would follow
-            raise ValueError(f"it leads to {quoted(given[-1][:80])}")
-        return super().redirect_request(*given)
-
-
-def _downloaded(address: str) -> bytes:
-    """Return the bytes at an address; raises ValueError: none come in time, or more than MOST_FILE_bytes."""
-    parts, left, until = list[bytes](), MOST_FILE_bytes, time.monotonic() + DOWNLOAD_s
-    try:
-        asked = urllib.request.Request(address, headers={"User-Agent": "optrush"})
-        with urllib.request.build_opener(_WebOnly).open(asked, timeout=DOWNLOAD_s / 2) as answer:
-            while piece := answer.read1(1 << 16):
-                parts.append(piece)
-                left -= len(piece)
-                if left < 0 or time.monotonic() > until:
-                    what = (
-                        f"more than {MOST_FILE_bytes:,} bytes" if left < 0 else f"it takes more than {DOWNLOAD_s:g} s"
-                    )
-                    raise ValueError(what)
-            if answer.length:
-                raise ValueError(f"cut off, {answer.length:,} bytes before its end")
-    except (OSError, ValueError, HTTPException) as error:
-        raise ValueError(f"{quoted(address[:80])}: {first_line(error)}") from None
-    if not parts:
-        raise ValueError(f"{quoted(address[:80])}: no bytes")
-    return b"".join(parts)
 
 
 def _bytes(given: Picture, folder: Path) -> bytes:
@@ -438,9 +497,9 @@ def _bytes(given: Picture, folder: Path) -> bytes:
     else:
         path = folder / given.path
         try:
-            with open_file(path) as file:
-                size = file.seek(0, 2)
-            raw = read_file(path) if size <= MOST_FILE_bytes else b""
+            with open_file(path) as file:  # once: it may be replaced meanwhile
+                raw = file.read(MOST_FILE_bytes + 1)
+                size = max(len(raw), os.fstat(file.fileno()).st_size)
         except OSError as error:
             raise ValueError(f"{path}: {error.strerror or first_line(error)}") from None
     if size > MOST_FILE_bytes:

@@ -138,8 +138,9 @@ OPERATORS = {
 class Template:
     """A template's source with the names of the tokenizer's special tokens that it may write."""
 
-    def __init__(self, source: str, special: Mapping[str, Any]) -> None:
-        self.source = source
+    def __init__(self, source: str, special: Mapping[str, Any], frame: tuple[str, str] = ("", "")) -> None:
+        """frame: what it writes for an image, and what is written instead; "": as it is."""
+        self.source, self._frame = source, frame
         self._special = dict(special)
 
     def shown(self, message: Message) -> Shown:
@@ -216,7 +217,7 @@ class Template:
                 messages=turns, tools=list(tools) or None, documents=None, add_generation_prompt=prompt, **self._special
             )
         assert isinstance(rendered, str)
-        return rendered
+        return rendered.replace(*self._frame) if self._frame[0] else rendered
 
     @cached_property
     def _environment(self) -> Any:

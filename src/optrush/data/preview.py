@@ -7,13 +7,14 @@ that training receives, not taken from the row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from optrush.data.images import SeenImage
 from optrush.data.packing import LAYOUTS, survey
 from optrush.data.samples import Mismatched
 from optrush.data.schema import Document
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from optrush.config import Config
     from optrush.data.samples import Dataset
 
+Pictures = Callable[[SeenImage], str]
+
 OPEN, CLOSE = "⟦", "⟧"  # around what is learnt
 OPEN_SPECIAL, CLOSE_SPECIAL = "⟪", "⟫"  # around a special token
 BORDER = "╎"  # between tokens
@@ -29,6 +32,7 @@ MARKS = OPEN + CLOSE + OPEN_SPECIAL + CLOSE_SPECIAL + BORDER
 HEAD_tok, TAIL_tok = 768, 256  # of a long document, decoded at its beginning and end
 CONTEXT_tok = 4  # decoded before a token: many tokenizers drop the space in front of what they decode
 CHARACTER_tok = 8  # a character is at most so many tokens (4 bytes, and room)
+SEEN, LOOKED_AT, MOST_IMAGES = 3, 200, 24  # samples on a run's page, the first of which they are, and images of a page
 BINS = 40  # of the histogram, about
 WIDE = 20  # longest / shortest above which the bins grow with the length
 
@@ -41,19 +45,25 @@ class TextPiece:
     learnt: bool
     special: bool = False
     ids: tuple[int, ...] = ()
+    image: str = ""  # a small one, as a data: address
 
 
 def token_pieces(
-    tokenizer: Any, document: Document, first: int, last: int, special: frozenset[int] = frozenset()
-) -> Iterator[TextPiece]:
-    """Yield the tokens [first, last), each with the text that it adds; those of a character or an image are a piece."""
+    tokenizer: Any, document: Document, first: int, last: int, special: frozenset[int] = frozenset(),
+    pictures: Pictures = lambda _: "",
+) -> Iterator[TextPiece]:  # fmt: skip
+    """Yield the tokens [first, last), each with the text that it adds; those of a character or an image are a piece.
+
+    Args:
+        pictures: returns the `TextPiece.image` of one.
+    """
     for image in document.images:
         begin, end = max(first, image.at), min(last, image.at + image.tokens)
         if begin < end:
             yield from _text_pieces(tokenizer, document, first, begin, special)
             width, height = image.size
             text = f"image {width} x {height}, {image.tokens} tokens"
-            yield TextPiece(text, False, True, tuple(document.ids[begin:end].tolist()))
+            yield TextPiece(text, False, True, tuple(document.ids[begin:end].tolist()), pictures(image))
             first = end
     yield from _text_pieces(tokenizer, document, first, last, special)
 
@@ -95,8 +105,9 @@ def special_ids(tokenizer: Any) -> frozenset[int]:
 
 
 def describe_sample(
-    tokenizer: Any, documents: Sequence[Document], special: frozenset[int], judged: bool = False
-) -> list[dict[str, Any]]:
+    tokenizer: Any, documents: Sequence[Document], special: frozenset[int], judged: bool = False,
+    pictures: Pictures = lambda _: "",
+) -> list[dict[str, Any]]:  # fmt: skip
     """Return the documents of a sample, of long ones the beginning and the end.
 
     Args:
@@ -110,7 +121,10 @@ def describe_sample(
         n = len(document)
         head, tail = (n, n) if n <= HEAD_tok + TAIL_tok else (HEAD_tok, n - TAIL_tok)
         pieces, end = (
-            [asdict(piece) for piece in token_pieces(tokenizer, document, first, last, special)]
+            [
+                {key: value for key, value in asdict(piece).items() if key != "image" or value}
+                for piece in token_pieces(tokenizer, document, first, last, special, pictures)
+            ]
             for first, last in ((0, head), (tail, n))
         )
         facts = {"name": name, "tokens": n, "targets": int(document.targets.sum())}
@@ -119,8 +133,9 @@ def describe_sample(
 
 
 def describe_samples(
-    source: Dataset, tokenizer: Any, found: Iterable[tuple[int, Sequence[Document]]], T: int
-) -> Iterator[dict[str, Any]]:
+    source: Dataset, tokenizer: Any, found: Iterable[tuple[int, Sequence[Document]]], T: int,
+    pictures: Pictures = lambda _: "",
+) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Yield each sample (its number, its documents) with its place, and whether it is longer than a row."""
     special = special_ids(tokenizer)
     for i, documents in found:
@@ -128,18 +143,28 @@ def describe_samples(
         if not where.file.exists():  # of a built-in sample, in a temporary file
             where = where._replace(file=Path(where.file.name))
         longer = sum(map(len, documents)) > T
-        described = describe_sample(tokenizer, documents, special, isinstance(source, Mismatched))
+        described = describe_sample(tokenizer, documents, special, isinstance(source, Mismatched), pictures)
         yield {"sample": i, "where": str(where), "longer": longer, "documents": described}
 
 
 def describe_rows(
-    source: Dataset, tokenizer: Any, found: Iterable[tuple[int, Sequence[tuple[int, Document]]]], T: int
-) -> Iterator[dict[str, Any]]:
+    source: Dataset, tokenizer: Any, found: Iterable[tuple[int, Sequence[tuple[int, Document]]]], T: int,
+    pictures: Pictures = lambda _: "",
+) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Yield each row (its number, its documents) with its samples, which may be pieces of one."""
     for number, row in found:
         parts = [(row[k][0], [d for _, d in row[k : k + source.parts]]) for k in range(0, len(row), source.parts)]
-        described = list(describe_samples(source, tokenizer, parts, T))
+        described = list(describe_samples(source, tokenizer, parts, T, pictures))
         yield {"row": number, "tokens": sum(len(d) for _, d in row), "samples": described}
+
+
+def seen_samples(source: Dataset, tokenizer: Any, T: int) -> list[dict[str, Any]]:
+    """Return the first samples with images, at most `SEEN`, with small ones."""
+    from optrush.data.images import thumbnails
+
+    found = ((i, source.documents(i)) for i in range(min(len(source), LOOKED_AT)))
+    with_images = [(i, documents) for i, documents in found if any(d.images for d in documents)][:SEEN]
+    return list(describe_samples(source, tokenizer, with_images, T, thumbnails(MOST_IMAGES)))
 
 
 def length_summary(lengths: np.ndarray, targets: np.ndarray, T: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from optrush.config import COMPARED, JUDGED, PAIRED, Config, Grpo
-from optrush.data.images import IMAGE_PARTS, MARK, SOURCES, Picture, SeenImage, as_picture, place_images
+from optrush.data.images import IMAGE_PARTS, MARK, SOURCES, Picture, SeenImage, as_picture, image_keys, place_images
 from optrush.data.strict_json import decode_json, kind_of, quoted, remedy
 from optrush.errors import DataError
 
@@ -564,7 +564,10 @@ IMAGES_IN = ("messages", "conversations", "prompt", "completion")
 
 def _with_images(found: dict[str, Any], sign: str) -> tuple[dict[str, Any], str]:
     """Return a row with its `images` as parts of its turns, and its kind: an instruction becomes turns."""
-    if sign not in (*IMAGES_IN, "instruction") or not (found.get("images") or found.get("image")):
+    named = image_keys(found)
+    if named and sign not in (*IMAGES_IN, "instruction"):
+        _refuse(found, tuple(named), "the row")
+    if not named:
         return found, sign
     if sign == "instruction" and found.get("output") is not None:
         asked = {"role": "user", "content": _question(found)}
@@ -572,7 +575,7 @@ def _with_images(found: dict[str, Any], sign: str) -> tuple[dict[str, Any], str]
         found, sign = {**rest, "messages": [asked, {"role": "assistant", "content": found["output"]}]}, "messages"
     found = {key: _turn_list(found[key], key, sure=key == sign) if key in IMAGES_IN else found[key] for key in found}
     try:
-        return place_images(found, IMAGES_IN), sign
+        return place_images(found, named, IMAGES_IN), sign
     except ValueError as error:
         raise _Bad(f"the row has {error}") from None
 
@@ -744,6 +747,8 @@ def _turn(found: Any, name: str, rules: RowRules, unread: set[str]) -> Message:
         content = ""
     if content_key not in found and content is None:
         raise _Bad(f"{name} has no {content_key!r}", _turn_mapping(found, name, content_key))
+    if len(found) > 2:
+        _refuse(found, tuple(image_keys(found)), name)
     pictures = list[Picture]()
     content = _content(content, f"{name}.{content_key}", unread, None if role == "assistant" else pictures)
     if not content.strip() and role not in MAY_BE_EMPTY and not more.get("calls"):
@@ -854,6 +859,8 @@ def _content(found: Any, name: str, unread: set[str], pictures: list[Picture] | 
         if kind != "text" and (pictures is None or kind not in IMAGE_PARTS):
             shown = quoted(str(kind)) if isinstance(part, dict) else kind_of(part)
             raise _Bad(f"{name}[{i}] is {shown}, not a part of the type 'text'")
+        if kind == "text" and len(part) > 2:
+            _refuse(part, tuple(image_keys(part)), f"{name}[{i}]")
         for key in part.keys() - {"type", *(("text",) if kind == "text" else SOURCES)}:
             if CONTROL.search(key.lower()) and _may_be_mask(part[key]):
                 raise _Bad(f"{name}[{i}] has {quoted(key)}: a part of a turn is not learnt apart from the rest")

@@ -35,7 +35,8 @@ from optrush import __version__
 from optrush.config import Config
 from optrush.data import pool, readers, schema
 from optrush.data.chat_template import Tokens, answers
-from optrush.data.images import REMOTE, ImageReader, SeenImage, pack_images, unpack_images
+from optrush.data.download import REMOTE
+from optrush.data.images import ImageReader, SeenImage, pack_images, unpack_images
 from optrush.data.readers import PARQUET, Chunk, attempts, chunks, form
 from optrush.data.schema import NO_RULES, Chat, Document, Judged, Row, RowLocation, RowRules, row_rules
 from optrush.errors import DataError
@@ -48,7 +49,7 @@ from optrush.objectives import learnt
 # The name has the shard's place and the SHA-256 of its bytes, so a shard that was cut off or has one bit flipped is
 # found by reading it once. Nothing in it depends on the paths of the data files, or on T: documents are whole.
 
-FORMAT = 9  # part of every key: shards of another format are other shards
+FORMAT = 10  # part of every key: shards of another format are other shards
 HERE = "\0"  # in place of the row's place in the text of an error
 TEMPORARY = ".tmp-"
 STALE_S = 86400.0  # the age at which a temporary file of another machine counts as abandoned
@@ -62,6 +63,14 @@ _ARRAYS = (  # widest elements first, so that each array is aligned
     ("keys", "U8"), ("pictures", "U8"),
 )  # fmt: skip
 _FACTS = ("rows", "cleaned", "marked", "parts", "highest", "last")
+
+
+def image_mark(image: str, folder: Path) -> list[int]:
+    """Return numbers of which one changes when what was no image may be one: a file's mark, of an address the hour."""
+    try:
+        return [int(time.time() // 3600)] if image.startswith(REMOTE) else readers.mark(folder / image)
+    except (OSError, ValueError):  # not there, or no path
+        return []
 
 
 class BadRow(NamedTuple):
@@ -96,7 +105,8 @@ class Shard:
     weights: np.ndarray  # (tokens,) float32, of targets in the loss; (0,): all 1
     targets: np.ndarray  # (tokens / 8,) uint8: bits
     desirable: np.ndarray  # (S,) uint8: 0 of answers that were judged to be bad
-    refused: np.ndarray  # uint8: JSON, a list of [number, file, line and the three texts of the error]
+    refused: np.ndarray  # uint8: JSON, a list of [number, file, line, the three texts of the error] and, of an image
+    # that was none, its path and its mark
     keys: np.ndarray  # uint8: JSON, how many rows have each key that is not read, or that `data.columns` names
     pictures: np.ndarray  # uint8: paths and bytes of images
 
@@ -128,10 +138,20 @@ class Shard:
     def refusals(self, files: Sequence[Path]) -> list[tuple[int, BadRow]]:
         """Return the refused rows in order, by their number."""
         result = []
-        for number, file, line, *texts in json.loads(self.refused.tobytes() or b"[]"):
-            where = RowLocation(files[file], line)
+        for number, file, line, *texts in self.bad():
+            where, texts = RowLocation(files[file], line), texts[:3]
             result.append((number, BadRow(where, DataError(*(text.replace(HERE, str(where)) for text in texts)))))
         return result
+
+    def bad(self) -> list[list[Any]]:
+        """Return what `refused` has."""
+        found: list[list[Any]] = json.loads(self.refused.tobytes() or b"[]")
+        return found
+
+    def outdated(self, files: Sequence[Path]) -> bool:
+        """Return whether an image for which a row was refused has come, or is another, since then."""
+        marked = [(files[row[1]].parent, *row[6:]) for row in self.bad() if len(row) > 6]
+        return any(image_mark(image, folder) != known for folder, image, known in marked)
 
     def noted(self) -> dict[str, int]:
         """Return how many rows have each key that `parse_row` noted."""
@@ -189,7 +209,8 @@ class Builder:
         """Append a row of one sample: its documents, or the error. Raises DataError if pairs and other rows meet."""
         if isinstance(row, DataError):
             texts = (text.replace(str(where), HERE) for text in (row.asked, row.found, row.do))
-            self._refused.append([self.rows, file, where.line, *texts])
+            image = [row.image, image_mark(row.image, where.file.parent)] if row.image else []
+            self._refused.append([self.rows, file, where.line, *texts, *image])
         else:
             if self.parts not in (0, len(row)):
                 raise mixed_kinds(where)
@@ -511,7 +532,7 @@ class TokenizeWork:
             "tokens": identity(self.tokens), "train_on": learnt(self.config), "text_rows": self.config.data.reading,
             "images_in": sorted({os.path.realpath(file.parent) for file in self.files} if seen else ()),
             "cleaning": self.cleaning, "rules": row_rules(self.config).identity,
-            "made_by": [__version__, *map(version, ("tokenizers", "transformers", "jinja2"))],
+            "made_by": [__version__, *map(version, ("tokenizers", "transformers", "jinja2", *["pillow"] * seen))],
         }  # fmt: skip
         return cache_root(self.config.data.cache) / "tokens" / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
@@ -539,13 +560,15 @@ def tokenized(work: TokenizeWork, most: int | None = None) -> Generator[Path | S
         return
     marks = [readers.mark(path) for path in work.files]
     folder = work.folder
-    store = ShardStore(folder)
+    store = ShardStore(folder, work.files)
     number = yield from store.ready(0)
     if number == store.jobs:
         return
     with locked(folder, work.say):
         sweep(folder)
         store.refresh()  # another process may have worked meanwhile
+        for path in store.outdated:
+            path.unlink(missing_ok=True)
         number = yield from store.ready(number)
         if number != store.jobs:
             for paths in _remaining(work, store, progress, number, marks):
@@ -570,8 +593,8 @@ def _plain(path: Path) -> bool:
 class ShardStore:
     """The shards in a folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, files: Sequence[Path] = ()) -> None:
+        self.folder, self.files = folder, files
         self._sound: set[Path] = set()  # read and found intact
         self.refresh()
 
@@ -580,7 +603,9 @@ class ShardStore:
         paths = sorted(self.folder.glob("*.safetensors"))
         fresh = [path for path in paths if path not in self._sound]
         with ThreadPoolExecutor(cores()) as pool:  # hashing releases Python's lock
-            self._sound |= {path for path, ok in zip(fresh, pool.map(intact, fresh)) if ok}
+            fresh = [path for path, ok in zip(fresh, pool.map(intact, fresh)) if ok]
+        self.outdated = {path for path in fresh if self.files and mapped(path).outdated(self.files)}
+        self._sound |= {*fresh} - self.outdated
         self.jobs = next((int(path.name.split("-")[1]) for path in self.folder.glob("complete-*")), None)
         self.begun: dict[int, list[Path]] = {}  # the shards of each job from its first on, without a gap
         for path in paths:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -19,11 +20,14 @@ from optrush.data.mask import (
 )
 from optrush.data.schema import Chat, Message
 from optrush.errors import ConfigError, DataError, NeedsError, UserError, reason
-from optrush.files import check_model_files, read_file, read_text
+from optrush.files import check_model_files, parse_json, read_file, read_text
 from optrush.models.config_json import read_config_json
+from optrush.models.families import TowerSpec
+from optrush.models.text_part import image_token, text_config, tower_spec
 from optrush.technique import Environment, library, parts_without_images
 from optrush.tokenizer_files import (
     PATTERNS,
+    PROCESSORS,
     READER_s,
     check_sizes,
     copy_tokenizer,
@@ -85,11 +89,37 @@ def image_reader(config: Config, base: Path | None, tokenizer: Any) -> ImageRead
     if (error := obstacle(config, base, hf)) is not None:
         return error
     assert base is not None and hf is not None
-    if not isinstance(hf.get("image_token_id"), int) or hf["image_token_id"] not in tokenizer.added_tokens_decoder:
-        found = f"image_token_id {hf.get('image_token_id')!r} of config.json is no added token of the tokenizer"
-        do = "take the tokenizer that belongs to the base, or rows of text"
-        return DataError("to train on rows with images", found, do)
-    return ImageReader(base, hf, config.data.min_pixels, config.data.max_pixels, config.data.remote)
+    spec = tower_spec(hf)
+    assert spec is not None
+    marks, frame = list[int](), ("", "")
+    asked, do = "to train on rows with images", "take the tokenizer that belongs to the base, or rows of text"
+    rows = text_config(hf).get("vocab_size")
+    for n, (name, token) in enumerate(_image_tokens(base, hf, spec, tokenizer)):
+        if not isinstance(token, int) or token not in tokenizer.added_tokens_decoder:
+            return DataError(asked, f"{name} {token!r} is no added token of the tokenizer", do)
+        if n == 0 and rows is not None and token >= rows:
+            return DataError(asked, f"{name} {token}, and {rows:,} rows of the embedding", do)
+        marks += [token] if n else []
+    if spec.frame == "text":
+        begin, place, end = tokenizer.convert_ids_to_tokens([marks[0], image_token(hf), marks[1]])
+        frame = (begin, f"\n\n{begin}{place}{end}\n\n")
+    d = config.data
+    return ImageReader(base, hf, d.min_pixels, d.max_pixels, d.remote, tuple(marks), frame)
+
+
+def _image_tokens(folder: Path, hf: Any, spec: TowerSpec, tokenizer: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the id of a placeholder, and of the marks that are written besides placeholders."""
+    name = "image_token_id" if "image_token_id" in hf or "image_token_index" not in hf else "image_token_index"
+    yield f"{name} of config.json:", image_token(hf)
+    if spec.frame == "rows":
+        path = folder / PROCESSORS[1]
+        given = parse_json(read_text(path)) if path.is_file() else {}
+        for part in ("break", "end"):
+            written = str(given.get(f"image_{part}_token", f"[IMG_{part.upper()}]"))
+            yield f"image_{part}_token {written!r}:", tokenizer.get_added_vocab().get(written)
+    for part, usual in (("boi", 255999), ("eoi", 256000)) if spec.frame in ("ids", "text") else ():
+        usual = 258882 if part == "eoi" and spec.frame == "ids" else usual
+        yield f"{part}_token_id of config.json:", hf.get(f"{part}_token_id", hf.get(f"{part}_token_index", usual))
 
 
 def settle_images(tokens: Tokens | None, env: Environment, layout: RowLayout) -> ImageReader | None:

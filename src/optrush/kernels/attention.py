@@ -174,9 +174,15 @@ Attend = Callable[..., Tensor]
 
 
 def visible_tokens(documents: Documents, window: int | None = None) -> Tensor:
-    """Return (B, T, T) bool: token t (second axis) may read s (third): same document, not later, within the window."""
-    ids = documents.ids
-    seen = (ids[:, :, None] == ids[:, None, :]).tril()
+    """Return (B, T, T) bool: token t (second axis) may read s (third): same document, not later, within the window.
+
+    Of an image whose placeholders read each other (`Documents.mutual`), t reads later ones, too.
+    """
+    ids, images = documents.ids, documents.mutual
+    same = ids[:, :, None] == ids[:, None, :]
+    seen = same.tril()
+    if images is not None:
+        seen = seen | (same & (images[:, :, None] == images[:, None, :]) & (images > 0)[:, None])
     return seen if window is None else seen.triu(1 - window)
 
 
@@ -196,7 +202,7 @@ def sdpa(
     There only padding follows the document, which a causal row never reads. Saves no scores; on CUDA, except in bf16, k
     and v for each query head.
     """
-    if documents.single and (window is not None or sinks is not None):
+    if documents.single and (window is not None or sinks is not None or documents.mutual is not None):
         return _sdpa(q, k, v, visible_tokens(documents, window), sinks)
     if documents.single:
         if not _groups(q):

@@ -303,13 +303,14 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, documents: Documents, images: Images | None = None) -> Tensor:
         """tokens and positions (B, T) -> hidden states after the last norm (B, T, D)."""
         x, laid = self.embed(tokens), None
-        given = None if self.inputs is None else self.inputs(tokens, x)
         if images is not None:
             assert self.tower is not None
             laid = self.tower(images)
             x = laid.embed(x)
         elif self.tower is not None and self.tower.trained and torch.is_grad_enabled():
             x = x + self.tower.nothing().to(x.dtype)  # so that each of its gradients exists on every rank
+        slots = () if images is None or self.tower is None else (images.slots, self.tower.pad)
+        given = None if self.inputs is None else self.inputs(tokens, x, *slots)
         hidden: Tensor = self.norm(self.through(x, positions, documents, self.blocks.values(), given, laid))
         return hidden
 
@@ -331,9 +332,13 @@ class Decoder(nn.Module):
         lent: dict[int, Sequence[Tensor]] = {}
         # Pairs are rotated in float32, as published.
         wide = torch.promote_types(x.dtype, torch.float32) if self.shape.pairs else x.dtype
-        rotation = self.angles(positions if laid is None else laid.positions, wide)
+        turned = positions if laid is None or laid.positions is None else laid.positions
+        rotation = self.angles(turned, wide)
         local = None if (r := self.shape.local_rope) is None else self.angles(positions, x.dtype, r)
         scale, within = None, documents
+        whole = documents  # of layers without a window
+        if self.tower is not None and self.tower.mutual == "windowed":
+            whole = documents._replace(mutual=None)
         if chunks is not None:
             scale, within = query_scales(chunks.temperature, positions), documents.in_chunks(chunks.size, positions)
         for number, block in enumerate(blocks):
@@ -341,7 +346,14 @@ class Decoder(nn.Module):
             source, own = cast("int | None", block.source), cast("list[Tensor | None]", [])
             if self.shape.by_layer is not None:
                 own = [None if given is None else given[:, :, number], *(() if source is None else lent[source])]
-            made = self.block_call(block, x, cos, sin, documents if block.chunk is None else within, *own)
+            made = self.block_call(
+                block,
+                x,
+                cos,
+                sin,
+                within if block.chunk is not None else whole if block.window is None else documents,
+                *own,
+            )
             x, *rest = made if isinstance(made, tuple) else (made,)
             loads += [rest.pop(0)] if block.experts is not None else []
             lent[number] = rest
@@ -378,6 +390,9 @@ class Decoder(nn.Module):
         if (cap := self.shape.score_cap) is not None and name != "masked":
             found = f"attn_logit_softcapping {cap:g}, which its kernel does not have"
             raise NeedsError(f"attention {name!r}", found, "use masked attention")
+        if self.tower is not None and self.tower.mutual != "none" and name not in ("masked", "sdpa"):
+            found = "images whose placeholders read each other, those behind them too"
+            raise NeedsError(f"attention {name!r}", found, "take --with attention:impl=sdpa")
         for block in self.blocks.values():
             assert isinstance(block, Block)
             wide = name == "varlen" and block.head_width > attention.FLASH

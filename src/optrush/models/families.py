@@ -539,10 +539,65 @@ MULTIMODAL = {
     "kimi_k25": "Kimi_K25ForConditionalGeneration",
     "llama4": "Llama4ForConditionalGeneration",
 }
-# Those of them on whose images a run trains, and how the pairs of a head are shared by time, height and width: in three
-# sections, or in turn.
+
+
+@dataclass(frozen=True)
+class TowerSpec:
+    """How the images of a base are prepared, written as tokens, and read."""
+
+    processors: tuple[str, ...]  # how the names of transformers' image processors begin that make its pixels
+    sizes: Literal["bounded", "one", "longest", "budget"]
+    """Of an image: between two numbers of pixels; one for all; at most so long; the largest of so many placeholders."""
+    towers: tuple[str, ...] = ()  # the model types of its vision_config; empty: any
+    frame: Literal["none", "rows", "ids", "text"] = "none"
+    """What is written besides placeholders: a mark behind each row of them; one before and behind; those with empty
+    lines, in the text that the template makes."""
+    axes: Literal["one", "sections", "in turn"] = "one"
+    """How the pairs of a head are shared by time, height and width, if a token has three positions."""
+    mutual: Literal["none", "windowed", "all"] = "none"  # layers where each placeholder of an image reads all of them
+    merge: str = ""  # the key of the patches of a placeholder in height and width; or of the placeholders of an image
+    projector: Literal["own", "linear", "normed", "mlp", "merger"] = "own"
+    """Between tower and language model: inside the tower; one matrix; one behind a norm; two; a merger and two."""
+
+
+_QWEN_TOWER = TowerSpec(("Qwen2VLImageProcessor",), "bounded", axes="in turn")
+_PIXTRAL = TowerSpec(("PixtralImageProcessor",), "longest", ("pixtral",), "rows", projector="mlp")
+# Those of them on whose images a run trains; behind a comma the model type of a tower that changes the rest.
 TOWERS = {
-    "qwen2_5_vl": "sections", "qwen3_vl": "in turn", "qwen3_5": "in turn", "qwen3_5_moe": "in turn",
+    "qwen2_5_vl": replace(_QWEN_TOWER, axes="sections"),
+    "qwen3_vl": _QWEN_TOWER, "qwen3_5": _QWEN_TOWER, "qwen3_5_moe": _QWEN_TOWER,
+    "gemma3": TowerSpec(
+        ("Gemma3ImageProcessor",), "one", ("siglip_vision_model",), "text", mutual="all", merge="mm_tokens_per_image",
+        projector="normed",
+    ),
+    "gemma4": TowerSpec(
+        ("Gemma4ImageProcessor",), "budget", ("gemma4_vision",), "ids", mutual="windowed", projector="linear",
+    ),
+    "llava": TowerSpec(
+        ("CLIPImageProcessor", "LlavaImageProcessor", "SiglipImageProcessor"), "one",
+        ("clip_vision_model", "siglip_vision_model"), projector="mlp",
+    ),
+    "llava,pixtral": _PIXTRAL,
+    "mistral3": replace(_PIXTRAL, merge="spatial_merge_size", projector="merger"),
+}  # fmt: skip
+TOWER_BASES = tuple(kind for kind in TOWERS if "," not in kind)
+# What transformers' classes take for a language model's keys that config.json leaves out, where published bases do.
+NESTED: Mapping[tuple[str, str], Mapping[str, Any]] = {
+    ("llava", "llama"): {
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": None, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    },
+}  # fmt: skip
+# What they take for a tower's keys.
+_SEEN = {"num_channels": 3, "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "patch_size": 16}
+VISION: Mapping[str, Mapping[str, Any]] = {
+    "clip_vision_model": {**_SEEN, "num_hidden_layers": 12, "image_size": 224, "patch_size": 32},
+    "siglip_vision_model": {**_SEEN, "num_hidden_layers": 12, "image_size": 224, "vision_use_head": True},
+    "pixtral": {**_SEEN, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24},
+    "gemma4_vision": {
+        **_SEEN, "num_hidden_layers": 16, "num_key_value_heads": 12, "head_dim": 64, "pooling_kernel_size": 3,
+        "position_embedding_size": 10240,
+    },
 }  # fmt: skip
 ARCHITECTURES = {**{name: spec.architecture for name, spec in FAMILIES.items()}, **MULTIMODAL}
 FLAT = ("qwen2_vl", "qwen2_5_vl")  # may have the language model's keys at the top of config.json

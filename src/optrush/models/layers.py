@@ -146,12 +146,16 @@ class LayerInputs(nn.Module):
         self.project = nn.Linear(shape.width, shape.layers * P, bias=False, **at)
         self.norm = RMSNorm(P, shape.norm_eps, **at)
 
-    def forward(self, tokens: Tensor, x: Tensor) -> Tensor:
-        """tokens (B, T), x (B, T, D) -> (B, T, L, P)."""
+    def forward(self, tokens: Tensor, x: Tensor, slots: Tensor | None = None, pad: int = 0) -> Tensor:
+        """tokens (B, T), x (B, T, D) -> (B, T, L, P); `slots` of B*T hold images and take what `pad` has, fixed."""
         P = self.norm.weight.shape[0]
         made = self.norm((self.project(x) * self.width**-0.5).unflatten(-1, (-1, P)))
         factor = torch.tensor(P**0.5).to(self.embedding.weight.dtype).item()  # rounded as published
-        given: Tensor = (made + (self.embedding(tokens) * factor).unflatten(-1, (-1, P))) * 2**-0.5
+        own = self.embedding(tokens)
+        if slots is not None:
+            fixed = self.embedding(torch.full_like(slots, pad)).detach()
+            own = own.flatten(0, 1).index_copy(0, slots, fixed).view_as(own)
+        given: Tensor = (made + (own * factor).unflatten(-1, (-1, P))) * 2**-0.5
         return given
 
 

@@ -8,15 +8,28 @@ those with the head inside; in files there are three layouts (`LAYOUTS`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from optrush.models.families import FAMILIES, FLAT, HEAD_INSIDE, MULTIMODAL, NEEDED, SAME, TOWERS
+from optrush.models.families import (
+    FAMILIES,
+    FLAT,
+    HEAD_INSIDE,
+    MULTIMODAL,
+    NEEDED,
+    NESTED,
+    SAME,
+    TOWERS,
+    VISION,
+    TowerSpec,
+)
 
 HF = Mapping[str, Any]  # a config.json
 PREFIX, HEAD = "model.language_model.", "lm_head."
 LAYOUTS = ((PREFIX, HEAD), ("language_model.model.", "language_model.lm_head."), ("model.", HEAD))
 BLOCKS = ("layers.", "embed_tokens.", "norm.")  # of the last layout, whose prefix the towers can have too
+PARTS = ("visual.", "vision_tower.", "multi_modal_projector.", "embed_vision.")  # behind `model.`, those of a tower
 # Of a second embedding, which gives each layer an input.
 INPUT_WIDTH, INPUT_ROWS = "hidden_size_per_layer_input", "vocab_size_per_layer_input"
 OTHER_MEDIA = ("vision_config", "audio_config", "speech_config", "image_token_id", "text_config")
@@ -45,7 +58,8 @@ def as_text(hf: HF) -> HF:
     text = text_config(hf)
     kind = str(text.get("model_type", ""))
     family, unread = SAME.get(kind, (kind, ()))
-    found = {key: value for key, value in text.items() if key not in (*OTHER_MEDIA, "architectures", *unread)}
+    given = {**NESTED.get((str(hf.get("model_type")), kind), {}), **text}
+    found = {key: value for key, value in given.items() if key not in (*OTHER_MEDIA, "architectures", *unread)}
     found["model_type"] = family
     tied = [part["tie_word_embeddings"] for part in (hf, text) if "tie_word_embeddings" in part]
     default = FAMILIES[family].defaults.get("tie_word_embeddings") if family in FAMILIES else False
@@ -72,6 +86,36 @@ def nested_obstacle(hf: HF) -> str | None:
     return f"{missing[0]} is not in its text_config" if missing else None
 
 
+def tower_spec(hf: HF) -> TowerSpec | None:
+    """Return how the images of a base are read; None: they are not, or by a tower of another kind."""
+    if not is_multimodal(hf):
+        return None
+    kind, tower = str(hf.get("model_type")), hf["vision_config"].get("model_type")
+    spec = TOWERS.get(f"{kind},{tower}") or TOWERS.get(kind)
+    return spec if spec is not None and (not spec.towers or tower in (None, *spec.towers)) else None
+
+
+def reads_mutually(hf: HF) -> bool:
+    """Return whether the placeholders of an image read each other, those behind them too, in some layers of a base."""
+    spec = tower_spec(hf)
+    if spec is None or spec.mutual == "none":
+        return False
+    return spec.mutual == "all" or text_config(hf).get("use_bidirectional_attention") == "vision"
+
+
+def image_token(hf: HF) -> Any:
+    """Return the id of a placeholder of images from config.json, by either of its names; None: it has none."""
+    return hf.get("image_token_id", hf.get("image_token_index"))
+
+
+def vision_config(hf: HF) -> dict[str, Any]:
+    """Return a base's vision_config with what its class has for keys that are left out."""
+    spec = tower_spec(hf)
+    usual = spec.towers[0] if spec is not None and spec.towers else ""
+    kind = hf["vision_config"].get("model_type", usual)
+    return {**VISION.get(kind, {}), "model_type": kind, **hf["vision_config"]}
+
+
 PATCHES_TOGETHER = 32_768  # of a call of a tower on a GPU: eight pictures of 1,024 x 1,024 pixels
 
 
@@ -85,17 +129,21 @@ class TowerSizes(NamedTuple):
     inner: int
     merge: int  # patches of a placeholder
     outputs: int  # rows of features for a placeholder: deep ones, too
+    tables: int = 0  # parameters that are looked up, by position
 
     def flops(self, patches: float, most: float) -> float:
         """Return the FLOPs of a forward pass of patches in images of `most` each."""
-        products = self.parameters - self.projector * (1 - 1 / self.merge)
+        products = self.parameters - self.tables - self.projector * (1 - 1 / self.merge)
         return patches * (2.0 * products + 4.0 * most * self.width * self.depth)
 
 
 def tower_sizes(hf: HF) -> TowerSizes | None:
     """Return the sizes of a tower and its projector; None for a base whose images are not read."""
-    if hf.get("model_type") not in TOWERS or not is_multimodal(hf):
+    spec = tower_spec(hf)
+    if spec is None:
         return None
+    if spec.towers:
+        return _sizes(hf, spec, vision_config(hf))
     usual = {
         "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "hidden_size": 1152, "depth": 27,
         "intermediate_size": 4304, "out_hidden_size": 3584, "num_position_embeddings": 2304, "in_channels": 3,
@@ -105,7 +153,7 @@ def tower_sizes(hf: HF) -> TowerSizes | None:
     values, merger = v["in_channels"] * v["temporal_patch_size"] * v["patch_size"] ** 2, wide**2 + wide
     merger += (wide + 1) * v["out_hidden_size"]
     merge, deep = int(v["spatial_merge_size"]) ** 2, len(v.get("deepstack_visual_indexes") or ())
-    if TOWERS[hf["model_type"]] == "sections":  # gated blocks with RMS norms
+    if spec.axes == "sections":  # gated blocks with RMS norms
         block = 4 * width**2 + 3 * width * inner + 2 * inner + 7 * width
         merger += width
         return TowerSizes(values * width + v["depth"] * block + merger, merger, v["depth"], width, inner, merge, 1)
@@ -119,6 +167,49 @@ def tower_parameters(hf: HF) -> int:
     """Return the parameters of a tower and its projector from config.json; 0 of a base whose images are not read."""
     sizes = tower_sizes(hf)
     return 0 if sizes is None else sizes.parameters
+
+
+def _sizes(hf: HF, spec: TowerSpec, v: dict[str, Any]) -> TowerSizes:
+    """Return the sizes of a tower of one of VISION."""
+    depth, width, side = v["num_hidden_layers"], v["hidden_size"], int(hf.get(spec.merge, 2)) if spec.merge else 1
+    if spec.sizes == "one" and spec.merge:
+        side = v["image_size"] // v["patch_size"] // math.isqrt(int(hf.get(spec.merge, 256)))
+    elif spec.sizes == "budget":
+        side = int(v["pooling_kernel_size"])
+    places = 2 * v["position_embedding_size"] if v["model_type"] == "gemma4_vision" else 0
+    if v["model_type"] not in ("gemma4_vision", "pixtral"):
+        places = (v["image_size"] // v["patch_size"]) ** 2
+    projector = _projector(hf, spec.projector, width, as_text(hf)["hidden_size"])
+    parameters, inner = _tower(v) + projector, v["intermediate_size"]
+    return TowerSizes(parameters, projector, depth, width, inner, side**2, 1, places * width)
+
+
+def _tower(v: dict[str, Any]) -> int:
+    """Return the parameters of a tower of one of VISION."""
+    D, F = v["hidden_size"], v["intermediate_size"]
+    values = v["num_channels"] * v["patch_size"] ** 2
+    if v["model_type"] == "pixtral":
+        return int((values + 1) * D + v["num_hidden_layers"] * (4 * D**2 + 3 * D * F + 2 * D))
+    if v["model_type"] == "gemma4_vision":
+        heads, E = 2 * (v["num_attention_heads"] + v["num_key_value_heads"]), v["head_dim"]
+        block = heads * E * D + 2 * E + 3 * D * F + 4 * D
+        return int((values + 2 * v["position_embedding_size"]) * D + v["num_hidden_layers"] * block)
+    attention, mlp, places = 4 * (D**2 + D), 2 * D * F + F + D, (v["image_size"] // v["patch_size"]) ** 2
+    # A class token and a norm before the blocks; or a bias of the patches.
+    rest = D * (2 + 4) if v["model_type"] == "clip_vision_model" else D * (1 + 2)
+    rest += attention + mlp + 3 * D if v.get("vision_use_head") else 0
+    return int((values + places) * D + v["num_hidden_layers"] * (attention + mlp + 4 * D) + rest)
+
+
+def _projector(hf: HF, kind: str, wide: int, width: int) -> int:
+    """Return the parameters between a tower of the width `wide` and the language model."""
+    if kind in ("linear", "normed"):
+        return wide * width + (wide if kind == "normed" else 0)
+    layers = hf.get("vision_feature_layer", -1)
+    first = wide * (len(layers) if isinstance(layers, list) else 1) * width
+    merger = wide + hf.get("spatial_merge_size", 2) ** 2 * wide**2 if kind == "merger" else 0
+    bias = 2 * width if hf.get("multimodal_projector_bias", kind == "mlp") else 0
+    return int(merger + first + width**2 + bias)
 
 
 def with_vocabulary(hf: HF, rows: int) -> dict[str, Any]:

@@ -25,16 +25,23 @@ from torch.utils.checkpoint import checkpoint
 from optrush.console import transformers_silenced
 from optrush.data.batch import Images
 from optrush.errors import NeedsError
-from optrush.models.families import TOWERS
+from optrush.models.families import TowerSpec
 from optrush.models.multimodal import OtherTensors, TextFolder
 from optrush.models.rope_config import rope_settings
-from optrush.models.text_part import PATCHES_TOGETHER, text_config
+from optrush.models.text_part import PARTS, PATCHES_TOGETHER, reads_mutually, text_config, tower_spec
 from optrush.models.weights import Initializer, WeightEntry, WeightMap
 
 if TYPE_CHECKING:
     from optrush.models.decoder import Decoder
 
-PREFIXES = ("model.visual.", "visual.")  # of a tower's tensors, in the two layouts of files
+PROJECTOR = (
+    "merger",
+    "deepstack_merger_list",
+    "multi_modal_projector",
+    "embed_vision",
+)  # those between tower and model
+# Of a tower's tensors, by earlier versions of its class: a module between, and places that are none now.
+BETWEEN, NO_MORE = ("vision_tower.", "vision_tower.vision_model."), ".position_ids"
 # Not cuDNN's, which plans some 40 ms for each size of an image that is new to it (H200).
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -42,8 +49,8 @@ ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBack
 class Laid:
     """What images change in a forward pass."""
 
-    def __init__(self, positions: Tensor, slots: Tensor, features: Tensor, deep: list[Tensor]) -> None:
-        self.positions = positions  # (B, T, E/2): those by which each pair of a token's heads is rotated
+    def __init__(self, positions: Tensor | None, slots: Tensor, features: Tensor, deep: list[Tensor]) -> None:
+        self.positions = positions  # (B, T, E/2): those by which each pair of a token's heads is rotated; None: its own
         self.slots = slots  # (S,) int64, of B*T
         self.features, self.deep = features, deep  # (S, D) each; of `deep` one for each of the first blocks
 
@@ -60,13 +67,21 @@ class Laid:
 
 @dataclass
 class Tower:
-    """A tower with its projector, and how the decoder's heads are rotated by three positions."""
+    """A tower with its projector, and how the decoder reads what it returns."""
 
     module: Any
-    pairs: Tensor  # (E/2,) int64: the axis of each pair of a head
+    spec: TowerSpec
+    pairs: Tensor | None  # (E/2,) int64: the axis of each pair of a head; None: a token has one position
+    mutual: str = "none"  # as `TowerSpec.mutual`
+    pad: int = 0  # the id whose inputs of each layer images get
     together: int = 0  # most patches of images that run in one call; 0: each image by itself
     trained: bool = False  # or a part of it: it is a submodule of the decoder
     buffers: Sequence[tuple[Any, str, Tensor]] = ()  # (module, name, values), of one that is trained
+
+    @property
+    def vision(self) -> Any:
+        """The configuration of the tower without its projector."""
+        return getattr(self.module.config, "vision_config", self.module.config)
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Tower:
         """Move the weights to a device, or cast them, and return the tower; frequencies of positions stay float32."""
@@ -95,10 +110,14 @@ class Tower:
 
     def nothing(self) -> Tensor:
         """Return 0, with a gradient of 0 for each trained parameter."""
-        v, device = self.module.config, next(self.module.parameters()).device
-        side, none = int(v.spatial_merge_size), torch.empty(0, dtype=torch.int64)
-        colours = torch.zeros(side**2, int(v.in_channels * v.patch_size**2), dtype=torch.uint8, device=device)
-        levels = np.zeros((int(v.in_channels), 256), np.float32)
+        v, device = self.vision, next(self.module.parameters()).device
+        side = int(getattr(v, "spatial_merge_size", 0) or getattr(self.module.config, "spatial_merge_size", 1))
+        if self.spec.sizes == "one":
+            side = v.image_size // v.patch_size
+        elif self.spec.sizes == "budget":
+            side = int(v.pooling_kernel_size)
+        colours = torch.zeros(side**2, 3 * v.patch_size**2, dtype=torch.uint8, device=device)
+        levels, none = np.zeros((3, 256), np.float32), torch.empty(0, dtype=torch.int64)
         laid = self(Images(colours, none, torch.zeros(1, 1, 3, device=device).int(), (), ((side, side),), levels))
         return torch.stack([part.float().sum() for part in (laid.features, *laid.deep)]).sum() * 0
 
@@ -106,29 +125,62 @@ class Tower:
         device, at, found = images.colours.device, 0, list[tuple[Tensor, list[Tensor]]]()
         if not self.trained and self.module.device != device:
             self.to(device)
-        frames = int(self.module.config.temporal_patch_size)
+        frames = int(getattr(self.vision, "temporal_patch_size", 1))
         for grids in self._calls(images.grids):
-            grid = torch.tensor([(1, *each) for each in grids])
-            end = at + int(grid.prod(1).sum())
-            patches = images.patches(at, end, frames).to(self.module.dtype)
-            given = _boundaries(self.module, grid)
-            out = self.module(patches, grid_thw=grid.to(device, non_blocking=True), return_dict=True, **given)
-            found.append((out.pooler_output, list(getattr(out, "deepstack_features", None) or ())))
+            end = at + sum(high * wide for high, wide in grids)
+            found.append(self._features(images.patches(at, end, frames).to(self.module.dtype), grids))
             at = end
         deep = [torch.cat(layer) for layer in zip(*(layers for _, layers in found))]
-        positions = images.axes[..., self.pairs.to(device)]
+        positions = None if self.pairs is None else images.axes[..., self.pairs.to(device)]
         return Laid(positions, images.slots, torch.cat([features for features, _ in found]), deep)
 
+    def _features(self, patches: Tensor, grids: Sequence[tuple[int, int]]) -> tuple[Tensor, list[Tensor]]:
+        """Return the features (S, D) of the images of a call, and those that are added behind the first blocks."""
+        merge = getattr(self.module.config, "spatial_merge_size", 0)
+        if self.pairs is None and len(patches) == merge**2:  # one placeholder, whose axis Mistral 3 drops
+            return self._features(patches.repeat(2, 1), [*grids] * 2)[0][:1], []
+        given = tower_inputs(self.spec, self.vision, patches, grids)
+        if self.pairs is None:
+            out = self.module.get_image_features(**given, return_dict=True)
+            return torch.cat([*out.pooler_output]), []
+        grid = given["image_grid_thw"]
+        moved = grid.to(patches.device, non_blocking=True)
+        out = self.module(patches, grid_thw=moved, return_dict=True, **_boundaries(self.module, grid))
+        return out.pooler_output, list(getattr(out, "deepstack_features", None) or ())
+
     def _calls(self, grids: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-        """Yield the images of each call, in order."""
+        """Yield the images of each call, in order: of any sizes, of one, or one by one, as the tower takes them."""
         held, patches = list[tuple[int, int]](), 0
         for high, wide in grids:
-            if held and patches + high * wide > self.together:
+            other = held and self.spec.sizes != "bounded" and held[-1] != (high, wide)
+            if held and (other or self.spec.sizes == "longest" or patches + high * wide > self.together):
                 yield held
                 held, patches = [], 0
             held.append((high, wide))
             patches += high * wide
         yield held
+
+
+def tower_inputs(spec: TowerSpec, vision: Any, patches: Tensor, grids: Sequence[tuple[int, int]]) -> dict[str, Tensor]:
+    """Return what transformers' model takes of images with these patches, by the names of its arguments.
+
+    Args:
+        vision: the configuration of the tower.
+        patches: (P, values), a colour after the other; the images have one size, or the tower takes many.
+    """
+    if spec.sizes == "bounded":
+        return {"pixel_values": patches, "image_grid_thw": torch.tensor([(1, *grid) for grid in grids])}
+    (high, wide), n, p = grids[0], len(grids), int(vision.patch_size)
+    if spec.sizes == "budget":
+        places = torch.stack(torch.meshgrid(torch.arange(wide), torch.arange(high), indexing="xy"), -1)
+        places = places.view(1, -1, 2).expand(n, -1, -1).to(patches.device)
+        values = patches.view(n, high * wide, 3, -1).transpose(2, 3).flatten(2)
+        return {"pixel_values": values, "image_position_ids": places}
+    pixels = patches.view(n, high, wide, 3, p, p).permute(0, 3, 1, 4, 2, 5).reshape(n, 3, high * p, wide * p)
+    if spec.sizes == "one":  # whose last pixels may be in no patch
+        return {"pixel_values": pad(pixels, (0, vision.image_size - wide * p, 0, vision.image_size - high * p))}
+    sizes = torch.tensor([[high * p, wide * p]] * n, device=patches.device)
+    return {"pixel_values": pixels, "image_sizes": sizes}
 
 
 def _boundaries(module: Any, grid: Tensor) -> dict[str, Tensor]:
@@ -145,9 +197,6 @@ def _boundaries(module: Any, grid: Tensor) -> dict[str, Tensor]:
     return found
 
 
-PROJECTOR = ("merger", "deepstack_merger_list")
-
-
 def train_tower(
     model: Decoder, recipe: WeightMap, folder: Path, hf: Any, part: Literal["projector", "tower"]
 ) -> WeightMap:
@@ -156,15 +205,17 @@ def train_tower(
     Its blocks run again in the backward pass: a picture's patches are four times its tokens, and so is what they keep.
     """
     tower = open_tower(folder, hf, model.embedding.weight.dtype, model.shape.rotated_width)
-    stored = dict(_names(folder))
+    prefix = "model.visual." if tower.pairs is not None else "model."  # of its tensors in transformers' model
+    own = {name for name, _ in tower.module.named_parameters()}
+    stored = {name: file for name, file in _names(folder, tower.module) if name in own}
     others = OtherTensors(folder, set(recipe.buffers) - set(stored.values()))
     values, fillers = OtherTensors(folder, stored.values()), dict[str, Initializer]()
     entries = dict[str, WeightEntry]()
     for name, p in list(tower.module.named_parameters()):
-        owner, _, own = name.rpartition(".")
+        owner, _, last = name.rpartition(".")
         empty = nn.Parameter(torch.empty_like(p, device="meta"))
-        setattr(tower.module.get_submodule(owner), own, empty)
-        entries[f"visual.{name}"] = WeightEntry(tuple(p.shape), ((PREFIXES[0] + name, p.shape[0]),))
+        setattr(tower.module.get_submodule(owner), last, empty)
+        entries[f"visual.{name}"] = WeightEntry(tuple(p.shape), ((prefix + name, p.shape[0]),))
         fillers[f"visual.{name}"] = partial(_fill, values, stored[name])
     modules = tower.module.modules()
     tower.buffers = [(m, name, b) for m in modules for name, b in m._buffers.items() if b is not None]
@@ -172,18 +223,38 @@ def train_tower(
     model.tower, model.visual = tower, tower.module
     unfreeze(model, part)
     if part == "tower":
-        for block in tower.module.blocks:
+        for block in _blocks(tower.module):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     entries, fillers = recipe.entries | entries, recipe.fillers | fillers
-    names = recipe.stored_names | {PREFIXES[0] + name: file for name, file in stored.items()}
+    names = recipe.stored_names | {prefix + name: file for name, file in stored.items()}
     return replace(recipe, entries=entries, fillers=fillers, buffers=others, stored_names=names)
 
 
+def _blocks(module: Any) -> Any:
+    found = (m for name, m in module.named_modules() if name.rpartition(".")[2] in ("blocks", "layers"))
+    return next(m for m in found if isinstance(m, nn.ModuleList))
+
+
 def unfreeze(model: Decoder, part: str) -> None:
-    """Set which parameters of a tower that is a submodule are trained."""
+    """Set which parameters of a tower that is a submodule are trained: not those behind the layer that is read."""
     assert model.tower is not None
+    unread = _unread(model.tower)
     for name, p in model.tower.module.named_parameters():
-        p.requires_grad_(part == "tower" or name.startswith(PROJECTOR))
+        p.requires_grad_((part == "tower" or name.startswith(PROJECTOR)) and not name.startswith(unread))
+
+
+def _unread(tower: Tower) -> tuple[str, ...]:
+    """Return how the names of parameters begin whose results no token reads."""
+    module, layer = tower.module, getattr(tower.module.config, "vision_feature_layer", None)
+    if tower.pairs is not None:
+        return ()
+    ends = ("head",) if layer is None else ("head", "post_layernorm")
+    blocks, unread = _blocks(module), [name for name, _ in module.named_modules() if name.rpartition(".")[2] in ends]
+    if layer is not None:
+        last = max(n % (len(blocks) + 1) for n in (layer if isinstance(layer, list) else [layer]))
+        own = next(name for name, m in module.named_modules() if m is blocks)
+        unread += [f"{own}.{n}" for n in range(last, len(blocks))]
+    return tuple(f"{name}." for name in unread)
 
 
 def _fill(values: Mapping[str, Tensor], name: str, local: Tensor, offset: Sequence[int]) -> None:
@@ -201,43 +272,49 @@ def open_tower(folder: Path, hf: Any, dtype: torch.dtype, width: int) -> Tower:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     auto: Any = AutoModelForImageTextToText
-    asked, pairs = f"the tower of {folder}", _pairs(hf, width)
+    asked, spec = f"the tower of {folder}", tower_spec(hf)
+    assert spec is not None
+    pairs = None if spec.axes == "one" else _pairs(hf, width, spec.axes)
     with transformers_silenced():
         config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         config.vision_config._attn_implementation = "sdpa"
         with torch.device("meta"):
-            kind: Any = type(auto.from_config(config).model.visual)
-        module = kind(config.vision_config).eval()
-    tensors, wanted = dict(_tensors(folder)), module.state_dict()
+            module: Any = auto.from_config(config).model
+        if pairs is None:  # the parts besides the tower have no buffers
+            module.vision_tower = type(module.vision_tower)(config.vision_config)
+            module.language_model = module.audio_tower = module.embed_audio = None
+        else:
+            module = type(module.visual)(config.vision_config)
+        module.eval()
+    wanted = module.state_dict()
+    named = dict(_names(folder, module))
+    values = OtherTensors(folder, named.values())
+    tensors = {name: values[stored] for name, stored in named.items()}
     wrong = [name for name, t in wanted.items() if name not in tensors or tensors[name].shape != t.shape]
     if wrong or tensors.keys() - wanted.keys():
         name = min(wrong or tensors.keys() - wanted.keys())
         found = f"its tensor {name} is missing, or does not fit the vision_config of config.json"
         raise NeedsError(asked, found, "download that folder again")
     module.load_state_dict({name: t.to(dtype) for name, t in tensors.items()}, assign=True)
-    return Tower(module.requires_grad_(False), pairs)
+    mutual = spec.mutual if reads_mutually(hf) else "none"
+    return Tower(module.requires_grad_(False), spec, pairs, mutual, text_config(hf).get("pad_token_id") or 0)
 
 
-def _names(folder: Path) -> Iterator[tuple[str, str]]:
+def _names(folder: Path, module: Any) -> Iterator[tuple[str, str]]:
     """Yield the names of a tower's tensors, in it and in the folder's files."""
-    for name in TextFolder(folder).others:
-        for prefix in PREFIXES:
-            if name.startswith(prefix):
-                yield name.removeprefix(prefix), name
-                break
+    wanted, prefix = module.state_dict(), "" if hasattr(module, "vision_tower") else PARTS[0]
+    for stored in TextFolder(folder).others:
+        name = stored.removeprefix("model.")
+        if not name.startswith(PARTS) or name.endswith(NO_MORE):
+            continue
+        other = name.replace(*BETWEEN[::-1]) if BETWEEN[1] in name else name.replace(*BETWEEN)
+        yield next((one for one in (name, other) if one in wanted), name).removeprefix(prefix), stored
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a tower by their names in it."""
-    named = dict(_names(folder))
-    values = OtherTensors(folder, named.values())
-    yield from ((name, values[stored]) for name, stored in named.items())
-
-
-def _pairs(hf: Any, width: int) -> Tensor:
+def _pairs(hf: Any, width: int, axes: str) -> Tensor:
     """Return the axis of each pair of a head: 0 time, 1 height, 2 width; raises NeedsError: config.json has none."""
     sections = rope_settings(text_config(hf)).get("mrope_section")
-    in_turn = TOWERS[hf["model_type"]] == "in turn"
+    in_turn = axes == "in turn"
     if not isinstance(sections, list) or len(sections) != 3 or (sum(sections) != width // 2 and not in_turn):
         found = f"mrope_section {sections!r} in its rope_parameters, of heads with {width // 2} pairs"
         do = "add it there, or leave out what replaces them"

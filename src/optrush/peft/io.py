@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from optrush.errors import NeedsError
 from optrush.files import check_model_files, parse_json, read_text, regular
-from optrush.models.text_part import LAYOUTS
+from optrush.models.text_part import LAYOUTS, PARTS
 from optrush.peft.ledger import DENSE, EMBEDDING, HEAD, last
 
 if TYPE_CHECKING:
@@ -79,6 +79,8 @@ def save_adapter(folder: Path, model: Model, recipe: WeightMap, trained: Mapping
             saved.add(last(module) if alone else module)
             rows = _stored_rows(recipe, parameter)
             found |= {key: trained[parameter][:rows].clone() for key in _whole(model, parameter, module)}
+    # PEFT takes the modules within a module, too.
+    saved = {name for name in saved if not any(name.startswith(f"{other}.") for other in saved)}
     if model.tied and EMBEDDING in saved:
         saved.add(HEAD)
     beside = _beside_experts(model, theirs)
@@ -119,7 +121,7 @@ def _targets(modules: Iterable[str]) -> list[str] | str:
 
 
 def _beside_towers(module: str) -> bool:
-    return module.startswith((*(prefix for prefix, _ in LAYOUTS[:2]), "model.visual."))
+    return f"{module}.".startswith((*(prefix for prefix, _ in LAYOUTS[:2]), *(f"model.{part}" for part in PARTS)))
 
 
 def _stored_rows(recipe: WeightMap, parameter: str) -> int:

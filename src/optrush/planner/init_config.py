@@ -36,7 +36,7 @@ from optrush.errors import ConfigError, DataError, NeedsError, UserError
 from optrush.hardware import Device
 from optrush.models.shapes import refuse_foreign
 from optrush.models.source import locate
-from optrush.models.text_part import text_config
+from optrush.models.text_part import text_config, tower_spec
 from optrush.planner import answer, search
 from optrush.technique import RANK_PARTS, Part, Technique, instantiate
 from optrush.techniques import ALL
@@ -163,6 +163,9 @@ def compose(request: InitRequest, file: str, classes: Sequence[type[Technique]] 
     tree = choose_values(request, device, ranks)
     own = _with_new_tokens({**METHODS.get(request.method, {}), **own}, tree)
     decided = _decided(request, tree, own, device, ranks, classes)
+    if tower_spec(decided.hf) is None and _has_images(_first_row(request.data, request.sets, request.objective)):
+        do = "name a base that reads images: --model Qwen/Qwen3-VL-2B-Instruct"
+        raise ConfigError(f"a run on {request.data}", f"rows with images, and the model {request.model} reads none", do)
     try:
         prediction = search.predict_decided(decided)
     except UserError as error:
@@ -262,7 +265,7 @@ def choose_values(
     tree: dict[str, Any] = {
         "model": model or _model(request),
         "objective": request.objective,
-        "data": _data(request.data, device),
+        "data": _data(request.data, device, _has_images(_first_row(request.data, request.sets, request.objective))),
     }
     pairs = request.objective in COMPARED
     if request.objective in SECTIONS:
@@ -340,7 +343,8 @@ def _conversations(request: InitRequest) -> bool:
     return request.data.startswith(SAMPLE) or any(isinstance(part, Chat) for part in parts)
 
 
-def _data(text: str, device: Device) -> dict[str, Any]:
+def _data(text: str, device: Device, seen: bool) -> dict[str, Any]:
+    """Return the section `data`; `seen`: rows have images, behind which none is cut."""
     if text.startswith(SAMPLE):
         sample = {"sample": text.removeprefix(SAMPLE), "eval": 0.1, "too_long": "split"}
         return sample if device.kind == "cuda" else sample | {"max_samples": CPU_CONVERSATIONS}
@@ -354,7 +358,13 @@ def _data(text: str, device: Device) -> dict[str, Any]:
     if (form(path) or ("",))[0] in TEXT:
         documents = {"text_rows": "paragraph" if rows >= FEW else "file"}
     held_out = {} if rows < FEW else {"eval": 0.1 if rows < COUNTED else 0.02}
-    return {"path": text, **documents, **held_out, "too_long": "split"}
+    return {"path": text, **documents, **held_out, "too_long": "truncate" if seen else "split"}
+
+
+def _has_images(row: Row | None) -> bool:
+    from optrush.data.schema import Chat
+
+    return isinstance(row, Chat) and len(row.images) > 0
 
 
 def _count_rows(path: Path, text_rows: str) -> int:

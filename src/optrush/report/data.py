@@ -10,10 +10,9 @@ from typing import Any
 import yaml
 from markupsafe import Markup
 
-from optrush.data.preview import visible
 from optrush.errors import ConfigError
 from optrush.files import write_whole
-from optrush.report.page import BarRow, bars_svg, histogram, inline_svg, render, safe_text
+from optrush.report.page import BarRow, bars_svg, histogram, inline_svg, readable, render, safe_text
 
 DATA_PAGE = "data.html"
 CLEANING_PAGE, RECORD = "cleaning.html", "cleaning.json"
@@ -41,15 +40,11 @@ def data_page(facts: Mapping[str, Any]) -> str:
         facts: as `data show` collects them: lengths, fills, and samples or rows.
     """
 
-    def safe(text: str) -> str:
-        """Replace control characters, and characters that change the direction of writing."""
-        return "".join(visible(c, marks="") for c in text)
-
     rows = [BarRow(f["name"], f"{f['fill']:.2%}", ((0, 100 * f["fill"], "faster" if f["chosen"] else "base"),))
             for f in facts["fills"]]  # fmt: skip
     fills = bars_svg("Share of real tokens", rows, unit=" %")
     lengths = lengths_histogram(facts["lengths"], facts["seq"])
-    return render("data.html.j2", **facts, safe=safe, histogram=lengths, filled=fills)
+    return render("data.html.j2", **facts, safe=readable, histogram=lengths, filled=fills)
 
 
 def lengths_histogram(lengths: Mapping[str, Any], T: int) -> Markup:

@@ -54,6 +54,13 @@ def safe_text(value: object, *, lines: bool = False) -> str:
     return "".join(c if c.isprintable() or c in allowed else "\ufffd" for c in text)
 
 
+def readable(text: str) -> str:
+    """Return a text of the data: control characters, and those that change the direction of writing, are escaped."""
+    from optrush.data.preview import visible
+
+    return "".join(visible(c, marks="") for c in text)
+
+
 def cut_text(text: str, width: int) -> str:
     """Return the beginning of a text that is wider than `width` letters; a wide character counts as two."""
     used = 0

@@ -30,6 +30,7 @@ from optrush.report.page import (
     percent,
     plain_number,
     positive,
+    readable,
     relative_error,
     safe_text,
     short,
@@ -41,7 +42,8 @@ if TYPE_CHECKING:
 
     from optrush.planner.sets import Prediction
 
-RUN, METRICS, ANSWERS = "run.yaml", "metrics.jsonl", "answers.jsonl"
+RUN, METRICS, ANSWERS, SAMPLES = "run.yaml", "metrics.jsonl", "answers.jsonl", "samples.json"
+MARKED = ("learnt", "special")  # of a piece of a sample
 GROUPS = 3  # of sampled answers that a page shows
 WAITS = 0.05  # share of a step spent waiting for data from which the page warns
 _FIGURES = {
@@ -235,7 +237,29 @@ def page_content(run: RunLog, ranks: int | None = None) -> dict[str, Any]:
     content = {"title": run.name, **_kind(run), "verdict": _verdict(run), "notes": _trouble(run) + run.notes}
     return {
         **content, "curves": _curves(run), **_against(run, ranks), "config": run.text, "sampled": _sampled(run.folder),
+        "seen": _seen(run.folder), "safe": readable, "too_long": run.config.data.too_long,
     }  # fmt: skip
+
+
+def _seen(folder: Path) -> list[dict[str, Any]]:
+    """Return the run's samples with images; none of a run without, or of a damaged file."""
+
+    def piece(p: dict[str, Any]) -> dict[str, Any]:
+        image = str(p.get("image", ""))
+        found = {"text": str(p["text"]), "ids": list(map(int, p["ids"])), **{key: bool(p[key]) for key in MARKED}}
+        return found | {"image": image if image.startswith("data:image/jpeg;base64,") else ""}
+
+    def document(d: dict[str, Any]) -> dict[str, Any]:
+        counts = {key: int(d[key]) for key in ("tokens", "targets", "left_out")}
+        return {"name": str(d["name"]), **counts, **{key: list(map(piece, d[key])) for key in ("pieces", "end")}}
+
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+        held = parse_json(read_text(folder / SAMPLES))["samples"]
+        return [
+            {"sample": int(s["sample"]), "where": str(s["where"]), "longer": bool(s["longer"]),
+             "documents": list(map(document, s["documents"]))} for s in held
+        ]  # fmt: skip
+    return []
 
 
 def _sampled(folder: Path) -> list[dict[str, Any]]:

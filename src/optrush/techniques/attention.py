@@ -84,14 +84,18 @@ class Attention(Technique):
         s = env.shape
         sinks, window = s is not None and s.sinks, s is not None and s.window is not None and s.window < env.seq
         chunks = s is not None and s.chunks is not None and s.chunks.layers and s.chunks.size < env.seq
-        masked = self.impl == "sdpa" and (Part.PACKED_ROWS in env.claimed or sinks or window or chunks)
+        masks = Part.PACKED_ROWS in env.claimed or sinks or window or chunks or env.mutual
+        masked = self.impl == "sdpa" and masks
         wide = len(_wide(env)) if self.impl == "varlen" else 0
         spread = not masked and {"sdpa": _ungrouped(env), "varlen": _older_torch() or sinks}.get(self.impl, False)
         whole = spread and not env.native  # transformers leaves it to torch, which then takes plain products
         moved = tagged("scores", no=("heads",)) if whole else tagged("scores")
         yield live(moved, "scores stay on the chip, and the kernel keeps none", gone=True)
         if masked:
-            why, values = "the mask of rows with documents, a window, chunks or sinks, T a slot", env.blocks * env.seq
+            why, values = (
+                "the mask of rows with documents, a window, chunks, images or sinks, T a slot",
+                env.blocks * env.seq,
+            )
             if s is not None and sinks:
                 why, values = "the mask of each head, with its sink, H T a slot", values * s.heads
             yield add(saved("mask", why, values, env.blocks, "mask"))
@@ -187,6 +191,8 @@ def _pairs(env: Environment) -> float:
 def _kinds(env: Environment, impl: str) -> Iterator[Requirement]:
     """Require a kernel that has the windows, the sinks and the widths of the model."""
     asked, s = f"`attention:impl={impl}`", env.shape
+    found = "images whose placeholders read each other, those behind them too"
+    yield Requirement(impl in ("masked", "sdpa") or not env.mutual, asked, found, "take impl=sdpa")
     if s is not None and s.window is not None and s.window < env.seq:
         found = f"a sliding window of {s.window} tokens in some layers, and rows of {env.seq}"
         yield Requirement(impl != "cudnn", asked, found, "take impl=fa4, varlen or sdpa")

@@ -191,7 +191,7 @@ def _open_tower(trainer: Trainer, folder: Path | None, reader: ImageReader | Non
     if model.tower is None:
         model.tower = open_tower(folder, trainer.hf, dtype, shape.rotated_width).to(trainer.world.device)
     trainer.loading = sampler.decoding_ahead(trainer.loading, trainer.world.device, trainer.world.ranks)
-    least, most = reader.pixels
+    least, most = reader.sizes.least, reader.sizes.most
     size = sum(p.numel() for p in model.tower.module.parameters()) / 1e6
     workers = trainer.loading.workers
     done = {"none": "is frozen", "projector": "is frozen but for its projector", "tower": "is trained"}[part]

@@ -30,9 +30,10 @@ from torch import Tensor
 
 from optrush import console, files
 from optrush.config import SECTIONS, Cleaning, Config, Origin, Plugin, RewardRule, dump_config
-from optrush.data import sampler, tokenize
+from optrush.data import preview, sampler, tokenize
 from optrush.data.batch import INVENTED, Batch
 from optrush.data.sampler import ROOM, reading
+from optrush.data.samples import Dataset
 from optrush.data.schema import Document
 from optrush.decide import Decided, changed, resized
 from optrush.errors import (
@@ -270,6 +271,7 @@ def claim_output(request: RunRequest, trainer: Trainer, plan: RunPlan, manifest:
         reasons = "".join(itertools.takewhile(lambda line: line.startswith("#"), before))
     files.write_whole(output / "run.yaml", reasons + dump_config(absolute(config)))
     run_dir.write_data_record(output, config, trainer.fingerprints["data"])
+    run_dir.write_samples(output, _seen_samples(trainer))
     if manifest is None or trainer.stream.tokenized:  # a stream does not read earlier bad rows again
         (output / QUARANTINE).unlink(missing_ok=True)
         tokenize.append_bad_rows(output / QUARANTINE, trainer.sources.refused)
@@ -716,6 +718,14 @@ def find_best(trainer: Trainer, plan: RunPlan) -> tuple[BestCheckpoint | None, l
     comparable = partial(run_dir.comparable, trainer.config, trainer.fingerprints)
     best, damaged = run_dir.recall(output, plan.done, comparable)
     return BestCheckpoint(output, best), damaged
+
+
+def _seen_samples(trainer: Trainer) -> list[dict[str, Any]]:
+    """Return the first samples with images; none of a run without."""
+    source = trainer.sources.train
+    if getattr(trainer.model, "tower", None) is None or not isinstance(source, Dataset):
+        return []
+    return preview.seen_samples(source, trainer.tokenizer, trainer.env.seq)
 
 
 def find_patience(trainer: Trainer, plan: RunPlan, manifest: checkpoint.Manifest | None) -> run_dir.Patience | None:

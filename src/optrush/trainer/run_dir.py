@@ -9,7 +9,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,23 +27,18 @@ from optrush.launch import launched
 from optrush.trainer.checkpoint import FOLDER, Manifest, find_checkpoints, remove_leftovers, verify
 from optrush.trainer.distributed import agree, from_first
 
-RUN, METRICS, LOCK = "run.yaml", "metrics.jsonl", ".lock"
+RUN, METRICS, LOCK, SAMPLES = "run.yaml", "metrics.jsonl", ".lock", "samples.json"
 # written under another name, then renamed
-_WHOLE = (RUN, METRICS, "report.html", "cleaning.html", "cleaning.json", "model", "model.old", "adapter", "adapter.old")
+_WHOLE = (
+    RUN, METRICS, SAMPLES, "report.html", "cleaning.html", "cleaning.json", "model", "model.old", "adapter",
+    "adapter.old",
+)  # fmt: skip
 TRACKER = "tracker"  # a tracking library writes there what it likes
 DATA = "data.json"  # what the run read, to show what changed since
 KNOWN = frozenset(
     {RUN, METRICS, LOCK, FOLDER, DATA, f"{DATA}.tmp", "model", "adapter", "loss.png", "report.html", "quarantine.jsonl"}
-    | {
-        "answers.jsonl",
-        "rollout",
-        "cleaning.html",
-        "cleaning.json",
-        "tensorboard",
-        TRACKER,
-        "tracker.json",
-        "tracker.json.tmp",
-    }
+    | {SAMPLES, "answers.jsonl", "rollout", "cleaning.html", "cleaning.json", "tensorboard", TRACKER, "tracker.json"}
+    | {"tracker.json.tmp"}
     | {f"{name}.tmp" for name in _WHOLE}  # what a kill leaves
 )
 
@@ -253,6 +248,12 @@ def write_data_record(output: Path, config: Config, fingerprint: str) -> None:
         pass
     if record := _data_record(config):
         files.write_whole(output / DATA, json.dumps({"fingerprint": fingerprint, "files": record}) + "\n")
+
+
+def write_samples(output: Path, samples: Sequence[Mapping[str, Any]]) -> None:
+    """Write the samples that the run's page shows, if there are any."""
+    if samples:
+        files.write_whole(output / SAMPLES, json.dumps({"samples": samples}) + "\n")
 
 
 def _data_record(config: Config) -> list[dict[str, Any]]:

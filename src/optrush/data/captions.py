@@ -1,0 +1,111 @@
+"""Make rows of a folder of images with captions, from metadata.jsonl, metadata.csv or a text file per image."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from optrush.errors import DataError
+from optrush.files import parse_json, read_text, write_whole
+
+SUFFIXES = frozenset([".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".jp2", ".avif"])
+LISTS = ("metadata.jsonl", "metadata.csv")
+FILE, CAPTION = ("file_name", "image", "path", "file"), ("text", "caption", "description", "answer")
+QUESTION, ASKED = ("question", "prompt"), "Describe this image."
+NAMED = 3  # files in an error
+
+
+def has_images(folder: Path) -> bool:
+    """Return whether a folder has images, or a list of some."""
+    return folder.is_dir() and (_list(folder) is not None or any(_images(folder)))
+
+
+def write_captions(folder: Path, to: Path) -> int:
+    """Write a row for each image of a folder, its path relative to the file of rows, and return their number.
+
+    Raises DataError: an image without a caption, a caption without its image, or none at all.
+    """
+    listed = _list(folder)
+    found = list(_beside(folder) if listed is None else _listed(listed))
+    if not found:
+        raise DataError(
+            f"captions of the images in {folder}", "no image", "name a folder with images and their captions"
+        )
+    lines = []
+    for image, question, caption in found:
+        part = {"type": "image", "image": os.path.relpath(image, to.parent)}
+        user = {"role": "user", "content": [part, {"type": "text", "text": question}]}
+        lines.append(json.dumps({"messages": [user, {"role": "assistant", "content": caption}]}, ensure_ascii=False))
+    write_whole(to, "\n".join(lines) + "\n")
+    return len(lines)
+
+
+def _list(folder: Path) -> Path | None:
+    return next((folder / name for name in LISTS if (folder / name).is_file()), None)
+
+
+def _images(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.iterdir()) if path.suffix.lower() in SUFFIXES and path.is_file())
+
+
+def _beside(folder: Path) -> Iterator[tuple[Path, str, str]]:
+    """Yield each image, the question, and the caption in its text file."""
+    images = list(_images(folder))
+    bare = [path.name for path in images if not path.with_suffix(".txt").is_file()]
+    asked, do = f"captions of the images in {folder}", "write NAME.txt beside NAME.jpg, or list them in metadata.jsonl"
+    if bare:
+        more = f", and {len(bare) - NAMED} more" if len(bare) > NAMED else ""
+        raise DataError(asked, f"{len(bare)} of {len(images)} have none: {', '.join(bare[:NAMED])}{more}", do)
+    for path in images:
+        beside = path.with_suffix(".txt")
+        try:
+            caption = read_text(beside).strip()
+        except UnicodeDecodeError:
+            raise DataError(asked, f"{beside} is not UTF-8", "save it as UTF-8") from None
+        if not caption:
+            raise DataError(asked, f"{beside} is empty", "write a caption there, or take the image out")
+        yield path, ASKED, caption
+
+
+def _listed(path: Path) -> Iterator[tuple[Path, str, str]]:
+    """Yield each image that a list names, its question and its caption."""
+    asked = f"captions of the images in {path.parent}"
+    do = f"give each line one of {', '.join(FILE)} and one of {', '.join(CAPTION)}"
+    for number, row in _lines(path):
+        values = [next((row[k] for k in keys if row.get(k)), None) for keys in (FILE, CAPTION, QUESTION)]
+        name, caption, question = (one.strip() if isinstance(one, str) else one for one in values)
+        if not isinstance(name, str) or not isinstance(caption, str) or not caption:
+            what = f"one of {', '.join(CAPTION if isinstance(name, str) else FILE)}"
+            raise DataError(asked, f"{path}:{number} has no text in {what}", do)
+        if not (path.parent / name).is_file():
+            raise DataError(
+                asked, f"{path}:{number} names {name}, which is not there", "correct the name, or add the file"
+            )
+        yield path.parent / name, question if isinstance(question, str) and question else ASKED, caption
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number and the values of each line of a list; raises DataError for a line that has none."""
+    asked = f"captions of the images in {path.parent}"
+    try:
+        text = read_text(path)
+    except UnicodeDecodeError:
+        raise DataError(asked, f"{path} is not UTF-8", "save it as UTF-8") from None
+    if path.suffix == ".csv":
+        table = csv.DictReader(io.StringIO(text))
+        yield from ((table.line_num, row) for row in table)
+        return
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            row = parse_json(line) if line.strip() else None
+        except ValueError:
+            row = line
+        if isinstance(row, dict):
+            yield number, row
+        elif row is not None:
+            raise DataError(asked, f"{path}:{number} is no JSON object", "correct that line, or take it out")
