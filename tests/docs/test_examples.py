@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from optrush.cli import app
 from optrush.config import parse_config
 from optrush.models.shapes import SHAPES
 from optrush.planner.search import predict
@@ -51,9 +54,23 @@ def test_an_example_can_be_planned(name: str, here: Path) -> None:
         assert found.fits, f"{found.peak_bytes / 2**30:.1f} GiB"
 
 
+def test_pictures_train(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the script over `init`, which splits no rows with images, to a run."""
+    runpy.run_path(str(EXAMPLES / "pictures.py"))["main"](Path("shapes"), 12)
+    init = ["init", "pictures.yaml", "--model", "shapes/base", "--data", "shapes/rows.jsonl", "--yes"]
+    train = ["train", "pictures.yaml", "--set", "train.steps=1", "--set", "train.export=false"]
+    for words in ([*init, "--set", "optim.lr=2e-3"], train):
+        monkeypatch.setattr(sys, "argv", ["optrush", *words])
+        with pytest.raises(SystemExit) as left:
+            app.main()
+        assert not left.value.code
+    assert parse_config(Path("pictures.yaml").read_text(), "pictures.yaml").data.too_long == "drop"
+    assert '"loss"' in Path("runs/pictures/metrics.jsonl").read_text()
+
+
 def test_the_index_lists_them() -> None:
     index = (EXAMPLES / "README.md").read_text("utf-8")
-    for file in [*EXAMPLES.glob("*.yaml"), *EXAMPLES.glob("*.ipynb")]:
+    for file in [*EXAMPLES.glob("*.yaml"), *EXAMPLES.glob("*.ipynb"), EXAMPLES / "pictures.py"]:
         assert f"[{file.name}]({file.name})" in index
 
 

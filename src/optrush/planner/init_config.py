@@ -273,7 +273,7 @@ def choose_values(
     sampled = request.objective == "grpo"
     if sampled:
         tree["grpo"]["rewards"] = ["number"]
-    if (pairs or sampled) and "too_long" in tree["data"]:
+    if "too_long" in tree["data"] and (pairs or sampled or _images(request)):
         tree["data"]["too_long"] = "drop"
     gpu = device.kind == "cuda"
     seq = _longest(tree, request.seq or (GPU_SEQ if gpu else CPU_SEQ))
@@ -338,6 +338,14 @@ def _conversations(request: InitRequest) -> bool:
     row = _first_row(request.data, request.sets, request.objective)
     parts = () if row is None else parts_of(row)
     return request.data.startswith(SAMPLE) or any(isinstance(part, Chat) for part in parts)
+
+
+def _images(request: InitRequest) -> bool:
+    """Return whether the first row has images, after which no row is split."""
+    from optrush.data.schema import Chat, parts_of
+
+    row = _first_row(request.data, request.sets, request.objective)
+    return row is not None and any(isinstance(part, Chat) and part.images for part in parts_of(row))
 
 
 def _data(text: str, device: Device) -> dict[str, Any]:
