@@ -566,9 +566,8 @@ def settle(techniques: Sequence[Technique], env: Environment, classes: Sequence[
     for t in techniques:
         for part in sorted(t.claims, key=lambda p: p.name):
             if part in owners:
-                raise ConflictError(
-                    f"`{owners[part]}` with `{t.name}`", f"both own {part.value}", f"take one: --without {t.name}"
-                )
+                do = f"take one: --without {owners[part]} or --without {t.name}"
+                raise ConflictError(f"`{owners[part]}` with `{t.name}`", f"both own {part.value}", do)
             owners[part] = t.name
     spec = _described(tuple(techniques), env.spec.grouped_heads, env.shape.joined if env.shape else frozenset())
     claimed = frozenset(owners) | ({Part.PACKED_ROWS} if env.paired else set())

@@ -190,6 +190,15 @@ def talked(
     return call("chat", str(folder), "--greedy", *SHORT, *flags)
 
 
+def test_a_terminal_is_told_how_to_begin_again(call: Call, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = io.StringIO("/quit\n")
+    monkeypatch.setattr(typed, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", typed)
+    found = call("chat", str(trained))
+    assert found.code == 0 and "/reset begins a new conversation" in found.err
+    assert "/reset" not in talked(call, monkeypatch, trained, "/quit").err
+
+
 def test_a_conversation(call: Call, trained: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = talked(
         call, monkeypatch, trained,

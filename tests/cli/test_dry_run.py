@@ -60,11 +60,12 @@ def files(folder: Path) -> set[tuple[Path, int]]:
             "train.epochs does nothing: train.steps says how long the run is, 8 steps",
         ),
         (["train.epochs=1"], " in all, of 256 tokens: lower batch.tokens"),
+        (["train.epochs=8"], "raise train.epochs (40 for 100 updates of random weights)"),
     ],
 )
 def test_what_does_nothing_is_said(call: Call, here: Path, write: Write, sets: list[str], said: str) -> None:
     """Before the run, and in it; of a run whose settings all act there is no note."""
-    config = write(train={"epochs": 4})
+    config = write(train={"epochs": 16})
     given = [word for value in sets for word in ("--set", value)]
     (note,) = told(call, config, *given)["notes"]
     assert said in note and f"notes\n  {note}\n" in shown(call, config, *given)

@@ -200,11 +200,11 @@ VALUES: dict[str, Case] = {
     "with no mapping": ({"with": ["packing"]}, [], ("`with`", "['packing']", "give a mapping {KEY: VALUE}")),
     "amp with bf16": (
         {"with": {"amp": {}, "bf16": {}}}, [],
-        ("`amp` with `bf16`", "both own the dtype of products", "take one: --without bf16"),
+        ("`amp` with `bf16`", "both own the dtype of products", "take one: --without amp or --without bf16"),
     ),
     "ddp with fsdp": (
         {"with": {"ddp": {}, "fsdp": {}}}, ["--ranks", "2"],
-        ("`ddp` with `fsdp`", "both own the data-parallel axis", "take one: --without fsdp"),
+        ("`ddp` with `fsdp`", "both own the data-parallel axis", "take one: --without ddp or --without fsdp"),
     ),
     "fsdp on one rank": ({"with": {"fsdp": {}}}, [], ("`fsdp`", "one rank", "--ranks 2 or torchrun")),
     "ddp on one rank": ({"with": {"ddp": {}}}, [], ("`ddp`", "one rank", "--ranks 2 or torchrun")),

@@ -63,7 +63,7 @@ def test_the_page_runs_as_it_is_written(page: list[str], here: Path, capsys: pyt
 
 def test_the_parts_of_the_page_run(page: list[str], here: Path) -> None:
     """The loss, the objective and the optimizer; the technique in tests/plugins."""
-    blocks = [block for block in page if "train({**config" in block and ("focal" in block or "margin" in block)]
+    blocks = [block for block in page if "train({**config" in block and re.search("focal|margin|smooth", block)]
     small = {**CONFIG, "train": {"steps": 1, "export": False}, "data": CONFIG["data"] | {"max_samples": 6}}
     names: dict[str, Any] = {
         "config": small,
@@ -71,10 +71,13 @@ def test_the_parts_of_the_page_run(page: list[str], here: Path) -> None:
         "plan": optrush.plan,
         "partial": functools.partial,
     }
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for block in [*blocks, next(block for block in page if "from signs" in block)]:
         exec(compile(block, "docs/python.md", "exec"), names)
-    assert {p.name for p in Path("runs").iterdir()} == {"focal", "focal-1", "margin", "signs"}
+    assert {p.name for p in Path("runs").iterdir()} == {"focal", "focal-1", "margin", "signs", "smooth"}
+    logged = [json.loads(line) for line in Path("runs/smooth/metrics.jsonl").read_text().splitlines()]
+    (step,) = [line for line in logged if "loss" in line]
+    assert step["nll"] != pytest.approx(step["loss"]), "the default loss, beside the smoothed one"
 
 
 LOSSES = """

@@ -231,7 +231,8 @@ def _converse(session: Conversation) -> None:
         import_module("readline")  # arrow keys and a history in input()
     asks = sys.stdin.isatty()
     if asks:
-        print(f"{shown(session.models[-1].name)}; /help lists the commands, Ctrl-D leaves", file=sys.stderr)
+        name = shown(session.models[-1].name)
+        print(f"{name}; /reset begins a new conversation, /help lists the commands, Ctrl-D leaves", file=sys.stderr)
     for line in _lines("> " if asks else ""):
         try:
             if line.startswith("/"):

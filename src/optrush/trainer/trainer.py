@@ -7,6 +7,7 @@ Shapes: B rows, T tokens a row, D width (docs/notation.md).
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -311,6 +312,7 @@ class Trainer:
 
 
 FEW = 5  # updates, below which a run that goes over its data is too short to learn much
+FEW_FROM_RANDOM, ENOUGH = 30, 100  # the same from random weights, and what a small model needs
 
 
 def set_step(trainer: Trainer, step: int, steps: int) -> None:
@@ -453,12 +455,14 @@ def idle_settings(config: Config, steps: int, held_out: bool) -> Iterator[str]:
         yield "train.eval_every does nothing: no data is held out (data.eval: 0.1, for instance)"
     if length.steps is not None and length.epochs != 1.0:
         yield f"train.epochs does nothing: train.steps says how long the run is, {steps} steps"
-    if length.steps is None and steps < FEW:
+    random = config.model.shape is not None or config.model.path == "tiny"
+    if length.steps is None and steps < (FEW_FROM_RANDOM if random else FEW):
         size, key = (
             (config.batch.tokens, "batch.tokens") if config.grpo is None else (config.grpo.prompts, "grpo.prompts")
         )
         of = f"{size} {key.partition('.')[2]}"
-        yield f"{steps} update{'s' * (steps > 1)} in all, of {of}: lower {key}, or raise train.epochs"
+        more = f" ({math.ceil(length.epochs * ENOUGH / max(1, steps))} for {ENOUGH} updates of random weights)" * random
+        yield f"{steps} update{'s' * (steps > 1)} in all, of {of}: lower {key}, or raise train.epochs{more}"
 
 
 def train(trainer: Trainer, meter: Meter, plan: RunPlan, save: Callable[[int], None]) -> None:
