@@ -199,6 +199,24 @@ def test_a_model_without_a_yaml(call: Call, tmp_path: Path) -> None:
     assert beside.code == 2 and "--set data.path=random" in beside.err
 
 
+@pytest.mark.parametrize("objective", ["dpo", "kto", "grpo", "sft"])
+def test_a_model_with_another_objective(call: Call, objective: str) -> None:
+    """What the first run of a model leaves to its objective is not refused as if the user had written it."""
+    given = ["plan", "Qwen/Qwen2.5-0.5B", "--hardware", "h100", "--set", f"objective={objective}", "--json"]
+    document = json.loads(call(*given, "--data", "sample:recipes").out)
+    assert document["refused"] is None and document["fits"]
+    found = call(*given)  # random tokens suit only pretrain
+    assert "name a file of such rows" in found.out + found.err and "batch.tokens" not in found.err
+
+
+def test_rows_of_a_model_are_as_long_as_asked(call: Call) -> None:
+    """A step holds whole rows, also where one of them is longer than the usual step."""
+    for length, ranks in ((131_072, 1), (65_536, 2), (3000, 4)):
+        given = ("--hardware", f"{ranks}xh100", "--set", f"batch.seq={length}", "--set", "method=qlora", "--json")
+        found = call("plan", "meta-llama/Llama-3.1-8B", *given)
+        assert found.code == 0 and json.loads(found.out)["answer"]["fits"], found.err
+
+
 def test_the_memory_of_the_host_is_compared(call: Call, tmp_path: Path) -> None:
     asked = ("plan", "shape:llama-3.1-8b", "--hardware", "4090", "--set", "method=full", "--set", "optim.clip=null")
     asked += ("--set", "batch.tokens=2048", "--set", "batch.seq=2048")
