@@ -293,6 +293,11 @@ def price_usd_h(device: Device) -> float | None:
     return next((usd for name, usd in PRICES_USD_H.items() if NAMED[name].name == device.name), None)
 
 
+def first_priced() -> str:
+    """Return the name of a card that has a list price: where cards are compared, a run is sized for one of them."""
+    return next(iter(PRICES_USD_H))
+
+
 def counted(device: Device, count: int) -> str:
     """Return so many devices as in `2 x 8 x NVIDIA H200 (infiniband)` or `4 x NVIDIA H200 (pcie)`."""
     if device.network is None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from optrush import hardware
 from optrush.config import parse_config
 
 from clirun import Found
@@ -73,6 +74,14 @@ def test_a_question_takes_no_option_that_it_would_ignore(call: Call, here: Path,
     found = call("plan", str(LLAMA), "--hardware", "h200", "--solve", "batch", *beside)
     assert found.code == 2 and f"--solve batch with {beside[0]}" in found.err and not Path("x.yaml").exists()
     assert "with --hardware" in call("plan", str(LLAMA), "--hardware", "h200", "--solve", "cheapest").err
+
+
+def test_answers_name_the_rows_that_they_are_for(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cards are compared with the rows that a run on a card has, whatever machine asks."""
+    monkeypatch.setattr(hardware, "PRICES_USD_H", {"4090": 0.29, "h100": 2.71})
+    for given in (["cheapest"], ["gpus", "--hardware", "4090"], ["largest-model", "--hardware", "4090"]):
+        found = call("plan", "meta-llama/Llama-3.2-1B", "--set", "method=lora", "--solve", *given)
+        assert ", rows of 2,048 tokens: lora, " in found.out, found
 
 
 def test_a_card_whose_rates_are_not_known(call: Call) -> None:

@@ -289,7 +289,7 @@ def test_the_longest_row_is_all_that_there_are_positions_for(tmp_path: Path) -> 
 
 def test_the_fewest_gpus() -> None:
     text, values = answer.solve(run("llama-3.1-70b", method="qlora"), "h100", "gpus")
-    assert (values["gpus"], values["method"]) == (1, "qlora") and text.startswith("1 x h100: qlora, ")
+    assert (values["gpus"], values["method"]) == (1, "qlora") and text.startswith("1 x h100, rows of ")
     _, values = answer.solve(run("llama-3.1-70b", method="lora"), "h100", "gpus")
     assert values["hardware"] == f"{values['gpus']}xh100" and values["gpus"] in (2, 4)
     with pytest.raises(ConfigError, match="nothing fits on 8x3060"):

@@ -17,7 +17,7 @@ import typer
 
 from optrush.cli.options import Json, Set, With, Without, given, launches, read_run
 from optrush.errors import ConfigError, ConflictError, NeedsError, UserError
-from optrush.hardware import GIB, counted, first_device, parse_hardware, price_usd_h
+from optrush.hardware import GIB, counted, first_device, first_priced, parse_hardware, price_usd_h
 from optrush.launch import NOT_SHARED, launched
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def plan(
     that similar work reached on one H200. The output names the source (basis).
     """
     hardware = hardware if host_memory is None else _hosted(hardware, host_memory, solve)
-    config = _asked(path, data, hardware, set_, with_, without)
+    config = _asked(path, data, first_priced() if solve == "cheapest" else hardware, set_, with_, without)
     from optrush.decide import decide
     from optrush.planner import answer as asked
     from optrush.planner import search as planner
