@@ -106,10 +106,10 @@ def test_sets_without_what_only_the_user_chooses_are_no_answer(call: Call, tmp_p
     first, second, *_ = found.out.splitlines()
     assert found.code == 2 and not out.exists()
     assert first.startswith("invalid as configured: `longlora` cuts rows of 2048 tokens: groups of 3000")
-    assert second.startswith("fits on") and second.endswith("; without longlora, which your file has")
+    assert second.startswith("fits on") and second.endswith("; without longlora, which you named")
     whole = call("plan", *given, "--with", "longlora:group=1024")
     first = whole.out.splitlines()[0]
-    assert whole.code == 0 and first.startswith("fits on") and "which your file has" not in first
+    assert whole.code == 0 and first.startswith("fits on") and "which you named" not in first
 
 
 def test_what_cannot_run_there_is_said_and_others_are_found(call: Call) -> None:
@@ -216,6 +216,17 @@ def test_a_model_with_another_objective(call: Call, objective: str) -> None:
     assert document["refused"] is None and document["fits"]
     found = call(*given)  # random tokens suit only pretrain
     assert "name a file of such rows" in found.out + found.err and "batch.tokens" not in found.err
+
+
+def test_what_fits_is_said_once(call: Call) -> None:
+    """Where the maths of the precision fit in no way, what to do is the answer, and not another setting."""
+    for card, does in (
+        ("4090", "  do:    take a setting above: --out FILE writes the first"),
+        ("4060", "nearest, above"),
+    ):
+        method = ["--set", "method=full"] if card == "4060" else []
+        found = call("plan", "meta-llama/Llama-3.1-8B", "--hardware", card, *method)
+        assert does in found.out and "write `" not in found.out and "your file" not in found.out
 
 
 def test_rows_of_a_model_are_as_long_as_asked(call: Call) -> None:

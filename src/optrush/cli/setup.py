@@ -51,7 +51,7 @@ def init(
         typer.Option("--objective", metavar="NAME", help="sft, pretrain, dpo, distill, ... (docs/contract.md)"),
     ] = None,
     data: Annotated[
-        str | None, typer.Option("--data", metavar="DATA", help="a JSON Lines file, sample:recipes, or random[:N]")
+        str | None, typer.Option("--data", metavar="DATA", help="a JSON Lines file, sample:recipes, or random[:ROWS]")
     ] = None,
     output: Annotated[str | None, typer.Option("--output", metavar="DIR", help="the run's folder")] = None,
     teacher: Annotated[
