@@ -85,6 +85,14 @@ def test_costs_in_quality_are_named_and_the_least_comes_first() -> None:
 # --- `method`
 
 
+def test_a_quantised_base_alone_is_planned_with_adapters() -> None:
+    for base, method in (("int8", "lora + int8"), ("nf4", "qlora")):
+        ((name, with_),) = answer.methods(run(**{"with": {base: {}}}))
+        assert name == method and with_ == {base: {}, "lora": {}}
+    ((name, with_),) = answer.methods(run(**{"with": {"int8": {}, "ia3": {}}}))
+    assert name == "as configured" and "lora" not in with_
+
+
 def test_a_method_brings_its_techniques_and_its_rate() -> None:
     device = hardware.NAMED["h100"]
     for method, names in (("full", set()), ("lora", {"lora"}), ("qlora", {"lora", "nf4"})):

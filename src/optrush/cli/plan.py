@@ -324,7 +324,7 @@ def _answer_lines(config: Config, hardware: str, answer: Answer, price: float | 
     lines += [f"  {note}" for note in planned_notes(config, device, ranks)]
     name, _, frozen = best.method.partition(" + ")
     if config.method is None and {*METHODS.get(name, {}), *([frozen] if frozen else [])} - config.with_.keys():
-        lines.append(f"  all weights are trained as configured; for this answer add {typed(best.method)}")
+        lines.append(f"  no adapters are configured; for this answer add {typed(best.method)}")
     width = max(len(w.method) for w in answer.ways)
     for way in answer.ways:
         if way.refused:

@@ -101,7 +101,7 @@ def answer(
         of = changed(config, {"with": techniques, "method": None})
         result = found
         try:
-            if place or config.method == "auto":
+            if place or config.method == "auto" or techniques != with_method(config).with_:
                 result = search.search(of, name, classes, keep_maths=keep_maths, whole=False, start=start)
         except NeedsError as error:
             refusals.append(error)
@@ -145,6 +145,9 @@ def methods(config: Config, classes: Sequence[type[Technique]] = ALL) -> list[tu
     adapters = METHODS["lora"] if Part.ADAPTERS not in parts else {}
     given = next((m for m, names in METHODS.items() if names and own.keys() >= names.keys()), "as configured")
     given = "qlora" if own.keys() >= METHODS["qlora"].keys() else given
+    if config.method is None and quantised and not parts & {Part.TRAINED, Part.ADAPTERS}:  # a base for adapters
+        base = next(name for name in bases if name in own)
+        return [("qlora" if base in METHODS["qlora"] else f"lora + {base}", {**own, **adapters})]
     if config.method in METHODS or quantised:
         return [(config.method if config.method in METHODS else given, own)]
     ways = [] if Part.ADAPTERS in parts else [("full", own)]
