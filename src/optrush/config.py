@@ -800,7 +800,8 @@ def explain(
     if first["type"] == "extra_forbidden":
         hint = nearest(str(path[-1]), yaml_keys(root, path))
         if root is Config:
-            hint = foreign_spelling(str(path[-1]), first["input"]) or hint
+            elsewhere = "" if hint.startswith("did you mean") else _elsewhere(str(path[-1]))
+            hint = foreign_spelling(str(path[-1]), first["input"]) or elsewhere or hint
         return ConfigError(f"{place}: `{name}`", "no such key", hint)
     here = [p for p in problems if _path(p["loc"])[: len(path)] == path]
     whole = all(p["type"] == "model_type" for p in here)
@@ -867,6 +868,14 @@ def _path(loc: Keys) -> Keys:
 def yaml_keys(part: type[BaseModel], path: Keys = ()) -> list[str]:
     """Return the keys that a YAML file may have next to the one at `path`."""
     return [f.alias or name for name, f in _part(part, path[:-1]).model_fields.items() if not f.exclude]
+
+
+def _elsewhere(key: str) -> str:
+    """Return a hint for a key that is at the top, or in other sections than where it was written; empty: nowhere."""
+    parts = {name: _model(f.annotation) for name, f in Config.model_fields.items() if name != "tracker"}
+    places = [key] if key in yaml_keys(Config) else []
+    places += [f"{name}.{key}" for name, part in parts.items() if part and key in yaml_keys(part)]
+    return f"did you mean {' or '.join(f'`{place}`' for place in places)}?" if places else ""
 
 
 def _part(part: type[BaseModel], path: Keys) -> type[BaseModel]:

@@ -681,7 +681,8 @@ def check_fields(config: Config) -> None:
     if d.random is not None:
         if config.objective not in ("pretrain", "distill"):
             asked = f"`objective: {config.objective}` on `data.random`"
-            raise ConfigError(asked, "random tokens", "objective: pretrain")
+            do = "objective: pretrain; or name a file of such rows: data.path (optrush plan MODEL --data FILE)"
+            raise ConfigError(asked, "random tokens", do)
         if isinstance(d.eval, str):
             raise ConfigError("`data.eval` from a file with `data.random`", d.eval, "give a fraction")
     elif config.model.shape is not None and config.model.tokenizer is None:

@@ -77,7 +77,7 @@ COMPILED = listed("`compile` has settings of its own")
 READING = listed("rows are read and tokenised by `data.workers` processes")
 GENERATED = listed("no text is generated while training: `optrush generate` answers prompts afterwards")
 PACKED = listed("packing counts the tokens of the rows, and has its own window")
-SPECIAL = listed("the tokenizer's own are taken, and no token is padding")
+SPECIAL = listed("special tokens are those of the tokenizer's files, and none is needed for padding")
 TOKENIZER = listed("tokenizer.json of the model's folder is read")
 DEVICES = listed("a rank has one device: --ranks N, and `ddp` or `fsdp` follow")
 REFERENCE = listed("the reference is computed in batches of training's size")
@@ -564,6 +564,7 @@ NEAREST = {
     "model.path": "model", "@warmup_ratio": "optim.warmup", "@warmup_steps": "optim.warmup", "@adapter": "method",
     "@eval_steps": "train.eval_every", "@save_steps": "train.save_every", "@data": "data.path", "@recompute": "with",
     "@datasets": "data.path", "@tokens": "model.add_tokens",
+    "sequence_length": "batch.seq", "context_length": "batch.seq",
     "@held_out": "data.eval", "report_to": "tracker", "*.gamma": "simpo.gamma",
     "*.center": "reward.center", "*.beta": "dpo.beta", "*.loss": "dpo.loss", "*.reference": "dpo.reference",
     "*.label_smoothing": "dpo.label_smoothing", "*.desirable_weight": "kto.desirable_weight",
@@ -580,6 +581,7 @@ LINES = {
     "@pure": "with: {bf16: {}} (all in bf16), or with: {amp: {}} (float32 weights)",
     "@four": "method: qlora", "@eight": "with: {int8: {}, lora: {}}", "@linear": "with: {lora: {targets: all-linear}}",
     "early_stopping_threshold": "train: {stop_after: {evals: N, min_delta: VALUE}}",
+    "@budget": "train: {steps: N}, where N is VALUE / batch.tokens",
     "data.clean.tokens": "data: {clean: {tokens: [VALUE, null]}}",
 }  # fmt: skip
 
@@ -588,6 +590,8 @@ def foreign_spelling(key: str, value: Any) -> str | None:
     """Return what to write for a key of another tool; None if no tool has it, or its value has no place of its own."""
     name = key.lower().replace("-", "_")
     rule = next((tool.keys[name] for tool in TOOLS.values() if name in tool.keys), Rule())
+    if rule.to == "@tokens" and str(value)[:1].isdigit():  # how long to train, not tokens to add
+        rule = to("@budget")
     place = NEAREST.get(name) or NEAREST.get(rule.to, rule.to)
     line = LINES.get(name) or LINES.get(rule.to) or _line(place)
     if name == "resume_from_checkpoint":

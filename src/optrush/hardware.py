@@ -190,7 +190,7 @@ def parse_hardware(text: str) -> tuple[Device, int]:
             raise ConfigError(f"the hardware {text}", "the memory of a host twice", "give it once")
         device, count = parse_hardware(hosted[1])
         if device.kind != "cuda" or not float(hosted[2]):
-            raise ConfigError(f"the hardware {text}", "memory of a host without a GPU, or none", "take 4090@64GiB")
+            raise ConfigError(f"the hardware {text}", "`@`, but no GPU or no memory", "take 4090@64GiB")
         return dataclasses.replace(device, host_memory_bytes=int(float(hosted[2]) * GIB)), count
     behind = re.fullmatch(r"([a-z0-9][a-z0-9-]*[a-z0-9])[x*]([0-9]{1,5})", plain)
     if behind and behind[1] in {*NAMED, *AMBIGUOUS}:
@@ -291,6 +291,11 @@ def turned_to(environment: Mapping[str, str] = os.environ) -> str:
 def price_usd_h(device: Device) -> float | None:
     """Return the list price of an hour of one card; None: not known."""
     return next((usd for name, usd in PRICES_USD_H.items() if NAMED[name].name == device.name), None)
+
+
+def first_priced() -> str:
+    """Return the name of a card that has a list price: where cards are compared, a run is sized for one of them."""
+    return next(iter(PRICES_USD_H))
 
 
 def counted(device: Device, count: int) -> str:

@@ -266,6 +266,23 @@ def test_spellings_of_other_tools_are_answered_with_ours(line: str, write: str) 
         instantiate(ALL, parse_config(yaml.safe_dump({**base, **theirs}), "run.yaml").with_)
 
 
+@pytest.mark.parametrize(
+    ("key", "do"),
+    [
+        ("model.method", "did you mean `method`?"), ("seq", "did you mean `batch.seq`?"),
+        ("data.seq", "did you mean `batch.seq`?"), ("steps", "did you mean `train.steps`?"),
+        ("train.seed", "did you mean `seed`?"), ("model.dtyp", "did you mean `dtype`?"),
+        ("sequence_length", "write `batch: {seq: 1000000}`"), ("optim.name", "known: betas"),
+        ("train.tokens", "write `train: {steps: N}, where N is 1000000 / batch.tokens`"),
+    ],
+)  # fmt: skip
+def test_a_key_that_is_elsewhere_is_found(key: str, do: str) -> None:
+    text = "{model: tiny, objective: sft, data: {sample: recipes}, output: out}"
+    with pytest.raises(ConfigError) as found:
+        parse_config(text, "run.yaml", [f"{key}=1000000"])
+    assert found.value.do.startswith(do)
+
+
 def test_every_answer_names_keys_that_there_are() -> None:
     techniques = {t.name: {f.name for f in dataclasses.fields(t)} for t in ALL}
     rules = {key: rule for tool in TOOLS.values() for key, rule in tool.keys.items()}

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from optrush import hardware
 from optrush.config import parse_config
 
 from clirun import Found
@@ -75,6 +76,14 @@ def test_a_question_takes_no_option_that_it_would_ignore(call: Call, here: Path,
     assert "with --hardware" in call("plan", str(LLAMA), "--hardware", "h200", "--solve", "cheapest").err
 
 
+def test_answers_name_the_rows_that_they_are_for(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cards are compared with the rows that a run on a card has, whatever machine asks."""
+    monkeypatch.setattr(hardware, "PRICES_USD_H", {"4090": 0.29, "h100": 2.71})
+    for given in (["cheapest"], ["gpus", "--hardware", "4090"], ["largest-model", "--hardware", "4090"]):
+        found = call("plan", "meta-llama/Llama-3.2-1B", "--set", "method=lora", "--solve", *given)
+        assert ", rows of 2,048 tokens: lora, " in found.out, found
+
+
 def test_a_card_whose_rates_are_not_known(call: Call) -> None:
     """No speed, time or price; what is slower on other cards and saves nothing that is needed comes later."""
     given = [str(LLAMA), "--hardware", "mi300x"]
@@ -97,10 +106,10 @@ def test_sets_without_what_only_the_user_chooses_are_no_answer(call: Call, tmp_p
     first, second, *_ = found.out.splitlines()
     assert found.code == 2 and not out.exists()
     assert first.startswith("invalid as configured: `longlora` cuts rows of 2048 tokens: groups of 3000")
-    assert second.startswith("fits on") and second.endswith("; without longlora, which your file has")
+    assert second.startswith("fits on") and second.endswith("; without longlora, which you named")
     whole = call("plan", *given, "--with", "longlora:group=1024")
     first = whole.out.splitlines()[0]
-    assert whole.code == 0 and first.startswith("fits on") and "which your file has" not in first
+    assert whole.code == 0 and first.startswith("fits on") and "which you named" not in first
 
 
 def test_what_cannot_run_there_is_said_and_others_are_found(call: Call) -> None:
@@ -197,6 +206,35 @@ def test_a_model_without_a_yaml(call: Call, tmp_path: Path) -> None:
     assert refused.code == 2 and "no other sizes of the family 'stablelm' are listed" in refused.err
     beside = call("plan", str(LLAMA), "--data", "random")
     assert beside.code == 2 and "--set data.path=random" in beside.err
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto", "grpo", "sft"])
+def test_a_model_with_another_objective(call: Call, objective: str) -> None:
+    """What the first run of a model leaves to its objective is not refused as if the user had written it."""
+    given = ["plan", "Qwen/Qwen2.5-0.5B", "--hardware", "h100", "--set", f"objective={objective}", "--json"]
+    document = json.loads(call(*given, "--data", "sample:recipes").out)
+    assert document["refused"] is None and document["fits"]
+    found = call(*given)  # random tokens suit only pretrain
+    assert "name a file of such rows" in found.out + found.err and "batch.tokens" not in found.err
+
+
+def test_what_fits_is_said_once(call: Call) -> None:
+    """Where the maths of the precision fit in no way, what to do is the answer, and not another setting."""
+    for card, does in (
+        ("4090", "  do:    take a setting above: --out FILE writes the first"),
+        ("4060", "nearest, above"),
+    ):
+        method = ["--set", "method=full"] if card == "4060" else []
+        found = call("plan", "meta-llama/Llama-3.1-8B", "--hardware", card, *method)
+        assert does in found.out and "write `" not in found.out and "your file" not in found.out
+
+
+def test_rows_of_a_model_are_as_long_as_asked(call: Call) -> None:
+    """A step holds whole rows, also where one of them is longer than the usual step."""
+    for length, ranks in ((131_072, 1), (65_536, 2), (3000, 4)):
+        given = ("--hardware", f"{ranks}xh100", "--set", f"batch.seq={length}", "--set", "method=qlora", "--json")
+        found = call("plan", "meta-llama/Llama-3.1-8B", *given)
+        assert found.code == 0 and json.loads(found.out)["answer"]["fits"], found.err
 
 
 def test_the_memory_of_the_host_is_compared(call: Call, tmp_path: Path) -> None:

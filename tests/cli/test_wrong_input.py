@@ -151,6 +151,13 @@ VALUES: dict[str, Case] = {
         {"model": "somebody/some-model"}, [],
         ("the model somebody/some-model", "the hub cannot be reached", "check the name and the network"),
     ),
+    "hub id with a slip": (
+        {"model": "meta-llama/Lama-3.1-8B"}, [],
+        ("did you mean the hub id `meta-llama/Llama-3.1-8B`, whose sizes are stored here? Else check the name",),
+    ),
+    "hub id of a shape": ({"model": "openai/gpt-oss-20b"}, [], ("did you mean `optrush plan shape:gpt-oss-20b`",)),
+    "hub id of another size": ({"model": "meta-llama/Llama-3.1-405B"}, [], ("do:    check the name",)),
+    "hub id without its owner": ({"model": "qwen2.5-7b"}, [], ("a hub id such as `Qwen/Qwen2.5-7B`, or `tiny`",)),
     "neither path nor shape": (
         {"model": {"dtype": "float32"}}, [], ("`model.path` and `model.shape`", "neither", "give exactly one"),
     ),

@@ -85,6 +85,14 @@ def test_costs_in_quality_are_named_and_the_least_comes_first() -> None:
 # --- `method`
 
 
+def test_a_quantised_base_alone_is_planned_with_adapters() -> None:
+    for base, method in (("int8", "lora + int8"), ("nf4", "qlora")):
+        ((name, with_),) = answer.methods(run(**{"with": {base: {}}}))
+        assert name == method and with_ == {base: {}, "lora": {}}
+    ((name, with_),) = answer.methods(run(**{"with": {"int8": {}, "ia3": {}}}))
+    assert name == "as configured" and "lora" not in with_
+
+
 def test_a_method_brings_its_techniques_and_its_rate() -> None:
     device = hardware.NAMED["h100"]
     for method, names in (("full", set()), ("lora", {"lora"}), ("qlora", {"lora", "nf4"})):
@@ -289,7 +297,7 @@ def test_the_longest_row_is_all_that_there_are_positions_for(tmp_path: Path) -> 
 
 def test_the_fewest_gpus() -> None:
     text, values = answer.solve(run("llama-3.1-70b", method="qlora"), "h100", "gpus")
-    assert (values["gpus"], values["method"]) == (1, "qlora") and text.startswith("1 x h100: qlora, ")
+    assert (values["gpus"], values["method"]) == (1, "qlora") and text.startswith("1 x h100, rows of ")
     _, values = answer.solve(run("llama-3.1-70b", method="lora"), "h100", "gpus")
     assert values["hardware"] == f"{values['gpus']}xh100" and values["gpus"] in (2, 4)
     with pytest.raises(ConfigError, match="nothing fits on 8x3060"):

@@ -17,7 +17,7 @@ import typer
 
 from optrush.cli.options import Json, Set, With, Without, given, launches, read_run
 from optrush.errors import ConfigError, ConflictError, NeedsError, UserError
-from optrush.hardware import GIB, counted, first_device, parse_hardware, price_usd_h
+from optrush.hardware import GIB, counted, first_device, first_priced, parse_hardware, price_usd_h
 from optrush.launch import NOT_SHARED, launched
 
 if TYPE_CHECKING:
@@ -33,7 +33,8 @@ Asked = Annotated[
     Path, typer.Argument(help="the run's YAML, or a model: a folder or hub id", metavar="CONFIG", show_default=False)
 ]
 Data = Annotated[
-    str | None, typer.Option("--data", metavar="DATA", help="data for a model: JSON Lines, sample:recipes, random[:N]")
+    str | None,
+    typer.Option("--data", metavar="DATA", help="a model's data: JSON Lines, sample:recipes, random[:ROWS]"),
 ]
 SMALL = 0.01  # share of the peak; smaller lines are shown as one
 
@@ -82,7 +83,7 @@ def plan(
     that similar work reached on one H200. The output names the source (basis).
     """
     hardware = hardware if host_memory is None else _hosted(hardware, host_memory, solve)
-    config = _asked(path, data, hardware, set_, with_, without)
+    config = _asked(path, data, first_priced() if solve == "cheapest" else hardware, set_, with_, without)
     from optrush.decide import decide
     from optrush.planner import answer as asked
     from optrush.planner import search as planner
@@ -270,7 +271,7 @@ def _text(
     else:
         lines.append("as configured")
     if refused is not None:
-        lines += [f"  {text}" for text in str(refused).splitlines()]
+        lines += [f"  {text}" for text in str(_pointing(refused, answer)).splitlines()]
     found = answer.found
     if found.settings:
         first = f"the best of {found.tried} compatible sets of techniques, each with its micro-batch"
@@ -279,10 +280,20 @@ def _text(
     for place, setting in enumerate(found.settings, 1):
         lines.append(f"  {place}. {setting.title}{_without(config, setting)}")
         lines.append(f"     {_short(setting)}")
-    named = {f"without {name}": f"  without {name}, which your file has" for name in _named(config)}
+    named = {f"without {name}": f"  without {name}, which you named" for name in _named(config)}
     faster = {what: why for what, why in found.lost if what in named and re.match(r"\+(?!0%)\d+% tokens/s", why)}
     lines += [f"{named[what]}: {why}" for what, why in faster.items()]
     return lines + (_other_lines(config, hardware, answer) if details else [])
+
+
+def _pointing(refused: UserError, answer: Answer) -> UserError:
+    """Return a refusal for want of memory with what was found above as what to do, not with a second setting."""
+    from optrush.decide import NothingFits
+
+    if not isinstance(refused, NothingFits) or not (answer.best or answer.nearest):
+        return refused
+    do = "take a setting above: --out FILE writes the first" if answer.best else "take what is nearest, above"
+    return NothingFits(refused.asked, refused.found, do)
 
 
 def _answer_lines(config: Config, hardware: str, answer: Answer, price: float | None) -> list[str]:
@@ -313,7 +324,7 @@ def _answer_lines(config: Config, hardware: str, answer: Answer, price: float | 
     lines += [f"  {note}" for note in planned_notes(config, device, ranks)]
     name, _, frozen = best.method.partition(" + ")
     if config.method is None and {*METHODS.get(name, {}), *([frozen] if frozen else [])} - config.with_.keys():
-        lines.append(f"  your file trains all weights; for this answer add {typed(best.method)}")
+        lines.append(f"  no adapters are configured; for this answer add {typed(best.method)}")
     width = max(len(w.method) for w in answer.ways)
     for way in answer.ways:
         if way.refused:
@@ -350,7 +361,7 @@ def _lacking_all(config: Config, answer: Answer) -> bool:
 
 def _without(config: Config, setting: Candidate) -> str:
     lacking = _lacking(config, setting)
-    return f"; without {', '.join(lacking)}, which your file has" if lacking else ""
+    return f"; without {', '.join(lacking)}, which you named" if lacking else ""
 
 
 def _time(config: Config, time: RunTime, hardware: str, price: float | None) -> str:

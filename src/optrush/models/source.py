@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import json
 import os
+import re
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -107,7 +109,8 @@ def _download(name: str, patterns: list[str], revision: str | None = None) -> Pa
     asked = f"the model {name}"
     if name.count("/") != 1 or name.startswith((".", "/", "~", "shape:")):
         shape = name.removeprefix("shape:")  # as `optrush init --model` takes it
-        do = "name a Hugging Face model's folder, a hub id, or `tiny`"
+        like = "" if "/" in name else _stored_like(name)
+        do = f"name a Hugging Face model's folder, a hub id{f' such as `{like}`' * ('/' in like)}, or `tiny`"
         if shape != name or shape in SHAPES:
             do = f"for random weights write `model: {{shape: {shape}}}`; else {do}"
         raise ConfigError(asked, "no such folder", do)
@@ -131,7 +134,18 @@ def _download(name: str, patterns: list[str], revision: str | None = None) -> Pa
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         found = f"no such folder, not in the cache, and the hub cannot be reached: {first_line(error)}"
         do = f"check the name and the network; or run `hf download {name}` where there is one, and name the folder"
+        if (meant := _stored_like(name)) and meant != name:
+            what = f"the hub id `{meant}`" if meant in _published() else f"`optrush plan shape:{meant}`"
+            do = f"did you mean {what}, whose sizes are stored here? Else {do}"
         raise ConfigError(asked, found, do) from None
+
+
+def _stored_like(name: str) -> str:
+    """Return the widely used model or the shape that is spelled almost so, with the same numbers; empty: none is."""
+    last = {known.rpartition("/")[2].lower(): known for known in (*SHAPES, *_published())}
+    own = name.rpartition("/")[2].lower()
+    close = difflib.get_close_matches(own, last, 5, 0.85)
+    return next((last[c] for c in close if re.findall(r"\d+", c) == re.findall(r"\d+", own)), "")
 
 
 def read_generation(folder: Path) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def answer(
         of = changed(config, {"with": techniques, "method": None})
         result = found
         try:
-            if place or config.method == "auto":
+            if place or config.method == "auto" or techniques != with_method(config).with_:
                 result = search.search(of, name, classes, keep_maths=keep_maths, whole=False, start=start)
         except NeedsError as error:
             refusals.append(error)
@@ -145,6 +145,9 @@ def methods(config: Config, classes: Sequence[type[Technique]] = ALL) -> list[tu
     adapters = METHODS["lora"] if Part.ADAPTERS not in parts else {}
     given = next((m for m, names in METHODS.items() if names and own.keys() >= names.keys()), "as configured")
     given = "qlora" if own.keys() >= METHODS["qlora"].keys() else given
+    if config.method is None and quantised and not parts & {Part.TRAINED, Part.ADAPTERS}:  # a base for adapters
+        base = next(name for name in bases if name in own)
+        return [("qlora" if base in METHODS["qlora"] else f"lora + {base}", {**own, **adapters})]
     if config.method in METHODS or quantised:
         return [(config.method if config.method in METHODS else given, own)]
     ways = [] if Part.ADAPTERS in parts else [("full", own)]
@@ -382,7 +385,8 @@ def _largest(config: Config, name: str, classes: Sequence[type[Technique]]) -> t
         raise ConfigError("--solve largest-model", found, "plan each model: optrush plan MODEL --hardware NAME")
     for shape in sorted(sizes, key=lambda n: -sizes[n]):
         if way := fits(_of_shape(config, shape), name, classes):
-            return f"{shape}: {way.method}, {_fact(way)}", _values(way) | {"model": shape}
+            text = f"{shape}, the largest of its family that fits, rows of {config.batch.seq:,} tokens"
+            return f"{text}: {way.method}, {_fact(way)}", _values(way) | {"model": shape}
     raise _nothing("largest-model", name)
 
 
@@ -415,7 +419,7 @@ def _gpus(config: Config, name: str, classes: Sequence[type[Technique]]) -> tupl
     if (best := _fewest(config, card, classes, host)) is None:
         raise _nothing("gpus", f"{HOST_GPUS}x{card}")
     count, way = best
-    text = f"{count} x {card}: {way.method}, {_fact(way)}"
+    text = f"{count} x {card}, rows of {config.batch.seq:,} tokens: {way.method}, {_fact(way)}"
     return text, _values(way) | {"hardware": f"{count}x{card}", "gpus": count}
 
 
@@ -431,7 +435,8 @@ def _cheapest(config: Config, name: str, classes: Sequence[type[Technique]]) -> 
     if not costs:
         raise _nothing("cheapest", f"up to {HOST_GPUS} of any card of the table")
     cost, card, price, way = min(costs, key=lambda c: c[0])
-    text = f"{card}: {way.method}, {_fact(way)}, about {cost:,.0f} USD per billion tokens"
+    text = f"{card}, rows of {config.batch.seq:,} tokens: {way.method}, {_fact(way)}"
+    text += f", about {cost:,.0f} USD per billion tokens"
     if way.time.seconds is not None:
         text += f", {way.time.seconds / 3600 * price:,.2f} USD for this run"
     return text, _values(way) | {"hardware": card, "usd_a_billion_tokens": cost}

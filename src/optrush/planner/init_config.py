@@ -195,7 +195,9 @@ def of_model(
         UserError: the data cannot be read, or a flag names an unknown key.
     """
     data = data or RANDOM
-    request = InitRequest(model, check_data(data, sets), data, "runs/new", name, sets=sets)
+    suited, named = check_data(data, sets), _given(sets).get("objective")
+    objective = named if named in ("sft", "pretrain", *SECTIONS) else suited
+    request = InitRequest(model, objective, data, "runs/new", name, sets=sets)
     tree = choose_values(request, *hardware.parse_hardware(name), model=model)
     config = parse_config(yaml.safe_dump(tree), model, sets, withs, withouts)
     refuse_secrets(config)
@@ -280,6 +282,8 @@ def choose_values(
         tree["data"]["too_long"] = "drop"
     gpu = device.kind == "cuda"
     seq = _longest(tree, request.seq or (GPU_SEQ if gpu else CPU_SEQ))
+    own = _given(request.sets).get("batch.seq")
+    seq = own if isinstance(own, int) and own > 0 else seq
     rows = max(1, (GPU_TOKENS if gpu else CPU_TOKENS) // seq // ranks) * ranks
     tree["batch"] = {"seq": seq} if sampled else {"seq": seq, "tokens": seq * rows}
     fresh = request.model == "tiny" or request.model.startswith(SHAPE)
@@ -298,7 +302,7 @@ def choose_values(
 
 def _hold_out_no_more(tree: dict[str, Any], request: InitRequest) -> None:
     """Hold nothing out, and measure nothing, where the values of --set leave too few rows for it."""
-    data, given = tree["data"], {flag.partition("=")[0] for flag in request.sets}
+    data, given = tree["data"], _given(request.sets).keys()
     if "eval" in data and "data.eval" not in given and given & {"data.text_rows", "data.max_samples"}:
         path = data.get("path")
         rows = FEW if path is None else _count_rows(Path(path).expanduser(), data.get("text_rows", "file"))
@@ -306,6 +310,11 @@ def _hold_out_no_more(tree: dict[str, Any], request: InitRequest) -> None:
             del data["eval"]
     if data.get("eval") is None and "train.eval_every" not in given:
         tree["train"].pop("eval_every", None)
+
+
+def _given(sets: Sequence[str]) -> dict[str, Any]:
+    """Return the values of --set by their keys."""
+    return {key: parse_scalar(value) for key, _, value in (flag.partition("=") for flag in sets)}
 
 
 def _lay(tree: dict[str, Any], sets: Sequence[str]) -> None:

@@ -55,7 +55,7 @@ class Compile(Technique):
     claims = frozenset({Part.COMPILED, Part.ROW_WIDTH})  # one width: each other would be compiled anew
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        found = "a technique that shares the work of several ranks: what one graph computes, it could not overlap with"
+        found = "a technique over several ranks, which could not send while one graph of all blocks computes"
         met = self.scope == "blocks" or not RANK_PARTS & env.claimed
         yield Requirement(met, "`compile:scope=model`", found, "take scope=blocks")
 

@@ -64,7 +64,7 @@ class CudaGraphs(Technique):
         found = "the model runs through transformers, whose code may read the device"
         yield Requirement(env.native, "`cuda-graphs` records our own decoder", found, do)
         fixed = Part.ROW_WIDTH not in env.claimed or Part.COMPILED in env.claimed
-        found, do = "a technique that gives each micro-batch its own", "take packing, or leave cuda-graphs out"
+        found, do = "a technique that gives each micro-batch its own width", "take packing, or leave cuda-graphs out"
         yield Requirement(fixed, "`cuda-graphs` records one shape", found, do)
         for part, found, do in APART:
             yield Requirement(part not in env.claimed, "`cuda-graphs` records a window on one device", found, do)
