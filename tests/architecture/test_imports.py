@@ -32,21 +32,21 @@ ONE_SUBJECT = {
 # Lines a folder may have; "top" are the files directly in src/optrush. What is raised is raised in a commit of its own
 # that says what the lines buy; what shrinks is lowered with it.
 LINES = {
-    "data": 9440,
-    "trainer": 7175,
-    "models": 8320,
-    "techniques": 5780,
-    "kernels": 4910,
-    "top": 6350,
-    "cli": 4405,
-    "planner": 4440,
+    "data": 10135,
+    "trainer": 7920,
+    "models": 9020,
+    "techniques": 5810,
+    "kernels": 4915,
+    "top": 6580,
+    "cli": 4485,
+    "planner": 4510,
     "benchmark": 3985,
-    "peft": 1980,
-    "report": 1905,
+    "peft": 1985,
+    "report": 1935,
     "optim": 1015,
-    "objectives": 1020,
+    "objectives": 1205,
 }
-MOST_FILES = 236
+MOST_FILES = 243
 MOST_MODULES_IN_PACKAGE = 15  # directly in src/optrush, without __init__ and __main__
 MOST_SHARED_NAMES = 40  # public functions and classes whose name two modules or more define
 
