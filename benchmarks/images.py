@@ -138,7 +138,7 @@ def write_rows(folder: Path, name: str, n: int) -> None:
     """Write rows with a picture each, and rows of text with as many tokens each."""
     from PIL import Image, ImageDraw
 
-    from optrush.data.images import processed_size
+    from optrush.data.image_sizes import processed_size
 
     folder.mkdir(parents=True)
     sides, words = ((256, 320), 20) if name == "tiny" else ((448, 1024), 200)

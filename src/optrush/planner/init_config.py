@@ -36,7 +36,7 @@ from optrush.errors import ConfigError, DataError, NeedsError, UserError
 from optrush.hardware import Device
 from optrush.models.shapes import refuse_foreign
 from optrush.models.source import locate
-from optrush.models.text_part import text_config, tower_spec
+from optrush.models.text_part import text_config
 from optrush.planner import answer, search
 from optrush.technique import RANK_PARTS, Part, Technique, instantiate
 from optrush.techniques import ALL
@@ -163,9 +163,6 @@ def compose(request: InitRequest, file: str, classes: Sequence[type[Technique]] 
     tree = choose_values(request, device, ranks)
     own = _with_new_tokens({**METHODS.get(request.method, {}), **own}, tree)
     decided = _decided(request, tree, own, device, ranks, classes)
-    if tower_spec(decided.hf) is None and _has_images(_first_row(request.data, request.sets, request.objective)):
-        do = "name a base that reads images: --model Qwen/Qwen3-VL-2B-Instruct"
-        raise ConfigError(f"a run on {request.data}", f"rows with images, and the model {request.model} reads none", do)
     try:
         prediction = search.predict_decided(decided)
     except UserError as error:
