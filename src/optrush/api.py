@@ -150,17 +150,14 @@ def train(
     """
     from optrush.decide import as_begun, decide
     from optrush.launch import launched
-    from optrush.trainer import distributed
+    from optrush.trainer import copies, distributed
     from optrush.trainer.run import RunRequest, run
 
     begun = time.monotonic()
     chosen = _with_own(_with_rows(_config(config), rows, eval_rows), loss, optimizer)
     start: Literal["auto"] | Path | None = "auto" if resume == "auto" else None if resume is None else Path(resume)
-    if start == "auto":
-        from optrush.trainer.copies import fetch_copies
-
-        fetch_copies(chosen, launched()[1])
     if start is not None:
+        copies.fetch_copies(chosen, launched()[1], start)
         chosen = as_begun(chosen, launched()[1])
     with distributed.leaving():
         return run(RunRequest(decide(chosen), start, frozenset(allow_change), tuple(callbacks), begun))

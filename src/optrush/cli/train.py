@@ -70,13 +70,10 @@ def train_command(
     _check_flags(allow_change, resume, dry_run, overfit, overfit_steps, as_json)
     start: Literal["auto"] | Path | None = "auto" if resume == "auto" else Path(resume) if resume else None
     from optrush.decide import as_begun, decide
-    from optrush.trainer import distributed
+    from optrush.trainer import copies, distributed
 
-    if start == "auto":
-        from optrush.trainer.copies import fetch_copies
-
-        fetch_copies(config, launched()[1])
     if start is not None:
+        copies.fetch_copies(config, launched()[1], start)
         config = as_begun(config, ranks if launches(ranks) else launched()[1])
     decided = decide(config, ranks=ranks if launches(ranks) else None)
     if dry_run:

@@ -181,16 +181,17 @@ def _run(manifest: bytes) -> object:
         return None
 
 
-def fetch_copies(config: Config, ranks: int) -> None:
+def fetch_copies(config: Config, ranks: int, resume: Literal["auto"] | Path) -> None:
     """Fetch a run's copies into its output folder, where that has no checkpoint: for `--resume auto`.
 
     Args:
         ranks: processes of this run that call it: of several none fetches.
+        resume: what is resumed; a folder needs no copies.
 
     Raises:
         UserError: nothing can be read there, or several processes would write the folder at once.
     """
-    if config.train.copy_to is None or find_checkpoints(config.output):
+    if config.train.copy_to is None or resume != "auto" or find_checkpoints(config.output):
         return
     store = Store(config)
     with _reported(store):
