@@ -402,6 +402,30 @@ def rewards() -> str:
     return "\n".join([*text, "", tail, "", *speeds, "", why, "", *rates, "", origin, "", records])
 
 
+def pictures() -> str:
+    """What rows with images take, beside rows of text and transformers' padded batches."""
+    names = {
+        "text": "rows of text, as many tokens", "image": "rows with images", "chosen": "the same, without `compile`",
+        "peer": "transformers, PEFT, Liger, padded", "peer-recompute": "the same, recomputed",
+    }  # fmt: skip
+    found = [r for r in lines("h200-images.jsonl") if r["case"] in names]
+    text = ["| Qwen3-VL 8B, LoRA | rows at once | tokens/s | s a step | peak GiB |", "|---|---|---|---|---|"]
+    for r in sorted(found, key=lambda r: -r["tokens_per_s"]):
+        rows = f"{r['rows']} padded" if "rows" in r else "packed"
+        speed = f"{r['tokens_per_s']:,} | {r['step_s']:.2f} | {r['peak_gib']}"
+        text.append(f"| {names[r['case']]} | {rows} | {speed} |")
+    of = next(r for r in found if r["case"] == "image")
+    tower = next(r for r in lines("h200-images.jsonl") if r["case"] == "tower")
+    tail = (
+        f"Random weights in bf16, rows of {of['seq']:,} tokens: {tower['images']} pictures of 448 to 1,024 pixels a "
+        f"side with 200 tokens of text each, {tower['patches']:,} patches; one {of['machine'].removeprefix('NVIDIA ')} "
+        f"a line. The tower takes {tower['tower_s']:.2f} s of the step, the wait for data {of['data_wait']:.1%}; a "
+        "fourth of the step was lost to an attention kernel that is planned anew for each size of an image, and is no "
+        "longer used there. Padded tokens do not count."
+    )
+    return "\n".join([*text, "", tail, "", sources("h200-images.jsonl")])
+
+
 def pages(of: Sequence[tuple[str, Callable[[], str]]]) -> dict[str, Callable[[], str]]:
     return {f"docs/guide/{name}.md": make for name, make in of}
 
@@ -444,4 +468,5 @@ PAGES = pages((
     ("17-measuring", measuring),
     ("18-ladder", ladder),
     ("19-rewards", rewards),
+    ("20-images", pictures),
 ))  # fmt: skip
