@@ -35,7 +35,7 @@ LINES = {
     "data": 10135,
     "trainer": 7920,
     "models": 9020,
-    "techniques": 5810,
+    "techniques": 5815,
     "kernels": 4915,
     "top": 6580,
     "cli": 4485,

@@ -248,10 +248,16 @@ def test_long_rows_of_short_documents_are_packed(tmp_path, name, sets, seq, spee
 
 
 def test_host_memory_is_used_where_it_is_much_faster(tmp_path) -> None:
-    found = chats(tmp_path, "4090", "method=qlora", seq=32768).best
+    found = chats(tmp_path, "4090", "method=qlora", seq=65536).best
     assert found.setting.prediction.tokens_per_s > 1500 and "offload-activations" in found.setting.with_
     usual = chats(tmp_path, "4090", "method=lora").best
     assert usual.setting.prediction.host_bytes == 0
+
+
+def test_weights_are_kept_on_the_host_where_no_card_has_room(tmp_path) -> None:
+    """Of 70B in 4 bits the embedding and the head alone fill two cards of 24 GiB."""
+    found = answer.answer(run("llama-3.1-70b", 2, seq=512, method="qlora"), "2x3090").best
+    assert found is not None and found.setting.with_["deepspeed"] == {"offload": "all"}
 
 
 def test_gradients_are_reduced_early_where_they_do_not_fit_whole(tmp_path) -> None:

@@ -63,7 +63,12 @@ class DeepSpeed(Technique):
     numerics = Numerics.SAME_MATHS
     claims = frozenset({Part.DATA, Part.OPTIMIZER, Part.UPDATE, Part.STATES})
     shards = frozenset({"dp"})
-    searched = False  # fsdp does the same with one copy less
+    searched = False  # fsdp does the same with one copy less, but for what is kept on the host
+
+    @classmethod
+    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
+        if env.scarce and env.ranks > 1 and env.device.kind == "cuda":
+            yield {"offload": "all"}
 
     def packages(self) -> tuple[tuple[str, str], ...]:
         return (("deepspeed", "deepspeed"),)
