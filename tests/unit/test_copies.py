@@ -101,3 +101,16 @@ def test_the_copies_of_another_run_are_left_alone(tmp_path: Path, store: Any) ->
         train(config(tmp_path / "b", steps=2), resume="auto")
     with pytest.raises(ConfigError, match="a run is there"):
         train(config(tmp_path / "c", steps=1))
+
+
+def test_what_is_no_run_there_stays(tmp_path: Path, store: Any) -> None:
+    """Beside a run's copies, as in a bucket's root: it is neither removed with them nor fetched."""
+    store.pipe_file("/runs/a/thesis.pdf", b"years")
+    train(config(tmp_path / "a", steps=2))
+    again = config(tmp_path / "b", steps=1)
+    again = again.model_copy(update={"train": again.train.model_copy(update={"overwrite": True})})
+    train(again)
+    assert store.cat_file("/runs/a/thesis.pdf") == b"years"
+    assert not any("step-000002" in name for name in names(store))
+    train(config(tmp_path / "c", steps=2), resume="auto")
+    assert (tmp_path / "c" / "checkpoints" / "step-000002").is_dir() and not (tmp_path / "c" / "thesis.pdf").exists()

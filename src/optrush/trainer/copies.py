@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from optrush.data.hub import open_store
 from optrush.errors import ConfigError, RunError, UserError, one_line
 from optrush.files import parse_json, read_file
 from optrush.trainer.checkpoint import FOLDER, MANIFEST, find_checkpoints
-from optrush.trainer.run_dir import LOCK, RUN
+from optrush.trainer.run_dir import KNOWN, LOCK, RUN
 
 LATE = ("model", "adapter")  # folders that a run writes when it is done
 
@@ -48,11 +49,12 @@ class Store:
         return {step: names for step, names in found.items() if f"{FOLDER}/{step}/{MANIFEST}" in names}
 
     def names(self, folder: str = "") -> list[str]:
-        """Return the files there, by their paths in the run's folder."""
+        """Return the files there that a run writes, by their paths in its folder."""
         self.files.invalidate_cache()
         place = f"{self.root}/{folder}".rstrip("/")
         found = self.files.find(place) if self.files.exists(place) else []
-        return [os.path.relpath(name, self.root) for name in found]
+        names = (os.path.relpath(name, self.root) for name in found)
+        return [name for name in names if name.split("/")[0] in KNOWN]
 
     def put(self, name: str) -> None:
         """Copy a file of the run's folder."""
@@ -95,8 +97,8 @@ class Copier:
     def begin(self) -> None:
         """Copy the configuration; raises ConfigError where nothing can be written."""
         with _reported(self.store):
-            if self.anew and self.store.files.exists(f"{self.store.root}/{RUN}"):
-                self.store.files.rm(self.store.root, recursive=True)
+            for name in self.store.names() if self.anew else ():
+                self.store.files.rm(f"{self.store.root}/{name}")
             self.store.put(RUN)
 
     def __enter__(self) -> Copier:
@@ -221,16 +223,13 @@ def _get(store: Store, name: str, here: Path) -> None:
     store.files.get_file(f"{store.root}/{name}", str(here))
 
 
-class _reported:
-    """Turns an error of the store's library into a ConfigError."""
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, UserError):
-            do = "check the address, the network and your rights there"
-            raise ConfigError(self.store.asked, _reason(error), do) from error
+@contextmanager
+def _reported(store: Store) -> Iterator[None]:
+    """Turn an error of the store's library into a ConfigError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        do = "check the address, the network and your rights there"
+        raise ConfigError(store.asked, _reason(error), do) from error
