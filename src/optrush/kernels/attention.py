@@ -223,9 +223,13 @@ def varlen(
 ) -> Tensor:
     """Compute flash attention over the packed documents, without a mask; work is linear in the sum of squared lengths.
 
+    Heads wider than it has are left to `sdpa` (Gemma 4 has some beside narrow ones).
+
     Raises:
         NeedsError: not on CUDA, or neither bfloat16 nor float16.
     """
+    if q.shape[-1] > FLASH:
+        return sdpa(q, k, v, documents, window=window, sinks=sinks)
     _demand_cuda("variable-length attention", q)
     from optrush.kernels.attention_varlen import GROUPS, attend, attend_with_sinks
 

@@ -381,8 +381,6 @@ class Decoder(nn.Module):
     def set_attention(self, name: str) -> int:
         """Put a function of `kernels.attention` into every block; return the number of blocks.
 
-        Blocks with wider heads than flash attention has take `sdpa` in place of `varlen`.
-
         Raises NeedsError: no such function, or one without the cap of the scores.
         """
         if name not in attention.ATTENTIONS:
@@ -395,8 +393,7 @@ class Decoder(nn.Module):
             raise NeedsError(f"attention {name!r}", found, "take --with attention:impl=sdpa")
         for block in self.blocks.values():
             assert isinstance(block, Block)
-            wide = name == "varlen" and block.head_width > attention.FLASH
-            block.attention = attention.ATTENTIONS["sdpa" if wide else name]
+            block.attention = attention.ATTENTIONS[name]
         return len(self.blocks)
 
     def set_rule(self, name: str) -> int:
