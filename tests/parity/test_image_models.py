@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import transformers
 from peft import PeftModel
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
@@ -40,6 +41,7 @@ from optrush.data.tokenizer import open_tokens
 from optrush.decide import decide
 from optrush.errors import NeedsError, UserError
 from optrush.generation import GenerationModel, find_model, prompts, row_of
+from optrush.kernels import attention_varlen
 from optrush.models.decoder import Decoder
 from optrush.models.hf import load
 from optrush.models.text_part import PARTS
@@ -209,6 +211,31 @@ def test_a_tower_in_bf16(qwen: Sight, tmp_path: Path) -> None:
         with torch.no_grad():
             want = theirs(given, grid_thw=torch.tensor([[1, *g] for g in images.grids])).pooler_output
         torch.testing.assert_close(model.tower(images).features, want, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl", "qwen3_5"])
+def test_a_compiled_tower(kind: str, sight_of: Callable[[str], Sight], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention over all images at once is what a call for each image computes; windows included."""
+
+    def attend_all(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, longest: int) -> Any:
+        parts = [[x[a:b].transpose(0, 1) for x in (q, k, v)] for a, b in pairwise(starts.tolist())]
+        assert starts.dtype == torch.int32 and longest >= int(starts.diff().max())
+        return torch.cat([scaled_dot_product_attention(*part).transpose(0, 1) for part in parts])
+
+    monkeypatch.setattr(attention_varlen, "attend_all", attend_all)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda block, dynamic: None)
+    sight = sight_of(kind)
+    images = sight.batch([2, 0], [5, 1], [6, 0]).images
+    assert images is not None
+    hf = json.loads((sight.base / "config.json").read_text())
+    tower = open_tower(sight.base, hf, torch.float64, sight.ours.shape.rotated_width)
+    assert tower.compile() == 0, "on a CPU images run one by one"
+    tower.together = 1 << 20
+    want = tower(images)
+    assert tower.compile() == len(tower.module.blocks)
+    found = tower(images)
+    for one, other in zip((want.features, *want.deep), (found.features, *found.deep), strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
 
 
 def test_parts_of_a_batch(qwen: Sight) -> None:

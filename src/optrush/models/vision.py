@@ -9,7 +9,8 @@ alone, but the kernels that a device picks for a larger product may round otherw
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -77,6 +78,7 @@ class Tower:
     together: int = 0  # most patches of images that run in one call; 0: each image by itself
     trained: bool = False  # or a part of it: it is a submodule of the decoder
     buffers: Sequence[tuple[Any, str, Tensor]] = ()  # (module, name, values), of one that is trained
+    compiled: bool = False
 
     @property
     def vision(self) -> Any:
@@ -96,6 +98,21 @@ class Tower:
         self.together = PATCHES_TOGETHER if device.type == "cuda" else 0
         for module, name, values in self.buffers:
             module._buffers[name] = values.to(device, copy=True)
+
+    def compile(self) -> int:
+        """Compile the blocks of a frozen tower that runs images of any sizes in one call; return their number.
+
+        Their attention becomes one kernel for all images, for a loop over their lengths is no graph.
+        """
+        if self.trained or not self.together or self.pairs is None or self.module.dtype == torch.float32:
+            return 0
+        blocks = _blocks(self.module)
+        joined = _joined(type(blocks[0].attn))
+        for block in blocks:
+            block.attn.__class__ = joined
+            block.compile(dynamic=True)
+        self.compiled = True
+        return len(blocks)
 
     def __call__(self, images: Images) -> Laid:
         """Return the features of all placeholders, and what is added behind the first blocks."""
@@ -144,8 +161,11 @@ class Tower:
             out = self.module.get_image_features(**given, return_dict=True)
             return torch.cat([*out.pooler_output]), []
         grid = given["image_grid_thw"]
-        moved = grid.to(patches.device, non_blocking=True)
-        out = self.module(patches, grid_thw=moved, return_dict=True, **_boundaries(self.module, grid))
+        moved, bounds = grid.to(patches.device, non_blocking=True), _boundaries(self.module, grid)
+        if self.compiled:
+            bounds = {name: t.to(patches.device, non_blocking=True) for name, t in bounds.items()}
+            _JoinedAttention.longest = max(_JoinedAttention.longest, 1 << int(grid.prod(1).max() - 1).bit_length())
+        out = self.module(patches, grid_thw=moved, return_dict=True, **bounds)
         return out.pooler_output, list(getattr(out, "deepstack_features", None) or ())
 
     def _calls(self, grids: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
@@ -159,6 +179,29 @@ class Tower:
             held.append((high, wide))
             patches += high * wide
         yield held
+
+
+class _JoinedAttention:
+    """Attention of a tower's block over the patches of many images, each among its own, by one kernel."""
+
+    longest = 1  # a bound of the patches of an image: a power of two, as another value is compiled anew
+    rotate: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+    def forward(
+        self: Any, hidden_states: Tensor, cu_seqlens: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any
+    ) -> Tensor:
+        """hidden_states (P, D) of patches, cu_seqlens (images + 1,) int32 -> (P, D)."""
+        from optrush.kernels.attention_varlen import attend_all
+
+        q, k, v = self.qkv(hidden_states).unflatten(1, (3, self.num_heads, -1)).unbind(1)
+        q, k = self.rotate(q, k, *position_embeddings)
+        out: Tensor = self.proj(attend_all(q, k, v, cu_seqlens, self.longest).flatten(1))
+        return out
+
+
+def _joined(kind: type) -> type:
+    rotate = staticmethod(sys.modules[kind.__module__].apply_rotary_pos_emb_vision)
+    return type(f"Joined{kind.__name__}", (_JoinedAttention, kind), {"rotate": rotate})
 
 
 def tower_inputs(spec: TowerSpec, vision: Any, patches: Tensor, grids: Sequence[tuple[int, int]]) -> dict[str, Tensor]:

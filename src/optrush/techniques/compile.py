@@ -115,4 +115,6 @@ class Compile(Technique):
         for module in modules:
             module.compile(fullgraph=one, dynamic=False, options=options)
         head.nll = head.nll.compiled(options)
+        if isinstance(model, Decoder) and model.tower is not None:
+            return len(modules) + 1 + model.tower.compile()
         return len(modules) + 1
