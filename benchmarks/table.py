@@ -47,7 +47,7 @@ FASTEST = tuple(
     for name in (
         "peers", "peers-best", "peers-bf16", "rows", "head", "least", "levers", "eight", "least8", "longest8",
         "small-card", "adapters", "adapters8", "qlora", "longest-qlora", "chat-lengths", "families-full",
-        "families-lora", "families-lora4",
+        "families-lora", "families-lora4", "small-adapters",
     )
 )  # fmt: skip
 BEST = ("peers-best", "peers-bf16")  # other systems' best-tuned settings alone, on other machines

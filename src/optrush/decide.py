@@ -326,10 +326,10 @@ def as_begun(config: Config, ranks: int) -> Config:
         if (named is None and "with_" not in config.model_fields_set) or config.method == "auto":
             named = before.method
         with_ = {**before.with_, **config.with_}
-        dividing = {c.name for c in ALL if c.claims & RANK_PARTS and c.name in with_ and c.name not in config.with_}
-        if ranks == 1:
-            with_ = {name: options for name, options in with_.items() if name not in dividing}
-        elif not any(Part.DATA in c.claims for c in ALL if c.name in with_):
+        apart = RANK_PARTS if ranks == 1 else {Part.CAPTURE}  # what this number of ranks has no place for
+        without = {c.name for c in ALL if c.claims & apart and c.name not in config.with_}
+        with_ = {name: options for name, options in with_.items() if name not in without}
+        if ranks > 1 and not any(Part.DATA in c.claims for c in ALL if c.name in with_):
             with_ |= {next(c.name for c in ALL if Part.DATA in c.claims): {}}
         changes |= {"with": with_, "method": named}
     micro, b = before.batch.micro_tokens, config.batch

@@ -55,7 +55,12 @@ class CudaGraphs(Technique):
     source = "https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/"
     numerics = Numerics.EXACT
     claims = frozenset({Part.CAPTURE})
-    searched = False  # no gain where it was measured: the host is ahead of large steps anyway
+
+    @classmethod
+    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
+        """Yield its defaults where windows were recorded and compared: nothing but the loss's own rows is read."""
+        if env.images is None and env.teacher is None and env.rollout is None:
+            yield {}
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         yield env.needs_dense("`cuda-graphs`")
