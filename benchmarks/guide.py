@@ -419,8 +419,8 @@ def pictures() -> str:
     tail = (
         f"Random weights in bf16, rows of {of['seq']:,} tokens: {tower['images']} pictures of 448 to 1,024 pixels a "
         f"side with 200 tokens of text each, {tower['patches']:,} patches; one {of['machine'].removeprefix('NVIDIA ')} "
-        f"a line. Not compiled, the tower takes {tower['tower_s']:.2f} s; with `compile` its blocks are compiled, too. The "
-        f"wait for data is {of['data_wait']:.1%} of the step. Padded tokens do not count."
+        f"a line. Not compiled, the tower takes {tower['tower_s']:.2f} s; with `compile` its blocks are compiled, "
+        f"too. The wait for data is {of['data_wait']:.1%} of the step. Padded tokens do not count."
     )
     return "\n".join([*text, "", tail, "", sources("h200-images.jsonl")])
 
