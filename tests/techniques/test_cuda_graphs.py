@@ -7,6 +7,7 @@ the very same memory, with every number as it was on the host. What is no tensor
 from __future__ import annotations
 
 import dataclasses
+import json
 from contextlib import nullcontext
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshes import further
+from optrush.config import parse_config
 from optrush.data.batch import Batch
 from optrush.decide import decide
 from optrush.errors import NeedsError
@@ -22,6 +24,7 @@ from optrush.hardware import CPU, NAMED
 from optrush.technique import Part, instantiate
 from optrush.techniques import ALL
 from optrush.techniques.cuda_graphs import APART, Window, capture, tensors
+from optrush.trainer import dpo_reference
 from optrush.trainer.metrics import Meter
 from optrush.trainer.trainer import evaluate
 
@@ -289,3 +292,32 @@ def test_a_refusal_of_the_device_has_three_parts():
     assert "--without cuda-graphs" in caught.value.do
     with pytest.raises(torch.OutOfMemoryError):
         capture(short, nullcontext())
+
+
+@pytest.mark.parametrize("with_", [{}, {"lora": {}, "nf4": {}}], ids=["all weights", "adapters over 4 bits"])
+@pytest.mark.parametrize("objective", ["dpo", "orpo", "simpo", "reward", "kto"])
+def test_preferences_are_recorded(objective: str, with_: dict, box, tmp_path) -> None:
+    """No window reads the device, and each is what the plain one is: a plan chooses recordings for pairs, too."""
+    pairs = [{"prompt": f"w{i} w2 ", "chosen": f"w3 w4 w{i}", "rejected": "w5"} for i in range(16)]
+    if objective == "kto":
+        pairs = [{"prompt": p["prompt"], "completion": p["chosen"], "label": i % 3 == 0} for i, p in enumerate(pairs)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+
+    def run(**more):
+        text = {
+            "model": str(box / "untied"), "objective": objective,
+            "data": {"path": str(tmp_path / "rows.jsonl"), "cache": str(tmp_path / "cache")},
+            "batch": {"seq": 32, "tokens": 128, "micro_tokens": 64},
+            "optim": {"lr": 1e-3, "schedule": "constant", "warmup": 0},
+            "train": {"steps": 4, "log_every": 1}, "output": str(tmp_path / "out"), "with": {**with_, **more},
+        }  # fmt: skip
+        prepared = decide(parse_config(json.dumps(text), "run.yaml"))
+        job = assembled(prepared)
+        if prepared.config.referenced is not None:
+            dpo_reference.fill_reference(job, prepared)
+        return job
+
+    want, _ = played(run(), 4)
+    window = windowed(job := run())
+    found, _ = played(job, 4)
+    assert window.replay is not None and found == want
