@@ -475,7 +475,7 @@ def accuracy() -> str:
         for r in read_records(ROOT / folder)
         if not r.peer and r.mode == "cumulative" and r.peak_bytes and r.tokens_per_s and "path" not in r.config["data"]
     ]
-    apart, runs = list[list[float]](), [r for _, r in records]
+    apart, waiting, runs = list[list[float]](), list[float](), [r for _, r in records]
     folders = list(dict.fromkeys(folder for folder, _ in records))  # a folder's records follow each other
     calibrated = [p for at in folders for p in _said([r for folder, r in records if folder == at], _calibration(at))]
     for (folder, r), sheet, own in zip(records, _said(runs), calibrated, strict=True):
@@ -484,9 +484,13 @@ def accuracy() -> str:
         apart.append([sheet.peak_bytes / r.peak_bytes - 1])
         told = " | | | |"  # first steps, much of whose time is compiling
         if folder not in LONGEST:
-            apart[-1] += [said / r.tokens_per_s - 1 for said in speeds]
+            errors = [said / r.tokens_per_s - 1 for said in speeds]
+            if waits_for_host(sheet):
+                waiting += errors
+            else:
+                apart[-1] += errors
             told = f"{r.tokens_per_s:,.0f} | "
-            told += " | ".join(f"{said:,.0f} | {error:+.1%}" for said, error in zip(speeds, apart[-1][1:])) + " |"
+            told += " | ".join(f"{said:,.0f} | {error:+.1%}" for said, error in zip(speeds, errors)) + " |"
         peaks = f"{sheet.peak_bytes / GIB:.1f} | {r.peak_bytes / GIB:.1f} | {apart[-1][0]:+.1%}"
         rows.append(f"| {_named(folder)} | {r.rung} | {peaks} | {told}")
     said_of = (
@@ -494,7 +498,13 @@ def accuracy() -> str:
         for x in ([abs(each[i]) for each in apart if i < len(each)] for i in range(3))
     )
     tail = "Errors of peaks: {}; of speeds by the datasheet: {}; of speeds after `calibrate`: {}.".format(*said_of)
+    tail += f" Where the device waits for the host, speeds are up to {max(map(abs, waiting)):.0%} off: hosts differ."
     return "\n".join([*rows, "", tail])
+
+
+def waits_for_host(p: Prediction) -> bool:
+    """Return whether the host starts a step's work more slowly than the device does it, by the plan."""
+    return sum(w.seconds for w in p.work if w.where == "host") > sum(w.seconds for w in p.work if w.where == "device")
 
 
 def _repeats(runs: Sequence[Sequence[float]]) -> str:
