@@ -27,8 +27,6 @@ from optrush.launch import die_with_parent, launched
 from optrush.technique import library, package_digest
 
 RECORDS, RUNGS = "records.jsonl", "rungs"
-MEASURED = "measured.json"  # what a trial of the batch or the learning rate has measured (trial.py)
-STATES = "state-*.safetensors*"  # of training, which a trial goes on from; half written ones too
 COMMAND_TIMEOUT_S = 10.0  # for git and nvidia-smi: a slow disk or driver must not hold up a bench
 Verdict = Literal["baseline", "faster", "slower", "smaller", "longer", "shorter", "noise", "red"]
 QualityVerdict = Literal["first", "better", "equal", "worse", "one seed", "failed"]

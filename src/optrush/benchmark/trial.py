@@ -9,18 +9,14 @@ https://arxiv.org/abs/1812.06162, appendix A.1.
 steps the half with the larger held-out loss leaves, so that the race of eight takes a quarter of the steps of a grid.
 Source: successive halving, Jamieson and Talwalkar, 2016, https://arxiv.org/abs/1502.07943. Differs from the source: the
 stops. The last two go on for long, because a large rate is ahead before the schedule falls, and a little behind after.
-
-What was measured is on the disk after each step of `batch` and each leg of `lr`, with the states that what is missing
-begins from (`Progress`). A process that was killed is followed by another one with the same result.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,8 +24,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from optrush import files
-from optrush.benchmark.record import MEASURED, STATES, Keep, answer_request
+from optrush.benchmark.record import Keep, answer_request
 from optrush.benchmark.worker import MetricLines
 from optrush.config import Config, parse_config
 from optrush.data.batch import Batch
@@ -46,24 +41,19 @@ from optrush.trainer.trainer import RunPlan, Trainer, evaluate, set_step, train
 FEWEST_DRAWS = 4
 STOPS = (1 / 16, 1 / 8, 3 / 4)  # of the steps of a race; each halves the rates
 SHORTEST = 3  # steps to the first stop of a race
-SAVING = 0.1  # of the time of `batch`, at most, for states on the disk
 
 
 def answer_trial_request() -> None:
-    """Answer one request: {"kind": "batch" or "lr", "run": YAML, "budget_s", "rates", "folder", "measured"}."""
+    """Answer one request: {"kind": "batch" or "lr", "run": YAML, "budget_s", "rates", "states": folder}."""
 
     def answer(request: dict[str, Any], keep: Keep) -> dict[str, Any]:
         until = time.monotonic() + request["budget_s"]
         config = parse_config(request["run"], "run", own=True)
         with distributed.leaving():
             trainer, plan = assemble(config)
-            progress = Progress(trainer, Path(request["folder"]), request["measured"])
             if request["kind"] == "batch":
-                result = noise_result(noise_draws(trainer, plan, until, progress))
-            else:
-                result = rate_race(trainer, plan, request["rates"], until, progress)
-            progress.keep(result=result)
-            return result
+                return noise_result(noise_draws(trainer, plan, until))
+            return rate_race(trainer, plan, request["rates"], until, States(trainer, Path(request["states"])))
 
     answer_request(answer)
 
@@ -80,64 +70,38 @@ def assemble(config: Config) -> tuple[Trainer, RunPlan]:
     return trainer, plan
 
 
-# --- what is on the disk
+# --- states of training on the disk
 
 
-def state_tensors(trainer: Trainer) -> list[tuple[str, Tensor]]:
-    """Return the trained weights and the optimizer's states by name, not copied."""
-    states = trainer.optimizer.state()
-    found = [(f"param/{t.name}", t.local) for t in trainer.trained]
-    return found + [(f"state/{kind}/{n}", s) for n, by_kind in states.items() for kind, s in by_kind.items()]
+class States:
+    """Trained weights, the optimizer's states and those of techniques by name, in a folder that is its own."""
 
+    def __init__(self, trainer: Trainer, folder: Path) -> None:
+        folder.mkdir()
+        self.trainer, self.folder, self.techniques = trainer, folder, dict[str, dict[str, Any]]()
 
-class Progress:
-    """What a trial has measured, in a folder's measured.json, and the states of training it goes on from, next to it.
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        states = self.trainer.optimizer.state()
+        found = [(f"param/{t.name}", t.local) for t in self.trainer.trained]
+        return found + [(f"state/{kind}/{n}", s) for n, by_kind in states.items() for kind, s in by_kind.items()]
 
-    A state is written before the record that names it, and removed after the record that does not: whenever the
-    process is killed, all states that the record names are there.
-    """
-
-    def __init__(self, trainer: Trainer, folder: Path, measured: Mapping[str, Any]) -> None:
-        """Begin with what earlier processes measured.
-
-        Raises:
-            ConfigError: that was of other data or weights.
-        """
-        self.trainer, self.folder, self.start = trainer, folder, time.monotonic()
-        made_of = dict(trainer.fingerprints)
-        before = measured.get("made_of", made_of)
-        if changed := sorted(name for name in {*made_of, *before} if made_of.get(name) != before.get(name)):
-            found = f"changed since: {', '.join(changed)}"
-            raise ConfigError(f"the records in {folder}", found, "delete that folder, or use another --out")
-        self.values: dict[str, Any] = {"spent_s": 0.0, "states": {}, **measured, "made_of": made_of}
-        self.before_s = self.values["spent_s"]
-
-    def keep(self, save: str | None = None, forget: Iterable[str] = (), **values: Any) -> None:
-        """Store values with the seconds spent, a state under the name `save`, and none under the names to forget."""
-        self.values |= {**values, "spent_s": self.before_s + time.monotonic() - self.start}
-        states = {name: saved for name, saved in self.values["states"].items() if name not in {*forget}}
-        if save is not None:
-            half = self._file(save).with_suffix(".safetensors.tmp")
-            half.unlink(missing_ok=True)
-            write_tensors(half, state_tensors(self.trainer))
-            files.rename_file(half, self._file(save))
-            states[save] = {name: copy.deepcopy(state.save()) for name, state in self.trainer.state.items()}
-        self.values["states"] = states
-        files.write_whole(self.folder / MEASURED, json.dumps(self.values, allow_nan=False))
-        for path in self.folder.glob(STATES):
-            if path not in map(self._file, states):
-                files.remove_file(path)
+    def save(self, name: str) -> None:
+        """Store what the trainer has now."""
+        self.forget(name)
+        write_tensors(self.folder / name, self._tensors())
+        self.techniques[name] = {kind: copy.deepcopy(state.save()) for kind, state in self.trainer.state.items()}
 
     def restore(self, name: str) -> None:
         """Put a stored state back."""
-        with torch.no_grad(), safe_open(regular(self._file(name)), framework="pt") as saved:
-            for key, tensor in state_tensors(self.trainer):
+        with torch.no_grad(), safe_open(regular(self.folder / name), framework="pt") as saved:
+            for key, tensor in self._tensors():
                 tensor.copy_(saved.get_tensor(key))
-        for technique, state in self.values["states"][name].items():
+        for technique, state in self.techniques[name].items():
             self.trainer.state[technique].load(copy.deepcopy(state))
 
-    def _file(self, name: str) -> Path:
-        return self.folder / f"state-{name}.safetensors"
+    def forget(self, name: str) -> None:
+        """Remove a state, if there is one."""
+        (self.folder / name).unlink(missing_ok=True)
 
 
 # --- the gradient noise scale
@@ -154,34 +118,15 @@ class Draw(NamedTuple):
     slots: int
 
 
-def noise_draws(trainer: Trainer, plan: RunPlan, until: float, progress: Progress) -> list[Draw]:
+def noise_draws(trainer: Trainer, plan: RunPlan, until: float) -> list[Draw]:
     """Train, and return the norms of each step, until the run or the time is over."""
-    values = progress.values
-    done, draws = values.get("step", 0), [Draw(*draw) for draw in values.get("draws", ())]
-    if done:
-        progress.restore(f"{done}")
-    part = RunPlan(trainer, plan.length, done)
-    trainer.batches = batches(trainer, part)
-    saved_at, save_s = time.monotonic(), 0.0
-
-    def keep(step: int) -> None:
-        nonlocal saved_at, save_s, done
-        begun = time.monotonic()
-        progress.keep(f"{step}", [f"{done}"], step=step, draws=draws, whole=step == plan.total, result=None)
-        saved_at, done = time.monotonic(), step
-        save_s = saved_at - begun
-
+    draws = list[Draw]()
+    trainer.batches = batches(trainer, plan)
     with reading(trainer.batches):
-        step = done
-        for step in part.steps:
+        for step in plan.steps:
             if draws and time.monotonic() > until:
-                step -= 1
                 break
             _draw(trainer, plan, step, draws)
-            if save_s <= SAVING * (time.monotonic() - saved_at):
-                keep(step)
-        if step > done:
-            keep(step)
     if len(draws) < FEWEST_DRAWS:
         found = f"{len(draws)} steps with finite gradients of two micro-batches or more"
         raise ConfigError("the gradient noise scale", found, "give more data, or a larger --budget")
@@ -232,23 +177,6 @@ def noise_result(draws: Sequence[Draw]) -> dict[str, Any]:
 # --- the race of learning rates
 
 
-class Snapshot:
-    """Weights, optimizer states and the state of techniques, on the host."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        self.saved = [(t, t.to("cpu", copy=True)) for _, t in state_tensors(trainer)]
-        self.techniques = {name: copy.deepcopy(state.save()) for name, state in trainer.state.items()}
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put everything back."""
-        for tensor, saved in self.saved:
-            tensor.copy_(saved)
-        for name, saved_state in self.techniques.items():
-            self.trainer.state[name].load(copy.deepcopy(saved_state))
-
-
 Leg = Callable[[float, int, int], float]  # (rate, steps done, step to stop at) -> held-out loss
 Forget = Callable[[float], object]  # a rate that left
 
@@ -274,49 +202,27 @@ def race(
     return [*(one for one in legs if one is not best), best]
 
 
-def rate_race(
-    trainer: Trainer, plan: RunPlan, rates: Sequence[float], until: float, progress: Progress
-) -> dict[str, Any]:
-    """Race rates over the whole run, or over as many steps as the time is enough for; legs that were run are read."""
-    begin = Snapshot(trainer)
-    if "steps" not in progress.values:
-        progress.keep(steps=_race_steps(trainer, plan, rates, until, progress), legs=[])
-    steps, known = progress.values["steps"], list(progress.values["legs"])
+def rate_race(trainer: Trainer, plan: RunPlan, rates: Sequence[float], until: float, states: States) -> dict[str, Any]:
+    """Race rates over the whole run, or over as many steps as the time is enough for."""
+    states.save("begin")
+    steps = _race_steps(trainer, plan, rates, until, states)
     stops = [round(share * steps) for share in STOPS]
-    ended: tuple[float, int] | None = None  # the leg that is not stored yet
-    out: set[float] = set()
-
-    def store() -> None:
-        """Store the leg that ended: its state too, where its rate may still win."""
-        nonlocal ended
-        if ended is not None:
-            rate, stop = ended
-            saves = None if rate in out or stop == stops[-1] else f"{rates.index(rate)}-{stop}"
-            over = {f"{rates.index(r)}" for r in (*out, rate)}
-            gone = [name for name in progress.values["states"] if name.partition("-")[0] in over]
-            progress.keep(saves, gone, legs=known)
-            ended = None
+    out = set[float]()
 
     def leg(rate: float, done: int, stop: int) -> float:
-        nonlocal ended
-        if found := next((one for one in known if (one["rate"], one["step"]) == (rate, stop)), None):
-            return math.inf if found["loss"] is None else float(found["loss"])
-        store()
-        if done:
-            progress.restore(f"{rates.index(rate)}-{done}")
-        else:
-            begin.restore()
+        name = f"{rates.index(rate)}"
+        states.restore(name if done else "begin")
         loss = train_leg(trainer, plan, rate, done, stop, steps)
-        known.append({"rate": rate, "step": stop, "loss": loss if math.isfinite(loss) else None})
-        ended = rate, stop
+        for other in out:
+            states.forget(f"{rates.index(other)}")
+        if stop != stops[-1]:
+            states.save(name)
         return loss
 
-    legs = race(rates, stops, leg, out.add)
-    store()
-    return {"legs": legs, "steps": steps}
+    return {"legs": race(rates, stops, leg, out.add), "steps": steps}
 
 
-def _race_steps(trainer: Trainer, plan: RunPlan, rates: Sequence[float], until: float, progress: Progress) -> int:
+def _race_steps(trainer: Trainer, plan: RunPlan, rates: Sequence[float], until: float, states: States) -> int:
     """Return the steps of a race: the whole run, or as many as the time is enough for, by two steps and a state.
 
     Raises:
@@ -328,8 +234,8 @@ def _race_steps(trainer: Trainer, plan: RunPlan, rates: Sequence[float], until: 
     train_leg(trainer, plan, trainer.config.optim.lr, 0, 2, plan.total)  # and an evaluation
     step_s = max(1e-6, (time.monotonic() - start - 2 * eval_s) / 2)
     start = time.monotonic()
-    progress.keep("0")
-    progress.keep(forget=["0"])
+    states.save("0")
+    states.restore("begin")
     leg_s = eval_s + time.monotonic() - start
     left_s = until - time.monotonic() - (2 * len(rates) - 2) * leg_s
     most = len(rates) * STOPS[0]  # steps of a race over those of its schedule

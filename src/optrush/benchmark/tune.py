@@ -11,21 +11,19 @@ runs out of memory or is slow is not measured again, and the time that is left g
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from optrush.benchmark import ladder, record, runner
 from optrush.benchmark.ladder import Ladder, LadderEntry, Rung
-from optrush.benchmark.record import MEASURED, RUNGS, STATES, Record
+from optrush.benchmark.record import RUNGS, Record
 from optrush.benchmark.results import BenchState, faster
 from optrush.benchmark.runner import ProgressBoard
 from optrush.config import Config, dump_config, parse_config
 from optrush.console import duration, say
-from optrush.data import readers
-from optrush.data.tokenize import cache_root
 from optrush.decide import changed, decide, refuse_sampled, spelled_out, with_rate, with_setting
 from optrush.errors import ConfigError, RunError, UserError, one_line
 from optrush.files import parse_json, read_file, read_text, refuse_links, write_whole
@@ -238,12 +236,6 @@ def _stored(folder: Path, config: Config, ranks: int) -> list[Rung] | None:
         return None
     try:
         saved = parse_json(read_file(folder / PLAN))
-        trial = saved.get("kind")
-    except (ValueError, AttributeError):
-        raise _unfit(folder, f"{PLAN} is damaged") from None
-    if trial in ("batch", "lr"):
-        raise _unfit(folder, f"they are of `tune --{trial}`")
-    try:
         same = (saved["config"], saved["ranks"]) == (dump_config(config), ranks)
         rungs = [(r["name"], r["since"], r["ranks"], parse_config(r["config"], PLAN, own=True)) for r in saved["rungs"]]
     except (ValueError, KeyError, TypeError, UserError):
@@ -402,10 +394,8 @@ ALONE = (Part.UPDATE, Part.CAPTURE, Part.DATA)  # owners leave no gradients of s
 def tune_number(config: Config, out: Path, kind: Literal["batch", "lr"], budget_s: float) -> tuple[str, dict[str, Any]]:
     """Measure the batch or the learning rate of a configuration, and write it to `out` with that changed.
 
-    What an earlier process measured of the same configuration is read.
-
     Args:
-        budget_s: seconds, those of earlier processes included.
+        budget_s: seconds.
 
     Returns:
         The result as a sentence, and as values. Its curves are in the folder of the name of `out`.
@@ -419,23 +409,29 @@ def tune_number(config: Config, out: Path, kind: Literal["batch", "lr"], budget_
         raise ConfigError("--lr", "no `data.eval`: rates race for the least held-out loss", "add data.eval: 0.1")
     given, _ = _as_it_is(config, 1)
     given = decide(given).config  # with the rate of its method
-    request = trial_request(given, kind) | {"folder": str(folder.absolute())}
+    states, written = folder / "states", (f"{kind}.json", f"{kind}.png")
+    ours = {*written, states.name, runner.LOCK}
+    request = trial_request(given, kind) | {"states": str(states.absolute()), "budget_s": budget_s}
     what = "the gradient noise scale"
     if kind == "lr":
         what = f"{len(RATES)} learning rates, {request['rates'][0]:.3g} to {request['rates'][-1]:.3g}"
-    asked = f"the records in {folder}"
-    refuse_links(folder, asked, (PLAN, MEASURED, f"{kind}.json", f"{kind}.png", runner.LOCK))
-    _begin_trial(folder, kind, given)
-    with runner.lock_folder(folder, asked):
-        measured = _measured(folder)
-        result = measured.get("result")
-        left_s = budget_s - measured.get("spent_s", 0.0)
-        if result is None or (kind == "batch" and not measured["whole"] and left_s > 0):
-            say(f"measuring {what}: at most {duration(max(left_s, 0.0))}, and the time to load")
-            result = _run_trial(request | {"budget_s": left_s, "measured": measured}, folder, kind, budget_s)
+    refuse_links(folder, f"the records in {folder}", ours)
+    if folder.exists() and (
+        not folder.is_dir() or {p.name for p in folder.iterdir()} - {*written, states.name, runner.LOCK}
+    ):
+        found = f"{folder} exists and has other files"
+        raise ConfigError("a folder for the records", found, "delete it, or use another --out")
+    folder.mkdir(exist_ok=True)
+    with runner.lock_folder(folder, f"the records in {folder}"):
+        shutil.rmtree(states, ignore_errors=True)  # of a process that was killed
+        say(f"measuring {what}: at most {duration(budget_s)}, and the time to load")
+        try:
+            result = _run_trial(request, kind, budget_s)
+        finally:
+            shutil.rmtree(states, ignore_errors=True)
         sentence, changes, series, unit = (_batch if kind == "batch" else _rate)(given, result)
-        write_whole(folder / f"{kind}.json", json.dumps(result, indent=1))
-        write_whole(folder / f"{kind}.png", png(curves(series, title=out.stem, axis="step", unit=unit, height=300)))
+        write_whole(folder / written[0], json.dumps(result, indent=1))
+        write_whole(folder / written[1], png(curves(series, title=out.stem, axis="step", unit=unit, height=300)))
         write_whole(out, f"{MARK}{sentence}\n# optrush train {out}\n{dump_config(changed(given, changes))}")
     return sentence, {**result, "sentence": sentence, "out": str(out)}
 
@@ -453,61 +449,10 @@ def trial_request(given: Config, kind: Literal["batch", "lr"]) -> dict[str, Any]
     return {"kind": kind, "run": dump_config(run), "rates": [given.optim.lr * factor for factor in RATES]}
 
 
-def _begin_trial(folder: Path, kind: str, given: Config) -> None:
-    """Store what a trial is of, or hold what is stored to it.
-
-    Raises:
-        ConfigError: the folder holds something else, or what was measured on other data or by another version.
-    """
-    wanted = {"config": dump_config(given), "kind": kind}
-    data = readers.record_files(given.data.read_paths, cache_root(given.data.cache))
-    digest = record.source()["digest"]
-    if not (folder / PLAN).is_file():
-        _refuse_folder(folder)
-        folder.mkdir(exist_ok=True)
-        write_whole(folder / PLAN, json.dumps({**wanted, "digest": digest, "data": data}, indent=1))
-    try:
-        saved = parse_json(read_file(folder / PLAN))
-        same, code = {name: saved.get(name) for name in wanted} == wanted, saved.get("digest")
-        changes = readers.record_changes(saved["data"], data) if same else []
-    except (ValueError, AttributeError, KeyError, TypeError):
-        raise _unfit(folder, f"{PLAN} is damaged") from None
-    if not same:
-        raise _unfit(folder, "they are of another configuration")
-    if changes:
-        raise _unfit(folder, f"the data has changed: {'; '.join(changes)}")
-    if code != digest:
-        raise _unfit(folder, "the package has changed since")
-
-
-def _measured(folder: Path) -> dict[str, Any]:
-    """Return what earlier processes measured; empty: nothing yet."""
-    if not (folder / MEASURED).is_file():
-        return {}
-    try:
-        found = parse_json(read_file(folder / MEASURED))
-        if not all((folder / f"state-{name}.safetensors").is_file() for name in found["states"]):
-            raise KeyError
-        return {**found, "spent_s": float(found["spent_s"])}
-    except (ValueError, KeyError, TypeError):
-        raise _unfit(folder, f"{MEASURED} is damaged") from None
-
-
-def _run_trial(request: dict[str, Any], folder: Path, kind: str, budget_s: float) -> dict[str, Any]:
-    """Return the result of a process; what it measures is stored by itself."""
-    try:
-        with runner.stop_on_signals():
-            result = runner.run_worker(request, 2 * budget_s + 120, module="optrush.benchmark.trial")
-    except SystemExit:
-        say("stopped; the same command goes on")
-        raise
+def _run_trial(request: dict[str, Any], kind: str, budget_s: float) -> dict[str, Any]:
+    with runner.stop_on_signals():
+        result = runner.run_worker(request, 2 * budget_s + 120, module="optrush.benchmark.trial")
     if "refused" in result:
-        if not {"legs", "draws"} & _measured(folder).keys():  # another configuration may begin there
-            own = (PLAN, MEASURED, f"{MEASURED}.tmp", runner.LOCK)
-            for path in (*(folder / name for name in own), *folder.glob(STATES)):
-                path.unlink(missing_ok=True)
-            with suppress(OSError):  # files of others stay
-                folder.rmdir()
         raise ConfigError(*result["refused"])
     if "error" in result:
         raise RunError(f"optrush tune --{kind}", one_line(result["error"]), "optrush train CONFIG --dry-run")
