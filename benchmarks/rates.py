@@ -25,6 +25,7 @@ import json
 import math
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,11 +42,13 @@ def compare(config: Config) -> dict[str, Any]:
     request = tune.trial_request(decide(config).config, "lr")
     rates: list[float] = request["rates"]
     trainer, plan = trial.assemble(parse_config(request["run"], "run", own=True))
-    begin, steps, start = trial.Snapshot(trainer), plan.total, time.monotonic()
+    states = trial.States(trainer, Path(tempfile.mkdtemp()) / "states")
+    states.save("begin")
+    steps, start = plan.total, time.monotonic()
     stops = [round(share * steps) for share in trial.STOPS]
     losses: dict[tuple[float, int], float] = {}
     for rate in rates:
-        begin.restore()
+        states.restore("begin")
         for done, stop in itertools.pairwise((0, *stops, steps)):
             losses[rate, stop] = trial.train_leg(trainer, plan, rate, done, stop, steps)
     return {"seed": config.seed, **played(rates, stops, steps, losses), "grid_s": time.monotonic() - start}

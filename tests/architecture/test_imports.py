@@ -40,7 +40,7 @@ LINES = {
     "top": 6580,
     "cli": 4485,
     "planner": 4510,
-    "benchmark": 3830,
+    "benchmark": 3835,
     "peft": 1985,
     "report": 1935,
     "optim": 1015,
