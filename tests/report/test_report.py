@@ -135,6 +135,51 @@ def test_another_system_and_a_rung_measured_again(ladder: Ladder, bench: Callabl
     assert "From 4,900 to 69,851" in page and "13 rungs" in page
 
 
+@pytest.mark.parametrize("title", ["bars", "curves", "a histogram"])
+def test_a_chart_has_no_width_and_no_colour_of_its_own(title: str) -> None:
+    """Its places are shares of the page's width, letters keep their size, colors are variables of both schemes."""
+    curve = pages.Series('x="1" y="2"', [(1, 2.0), (2, None), (3, 1.0)], dots=True)
+    figure = {
+        "bars": lambda: pages.bars([pages.BarRow("name " * 20, "text " * 20, ((0, 1, "red"),), predicted=2.0)]),
+        "curves": lambda: pages.curves([curve, curve], axis="step"),
+        "a histogram": lambda: pages.histogram([0, 10, 20], [("base", [1, 2])], [(10, "T = 10")]),
+    }[title]()
+    drawn = pages.inline_svg(figure, title, "")
+    assert re.match(r'<svg role="img" class="chart" height="\d+">', drawn)
+    assert not re.search(r"#[0-9a-f]{6}\b", drawn) and set(re.findall(r"var\(--(\w+)\)", drawn)) <= pages.DARK.keys()
+    loose = re.findall(r"<(?:text|use) [^>]*>", drawn)
+    assert loose and all(re.search(r' x="-?[\d.]+%" y="[\d.]+"', tag) for tag in loose)
+    assert all(0 <= float(share) < 100 for share in re.findall(r' x="([\d.]+)%"', drawn))
+    assert min(map(float, re.findall(r"font-size: ([\d.]+)px", drawn))) > 11
+
+
+def test_long_names_and_texts_of_bars_are_wrapped() -> None:
+    name, text = "a rung with a name that is longer than a phone is wide", "failed: a reason " * 4
+    drawn = pages.bars_svg("t", [pages.BarRow(name, text.strip()), pages.BarRow("b", "1")])
+    lines = re.findall(r"<text [^>]*>([^<]*)</text>", drawn)
+    assert "…" not in "".join(lines) and all(len(line) < 42 for line in lines)
+    assert set(name.split()) | set(text.split()) <= set(" ".join(lines).split())
+
+
+@pytest.mark.parametrize("scheme", ["LIGHT", "DARK"])
+def test_words_stand_out_from_their_ground(scheme: str) -> None:
+    """Contrast of 4.5 and more, WCAG's AA, for the colors that text has."""
+
+    def light(color: str) -> float:
+        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    colors = getattr(pages, scheme)
+    style = (Path(pages.__file__).parent / "page.html.j2").read_text("utf-8")
+    words = set(re.findall(r"[{;] *color: var\(--(\w+)\)", style))
+    assert {"ink", "soft", "red"} <= words
+    for word in words:
+        for ground in ("page", "card"):
+            high, low = sorted((light(colors[word]), light(colors[ground])), reverse=True)
+            assert (high + 0.05) / (low + 0.05) >= 4.5, (word, ground)
+
+
 def test_equal_losses_are_said_to_be(ladder: Ladder) -> None:
     shown, _ = summaries.read_rungs([{**r, "losses": [3.0, 2.0]} for r in ladder[:3]])
     assert summaries.loss_summary(shown) == "All curves are equal to the last digit over 2 steps."
