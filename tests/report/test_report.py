@@ -71,7 +71,7 @@ def test_a_ladder(ladder: Ladder, bench: Callable[..., Path]) -> None:
         "optrush bench benchmarks/llama1b.yaml --ladder single-gpu --out runs/ladder --repeats 3",
     ):  # fmt: skip
         assert said in page, said
-    assert page.index("native decoder") < page.index("fused loss") < page.index("Tokens a second"), "trouble first"
+    assert page.index("native decoder") < page.index("fused loss") < page.index("Tokens per second"), "trouble first"
     for name in ("speed.png", "memory.png"):
         picture = (folder / name).read_bytes()
         assert picture.startswith(b"\x89PNG\r\n\x1a\n") and len(picture) > 10_000

@@ -424,7 +424,7 @@ def _bench(records: Sequence[Mapping[str, Any]], shown: list[RungResult], title:
         "versus_said": versus_summary(versus(shown)),
         "longest": [r for r in shown if r.longest is not None],
         "memory_said": "; ".join(KINDS.get(k, k) for k in kinds),
-        "speed_chart": page.bars_svg("Tokens a second of each rung", _rows(cumulative, _speed_bar)),
+        "speed_chart": page.bars_svg("Tokens per second of each rung", _rows(cumulative, _speed_bar)),
         "memory_chart": page.bars_svg("Peak memory of each rung", _rows(cumulative, _memory_bar)),
         "scaling_chart": scaling_chart([r for r in shown if r.ranks > 1]),
         "gains_chart": page.bars_svg("Gain of each rung", _rows(ours, _gain_bar), log=True),
@@ -546,7 +546,7 @@ def _predicted_charts(shown: Sequence[RungResult]) -> list[tuple[str, Markup]]:
     peaks = [(r.peak_off, f"{page.gib(r.predicted_peak)}/{page.gib(r.peak)}") for r in shown]
     speeds = [(r.speed_off, f"{page.speed(r.predicted_speed)}/{page.speed(r.speed)}") for r in shown]
     drawn = []
-    for heading, errors, band in (("Peak memory", peaks, PEAK_BAND), ("Tokens a second", speeds, None)):
+    for heading, errors, band in (("Peak memory", peaks, PEAK_BAND), ("Tokens per second", speeds, None)):
         rows = []
         for r, (error, both) in zip(shown, errors):
             if error is None:
@@ -603,7 +603,7 @@ def _side_by_side(ladder: str, names: Sequence[str], machines: Sequence[Mapping[
                 )
             else:
                 rows.append(page.BarRow(label, f"{page.speed(r.speed)}{_note(r)}", ((0, r.speed, m["color"]),)))
-    return page.bars_svg(f"Tokens a second, ladder {ladder}", rows)
+    return page.bars_svg(f"Tokens per second, ladder {ladder}", rows)
 
 
 # --- A step against its device's ceiling

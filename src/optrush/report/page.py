@@ -315,7 +315,7 @@ def curves(
     columns, each = (2, 19) if width == WIDE else (1, 16.2)
     legend = 8 + each * math.ceil(names / columns) if names else 0
     bottom = (40 if axis else 24) + legend
-    figure, axes = _figure(height, width=width, left=62 if unit else 48, bottom=bottom, title=title)
+    figure, axes = _figure(height, width=width, left=62 if unit else 54, bottom=bottom, title=title)
     handles = []
     for i, one in enumerate(series):
         xs = [x for x, _ in one.points]
@@ -362,7 +362,7 @@ def histogram(
     import numpy as np
 
     n = len(edges) - 1
-    figure, axes = _figure(150, width=NARROW, left=48, bottom=28, top=20)
+    figure, axes = _figure(150, width=NARROW, left=54, bottom=28, top=20)
     for kind, counts in layers:
         full = np.flatnonzero(counts)
         axes.bar(full + 0.5, np.asarray(counts)[full], 0.92, color=LIGHT[kind], linewidth=0)
@@ -373,7 +373,7 @@ def histogram(
             side = {"ha": "left" if at < n / 2 else "right", "va": "bottom"}
             _text(axes, text, (at, 1.02), axes.get_xaxis_transform(), **side)
     axes.set_xlim(0, n)
-    every = max(1, math.ceil(n * (LETTER * max(len(short(e)) for e in edges) + 10) / (NARROW - 48)))
+    every = max(1, math.ceil(n * (LETTER * max(len(short(e)) for e in edges) + 10) / (NARROW - 54)))
     axes.set_xticks(range(0, n, every), labels=[short(e) for e in edges[:n:every]])
     axes.tick_params(axis="x", length=0, pad=8, labelsize=SMALL, labelcolor=LIGHT["soft"])
     _ticks(axes.yaxis, whole=True)
