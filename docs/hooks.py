@@ -17,7 +17,19 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 ROOTS = ("README.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE",
          "docs", "benchmarks", "examples", "constraints.txt")  # fmt: skip
-TEXTS = ("*.md", "*.png", "*.jsonl", "*.json", "*.yaml", "*.ipynb", "*.py", "LICENSE", "constraints.txt")
+TEXTS = (
+    "*.md",
+    "*.css",
+    "*.png",
+    "*.svg",
+    "*.jsonl",
+    "*.json",
+    "*.yaml",
+    "*.ipynb",
+    "*.py",
+    "LICENSE",
+    "constraints.txt",
+)
 
 
 def lay_out(folder: Path) -> Path:
