@@ -485,8 +485,8 @@ def images() -> Figure:
 def ours() -> Figure:
     """Tokens/s of ours and of other systems that train all weights of the 1B shape in bf16."""
     figure, axis = canvas(height=1.9)
-    names = {"ours, bf16": "optrush", "Trainer, bf16 weights": "Trainer with Liger", "Unsloth": "Unsloth, tuned",
-             "Unsloth, stock": "Unsloth, as shipped"}  # fmt: skip
+    names = {"ours, bf16": "optrush", "Trainer, bf16 weights": "Trainer with Liger", "Unsloth": "Unsloth",
+             "Unsloth, stock": "Unsloth, stock"}  # fmt: skip
     speeds = [guide.rung("h200-peers", name).tokens_per_s or 0 for name in names]
     bars = axis.barh(list(names.values()), speeds, 0.62, color=[COLOURS[0], *[COLOURS[5]] * 3])
     axis.bar_label(bars, [f" {x:,.0f}" for x in speeds])
