@@ -90,8 +90,8 @@ TEXT = """\
 # Models
 
 Every family (`model_type` in config.json) of causal language models and of image-text models in transformers 5. Each
-was tried with a tiny model with random weights (`benchmarks/families.py` writes this page). Here image-text models train
-their language model on rows without images; for images see [rows with images](data.md#images).
+was tried with a tiny model with random weights (`benchmarks/families.py` writes this page). Here image-text models
+train their language model on rows without images; for images see [rows with images](data.md#images).
 
 - native: runs in our own decoder.
 - transformers: runs in transformers' own model. Packed documents gave the same results as single ones, and our output
