@@ -100,6 +100,7 @@ def picture(path: Path, count: int = 24, T: int = 1024, micro_rows: int = 8) -> 
         survey = next(s for s in packing.survey(lengths, T, micro_rows, micro_rows) if s.name == name)
         axis.set_title(f"{name}\n{len(rows)} rows, {survey.fill:.0%} text", fontsize=10)
         axis.set_xlim(0, T)
+        axis.set_xticks([0, T // 2])
         axis.set_xlabel("tokens")
         axis.spines[["top", "right", "left"]].set_visible(False)
         axis.tick_params(left=False)

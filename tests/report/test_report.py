@@ -243,6 +243,32 @@ def test_a_run(trained: Path, predicted: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize(
+    ("device", "ranks", "said", "left_out"),
+    [
+        ("NVIDIA H200", 2, ("2 × NVIDIA H200", "about 2.67 USD", "8.90 USD an hour"), ()),
+        ("NVIDIA H200", None, ("<dd>NVIDIA H200</dd>", "about 1.33 USD", "For NVIDIA H200 with"), ("1 × NVIDIA",)),
+        ("cpu", 1, ("<dd>cpu</dd>", "18 min 0 s: start 40 s"), ("USD", "1 × cpu")),
+        ("<b>", "x", ("<dd>&lt;b&gt;</dd>",), ("USD",)),
+        (None, None, ("<dt>model</dt><dd>tiny</dd>", "<dt>tokens</dt><dd>about 1,6"), ("<dt>device", "USD")),
+    ],
+)
+def test_a_run_says_where_it_ran_and_what_it_cost(
+    trained: Path, device: str | None, ranks: object, said: tuple[str, ...], left_out: tuple[str, ...]
+) -> None:
+    file = trained / run.METRICS
+    lines = file.read_text().splitlines()[:-1]
+    end = {"step": 400, "start_s": 40.0, "steps_s": 1000.0, "end_s": 40.0, "device": device, "ranks": ranks}
+    lines += [json.dumps({**end, "ended": "2026-11-28 22:53"})] if device else []
+    file.write_text("\n".join(lines) + "\n")
+    report.write_run(trained)
+    page = _page(trained)
+    _sound(page)
+    assert not [text for text in said if text not in page] and not [text for text in left_out if text in page]
+    assert ("2026-11-28 22:53" in page) == bool(device)
+    assert page.count("<details><summary>") >= 2 and "<details open>" not in page, "lines and configuration are folded"
+
+
+@pytest.mark.parametrize(
     "text", ["", '{"step": 1, "lo', '{"step": 10, "loss": null}\n', '{"step": 0, "eval_loss": null}\n\n', None]
 )
 def test_a_run_with_little_to_show(trained: Path, predicted: SimpleNamespace, text: str | None) -> None:

@@ -15,7 +15,7 @@ from optrush.config import JUDGED, Config, dump_config, parse_config
 from optrush.console import duration
 from optrush.errors import ConfigError, DataError, UserError
 from optrush.files import parse_json, read_file, read_text
-from optrush.hardware import GIB, NAMED, PRICES_USD_H
+from optrush.hardware import GIB, NAMED, PRICES_USD_H, first_device
 from optrush.models.shapes import LOAD_FIGURES
 from optrush.objectives import ALL_FIGURES, unit
 from optrush.report import page
@@ -484,8 +484,10 @@ def _against(run: RunLog, ranks: int | None) -> dict[str, Any]:
     """Return predicted against measured: the table, the lines of predicted memory, or why there is no prediction."""
     from optrush.planner import search
 
+    hardware = next((d for d in NAMED.values() if d.name == run.times.get("device") != first_device().name), "auto")
+    ranks = ranks or int(page.positive(run.times.get("ranks")) or 0) or None
     try:
-        guess: Prediction = search.predict(run.config, ranks=ranks)
+        guess: Prediction = search.predict(run.config, hardware, ranks)
     except UserError as error:
         return {"predicted": [], "lines": [], "predicted_said": f"No prediction: {page.safe_text(error.found)}."}
     kinds = {page.safe_text(m.get("memory_kind")) for m in run.steps}
