@@ -89,32 +89,31 @@ BY_LAYER = ("layer_types", "mlp_layer_types", "per_layer_config", "moe_layers", 
 TEXT = """\
 # Models
 
-Of each family (`model_type` of config.json) of causal language models, and of models of images and text, that
-transformers 5 knows, a tiny model with random weights was loaded as a run loads one (`benchmarks/families.py` writes
-this page). Of a model of images and text the language model is trained, on rows without images (with them:
-[rows with images](data.md#images)).
+Every family (`model_type` in config.json) of causal language models and of image-text models in transformers 5. Each
+was tried with a tiny model with random weights (`benchmarks/families.py` writes this page). Here image-text models
+train their language model on rows without images; for images see [rows with images](data.md#images).
 
-- native: in our own decoder.
-- transformers: through transformers' own model, after packed documents were compared with each alone, one document was
-  changed, and our head was compared with its own. With "rows of one document" documents of a row would meet: it trains
-  without `packing`, and on pairs not at all.
-- refused: before anything is written, with the reason in the table.
-- not tried: the script makes no small model of it. A run compares the model before it trains.
+- native: runs in our own decoder.
+- transformers: runs in transformers' own model. Packed documents gave the same results as single ones, and our output
+  head the same as the model's. "rows of one document": the model mixes packed documents, so it trains without `packing`
+  and not on preference pairs.
+- refused: rejected before any file is written, for the reason in the table.
+- not tried: the script cannot make a small model of it. A run checks the model before it trains.
 
 {numbers}.
 
 Of the {refused} refused families {causal} are [causal language models of text](#refused-causal-language-models).
 The other {others} are {kinds}.
 
-`optrush plan` has a figure for {planned} of the {all} families. The column "plan" says where its sizes come from:
+`optrush plan` supports {planned} of the {all} families. The column "plan" says where its sizes come from:
 
 - native: the formulas of our own decoder.
-- traced: one block of each kind of transformers' class runs without values, once; the result is cached.
+- traced: one block of each kind is run once on the meta device; the result is cached.
 - slow: traced too, but its layers run token by token, and the first plan takes minutes.
-- none: `plan` says why. A refused family may have a plan: it is refused when its model is compared.
+- none: `plan` says why. A refused family can have a plan: it is rejected only when the model is checked.
 
-"images": "kept" means that the tensors for images stay on disk while the language model is trained, and that an export
-has them byte for byte, in the layout of the base. "GGUF": the architecture that `optrush export --to gguf` writes.
+"images": "kept" means that an export has the image tensors unchanged, in the layout of the base model.
+"GGUF": the architecture that `optrush export --to gguf` writes.
 
 ## Families of our own decoder
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from optrush.benchmark import ladder
-from optrush.benchmark.record import Record, is_quality, read_records
+from optrush.benchmark.record import QualityRecord, Record, is_quality, read_quality, read_records
 from optrush.config import Config
 
 GIB = 2**30
@@ -32,6 +32,54 @@ def pages(results: Path, names: list[str], link: str) -> dict[str, str]:
     Args:
         link: path of `results`, relative to the page.
     """
+    return {name: "\n".join(_table(rows, link)) for name, rows in _found(results, names).items()}
+
+
+def cards(results: Path, names: list[str]) -> dict[str, str]:
+    """Return each technique's largest gain on a GPU, and what it changed of the held-out loss, in one line."""
+    quality = dict[str, str]()
+    for folder in sorted(path.parent for path in results.glob("*/records.jsonl") if is_quality(path.parent)):
+        records = {r.rung: r for r in read_quality(folder)}
+        for r in records.values():
+            since = records.get(r.since or "")
+            if since is None or r.difference is None or r.margin is None:
+                continue
+            name = alone(replace(since, config={**since.config, "optim": r.config["optim"]}), r)  # each has its rate
+            if name not in since.config["with"]:
+                text = f"held-out loss changed by {r.difference:+.4f} ± {r.margin:.4f} ({r.config['model']['path']})"
+                quality.setdefault(name, text)
+    found = _found(results, names)
+    gains = {name: [r for r in rows if r[2].device != "cpu" and not r[3]] for name, rows in found.items()}
+    return {
+        name: "; ".join([*map(_gain, sorted(rows, key=_factor)[-1:]), *filter(None, [quality.get(name)])])
+        or "no record of it alone"
+        for name, rows in gains.items()
+    }
+
+
+def _factors(before: Record, after: Record) -> tuple[float, float]:
+    assert before.tokens_per_s and after.tokens_per_s and before.peak_bytes and after.peak_bytes
+    if after.longest_seq and before.longest_seq:
+        return after.longest_seq / before.longest_seq, before.peak_bytes / after.peak_bytes
+    return after.tokens_per_s / before.tokens_per_s, before.peak_bytes / after.peak_bytes
+
+
+def _factor(row: tuple[Path, Record, Record, bool]) -> float:
+    return max(_factors(*row[1:3]))
+
+
+def _gain(row: tuple[Path, Record, Record, bool]) -> str:
+    _, before, after, _ = row
+    assert before.tokens_per_s and after.tokens_per_s and before.peak_bytes and after.peak_bytes
+    peak = f"peak {before.peak_bytes / GIB:.1f} → {after.peak_bytes / GIB:.1f} GiB"
+    if after.longest_seq:
+        return f"longest row {before.longest_seq:,} → {after.longest_seq:,}, {peak} ({after.case})"
+    speed = f"{before.tokens_per_s:,.0f} → {after.tokens_per_s:,.0f} tokens/s"
+    return f"{speed} (x {after.tokens_per_s / before.tokens_per_s:.2f}), {peak} ({after.case}, T={after.seq:,})"
+
+
+def _found(results: Path, names: list[str]) -> dict[str, list[tuple[Path, Record, Record, bool]]]:
+    """Return folder, records before and after, and whether it was taken out, of rungs that differ in it alone."""
     found: dict[str, list[tuple[Path, Record, Record, bool]]] = {name: [] for name in names}
     for folder in sorted(path.parent for path in results.glob("*/records.jsonl") if not is_quality(path.parent)):
         records = [renamed(r) for r in read_records(folder)]
@@ -44,7 +92,7 @@ def pages(results: Path, names: list[str], link: str) -> dict[str, str]:
             before, after = (r, since) if taken else (since, r)
             if (name := alone(before, after)) in found:
                 found[name].append((folder, before, after, taken))
-    return {name: "\n".join(_table(rows, link)) for name, rows in found.items()}
+    return found
 
 
 def renamed(r: Record) -> Record:
@@ -59,14 +107,14 @@ def renamed(r: Record) -> Record:
     return replace(r, config={**r.config, "with": techniques})
 
 
-def alone(before: Record, after: Record) -> str:
+def alone(before: Record | QualityRecord, after: Record | QualityRecord) -> str:
     """Return the one technique that `after` adds or configures differently; "" if there is another difference.
 
     With one added, another may be removed or configured differently: some exclude each other.
     """
     old, new = before.config.get("with", {}), after.config.get("with", {})
     others = [ladder.flat_values(Config.model_validate(r.config)) for r in (before, after)]
-    if after.longest_seq:  # each at its own longest row
+    if isinstance(after, Record) and after.longest_seq:  # each at its own longest row
         others = [{k: v for k, v in o.items() if k not in ladder.LOAD_KEYS} for o in others]
     more, gone = [n for n in new if n not in old], [n for n in old if n not in new]
     otherwise = [n for n in new if n in old and old[n] != new[n]]

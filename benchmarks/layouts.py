@@ -1,7 +1,7 @@
 """What the layouts make of lengths: fill, rows, attention's work, documents planned a second, balance over 8 ranks.
 
     python benchmarks/layouts.py [OUT]      # appends one JSON line to OUT, default benchmarks/results/layouts.jsonl
-    python benchmarks/layouts.py --picture docs/layouts.png      # the same 24 chats in the rows of each layout
+    python benchmarks/layouts.py --picture docs/layouts.svg  # the same 24 chats in the rows of each layout
 
 Lengths: the recipes sample as chats of the tiny tokenizer; log-normal (median 400, sigma 1, cut at T) and uniform (1 to
 T), 100,000 of each with seed 0. Computed on the host; only the rates depend on the machine.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
+import runpy
 import sys
 import tempfile
 from datetime import UTC, datetime
@@ -81,9 +82,9 @@ def picture(path: Path, count: int = 24, T: int = 1024, micro_rows: int = 8) -> 
     from matplotlib.figure import Figure
 
     lengths = np.minimum(chats(count), T)
-    figure = Figure(figsize=(10, 6.2), layout="constrained")
-    axes = figure.subplots(1, len(packing.LAYOUTS), sharey=True)
-    for axis, (name, layout) in zip(axes, packing.LAYOUTS.items()):
+    figure = Figure(figsize=(5.2, 5.6), layout="constrained")
+    axes = figure.subplots(2, 2, sharey=True)
+    for axis, (name, layout) in zip(axes.flat, packing.LAYOUTS.items(), strict=True):
         rows = layout.place(lengths, T, micro_rows, 0, np.random.PCG64(1))
         used = rows.tokens()
         for r in range(len(rows)):
@@ -99,12 +100,14 @@ def picture(path: Path, count: int = 24, T: int = 1024, micro_rows: int = 8) -> 
         survey = next(s for s in packing.survey(lengths, T, micro_rows, micro_rows) if s.name == name)
         axis.set_title(f"{name}\n{len(rows)} rows, {survey.fill:.0%} text", fontsize=10)
         axis.set_xlim(0, T)
+        axis.set_xticks([0, T // 2])
         axis.set_xlabel("tokens")
         axis.spines[["top", "right", "left"]].set_visible(False)
         axis.tick_params(left=False)
-    axes[0].invert_yaxis()
-    axes[0].set_ylabel("rows")
-    figure.savefig(path, dpi=110)
+    axes[0, 0].invert_yaxis()
+    for axis in axes[:, 0]:
+        axis.set_ylabel("rows")
+    path.write_text(runpy.run_path(str(Path(__file__).parents[1] / "docs/pictures.py"))["svg"](figure, path.stem))
 
 
 def main() -> None:

@@ -45,16 +45,20 @@ NAMES = [c.name for c in OWN]
 TEXT = """\
 # What goes together
 
-`benchmarks/matrix.py` writes this page: it asks the product for every set, with each technique's default options, as
-`optrush plan` does before anything is built. Asked for the shape of Llama-3.2-1B (with `experts` Qwen3-30B-A3B) in
-float32, rows of 2048 tokens on H100s, one micro-batch a step (four in a pipeline), no clipping. Other options, devices
-and models may be refused where these are not, and the other way round.
+Which techniques can be combined. Checked as `optrush plan` checks a run, with each technique's default options, for
+Llama-3.2-1B (Qwen3-30B-A3B with `experts`) in float32: rows of 2048 tokens on H100s, one micro-batch per step (four in
+a pipeline), no clipping. Other options, GPUs and models may give another answer. `benchmarks/matrix.py` writes this
+page.
 
 ## On meshes
 
-`hsdp` is `fsdp` with `replicate: 2`. **yes**: nothing that a technique declares speaks against it. **proven**: a test
-holds losses, norms or gradients of such a run to those of one process (the tables of cases in tests/techniques and
-tests/golden). A number: refused, with the reason below. In brackets what the set needs besides.
+`hsdp` is `fsdp` with `replicate: 2`.
+
+- **yes**: allowed.
+- **proven**: allowed, and a test compares its losses, norms or gradients with one process (`tests/techniques`,
+  `tests/golden`).
+- A number: rejected, for the reason of that number below.
+- In brackets: what it requires in addition.
 
 {meshes}
 
@@ -62,8 +66,8 @@ tests/golden). A number: refused, with the reason below. In brackets what the se
 
 ## Pairs on one device
 
-A dot: the two go together, alone or with what they need. A number: refused, with the reason below. Techniques that
-divide a run over ranks are in the table above.
+A dot: the two can be combined. A number: rejected, for the reason of that number below. Techniques for several GPUs are
+in the table above.
 
 {pairs}
 

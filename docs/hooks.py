@@ -17,7 +17,19 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 ROOTS = ("README.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE",
          "docs", "benchmarks", "examples", "constraints.txt")  # fmt: skip
-TEXTS = ("*.md", "*.png", "*.jsonl", "*.json", "*.yaml", "*.ipynb", "*.py", "LICENSE", "constraints.txt")
+TEXTS = (
+    "*.md",
+    "*.css",
+    "*.png",
+    "*.svg",
+    "*.jsonl",
+    "*.json",
+    "*.yaml",
+    "*.ipynb",
+    "*.py",
+    "LICENSE",
+    "constraints.txt",
+)
 
 
 def lay_out(folder: Path) -> Path:
@@ -94,11 +106,11 @@ def configuration() -> str:
         "# Configuration", "",
         "Every key of a run's YAML, from its schema. `optrush schema` prints the schema for editors. The options of",
         "each technique, under `with`, are on [its page](../techniques/README.md).", "",
-        "| key | type | default | meaning |", "|---|---|---|---|",
+        "| key | meaning | type | default |", "|---|---|---|---|",
     ]  # fmt: skip
     for key, kind, default in _keys(schema, schema, ""):
         meaning = meanings.get(key, "").replace("](", "](../").replace("](../http", "](http")
-        text.append(f"| `{key}` | {kind} | {default} | {meaning} |")
+        text.append(f"| `{key}` | {meaning} | {kind} | {default} |")
     return "\n".join([*text, ""])
 
 

@@ -1,17 +1,23 @@
-"""Draws the pictures of the guide from formulas, plans and committed records, into docs/guide.
+"""Draws the pictures of the guide and of README.md from formulas, plans and committed records, into docs.
+
+A picture is an SVG: it is narrow, so that its letters can be read on a phone, and its lines and letters have the color
+of the reader's scheme, light or dark.
 
 usage: pictures.py [FOLDER]     a test draws them again and compares
 """
 
 from __future__ import annotations
 
+import io
 import math
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -31,7 +37,7 @@ FULL: dict[str, Any] = {"bf16": {}, "fused-adamw": {}, "attention": {}, "compile
 PARTS = ("products", "attention", "head", "elementwise", "optimizer", "gaps")
 
 
-def canvas(width: float = 8.0, height: float = 3.4, columns: int = 1) -> tuple[Figure, Any]:
+def canvas(width: float = 5.2, height: float = 3.4, columns: int = 1) -> tuple[Figure, Any]:
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots(1, columns)
     for axis in np.atleast_1d(axes):
@@ -77,7 +83,7 @@ def model() -> Figure:
     axis.set_xticks(range(len(sizes)), list(sizes))
     axis.set_ylabel("GiB before activations")
     axis.set_ylim(0.5, 2000)
-    axis.legend(frameon=False, fontsize=8, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    axis.legend(frameon=False, fontsize=8, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     return figure
 
 
@@ -120,7 +126,7 @@ def data() -> Figure:
     axis.bar("left", left / 1000, color=COLOURS[2])
     axis.set_ylim(800, 1010)
     axis.set_ylabel("thousand rows (from 800)")
-    axis.tick_params(axis="x", labelsize=9)
+    axis.tick_params(axis="x", labelsize=9, rotation=35)
     return figure
 
 
@@ -134,11 +140,11 @@ def rows() -> Figure:
         fills = [100 * x["fill"] for x in found["layouts"]]
         at = np.arange(len(names)) + (i - 1) * 0.26
         bars = axis.bar(at, fills, 0.25, color=COLOURS[i], label=f"{case}, mean {found['mean']:,.0f}")
-        axis.bar_label(bars, [f"{x:.0f}" for x in fills], fontsize=8)
+        axis.bar_label(bars, [f"{x:.0f}" for x in fills], fontsize=7)
     axis.set_xticks(range(len(names)), names)
     axis.set_ylabel("% of the slots that hold text")
     axis.set_ylim(0, 112)
-    axis.legend(frameon=False, fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    axis.legend(frameon=False, fontsize=8, ncols=1, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     return figure
 
 
@@ -151,7 +157,7 @@ def precision() -> Figure:
         for x in range(1 + exponent + mantissa):
             colour = COLOURS[3] if x == 0 else COLOURS[1] if x <= exponent else COLOURS[0]
             axis.barh(y, 0.92, left=x, height=0.7, color=colour)
-        text = f"largest {largest[name]}, step at 1: 2^-{mantissa} = {2.0**-mantissa:.2g}"
+        text = f"up to {largest[name]}, step at 1: 2^-{mantissa}"
         axis.text(1 + exponent + mantissa + 0.3, y, text, va="center", fontsize=8)
     axis.set_yticks(range(len(types)), list(types))
     axis.set_xlim(0, 45)
@@ -194,8 +200,8 @@ def four_bits() -> Figure:
     left.plot(x, np.exp(-((x / 0.36) ** 2) / 2), color="#888", lw=1)
     left.vlines(list(nf4.VALUES), 0, 0.5, color=COLOURS[0], lw=1.5)
     left.set_yticks([])
-    left.set_title("the 16 values, and how weights lie", fontsize=9)
-    left.set_xlabel("of a block's largest magnitude")
+    left.set_title("16 values under the weights", fontsize=9)
+    left.set_xlabel("weight / largest of its block", fontsize=9)
     kinds = {
         "bf16": 16,
         "int8": 8.0,
@@ -374,8 +380,8 @@ def long_rows() -> Figure:
     names = [r.rung if i == 0 else f"+ {r.rung}" for i, r in enumerate(guide.records("h200-long-context"))]
     axis.set_yticks(range(len(names)), names, fontsize=9)
     axis.invert_yaxis()
-    axis.set_xlim(0, 350)
-    axis.set_xlabel("longest row that trains, thousand tokens (the search ends at 307,200)")
+    axis.set_xlim(0, 390)
+    axis.set_xlabel("longest row that trains, thousand tokens\n(the search ends at 307,200)")
     axis.legend(frameon=False, fontsize=8)
     return figure
 
@@ -409,7 +415,7 @@ def measuring() -> Figure:
     axis.set_yticks(range(len(found)), [r.rung for r in found], fontsize=9)
     axis.set_xlim(0, 8000)
     axis.invert_yaxis()
-    axis.set_xlabel("tokens/s: each repeat (dot), median of all steps (line), verdict")
+    axis.set_xlabel("tokens/s: each repeat (dot),\nmedian of all steps (line), verdict")
     return figure
 
 
@@ -425,9 +431,9 @@ def ladder() -> Figure:
     at = np.arange(len(names))
     for i, (title, values) in enumerate({"A100, its author": there, "H200, here": here}.items()):
         bars = axis.bar(at + (i - 0.5) * 0.38, values, 0.36, color=COLOURS[1 - i], label=title)
-        axis.bar_label(bars, [f"{v:.2f}" if v else "" for v in values], fontsize=8)
+        axis.bar_label(bars, [f"{v:.2f}" if v else "" for v in values], fontsize=7)
     axis.axhline(1, color="#888", lw=0.8)
-    axis.set_xticks(at, names, fontsize=8)
+    axis.set_xticks(at, names, fontsize=8, rotation=30)
     axis.set_ylabel("x of the rung before")
     axis.legend(frameon=False, fontsize=8)
     return figure
@@ -476,6 +482,41 @@ def images() -> Figure:
     return figure
 
 
+def ours() -> Figure:
+    """Tokens/s of ours and of other systems that train all weights of the 1B shape in bf16."""
+    figure, axis = canvas(height=1.9)
+    names = {"ours, bf16": "optrush", "Trainer, bf16 weights": "Trainer with Liger", "Unsloth": "Unsloth",
+             "Unsloth, stock": "Unsloth, stock"}  # fmt: skip
+    speeds = [guide.rung("h200-peers", name).tokens_per_s or 0 for name in names]
+    bars = axis.barh(list(names.values()), speeds, 0.62, color=[COLOURS[0], *[COLOURS[5]] * 3])
+    axis.bar_label(bars, [f" {x:,.0f}" for x in speeds])
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.18 * max(speeds))
+    axis.set_xticks([])
+    axis.spines["bottom"].set_visible(False)
+    axis.tick_params(axis="y", length=0)
+    axis.set_title("tokens per second, all weights of a 1B model, one H200", fontsize=9, loc="left")
+    return figure
+
+
+def rungs(color: str, of: Callable[[Any], float], unit: str) -> Figure:
+    """A figure of each rung of the ladder on one GPU."""
+    found = [r for r in guide.records("h200-single-gpu") if r.mode == "cumulative" and not r.peer and r.tokens_per_s]
+    figure, axis = canvas(height=0.24 * len(found) + 0.5)
+    bars = axis.barh([r.rung for r in found], [of(r) for r in found], 0.7, color=color)
+    axis.bar_label(bars, [f" {of(r):,.0f}" if of(r) >= 100 else f" {of(r):.1f}" for r in found], fontsize=8)
+    axis.invert_yaxis()
+    axis.margins(x=0.14, y=0.01)
+    axis.set_xlabel(unit)
+    axis.tick_params(axis="y", labelsize=9)
+    return figure
+
+
+OF_DOCS: dict[str, Callable[[], Figure]] = {
+    "ours": ours,
+    "rungs-speed": lambda: rungs(COLOURS[0], lambda r: r.tokens_per_s, "tokens/s"),
+    "rungs-memory": lambda: rungs(COLOURS[5], lambda r: r.peak_bytes / GIB, "peak GiB"),
+}
 PICTURES: dict[str, Callable[[], Figure]] = {
     "01-model": model, "02-memory": memory, "03-data": data, "04-rows": rows, "05-precision": precision,
     "06-adapters": adapters, "07-four-bits": four_bits, "08-optimizers": optimizers, "09-compile": compiled,
@@ -486,10 +527,31 @@ PICTURES: dict[str, Callable[[], Figure]] = {
 }  # fmt: skip
 
 
+DARK = "@media (prefers-color-scheme: dark) { svg { color: #e8ecf0 } }"
+STYLE = f"<style>svg {{ color: #1b2430; fill: currentColor }} {DARK}</style>"
+
+
+def svg(figure: Figure, name: str) -> str:
+    """Return a figure as SVG without a ground: black and the greys of letters become the color of the scheme."""
+    written = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(written, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = written.getvalue()
+    text = re.sub(r"<\?xml.*?<svg ", "<svg ", text, flags=re.DOTALL)
+    text = re.sub(
+        r"<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>|<!--.*?-->", "", text, flags=re.DOTALL
+    )
+    text = re.sub(r"font-family: [^;\"]*", "font-family: 'DejaVu Sans', Verdana, sans-serif", text)
+    text = re.sub(r"#(?:000000|555555|666666)\b", "currentColor", text)
+    return re.sub(r"\n\s*", "\n", text.replace(">", f">{STYLE}", 1)) + "\n"
+
+
 def draw(folder: Path) -> None:
-    """Write every picture."""
+    """Write every picture: the guide's, and above them those of other pages."""
     for name, make in PICTURES.items():
-        make().savefig(folder / f"{name}.png", dpi=100)
+        (folder / f"{name}.svg").write_text(svg(make(), name), "utf-8")
+    for name, make in OF_DOCS.items():
+        (folder.parent / f"{name}.svg").write_text(svg(make(), name), "utf-8")
 
 
 if __name__ == "__main__":

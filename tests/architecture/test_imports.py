@@ -409,6 +409,8 @@ def test_a_technique_has_its_page(technique: type) -> None:
     """The page has the numerics, the options with their defaults, the source and the proof that the code has."""
     page = (ROOT / "docs" / "techniques" / f"{technique.name}.md").read_text("utf-8")
     assert page.startswith(f"# {technique.name}\n")
+    card = re.findall(r"^\| \*\*([a-z ]+)\*\* \| \S.* \|$", page.partition("\n## ")[0], re.MULTILINE)
+    assert card == ["saves", "costs", "measured", "when", "when not"], f"the card of {technique.name}"
     for needed in (technique.source, technique.proof, technique.numerics.name):
         assert needed in page, f"{needed} is not on the page of {technique.name}"
     for field in dataclasses.fields(technique):

@@ -49,12 +49,22 @@ def test_a_lost_page_is_found() -> None:
     ("name", "expected"),
     [
         ("docs/reference/verbs.md", ("## optrush train", "--dry-run", "## optrush data clean")),
-        ("docs/reference/configuration.md", ("| `batch.seq` | whole number >= 2 | `2048` | T, tokens a row |",)),
+        ("docs/reference/configuration.md", ("| `batch.seq` | T, tokens a row | whole number >= 2 | `2048` |",)),
     ],
 )
 def test_the_reference_is_made(name: str, expected: tuple[str, ...]) -> None:
     page = SITE["MADE"][name]()
     assert all(text in page for text in expected)
+
+
+def test_code_wraps_and_wide_tables_keep_their_first_column() -> None:
+    """The style of the site, which follows the system's scheme until a reader chooses one."""
+    style = (ROOT / "docs/site.css").read_text("utf-8")
+    assert "white-space: pre-wrap" in style and "position: sticky; left: 0" in style
+    read = yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), Loader)
+    assert read["extra_css"] == ["docs/site.css"] and read["theme"]["font"] is False
+    media = [p["media"] for p in read["theme"]["palette"]]
+    assert media == ["(prefers-color-scheme)", "(prefers-color-scheme: light)", "(prefers-color-scheme: dark)"]
 
 
 def test_the_laid_out_folder_has_every_page(tmp_path: Path) -> None:

@@ -32,5 +32,5 @@ def test_two_runs_in_one_chart(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     write_many(folders, page)
     text = page.read_text("utf-8")
-    assert text.count("<svg") == 2 and "optim.lr" in text and "2 min 0 s" in text
+    assert text.count('class="chart"') == 2 and "optim.lr" in text and "2 min 0 s" in text
     assert overlaid(logs[:1]) == {"overlaid": [], "differing": []}

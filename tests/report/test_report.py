@@ -71,7 +71,7 @@ def test_a_ladder(ladder: Ladder, bench: Callable[..., Path]) -> None:
         "optrush bench benchmarks/llama1b.yaml --ladder single-gpu --out runs/ladder --repeats 3",
     ):  # fmt: skip
         assert said in page, said
-    assert page.index("native decoder") < page.index("fused loss") < page.index("Tokens a second"), "trouble first"
+    assert page.index("native decoder") < page.index("fused loss") < page.index("Tokens per second"), "trouble first"
     for name in ("speed.png", "memory.png"):
         picture = (folder / name).read_bytes()
         assert picture.startswith(b"\x89PNG\r\n\x1a\n") and len(picture) > 10_000
@@ -135,6 +135,51 @@ def test_another_system_and_a_rung_measured_again(ladder: Ladder, bench: Callabl
     assert "From 4,900 to 69,851" in page and "13 rungs" in page
 
 
+@pytest.mark.parametrize("title", ["bars", "curves", "a histogram"])
+def test_a_chart_has_no_width_and_no_colour_of_its_own(title: str) -> None:
+    """Its places are shares of the page's width, letters keep their size, colors are variables of both schemes."""
+    curve = pages.Series('x="1" y="2"', [(1, 2.0), (2, None), (3, 1.0)], dots=True)
+    figure = {
+        "bars": lambda: pages.bars([pages.BarRow("name " * 20, "text " * 20, ((0, 1, "red"),), predicted=2.0)]),
+        "curves": lambda: pages.curves([curve, curve], axis="step"),
+        "a histogram": lambda: pages.histogram([0, 10, 20], [("base", [1, 2])], [(10, "T = 10")]),
+    }[title]()
+    drawn = pages.inline_svg(figure, title, "")
+    assert re.match(r'<svg role="img" class="chart" height="\d+">', drawn)
+    assert not re.search(r"#[0-9a-f]{6}\b", drawn) and set(re.findall(r"var\(--(\w+)\)", drawn)) <= pages.DARK.keys()
+    loose = re.findall(r"<(?:text|use) [^>]*>", drawn)
+    assert loose and all(re.search(r' x="-?[\d.]+%" y="[\d.]+"', tag) for tag in loose)
+    assert all(0 <= float(share) < 100 for share in re.findall(r' x="([\d.]+)%"', drawn))
+    assert min(map(float, re.findall(r"font-size: ([\d.]+)px", drawn))) > 11
+
+
+def test_long_names_and_texts_of_bars_are_wrapped() -> None:
+    name, text = "a rung with a name that is longer than a phone is wide", "failed: a reason " * 4
+    drawn = pages.bars_svg("t", [pages.BarRow(name, text.strip()), pages.BarRow("b", "1")])
+    lines = re.findall(r"<text [^>]*>([^<]*)</text>", drawn)
+    assert "…" not in "".join(lines) and all(len(line) < 42 for line in lines)
+    assert set(name.split()) | set(text.split()) <= set(" ".join(lines).split())
+
+
+@pytest.mark.parametrize("scheme", ["LIGHT", "DARK"])
+def test_words_stand_out_from_their_ground(scheme: str) -> None:
+    """Contrast of 4.5 and more, WCAG's AA, for the colors that text has."""
+
+    def light(color: str) -> float:
+        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    colors = getattr(pages, scheme)
+    style = (Path(pages.__file__).parent / "page.html.j2").read_text("utf-8")
+    words = set(re.findall(r"[{;] *color: var\(--(\w+)\)", style))
+    assert {"ink", "soft", "red"} <= words
+    for word in words:
+        for ground in ("page", "card"):
+            high, low = sorted((light(colors[word]), light(colors[ground])), reverse=True)
+            assert (high + 0.05) / (low + 0.05) >= 4.5, (word, ground)
+
+
 def test_equal_losses_are_said_to_be(ladder: Ladder) -> None:
     shown, _ = summaries.read_rungs([{**r, "losses": [3.0, 2.0]} for r in ladder[:3]])
     assert summaries.loss_summary(shown) == "All curves are equal to the last digit over 2 steps."
@@ -195,6 +240,32 @@ def test_a_run(trained: Path, predicted: SimpleNamespace) -> None:
         assert said in page, said
     for heading in ("Loss", "Speed", "Peak memory", "Learning rate", "Gradient norm", "Waiting for data"):
         assert f"<h3>{heading}</h3>" in page
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "said", "left_out"),
+    [
+        ("NVIDIA H200", 2, ("2 × NVIDIA H200", "about 2.67 USD", "8.90 USD an hour"), ()),
+        ("NVIDIA H200", None, ("<dd>NVIDIA H200</dd>", "about 1.33 USD", "For NVIDIA H200 with"), ("1 × NVIDIA",)),
+        ("cpu", 1, ("<dd>cpu</dd>", "18 min 0 s: start 40 s"), ("USD", "1 × cpu")),
+        ("<b>", "x", ("<dd>&lt;b&gt;</dd>",), ("USD",)),
+        (None, None, ("<dt>model</dt><dd>tiny</dd>", "<dt>tokens</dt><dd>about 1,6"), ("<dt>device", "USD")),
+    ],
+)
+def test_a_run_says_where_it_ran_and_what_it_cost(
+    trained: Path, device: str | None, ranks: object, said: tuple[str, ...], left_out: tuple[str, ...]
+) -> None:
+    file = trained / run.METRICS
+    lines = file.read_text().splitlines()[:-1]
+    end = {"step": 400, "start_s": 40.0, "steps_s": 1000.0, "end_s": 40.0, "device": device, "ranks": ranks}
+    lines += [json.dumps({**end, "ended": "2026-11-28 22:53"})] if device else []
+    file.write_text("\n".join(lines) + "\n")
+    report.write_run(trained)
+    page = _page(trained)
+    _sound(page)
+    assert not [text for text in said if text not in page] and not [text for text in left_out if text in page]
+    assert ("2026-11-28 22:53" in page) == bool(device)
+    assert page.count("<details><summary>") >= 2 and "<details open>" not in page, "lines and configuration are folded"
 
 
 @pytest.mark.parametrize(

@@ -22,34 +22,7 @@ from optrush.files import read_file, write_whole
 from optrush.hardware import GIB
 from optrush.objectives import unit
 from optrush.planner.cost import PARTS
-from optrush.report import run
-from optrush.report.page import (
-    DASH,
-    SERIES,
-    BarRow,
-    Series,
-    amount,
-    bars,
-    bars_svg,
-    curves,
-    cut_text,
-    gib,
-    inline_svg,
-    milliseconds,
-    number,
-    numbers,
-    percent,
-    plain_number,
-    png,
-    positive,
-    ratio,
-    relative_error,
-    render,
-    safe_text,
-    speed,
-    swatch,
-    times,
-)  # fmt: skip
+from optrush.report import page, run
 from optrush.report.quality import write_quality
 
 PAGE, SPEED, MEMORY, LOSS = "report.html", "speed.png", "memory.png", "loss.png"
@@ -72,11 +45,12 @@ def write_bench(folder: Path) -> None:
     shown, replaced = read_rungs(records)
     title = _joined(records, "ladder") or folder.resolve().name
     cumulative = [r for r in shown if r.mode == "cumulative"]
-    page = render("bench.html.j2", **_bench(records, shown, title, replaced))
-    marks = "whiskers: quartiles; tick: predicted"
-    speeds = bars(_rows(cumulative, _speed_bar), title=f"{title}: tokens/s", axis=f"tokens/s, median; {marks}")
-    peaks = bars(_rows(cumulative, _memory_bar), title=f"{title}: peak memory", axis="GiB; tick: predicted")
-    for name, content in ((SPEED, png(speeds)), (MEMORY, png(peaks)), (PAGE, page)):
+    text = page.render("bench.html.j2", **_bench(records, shown, title, replaced))
+    rows, peak_rows = (_rows(cumulative, bar) for bar in (_speed_bar, _memory_bar))
+    axis = "tokens/s, median; whiskers: quartiles; tick: predicted"
+    speeds = page.bars(rows, title=f"{title}: tokens/s", axis=axis, width=page.WIDE)
+    peaks = page.bars(peak_rows, title=f"{title}: peak memory", axis="GiB; tick: predicted", width=page.WIDE)
+    for name, content in ((SPEED, page.png(speeds)), (MEMORY, page.png(peaks)), (PAGE, text)):
         write_whole(folder / name, content)
 
 
@@ -91,9 +65,9 @@ def write_run(folder: Path, ranks: int | None = None) -> None:
             written.
     """
     log = run.load_run(folder)
-    page = render("run.html.j2", **run.page_content(log, ranks))
-    loss = run.loss_curves(log, title=log.name, unit=f"loss, {unit(log.config)}", height=300)
-    for name, content in ((LOSS, png(loss)), (PAGE, page)):
+    text = page.render("run.html.j2", **run.page_content(log, ranks))
+    loss = run.loss_curves(log, title=log.name, unit=f"loss, {unit(log.config)}", height=300, width=page.WIDE)
+    for name, content in ((LOSS, page.png(loss)), (PAGE, text)):
         write_whole(folder / name, content)
 
 
@@ -113,7 +87,7 @@ def write_many(folders: Sequence[Path], out: Path) -> None:
         else:
             logs.append(run.load_run(folder))
     trained = {"trained": [run.summary(log) for log in logs], **run.overlaid(logs)}
-    write_whole(out, render("many.html.j2", **_many(benches), **trained))
+    write_whole(out, page.render("many.html.j2", **_many(benches), **trained))
 
 
 def folder_kind(folder: Path) -> str:
@@ -212,7 +186,7 @@ class RungResult:
 
     @property
     def length(self) -> str:
-        return DASH if self.longest is None else f"{plain_number(self.longest)}{' or more' * self.open}"
+        return page.DASH if self.longest is None else f"{page.plain_number(self.longest)}{' or more' * self.open}"
 
     @property
     def first_words(self) -> str:
@@ -220,20 +194,22 @@ class RungResult:
 
     @property
     def quartiles(self) -> str:
-        return DASH if self.low is None or self.high is None else f"{speed(self.low)} to {speed(self.high)}"
+        return (
+            page.DASH if self.low is None or self.high is None else f"{page.speed(self.low)} to {page.speed(self.high)}"
+        )
 
     @property
     def peak_off(self) -> float | None:
-        return relative_error(self.predicted_peak, self.peak)
+        return page.relative_error(self.predicted_peak, self.peak)
 
     @property
     def speed_off(self) -> float | None:
-        return relative_error(self.predicted_speed, self.speed)
+        return page.relative_error(self.predicted_speed, self.speed)
 
 
 def _latest(records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], Mapping[str, Any]]:
     """Return the records by place; of a rung measured again the later one counts, in the place of the first."""
-    return {tuple(safe_text(r.get(k)) for k in ("case", "device", "mode", "rung", "peer")): r for r in records}
+    return {tuple(page.safe_text(r.get(k)) for k in ("case", "device", "mode", "rung", "peer")): r for r in records}
 
 
 def read_rungs(records: Sequence[Mapping[str, Any]]) -> tuple[list[RungResult], int]:
@@ -245,11 +221,11 @@ def read_rungs(records: Sequence[Mapping[str, Any]]) -> tuple[list[RungResult], 
     for place, rung in found.items():
         base = found.get((*place[:2], "cumulative", rung.since, "")) or elsewhere.get((place[1], rung.since))
         if base is not None and base is not rung:
-            factor, peak_factor = ratio(rung.speed, base.speed), ratio(rung.peak, base.peak)
+            factor, peak_factor = page.ratio(rung.speed, base.speed), page.ratio(rung.peak, base.peak)
             rung = dataclasses.replace(rung, factor=factor, peak_factor=peak_factor, since_speed=base.speed)
         alone = next((r for r in reversed(compared) if r.ranks == 1 and not r.peer and r.case == rung.case), None)
         if rung.ranks > 1 and alone is not None:
-            shares = [ratio(rung.speed, alone.speed), ratio(rung.predicted_speed, alone.predicted_speed)]
+            shares = [page.ratio(rung.speed, alone.speed), page.ratio(rung.predicted_speed, alone.predicted_speed)]
             measured, planned = (None if share is None else share / rung.ranks for share in shares)
             rung = dataclasses.replace(rung, scaling=measured, predicted_scaling=planned)
         compared.append(rung)
@@ -259,24 +235,26 @@ def read_rungs(records: Sequence[Mapping[str, Any]]) -> tuple[list[RungResult], 
 def _rung(record: Mapping[str, Any]) -> RungResult:
     get = record.get
     tries = get("tries")
-    quartiles = numbers(get("tokens_per_s_iqr"))
+    quartiles = page.numbers(get("tokens_per_s_iqr"))
     low, high = quartiles if len(quartiles) == 2 else (None, None)
-    name, peer = safe_text(get("rung")) or "unnamed", safe_text(get("peer"))
-    error = safe_text(get("error"), lines=True)
-    measured = positive(get("tokens_per_s")) if not error else None  # a failed rung has no figure to compare
+    name, peer = page.safe_text(get("rung")) or "unnamed", page.safe_text(get("peer"))
+    error = page.safe_text(get("error"), lines=True)
+    measured = page.positive(get("tokens_per_s")) if not error else None  # a failed rung has no figure to compare
     reasons = get("red")
     texts: dict[str, Any] = {
-        key: safe_text(get(key)) for key in ("since", "changes", "memory_kind", "basis", "verdict", "case")
+        key: page.safe_text(get(key)) for key in ("since", "changes", "memory_kind", "basis", "verdict", "case")
     }
     return RungResult(
         **texts,
-        key=f"{name} ({peer})" if peer else name, name=name, peer=peer, mode=safe_text(get("mode")) or "cumulative",
-        speed=measured, low=low, high=high, peak=positive(get("peak_bytes")) if measured is not None else None,
-        predicted_peak=positive(get("predicted_peak_bytes")), predicted_speed=positive(get("predicted_tokens_per_s")),
-        mfu=number(get("mfu")), targets=positive(get("targets_per_s")), fill=number(get("fill")),
-        waits=number(get("data_wait")), losses=tuple(numbers(get("losses"))), proof=_proof(get("proof")),
-        red=tuple(safe_text(r) for r in reasons) if isinstance(reasons, list | tuple) else (),
-        ranks=int(positive(get("ranks")) or 1), longest=positive(get("longest_seq")),
+        key=f"{name} ({peer})" if peer else name, name=name, peer=peer,
+        mode=page.safe_text(get("mode")) or "cumulative",
+        speed=measured, low=low, high=high, peak=page.positive(get("peak_bytes")) if measured is not None else None,
+        predicted_peak=page.positive(get("predicted_peak_bytes")),
+        predicted_speed=page.positive(get("predicted_tokens_per_s")),
+        mfu=page.number(get("mfu")), targets=page.positive(get("targets_per_s")), fill=page.number(get("fill")),
+        waits=page.number(get("data_wait")), losses=tuple(page.numbers(get("losses"))), proof=_proof(get("proof")),
+        red=tuple(page.safe_text(r) for r in reasons) if isinstance(reasons, list | tuple) else (),
+        ranks=int(page.positive(get("ranks")) or 1), longest=page.positive(get("longest_seq")),
         open=isinstance(tries, list) and not any(isinstance(t, Mapping) and t.get("error") for t in tries),
         error=error or ("" if measured is not None else "no figure, and no reason given"),
     )  # fmt: skip
@@ -284,16 +262,16 @@ def _rung(record: Mapping[str, Any]) -> RungResult:
 
 def _proof(proof: object) -> str:
     if not isinstance(proof, Mapping):
-        return DASH
-    numerics = safe_text(proof.get("numerics")).lower().replace("_", " ") or "numerics not declared"
-    worst, allowed = number(proof.get("worst")), number(proof.get("tolerance"))
+        return page.DASH
+    numerics = page.safe_text(proof.get("numerics")).lower().replace("_", " ") or "numerics not declared"
+    worst, allowed = page.number(proof.get("worst")), page.number(proof.get("tolerance"))
     state = "holds" if proof.get("ok") is True else "BROKEN"
-    where = f" ({safe_text(proof.get('of'))})" if proof.get("of") else ""
+    where = f" ({page.safe_text(proof.get('of'))})" if proof.get("of") else ""
     limit = "" if allowed is None else f", allowed {allowed:.2g}"
     figures = "" if worst is None else f"; largest difference {worst:.2g}{where}{limit}"
-    cosine = number(proof.get("cosine"))
+    cosine = page.number(proof.get("cosine"))
     angle = "" if cosine is None else f"; 1 − cosine of the first gradients {max(0.0, 1 - cosine):.2g}"
-    return f"{state}: {numerics}, against “{safe_text(proof.get('against'))}”{figures}{angle}"
+    return f"{state}: {numerics}, against “{page.safe_text(proof.get('against'))}”{figures}{angle}"
 
 
 # --- sentences
@@ -303,7 +281,7 @@ def ladder_summary(shown: Sequence[RungResult]) -> str:
     """Return the ladder in one paragraph: first and last figures, counts of rungs, red and failed ones."""
     own = [r for r in shown if not r.peer]
     cumulative = [r for r in own if r.mode == "cumulative" and not r.failed]
-    rungs = amount(sum(r.mode == "cumulative" for r in own), "rung")
+    rungs = page.amount(sum(r.mode == "cumulative" for r in own), "rung")
     others = {
         "failed": sum(r.failed for r in own),
         "within the noise": sum(r.kind == "noise" for r in own),
@@ -316,17 +294,18 @@ def ladder_summary(shown: Sequence[RungResult]) -> str:
         return f"No rung of the ladder has a figure; {tally}."
     first, last = cumulative[0], cumulative[-1]
     if first is last:
-        return f"{speed(first.speed)} tokens/s, peak {gib(first.peak)} GiB ({first.name}); {tally}."
+        return f"{page.speed(first.speed)} tokens/s, peak {page.gib(first.peak)} GiB ({first.name}); {tally}."
     if first.longest is not None and last.longest is not None:
         rows = f"From rows of {first.length} to {last.length} tokens"
-        return f"{rows}, peak {gib(first.peak)} → {gib(last.peak)} GiB; {tally}."
+        return f"{rows}, peak {page.gib(first.peak)} → {page.gib(last.peak)} GiB; {tally}."
     text = (
-        f"From {speed(first.speed)} to {speed(last.speed)} tokens/s: {times(ratio(last.speed, first.speed))}, "
-        f"peak {gib(first.peak)} → {gib(last.peak)} GiB; {tally}."
+        f"From {page.speed(first.speed)} to {page.speed(last.speed)} tokens/s: "
+        f"{page.times(page.ratio(last.speed, first.speed))}, "
+        f"peak {page.gib(first.peak)} → {page.gib(last.peak)} GiB; {tally}."
     )
     best = max(cumulative, key=lambda r: r.speed or 0)
     if best is not last:
-        text += f" The fastest rung is “{best.name}” with {speed(best.speed)} tokens/s."
+        text += f" The fastest rung is “{best.name}” with {page.speed(best.speed)} tokens/s."
     return text
 
 
@@ -350,8 +329,8 @@ def prediction_summary(shown: Sequence[RungResult]) -> str:
         worst, where = max(errors)
         middle = statistics.median(e for e, _ in errors)
         sentences.append(
-            f"{what} was predicted to within {percent(middle)} in the median and {percent(worst)} at worst "
-            f"({where}), over {amount(len(errors), 'rung')}."
+            f"{what} was predicted to within {page.percent(middle)} in the median and {page.percent(worst)} at worst "
+            f"({where}), over {page.amount(len(errors), 'rung')}."
         )
     bases = sorted({r.basis for r in shown if r.basis})
     return " ".join(sentences) + (f" Rates: {', '.join(bases)}." if bases else "")
@@ -366,13 +345,13 @@ def loss_summary(shown: Sequence[RungResult]) -> str:
         if len(here) > 1 and (widest is None or here[-1][0] - here[0][0] > widest[0]):
             widest = here[-1][0] - here[0][0], step + 1, here[-1][1], here[0][1]
     gaps = sum(x is None for r in shown for x in r.losses)
-    lost = f" {amount(gaps, 'loss was', 'losses were')} not finite." if gaps else ""
+    lost = f" {page.amount(gaps, 'loss was', 'losses were')} not finite." if gaps else ""
     if widest is None:
         return "There are no two curves to compare." + lost
     if widest[0] == 0:
-        return f"All curves are equal to the last digit over {amount(steps, 'step')}." + lost
+        return f"All curves are equal to the last digit over {page.amount(steps, 'step')}." + lost
     return (
-        f"Over {amount(steps, 'proof step')} the losses of two rungs differ by at most {widest[0]:.2g} nats, "
+        f"Over {page.amount(steps, 'proof step')} the losses of two rungs differ by at most {widest[0]:.2g} nats, "
         f"at step {widest[1]}, between “{widest[2]}” and “{widest[3]}”." + lost
     )
 
@@ -391,17 +370,17 @@ class Versus:
     @property
     def faster(self) -> float | None:
         """Return our tokens/s over theirs."""
-        return ratio(self.ours.speed, self.theirs.speed)
+        return page.ratio(self.ours.speed, self.theirs.speed)
 
     @property
     def learns_faster(self) -> float | None:
         """Return our target tokens/s over theirs, the figure that counts if rows hold padding or masked tokens."""
-        return ratio(self.ours.targets, self.theirs.targets)
+        return page.ratio(self.ours.targets, self.theirs.targets)
 
     @property
     def smaller(self) -> float | None:
         """Return their peak over ours."""
-        return ratio(self.theirs.peak, self.ours.peak)
+        return page.ratio(self.theirs.peak, self.ours.peak)
 
 
 def versus(shown: Sequence[RungResult]) -> list[Versus]:
@@ -432,53 +411,57 @@ def _bench(records: Sequence[Mapping[str, Any]], shown: list[RungResult], title:
     own, ours = ([r for r in some if not r.peer] for some in (shown, cumulative))
     drawn = [r for r in own if any(x is not None for x in r.losses)]
     kinds = sorted({r.memory_kind for r in shown if r.memory_kind})
-    dates = sorted({safe_text(r["date"])[:10] for r in records if r["date"]})
+    dates = sorted({page.safe_text(r["date"])[:10] for r in records if r["date"]})
     return {
         "title": title,
         "case": _joined(records, "case"),
         "device": _machines(records),
         "date": " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else "",
         "verdict": ladder_summary(shown),
-        "replaced": f"{amount(replaced, 'older record')} of the same rungs not shown." if replaced else "",
+        "replaced": f"{page.amount(replaced, 'older record')} of the same rungs not shown." if replaced else "",
         "troubled": troubled(shown),
         "versus": versus(shown),
         "versus_said": versus_summary(versus(shown)),
         "longest": [r for r in shown if r.longest is not None],
         "memory_said": "; ".join(KINDS.get(k, k) for k in kinds),
-        "speed_chart": bars_svg("Tokens a second of each rung", _rows(cumulative, _speed_bar)),
-        "memory_chart": bars_svg("Peak memory of each rung", _rows(cumulative, _memory_bar)),
+        "speed_chart": page.bars_svg("Tokens per second of each rung", _rows(cumulative, _speed_bar)),
+        "memory_chart": page.bars_svg("Peak memory of each rung", _rows(cumulative, _memory_bar)),
         "scaling_chart": scaling_chart([r for r in shown if r.ranks > 1]),
-        "gains_chart": bars_svg("Gain of each rung", _rows(ours, _gain_bar), log=True),
+        "gains_chart": page.bars_svg("Gain of each rung", _rows(ours, _gain_bar), log=True),
         "predicted_said": prediction_summary(own),
         "predicted_charts": _predicted_charts(own),
         "roof": roofline_section(records),
         "without": without,
-        "without_chart": bars_svg(LOST, _rows(without, _without_bar), unit=" %"),
+        "without_chart": page.bars_svg(LOST, _rows(without, _without_bar), unit=" %"),
         "losses_said": loss_summary(drawn),
         "losses_chart": _losses_chart(drawn),
         "rungs": shown,
         "environment": environment(records),
-        "commands": list(dict.fromkeys(safe_text(r["command"], lines=True) for r in records if r["command"])),
+        "commands": list(dict.fromkeys(page.safe_text(r["command"], lines=True) for r in records if r["command"])),
         "sources": list(dict.fromkeys(_source(r["source"]) for r in records)),
     }
 
 
 def _joined(records: Sequence[Mapping[str, Any]], key: str) -> str:
-    return ", ".join(dict.fromkeys(text for r in records if (text := safe_text(r[key]))))
+    return ", ".join(dict.fromkeys(text for r in records if (text := page.safe_text(r[key]))))
 
 
 def _machines(records: Sequence[Mapping[str, Any]]) -> str:
     named = []
     for r in records:
-        ranks = number(r["ranks"])
-        named.append((f"{ranks:,.0f} × " if ranks is not None and ranks > 1 else "") + safe_text(r["device"]))
+        ranks = page.number(r["ranks"])
+        named.append((f"{ranks:,.0f} × " if ranks is not None and ranks > 1 else "") + page.safe_text(r["device"]))
     return ", ".join(dict.fromkeys(filter(None, named)))
 
 
 def _source(source: object) -> str:
     if not isinstance(source, Mapping):
         return "not recorded"
-    commit, digest, state = safe_text(source.get("commit")), safe_text(source.get("digest")), source.get("clean")
+    commit, digest, state = (
+        page.safe_text(source.get("commit")),
+        page.safe_text(source.get("digest")),
+        source.get("clean"),
+    )
     tree = "with changes that are not committed" if state is False else "clean" if state is True else "state not known"
     text = f"commit {commit}, tree {tree}" if commit else "no commit (not run from a checkout)"
     return text + (f"; digest of the package {digest}" if digest else "")
@@ -490,7 +473,7 @@ def environment(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     for r in records:
         if isinstance(r["environment"], Mapping):
             for key, value in r["environment"].items():
-                found.setdefault(safe_text(key), {})[safe_text(value)] = None
+                found.setdefault(page.safe_text(key), {})[page.safe_text(value)] = None
     return {key: "  |  ".join(values) for key, values in found.items()}
 
 
@@ -499,9 +482,12 @@ def environment(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 LOST = "What the full configuration loses without one technique"
 
 
-def _rows(shown: Iterable[RungResult], bar: Callable[[RungResult], BarRow]) -> list[BarRow]:
+def _rows(shown: Iterable[RungResult], bar: Callable[[RungResult], page.BarRow]) -> list[page.BarRow]:
     """Return the bar of each rung; a failed one has an empty bar and its reason."""
-    return [BarRow(r.key, f"failed: {cut_text(r.first_words, 60)}", failed=True) if r.failed else bar(r) for r in shown]
+    return [
+        page.BarRow(r.key, f"failed: {page.cut_text(r.first_words, 60)}", failed=True) if r.failed else bar(r)
+        for r in shown
+    ]
 
 
 def _note(rung: RungResult) -> str:
@@ -509,74 +495,76 @@ def _note(rung: RungResult) -> str:
 
 
 def _grown(factor: float | None, before: str = " ") -> str:
-    return "" if factor is None else f"{before}{times(factor)}"
+    return "" if factor is None else f"{before}{page.times(factor)}"
 
 
-def _speed_bar(r: RungResult) -> BarRow:
-    text = f"{speed(r.speed)}{_grown(r.factor)}{_note(r)}"
-    return BarRow(r.key, text, ((0, r.speed or 0, r.kind),), r.low, r.high, r.predicted_speed)
+def _speed_bar(r: RungResult) -> page.BarRow:
+    text = f"{page.speed(r.speed)}{_grown(r.factor)}{_note(r)}"
+    return page.BarRow(r.key, text, ((0, r.speed or 0, r.kind),), r.low, r.high, r.predicted_speed)
 
 
-def _memory_bar(r: RungResult) -> BarRow:
+def _memory_bar(r: RungResult) -> page.BarRow:
     predicted = None if r.predicted_peak is None else r.predicted_peak / GIB
     if r.peak is None:
-        return BarRow(r.key, "not measured", predicted=predicted)
+        return page.BarRow(r.key, "not measured", predicted=predicted)
     color = r.kind if r.kind in ("red", "peer") else "base"
-    text = f"{gib(r.peak)} GiB{_grown(r.peak_factor)}"
-    return BarRow(r.key, text, ((0, r.peak / GIB, color),), predicted=predicted)
+    text = f"{page.gib(r.peak)} GiB{_grown(r.peak_factor)}"
+    return page.BarRow(r.key, text, ((0, r.peak / GIB, color),), predicted=predicted)
 
 
-def _gain_bar(r: RungResult) -> BarRow:
+def _gain_bar(r: RungResult) -> page.BarRow:
     begin = r.since_speed if r.factor is not None and r.since_speed else r.speed
-    text = f"{times(r.factor)}{_note(r)}" if r.factor is not None else "begins here"
-    return BarRow(r.key, text, ((begin, r.speed, r.kind),) if begin and r.speed else ())
+    text = f"{page.times(r.factor)}{_note(r)}" if r.factor is not None else "begins here"
+    return page.BarRow(r.key, text, ((begin, r.speed, r.kind),) if begin and r.speed else ())
 
 
-def _without_bar(r: RungResult) -> BarRow:
+def _without_bar(r: RungResult) -> page.BarRow:
     if r.factor is None:
-        return BarRow(r.key, percent(None))
+        return page.BarRow(r.key, page.percent(None))
     change = 100 * (r.factor - 1)
     color = r.kind if r.kind in ("red", "noise") else "slower" if change < 0 else "faster"
-    text = f"{percent(change, signed=True)}{_grown(r.peak_factor, ', peak ')}"
-    return BarRow(r.key, text, ((0, change, color),))
+    text = f"{page.percent(change, signed=True)}{_grown(r.peak_factor, ', peak ')}"
+    return page.BarRow(r.key, text, ((0, change, color),))
 
 
-def _scaling_bar(r: RungResult) -> BarRow:
+def _scaling_bar(r: RungResult) -> page.BarRow:
     share, planned = (None if x is None else 100 * x for x in (r.scaling, r.predicted_scaling))
-    text = f"{amount(r.ranks, 'rank')}, {percent(share)}"
-    return BarRow(r.key, text, () if share is None else ((0.0, share, "base"),), predicted=planned)
+    text = f"{page.amount(r.ranks, 'rank')}, {page.percent(share)}"
+    return page.BarRow(r.key, text, () if share is None else ((0.0, share, "base"),), predicted=planned)
 
 
 def scaling_chart(shown: Sequence[RungResult]) -> Markup | None:
     """Return the chart of the shares of ideal scaling; None where no rung has one."""
     rows = _rows(shown, _scaling_bar)
-    return bars_svg("Share of ideal scaling of each rung", rows, unit=" %") if any(r.scaling for r in shown) else None
+    return (
+        page.bars_svg("Share of ideal scaling of each rung", rows, unit=" %") if any(r.scaling for r in shown) else None
+    )
 
 
 def _predicted_charts(shown: Sequence[RungResult]) -> list[tuple[str, Markup]]:
     """Return the charts of peak and speed; a rung without a prediction has a text and no bar."""
-    peaks = [(r.peak_off, f"{gib(r.predicted_peak)}/{gib(r.peak)}") for r in shown]
-    speeds = [(r.speed_off, f"{speed(r.predicted_speed)}/{speed(r.speed)}") for r in shown]
+    peaks = [(r.peak_off, f"{page.gib(r.predicted_peak)}/{page.gib(r.peak)}") for r in shown]
+    speeds = [(r.speed_off, f"{page.speed(r.predicted_speed)}/{page.speed(r.speed)}") for r in shown]
     drawn = []
-    for heading, errors, band in (("Peak memory", peaks, PEAK_BAND), ("Tokens a second", speeds, None)):
+    for heading, errors, band in (("Peak memory", peaks, PEAK_BAND), ("Tokens per second", speeds, None)):
         rows = []
         for r, (error, both) in zip(shown, errors):
             if error is None:
-                rows.append(BarRow(r.key, "failed" if r.failed else "no prediction"))
+                rows.append(page.BarRow(r.key, "failed" if r.failed else "no prediction"))
                 continue
             pieces = ((0, error, "faster" if abs(error) <= PEAK_BAND else "slower"),)
-            rows.append(BarRow(f"{r.key} ({both})", percent(error, signed=True), pieces))
+            rows.append(page.BarRow(f"{r.key} ({both})", page.percent(error, signed=True), pieces))
         if any(row.pieces for row in rows):
             title = f"{heading}: prediction against measurement"
-            drawn.append((heading, bars_svg(title, rows, unit=" %", band=band)))
+            drawn.append((heading, page.bars_svg(title, rows, unit=" %", band=band)))
     return drawn
 
 
 def _losses_chart(shown: Sequence[RungResult]) -> Markup:
-    series = [Series(r.key + " (all but one)" * (r.mode != "cumulative"), [(i + 1, y) for i, y in enumerate(r.losses)])
-              for r in shown]  # fmt: skip
+    names = (r.key + " (all but one)" * (r.mode != "cumulative") for r in shown)
+    series = [page.Series(name, list(enumerate(r.losses, 1))) for name, r in zip(names, shown)]
     description = f"{len(series)} curves: {', '.join(s.name for s in series)}"
-    return inline_svg(curves(series, axis="step", height=260), "Loss at the proof's steps", description)
+    return page.inline_svg(page.curves(series, axis="step", height=260), "Loss at the proof's steps", description)
 
 
 # --- several machines
@@ -585,12 +573,12 @@ def _losses_chart(shown: Sequence[RungResult]) -> Markup:
 def _many(benches: Sequence[tuple[Path, Sequence[Mapping[str, Any]]]]) -> dict[str, Any]:
     machines: list[dict[str, Any]] = []  # one ladder of one folder each; its letter has a color in the charts
     for folder, records in benches:
-        for ladder in dict.fromkeys(safe_text(r["ladder"]) for r in records):
-            here = [r for r in records if safe_text(r["ladder"]) == ladder]
+        for ladder in dict.fromkeys(page.safe_text(r["ladder"]) for r in records):
+            here = [r for r in records if page.safe_text(r["ladder"]) == ladder]
             shown, n = read_rungs(here)[0], len(machines)
             machines.append({
-                "letter": chr(ord("A") + n % 26) + ("" if n < 26 else str(n // 26)), "color": f"s{n % SERIES}",
-                "folder": safe_text(folder.resolve().name), "device": _machines(here), "ladder": ladder,
+                "letter": chr(ord("A") + n % 26) + ("" if n < 26 else str(n // 26)), "color": f"s{n % page.SERIES}",
+                "folder": page.safe_text(folder.resolve().name), "device": _machines(here), "ladder": ladder,
                 "verdict": ladder_summary(shown), "troubled": troubled(shown), "environment": environment(here),
                 "rungs": {r.name: r for r in shown if r.mode == "cumulative" and not r.peer},
             })  # fmt: skip
@@ -607,13 +595,15 @@ def _side_by_side(ladder: str, names: Sequence[str], machines: Sequence[Mapping[
     rows = []
     for name in names:
         for n, m in enumerate(machines):
-            label = f"{cut_text(name, 56)} · {m['letter']}" if n == 0 else m["letter"]
+            label = f"{page.cut_text(name, 56)} · {m['letter']}" if n == 0 else m["letter"]
             r = m["rungs"].get(name)
             if r is None or r.failed or r.speed is None:
-                rows.append(BarRow(label, "not measured" if r is None else cut_text(f"failed: {r.first_words}", 34)))
+                rows.append(
+                    page.BarRow(label, "not measured" if r is None else page.cut_text(f"failed: {r.first_words}", 34))
+                )
             else:
-                rows.append(BarRow(label, f"{speed(r.speed)}{_note(r)}", ((0, r.speed, m["color"]),)))
-    return bars_svg(f"Tokens a second, ladder {ladder}", rows)
+                rows.append(page.BarRow(label, f"{page.speed(r.speed)}{_note(r)}", ((0, r.speed, m["color"]),)))
+    return page.bars_svg(f"Tokens per second, ladder {ladder}", rows)
 
 
 # --- A step against its device's ceiling
@@ -696,20 +686,21 @@ def roofs(records: Sequence[Mapping[str, Any]]) -> list[Roof]:
 
 def _roof(record: Mapping[str, Any]) -> Roof | None:
     given, repeats = record.get("ceiling_s"), record.get("step_s")
-    steps = [s for own in repeats if isinstance(own, list) for s in numbers(own)] if isinstance(repeats, list) else []
-    durations = [s for s in map(positive, steps) if s is not None]
+    repeats = repeats if isinstance(repeats, list) else []
+    steps = [s for own in repeats if isinstance(own, list) for s in page.numbers(own)]
+    durations = [s for s in map(page.positive, steps) if s is not None]
     if record.get("error") or not durations or not isinstance(given, Mapping):
         return None
-    parts = {part: positive(given.get(part)) or 0.0 for part in PARTS}
+    parts = {part: page.positive(given.get(part)) or 0.0 for part in PARTS}
     if not any(parts.values()):
         return None
     seen = record.get("parts_s")
-    read = {part: number(seen.get(part)) for part in (*PARTS, GAPS)} if isinstance(seen, Mapping) else {}
+    read = {part: page.number(seen.get(part)) for part in (*PARTS, GAPS)} if isinstance(seen, Mapping) else {}
     took = {part: s for part, s in read.items() if s is not None and s >= 0}
-    name = safe_text(record.get("rung")) or "unnamed"
-    step_s, note = statistics.median(durations), safe_text(record.get("parts_note"))
+    name = page.safe_text(record.get("rung")) or "unnamed"
+    step_s, note = statistics.median(durations), page.safe_text(record.get("parts_note"))
     whole = len(took) == len(PARTS) + 1 and any(took.values())
-    return Roof(name, safe_text(record.get("basis")), step_s, parts, took if whole else None, note)
+    return Roof(name, page.safe_text(record.get("basis")), step_s, parts, took if whole else None, note)
 
 
 def roofline_section(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -725,7 +716,7 @@ def roofline_section(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | N
         "basis": " and ".join(bases),
         "profiled": profiled,
         "chart": _parts_chart(shown, profiled),
-        "legend": [(swatch(_part_color(part)), part) for part in parts],
+        "legend": [(page.swatch(_part_color(part)), part) for part in parts],
         "parts": parts,
         "rows": shown,
         "notes": [f"{r.name}: {r.note}" for r in shown if r.note],
@@ -755,14 +746,16 @@ def _parts_chart(shown: Sequence[Roof], profiled: bool) -> Markup:
             begin += max(0.0, share)
             if reached is not None:
                 pieces.append((pieces[-1][1], begin, f"{_part_color(part)} pale"))
-        rows.append(BarRow(roof.name, f"{percent(roof.reached)}, {milliseconds(roof.step_s)}", tuple(pieces)))
-        descriptions.append(f"{roof.name}: " + ", ".join(f"{part} {percent(s)}" for part, s in shares.items()))
+        rows.append(
+            page.BarRow(roof.name, f"{page.percent(roof.reached)}, {page.milliseconds(roof.step_s)}", tuple(pieces))
+        )
+        descriptions.append(f"{roof.name}: " + ", ".join(f"{part} {page.percent(s)}" for part, s in shares.items()))
     step = (
         "as they took, in percent of the profiled step"
         if profiled
         else "at the ceiling, in percent of the measured step"
     )
-    return inline_svg(bars(rows, unit=" %"), f"Parts of each rung's step {step}", "; ".join(descriptions))
+    return page.inline_svg(page.bars(rows, unit=" %"), f"Parts of each rung's step {step}", "; ".join(descriptions))
 
 
 def _part_color(part: str) -> str:

@@ -12,8 +12,10 @@ are those of Okabe and Ito, which differ for color-blind readers too.
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import re
+import textwrap
 import unicodedata
 import warnings
 from collections.abc import Sequence
@@ -23,13 +25,15 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
+from optrush.console import duration
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Colors of the style sheet, and of the charts.
 LIGHT = {
-    "page": "#fbfbfa", "card": "#ffffff", "ink": "#1b2430", "soft": "#566373", "rule": "#d9dee4", "grid": "#e6eaee",
+    "page": "#fdfdfc", "card": "#ffffff", "ink": "#1b2430", "soft": "#566373", "rule": "#d9dee4", "grid": "#e6eaee",
     "base": "#66788a", "faster": "#0072b2", "smaller": "#007f5f", "slower": "#c98200", "noise": "#a3adb8",
     "red": "#cc4a00", "peer": "#b79fcc", "band": "#e1eff6",
     "s0": "#0073b3", "s1": "#cc4b01", "s2": "#008060", "s3": "#a8447c", "s4": "#b07a00", "s5": "#2a93cf",
@@ -150,19 +154,13 @@ def render(template: str, **content: Any) -> str:
     import jinja2
 
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
     environment.filters |= {
         "speed": speed, "gib": gib, "times": times, "percent": percent, "plain": plain_number, "cut": cut_text,
-        "clean": safe_text,
-        "milliseconds": milliseconds,
-        "many": lambda n: f"{n:,.0f}",
-        "share": lambda x: f"{x:.2%}",
-        "signed": lambda value: percent(value, signed=True),
+        "clean": safe_text, "milliseconds": milliseconds, "many": lambda n: f"{n:,.0f}",
+        "share": lambda x: f"{x:.2%}", "signed": lambda value: percent(value, signed=True), "duration": duration,
     }  # fmt: skip
     return environment.get_template(template).render(light=LIGHT, dark=DARK, **content)
 
@@ -170,9 +168,10 @@ def render(template: str, **content: Any) -> str:
 # --- charts
 
 SERIES, DASHES = 7, ("-", "--", ":", "-.")  # colors and strokes of curves
-WIDTH, SIDE, ROW = 640, 10, 38  # points: a chart, its margins, a row of bars with its name
+WIDE, NARROW = 640, 300  # points: a picture, and a chart on a phone's page, which is stretched on a wider one
+SHOWN = 1.1  # CSS pixels of a point on a page
+SIDE, ROW, LINE = 10, 38, 15  # points: the margins, a row of bars with its name, a further line of that
 LETTER = 6.8  # points: the average width of a letter of the texts
-NAME = 64  # letters of a name that fit above a bar
 SMALL, NORMAL = 10.5, 11.5  # points: the font of ticks, and of all other text
 
 Points = Sequence[tuple[float, float | None]]
@@ -221,8 +220,9 @@ def bars(
     unit: str = "",
     log: bool = False,
     band: float | None = None,
+    width: float = NARROW,
 ) -> Figure:
-    """Draw horizontal bars, each under its name.
+    """Draw horizontal bars, each under its name; a text that is too long for the place right of it is under the name.
 
     Args:
         title, axis: above and below the chart.
@@ -247,23 +247,33 @@ def bars(
     for r in rows:
         marks = [x for x in (r.high, r.predicted) if x is not None]
         ends.append(max([low if log else 0.0, *(max(a, b) for a, b, _ in r.pieces), *marks]))
-    rooms = [min(0.6, (8 + LETTER * len(r.text)) / (WIDTH - 2 * SIDE)) for r in rows]
+    letters = int((width - 2 * SIDE) / LETTER)
+    beside = [len(r.text) <= 0.6 * letters for r in rows]
+    names = [[(line, "bold") for line in textwrap.wrap(r.name, int(0.9 * letters))] for r in rows]
+    for r, name, fits in zip(rows, names, beside):
+        name += [] if fits else [(line, "normal") for line in textwrap.wrap(r.text, letters)]
+    rooms = [(8 + LETTER * len(r.text) * fits) / (width - 2 * SIDE) for r, fits in zip(rows, beside)]
     reach = max([place(high) / 0.95, *(place(end) / (1 - room) for end, room in zip(ends, rooms))])
     stub = 0.12 * reach  # of a failed row
-    figure, axes = _figure(ROW * max(1, len(rows)), bottom=40 if axis else 24, title=title)
-    axes.set(xlim=(low, low * math.exp(reach) if log else low + reach), ylim=(max(1, len(rows)), 0))
+    tops = [0.0, *itertools.accumulate(ROW + LINE * (max(1, len(name)) - 1) for name in names)]
+    whole = max(ROW, tops[-1])
+    figure, axes = _figure(whole, width=width, bottom=40 if axis else 24, title=title)
+    axes.set(xlim=(low, low * math.exp(reach) if log else low + reach), ylim=(whole, 0))
     if log:
         axes.set_xscale("log")
     if band is not None:
         axes.axvspan(-band, band, color=LIGHT["band"], linewidth=0)
-    for i, (row, end) in enumerate(zip(rows, ends)):
-        _row(axes, row, i + 0.66)
+    for row, end, top, bottom, name, fits in zip(rows, ends, tops, tops[1:], names, beside):
+        y = bottom - 0.34 * ROW
+        _row(axes, row, y)
         if row.failed:
             end = low * math.exp(stub) if log else low + stub
-            axes.barh(i + 0.66, end - low, 0.4, left=low, facecolor="none", edgecolor=LIGHT["red"], hatch="////")
+            axes.barh(y, end - low, 0.4 * ROW, left=low, facecolor="none", edgecolor=LIGHT["red"], hatch="////")
         # Names begin at the chart's edge, texts right of the bars.
-        _text(axes, cut_text(row.name, NAME), (0, i + 0.34), axes.get_yaxis_transform(), weight="bold")
-        axes.annotate(row.text, (end, i + 0.66), (6, 0), textcoords="offset points", va="center_baseline",
+        for i, (text, weight) in enumerate(name):
+            at = (0, top + 0.34 * ROW + LINE * i)
+            _text(axes, cut_text(text, letters), at, axes.get_yaxis_transform(), weight=weight)
+        axes.annotate(row.text if fits else "", (end, y), (6, 0), textcoords="offset points", va="center_baseline",
                       fontsize=NORMAL, color=LIGHT["ink"], annotation_clip=False)  # fmt: skip
     if low < 0:
         axes.axvline(0, color=LIGHT["soft"], linewidth=1)
@@ -278,20 +288,20 @@ def _row(axes: Axes, row: BarRow, y: float) -> None:
     """Draw the pieces, the whisker and the tick of a row."""
     for begin, end, kind in row.pieces:
         name, _, pale = kind.partition(" ")
-        hatch: dict[str, Any] = {"hatch": "////", "edgecolor": LIGHT["card"]} if name == "red" else {}
-        axes.barh(
-            y, end - begin, 0.4, left=begin, facecolor=LIGHT[name], alpha=0.4 if pale else None, linewidth=0, **hatch
-        )
+        style: dict[str, Any] = {"hatch": "////", "edgecolor": LIGHT["card"]} if name == "red" else {}
+        style |= {"facecolor": LIGHT[name], "alpha": 0.4 if pale else None, "linewidth": 0}
+        axes.barh(y, end - begin, 0.4 * ROW, left=begin, **style)
     if row.low is not None and row.high is not None:
         axes.hlines(y, row.low, row.high, color=LIGHT["ink"], linewidth=1.2)
-        axes.vlines([row.low, row.high], y - 0.1, y + 0.1, color=LIGHT["ink"], linewidth=1.2)
+        axes.vlines([row.low, row.high], y - 0.1 * ROW, y + 0.1 * ROW, color=LIGHT["ink"], linewidth=1.2)
     if row.predicted is not None:
-        axes.vlines(row.predicted, y - 0.28, y + 0.28, color=LIGHT["ink"], linewidth=1.8)
+        axes.vlines(row.predicted, y - 0.28 * ROW, y + 0.28 * ROW, color=LIGHT["ink"], linewidth=1.8)
 
 
 def curves(
-    series: Sequence[Series], *, title: str = "", axis: str = "", unit: str = "", height: int = 200, zero: bool = False
-) -> Figure:
+    series: Sequence[Series], *, title: str = "", axis: str = "", unit: str = "", height: int = 200, zero: bool = False,
+    width: float = NARROW,
+) -> Figure:  # fmt: skip
     """Draw lines over steps, with a legend if there are several; a curve's None is a gap.
 
     Args:
@@ -302,8 +312,10 @@ def curves(
     """
     drawn = [s for s in series if any(y is not None for _, y in s.points)]
     names = len(series) if len(series) > 1 else 0
-    legend = 8 + 19 * math.ceil(names / 2) if names else 0
-    figure, axes = _figure(height, left=62, bottom=(40 if axis else 24) + legend, title=title)
+    columns, each = (2, 19) if width == WIDE else (1, 16.2)
+    legend = 8 + each * math.ceil(names / columns) if names else 0
+    bottom = (40 if axis else 24) + legend
+    figure, axes = _figure(height, width=width, left=62 if unit else 54, bottom=bottom, title=title)
     handles = []
     for i, one in enumerate(series):
         xs = [x for x, _ in one.points]
@@ -328,15 +340,12 @@ def curves(
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(LIGHT["soft"])
     if names:
-        side = 1 - SIDE / WIDTH
         box = figure.legend(
-            handles, [str(i) for i in range(names)], loc="lower left", bbox_to_anchor=(SIDE / WIDTH, 0, side, 0.1),
-            ncols=2, frameon=False, fontsize=SMALL, labelcolor=LIGHT["ink"], borderaxespad=0.2, handlelength=2.4,
+            handles, [str(i) for i in range(names)], loc="lower left", bbox_to_anchor=(SIDE / width, 0), ncols=columns,
+            frameon=False, fontsize=SMALL, labelcolor=LIGHT["ink"], borderaxespad=0.2, handlelength=2.4,
         )  # fmt: skip
-        for text, one in zip(box.get_texts(), series):
-            text.set(
-                text=cut_text(one.name, 46), parse_math=False
-            )  # names are set here: "_" and "$" have a meaning above
+        for text, one in zip(box.get_texts(), series):  # names are set here: "_" and "$" have a meaning above
+            text.set(text=cut_text(one.name, int((width / columns - 50) / LETTER)), parse_math=False)
     return figure
 
 
@@ -353,7 +362,7 @@ def histogram(
     import numpy as np
 
     n = len(edges) - 1
-    figure, axes = _figure(150, left=62, bottom=28, top=20)
+    figure, axes = _figure(150, width=NARROW, left=54, bottom=28, top=20)
     for kind, counts in layers:
         full = np.flatnonzero(counts)
         axes.bar(full + 0.5, np.asarray(counts)[full], 0.92, color=LIGHT[kind], linewidth=0)
@@ -364,7 +373,7 @@ def histogram(
             side = {"ha": "left" if at < n / 2 else "right", "va": "bottom"}
             _text(axes, text, (at, 1.02), axes.get_xaxis_transform(), **side)
     axes.set_xlim(0, n)
-    every = max(1, math.ceil(n * (LETTER * max(len(short(e)) for e in edges) + 10) / (WIDTH - 62)))
+    every = max(1, math.ceil(n * (LETTER * max(len(short(e)) for e in edges) + 10) / (NARROW - 54)))
     axes.set_xticks(range(0, n, every), labels=[short(e) for e in edges[:n:every]])
     axes.tick_params(axis="x", length=0, pad=8, labelsize=SMALL, labelcolor=LIGHT["soft"])
     _ticks(axes.yaxis, whole=True)
@@ -374,25 +383,18 @@ def histogram(
 
 
 def _figure(
-    height: float, *, left: float = SIDE, bottom: float, top: float = 8, title: str = ""
+    height: float, *, width: float, left: float = SIDE, bottom: float, top: float = 8, title: str = ""
 ) -> tuple[Figure, Axes]:
     """Return a figure and its axes; all sizes in points, so that no layout has to be solved."""
     from matplotlib.figure import Figure
 
     top += 22 if title else 0
     whole = height + bottom + top
-    figure = Figure(figsize=(WIDTH / 72, whole / 72), facecolor="none")
-    axes = figure.add_axes((left / WIDTH, bottom / whole, 1 - (left + SIDE) / WIDTH, height / whole), facecolor="none")
+    figure = Figure(figsize=(width / 72, whole / 72), facecolor="none")
+    axes = figure.add_axes((left / width, bottom / whole, 1 - (left + SIDE) / width, height / whole), facecolor="none")
     axes.set_axisbelow(True)
     if title:
-        figure.text(
-            SIDE / WIDTH,
-            1 - 8 / whole,
-            cut_text(title, 90),
-            va="top",
-            fontsize=12,
-            color=LIGHT["ink"],
-        )
+        figure.text(SIDE / width, 1 - 8 / whole, cut_text(title, 90), va="top", fontsize=12, color=LIGHT["ink"])
     return figure, axes
 
 
@@ -429,8 +431,9 @@ def png(figure: Figure) -> bytes:
 def inline_svg(figure: Figure, title: str, description: str) -> Markup:
     """Return the figure as an `svg` element for a page.
 
-    It fetches nothing, its colors are the page's variables, and `title` and `description` are its texts for screen
-    readers. Ids depend on the title alone: charts of one page must differ in it.
+    Lines and bars are stretched to the width of the page; letters and dots keep their size, and their place is a share
+    of the width. It fetches nothing, its colors are the page's variables, and `title` and `description` are its texts
+    for screen readers. Ids depend on the title alone: charts of one page must differ in it.
     """
     svg = _saved(figure, "svg", salt=title).decode()
     svg = re.sub(r"<metadata.*?</metadata>|<style.*?</style>|<!--.*?-->|\n *(?=<)", "", svg, flags=re.DOTALL)
@@ -440,12 +443,22 @@ def inline_svg(figure: Figure, title: str, description: str) -> Markup:
         """Return a tag without name spaces and ids that nothing refers to; HTML needs none of them."""
         text = re.sub(r' xmlns[\w:]*="[^"]*"| id="([^"]*)"', lambda m: m[0] if m[1] in used else "", tag[0])
         text = re.sub(r"#[0-9a-f]{6}\b", lambda m: f"var(--{names[m[0]]})" if m[0] in names else m[0], text)
+        if text.startswith(("<text", "<use")):
+            text = re.sub(r"font-family: [^;]*; | transform=\"[^\"]*\"", "", text)
+            text = re.sub(r"(?<=font-size: )[\d.]+", lambda m: f"{SHOWN * float(m[0]):.3g}", text)
+            text = re.sub(r'(?<= x=")[^"]*', lambda m: f"{float(m[0]) / width:.2%}", text)
+            text = re.sub(r'(?<= y=")[^"]*', lambda m: f"{SHOWN * float(m[0]):.1f}", text)
         return text.replace("xlink:", "")
 
     view, body = svg[svg.index(' viewBox="') :].split(">", 1)
+    width, height = map(float, view.split('"')[1].split()[2:])
+    body = re.sub("<[^>]*>", plain, body.strip())
     head = Markup("<title>{}</title><desc>{}</desc>").format(title, description)
-    size = " ".join(view.split('"')[1].split())
-    return Markup(f'<svg role="img" class="chart" viewBox="{size}">{head}{re.sub("<[^>]*>", plain, body.strip())}')
+    loose = r"<text.*?</text>|<use.*?/>"
+    return Markup(
+        f'<svg role="img" class="chart" height="{SHOWN * height:.0f}">{head}<svg viewBox="0 0 {width:g} {height:g}" '
+        f'preserveAspectRatio="none">{re.sub(loose, "", body)}{"".join(re.findall(loose, body))}</svg>'
+    )
 
 
 def _saved(figure: Figure, kind: str, salt: str = "", **options: Any) -> bytes:

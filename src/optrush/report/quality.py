@@ -8,21 +8,7 @@ from pathlib import Path
 from optrush.benchmark.record import QualityRecord, read_quality
 from optrush.errors import DataError
 from optrush.files import write_whole
-from optrush.report.page import (
-    DASH,
-    BarRow,
-    amount,
-    bars,
-    bars_svg,
-    cut_text,
-    gib,
-    number,
-    plain_number,
-    png,
-    render,
-    safe_text,
-    speed,
-)
+from optrush.report import page
 
 COLORS = {"better": "faster", "worse": "red", "equal": "noise"}
 
@@ -37,37 +23,37 @@ def write_quality(folder: Path) -> None:
     if not records:
         raise DataError(f"the records of {folder}", "the file is empty", "measure again: optrush bench")
     first, found = records[0], list(columns(records))
-    title = safe_text(first.ladder)
+    title = page.safe_text(first.ladder)
     rows = [bar(r) for r in records]
     axis = "held-out loss, difference from the rung compared with; whiskers: margin"
-    page = render(
-        "quality.html.j2", title=title, under=[safe_text(x) for x in (first.case, first.device, first.date[:10])],
-        summary=quality_summary(records), chart=bars_svg("Held-out loss of each rung", rows),
+    text = page.render(
+        "quality.html.j2", title=title, under=[page.safe_text(x) for x in (first.case, first.device, first.date[:10])],
+        summary=quality_summary(records), chart=page.bars_svg("Held-out loss of each rung", rows),
         headings=[heading for heading, _ in found],
         rows=list(zip(*(cells for _, cells in found), strict=True)), failed=[r for r in records if r.error],
-        evals=[(safe_text(r.rung), trace(r)) for r in records], command=safe_text(first.command, lines=True),
-        environment={safe_text(k): safe_text(v) for k, v in first.environment.items()},
+        evals=[(page.safe_text(r.rung), trace(r)) for r in records], command=page.safe_text(first.command, lines=True),
+        environment={page.safe_text(k): page.safe_text(v) for k, v in first.environment.items()},
     )  # fmt: skip
-    drawn = png(bars(rows, title=f"{title}: held-out loss", axis=axis))
-    for name, content in (("loss.png", drawn), ("report.html", page)):
+    drawn = page.png(page.bars(rows, title=f"{title}: held-out loss", axis=axis, width=page.WIDE))
+    for name, content in (("loss.png", drawn), ("report.html", text)):
         write_whole(folder / name, content)
 
 
 def columns(records: Sequence[QualityRecord]) -> Iterator[tuple[str, list[str]]]:
     """Yield the heading and the cells of each column of the table."""
-    yield "rung", [safe_text(r.rung) for r in records]
-    yield "before", [plain_number(r.evals[0][0][1] if r.evals else None, 4) for r in records]
-    yield "held-out loss", [plain_number(r.loss, 4) for r in records]
+    yield "rung", [page.safe_text(r.rung) for r in records]
+    yield "before", [page.plain_number(r.evals[0][0][1] if r.evals else None, 4) for r in records]
+    yield "held-out loss", [page.plain_number(r.loss, 4) for r in records]
     yield "difference", [signed(r.difference, r.margin) for r in records]
-    yield "verdict", [safe_text(r.verdict) for r in records]
+    yield "verdict", [page.safe_text(r.verdict) for r in records]
     if any(r.scores for r in records):
-        yield "right %", [plain_number(r.score, 1) for r in records]
+        yield "right %", [page.plain_number(r.score, 1) for r in records]
         yield "difference ", [signed(r.score_difference, r.score_margin, 1) for r in records]
-    yield "tokens/s", [speed(number(r.tokens_per_s)) for r in records]
-    yield "peak GiB", [gib(number(r.peak_bytes)) for r in records]
-    yield "start s", [plain_number(r.start_s) for r in records]
-    yield "whole s", [plain_number(r.seconds) for r in records]
-    yield "compared with", [safe_text(r.since) for r in records]
+    yield "tokens/s", [page.speed(page.number(r.tokens_per_s)) for r in records]
+    yield "peak GiB", [page.gib(page.number(r.peak_bytes)) for r in records]
+    yield "start s", [page.plain_number(r.start_s) for r in records]
+    yield "whole s", [page.plain_number(r.seconds) for r in records]
+    yield "compared with", [page.safe_text(r.since) for r in records]
 
 
 def signed(value: float | None, margin: float | None, digits: int = 4) -> str:
@@ -81,7 +67,7 @@ def trace(r: QualityRecord) -> str:
     """Return the mean held-out loss of every evaluation: 1.3499, 0.8123 (step 87), 0.8045 (step 259)."""
     each = zip(*r.evals, strict=False)  # of every seed; equal steps
     means = ((points[0][0], sum(loss for _, loss in points) / len(points)) for points in each)
-    return ", ".join(f"{loss:.4f}" + (f" (step {step:g})" if step else "") for step, loss in means) or DASH
+    return ", ".join(f"{loss:.4f}" + (f" (step {step:g})" if step else "") for step, loss in means) or page.DASH
 
 
 def quality_summary(records: Sequence[QualityRecord]) -> str:
@@ -89,17 +75,18 @@ def quality_summary(records: Sequence[QualityRecord]) -> str:
     words = ("better", "equal", "worse", "one seed", "failed")
     counts = [f"{n} {word}" for word in words if (n := sum(r.verdict == word for r in records))]
     seeds = max(len(r.seeds) for r in records)
-    return f"{amount(len(records), 'rung')}, {amount(seeds, 'seed')}: {', '.join(counts) or 'nothing to compare'}."
+    counted = f"{page.amount(len(records), 'rung')}, {page.amount(seeds, 'seed')}"
+    return f"{counted}: {', '.join(counts) or 'nothing to compare'}."
 
 
-def bar(r: QualityRecord) -> BarRow:
+def bar(r: QualityRecord) -> page.BarRow:
     """Return the bar of a rung: its difference, with the margin as whiskers."""
-    name = safe_text(r.rung)
+    name = page.safe_text(r.rung)
     if r.error is not None:
-        return BarRow(name, f"failed: {cut_text(safe_text(r.error), 60)}", failed=True)
-    text = f"{plain_number(r.loss, 4)}, {speed(r.tokens_per_s)} tokens/s, {plain_number(r.seconds)} s"
+        return page.BarRow(name, f"failed: {page.cut_text(page.safe_text(r.error), 60)}", failed=True)
+    text = f"{page.plain_number(r.loss, 4)}, {page.speed(r.tokens_per_s)} tokens/s, {page.plain_number(r.seconds)} s"
     if r.difference is None:
-        return BarRow(name, text)
+        return page.BarRow(name, text)
     low, high = (None, None) if r.margin is None else (r.difference - r.margin, r.difference + r.margin)
     pieces = ((0.0, r.difference, COLORS.get(r.verdict, "base")),)
-    return BarRow(name, f"{r.verdict}: {signed(r.difference, None)}; {text}", pieces, low, high)
+    return page.BarRow(name, f"{r.verdict}: {signed(r.difference, None)}; {text}", pieces, low, high)

@@ -15,27 +15,10 @@ from optrush.config import JUDGED, Config, dump_config, parse_config
 from optrush.console import duration
 from optrush.errors import ConfigError, DataError, UserError
 from optrush.files import parse_json, read_file, read_text
-from optrush.hardware import GIB
+from optrush.hardware import GIB, NAMED, PRICES_USD_H, first_device
 from optrush.models.shapes import LOAD_FIGURES
 from optrush.objectives import ALL_FIGURES, unit
-from optrush.report.page import (
-    DASH,
-    Points,
-    Series,
-    amount,
-    curves,
-    gib,
-    inline_svg,
-    number,
-    percent,
-    plain_number,
-    positive,
-    readable,
-    relative_error,
-    safe_text,
-    short,
-    speed,
-)  # fmt: skip
+from optrush.report import page
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,7 +32,7 @@ WAITS = 0.05  # share of a step spent waiting for data from which the page warns
 _FIGURES = {
     "step", "loss", "lr", "grad_norm", "tokens", "target_tokens", "step_s", "tokens_per_s", "mfu", "peak_bytes",
     "memory_kind", "data_wait_s", "skipped", "updates_left_out", "eval_loss", "eval_target_tokens",
-    "start_s", "steps_s", "end_s", "resumed_at",
+    "start_s", "steps_s", "end_s", "resumed_at", "device", "ranks", "ended",
     *(f"{kind}{name}" for kind in ("", "eval_") for name in (*ALL_FIGURES, *LOAD_FIGURES)),
 }  # fmt: skip
 
@@ -76,10 +59,10 @@ class RunLog:
 
     def points(self, key: str, scale: float = 1.0) -> list[tuple[float, float | None]]:
         """Return a figure over the logged steps; None if it was not finite."""
-        return [(m["step"], None if (y := number(m.get(key))) is None else y * scale) for m in self.steps]
+        return [(m["step"], None if (y := page.number(m.get(key))) is None else y * scale) for m in self.steps]
 
     def median(self, key: str) -> float | None:
-        values = [y for m in self.steps if (y := number(m.get(key))) is not None]
+        values = [y for m in self.steps if (y := page.number(m.get(key))) is not None]
         return statistics.median(values) if values else None
 
 
@@ -97,9 +80,9 @@ def load_run(folder: Path) -> RunLog:
     config = parse_config(text, str(path), own=True)
     lines, torn = _lines(folder / METRICS)
     return RunLog(
-        name=safe_text(folder.resolve().name),
+        name=page.safe_text(folder.resolve().name),
         config=config,
-        text=safe_text(dump_config(config), lines=True),
+        text=page.safe_text(dump_config(config), lines=True),
         steps=[m for m in lines if "loss" in m],
         evals=[m for m in lines if "eval_loss" in m],
         notes=[note for m in lines for note in _notes(m)],
@@ -120,7 +103,7 @@ def _lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
             value = parse_json(line) if line.strip() else None
         except ValueError:
             value = line
-        if isinstance(value, dict) and number(value.get("step")) is not None:
+        if isinstance(value, dict) and page.number(value.get("step")) is not None:
             logged.append(value)
         elif value is not None and i == len(lines) - 1:
             return logged, True
@@ -131,23 +114,24 @@ def _lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
 
 def _notes(line: Mapping[str, Any]) -> list[str]:
     """Return the events of a line: checkpoints passed over, changes on resuming, saves that failed."""
-    at, notes = f"Step {number(line['step']):,.0f}: ", []
+    at, notes = f"Step {page.number(line['step']):,.0f}: ", []
     figures = "loss" in line or "eval_loss" in line
     for key in [k for k in line if k not in _FIGURES]:
         value = line[key]
-        if figures and number(value) is not None:  # of an objective with metrics of its own
+        if figures and page.number(value) is not None:  # of an objective with metrics of its own
             continue
         if key == "passed_over" and isinstance(value, list):
             pairs = [(v.get("checkpoint"), v.get("reason")) for v in value if isinstance(v, Mapping)]
             notes += [
-                f"{at}the damaged checkpoint {safe_text(c)} was passed over: {safe_text(why)}" for c, why in pairs
+                f"{at}the damaged checkpoint {page.safe_text(c)} was passed over: {page.safe_text(why)}"
+                for c, why in pairs
             ]
         elif key == "changed" and isinstance(value, Mapping):
-            notes += [f"{at}went on with another {safe_text(k)}: {safe_text(v)}" for k, v in value.items()]
+            notes += [f"{at}went on with another {page.safe_text(k)}: {page.safe_text(v)}" for k, v in value.items()]
         elif key == "save_failed":
-            notes.append(f"{at}the save failed, and training went on: {safe_text(value)}")
+            notes.append(f"{at}the save failed, and training went on: {page.safe_text(value)}")
         else:
-            notes.append(f"{at}{safe_text(key)}: {safe_text(value)}")
+            notes.append(f"{at}{page.safe_text(key).replace('_', ' ')}: {page.safe_text(value)}")
     return notes
 
 
@@ -179,7 +163,7 @@ def off_plan(run: RunLog, ranks: int | None = None) -> str:
     change = speed_ / guess.tokens_per_s - 1
     if abs(change) < OFF:
         return ""
-    text = f"{speed(speed_)} tokens/s in the median, planned {speed(guess.tokens_per_s)} ({change:+.0%})"
+    text = f"{page.speed(speed_)} tokens/s in the median, planned {page.speed(guess.tokens_per_s)} ({change:+.0%})"
     if change > 0:
         return f"{text}: the plan's rates are low here; optrush calibrate measures them"
     # What steps of over twice the median took: compiling again, or another process on the device.
@@ -234,11 +218,28 @@ def beside_steps(config: Config, beside: Mapping[str, tuple[float, int]], steps:
 
 def page_content(run: RunLog, ranks: int | None = None) -> dict[str, Any]:
     """Return everything that the template lays out."""
-    content = {"title": run.name, **_kind(run), "verdict": _verdict(run), "notes": _trouble(run) + run.notes}
     return {
-        **content, "curves": _curves(run), **_against(run, ranks), "config": run.text, "sampled": _sampled(run.folder),
-        "seen": _seen(run.folder), "safe": readable, "too_long": run.config.data.too_long,
+        "title": run.name, **_facts(run), "verdict": _verdict(run), "notes": _trouble(run) + run.notes,
+        "curves": _curves(run), **_against(run, ranks), "config": run.text, "sampled": _sampled(run.folder),
+        "seen": _seen(run.folder), "safe": page.readable, "too_long": run.config.data.too_long,
     }  # fmt: skip
+
+
+def _facts(run: RunLog) -> dict[str, Any]:
+    """Return what was trained, where, when, for how many seconds and at what price; None: not known."""
+    tokens, before = 0.0, 0
+    for m in run.steps:
+        rate, step_s = (page.number(m.get(key)) or 0.0 for key in ("tokens_per_s", "step_s"))
+        tokens += rate * step_s * (m["step"] - before)
+        before = m["step"]
+    device, ranks = page.safe_text(run.times.get("device")), int(page.positive(run.times.get("ranks")) or 1)
+    parts = [page.number(run.times.get(key)) or 0.0 for key in ("start_s", "steps_s", "end_s")]
+    usd = next((ranks * usd for name, usd in PRICES_USD_H.items() if NAMED[name].name == device), None)
+    where = {
+        "device": f"{ranks:,} × {device}" if ranks > 1 else device,
+        "ended": page.safe_text(run.times.get("ended")),
+    }
+    return {**_kind(run), "tokens": tokens, "parts": parts, "usd_h": usd, **where}
 
 
 def _seen(folder: Path) -> list[dict[str, Any]]:
@@ -272,10 +273,10 @@ def _sampled(folder: Path) -> list[dict[str, Any]]:
         with suppress(ValueError, TypeError, KeyError):  # a line that the end of a process cut off
             group = parse_json(line)
             rows = [
-                (plain_number(number(a["reward"]), 3), a["tokens"], "" if a["ended"] else "cut off",
-                 safe_text(a["text"], lines=True)) for a in group["answers"]
+                (page.plain_number(page.number(a["reward"]), 3), a["tokens"], "" if a["ended"] else "cut off",
+                 page.safe_text(a["text"], lines=True)) for a in group["answers"]
             ]  # fmt: skip
-            texts = {key: safe_text(group[key], lines=True) for key in ("prompt", "reference")}
+            texts = {key: page.safe_text(group[key], lines=True) for key in ("prompt", "reference")}
             found.append({"step": f"{group['step']:,}", **texts, "rows": rows})
     return found[::-1]
 
@@ -285,12 +286,12 @@ def summary(run: RunLog) -> dict[str, str]:
     return {
         "folder": run.name,
         **_kind(run),
-        "steps": f"{run.steps[-1]['step']:,.0f}" if run.steps else DASH,
+        "steps": f"{run.steps[-1]['step']:,.0f}" if run.steps else page.DASH,
         "loss": _loss(run.steps, "loss"),
         "held_out": _loss(run.evals, "eval_loss"),
-        "speed": speed(run.median("tokens_per_s")),
-        "time": DASH if (seconds := _seconds(run)) is None else duration(seconds),
-        "peak": gib(_peak(run)),
+        "speed": page.speed(run.median("tokens_per_s")),
+        "time": page.DASH if (seconds := _seconds(run)) is None else duration(seconds),
+        "peak": page.gib(_peak(run)),
     }
 
 
@@ -300,20 +301,22 @@ def overlaid(runs: Sequence[RunLog]) -> dict[str, Any]:
         return {"overlaid": [], "differing": []}
     charts = []
     for heading, words, series in (
-        ("Training loss", "of each run", [Series(r.name, r.points("loss")) for r in runs]),
-        ("Held-out loss", "of each run", [Series(r.name, _held_out(r), dots=True) for r in runs if r.evals]),
+        ("Training loss", "of each run", [page.Series(r.name, r.points("loss")) for r in runs]),
+        ("Held-out loss", "of each run", [page.Series(r.name, _held_out(r), dots=True) for r in runs if r.evals]),
     ):
         if series:
             texts = "; ".join(f"{s.name}: {_ends(s.points)}" for s in series)
-            charts.append((heading, words, inline_svg(curves(series, axis="step", height=260), heading, texts)))
+            charts.append(
+                (heading, words, page.inline_svg(page.curves(series, axis="step", height=260), heading, texts))
+            )
     settings = [dict(_settings(r.config.model_dump(mode="json", by_alias=True))) for r in runs]
     keys = dict.fromkeys(key for one in settings for key in one)
-    rows = [(key, [one.get(key, DASH) for one in settings]) for key in keys]
+    rows = [(key, [one.get(key, page.DASH) for one in settings]) for key in keys]
     return {"overlaid": charts, "differing": [(key, values) for key, values in rows if len(set(values)) > 1]}
 
 
 def _held_out(run: RunLog) -> list[tuple[float, float | None]]:
-    return [(m["step"], number(m["eval_loss"])) for m in run.evals]
+    return [(m["step"], page.number(m["eval_loss"])) for m in run.evals]
 
 
 def _settings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -322,14 +325,14 @@ def _settings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
         for name, part in value.items():
             yield from _settings(part, f"{key}.{name}" if key else name)
     else:
-        yield safe_text(key), "on" if value == {} else safe_text(value)
+        yield page.safe_text(key), "on" if value == {} else page.safe_text(value)
 
 
 def _seconds(run: RunLog) -> float | None:
     """Return the seconds of the logged steps, evaluations and saves not counted."""
     total, before = 0.0, 0.0
     for m in run.steps:
-        total += (number(m.get("step_s")) or 0.0) * max(0.0, m["step"] - before)
+        total += (page.number(m.get("step_s")) or 0.0) * max(0.0, m["step"] - before)
         before = m["step"]
     return total or None
 
@@ -337,42 +340,42 @@ def _seconds(run: RunLog) -> float | None:
 def _kind(run: RunLog) -> dict[str, str]:
     return {
         "objective": run.config.objective,
-        "model": safe_text(run.config.model.shape or run.config.model.path),
-        "techniques": ", ".join(safe_text(n) for n in run.config.with_) or "none",
+        "model": page.safe_text(run.config.model.shape or run.config.model.path),
+        "techniques": ", ".join(page.safe_text(n) for n in run.config.with_) or "none",
     }
 
 
 def _loss(lines: list[dict[str, Any]], key: str) -> str:
     if not lines:
-        return DASH
-    value = number(lines[-1][key])
+        return page.DASH
+    value = page.number(lines[-1][key])
     return "not finite" if value is None else f"{value:.4f}"
 
 
 def _peak(run: RunLog) -> float | None:
-    return max((p for m in run.steps if (p := positive(m.get("peak_bytes"))) is not None), default=None)
+    return max((p for m in run.steps if (p := page.positive(m.get("peak_bytes"))) is not None), default=None)
 
 
 def _verdict(run: RunLog) -> str:
     if not run.steps:
         return "No step has been logged yet."
     last = run.steps[-1]
-    text = f"{amount(int(last['step']), 'step')}; the last logged loss is {_loss(run.steps, 'loss')}"
+    text = f"{page.amount(int(last['step']), 'step')}; the last logged loss is {_loss(run.steps, 'loss')}"
     if run.evals:
         first, end = (_loss(run.evals[:1], "eval_loss"), _loss(run.evals, "eval_loss"))
         text += f", the held-out loss {end}" + (f" (at first {first})" if len(run.evals) > 1 else "")
-    text += f". Median {speed(run.median('tokens_per_s'))} tokens/s"
+    text += f". Median {page.speed(run.median('tokens_per_s'))} tokens/s"
     mfu, peak = run.median("mfu"), _peak(run)
     text += "" if (seconds := _seconds(run)) is None else f", {duration(seconds)} of steps"
-    text += "" if mfu is None else f", MFU {percent(100 * mfu)}"
-    return text + ("." if peak is None else f", peak {gib(peak)} GiB.")
+    text += "" if mfu is None else f", MFU {page.percent(100 * mfu)}"
+    return text + ("." if peak is None else f", peak {page.gib(peak)} GiB.")
 
 
 def _waits(run: RunLog) -> list[tuple[float, float | None]]:
     """Return the share of each logged step spent waiting for data, in percent."""
     shares: list[tuple[float, float | None]] = []
     for m in run.steps:
-        waited, took = number(m.get("data_wait_s")), positive(m.get("step_s"))
+        waited, took = page.number(m.get("data_wait_s")), page.positive(m.get("step_s"))
         shares.append((m["step"], None if waited is None or took is None else 100 * waited / took))
     return shares
 
@@ -383,16 +386,16 @@ def _trouble(run: RunLog) -> list[str]:
     share = statistics.median(shares) if shares else 0.0
     if share > 100 * WAITS and run.config.grpo is None:  # there it is the time of sampling
         notes.append(
-            f"Data is the bottleneck: in the median {percent(share)} of a step went by waiting for it. Worker "
+            f"Data is the bottleneck: in the median {page.percent(share)} of a step went by waiting for it. Worker "
             "processes (--with loader), tokens cached beforehand (optrush data pack) or a faster disk will do more "
             "than any kernel."
         )
-    skipped = number(run.steps[-1].get("skipped")) if run.steps else None
+    skipped = page.number(run.steps[-1].get("skipped")) if run.steps else None
     if skipped:
-        notes.append(f"{amount(int(skipped), 'update')} skipped, because the gradient was not finite.")
-    lost = sum(number(m["loss"]) is None for m in run.steps)
+        notes.append(f"{page.amount(int(skipped), 'update')} skipped, because the gradient was not finite.")
+    lost = sum(page.number(m["loss"]) is None for m in run.steps)
     if lost:
-        notes.append(f"{amount(lost, 'logged loss was', 'logged losses were')} not finite: a gap in the curve.")
+        notes.append(f"{page.amount(lost, 'logged loss was', 'logged losses were')} not finite: a gap in the curve.")
     if run.torn:
         notes.append(f"The last line of {METRICS} is incomplete, because the process was killed; it is not shown.")
     return notes
@@ -422,7 +425,7 @@ def _curves(run: RunLog) -> list[tuple[str, str, Markup]]:
     if run.median(busiest) is not None:
         shares += [("Busiest expert", "percent of a layer's tokens, mean over the layers", run.points(busiest, 100))]
         shares += [("Entropy of experts", "1: all have as many tokens", run.points(entropy))]
-    loss = inline_svg(loss_curves(run, height=260), "Loss", _ends(run.points("loss")))
+    loss = page.inline_svg(loss_curves(run, height=260), "Loss", _ends(run.points("loss")))
     drawn = [("Loss", unit(run.config), loss)]
     for heading, words, points in (
         ("Speed", "tokens/s of the whole job", run.points("tokens_per_s")),
@@ -432,31 +435,31 @@ def _curves(run: RunLog) -> list[tuple[str, str, Markup]]:
         ("Gradient norm", "before clipping", run.points("grad_norm")),
         ("Waiting for data" if run.config.grpo is None else "Sampling", "percent of a step", _waits(run)),
     ):
-        figure = curves([Series(heading, points)], zero=heading != "Gradient norm", height=150)
-        drawn.append((heading, words, inline_svg(figure, heading, _ends(points))))
+        figure = page.curves([page.Series(heading, points)], zero=heading != "Gradient norm", height=150)
+        drawn.append((heading, words, page.inline_svg(figure, heading, _ends(points))))
     return drawn
 
 
 def loss_curves(run: RunLog, **style: Any) -> Figure:
     """Draw training and held-out loss over the steps."""
     evals = _held_out(run)
-    series = [Series("training loss", run.points("loss"))]
-    series += [Series("held-out loss", evals, dots=True)] if evals else []
-    return curves(series, axis="step", **style)
+    series = [page.Series("training loss", run.points("loss"))]
+    series += [page.Series("held-out loss", evals, dots=True)] if evals else []
+    return page.curves(series, axis="step", **style)
 
 
-def _ends(points: Points) -> str:
+def _ends(points: page.Points) -> str:
     """Return the first and the last figure of a curve in words."""
     finite = [(x, y) for x, y in points if y is not None]
     if not finite:
         return "no figure"
     (first, begin), (last, end) = finite[0], finite[-1]
-    return f"from {short(begin)} at step {first:,.0f} to {short(end)} at step {last:,.0f}"
+    return f"from {page.short(begin)} at step {first:,.0f} to {page.short(end)} at step {last:,.0f}"
 
 
 def _size(count: int) -> str:
     """Format bytes in GiB, or in MiB below 0.1 GiB."""
-    return f"{gib(count)} GiB" if count >= GIB / 10 else f"{count / 2**20:,.1f} MiB"
+    return f"{page.gib(count)} GiB" if count >= GIB / 10 else f"{count / 2**20:,.1f} MiB"
 
 
 def _times(run: RunLog, guess: Prediction) -> Iterator[tuple[str, float | None, float | None]]:
@@ -471,33 +474,41 @@ def _times(run: RunLog, guess: Prediction) -> Iterator[tuple[str, float | None, 
     time = run_time(config, guess, estimate_tokens(config))
     if time.end_s is None:
         return
-    yield "start, s", time.start_s, number(run.times["start_s"])
+    yield "start, s", time.start_s, page.number(run.times["start_s"])
     if "resumed_at" not in run.times:  # else some of it passed in another process
-        yield "steps, s", time.steps_s, number(run.times["steps_s"])
-        yield "saves, evaluations, model, s", time.end_s - REPORT_S, number(run.times["end_s"])
+        yield "steps, s", time.steps_s, page.number(run.times["steps_s"])
+        yield "saves, evaluations, model, s", time.end_s - REPORT_S, page.number(run.times["end_s"])
 
 
 def _against(run: RunLog, ranks: int | None) -> dict[str, Any]:
     """Return predicted against measured: the table, the lines of predicted memory, or why there is no prediction."""
     from optrush.planner import search
 
+    hardware = next((d for d in NAMED.values() if d.name == run.times.get("device") != first_device().name), "auto")
+    ranks = ranks or int(page.positive(run.times.get("ranks")) or 0) or None
     try:
-        guess: Prediction = search.predict(run.config, ranks=ranks)
+        guess: Prediction = search.predict(run.config, hardware, ranks)
     except UserError as error:
-        return {"predicted": [], "lines": [], "predicted_said": f"No prediction: {safe_text(error.found)}."}
-    kinds = {safe_text(m.get("memory_kind")) for m in run.steps}
+        return {"predicted": [], "lines": [], "predicted_said": f"No prediction: {page.safe_text(error.found)}."}
+    kinds = {page.safe_text(m.get("memory_kind")) for m in run.steps}
     peak = _peak(run) if kinds <= {guess.memory_kind} else None
     rows = [
-        (name, text(predicted), text(measured), percent(relative_error(predicted, measured), signed=True))
+        (name, text(predicted), text(measured), page.percent(page.relative_error(predicted, measured), signed=True))
         for name, text, predicted, measured in (
-            ("peak, GiB", gib, guess.peak_bytes, peak),
-            *([("tokens/s", speed, guess.tokens_per_s, run.median("tokens_per_s"))] if run.config.grpo is None else []),
-            *((name, speed, planned, taken) for name, planned, taken in _times(run, guess)),
+            ("peak, GiB", page.gib, guess.peak_bytes, peak),
+            *(
+                [("tokens/s", page.speed, guess.tokens_per_s, run.median("tokens_per_s"))]
+                if run.config.grpo is None
+                else []
+            ),
+            *((name, page.speed, planned, taken) for name, planned, taken in _times(run, guess)),
         )
     ]
     basis = "measured rates" if guess.basis == "calibrated" else "rates of its datasheet"
-    summary = f"For {safe_text(guess.device)} with {basis}; the peak lies in the phase “{safe_text(guess.phase)}”."
+    summary = (
+        f"For {page.safe_text(guess.device)} with {basis}; the peak lies in the phase “{page.safe_text(guess.phase)}”."
+    )
     if run.steps and peak is None:
         summary += f" The measured peak is of another kind ({', '.join(sorted(kinds))}) and is not compared."
-    lines = [(safe_text(item.name), _size(item.bytes), safe_text(item.reason)) for item in guess.lines]
+    lines = [(page.safe_text(item.name), _size(item.bytes), page.safe_text(item.reason)) for item in guess.lines]
     return {"predicted": rows, "lines": lines, "predicted_said": summary}

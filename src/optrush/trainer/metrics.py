@@ -214,7 +214,9 @@ class Meter:
         steps = self.ended - self.started - aside
         seconds = {"start_s": start, "steps_s": steps, "end_s": time.monotonic() - begun - start - steps}
         resumed = {"resumed_at": self.done} if self.done else {}
-        self.write({"step": self.last, **{name: round(s, 3) for name, s in seconds.items()}, **resumed})
+        where = {"device": self.trainer.env.device.name, "ranks": self.trainer.world.ranks}
+        seconds = {name: round(s, 3) for name, s in seconds.items()}
+        self.write({"step": self.last, **seconds, **resumed, **where, "ended": time.strftime("%Y-%m-%d %H:%M")})
 
     def skips(self) -> tuple[int, int]:
         """Return the updates skipped so far, and in a row up to now; waits for the device."""
