@@ -80,6 +80,13 @@ class NothingFits(NeedsError):
     """No set of techniques that keeps the maths fits on the device."""
 
 
+class NoRows(ConfigError):
+    """Random tokens where the objective reads rows of text: memory can be planned, nothing trained."""
+
+
+ROW_KEYS = {"sft": "messages", "kto": "prompt, completion, label", "grpo": "instruction, output"}  # else pairs
+
+
 @dataclass(frozen=True)
 class Reason:
     """One open question, and what was decided why."""
@@ -433,7 +440,7 @@ def _choose_set(
         except NeedsError as error:  # the model has no such method
             refused = refused or error
             continue
-        least = result.least
+        least = min(filter(None, (least, result.least)), key=lambda s: s.score, default=None)
         if result.settings:
             setting = result.settings[0]
             reasons = [Reason("method", f"{method}, the first that fits of {', '.join(able)}")] if automatic else []
@@ -446,11 +453,12 @@ def _choose_set(
         raise refused
     if least is None and isinstance(config.batch.micro_tokens, int):
         rows_of_batch(config, ranks)
-    what = "any method" if automatic else config.method or "all weights"
-    asked = f"a run of {what} on {problem.env.device.name}, with the maths of its precision"
-    needs = "" if least is None else f"; the smallest needs {least.text()}"
-    kept = f"no set of techniques that keeps the type of the weights ({config.model.dtype}) fits"
-    raise NothingFits(asked, f"{kept}{needs}", _what_fits(config, classes, ranks, device, here))
+    if least is None:  # no set is possible: not for want of memory
+        _choose_size(of, classes, ranks, device)
+    what = "any method" if automatic else config.method or "full"
+    asked = f"method {what} on {problem.env.device.name}, with optimizer and {config.model.dtype} weights as configured"
+    needs = "no set of techniques fits" if least is None else f"it needs at least {least.text()}"
+    raise NothingFits(asked, needs, _what_fits(config, classes, ranks, device, here))
 
 
 def _what_fits(
@@ -681,8 +689,9 @@ def check_fields(config: Config) -> None:
     if d.random is not None:
         if config.objective not in ("pretrain", "distill"):
             asked = f"`objective: {config.objective}` on `data.random`"
-            do = "objective: pretrain; or name a file of such rows: data.path (optrush plan MODEL --data FILE)"
-            raise ConfigError(asked, "random tokens", do)
+            keys = ROW_KEYS.get(config.objective, "prompt, chosen, rejected")
+            do = f"name a file of rows with {keys}: data.path (optrush plan MODEL --data FILE); or objective: pretrain"
+            raise NoRows(asked, "random tokens", do)
         if isinstance(d.eval, str):
             raise ConfigError("`data.eval` from a file with `data.random`", d.eval, "give a fraction")
     elif config.model.shape is not None and config.model.tokenizer is None:

@@ -26,7 +26,7 @@ def test_for_people(call: Call) -> None:
     assert (
         first.startswith("fits on NVIDIA H200, rows of 2,048 tokens: full, ")
         and "tokens/s" in first
-        and " steps, " in first
+        and " steps of 32,768 tokens, " in first
         and "USD" in first
     )
     assert "as configured: " in short.out and "backward.gate_up" not in short.out
@@ -39,7 +39,7 @@ def test_for_people(call: Call) -> None:
         "h per billion tokens",
     ):  # fmt: skip
         assert text in found.out, text
-    assert max(map(len, found.out.splitlines())) <= 160
+    assert max(map(len, found.out.splitlines())) <= 168
 
 
 def test_for_programs(call: Call) -> None:
@@ -195,7 +195,7 @@ def test_a_model_without_a_yaml(call: Call, tmp_path: Path) -> None:
     folder = str(model(tmp_path / "m"))
     found = call("plan", folder, "--hardware", "h100")
     assert found.code == 0 and found.out.startswith("fits on NVIDIA H100"), found.err
-    assert "tokens/s; this data: 100 steps" in found.out.splitlines()[0]
+    assert "tokens/s; 100 steps of 32,768 tokens, " in found.out.splitlines()[0]
     assert "(basis: traced, datasheet)" in found.out
     details = call("plan", folder, "--hardware", "h100", "--details", "--with", "amp", "--set", "batch.seq=512")
     assert "traced: what products give" in details.out and "models of the family" not in details.out
@@ -215,7 +215,39 @@ def test_a_model_with_another_objective(call: Call, objective: str) -> None:
     document = json.loads(call(*given, "--data", "sample:recipes").out)
     assert document["refused"] is None and document["fits"]
     found = call(*given)  # random tokens suit only pretrain
-    assert "name a file of such rows" in found.out + found.err and "batch.tokens" not in found.err
+    assert "name a file of rows with " in found.out + found.err and "batch.tokens" not in found.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "first", "code"),
+    [
+        (["--set", "objective=dpo"], "no data given for `objective: dpo`; planned with rows that are full:", 0),
+        (["--set", "objective=kto", "--with", "ia3"], "no data given for `objective: kto`; planned with", 0),
+        (["--set", "method=qlora", "--with", "int8"], "invalid as configured: `nf4` with `int8`: both own", 2),
+        (["--set", "method=full", "--with", "int8"], "invalid as configured: `int8`: no technique sets", 2),
+        (["--with", "bf16", "--with", "amp"], "invalid as configured: `amp` with `bf16`: both own", 0),
+    ],
+)
+def test_a_refusal_comes_before_what_fits(call: Call, flags: list[str], first: str, code: int) -> None:
+    """What fits is not said first where the run as asked is refused, nor that nothing fits."""
+    found = call("plan", "Qwen/Qwen3-0.6B", "--hardware", "4090", *flags)
+    assert found.out.startswith(first) and found.code == code and "does NOT fit" not in found.out
+    assert "as configured: refused\n  asked: " in found.out
+
+
+@pytest.mark.parametrize("flags", [["int8"], ["recompute"], ["lora", "--with", "int8"], ["fp8"]])
+def test_a_technique_of_a_models_first_run_joins_what_is_chosen(call: Call, flags: list[str]) -> None:
+    """As `optrush init --with` chooses the others: not a run of this technique alone."""
+    found = call("plan", "Qwen/Qwen3-1.7B", "--hardware", "4090", "--with", *flags)
+    (configured,) = (line for line in found.out.splitlines() if line.startswith("as configured: "))
+    assert found.out.startswith("fits on") and " GiB, fits; " in configured and " attention" in found.out
+
+
+def test_a_card_without_a_price_is_said(call: Call) -> None:
+    given = ("plan", "Qwen/Qwen3-0.6B", "--hardware")
+    assert call(*given, "l4").out.splitlines()[0].endswith(", no list price (--price USD)")
+    for more in (["l4", "--price", "0.8"], ["4090"], ["cpu"]):
+        assert "no list price" not in call(*given, *more).out
 
 
 def test_what_fits_is_said_once(call: Call) -> None:
