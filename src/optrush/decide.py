@@ -191,20 +191,21 @@ def _sampling(decided: Decided) -> Iterator[Reason]:
         yield Reason("sampling", f"{text}, freed before the update; its time is not planned")
 
 
-def _rollout(config: Config, ranks: int, shape: object, device: Device, narrow: bool) -> Rollout | None:
-    """Return what each rank samples in a step. narrow: keys and values have 16 bits."""
+def _rollout(config: Config, ranks: int, shape: object, device: Device) -> Rollout | None:
+    """Return what each rank samples in a step."""
     if (g := config.grpo) is None or config.objective != "grpo":
         return None
     answers, longest = -(-g.prompts // ranks) * g.group, estimate_longest(config) or config.batch.seq
     room = -(-min(config.batch.seq, longest + g.max_new) // ROOM) * ROOM
-    slots = g.slots or SLOTS
-    if config.rollout is not None:
-        slots = g.slots or answers
-    elif g.slots is None and device.kind == "cuda" and device.memory_bytes and isinstance(shape, ModelShape):
-        token = 2 * (2 if narrow else 4) * shape.key_width * shape.layers  # bytes of its keys and values
-        slots = max(1, int(device.memory_bytes / CACHED / (token * room)))
+    narrow = slots = g.slots or (SLOTS if config.rollout is None else answers)
+    free = g.slots is None and config.rollout is None
+    if free and device.kind == "cuda" and device.memory_bytes and isinstance(shape, ModelShape):
+        token = 4 * shape.key_width * shape.layers  # bytes of its keys and values in 16 bits
+        narrow = max(1, int(device.memory_bytes / CACHED / (token * room)))
+        slots = narrow if config.model.dtype == "bfloat16" else max(1, narrow // 2)
     mean = min(config.batch.seq, estimate_mean(config) + g.max_new)
-    return Rollout(answers, min(slots, answers), g.max_new, room, mean, config.rollout is not None)
+    served, slots, narrow = config.rollout is not None, min(slots, answers), min(narrow, answers)
+    return Rollout(answers, slots, g.max_new, room, mean, served, narrow)
 
 
 # --- changes of a configuration
@@ -369,7 +370,8 @@ def problem_of(
     lengths = estimate_fill(config)
     always = [c for c in classes if c.name in config.with_ and not c.searched]  # no set is without them
     axes = mesh_axes(instantiate(always, {c.name: config.with_[c.name] for c in always}), ranks)
-    env = dataclasses.replace(checked.env, ranks=ranks, reach=lengths.reach, axes=axes)
+    rollout = _rollout(config, ranks, checked.env.shape, checked.env.device)
+    env = dataclasses.replace(checked.env, ranks=ranks, reach=lengths.reach, axes=axes, rollout=rollout)
     rows = micro // seq if fixed and isinstance(micro, int) else None
     found = calibration.for_device(env.device)
     read = stand_in if checked.env.shape is None and native_obstacle(checked.hf) else shape_of
@@ -586,7 +588,6 @@ def _checked(
         raise NeedsError("`model.dtype: bfloat16`", found, "leave it out, and take --with amp:dtype=fp16")
     teacher = None if (of := of_teacher(config)) is None else locate(of, weights=weights)
     images = _images(config, folder, hf, native)
-    narrow = config.model.dtype == "bfloat16" or any(Part.PRECISION in t.claims for t in techniques)
     env = Environment(
         device, ranks, config.batch.seq, rows, micro_rows, config.optim.clip, config.model.dtype, native,
         blocks=known.layers if known else int(text.get("num_hidden_layers") or text.get("n_layer") or 0),
@@ -595,7 +596,7 @@ def _checked(
         spec=ModelSpec(grouped_heads=known is None or known.kv_heads < known.heads), paired=config.paired,
         reference=config.referenced.reference if config.referenced else None, axes=axes,
         scored=config.scored, teacher=None if teacher is None else _sizes(config, teacher[1], text),
-        copies_saved=config.train.save == "async", rollout=_rollout(config, ranks, shape, device, narrow),
+        copies_saved=config.train.save == "async", rollout=_rollout(config, ranks, shape, device),
         by_token=config.paired or config.loss is not None or config.objective == "grpo",
         images=images, mutual=images is not None and reads_mutually(hf),
     )  # fmt: skip

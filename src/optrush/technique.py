@@ -165,6 +165,7 @@ class Rollout:
     room: int  # tokens of a slot, prompt and answer
     mean: float  # tokens of a prompt and an answer of `most`
     served: bool = False  # by another program: nothing of them is on this device
+    narrow: int = 0  # slots where products, keys and values have 16 bits
 
 
 class RowImages(NamedTuple):
@@ -574,7 +575,9 @@ def settle(techniques: Sequence[Technique], env: Environment, classes: Sequence[
     if env.paired and env.shape is not None and not env.shape.separates:
         raise NeedsError("rows of pairs", f"a {env.shape.family}, whose documents meet in a row", "take objective: sft")
     axes, sharded = mesh_axes(techniques, env.ranks), frozenset(axis for t in techniques for axis in t.shards)
-    env = replaced(env, claimed=claimed, spec=spec, axes=axes, sharded=sharded)
+    if (rollout := env.rollout) is not None and Part.PRECISION in claimed:
+        rollout = replaced(rollout, slots=rollout.narrow)
+    env = replaced(env, claimed=claimed, spec=spec, axes=axes, sharded=sharded, rollout=rollout)
     for t in techniques:
         for part in t.wants - env.claimed:
             able = " or ".join(f"--with {c.name}" for c in classes if part in c.claims)

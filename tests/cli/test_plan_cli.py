@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -241,6 +242,18 @@ def test_a_technique_of_a_models_first_run_joins_what_is_chosen(call: Call, flag
     found = call("plan", "Qwen/Qwen3-1.7B", "--hardware", "4090", "--with", *flags)
     (configured,) = (line for line in found.out.splitlines() if line.startswith("as configured: "))
     assert found.out.startswith("fits on") and " GiB, fits; " in configured and " attention" in found.out
+
+
+@pytest.mark.parametrize(("hardware", "prompts"), [("h100", 8), ("2xh100", 8), ("4090", 2048)])
+def test_sampled_answers_have_one_speed(call: Call, tmp_path: Path, hardware: str, prompts: int) -> None:
+    """The set is chosen by what a rank samples, and in the precision of the set."""
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "What is two and two, and why?", "completion": "4"}\n' * 64)
+    given = ["--set", "objective=grpo", "--set", "method=qlora", "--data", str(tmp_path / "sums.jsonl")]
+    given += ["--set", f"grpo.prompts={prompts}"]
+    lines = call("plan", "Qwen/Qwen3-4B", "--hardware", hardware, *given).out.splitlines()
+    configured, decided = (next(t for t in lines if t.startswith(b)) for b in ("as configured: ", "  micro-batch "))
+    (one,), (other,) = (re.findall(r"([\d,]+) tokens/s", text) for text in (configured, decided))
+    assert one == other and "steps; answers decide how long" in lines[0]
 
 
 def test_a_card_without_a_price_is_said(call: Call) -> None:

@@ -384,7 +384,7 @@ def _time(config: Config, time: RunTime, hardware: str, price: float | None) -> 
     from optrush.console import duration
 
     if time.steps is None or time.start_s is None or time.steps_s is None or time.end_s is None:
-        return ""
+        return f"; {time.steps:,.0f} steps; answers decide how long each takes" if config.grpo and time.steps else ""
     about = "" if config.train.steps is not None else "about "
     start, steps, end = map(duration, (time.start_s, time.steps_s, time.end_s))
     usd = _usd(time.seconds, hardware, price)

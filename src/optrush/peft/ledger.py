@@ -312,6 +312,9 @@ def predict_frozen(
     if not any(trained.values()):
         yield live(tagged("tied"), why, gone=True)
     yield live("casts.blocks", stays, gone=True)
+    if (r := env.rollout) is not None and not r.served and env.device.kind == "cuda":
+        yield live("rollout.weights", stays, role="product")
+        yield from () if "dp" in env.sharded else (live("rollout.casts", stays, gone=True),)
     if env.shape is not None and env.shape.experts is not None:
         yield live("saved.entering router", "a frozen router's product does not save it", gone=True)
     if not trained["head"]:
