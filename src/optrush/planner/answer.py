@@ -17,7 +17,7 @@ from typing import Any
 from optrush import hardware
 from optrush.config import METHODS, Config
 from optrush.data.length_estimate import estimate_tokens
-from optrush.decide import changed, decide, with_method
+from optrush.decide import NothingFits, changed, decide, with_method, with_setting
 from optrush.errors import ConfigError, NeedsError, UserError
 from optrush.hardware import GIB
 from optrush.models.shapes import native_obstacle
@@ -114,7 +114,7 @@ def answer(
     if len(refusals) == len(ways):
         raise refusals[0]
     ranked = _ranked(ways)
-    advice = () if ranked[0].setting is not None or not nearest else tuple(_nearest(config, name, classes))
+    advice = () if ranked[0].setting is not None or not nearest else tuple(_nearest(config, name, classes, keep_maths))
     return Answer(tuple(ranked), found, advice, tokens)
 
 
@@ -191,22 +191,24 @@ def _ranked(ways: Sequence[Way]) -> list[Way]:
 # --- if nothing fits: the smallest change after which something does
 
 
-def fits(config: Config, name: str, classes: Sequence[type[Technique]] = ALL) -> Way | None:
+def fits(
+    config: Config, name: str, classes: Sequence[type[Technique]] = ALL, keep_maths: bool = False
+) -> Way | None:  # fmt: skip
     """Return the best way of a configuration that fits; None: none does, or it cannot be planned there."""
-    if not _any_fits(config, name, classes):
+    if not _any_fits(config, name, classes, keep_maths):
         return None
     try:
-        return answer(config, name, classes, nearest=False).best
+        return answer(config, name, classes, nearest=False, keep_maths=keep_maths).best
     except UserError:
         return None
 
 
-def _any_fits(config: Config, name: str, classes: Sequence[type[Technique]]) -> bool:
+def _any_fits(config: Config, name: str, classes: Sequence[type[Technique]], keep: bool = False) -> bool:
     """Return whether a configuration fits by the method that holds least, of those that the model has."""
     for _, with_ in reversed(methods(config, classes)):
         try:
             of = changed(config, {"with": with_, "method": None})
-            return bool(search.search(of, name, classes, whole=False, scarce=True).settings)
+            return bool(search.search(of, name, classes, whole=False, scarce=not keep, keep_maths=keep).settings)
         except NeedsError:
             continue
         except UserError:
@@ -214,12 +216,14 @@ def _any_fits(config: Config, name: str, classes: Sequence[type[Technique]]) -> 
     return False
 
 
-def _nearest(config: Config, name: str, classes: Sequence[type[Technique]]) -> Iterator[str]:
+def _nearest(config: Config, name: str, classes: Sequence[type[Technique]], keep: bool = False) -> Iterator[str]:
     """Yield a change of method, steps, rows, model and hardware each, the smallest after which something fits."""
+    if keep and (way := fits(config, name, classes)):
+        yield f"other maths: leave out --keep-maths ({way.method}, {_fact(way)})"
     trained = [c.name for c in classes if Part.TRAINED in c.claims | c.wants]
     freed = {n: o for n, o in config.with_.items() if n not in trained}
     other = changed(config, {"method": None, "with": freed})
-    if (config.method is not None or freed != config.with_) and (way := fits(other, name, classes)):
+    if (config.method is not None or freed != config.with_) and (way := fits(other, name, classes, keep)):
         yield f"another method: {typed(way.method)} ({_fact(way)})"
     T, tokens = config.batch.seq, config.batch.seq * hardware.parse_hardware(name)[1]
     smaller = changed(config, {"batch.tokens": tokens, "batch.micro_tokens": None})
@@ -238,9 +242,9 @@ def _nearest(config: Config, name: str, classes: Sequence[type[Technique]]) -> I
     ]
     for options in (steps, rows, models, cards):
         # What comes after one that fits is taken to fit, too.
-        first = bisect_left(options, True, key=lambda o: _any_fits(o[1], o[2], classes))
+        first = bisect_left(options, True, key=lambda o: _any_fits(o[1], o[2], classes, keep))
         for what, other, card in options[first : first + 1]:
-            if way := fits(other, card, classes):
+            if way := fits(other, card, classes, keep):
                 yield f"{what} ({way.method}, {_fact(way)})"
 
 
@@ -445,7 +449,13 @@ def _cheapest(config: Config, name: str, classes: Sequence[type[Technique]]) -> 
 def _batch(config: Config, name: str, classes: Sequence[type[Technique]]) -> tuple[str, dict[str, Any]]:
     """Search the largest micro-batch of the configuration as it is, or as a run without `with` is planned."""
     device, ranks = hardware.parse_hardware(name)
-    config = decide(config, classes, ranks, device, here=name == "auto").config
+    by = ""
+    try:
+        config = decide(config, classes, ranks, device, here=name == "auto").config
+    except NothingFits:  # by the plan's best set, which changes the maths
+        if (way := fits(config, name, classes)) is None or way.setting is None:
+            raise
+        config, by = with_setting(config, way.setting), f", by {way.method}: {way.setting.title}"
     T = config.batch.seq
 
     def fitting(rows: int) -> bool:
@@ -457,9 +467,8 @@ def _batch(config: Config, name: str, classes: Sequence[type[Technique]]) -> tup
     best = max(itertools.takewhile(fitting, range(best + step, 2 * best, step)), default=best)
     if not best:
         raise _nothing("batch", name)
-    return f"{best} row{'s' * (best > 1)} of {T} tokens a micro-batch: batch.micro_tokens: {best * T}", {
-        "micro_tokens": best * T
-    }
+    text = f"{best} row{'s' * (best > 1)} of {T} tokens a micro-batch: batch.micro_tokens: {best * T}{by}"
+    return text, {"micro_tokens": best * T}
 
 
 def _values(way: Way) -> dict[str, Any]:
