@@ -77,6 +77,37 @@ def test_a_question_takes_no_option_that_it_would_ignore(call: Call, here: Path,
     assert "with --hardware" in call("plan", str(LLAMA), "--hardware", "h200", "--solve", "cheapest").err
 
 
+@pytest.mark.parametrize(
+    ("what", "card", "steps", "hours"),
+    [("tokens=1e9", "h100", 30518, None), ("hours=2", "h100", None, 2), ("usd=5", "2xh100", None, 5 / 2.71 / 2),
+     ("hours=0.5", "l4", None, 0.5)],
+)  # fmt: skip
+def test_steps_within_a_limit(call: Call, what: str, card: str, steps: int | None, hours: float | None) -> None:
+    """The steps that hours, dollars or tokens allow take as long as the plan of so many steps says."""
+    given = ["plan", "meta-llama/Llama-3.2-1B", "--set", "method=lora", "--hardware", card, "--json"]
+    found = json.loads(call(*given, "--solve", what).out)
+    assert steps in (None, found["steps"]) and (hours is None or found["hours"] == pytest.approx(hours, rel=0.01))
+    planned = json.loads(call(*given, "--set", f"train.steps={found['steps']}").out)["answer"]["methods"][0]
+    assert planned["hours"] == pytest.approx(found["hours"], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("what", "card", "said"),
+    [("usd=5", "l4", "no list price of NVIDIA L4"), ("tokens=many", "h100", "write tokens=1e9"),
+     ("hours=2", "mi300x", "is not known"), ("hours=1e-3", "h100", "start, one step and end take"),
+     ("time", "h100", "hours=2, usd=5, tokens=1e9; without --solve the plan has the time")],
+)  # fmt: skip
+def test_limits_that_cannot_be_met(call: Call, what: str, card: str, said: str) -> None:
+    found = call("plan", "meta-llama/Llama-3.2-1B", "--set", "method=lora", "--hardware", card, "--solve", what)
+    assert found.code == 2 and said in found.err
+
+
+@pytest.mark.parametrize("key", ["train.hours", "train.max_time", "train.budget", "train.cost", "deadline"])
+def test_a_limit_as_a_key_is_a_question_of_the_plan(call: Call, key: str) -> None:
+    found = call("plan", "meta-llama/Llama-3.2-1B", "--hardware", "h100", "--set", f"{key}=2")
+    assert found.code == 2 and "no key: optrush plan CONFIG --solve " in found.err
+
+
 def test_answers_name_the_rows_that_they_are_for(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cards are compared with the rows that a run on a card has, whatever machine asks."""
     monkeypatch.setattr(hardware, "PRICES_USD_H", {"4090": 0.29, "h100": 2.71})

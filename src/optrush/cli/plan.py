@@ -64,7 +64,10 @@ def plan(
     solve: Annotated[
         str | None,
         typer.Option(
-            "--solve", metavar="WHAT", help="longest (row), largest-model, gpus (fewest), cheapest (card), batch"
+            "--solve",
+            metavar="WHAT",
+            help="longest (row), largest-model, gpus (fewest), cheapest (card), batch; "
+            "hours=N, usd=N or tokens=N (steps within that)",
         ),
     ] = None,
     host_memory: Annotated[

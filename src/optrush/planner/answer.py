@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from optrush import hardware
-from optrush.config import METHODS, Config
+from optrush.config import METHODS, Config, parse_scalar
 from optrush.data.length_estimate import estimate_tokens
 from optrush.decide import NothingFits, changed, decide, with_method, with_setting
 from optrush.errors import ConfigError, NeedsError, UserError
@@ -336,14 +337,51 @@ def solve(config: Config, name: str, what: str, classes: Sequence[type[Technique
         ConfigError: nothing fits, or no such question.
     """
     asked = {"longest": _longest, "largest-model": _largest, "gpus": _gpus, "cheapest": _cheapest, "batch": _batch}
+    if what.partition("=")[0] in LIMITS:
+        return _within(config, name, classes, what)
     if what not in asked:
-        raise ConfigError(f"--solve {what}", "no such question", f"take {', '.join(asked)}")
+        do = f"take {', '.join(asked)}, {', '.join(LIMITS.values())}; without --solve the plan has the time of the run"
+        raise ConfigError(f"--solve {what}", "no such question", do)
     return asked[what](config, name, classes)
 
 
 def _nothing(what: str, name: str) -> ConfigError:
     do = "optrush plan names the nearest that fits"
     return ConfigError(f"--solve {what}", f"nothing fits on {name}", do)
+
+
+LIMITS = {"hours": "hours=2", "usd": "usd=5", "tokens": "tokens=1e9"}  # of a run, and an example
+
+
+def _within(
+    config: Config, name: str, classes: Sequence[type[Technique]], what: str
+) -> tuple[str, dict[str, Any]]:  # fmt: skip
+    """Return the steps of a run that takes as many hours, dollars or tokens, its start and end included."""
+    unit, _, number = what.partition("=")
+    amount, (device, ranks) = parse_scalar(number), hardware.parse_hardware(name)
+    if isinstance(amount, bool) or not isinstance(amount, int | float) or not 0 < amount < 1e18:
+        raise ConfigError(f"--solve {what}", "no number above 0", f"write {LIMITS[unit]}")
+    usd_s = (hardware.price_usd_h(device) or 0.0) * ranks / 3600
+    if unit == "usd" and not usd_s:
+        raise ConfigError(f"--solve {what}", f"no list price of {device.name}", "divide by your own: --solve hours=N")
+    epoch, steps = estimate_tokens(config), config.train.steps or 1000
+    for _ in range(2):  # what a set adds to the start pays in a long run alone
+        if (way := fits(changed(config, {"train.steps": steps}), name, classes)) is None or way.setting is None:
+            raise _nothing(what, name)
+        p = way.setting.prediction
+        fixed, two = (run_time(changed(config, {"train.steps": n}), p, epoch).seconds for n in (1, 2))
+        if p.step_s is None or not p.tokens_per_s or fixed is None or two is None:
+            raise ConfigError(f"--solve {what}", f"the time of a step on {device.name} is not known", "plan without it")
+        limit = amount * 3600 if unit == "hours" else amount / usd_s if unit == "usd" else math.inf
+        each = p.step_s * p.tokens_per_s
+        steps = math.ceil(amount / each) if unit == "tokens" else 1 + int(max(0, limit - fixed) / (two - fixed))
+    if limit < fixed:
+        raise ConfigError(f"--solve {what}", f"start, one step and end take {fixed / 3600:.2g} hours", "take more")
+    hours = (fixed + (steps - 1) * (two - fixed)) / 3600
+    text = f"--set train.steps={steps}: {steps * each:,.0f} tokens in {hours:,.2g} hours"
+    text += f", {hours * 3600 * usd_s:,.2f} USD" if usd_s else ""
+    text += f"; {way.method}, {_fact(way)}, by {way.setting.title}"
+    return text, _values(way) | {"steps": steps, "tokens": steps * each, "hours": hours}
 
 
 def _longest(config: Config, name: str, classes: Sequence[type[Technique]]) -> tuple[str, dict[str, Any]]:
@@ -423,7 +461,8 @@ def _gpus(config: Config, name: str, classes: Sequence[type[Technique]]) -> tupl
     if (best := _fewest(config, card, classes, host)) is None:
         raise _nothing("gpus", f"{HOST_GPUS}x{card}")
     count, way = best
-    text = f"{count} x {card}, rows of {config.batch.seq:,} tokens: {way.method}, {_fact(way)}"
+    assert way.setting is not None
+    text = f"{count} x {card}, rows of {config.batch.seq:,} tokens: {way.method}, {_fact(way)}, by {way.setting.title}"
     return text, _values(way) | {"hardware": f"{count}x{card}", "gpus": count}
 
 
@@ -443,6 +482,7 @@ def _cheapest(config: Config, name: str, classes: Sequence[type[Technique]]) -> 
     text += f", about {cost:,.0f} USD per billion tokens"
     if way.time.seconds is not None:
         text += f", {way.time.seconds / 3600 * price:,.2f} USD for this run"
+    text += f"; compared: {', '.join(hardware.PRICES_USD_H)}; no list price of others"
     return text, _values(way) | {"hardware": card, "usd_a_billion_tokens": cost}
 
 
