@@ -698,6 +698,10 @@ def check_fields(config: Config) -> None:
     elif config.model.shape is not None and config.model.tokenizer is None:
         do = "name a folder that has one: model.tokenizer; or take data.random"
         raise ConfigError(f"`model.shape: {config.model.shape}` on text", "a shape has no tokenizer", do)
+    given = config.model.chat_template
+    if given not in (None, "chatml") and not Path(str(given)).exists():
+        do = "name a file with a jinja template, or chatml; left out, the model's own is taken"
+        raise ConfigError(f"`model.chat_template: {given}`", "no such file", do)
     if config.model.tokenizer is not None and config.model.shape is None:
         raise ConfigError(f"`model.tokenizer: {config.model.tokenizer}`", "`model.path` brings its own", "leave it out")
     if config.train.stop_after is not None and d.eval is None:

@@ -608,6 +608,8 @@ def foreign_spelling(key: str, value: Any) -> str | None:
     if value is False:
         return "leave it out: it is off unless it is written"
     known = rule.values or {}
+    if rule is TEMPLATE and value not in known and not str(value).endswith((".jinja", ".jinja2", ".j2")):
+        return f"leave it out: {rule.idle}, and none on rows of text, or of prompt and completion"
     value = known.get(value if isinstance(value, str | int | float) else "", known.get(True, value))
     if value in (None, {}):
         return "leave it out: so it is unless something else is written"

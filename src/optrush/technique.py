@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, get_args, get_origin, get_type_hints
 
 import optrush
 from optrush.config import Config, accepted, nearest, refuse_method
@@ -535,6 +535,9 @@ def _instance(cls: type[Technique], options: Mapping[str, Any]) -> Technique:
     for option in options:
         if option not in fields:
             todo = nearest(option, fields) if fields else f"`{cls.name}` takes no options"
+            if todo.startswith("known"):
+                types = get_type_hints(cls)
+                todo = "known: " + ", ".join(name + _values(types[name]) for name in sorted(fields))
             raise ConfigError(f"`{cls.name}: {option}`", "no such option", todo)
     options = {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}  # as YAML has them
     for option, value in options.items():
@@ -543,6 +546,14 @@ def _instance(cls: type[Technique], options: Mapping[str, Any]) -> Technique:
         except ValidationError as error:
             raise ConfigError(f"`{cls.name}: {option}`", f"{value!r}", accepted(error.errors())) from None
     return cls(**options)
+
+
+def _values(annotation: Any) -> str:
+    """Return the values that an option takes, where these are listed."""
+    given = [
+        value for part in (annotation, *get_args(annotation)) if get_origin(part) is Literal for value in get_args(part)
+    ]
+    return f" ({', '.join(map(str, given))})" if given else ""
 
 
 @cache  # a search makes the same few hundred options for each model and card

@@ -143,6 +143,11 @@ def test_a_technique_of_another_method(method: str, name: str, do: str) -> None:
         ("lora_r: 8", "write `with: {lora: {rank: 8}}`"),
         ("bf16: true", "with: {amp: {}} (float32 weights)"),
         ("model_name_or_path: x", "write `model: x`"),
+        ("template: none", "leave it out: the chat template of the model's own"),
+        ("template: llama3", "leave it out: the chat template of the model's own"),
+        ("chat_template: default", "leave it out: the chat template of the model's own"),
+        ("chat_template: chatml", "write `model: {chat_template: chatml}`"),
+        ("chat_template: own.jinja", "write `model: {chat_template: own.jinja}`"),
     ],
 )
 def test_words_of_other_trainers(text: str, do: str) -> None:
