@@ -383,7 +383,7 @@ ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
     "no target": ('{"text": "", "id": 3}', ("text is empty",)),
     "unknown role": ('{"messages": [{"role": "bot", "content": "Hm"}]}', ("messages[0].role is 'bot'", "assistant")),
     "empty turn": ('{"messages": [{"role": "assistant", "content": " "}]}', ("messages[0].content", "empty assistant")),
-    "captions": ('{"image": "a.png", "caption": "Hm"}', ("images with captions", "'image', 'caption'", "--data ITS_FOLDER")),
+    "captions": ('{"image": "a.png", "caption": "Hm"}', ("images with captions", "'image', 'caption'", "ITS_FOLDER")),
     "descriptions": ('{"images": ["a.png"], "description": "Hm"}', ("images with captions", "metadata.csv or")),
     "neither": ('{"prompt": "Hm"}', ("neither 'text' nor 'messages'", "'prompt'")),
     "null": ('{"text": null}', ("text is null, not a string",)),
