@@ -35,7 +35,7 @@ from optrush.config import (
     refuse_secrets,
 )
 from optrush.data.length_estimate import estimate_fill, estimate_longest, estimate_mean, first_images, run_tokens
-from optrush.errors import ConfigError, NeedsError, UserError
+from optrush.errors import ConfigError, NeedsError, NoRowsError, UserError
 from optrush.files import read_text
 from optrush.hardware import GIB, Device
 from optrush.launch import launched
@@ -78,10 +78,6 @@ CACHED = 4  # and of a GPU's memory one part of so many, which their keys and va
 
 class NothingFits(NeedsError):
     """No set of techniques that keeps the maths fits on the device."""
-
-
-class NoRows(ConfigError):
-    """Random tokens where the objective reads rows of text: memory can be planned, nothing trained."""
 
 
 ROW_KEYS = {"sft": "messages", "kto": "prompt, completion, label", "grpo": "instruction, output"}  # else pairs
@@ -197,15 +193,15 @@ def _rollout(config: Config, ranks: int, shape: object, device: Device) -> Rollo
         return None
     answers, longest = -(-g.prompts // ranks) * g.group, estimate_longest(config) or config.batch.seq
     room = -(-min(config.batch.seq, longest + g.max_new) // ROOM) * ROOM
-    narrow = slots = g.slots or (SLOTS if config.rollout is None else answers)
-    free = g.slots is None and config.rollout is None
-    if free and device.kind == "cuda" and device.memory_bytes and isinstance(shape, ModelShape):
+    slots = narrow = g.slots or (SLOTS if config.rollout is None else answers)
+    free = g.slots is None and config.rollout is None and device.kind == "cuda"
+    if free and device.memory_bytes and isinstance(shape, ModelShape):
         token = 4 * shape.key_width * shape.layers  # bytes of its keys and values in 16 bits
         narrow = max(1, int(device.memory_bytes / CACHED / (token * room)))
         slots = narrow if config.model.dtype == "bfloat16" else max(1, narrow // 2)
     mean = min(config.batch.seq, estimate_mean(config) + g.max_new)
-    served, slots, narrow = config.rollout is not None, min(slots, answers), min(narrow, answers)
-    return Rollout(answers, slots, g.max_new, room, mean, served, narrow)
+    slots, narrow = min(slots, answers), min(narrow, answers)
+    return Rollout(answers, slots, g.max_new, room, mean, config.rollout is not None, narrow)
 
 
 # --- changes of a configuration
@@ -236,7 +232,7 @@ def with_method(config: Config) -> Config:
     if odd := sorted(others & config.with_.keys()):
         fitting = next((m for m, parts in METHODS.items() if {*odd, *own} <= parts.keys()), "auto")
         do = f"leave one of the two out, or write `method: {fitting}`"
-        raise ConfigError(f"`method: {config.method}`", f"`with.{odd[0]}`, which is not of it", do)
+        raise ConfigError(f"`method: {config.method}`", f"`with.{odd[0]}`, which is not part of that method", do)
     if own.keys() <= config.with_.keys():
         return config
     return changed(config, {"with": {**own, **config.with_}})
@@ -455,7 +451,7 @@ def _choose_set(
         raise refused
     if least is None and isinstance(config.batch.micro_tokens, int):
         rows_of_batch(config, ranks)
-    if least is None:  # no set is possible: not for want of memory
+    if least is None:  # no set is possible, whatever the memory
         _choose_size(of, classes, ranks, device)
     what = "any method" if automatic else config.method or "full"
     asked = f"method {what} on {problem.env.device.name}, with optimizer and {config.model.dtype} weights as configured"
@@ -692,16 +688,16 @@ def check_fields(config: Config) -> None:
             asked = f"`objective: {config.objective}` on `data.random`"
             keys = ROW_KEYS.get(config.objective, "prompt, chosen, rejected")
             do = f"name a file of rows with {keys}: data.path (optrush plan MODEL --data FILE); or objective: pretrain"
-            raise NoRows(asked, "random tokens", do)
+            raise NoRowsError(asked, "random tokens", do)
         if isinstance(d.eval, str):
             raise ConfigError("`data.eval` from a file with `data.random`", d.eval, "give a fraction")
     elif config.model.shape is not None and config.model.tokenizer is None:
         do = "name a folder that has one: model.tokenizer; or take data.random"
         raise ConfigError(f"`model.shape: {config.model.shape}` on text", "a shape has no tokenizer", do)
-    given = config.model.chat_template
-    if given not in (None, "chatml") and not Path(str(given)).exists():
+    template = config.model.chat_template
+    if template not in (None, "chatml") and not Path(str(template)).exists():
         do = "name a file with a jinja template, or chatml; left out, the model's own is taken"
-        raise ConfigError(f"`model.chat_template: {given}`", "no such file", do)
+        raise ConfigError(f"`model.chat_template: {template}`", "no such file", do)
     if config.model.tokenizer is not None and config.model.shape is None:
         raise ConfigError(f"`model.tokenizer: {config.model.tokenizer}`", "`model.path` brings its own", "leave it out")
     if config.train.stop_after is not None and d.eval is None:
@@ -787,7 +783,7 @@ def check_teacher(env: Environment) -> None:
     found = "a technique that gives ranks parts of the rows, the model or its layers"
     met = not {Part.CP, Part.TP, Part.PP} & env.claimed
     refuse_unmet([Requirement(met, asked, found, do)])
-    found = "a technique that records the step, in which no teacher has been tried"
+    found = "a technique that records the step as a CUDA graph, untested with a teacher"
     refuse_unmet([Requirement(Part.CAPTURE not in env.claimed, "`objective: distill`", found, do)])
 
 

@@ -586,7 +586,7 @@ LINES = {
 }  # fmt: skip
 
 
-# What is asked as a key, and is a flag of a verb.
+# Keys for what is a flag of a verb here.
 FLAGS = {"resume_from_checkpoint": "optrush train CONFIG --resume auto"} | spread({
     "hours max_hours time max_time deadline time_limit": "optrush plan CONFIG --solve hours=N finds the steps",
     "usd cost max_cost dollars price budget": "optrush plan CONFIG --solve usd=N (or hours=N) finds the steps",

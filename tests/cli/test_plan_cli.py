@@ -148,7 +148,7 @@ def test_what_cannot_run_there_is_said_and_others_are_found(call: Call) -> None:
     small = ["--set", "model.shape=qwen2.5-0.5b", "--hardware", "t4"]  # the 1B model fits there in no way
     found = call("plan", str(LLAMA), *small)
     assert found.code == 0
-    assert "`bf16` needs a device that multiplies in bf16" in found.out and "  1. " in found.out
+    assert "`bf16` needs a device with bf16 matmuls" in found.out and "  1. " in found.out
     document = json.loads(call("plan", str(LLAMA), *small, "--json").out)
     assert document["peak_bytes"] is None and not document["fits"]
     assert document["refused"]["found"].startswith("Tesla T4") and document["alternatives"]

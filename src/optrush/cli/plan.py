@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from optrush.cli.options import Json, Set, With, Without, given, launches, read_run
-from optrush.errors import ConfigError, ConflictError, NeedsError, UserError
+from optrush.errors import ConfigError, ConflictError, NeedsError, NoRowsError, UserError
 from optrush.hardware import GIB, counted, first_device, first_priced, parse_hardware, price_usd_h
 from optrush.launch import NOT_SHARED, launched
 
@@ -64,10 +64,7 @@ def plan(
     solve: Annotated[
         str | None,
         typer.Option(
-            "--solve",
-            metavar="WHAT",
-            help="longest (row), largest-model, gpus (fewest), cheapest (card), batch; "
-            "hours=N, usd=N or tokens=N (steps within that)",
+            "--solve", metavar="WHAT", help="longest, largest-model, gpus, cheapest, batch, hours=N, usd=N, tokens=N"
         ),
     ] = None,
     host_memory: Annotated[
@@ -87,7 +84,7 @@ def plan(
     """
     hardware = hardware if host_memory is None else _hosted(hardware, host_memory, solve)
     config = _asked(path, data, first_priced() if solve == "cheapest" else hardware, set_, with_, without)
-    from optrush.decide import NothingFits, changed, decide
+    from optrush.decide import NothingFits
     from optrush.planner import answer as asked
     from optrush.planner import search as planner
 
@@ -108,11 +105,7 @@ def plan(
     prediction: Prediction | None = None
     refused: UserError | None = None
     try:
-        device, ranks = parse_hardware(hardware)
-        first = config  # with what `optrush init` would choose beside the techniques of --with
-        if config.with_ and not _is_file(path):
-            first = changed(config, {"method": config.method or "auto"})
-        decided = decide(first, ranks=ranks, device=device, here=hardware == "auto", choose=first is not config or None)
+        decided = _decided(config, hardware, _is_file(path))
         prediction = planner.predict_decided(decided)
     except (ConfigError, ConflictError, NeedsError) as error:  # another setting may run there
         refused = error  # if none can, the search raises it too
@@ -121,11 +114,20 @@ def plan(
         print(json.dumps(_document(config, decided, prediction, refused, found, hardware, price)))
     else:
         print("\n".join(_text(config, hardware, decided, prediction, refused, found, price, details)))
-    other = not isinstance(refused, NothingFits) and found.best is None  # not for want of memory
+    other = not isinstance(refused, NothingFits) and found.best is None  # no lack of memory
     if refused is not None and (other or _lacking_all(config, found)):  # what fits is another run than was configured
         raise refused if out is not None else typer.Exit(2)  # nothing is written
     if out is not None:
         _write(config, hardware, found, out)
+
+
+def _decided(config: Config, hardware: str, own: bool) -> Decided:
+    """Decide the run of a file as written, the run of a model with what `optrush init` would add to --with."""
+    from optrush.decide import changed, decide
+
+    (device, ranks), adds = parse_hardware(hardware), bool(config.with_) and not own
+    config = changed(config, {"method": config.method or "auto"}) if adds else config
+    return decide(config, ranks=ranks, device=device, here=hardware == "auto", choose=adds or None)
 
 
 def _hosted(hardware: str, memory_gib: float, solve: str | None) -> str:
@@ -265,14 +267,14 @@ def _text(
     answer: Answer, price: float | None, details: bool,
 ) -> list[str]:  # fmt: skip
     """Format the answer, its methods and better settings; with `details` memory as bars, work and other models."""
-    from optrush.decide import NoRows, NothingFits
+    from optrush.decide import NothingFits
     from optrush.planner.run_time import run_time
 
     lines = [*_answer_lines(config, hardware, answer, price), ""]
-    if isinstance(refused, NoRows):
+    if isinstance(refused, NoRowsError):
         lines.insert(0, f"no data given for `objective: {config.objective}`; planned with rows that are full:")
     elif refused is not None and not isinstance(refused, NothingFits):
-        lines[: answer.best is None] = ()  # it was not memory that ruled it out
+        lines[: answer.best is None] = ()  # memory did not rule it out
         lines.insert(0, f"invalid as configured: {refused.asked}: {refused.found}; alternatives:")
     if details:
         lines.append("as configured")
@@ -533,7 +535,7 @@ def calibrate(
         raise ConfigError("--ranks 1", "one process exchanges nothing", "take two or more, or leave it out")
     if ranks > 1:
         if path is not None:
-            raise ConfigError("--ranks with a CONFIG", "links have no shapes", "leave one of the two out")
+            raise ConfigError("--ranks with a CONFIG", "--ranks measures links alone", "leave one of the two out")
         _calibrate_links(ranks, seconds if given(context, ["seconds"]) else LINK_S, out, as_json)
         return
     if launched()[1] > 1:

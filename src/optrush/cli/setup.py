@@ -53,11 +53,7 @@ def init(
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(
-            "--data",
-            metavar="DATA",
-            help="JSON Lines, CSV or Parquet, sample:recipes, random[:ROWS], or a folder of images",
-        ),
+        typer.Option("--data", metavar="DATA", help="file of rows, sample:recipes, random[:ROWS], folder of images"),
     ] = None,
     output: Annotated[str | None, typer.Option("--output", metavar="DIR", help="the run's folder")] = None,
     teacher: Annotated[

@@ -322,7 +322,7 @@ def predict_frozen(
             yield live(copies, stays, gone=True)
         yield live("head.products", "the head's own gradient is not made", times=4 / 6)
         if Part.HEAD in env.claimed:
-            yield live("head.gradient", "the head has none", gone=True)
+            yield live("head.gradient", "the frozen head has no gradient", gone=True)
     yield live(tagged("backward", "products"), "the weights' gradients are not made", times=0.5)
     yield live(tagged("normalised"), "only the norms' own gradients read it", gone=True)
     if env.shape is not None:
@@ -430,7 +430,7 @@ def predict_quantized(env: Environment, width_bytes: float) -> Iterator[Rule]:
     for way in WAYS:
         why = "codes of a linear read, to make it dense"
         yield like("casts.blocks", WorkItem(f"{way}.packed", why, "micro", values=1.0, role="stored", of=(way,)))
-        why = "the dense weight of a linear written"
+        why = "the weight of a linear, dequantized and written"
         yield like("casts.blocks", WorkItem(f"{way}.unpacked", why, "micro", values=1.0, role="product", of=(way,)))
         yield add(ledger.launched(way, "unpacking.launches", "a kernel for each piece", launches))
     if env.shape is not None:

@@ -364,24 +364,29 @@ def _within(
     usd_s = (hardware.price_usd_h(device) or 0.0) * ranks / 3600
     if unit == "usd" and not usd_s:
         raise ConfigError(f"--solve {what}", f"no list price of {device.name}", "divide by your own: --solve hours=N")
-    epoch, steps = estimate_tokens(config), config.train.steps or 1000
-    for _ in range(2):  # what a set adds to the start pays in a long run alone
+    epoch, limit = estimate_tokens(config), amount * 3600 if unit == "hours" else amount / usd_s if usd_s else 0.0
+
+    def planned(steps: int) -> tuple[Way, float, float, int]:
+        """Return the best way of so many steps, the seconds of one with start and end, of each more, and the steps."""
         if (way := fits(changed(config, {"train.steps": steps}), name, classes)) is None or way.setting is None:
             raise _nothing(what, name)
         p = way.setting.prediction
-        fixed, two = (run_time(changed(config, {"train.steps": n}), p, epoch).seconds for n in (1, 2))
-        if p.step_s is None or not p.tokens_per_s or fixed is None or two is None:
+        one, two = (run_time(changed(config, {"train.steps": n}), p, epoch).seconds for n in (1, 2))
+        if p.step_s is None or not p.tokens_per_s or one is None or two is None:
             raise ConfigError(f"--solve {what}", f"the time of a step on {device.name} is not known", "plan without it")
-        limit = amount * 3600 if unit == "hours" else amount / usd_s if unit == "usd" else math.inf
-        each = p.step_s * p.tokens_per_s
-        steps = math.ceil(amount / each) if unit == "tokens" else 1 + int(max(0, limit - fixed) / (two - fixed))
-    if limit < fixed:
-        raise ConfigError(f"--solve {what}", f"start, one step and end take {fixed / 3600:.2g} hours", "take more")
-    hours = (fixed + (steps - 1) * (two - fixed)) / 3600
-    text = f"--set train.steps={steps}: {steps * each:,.0f} tokens in {hours:,.2g} hours"
+        tokens = math.ceil(amount / (p.step_s * p.tokens_per_s))
+        return way, one, two - one, tokens if unit == "tokens" else 1 + int(max(0.0, limit - one) / (two - one))
+
+    way, one, more, steps = planned(planned(config.train.steps or 1000)[3])  # a set may pay in a long run alone
+    assert way.setting is not None
+    if unit != "tokens" and limit < one:
+        raise ConfigError(f"--solve {what}", f"start, one step and end take {one / 3600:.2g} hours", "take more")
+    hours, p = (one + (steps - 1) * more) / 3600, way.setting.prediction
+    tokens = steps * (p.step_s or 0.0) * (p.tokens_per_s or 0.0)
+    text = f"--set train.steps={steps}: {tokens:,.0f} tokens in {hours:,.2g} hours"
     text += f", {hours * 3600 * usd_s:,.2f} USD" if usd_s else ""
     text += f"; {way.method}, {_fact(way)}, by {way.setting.title}"
-    return text, _values(way) | {"steps": steps, "tokens": steps * each, "hours": hours}
+    return text, _values(way) | {"steps": steps, "tokens": tokens, "hours": hours}
 
 
 def _longest(config: Config, name: str, classes: Sequence[type[Technique]]) -> tuple[str, dict[str, Any]]:
