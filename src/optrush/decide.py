@@ -35,7 +35,7 @@ from optrush.config import (
     refuse_secrets,
 )
 from optrush.data.length_estimate import estimate_fill, estimate_longest, estimate_mean, first_images, run_tokens
-from optrush.errors import ConfigError, NeedsError, UserError
+from optrush.errors import ConfigError, NeedsError, NoRowsError, UserError
 from optrush.files import read_text
 from optrush.hardware import GIB, Device
 from optrush.launch import launched
@@ -78,6 +78,9 @@ CACHED = 4  # and of a GPU's memory one part of so many, which their keys and va
 
 class NothingFits(NeedsError):
     """No set of techniques that keeps the maths fits on the device."""
+
+
+ROW_KEYS = {"sft": "messages", "kto": "prompt, completion, label", "grpo": "instruction, output"}  # else pairs
 
 
 @dataclass(frozen=True)
@@ -184,20 +187,21 @@ def _sampling(decided: Decided) -> Iterator[Reason]:
         yield Reason("sampling", f"{text}, freed before the update; its time is not planned")
 
 
-def _rollout(config: Config, ranks: int, shape: object, device: Device, narrow: bool) -> Rollout | None:
-    """Return what each rank samples in a step. narrow: keys and values have 16 bits."""
+def _rollout(config: Config, ranks: int, shape: object, device: Device) -> Rollout | None:
+    """Return what each rank samples in a step."""
     if (g := config.grpo) is None or config.objective != "grpo":
         return None
     answers, longest = -(-g.prompts // ranks) * g.group, estimate_longest(config) or config.batch.seq
     room = -(-min(config.batch.seq, longest + g.max_new) // ROOM) * ROOM
-    slots = g.slots or SLOTS
-    if config.rollout is not None:
-        slots = g.slots or answers
-    elif g.slots is None and device.kind == "cuda" and device.memory_bytes and isinstance(shape, ModelShape):
-        token = 2 * (2 if narrow else 4) * shape.key_width * shape.layers  # bytes of its keys and values
-        slots = max(1, int(device.memory_bytes / CACHED / (token * room)))
+    slots = narrow = g.slots or (SLOTS if config.rollout is None else answers)
+    free = g.slots is None and config.rollout is None and device.kind == "cuda"
+    if free and device.memory_bytes and isinstance(shape, ModelShape):
+        token = 4 * shape.key_width * shape.layers  # bytes of its keys and values in 16 bits
+        narrow = max(1, int(device.memory_bytes / CACHED / (token * room)))
+        slots = narrow if config.model.dtype == "bfloat16" else max(1, narrow // 2)
     mean = min(config.batch.seq, estimate_mean(config) + g.max_new)
-    return Rollout(answers, min(slots, answers), g.max_new, room, mean, config.rollout is not None)
+    slots, narrow = min(slots, answers), min(narrow, answers)
+    return Rollout(answers, slots, g.max_new, room, mean, config.rollout is not None, narrow)
 
 
 # --- changes of a configuration
@@ -228,7 +232,7 @@ def with_method(config: Config) -> Config:
     if odd := sorted(others & config.with_.keys()):
         fitting = next((m for m, parts in METHODS.items() if {*odd, *own} <= parts.keys()), "auto")
         do = f"leave one of the two out, or write `method: {fitting}`"
-        raise ConfigError(f"`method: {config.method}`", f"`with.{odd[0]}`, which is not of it", do)
+        raise ConfigError(f"`method: {config.method}`", f"`with.{odd[0]}`, which is not part of that method", do)
     if own.keys() <= config.with_.keys():
         return config
     return changed(config, {"with": {**own, **config.with_}})
@@ -362,7 +366,8 @@ def problem_of(
     lengths = estimate_fill(config)
     always = [c for c in classes if c.name in config.with_ and not c.searched]  # no set is without them
     axes = mesh_axes(instantiate(always, {c.name: config.with_[c.name] for c in always}), ranks)
-    env = dataclasses.replace(checked.env, ranks=ranks, reach=lengths.reach, axes=axes)
+    rollout = _rollout(config, ranks, checked.env.shape, checked.env.device)
+    env = dataclasses.replace(checked.env, ranks=ranks, reach=lengths.reach, axes=axes, rollout=rollout)
     rows = micro // seq if fixed and isinstance(micro, int) else None
     found = calibration.for_device(env.device)
     read = stand_in if checked.env.shape is None and native_obstacle(checked.hf) else shape_of
@@ -433,7 +438,7 @@ def _choose_set(
         except NeedsError as error:  # the model has no such method
             refused = refused or error
             continue
-        least = result.least
+        least = min(filter(None, (least, result.least)), key=lambda s: s.score, default=None)
         if result.settings:
             setting = result.settings[0]
             reasons = [Reason("method", f"{method}, the first that fits of {', '.join(able)}")] if automatic else []
@@ -446,11 +451,12 @@ def _choose_set(
         raise refused
     if least is None and isinstance(config.batch.micro_tokens, int):
         rows_of_batch(config, ranks)
-    what = "any method" if automatic else config.method or "all weights"
-    asked = f"a run of {what} on {problem.env.device.name}, with the maths of its precision"
-    needs = "" if least is None else f"; the smallest needs {least.text()}"
-    kept = f"no set of techniques that keeps the type of the weights ({config.model.dtype}) fits"
-    raise NothingFits(asked, f"{kept}{needs}", _what_fits(config, classes, ranks, device, here))
+    if least is None:  # no set is possible, whatever the memory
+        _choose_size(of, classes, ranks, device)
+    what = "any method" if automatic else config.method or "full"
+    asked = f"method {what} on {problem.env.device.name}, with optimizer and {config.model.dtype} weights as configured"
+    needs = "no set of techniques fits" if least is None else f"it needs at least {least.text()}"
+    raise NothingFits(asked, needs, _what_fits(config, classes, ranks, device, here))
 
 
 def _what_fits(
@@ -578,7 +584,6 @@ def _checked(
         raise NeedsError("`model.dtype: bfloat16`", found, "leave it out, and take --with amp:dtype=fp16")
     teacher = None if (of := of_teacher(config)) is None else locate(of, weights=weights)
     images = _images(config, folder, hf, native)
-    narrow = config.model.dtype == "bfloat16" or any(Part.PRECISION in t.claims for t in techniques)
     env = Environment(
         device, ranks, config.batch.seq, rows, micro_rows, config.optim.clip, config.model.dtype, native,
         blocks=known.layers if known else int(text.get("num_hidden_layers") or text.get("n_layer") or 0),
@@ -587,7 +592,7 @@ def _checked(
         spec=ModelSpec(grouped_heads=known is None or known.kv_heads < known.heads), paired=config.paired,
         reference=config.referenced.reference if config.referenced else None, axes=axes,
         scored=config.scored, teacher=None if teacher is None else _sizes(config, teacher[1], text),
-        copies_saved=config.train.save == "async", rollout=_rollout(config, ranks, shape, device, narrow),
+        copies_saved=config.train.save == "async", rollout=_rollout(config, ranks, shape, device),
         by_token=config.paired or config.loss is not None or config.objective == "grpo",
         images=images, mutual=images is not None and reads_mutually(hf),
     )  # fmt: skip
@@ -681,13 +686,18 @@ def check_fields(config: Config) -> None:
     if d.random is not None:
         if config.objective not in ("pretrain", "distill"):
             asked = f"`objective: {config.objective}` on `data.random`"
-            do = "objective: pretrain; or name a file of such rows: data.path (optrush plan MODEL --data FILE)"
-            raise ConfigError(asked, "random tokens", do)
+            keys = ROW_KEYS.get(config.objective, "prompt, chosen, rejected")
+            do = f"name a file of rows with {keys}: data.path (optrush plan MODEL --data FILE); or objective: pretrain"
+            raise NoRowsError(asked, "random tokens", do)
         if isinstance(d.eval, str):
             raise ConfigError("`data.eval` from a file with `data.random`", d.eval, "give a fraction")
     elif config.model.shape is not None and config.model.tokenizer is None:
         do = "name a folder that has one: model.tokenizer; or take data.random"
         raise ConfigError(f"`model.shape: {config.model.shape}` on text", "a shape has no tokenizer", do)
+    template = config.model.chat_template
+    if template not in (None, "chatml") and not Path(str(template)).exists():
+        do = "name a file with a jinja template, or chatml; left out, the model's own is taken"
+        raise ConfigError(f"`model.chat_template: {template}`", "no such file", do)
     if config.model.tokenizer is not None and config.model.shape is None:
         raise ConfigError(f"`model.tokenizer: {config.model.tokenizer}`", "`model.path` brings its own", "leave it out")
     if config.train.stop_after is not None and d.eval is None:
@@ -773,7 +783,7 @@ def check_teacher(env: Environment) -> None:
     found = "a technique that gives ranks parts of the rows, the model or its layers"
     met = not {Part.CP, Part.TP, Part.PP} & env.claimed
     refuse_unmet([Requirement(met, asked, found, do)])
-    found = "a technique that records the step, in which no teacher has been tried"
+    found = "a technique that records the step as a CUDA graph, untested with a teacher"
     refuse_unmet([Requirement(Part.CAPTURE not in env.claimed, "`objective: distill`", found, do)])
 
 

@@ -2,6 +2,7 @@
 
 UserError            request, finding and remedy: printed as one block, exit code 2, no traceback without --debug
 ├── ConfigError      the YAML or a flag: unknown key, wrong type, values that do not go together
+│   ├── NoRowsError      random tokens where the objective reads rows: memory can be planned, nothing trained
 │   └── NotRegularError  a pipe, a device or a socket where a file is read; an OSError, too
 ├── NeedsError       a technique or model needs hardware, a library or a shape that is not here
 ├── ConflictError    two techniques own the same part
@@ -78,6 +79,10 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
+    pass
+
+
+class NoRowsError(ConfigError):
     pass
 
 

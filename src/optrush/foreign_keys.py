@@ -581,9 +581,16 @@ LINES = {
     "@pure": "with: {bf16: {}} (all in bf16), or with: {amp: {}} (float32 weights)",
     "@four": "method: qlora", "@eight": "with: {int8: {}, lora: {}}", "@linear": "with: {lora: {targets: all-linear}}",
     "early_stopping_threshold": "train: {stop_after: {evals: N, min_delta: VALUE}}",
-    "@budget": "train: {steps: N}, where N is VALUE / batch.tokens",
+    "@budget": "train: {steps: N}`, where `optrush plan CONFIG --solve tokens=VALUE` finds `N",
     "data.clean.tokens": "data: {clean: {tokens: [VALUE, null]}}",
 }  # fmt: skip
+
+
+# Keys for what is a flag of a verb here.
+FLAGS = {"resume_from_checkpoint": "optrush train CONFIG --resume auto"} | spread({
+    "hours max_hours time max_time deadline time_limit": "optrush plan CONFIG --solve hours=N finds the steps",
+    "usd cost max_cost dollars price budget": "optrush plan CONFIG --solve usd=N (or hours=N) finds the steps",
+})  # fmt: skip
 
 
 def foreign_spelling(key: str, value: Any) -> str | None:
@@ -594,13 +601,15 @@ def foreign_spelling(key: str, value: Any) -> str | None:
         rule = to("@budget")
     place = NEAREST.get(name) or NEAREST.get(rule.to, rule.to)
     line = LINES.get(name) or LINES.get(rule.to) or _line(place)
-    if name == "resume_from_checkpoint":
-        return "no key: optrush train CONFIG --resume auto"
+    if name in FLAGS:
+        return f"no key: {FLAGS[name]}"
     if not line or rule.to == key:
         return None
     if value is False:
         return "leave it out: it is off unless it is written"
     known = rule.values or {}
+    if rule is TEMPLATE and value not in known and not str(value).endswith((".jinja", ".jinja2", ".j2")):
+        return f"leave it out: {rule.idle}, and none on rows of text, or of prompt and completion"
     value = known.get(value if isinstance(value, str | int | float) else "", known.get(True, value))
     if value in (None, {}):
         return "leave it out: so it is unless something else is written"

@@ -125,8 +125,14 @@ NAMED: dict[str, Device] = {
     "b200": _gpu("NVIDIA B200", (10, 0), 2.25e15, 7.5e13, 8.0e12, 9.0e11, 178.3),
     "mi300x": Device("cuda", "AMD Instinct MI300X", (8, 0), None, bandwidth_bytes_s=5.3e12, memory_bytes=191 * GIB),
 }
+# Of the datasheet's rate of 16-bit products, what is left for long where a small power limit lowers the clock:
+# of a T4 at 70 W cuBLAS kept 24 of 65 TFLOP/s (forums.developer.nvidia.com/t/about-gpu-peak-performance/264462).
+SUSTAINED = {"Tesla T4": 24 / 65}
 # Where several products have one name: what to ask.
-AMBIGUOUS = {"a100": ("a100-40", "a100-80"), "4060ti": ("4060ti-8", "4060ti-16")}
+AMBIGUOUS = {
+    "a100": ("a100-40", "a100-80"), "4060ti": ("4060ti-8", "4060ti-16"), "rtx4000": ("a4000", "4000ada"),
+    "rtx5000": ("a5000", "5000ada"), "rtx6000": ("a6000", "6000ada", "rtxpro6000"),
+}  # fmt: skip
 # US dollars an hour of one card: list prices of rented ones, September to October 2026 (akash.network/pricing/gpus,
 # openrelay.inc/pricing, verda.com/pricing). Prices change: they rank cards, and `--price` gives your own.
 PRICES_USD_H = {
@@ -225,7 +231,7 @@ def parse_hardware(text: str) -> tuple[Device, int]:
         close = difflib.get_close_matches(name, NAMED, 1) or _as_large(name)
         nearest = f"did you mean {' or '.join(f'`{n}`' for n in close)}? " if close else ""
         nearest = f"for the memory alone write {name}GiB; " if re.fullmatch(r"[0-9]{1,3}", name) else nearest
-        do = f"{nearest}known: {known}; several as 2xh200, others as 24GiB"
+        do = f"{nearest}of a card that is not listed give the memory: 24GiB; several: 2xh200; known: {known}"
         raise ConfigError(f"the hardware {text}", "no such name", do)
     return NAMED[name], count
 

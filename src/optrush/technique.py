@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, get_args, get_origin, get_type_hints
 
 import optrush
 from optrush.config import Config, accepted, nearest, refuse_method
@@ -165,6 +165,7 @@ class Rollout:
     room: int  # tokens of a slot, prompt and answer
     mean: float  # tokens of a prompt and an answer of `most`
     served: bool = False  # by another program: nothing of them is on this device
+    narrow: int = 0  # slots where products, keys and values have 16 bits
 
 
 class RowImages(NamedTuple):
@@ -534,6 +535,9 @@ def _instance(cls: type[Technique], options: Mapping[str, Any]) -> Technique:
     for option in options:
         if option not in fields:
             todo = nearest(option, fields) if fields else f"`{cls.name}` takes no options"
+            if todo.startswith("known"):
+                types = get_type_hints(cls)
+                todo = "known: " + ", ".join(name + _values(types[name]) for name in sorted(fields))
             raise ConfigError(f"`{cls.name}: {option}`", "no such option", todo)
     options = {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}  # as YAML has them
     for option, value in options.items():
@@ -542,6 +546,14 @@ def _instance(cls: type[Technique], options: Mapping[str, Any]) -> Technique:
         except ValidationError as error:
             raise ConfigError(f"`{cls.name}: {option}`", f"{value!r}", accepted(error.errors())) from None
     return cls(**options)
+
+
+def _values(annotation: Any) -> str:
+    """Return the values that an option takes, where these are listed."""
+    given = [
+        value for part in (annotation, *get_args(annotation)) if get_origin(part) is Literal for value in get_args(part)
+    ]
+    return f" ({', '.join(map(str, given))})" if given else ""
 
 
 @cache  # a search makes the same few hundred options for each model and card
@@ -574,7 +586,9 @@ def settle(techniques: Sequence[Technique], env: Environment, classes: Sequence[
     if env.paired and env.shape is not None and not env.shape.separates:
         raise NeedsError("rows of pairs", f"a {env.shape.family}, whose documents meet in a row", "take objective: sft")
     axes, sharded = mesh_axes(techniques, env.ranks), frozenset(axis for t in techniques for axis in t.shards)
-    env = replaced(env, claimed=claimed, spec=spec, axes=axes, sharded=sharded)
+    if (rollout := env.rollout) is not None and Part.PRECISION in claimed:
+        rollout = replaced(rollout, slots=rollout.narrow)
+    env = replaced(env, claimed=claimed, spec=spec, axes=axes, sharded=sharded, rollout=rollout)
     for t in techniques:
         for part in t.wants - env.claimed:
             able = " or ".join(f"--with {c.name}" for c in classes if part in c.claims)

@@ -97,7 +97,7 @@ def test_refusals_before_a_minute_is_spent(
     assert "no such file" in refused(call, "calibrate", "none.yaml")
     assert "no rates of this device" in refused(call, "calibrate", "--ranks", "2")
     assert "one process exchanges nothing" in refused(call, "calibrate", "--ranks", "1")
-    assert "links have no shapes" in refused(call, "calibrate", "--ranks", "2", write())
+    assert "--ranks measures links alone" in refused(call, "calibrate", "--ranks", "2", write())
     assert "found with these rates" in refused(call, "calibrate", write(), "--set", "batch.micro_tokens=auto")
     monkeypatch.setenv("OPTRUSH_CACHE", str(here / "there.json"))
     assert "$OPTRUSH_CACHE" in refused(call, "calibrate")

@@ -273,7 +273,7 @@ def test_spellings_of_other_tools_are_answered_with_ours(line: str, write: str) 
         ("data.seq", "did you mean `batch.seq`?"), ("steps", "did you mean `train.steps`?"),
         ("train.seed", "did you mean `seed`?"), ("model.dtyp", "did you mean `dtype`?"),
         ("sequence_length", "write `batch: {seq: 1000000}`"), ("optim.name", "known: betas"),
-        ("train.tokens", "write `train: {steps: N}, where N is 1000000 / batch.tokens`"),
+        ("train.tokens", "write `train: {steps: N}`, where `optrush plan CONFIG --solve tokens=1000000` finds `N`"),
     ],
 )  # fmt: skip
 def test_a_key_that_is_elsewhere_is_found(key: str, do: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,7 @@ def test_for_people(call: Call) -> None:
     assert (
         first.startswith("fits on NVIDIA H200, rows of 2,048 tokens: full, ")
         and "tokens/s" in first
-        and " steps, " in first
+        and " steps of 32,768 tokens, " in first
         and "USD" in first
     )
     assert "as configured: " in short.out and "backward.gate_up" not in short.out
@@ -39,7 +40,7 @@ def test_for_people(call: Call) -> None:
         "h per billion tokens",
     ):  # fmt: skip
         assert text in found.out, text
-    assert max(map(len, found.out.splitlines())) <= 160
+    assert max(map(len, found.out.splitlines())) <= 168
 
 
 def test_for_programs(call: Call) -> None:
@@ -74,6 +75,37 @@ def test_a_question_takes_no_option_that_it_would_ignore(call: Call, here: Path,
     found = call("plan", str(LLAMA), "--hardware", "h200", "--solve", "batch", *beside)
     assert found.code == 2 and f"--solve batch with {beside[0]}" in found.err and not Path("x.yaml").exists()
     assert "with --hardware" in call("plan", str(LLAMA), "--hardware", "h200", "--solve", "cheapest").err
+
+
+@pytest.mark.parametrize(
+    ("what", "card", "steps", "hours"),
+    [("tokens=1e9", "h100", 30518, None), ("hours=2", "h100", None, 2), ("usd=5", "2xh100", None, 5 / 2.71 / 2),
+     ("hours=0.5", "l4", None, 0.5)],
+)  # fmt: skip
+def test_steps_within_a_limit(call: Call, what: str, card: str, steps: int | None, hours: float | None) -> None:
+    """The steps that hours, dollars or tokens allow take as long as the plan of so many steps says."""
+    given = ["plan", "meta-llama/Llama-3.2-1B", "--set", "method=lora", "--hardware", card, "--json"]
+    found = json.loads(call(*given, "--solve", what).out)
+    assert steps in (None, found["steps"]) and (hours is None or found["hours"] == pytest.approx(hours, rel=0.01))
+    planned = json.loads(call(*given, "--set", f"train.steps={found['steps']}").out)["answer"]["methods"][0]
+    assert planned["hours"] == pytest.approx(found["hours"], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("what", "card", "said"),
+    [("usd=5", "l4", "no list price of NVIDIA L4"), ("tokens=many", "h100", "write tokens=1e9"),
+     ("hours=2", "mi300x", "is not known"), ("hours=1e-3", "h100", "start, one step and end take"),
+     ("time", "h100", "hours=2, usd=5, tokens=1e9; without --solve the plan has the time")],
+)  # fmt: skip
+def test_limits_that_cannot_be_met(call: Call, what: str, card: str, said: str) -> None:
+    found = call("plan", "meta-llama/Llama-3.2-1B", "--set", "method=lora", "--hardware", card, "--solve", what)
+    assert found.code == 2 and said in found.err
+
+
+@pytest.mark.parametrize("key", ["train.hours", "train.max_time", "train.budget", "train.cost", "deadline"])
+def test_a_limit_as_a_key_is_a_question_of_the_plan(call: Call, key: str) -> None:
+    found = call("plan", "meta-llama/Llama-3.2-1B", "--hardware", "h100", "--set", f"{key}=2")
+    assert found.code == 2 and "no key: optrush plan CONFIG --solve " in found.err
 
 
 def test_answers_name_the_rows_that_they_are_for(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +148,7 @@ def test_what_cannot_run_there_is_said_and_others_are_found(call: Call) -> None:
     small = ["--set", "model.shape=qwen2.5-0.5b", "--hardware", "t4"]  # the 1B model fits there in no way
     found = call("plan", str(LLAMA), *small)
     assert found.code == 0
-    assert "`bf16` needs a device that multiplies in bf16" in found.out and "  1. " in found.out
+    assert "`bf16` needs a device with bf16 matmuls" in found.out and "  1. " in found.out
     document = json.loads(call("plan", str(LLAMA), *small, "--json").out)
     assert document["peak_bytes"] is None and not document["fits"]
     assert document["refused"]["found"].startswith("Tesla T4") and document["alternatives"]
@@ -195,7 +227,7 @@ def test_a_model_without_a_yaml(call: Call, tmp_path: Path) -> None:
     folder = str(model(tmp_path / "m"))
     found = call("plan", folder, "--hardware", "h100")
     assert found.code == 0 and found.out.startswith("fits on NVIDIA H100"), found.err
-    assert "tokens/s; this data: 100 steps" in found.out.splitlines()[0]
+    assert "tokens/s; 100 steps of 32,768 tokens, " in found.out.splitlines()[0]
     assert "(basis: traced, datasheet)" in found.out
     details = call("plan", folder, "--hardware", "h100", "--details", "--with", "amp", "--set", "batch.seq=512")
     assert "traced: what products give" in details.out and "models of the family" not in details.out
@@ -215,7 +247,51 @@ def test_a_model_with_another_objective(call: Call, objective: str) -> None:
     document = json.loads(call(*given, "--data", "sample:recipes").out)
     assert document["refused"] is None and document["fits"]
     found = call(*given)  # random tokens suit only pretrain
-    assert "name a file of such rows" in found.out + found.err and "batch.tokens" not in found.err
+    assert "name a file of rows with " in found.out + found.err and "batch.tokens" not in found.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "first", "code"),
+    [
+        (["--set", "objective=dpo"], "no data given for `objective: dpo`; planned with rows that are full:", 0),
+        (["--set", "objective=kto", "--with", "ia3"], "no data given for `objective: kto`; planned with", 0),
+        (["--set", "method=qlora", "--with", "int8"], "invalid as configured: `nf4` with `int8`: both own", 2),
+        (["--set", "method=full", "--with", "int8"], "invalid as configured: `int8`: no technique sets", 2),
+        (["--with", "bf16", "--with", "amp"], "invalid as configured: `amp` with `bf16`: both own", 0),
+    ],
+)
+def test_a_refusal_comes_before_what_fits(call: Call, flags: list[str], first: str, code: int) -> None:
+    """What fits is not said first where the run as asked is refused, nor that nothing fits."""
+    found = call("plan", "Qwen/Qwen3-0.6B", "--hardware", "4090", *flags)
+    assert found.out.startswith(first) and found.code == code and "does NOT fit" not in found.out
+    assert "as configured: refused\n  asked: " in found.out
+
+
+@pytest.mark.parametrize("flags", [["int8"], ["recompute"], ["lora", "--with", "int8"], ["fp8"]])
+def test_a_technique_of_a_models_first_run_joins_what_is_chosen(call: Call, flags: list[str]) -> None:
+    """As `optrush init --with` chooses the others: not a run of this technique alone."""
+    found = call("plan", "Qwen/Qwen3-1.7B", "--hardware", "4090", "--with", *flags)
+    (configured,) = (line for line in found.out.splitlines() if line.startswith("as configured: "))
+    assert found.out.startswith("fits on") and " GiB, fits; " in configured and " attention" in found.out
+
+
+@pytest.mark.parametrize(("hardware", "prompts"), [("h100", 8), ("2xh100", 8), ("4090", 2048)])
+def test_sampled_answers_have_one_speed(call: Call, tmp_path: Path, hardware: str, prompts: int) -> None:
+    """The set is chosen by what a rank samples, and in the precision of the set."""
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "What is two and two, and why?", "completion": "4"}\n' * 64)
+    given = ["--set", "objective=grpo", "--set", "method=qlora", "--data", str(tmp_path / "sums.jsonl")]
+    given += ["--set", f"grpo.prompts={prompts}"]
+    lines = call("plan", "Qwen/Qwen3-4B", "--hardware", hardware, *given).out.splitlines()
+    configured, decided = (next(t for t in lines if t.startswith(b)) for b in ("as configured: ", "  micro-batch "))
+    (one,), (other,) = (re.findall(r"([\d,]+) tokens/s", text) for text in (configured, decided))
+    assert one == other and "steps; answers decide how long" in lines[0]
+
+
+def test_a_card_without_a_price_is_said(call: Call) -> None:
+    given = ("plan", "Qwen/Qwen3-0.6B", "--hardware")
+    assert call(*given, "l4").out.splitlines()[0].endswith(", no list price (--price USD)")
+    for more in (["l4", "--price", "0.8"], ["4090"], ["cpu"]):
+        assert "no list price" not in call(*given, *more).out
 
 
 def test_what_fits_is_said_once(call: Call) -> None:

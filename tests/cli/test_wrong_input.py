@@ -155,8 +155,11 @@ VALUES: dict[str, Case] = {
         {"model": "meta-llama/Lama-3.1-8B"}, [],
         ("did you mean the hub id `meta-llama/Llama-3.1-8B`, whose sizes are stored here? Else check the name",),
     ),
-    "hub id of a shape": ({"model": "openai/gpt-oss-20b"}, [], ("did you mean `optrush plan shape:gpt-oss-20b`",)),
-    "hub id of another size": ({"model": "meta-llama/Llama-3.1-405B"}, [], ("do:    check the name",)),
+    "hub id of another size": (
+        {"model": "meta-llama/Llama-3.1-13B"}, [],
+        ("do:    check the name", "a plan needs its config.json alone", "are stored here of meta-llama/Llama-3."),
+    ),
+    "hub id like none": ({"model": "x9/zz"}, [], ("a plan needs its config.json alone)",)),
     "hub id without its owner": ({"model": "qwen2.5-7b"}, [], ("a hub id such as `Qwen/Qwen2.5-7B`, or `tiny`",)),
     "neither path nor shape": (
         {"model": {"dtype": "float32"}}, [], ("`model.path` and `model.shape`", "neither", "give exactly one"),
@@ -196,6 +199,14 @@ VALUES: dict[str, Case] = {
     "unknown technique by flag": ({}, ["--with", "zzz"], ("the technique `zzz`", "known: adam4bit, adam8bit, amp")),
     "unknown option": (
         {"with": {"attention": {"imp": "sdpa"}}}, [], ("`attention: imp`", "no such option", "did you mean `impl`?"),
+    ),
+    "another program's option of a technique": (
+        {"with": {"attention": {"kernel": "fa2"}}}, [],
+        ("`attention: kernel`", "impl (masked, sdpa, varlen, cudnn, fa4)"),
+    ),
+    "a chat template that is no file": (
+        {"model": {"path": "tiny", "chat_template": "none"}}, [],
+        ("`model.chat_template: none`", "no such file", "left out, "),
     ),
     "option of none": (
         {"with": {"fused-adamw": {"x": 1}}}, [], ("`fused-adamw: x`", "no such option", "takes no options"),
@@ -372,6 +383,8 @@ ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
     "no target": ('{"text": "", "id": 3}', ("text is empty",)),
     "unknown role": ('{"messages": [{"role": "bot", "content": "Hm"}]}', ("messages[0].role is 'bot'", "assistant")),
     "empty turn": ('{"messages": [{"role": "assistant", "content": " "}]}', ("messages[0].content", "empty assistant")),
+    "captions": ('{"image": "a.png", "caption": "Hm"}', ("images with captions", "'image', 'caption'", "ITS_FOLDER")),
+    "descriptions": ('{"images": ["a.png"], "description": "Hm"}', ("images with captions", "metadata.csv or")),
     "neither": ('{"prompt": "Hm"}', ("neither 'text' nor 'messages'", "'prompt'")),
     "null": ('{"text": null}', ("text is null, not a string",)),
     "empty line": ("", ("an empty line",)),
@@ -383,7 +396,8 @@ def test_row(name: str, call: Call, write: Write, here: Path) -> None:
     line, says = ROWS[name]
     good = (here / "chat.jsonl").read_text().splitlines()
     (here / "chat.jsonl").write_text("\n".join([good[0], line, good[1]]) + "\n")
-    refused(call("train", write()), "chat.jsonl:2", "fix that line", *says)
+    do = () if "images with captions" in says else ("fix that line",)
+    refused(call("train", write()), "chat.jsonl:2", *do, *says)
 
 
 def test_text_without_a_target(call: Call, write: Write, model: Path, here: Path) -> None:

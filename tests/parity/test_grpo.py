@@ -971,6 +971,8 @@ def test_a_plan_counts_what_a_token_reads_of_weights(folder):
     assert alone["rollout.casts"] > 0 and not cut.get("rollout.casts")
     lora, nf4 = (seconds("h200", "bf16", "lora", *more) for more in ((), ("nf4",)))
     assert nf4["rollout.dense"] > 0.3 * nf4["rollout.weights"] and "rollout.dense" not in lora
+    for frozen in (seconds("h200", "amp", "lora"), seconds("h200", "amp", "ia3")):  # held in the products' type
+        assert frozen["rollout.weights"] == pytest.approx(half["rollout.weights"]) and not frozen.get("rollout.casts")
 
 
 def test_what_repeats_or_measures_steps_is_refused(folder):

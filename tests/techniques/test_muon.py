@@ -228,7 +228,7 @@ def test_which_parameters_it_steps(box):
 def test_it_refuses_cut_matrices(box):
     with pytest.raises(NeedsError, match="whole matrices") as error:
         search.predict(golden_run(box, fsdp={}, muon={}), "2xh200")
-    assert "cuts them over the ranks" in error.value.found and "take ddp instead" in error.value.do
+    assert "shards them over the ranks" in error.value.found and "take ddp instead" in error.value.do
 
 
 def test_it_refuses_frozen_matrices(box):

@@ -172,7 +172,7 @@ REFUSED = [
     ({}, {}, ("batch.seq=47", "batch.tokens=376", "batch.micro_tokens=47"), 2, "no multiple of 2"),
     ({}, {"pad": {}}, (), 2, "widths of their own"),
     ({}, {"nf4": {}, "lora": {}}, (), 2, "fewer bits"),
-    ({}, {"muon": {}}, (), 2, "cuts them over the ranks"),
+    ({}, {"muon": {}}, (), 2, "shards them over the ranks"),
     ({}, {"adam8bit": {}}, (), 2, "by columns"),
     ({}, {"adam4bit": {}}, (), 2, "by columns"),
     ({}, {"update-in-backward": {}}, ("optim.clip=null",), 2, "over ranks"),

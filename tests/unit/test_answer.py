@@ -143,6 +143,11 @@ def test_a_technique_of_another_method(method: str, name: str, do: str) -> None:
         ("lora_r: 8", "write `with: {lora: {rank: 8}}`"),
         ("bf16: true", "with: {amp: {}} (float32 weights)"),
         ("model_name_or_path: x", "write `model: x`"),
+        ("template: none", "leave it out: the chat template of the model's own"),
+        ("template: llama3", "leave it out: the chat template of the model's own"),
+        ("chat_template: default", "leave it out: the chat template of the model's own"),
+        ("chat_template: chatml", "write `model: {chat_template: chatml}`"),
+        ("chat_template: own.jinja", "write `model: {chat_template: own.jinja}`"),
     ],
 )
 def test_words_of_other_trainers(text: str, do: str) -> None:
@@ -275,6 +280,35 @@ def test_what_a_search_does_not_choose_is_kept_on_several_ranks() -> None:
     config = run("llama-3.2-1b", 8, method="full", **{"with": {"fp8": {}}})
     found = search.search(with_method(config), "8xh100", whole=False).settings[0]
     assert "fp8" in found.with_ and {"ddp", "fsdp"} & found.with_.keys()
+
+
+@pytest.mark.parametrize(
+    ("model", "card"),
+    [
+        ("Qwen/Qwen3-8B", "h200"), ("meta-llama/Llama-3.1-8B", "h200"), ("Qwen/Qwen3-4B", "h100"),
+        ("meta-llama/Llama-3.2-3B", "h100"), ("Qwen/Qwen3-0.6B", "3060"),
+    ],
+)  # fmt: skip
+def test_what_is_decided_is_as_fast_as_what_a_whole_search_finds(model: str, card: str) -> None:
+    """Where memory is short, float32 with a kernel of its own beats 16 bits without, and loses to 16 bits with one."""
+    config = run(model, method="full")
+    decided = search.predict(config, card).tokens_per_s or 0.0
+    whole = search.search(config, card, keep_maths=True).settings[0].prediction.tokens_per_s or 0.0
+    assert decided > 0.9 * whole > 0
+
+
+def test_the_maths_are_kept_in_what_is_near(tmp_path) -> None:
+    """What is suggested to somebody who keeps the maths fits with them kept, or says that they change."""
+    found = answer.answer(run("Qwen/Qwen3-8B", method="full", **{"with": {}}), "a100-80", keep_maths=True)
+    assert found.best is None and found.nearest[0].startswith("other maths: leave out --keep-maths (full, ")
+    (card,) = (line.split()[3] for line in found.nearest if line.startswith("other hardware"))
+    assert answer.answer(run("Qwen/Qwen3-8B", method="full", **{"with": {}}), card, keep_maths=True).best
+    assert "--set method=full" not in " ".join(found.nearest)
+
+
+def test_the_largest_batch_of_a_run_that_fits_by_other_maths(tmp_path) -> None:
+    text, values = answer.solve(run("meta-llama/Llama-3.1-8B", method="full"), "h100", "batch")
+    assert values["micro_tokens"] >= 2048 and ", by full: bf16 " in text
 
 
 def test_smaller_steps_are_near(tmp_path) -> None:

@@ -90,7 +90,7 @@ def test_a_run_is_resumed_on_other_ranks(tmp_path: Path) -> None:
 
 
 def test_nothing_fits_and_what_would_is_named() -> None:
-    with pytest.raises(UserError, match=r"no set .* keeps the type of the weights \(float32\) fits") as refused:
+    with pytest.raises(UserError, match=r"float32 weights as configured\nfound: it needs at least") as refused:
         decide(
             run(model={"shape": "llama-3.1-8b"}, objective="pretrain", data={"random": 8}),
             device=hardware.NAMED["4090"],

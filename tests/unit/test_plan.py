@@ -130,7 +130,9 @@ def test_cards_as_people_write_them(text, name):
         ("0xh100", "0 devices"), ("0 x 4090", "0 devices"), ("h10", "did you mean `h100`"), ("A100", "several cards"),
         ("4090 48GB", "no such name"), ("1.5xh100", "did you mean `h100`"), ("-1xh100", "did you mean `h100`"),
         ("24", "write 24GiB"), ("a100x8", "several cards"), ("x8", "no such name"), ("8**h100", "no such name"),
-        ("0GB", "without memory"), ("4090 0GB", "no such name"), ("-4090", "no such name"), ("4090é", "no such name"),
+        ("0GB", "without memory"), ("rtx 6000", "a6000 or 6000ada or rtxpro6000"), ("RTX5000", "a5000 or 5000ada"),
+        ("1080ti", "of a card that is not listed give the memory: 24GiB"),
+        ("4090 0GB", "no such name"), ("-4090", "no such name"), ("4090é", "no such name"),
     ],
 )  # fmt: skip
 def test_hardware_that_is_no_such(text, said):
@@ -379,6 +381,13 @@ def test_a_smaller_card_recomputes_or_takes_smaller_micro_batches():
     big, small = search.search(llama(), "h200").settings[0], search.search(llama(), "4090").settings[0]
     assert small.micro_rows < big.micro_rows
     assert small.prediction.peak_bytes < hardware.NAMED["4090"].memory_bytes
+
+
+@pytest.mark.parametrize(("name", "tflop_s"), [("t4", 24.0), ("h100", 0.66 * 989.5), ("v100", 0.66 * 125)])
+def test_a_card_whose_power_limit_lowers_its_clock(name, tflop_s):
+    rates = cost.device_rates(hardware.NAMED[name])
+    assert rates is not None and rates.products[True][""] == pytest.approx(tflop_s * 1e12)
+    assert rates.attention[True][""] < rates.products[True][""]
 
 
 def test_a_card_without_bf16_products():

@@ -13,12 +13,28 @@ from optrush.config import parse_config
 from optrush.errors import ConfigError, NeedsError
 from optrush.models.families import FAMILIES
 from optrush.models.shapes import SHAPES, ModelShape, RopeShape, native_obstacle, refuse_foreign
+from optrush.models.source import known_config
 from optrush.planner import search
 
 TINY = {
     "model_type": "llama", "vocab_size": 100, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 3,
     "num_attention_heads": 6, "num_key_value_heads": 2,
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("Qwen/Qwen3-30B-A3B", 30.53), ("Qwen/Qwen3-235B-A22B", 235.09), ("openai/gpt-oss-20b", 20.91),
+        ("openai/gpt-oss-120b", 116.83), ("meta-llama/Llama-3.1-405B", 405.85), ("Qwen/Qwen3.5-9B", 8.95),
+        ("deepseek-ai/DeepSeek-R1-Distill-Llama-70B", 70.55), ("deepseek-ai/DeepSeek-R1-Distill-Qwen-14B", 14.77),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", 32.76), ("mistralai/Mixtral-8x7B-v0.1", 46.70),
+    ],
+)  # fmt: skip
+def test_models_that_are_planned_without_a_network(name: str, billions: float) -> None:
+    """Sizes that their model cards give."""
+    config = known_config(name)
+    assert config is not None and round(ModelShape.read(config).parameters / 1e9, 2) == billions
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from optrush.cli.options import Json, Set, With, Without, given, launches, read_run
-from optrush.errors import ConfigError, ConflictError, NeedsError, UserError
+from optrush.errors import ConfigError, ConflictError, NeedsError, NoRowsError, UserError
 from optrush.hardware import GIB, counted, first_device, first_priced, parse_hardware, price_usd_h
 from optrush.launch import NOT_SHARED, launched
 
@@ -64,7 +64,7 @@ def plan(
     solve: Annotated[
         str | None,
         typer.Option(
-            "--solve", metavar="WHAT", help="longest (row), largest-model, gpus (fewest), cheapest (card), batch"
+            "--solve", metavar="WHAT", help="longest, largest-model, gpus, cheapest, batch, hours=N, usd=N, tokens=N"
         ),
     ] = None,
     host_memory: Annotated[
@@ -84,7 +84,7 @@ def plan(
     """
     hardware = hardware if host_memory is None else _hosted(hardware, host_memory, solve)
     config = _asked(path, data, first_priced() if solve == "cheapest" else hardware, set_, with_, without)
-    from optrush.decide import decide
+    from optrush.decide import NothingFits
     from optrush.planner import answer as asked
     from optrush.planner import search as planner
 
@@ -105,8 +105,7 @@ def plan(
     prediction: Prediction | None = None
     refused: UserError | None = None
     try:
-        device, ranks = parse_hardware(hardware)
-        decided = decide(config, ranks=ranks, device=device, here=hardware == "auto")
+        decided = _decided(config, hardware, _is_file(path))
         prediction = planner.predict_decided(decided)
     except (ConfigError, ConflictError, NeedsError) as error:  # another setting may run there
         refused = error  # if none can, the search raises it too
@@ -115,10 +114,20 @@ def plan(
         print(json.dumps(_document(config, decided, prediction, refused, found, hardware, price)))
     else:
         print("\n".join(_text(config, hardware, decided, prediction, refused, found, price, details)))
-    if refused is not None and _lacking_all(config, found):  # what fits is another run than what was configured
+    other = not isinstance(refused, NothingFits) and found.best is None  # no lack of memory
+    if refused is not None and (other or _lacking_all(config, found)):  # what fits is another run than was configured
         raise refused if out is not None else typer.Exit(2)  # nothing is written
     if out is not None:
         _write(config, hardware, found, out)
+
+
+def _decided(config: Config, hardware: str, own: bool) -> Decided:
+    """Decide the run of a file as written, the run of a model with what `optrush init` would add to --with."""
+    from optrush.decide import changed, decide
+
+    (device, ranks), adds = parse_hardware(hardware), bool(config.with_) and not own
+    config = changed(config, {"method": config.method or "auto"}) if adds else config
+    return decide(config, ranks=ranks, device=device, here=hardware == "auto", choose=adds or None)
 
 
 def _hosted(hardware: str, memory_gib: float, solve: str | None) -> str:
@@ -140,9 +149,14 @@ def _solved(config: Config, hardware: str, what: str, others: Sequence[str], as_
     return json.dumps(values) if as_json else text
 
 
+def _is_file(path: Path) -> bool:
+    """Return whether a file is meant, not a model."""
+    return path.is_file() or path.suffix in (".yaml", ".yml", ".json")
+
+
 def _asked(path: Path, data: str | None, name: str, *flags: list[str]) -> Config:
     """Return the configuration of a YAML, or that of a first run of a model."""
-    if path.is_file() or path.suffix in (".yaml", ".yml", ".json"):
+    if _is_file(path):
         if data is not None:
             raise ConfigError(f"--data {data}", f"{path} names its data", f"--set data.path={data}")
         return read_run(path, *flags)
@@ -253,10 +267,14 @@ def _text(
     answer: Answer, price: float | None, details: bool,
 ) -> list[str]:  # fmt: skip
     """Format the answer, its methods and better settings; with `details` memory as bars, work and other models."""
+    from optrush.decide import NothingFits
     from optrush.planner.run_time import run_time
 
     lines = [*_answer_lines(config, hardware, answer, price), ""]
-    if refused is not None and _lacking_all(config, answer):
+    if isinstance(refused, NoRowsError):
+        lines.insert(0, f"no data given for `objective: {config.objective}`; planned with rows that are full:")
+    elif refused is not None and not isinstance(refused, NothingFits):
+        lines[: answer.best is None] = ()  # memory did not rule it out
         lines.insert(0, f"invalid as configured: {refused.asked}: {refused.found}; alternatives:")
     if details:
         lines.append("as configured")
@@ -268,15 +286,17 @@ def _text(
         size = f"{prediction.peak_bytes / GIB:.2f} GiB{_on_host(prediction)}"
         lines.append(f"as configured: {size}, {fits}; {_speed(prediction)}{time}")
         lines += [] if decided is None else decided.lines()
-    else:
-        lines.append("as configured")
+    elif refused is not None:
+        lines.append(f"as configured: {'does NOT fit' if isinstance(refused, NothingFits) else 'refused'}")
     if refused is not None:
         lines += [f"  {text}" for text in str(_pointing(refused, answer)).splitlines()]
     found = answer.found
     if found.settings:
         first = f"the best of {found.tried} compatible sets of techniques, each with its micro-batch"
-        unknown = found.settings[0].prediction.tokens_per_s is None
-        lines += ["", first + ", in the order of their speeds on an H100" * unknown]
+        speeds = [s.prediction.tokens_per_s for s in found.settings]
+        first += "" if None not in speeds else ", in the order of their speeds on an H100"
+        first += "" if speeds == sorted(speeds, key=lambda s: -(s or 0)) else "; the whole run decides, start included"
+        lines += ["", first]
     for place, setting in enumerate(found.settings, 1):
         lines.append(f"  {place}. {setting.title}{_without(config, setting)}")
         lines.append(f"     {_short(setting)}")
@@ -369,12 +389,16 @@ def _time(config: Config, time: RunTime, hardware: str, price: float | None) -> 
     from optrush.console import duration
 
     if time.steps is None or time.start_s is None or time.steps_s is None or time.end_s is None:
-        return ""
+        return f"; {time.steps:,.0f} steps; answers decide how long each takes" if config.grpo and time.steps else ""
     about = "" if config.train.steps is not None else "about "
     start, steps, end = map(duration, (time.start_s, time.steps_s, time.end_s))
     usd = _usd(time.seconds, hardware, price)
-    text = f"; this data: {about}{time.steps:,.0f} steps, {steps} + start {start} + end {end}"
-    return text + ("" if usd is None else f", {usd:,.2f} USD")
+    own, size = "this data: ", ""
+    if config.data.random is not None:
+        own, size = "", f" of {config.batch.tokens:,} tokens"
+    text = f"; {own}{about}{time.steps:,.0f} steps{size}, {steps} + start {start} + end {end}"
+    unknown = ", no list price (--price USD)" * (hardware != "auto" and parse_hardware(hardware)[0].kind == "cuda")
+    return text + (unknown if usd is None else f", {usd:,.2f} USD")
 
 
 def _other_lines(config: Config, hardware: str, answer: Answer) -> list[str]:
@@ -511,7 +535,7 @@ def calibrate(
         raise ConfigError("--ranks 1", "one process exchanges nothing", "take two or more, or leave it out")
     if ranks > 1:
         if path is not None:
-            raise ConfigError("--ranks with a CONFIG", "links have no shapes", "leave one of the two out")
+            raise ConfigError("--ranks with a CONFIG", "--ranks measures links alone", "leave one of the two out")
         _calibrate_links(ranks, seconds if given(context, ["seconds"]) else LINK_S, out, as_json)
         return
     if launched()[1] > 1:

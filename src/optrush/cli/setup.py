@@ -53,7 +53,7 @@ def init(
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option("--data", metavar="DATA", help="a JSON Lines file, sample:recipes, random[:ROWS], or images"),
+        typer.Option("--data", metavar="DATA", help="file of rows, sample:recipes, random[:ROWS], folder of images"),
     ] = None,
     output: Annotated[str | None, typer.Option("--output", metavar="DIR", help="the run's folder")] = None,
     teacher: Annotated[

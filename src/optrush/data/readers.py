@@ -496,7 +496,7 @@ def chunks(file: Path, size_bytes: int = 16 << 20, text_rows: str = "file") -> I
 
 def _checked(path: Path) -> tuple[str, str]:
     if path.is_dir():
-        raise DataError(f"rows from {path}", "a folder, not a file", "name a .jsonl file inside it")
+        raise DataError(f"rows from {path}", "a folder", "name a .jsonl file in it; of images: init --data FOLDER")
     if not path.exists():
         raise DataError(f"rows from {path}", "no such file", "check the path")
     known = form(regular(path))

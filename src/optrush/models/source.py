@@ -134,9 +134,12 @@ def _download(name: str, patterns: list[str], revision: str | None = None) -> Pa
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         found = f"no such folder, not in the cache, and the hub cannot be reached: {first_line(error)}"
         do = f"check the name and the network; or run `hf download {name}` where there is one, and name the folder"
+        do += " (a plan needs its config.json alone)"
         if (meant := _stored_like(name)) and meant != name:
             what = f"the hub id `{meant}`" if meant in _published() else f"`optrush plan shape:{meant}`"
             do = f"did you mean {what}, whose sizes are stored here? Else {do}"
+        elif near := difflib.get_close_matches(name, _published(), 3, 0.6):
+            do += f"; sizes are stored here of {', '.join(near)} and others (docs/models.md)"
         raise ConfigError(asked, found, do) from None
 
 

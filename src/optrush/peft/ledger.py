@@ -312,6 +312,9 @@ def predict_frozen(
     if not any(trained.values()):
         yield live(tagged("tied"), why, gone=True)
     yield live("casts.blocks", stays, gone=True)
+    if (r := env.rollout) is not None and not r.served and env.device.kind == "cuda":
+        yield live("rollout.weights", stays, role="product")
+        yield from () if "dp" in env.sharded else (live("rollout.casts", stays, gone=True),)
     if env.shape is not None and env.shape.experts is not None:
         yield live("saved.entering router", "a frozen router's product does not save it", gone=True)
     if not trained["head"]:
@@ -319,7 +322,7 @@ def predict_frozen(
             yield live(copies, stays, gone=True)
         yield live("head.products", "the head's own gradient is not made", times=4 / 6)
         if Part.HEAD in env.claimed:
-            yield live("head.gradient", "the head has none", gone=True)
+            yield live("head.gradient", "the frozen head has no gradient", gone=True)
     yield live(tagged("backward", "products"), "the weights' gradients are not made", times=0.5)
     yield live(tagged("normalised"), "only the norms' own gradients read it", gone=True)
     if env.shape is not None:
@@ -427,7 +430,7 @@ def predict_quantized(env: Environment, width_bytes: float) -> Iterator[Rule]:
     for way in WAYS:
         why = "codes of a linear read, to make it dense"
         yield like("casts.blocks", WorkItem(f"{way}.packed", why, "micro", values=1.0, role="stored", of=(way,)))
-        why = "the dense weight of a linear written"
+        why = "the weight of a linear, dequantized and written"
         yield like("casts.blocks", WorkItem(f"{way}.unpacked", why, "micro", values=1.0, role="product", of=(way,)))
         yield add(ledger.launched(way, "unpacking.launches", "a kernel for each piece", launches))
     if env.shape is not None:

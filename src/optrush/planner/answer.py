@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from optrush import hardware
-from optrush.config import METHODS, Config
+from optrush.config import METHODS, Config, parse_scalar
 from optrush.data.length_estimate import estimate_tokens
-from optrush.decide import changed, decide, with_method
+from optrush.decide import NothingFits, changed, decide, with_method, with_setting
 from optrush.errors import ConfigError, NeedsError, UserError
 from optrush.hardware import GIB
 from optrush.models.shapes import native_obstacle
@@ -114,7 +115,7 @@ def answer(
     if len(refusals) == len(ways):
         raise refusals[0]
     ranked = _ranked(ways)
-    advice = () if ranked[0].setting is not None or not nearest else tuple(_nearest(config, name, classes))
+    advice = () if ranked[0].setting is not None or not nearest else tuple(_nearest(config, name, classes, keep_maths))
     return Answer(tuple(ranked), found, advice, tokens)
 
 
@@ -191,22 +192,24 @@ def _ranked(ways: Sequence[Way]) -> list[Way]:
 # --- if nothing fits: the smallest change after which something does
 
 
-def fits(config: Config, name: str, classes: Sequence[type[Technique]] = ALL) -> Way | None:
+def fits(
+    config: Config, name: str, classes: Sequence[type[Technique]] = ALL, keep_maths: bool = False
+) -> Way | None:  # fmt: skip
     """Return the best way of a configuration that fits; None: none does, or it cannot be planned there."""
-    if not _any_fits(config, name, classes):
+    if not _any_fits(config, name, classes, keep_maths):
         return None
     try:
-        return answer(config, name, classes, nearest=False).best
+        return answer(config, name, classes, nearest=False, keep_maths=keep_maths).best
     except UserError:
         return None
 
 
-def _any_fits(config: Config, name: str, classes: Sequence[type[Technique]]) -> bool:
+def _any_fits(config: Config, name: str, classes: Sequence[type[Technique]], keep: bool = False) -> bool:
     """Return whether a configuration fits by the method that holds least, of those that the model has."""
     for _, with_ in reversed(methods(config, classes)):
         try:
             of = changed(config, {"with": with_, "method": None})
-            return bool(search.search(of, name, classes, whole=False, scarce=True).settings)
+            return bool(search.search(of, name, classes, whole=False, scarce=not keep, keep_maths=keep).settings)
         except NeedsError:
             continue
         except UserError:
@@ -214,12 +217,14 @@ def _any_fits(config: Config, name: str, classes: Sequence[type[Technique]]) -> 
     return False
 
 
-def _nearest(config: Config, name: str, classes: Sequence[type[Technique]]) -> Iterator[str]:
+def _nearest(config: Config, name: str, classes: Sequence[type[Technique]], keep: bool = False) -> Iterator[str]:
     """Yield a change of method, steps, rows, model and hardware each, the smallest after which something fits."""
+    if keep and (way := fits(config, name, classes)):
+        yield f"other maths: leave out --keep-maths ({way.method}, {_fact(way)})"
     trained = [c.name for c in classes if Part.TRAINED in c.claims | c.wants]
     freed = {n: o for n, o in config.with_.items() if n not in trained}
     other = changed(config, {"method": None, "with": freed})
-    if (config.method is not None or freed != config.with_) and (way := fits(other, name, classes)):
+    if (config.method is not None or freed != config.with_) and (way := fits(other, name, classes, keep)):
         yield f"another method: {typed(way.method)} ({_fact(way)})"
     T, tokens = config.batch.seq, config.batch.seq * hardware.parse_hardware(name)[1]
     smaller = changed(config, {"batch.tokens": tokens, "batch.micro_tokens": None})
@@ -238,9 +243,9 @@ def _nearest(config: Config, name: str, classes: Sequence[type[Technique]]) -> I
     ]
     for options in (steps, rows, models, cards):
         # What comes after one that fits is taken to fit, too.
-        first = bisect_left(options, True, key=lambda o: _any_fits(o[1], o[2], classes))
+        first = bisect_left(options, True, key=lambda o: _any_fits(o[1], o[2], classes, keep))
         for what, other, card in options[first : first + 1]:
-            if way := fits(other, card, classes):
+            if way := fits(other, card, classes, keep):
                 yield f"{what} ({way.method}, {_fact(way)})"
 
 
@@ -332,14 +337,56 @@ def solve(config: Config, name: str, what: str, classes: Sequence[type[Technique
         ConfigError: nothing fits, or no such question.
     """
     asked = {"longest": _longest, "largest-model": _largest, "gpus": _gpus, "cheapest": _cheapest, "batch": _batch}
+    if what.partition("=")[0] in LIMITS:
+        return _within(config, name, classes, what)
     if what not in asked:
-        raise ConfigError(f"--solve {what}", "no such question", f"take {', '.join(asked)}")
+        do = f"take {', '.join(asked)}, {', '.join(LIMITS.values())}; without --solve the plan has the time of the run"
+        raise ConfigError(f"--solve {what}", "no such question", do)
     return asked[what](config, name, classes)
 
 
 def _nothing(what: str, name: str) -> ConfigError:
     do = "optrush plan names the nearest that fits"
     return ConfigError(f"--solve {what}", f"nothing fits on {name}", do)
+
+
+LIMITS = {"hours": "hours=2", "usd": "usd=5", "tokens": "tokens=1e9"}  # of a run, and an example
+
+
+def _within(
+    config: Config, name: str, classes: Sequence[type[Technique]], what: str
+) -> tuple[str, dict[str, Any]]:  # fmt: skip
+    """Return the steps of a run that takes as many hours, dollars or tokens, its start and end included."""
+    unit, _, number = what.partition("=")
+    amount, (device, ranks) = parse_scalar(number), hardware.parse_hardware(name)
+    if isinstance(amount, bool) or not isinstance(amount, int | float) or not 0 < amount < 1e18:
+        raise ConfigError(f"--solve {what}", "no number above 0", f"write {LIMITS[unit]}")
+    usd_s = (hardware.price_usd_h(device) or 0.0) * ranks / 3600
+    if unit == "usd" and not usd_s:
+        raise ConfigError(f"--solve {what}", f"no list price of {device.name}", "divide by your own: --solve hours=N")
+    epoch, limit = estimate_tokens(config), amount * 3600 if unit == "hours" else amount / usd_s if usd_s else 0.0
+
+    def planned(steps: int) -> tuple[Way, float, float, int]:
+        """Return the best way of so many steps, the seconds of one with start and end, of each more, and the steps."""
+        if (way := fits(changed(config, {"train.steps": steps}), name, classes)) is None or way.setting is None:
+            raise _nothing(what, name)
+        p = way.setting.prediction
+        one, two = (run_time(changed(config, {"train.steps": n}), p, epoch).seconds for n in (1, 2))
+        if p.step_s is None or not p.tokens_per_s or one is None or two is None:
+            raise ConfigError(f"--solve {what}", f"the time of a step on {device.name} is not known", "plan without it")
+        tokens = math.ceil(amount / (p.step_s * p.tokens_per_s))
+        return way, one, two - one, tokens if unit == "tokens" else 1 + int(max(0.0, limit - one) / (two - one))
+
+    way, one, more, steps = planned(planned(config.train.steps or 1000)[3])  # a set may pay in a long run alone
+    assert way.setting is not None
+    if unit != "tokens" and limit < one:
+        raise ConfigError(f"--solve {what}", f"start, one step and end take {one / 3600:.2g} hours", "take more")
+    hours, p = (one + (steps - 1) * more) / 3600, way.setting.prediction
+    tokens = steps * (p.step_s or 0.0) * (p.tokens_per_s or 0.0)
+    text = f"--set train.steps={steps}: {tokens:,.0f} tokens in {hours:,.2g} hours"
+    text += f", {hours * 3600 * usd_s:,.2f} USD" if usd_s else ""
+    text += f"; {way.method}, {_fact(way)}, by {way.setting.title}"
+    return text, _values(way) | {"steps": steps, "tokens": tokens, "hours": hours}
 
 
 def _longest(config: Config, name: str, classes: Sequence[type[Technique]]) -> tuple[str, dict[str, Any]]:
@@ -419,7 +466,8 @@ def _gpus(config: Config, name: str, classes: Sequence[type[Technique]]) -> tupl
     if (best := _fewest(config, card, classes, host)) is None:
         raise _nothing("gpus", f"{HOST_GPUS}x{card}")
     count, way = best
-    text = f"{count} x {card}, rows of {config.batch.seq:,} tokens: {way.method}, {_fact(way)}"
+    assert way.setting is not None
+    text = f"{count} x {card}, rows of {config.batch.seq:,} tokens: {way.method}, {_fact(way)}, by {way.setting.title}"
     return text, _values(way) | {"hardware": f"{count}x{card}", "gpus": count}
 
 
@@ -439,13 +487,20 @@ def _cheapest(config: Config, name: str, classes: Sequence[type[Technique]]) -> 
     text += f", about {cost:,.0f} USD per billion tokens"
     if way.time.seconds is not None:
         text += f", {way.time.seconds / 3600 * price:,.2f} USD for this run"
+    text += f"; compared: {', '.join(hardware.PRICES_USD_H)}; no list price of others"
     return text, _values(way) | {"hardware": card, "usd_a_billion_tokens": cost}
 
 
 def _batch(config: Config, name: str, classes: Sequence[type[Technique]]) -> tuple[str, dict[str, Any]]:
     """Search the largest micro-batch of the configuration as it is, or as a run without `with` is planned."""
     device, ranks = hardware.parse_hardware(name)
-    config = decide(config, classes, ranks, device, here=name == "auto").config
+    by = ""
+    try:
+        config = decide(config, classes, ranks, device, here=name == "auto").config
+    except NothingFits:  # by the plan's best set, which changes the maths
+        if (way := fits(config, name, classes)) is None or way.setting is None:
+            raise
+        config, by = with_setting(config, way.setting), f", by {way.method}: {way.setting.title}"
     T = config.batch.seq
 
     def fitting(rows: int) -> bool:
@@ -457,9 +512,8 @@ def _batch(config: Config, name: str, classes: Sequence[type[Technique]]) -> tup
     best = max(itertools.takewhile(fitting, range(best + step, 2 * best, step)), default=best)
     if not best:
         raise _nothing("batch", name)
-    return f"{best} row{'s' * (best > 1)} of {T} tokens a micro-batch: batch.micro_tokens: {best * T}", {
-        "micro_tokens": best * T
-    }
+    text = f"{best} row{'s' * (best > 1)} of {T} tokens a micro-batch: batch.micro_tokens: {best * T}{by}"
+    return text, {"micro_tokens": best * T}
 
 
 def _values(way: Way) -> dict[str, Any]:

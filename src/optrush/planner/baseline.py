@@ -358,7 +358,7 @@ def _work(s: ModelShape, T: int, native: bool, padding: float, cuda: bool) -> It
     matrices = {"qkv": L * (mixing - o), "o": L * o, "gate_up": L * D * s.fed, "down": L * F * D}
     for name, weights in (traced.matrices(s) if isinstance(s, TracedShape) else matrices).items():
         for way, each in zip(WAYS, (2, 4), strict=True):
-            why = f"{each} a weight of the blocks"
+            why = f"{each} FLOP per weight of the blocks"
             yield WorkItem(f"{way}.{name}", why, "token", each * weights, of=(way, "products"))
     for way in WAYS:
         yield from _between_products(s, T, way, cuda)
@@ -366,7 +366,7 @@ def _work(s: ModelShape, T: int, native: bool, padding: float, cuda: bool) -> It
         yield from _delta_rule_work(s.delta, T)
     if s.experts is not None:
         yield from _experts_work(s, s.experts)
-    yield WorkItem("head.products", "6 a weight of the head", "token", 6 * D * V, of=("loss",))
+    yield WorkItem("head.products", "6 FLOP per weight of the head", "token", 6 * D * V, of=("loss",))
     why = "logits, their softmax and their gradients"
     yield WorkItem("head.moved", why, "token", values=4 * V, role="wide", of=("loss",))
     yield WorkItem("head.eager", one, "token", values=6 * V, role="wide", of=("loss", "fusable"))
@@ -418,14 +418,14 @@ def _delta_rule_work(d: DeltaShape, T: int) -> Iterator[WorkItem]:
         yield WorkItem(f"{way}.rule", why, "token", times * flop, of=(way, "delta"))
         why = f"what a chunk reads and writes{again}"
         yield WorkItem(f"{way}.rule.moved", why, "token", values=times * values, role="wide", of=(way, "delta"))
-        why = f"{6 * times} operators a chunk of a row"
+        why = f"{6 * times} kernel launches per chunk of a row"
         yield ledger.launched(way, "rule.launches", why, 6 * times * chunks, "delta")
 
 
 def _experts_work(s: ModelShape, e: ExpertsShape) -> Iterator[WorkItem]:
     D, sparse, k = s.width, len(e.layers), e.active
     for way, each in zip(WAYS, (2, 4), strict=True):
-        why = f"{each} a weight of the routers"
+        why = f"{each} FLOP per weight of the routers"
         yield WorkItem(f"{way}.router", why, "token", each * sparse * D * e.count, of=(way, "experts"))
     for way, each in zip(WAYS, (2, 4), strict=True):
         # torch's grouped product has some 0.83 of the rate of a single one (551 to 714 TFLOP/s at 30B-A3B's shapes).
@@ -551,6 +551,6 @@ def _objective(env: Environment, shape: ModelShape) -> Iterator[Rule]:
             yield ledger.live("casts.head", why, gone=True)
         return
     if env.reference not in (None, "precomputed") and env.spec.adapters_removable:
-        yield ledger.live(ledger.tagged("forward"), "and once more without what is trained, as the reference", times=2)
-        why = "the head of that pass, 2 a weight of it"
+        yield ledger.live(ledger.tagged("forward"), "and a pass of the reference, without adapters", times=2)
+        why = "the head in that pass, 2 FLOP per weight"
         yield ledger.add(WorkItem("reference.head", why, "token", flop, of=("loss",)))

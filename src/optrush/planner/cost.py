@@ -155,6 +155,8 @@ def device_rates(
         return _datasheet(device, (1.0, 1.0, 1.0, 1.0, 1.0, 1.0))
     most, halfway = NARROW if shape is not None and shape.head_width < WIDE else (ATTENTION, HALFWAY)
     attention = most * T / (T + halfway) if device.kind == "cuda" else HALF_PRODUCTS / 2
+    if (kept := hardware.SUSTAINED.get(device.name)) is not None and device.half_flop_s is not None:
+        device = replace(device, half_flop_s=device.half_flop_s * kept / HALF_PRODUCTS)
     return _datasheet(device, (HALF_PRODUCTS, FLOAT32_PRODUCTS, attention, FLOAT32_PRODUCTS / 2, MEMORY, LINK))
 
 

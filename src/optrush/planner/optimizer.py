@@ -58,7 +58,7 @@ def optimizer_rules(spec: OptimizerSpec, *, early: bool) -> Iterator[Rule]:
     if spec.resident is not None:
         yield live(_of("states", "*"), spec.reason, blocks_on_device=0)
     if spec.resident:
-        yield add(Line("paging", "states of two pieces under way", MOMENTS * spec.resident, "state", "always"))
+        yield add(Line("paging", "states of two pieces in transit", MOMENTS * spec.resident, "state", "always"))
     if not spec.loop:
         yield live("update.loop", spec.reason, gone=True)
     if spec.moved != MOVED:

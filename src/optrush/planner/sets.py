@@ -251,6 +251,10 @@ def _searched(
             starts += [on_a_mesh(start, tried) for start in starts]
             starts = [made_possible(start, tried, evaluations.possible) for start in starts]
             climb(dict.fromkeys(starts), tried, _claim_the_same, evaluations.score, whole)
+            for i, owners in _unused_precisions(evaluations.settings, tried, problem.env):
+                narrow = tuple(owners[0] if i == j else t for j, t in enumerate(starts[-1]))
+                groups = [owners if i == j else group for j, group in enumerate(tried)]
+                climb([narrow], groups, _claim_the_same, evaluations.score, False)
             if _mostly_padding(evaluations.settings, problem.env):
                 everything = with_all(starts[-1], tried, evaluations.possible)
                 climb([everything], tried, _claim_the_same, evaluations.score, False)
@@ -274,6 +278,19 @@ def _without_each(
 
 def _claim_the_same(one: Technique, other: Technique) -> bool:
     return bool(one.claims & other.claims)
+
+
+def _unused_precisions(
+    settings: Sequence[Candidate], options: Sequence[Options], env: Environment
+) -> list[tuple[int, Options]]:
+    """Return the owners of the precision by their group, where a GPU's fastest setting multiplies in float32.
+
+    A kernel for float32 may be faster than a narrower precision alone, and slower than that with a kernel of its own.
+    """
+    found = [(i, [t for t in g if t is not None and Part.PRECISION in t.claims]) for i, g in enumerate(options)]
+    used = max(settings, key=lambda s: s.rank).with_ if settings else {}
+    wide = env.device.kind == "cuda" and env.dtype == "float32" and bool(used)
+    return [f for f in found if f[1]] if wide and not any(t.name in used for _, group in found for t in group) else []
 
 
 def _mostly_padding(settings: Sequence[Candidate], env: Environment) -> bool:

@@ -52,15 +52,15 @@ class Amp(Technique):
         found = "the model runs through transformers, whose blocks may be given more than the embedding"
         yield Requirement(self.stream == "float32" or env.native, asked, found, "leave stream out")
         if self.dtype == "bf16":
-            asked = "`amp` in bf16 needs a device that multiplies in bf16"
+            asked = "`amp` in bf16 needs a device with bf16 matmuls"
             yield env.needs_capability((8, 0), asked, "take --with amp:dtype=fp16")
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        yield retype({"product": 2, "cast": 2, "narrowing": 2}, "products and what they save take 2 bytes a value")
+        yield retype({"product": 2, "cast": 2, "narrowing": 2}, "matmuls and their saved inputs take 2 bytes per value")
         yield live("tied.sum", "the cast gradient is added in place", gone=True)
         if self.stream == "half" or "dp" in env.sharded:  # whose owner casts what enters a block
-            yield retype({"residual": 2, "widening": 2}, "what flows between blocks, too; norms widen it")
-            yield live("saved.middle.wide", "the stream is as narrow as the products", gone=True)
+            yield retype({"residual": 2, "widening": 2}, "the residual stream too; norms compute in float32")
+            yield live("saved.middle.wide", "the residual stream has the type of the matmuls", gone=True)
 
     @classmethod
     def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:

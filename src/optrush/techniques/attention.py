@@ -78,7 +78,7 @@ class Attention(Technique):
     def predict(self, env: Environment) -> Iterator[Rule]:
         """With packed rows a mask costs whole scores, a kernel that takes the documents only their squares."""
         if env.shape is not None and env.shape.delta is not None and self._rule(env) == "fla":
-            yield live("saved.rule.pairs", "the kernel keeps no pairs of tokens", gone=True)
+            yield live("saved.rule.pairs", "the kernel keeps no T x T scores", gone=True)
         if self.impl == "masked":
             return
         s = env.shape

@@ -152,7 +152,7 @@ class Context(Technique):
             yield live("saved.spread", "heads are repeated while they are read", gone=True)
             why, unit = "the half behind the diagonal is skipped", "flash2" if older else "attention"
             yield live(tagged("attention"), why, times=0.5, unit=unit)
-            why = "keys and values here and under way, and their gradients, 8 K E"
+            why = "keys and values held and in transit, and their gradients, 8 K E"
             yield add(Line("ring", why, 8 * kv, "wide", "backward", True, of=("heads",)))
             yield from _exchange(env, "keys and values to the next rank", 2 * kv * (n - 1), 2 * kv * n)
             yield from _started(env, n - 1)

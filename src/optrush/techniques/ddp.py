@@ -47,7 +47,7 @@ class Ddp(Technique):
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         n, room = env.gradient_ranks, self.bucket_mib << 20
-        yield add(Line("buckets", "gradients copied into the bucket under way", room, "byte", "backward"))
+        yield add(Line("buckets", "gradients copied into the all-reduce bucket", room, "byte", "backward"))
         why = "a gradient larger than a bucket is copied alone: the embedding's"
         yield like("gradients.embedding", Line("bucket of the embedding", why, 1.0, "gradient", "end"))
         why, held = "2 (n-1)/n of the gradients' bytes to other ranks", 1 / env.axes.get("tp", 1)

@@ -58,7 +58,7 @@ class DeepSpeed(Technique):
     hpz: Annotated[int, Field(ge=1)] = 1
 
     name = "deepspeed"
-    summary = "states, gradients and weights cut over the ranks by DeepSpeed (ZeRO stage 1, 2 or 3)"
+    summary = "states, gradients and weights sharded over the ranks by DeepSpeed (ZeRO stage 1, 2 or 3)"
     source = "https://arxiv.org/abs/1910.02054"
     numerics = Numerics.SAME_MATHS
     claims = frozenset({Part.DATA, Part.OPTIMIZER, Part.UPDATE, Part.STATES})
@@ -75,10 +75,10 @@ class DeepSpeed(Technique):
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         do = "start it with --ranks 2 or torchrun, or leave deepspeed out"
-        yield Requirement(env.gradient_ranks > 1, "`deepspeed` cuts states over several ranks", env.alone, do)
+        yield Requirement(env.gradient_ranks > 1, "`deepspeed` shards states over several ranks", env.alone, do)
         found = "a technique that gives ranks blocks, parts of matrices or parts of rows"
         met = not {Part.TP, Part.CP, Part.PP} & env.claimed
-        yield Requirement(met, "`deepspeed` cuts one model over all ranks", found, ELSE)
+        yield Requirement(met, "`deepspeed` shards one model over all ranks", found, ELSE)
         found, do = "a technique that compiles them as one graph", "leave compile out, or take fsdp"
         met = Part.COMPILED not in env.claimed
         yield Requirement(met, "`deepspeed` gathers weights by hooks inside of blocks", found, do)
@@ -163,7 +163,7 @@ class DeepSpeed(Technique):
         why = f"a bucket of {sizes.reduced:,} gradients, in float32"
         yield add(Line("buckets.reduce", why, sizes.reduced, "wide", "always"))
         if self.hpz > 1:
-            why = f"the second copy of the weights, cut over {self.hpz} ranks"
+            why = f"the second copy of the weights, sharded over {self.hpz} ranks"
             yield like(tagged("weights"), Line("secondary", why, 1 / self.hpz, "product", "always"))
         if self.offload != "none":
             yield from self._offloaded(not frozen)

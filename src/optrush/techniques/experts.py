@@ -66,7 +66,7 @@ class ExpertParallel(Technique):
         yield Requirement(dense, asked, found, f"take lora without nf4 and int8, or {ELSE}")
         if "dp" in env.sharded:
             ranks = max(n, env.gradient_ranks // env.axes.get("rep", 1))
-            asked = f"data sharding cuts the {count // n} experts of a rank over {ranks // n} ranks"
+            asked = f"data sharding divides the {count // n} experts of a rank over {ranks // n} ranks"
             found, do = f"{count} experts for {ranks} ranks", f"take ddp, fsdp with more replicas, or {ELSE}"
             yield Requirement(count % ranks == 0, asked, found, do)
 

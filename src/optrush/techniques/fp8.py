@@ -49,7 +49,7 @@ class Fp8(Technique):
         yield Requirement(env.native, "`fp8` changes our own linears", found, "take model.implementation: native")
         if env.device.kind != "cuda":
             return
-        asked = "`fp8` needs a device that multiplies 8-bit floats, from capability 8.9 on"
+        asked = "`fp8` needs a device with 8-bit float matmuls (capability 8.9 or newer)"
         yield env.needs_capability((8, 9), asked, "leave it out")
         yield env.needs_half("`fp8` stands on products in bf16")
         asked, compiled = "`fp8` needs `compile`", Part.COMPILED in env.claimed

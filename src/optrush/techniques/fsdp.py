@@ -41,7 +41,7 @@ class Fsdp(Technique):
     replicate: Annotated[int, Field(ge=1)] = 1
 
     name = "fsdp"
-    summary = "parameters, gradients and states cut over the ranks (FSDP2, ZeRO stage 2 or 3)"
+    summary = "parameters, gradients and states sharded over the ranks (FSDP2, ZeRO stage 2 or 3)"
     source = "https://arxiv.org/abs/2304.11277"
     numerics = Numerics.SAME_MATHS
     proof = "tests/golden/test_golden.py"
@@ -53,8 +53,8 @@ class Fsdp(Technique):
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         do = "start it with --ranks 2 or torchrun, or leave fsdp out"
-        yield Requirement(env.gradient_ranks > 1, "`fsdp` cuts the model over several ranks", env.alone, do)
-        asked = f"`fsdp: replicate: {self.replicate}` cuts the model over the ranks of a group"
+        yield Requirement(env.gradient_ranks > 1, "`fsdp` shards the model over several ranks", env.alone, do)
+        asked = f"`fsdp: replicate: {self.replicate}` shards the model over the ranks of a group"
         found = f"{env.gradient_ranks} ranks in {self.replicate} groups"
         do = f"take {2 * self.replicate} ranks or another multiple of that, a smaller replicate, or ddp"
         met = env.gradient_ranks % self.replicate == 0 and env.gradient_ranks > self.replicate

@@ -121,7 +121,7 @@ class FusedKernels(Technique):
     def predict(self, env: Environment) -> Iterator[Rule]:
         """Yield what each kernel saves, moves and costs the host."""
         done = 0.0 if env.device.kind == "cpu" else NORM * self.norm + ROPE * self.rope + GATE * (self.mlp != "none")
-        yield live(tagged("elementwise", "fusable"), "by kernels of their own", times=1 - done)
+        yield live(tagged("elementwise", "fusable"), "by fused kernels", times=1 - done)
         own = (self.mlp != "none") + 2 * self.norm + self.rope
         for way in WAYS if own and Part.COMPILED in env.claimed else ():
             yield add(launched(way, "kernels.launches", f"{own} kernels a block", OURS * own * env.blocks))
@@ -129,7 +129,7 @@ class FusedKernels(Technique):
             why = "inside the kernel, recomputed in the backward pass"
             yield live("saved.widened", why, gone=True)
             yield live("saved.normalised", why, gone=True)
-            yield live("saved.middle", "the sum is kept, in the stream's type", role="residual")
+            yield live("saved.middle", "the sum is kept, in the residual stream's type", role="residual")
             yield live("saved.middle.wide", "in the sum", gone=True)
         if self.mlp != "none":
             yield from self._activation(env)

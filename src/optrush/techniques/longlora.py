@@ -65,7 +65,7 @@ class LongLora(Technique):
         s = env.shape
         found = f"{s.heads} heads, and {s.kv_heads} of keys and values"
         met = s.heads % 2 == 0 and (s.kv_heads % 2 == 0 or s.kv_heads == 1)
-        yield Requirement(met, f"{asked} cuts heads in halves", found, ELSE)
+        yield Requirement(met, f"{asked} shifts half of the heads", found, ELSE)
         other = s.latent or s.delta or s.sinks or s.chunks or s.score_cap or s.window is not None
         found = "latent attention, a delta rule, sinks, windows, chunks or capped scores in the model"
         yield Requirement(not other, f"{asked} takes plain causal attention", found, ELSE)

@@ -44,7 +44,7 @@ class Muon(Technique):
         yield env.needs_dense("`muon`")
         yield from env.needs_own_matrices(self.name, "the blocks'")
         do = "take ddp instead, or another optimizer: fused-adamw"
-        found = "a technique that cuts them over the ranks"
+        found = "a technique that shards them over the ranks"
         yield Requirement(not env.sharded, "`muon` makes whole matrices orthogonal", found, do)
         yield env.needs_no_kahan(self.name)
 

@@ -45,7 +45,7 @@ class Pipeline(Technique):
     schedule: Literal["1f1b", "interleaved", "zero-bubble"] = "1f1b"
 
     name = "pipeline"
-    summary = "pipeline parallelism: blocks cut over ranks, micro-batches one after the other"
+    summary = "pipeline parallelism: blocks divided over ranks, micro-batches one after the other"
     source = "https://arxiv.org/abs/2104.04473"
     numerics = Numerics.SAME_MATHS
     claims = frozenset({Part.PP})
@@ -74,10 +74,10 @@ class Pipeline(Technique):
         n, stages = self.size, self.size * self.each
         yield env.needs_mesh(self.name, f"`pipeline: size: {n}` cuts the model over {n} ranks")
         found = "the model runs through transformers"
-        yield Requirement(env.native, "`pipeline` cuts our own decoder", found, ELSE)
+        yield Requirement(env.native, "`pipeline` divides our own decoder into stages", found, ELSE)
         yield env.needs_dense("`pipeline` passes hidden states from stage to stage")
         do = f"take a smaller size, or {ELSE}"
-        asked = f"`pipeline: schedule: {self.schedule}` gives each of {stages} stages blocks of its own"
+        asked = f"`pipeline: schedule: {self.schedule}` needs at least one block for each of {stages} stages"
         yield Requirement(env.blocks >= stages, asked, f"{env.blocks} blocks", do)
         found = "an objective that compares pairs"
         yield Requirement(not env.paired, "`pipeline` sums losses", found, f"take ddp or fsdp for it, and {ELSE}")
@@ -88,7 +88,7 @@ class Pipeline(Technique):
             yield self._filled(env)
         found, do = "a technique that moves or rounds what one micro-batch saves", f"take recompute, or {ELSE}"
         met = Part.ACTIVATION_STORAGE not in env.claimed
-        yield Requirement(met, "`pipeline` has several micro-batches under way", found, do)
+        yield Requirement(met, "`pipeline` runs several micro-batches at once", found, do)
         if self.schedule == "zero-bubble":
             yield from self._zero_bubble(env)
 

@@ -64,7 +64,7 @@ class SelectiveRecompute(Technique):
         yield Requirement(self.budget is None or Part.COMPILED in env.claimed, asked, found, do)
         if self.ops != "attention" or self.budget is not None:
             yield env.needs_dense("`selective-recompute` of products or by a budget (ops=attention keeps no product)")
-        asked = "`selective-recompute` keeps the output of products, all of them or those that are dear"
+        asked = "`selective-recompute` keeps the outputs of all matmuls, or of the expensive ones"
         found, do = (
             "adapters, which make several of each, in place: nobody prices those",
             "take ops=attention, or recompute",

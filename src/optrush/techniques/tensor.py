@@ -42,7 +42,7 @@ class TensorParallel(Technique):
     sequence: bool = True
 
     name = "tensor"
-    summary = "tensor parallelism: matrices cut over ranks that share rows, the stream along T"
+    summary = "tensor parallelism: matrices sharded over ranks that share rows, the residual stream along T"
     source = "https://arxiv.org/abs/1909.08053"
     numerics = Numerics.SAME_MATHS
     claims = frozenset({Part.TP})
@@ -56,13 +56,13 @@ class TensorParallel(Technique):
         n, s = self.size, env.shape
         yield env.needs_mesh(self.name, f"`tensor: size: {n}` cuts the model over {n} ranks")
         found = "the model runs through transformers"
-        yield Requirement(env.native, "`tensor` cuts our own decoder", found, ELSE)
+        yield Requirement(env.native, "`tensor` shards our own decoder", found, ELSE)
         yield env.needs_dense("`tensor` cuts the products of a block")
         sinks = s is not None and s.sinks
-        yield Requirement(not sinks, "`tensor` cuts the heads of a block", "attention sinks, one a head", ELSE)
+        yield Requirement(not sinks, "`tensor` shards attention heads", "attention sinks, one a head", ELSE)
         whole = s is not None and s.whole_qk_norm
         found = "norms of queries and keys over all heads at once"
-        yield Requirement(not whole, "`tensor` cuts the heads of a block", found, ELSE)
+        yield Requirement(not whole, "`tensor` shards attention heads", found, ELSE)
         uneven = "" if s is None else next((f"{many:,} {what}" for what, many in _sizes(s) if many % n), "")
         asked = f"`tensor: size: {n}` gives each rank as much"
         yield Requirement(not uneven, asked, uneven, f"take a size that divides, or {ELSE}")
@@ -73,12 +73,12 @@ class TensorParallel(Technique):
         found, do = "a technique that gives micro-batches widths of their own", "take packing, or sequence: false"
         yield Requirement(not (self.sequence and snug), asked, found, do)
         linears = env.spec.linears.values()
-        asked = "`tensor` cuts dense matrices"
+        asked = "`tensor` shards dense matrices"
         found, do = "weights in fewer bits, in blocks that no cut respects", f"leave the quantization out, or {ELSE}"
         yield Requirement(all(linear.weight == "dense" for linear in linears), asked, found, do)
         found, do = "products in float8, scaled by the maximum of a whole matrix", f"take amp or bf16, or {ELSE}"
         yield Requirement(all(linear.matmul != "float8" for linear in linears), asked, found, do)
-        found = "fused-kernels:mlp=quack, which multiplies by whole matrices"
+        found = "fused-kernels:mlp=quack, which needs whole matrices"
         yield Requirement(env.spec.mlp != "quack", asked, found, f"take mlp=triton, or {ELSE}")
         found, do = "an objective that compares pairs", f"take ddp or fsdp for it, and {ELSE}"
         yield Requirement(not env.paired, "`tensor` sums losses", found, do)
@@ -106,11 +106,11 @@ class TensorParallel(Technique):
             yield cut(tagged("stream"), "tp", n, "a rank's share of the tokens")
         for way in WAYS:  # the host starts as many kernels
             cut_too = tagged(way, no=("launches",), but=f"{way}.links")
-            yield live(cut_too, "of a rank's rows or columns", times=1 / n)
-        yield live(tagged("loss"), "of a rank's share of the vocabulary", times=1 / n)
+            yield live(cut_too, "only the rows or columns of this rank", times=1 / n)
+        yield live(tagged("loss"), "only the vocabulary of this rank", times=1 / n)
         yield live(tagged("update"), "a rank updates its share", times=1 / n)
         hosts, entering = env.over_hosts("tp")
-        why = "the stream gathered and summed around both parts of a block"
+        why = "the residual stream, gathered and reduced around attention and MLP"
         for way, ends in zip(WAYS, (0, 4), strict=True):  # what the ends of the model send is never computed again
             calls = 4 * L + ends
             # Without sequence one sum instead of a gather and a scatter.

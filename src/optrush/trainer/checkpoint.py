@@ -348,7 +348,7 @@ def _attempt(work: Callable[[], Any], half: Path, cancelled: Callable[[], bool])
     texts = exchange(json.dumps(answer), LIMIT_S, "save", cancelled)
     if texts is None:
         found = "it was given up" if cancelled() else f"a rank has not done its part within {LIMIT_S:g} s"
-        raise RunError(f"the checkpoint {half}", found, "look at the disks, and go on with: --resume auto")
+        raise RunError(f"the checkpoint {half}", found, "check the disks, then resume: --resume auto")
     answers = [json.loads(text) for text in texts]
     failed = [f"rank {rank}: {a['failed']}" for rank, a in enumerate(answers) if "failed" in a]
     if failed:
