@@ -112,7 +112,7 @@ def sight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Sight(tmp_path_factory.mktemp(request.param), request.param)
 
 
-# A family's own way is in its forward pass, which runs for all; a whole run wants one of each kind of tower and decoder.
+# A family's own way is in its forward pass, which runs for all; a whole run wants one of each kind of tower and text.
 KINDS = sorted(BASES, key=lambda kind: kind not in ("qwen3_vl", "gemma4", "llava"))
 WHOLE_RUNS = pytest.mark.parametrize("sight", further(KINDS, 3), indirect=True)
 
