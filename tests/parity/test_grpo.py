@@ -538,10 +538,8 @@ def texts(*answers: str, row: dict[str, Any] | None = None) -> list[tuple[str, s
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [
-        ("hang", "longer than 0.3 s"), ("deaf", "longer than 0.3 s"), ("exit", "its process ended with 3"),
-        ("fault", "its process ended with -11"), ("raise", "KeyError"),
-    ],
+    further([("deaf", "longer than 0.3 s"), ("fault", "its process ended with -11"), ("raise", "KeyError"),
+             ("hang", "longer than 0.3 s"), ("exit", "its process ended with 3")], 3),
 )  # fmt: skip
 def test_a_worker_that_hangs_or_dies_costs_one_answer_its_reward(pooled, monkeypatch, text, why):
     monkeypatch.setattr(reward_pool, "GRACE_S", 0.1)
@@ -882,7 +880,9 @@ def test_a_run_that_learns_nothing_is_logged(folder):
 
 
 @pytest.mark.parametrize(
-    "with_", [{}, {"ema": {"decay": 0.5}}, {"adam8bit": {}}, {"update-in-backward": {}}, {"lora": {}}], ids=str
+    "with_",
+    further([{"ema": {"decay": 0.5}}, {"update-in-backward": {}}, {}, {"adam8bit": {}}, {"lora": {}}], 2),
+    ids=str,
 )
 def test_a_step_without_anything_to_learn_changes_no_weight(folder, monkeypatch, with_):
     """By groups of equal rewards in the second step: neither the weights' decay nor the moments act."""

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
+from meshes import further
 from optrush.data.batch import Documents
 from optrush.decide import decide
 from optrush.errors import NeedsError
@@ -20,6 +21,7 @@ from memory import check_prediction
 from trials import apart, assembled, first_gradients, furthest, golden_run, shaped, steps
 
 CLOSE = 1e-5
+BESIDE = {"attention": {}, "recompute": {}, "fused-kernels": {"rope": True}}
 MARGIN = 0.1  # nats a token, of the mean over the seeds: documents of up to 22 tokens in groups of 24
 
 
@@ -91,10 +93,12 @@ def test_no_value_reaches_another_document():
 
 
 @pytest.mark.parametrize(
-    "with_", [{}, {"attention": {}}, {"attention": {}, "recompute": {}, "fused-kernels": {"rope": True}}], ids=str
-)
-@pytest.mark.parametrize("packed", [True, False])
-def test_training_is_by_the_definition(box, with_, packed):
+    ("packed", "with_"),
+    further([(True, {}), (False, BESIDE), (True, {"attention": {}}), (False, {}), (False, {"attention": {}}),
+             (True, BESIDE)], 3),
+    ids=str,
+)  # fmt: skip
+def test_training_is_by_the_definition(box, packed, with_):
     """Losses and gradients of the model with its attention replaced by the definition."""
     job = assembled(golden_run(box, packed=packed, longlora={"group": 12}, **with_))
     found = first_gradients(job)

@@ -436,7 +436,7 @@ BESIDE_EXPERTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("form", "family", "beside"), further(BESIDE_EXPERTS, 3), ids=str)
+@pytest.mark.parametrize(("form", "family", "beside"), further(BESIDE_EXPERTS, 2), ids=str)
 def test_experts_equal_to_dense_ones_of_these_values(routed, form, family, beside):
     """Losses, norms and what was learnt, to the bit."""
     box = routed[family]
