@@ -98,7 +98,7 @@ def configured(case: Case, here: Path) -> dict[str, Any]:
     micro = {"micro_tokens": more.pop("micro_tokens")} if "micro_tokens" in more else {}
     return {
         "model": model, "objective": "pretrain", "data": {"random": 256}, "train": {"steps": 4000}, "output": "out",
-        "batch": {"seq": case.seq, "tokens": 16 * case.seq, **micro}, **more,
+        "batch": {"seq": case.seq, "tokens": 8 * case.seq, **micro}, **more,
     }  # fmt: skip
 
 

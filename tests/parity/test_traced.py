@@ -357,7 +357,7 @@ def test_every_model_has_a_plan_on_every_card(tmp_path: Path, name: str, card: s
     hf = PUBLISHED[name][1]
     model, shape = folder(tmp_path / "model", hf), shape_of(hf)
     device, ranks = parse_hardware(card)
-    found = answer.answer(run(model, None, rows=8 * ranks), card, nearest=False)
+    found = answer.answer(run(model, None, rows=2 * ranks), card, nearest=False)
     if found.best is None:
         vocabulary = shape.vocab * shape.width * (1 if shape.tied else 2)
         least = (shape.parameters - vocabulary) / 2 + 2 * vocabulary

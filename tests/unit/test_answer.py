@@ -26,7 +26,7 @@ QUESTIONS: list[dict[str, Any]] = yaml.safe_load((Path(__file__).parents[1] / "q
 
 def run(model: str = "llama-3.1-8b", ranks: int = 1, seq: int = 2048, **more: Any) -> Config:
     named = {"path": model} if "/" in model or model == "tiny" else {"shape": model}
-    rows = 16 if 16 % ranks == 0 else 5 * ranks
+    rows = max(4, ranks)
     tree = {"model": named, "objective": "pretrain", "data": {"random": 2048}, "output": "o",
             "batch": {"seq": seq, "tokens": seq * rows}, **more}  # fmt: skip
     return Config.model_validate(tree)
