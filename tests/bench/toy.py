@@ -90,7 +90,8 @@ class Copy:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        shutil.copytree(Path(optrush.__file__).parent, folder / "optrush", ignore=shutil.ignore_patterns("__pycache__"))
+        ignored = shutil.ignore_patterns("*.pyc.*")  # what is compiled goes with it: half of a process's start
+        shutil.copytree(Path(optrush.__file__).parent, folder / "optrush", ignore=ignored)
 
     def edit(self, file: str, old: str, new: str) -> None:
         path = self.folder / "optrush" / file

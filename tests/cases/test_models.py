@@ -58,7 +58,7 @@ def changed(base: Path, folder: Path) -> set[str]:
 # --- what training did not change
 
 
-@pytest.mark.parametrize("kind", further(list(KINDS), 5))
+@pytest.mark.parametrize("kind", further(sorted(KINDS, key=lambda kind: kind not in ("llama", "gpt_neox", "phi3")), 3))
 def test_files_and_names_are_the_bases_own(kind: str, base: Base, tmp_path: Path) -> None:
     """After a run, and in a folder exported again; merged adapters too."""
     run = trained(tmp_path / "run", base(kind))
@@ -177,15 +177,9 @@ JUDGED = [{"prompt": "Oslo?", "completion": f" {i} miles.", "label": i % 2 == 0}
 
 @pytest.mark.parametrize(
     ("objective", "rows", "changes"),
-    [
-        ("dpo", PREFERENCE, {}),
-        ("dpo", PREFERENCE, {"dpo": {"loss": "ipo"}}),
-        ("kto", JUDGED, {}),
-        ("dpo", PREFERENCE, {"with_": {"lora": {"rank": 2}}}),
-        ("orpo", PREFERENCE, {}),
-        ("reward", PREFERENCE, {}),
-    ],
-)
+    further([("dpo", PREFERENCE, {}), ("kto", JUDGED, {}), ("reward", PREFERENCE, {}), ("orpo", PREFERENCE, {}),
+             ("dpo", PREFERENCE, {"with_": {"lora": {"rank": 2}}}), ("dpo", PREFERENCE, {"dpo": {"loss": "ipo"}})], 3),
+)  # fmt: skip
 def test_every_objective_is_exported(
     objective: str, rows: list[dict[str, Any]], changes: dict[str, Any], base: Base, tmp_path: Path
 ) -> None:
@@ -426,7 +420,7 @@ def convolved(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"packing": {}}, {}, {"lora": {"rank": 2, "targets": ["in_proj", "q_proj"]}}, {"wrap": {}},
             {"attention": {"impl": "sdpa"}, "packing": {}}, {"recompute": {}, "packing": {}}, {"sort-by-length": {}},
         ],
-        4,
+        2,
     ),
     ids=str,
 )  # fmt: skip
@@ -446,7 +440,7 @@ NEW = [f"<{i}>" for i in range(60)]
 
 
 @pytest.mark.filterwarnings("ignore")  # PEFT's own
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize("kind", further(["qwen2", "gemma2", "llama"], 2))
 @pytest.mark.parametrize("tokens", further([NEW, [], NEW[:3]], 1))
 def test_an_adapter_has_its_tokenizer(kind: str, tokens: list[str], base: Base, tmp_path: Path) -> None:
     """Under added tokens with rows to spare, and with an embedding that grows; the base by its absolute path."""

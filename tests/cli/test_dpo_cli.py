@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ from test_wrong_input import refused
 from transformers import AutoTokenizer
 
 from optrush import config, hardware
+from optrush.config import parse_config
 from optrush.decide import decide
 from optrush.errors import NeedsError
 from optrush.models import tiny
+from optrush.planner import search
 
 from clirun import Found, base, metrics, write_rows
 
@@ -82,30 +84,28 @@ def test_rows_of_pairs_are_shown(call: Call, write: Write, here: Path) -> None:
     )
 
 
-def test_a_plan_counts_what_pairs_cost(call: Call, write: Write) -> None:
-    """Logits that are made again under fused-loss, and with an adapter the reference's pass; a search knows it too."""
+def test_a_plan_counts_what_pairs_cost(write: Write) -> None:
+    """Logits that are made again under fused-loss, and with an adapter the reference's pass."""
 
-    def flop(*flags: str) -> dict[str, float]:
-        found = call("plan", write(**preferences(model={"path": "tiny"})), *flags, "--hardware", "h200", "--json")
-        assert found.code == 0, found.err
-        return {w["name"]: w["flop"] for w in json.loads(found.out)["work"]}
+    def flop(withs: Sequence[str] = (), sets: Sequence[str] = ()) -> dict[str, float]:
+        config = Path(write(**preferences(model={"path": "tiny"}))).read_text()
+        return {w.name: w.flop for w in search.predict(parse_config(config, "run.yaml", sets, withs), "h200").work}
 
-    plain, fused, lora = flop(), flop("--with", "fused-loss"), flop("--with", "lora")
+    plain, fused, lora = flop(), flop(["fused-loss"]), flop(["lora"])
     assert "head.again" not in plain and fused["head.again"] == pytest.approx(fused["head.products"] / 3)
     assert lora["forward.gate_up"] == pytest.approx(2 * plain["forward.gate_up"]) and lora["reference.head"] > 0
-    given = flop("--with", "lora", "--set", "dpo.reference=precomputed")
+    given = flop(["lora"], ["dpo.reference=precomputed"])
     assert given["forward.gate_up"] == pytest.approx(plain["forward.gate_up"]) and "reference.head" not in given
 
 
 @pytest.mark.parametrize("objective", ["sft", "pretrain", "grpo", "own"])
-def test_a_plan_counts_losses_by_token(call: Call, write: Write, objective: str) -> None:
+def test_a_plan_counts_losses_by_token(write: Write, objective: str) -> None:
     """A loss of one's own, and sampled answers; the objectives' own mean over tokens makes logits once."""
 
     def work(**changes: Any) -> set[str]:
         config = write(model={"path": "tiny"}, with_={"fused-loss": {}}, **changes)
-        found = call("plan", config, "--set", "batch.tokens=8192", "--hardware", "h200", "--json")
-        assert found.code == 0, found.err
-        return {w["name"] for w in json.loads(found.out)["work"]}
+        run = parse_config(Path(config).read_text(), "run.yaml", ["batch.tokens=8192"])
+        return {w.name for w in search.predict(run, "h200").work}
 
     if objective == "grpo":
         assert "head.again" in work(objective="grpo", grpo={"rewards": [{"use": "exact"}]})

@@ -41,8 +41,8 @@ CASES = [
     Case("cpu", 1, "tiny", {"with": {"attention": {}}}),
     Case("h100", 4, "llama-3.1-8b", {"method": "lora"}),
     Case("4090", 1, "llama-3.1-8b", {"method": "auto"}),
-    Case("h100", 1, "qwen2.5-0.5b", {"with": PLAIN}),
     Case("h100", 1, "gpt2"),
+    Case("h100", 1, "qwen2.5-0.5b", {"with": PLAIN}),
     Case("cpu", 1, "tiny"),
     Case("cpu", 1, "tiny", {"method": "lora"}),
     Case("cpu", 1, "tiny", {"method": "auto"}),
@@ -98,7 +98,7 @@ def configured(case: Case, here: Path) -> dict[str, Any]:
     micro = {"micro_tokens": more.pop("micro_tokens")} if "micro_tokens" in more else {}
     return {
         "model": model, "objective": "pretrain", "data": {"random": 256}, "train": {"steps": 4000}, "output": "out",
-        "batch": {"seq": case.seq, "tokens": 16 * case.seq, **micro}, **more,
+        "batch": {"seq": case.seq, "tokens": 8 * case.seq, **micro}, **more,
     }  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def answer(found: Found) -> tuple[dict[str, Any], int]:
     return decided["with"], decided["micro_tokens"]
 
 
-@pytest.mark.parametrize("case", further(CASES, 6), ids=lambda c: f"{c.name}-{c.model}-{len(c.more)}")
+@pytest.mark.parametrize("case", further(CASES, 5), ids=lambda c: f"{c.name}-{c.model}-{len(c.more)}")
 def test_every_verb_gives_the_same_answer(
     case: Case, call: Call, here: Path, machine: Callable[[Case], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

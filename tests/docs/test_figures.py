@@ -78,6 +78,7 @@ def test_gradients_of_every_rung_point_where_float32s_do() -> None:
     assert list(found) == [r.name for r in rungs] and min(found.values()) >= 0.999, found
 
 
+@pytest.mark.slow
 def test_its_pictures_are_what_the_records_say(tmp_path: Path) -> None:
     """Drawn again and compared dot by dot; another version of the fonts may move an edge."""
     from matplotlib.image import imread

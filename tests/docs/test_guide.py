@@ -93,6 +93,7 @@ def test_every_block_runs(tmp_path: Path, tiny_folder: Path, monkeypatch: pytest
                 exec(compile(block.text, block.where, "exec"), names)
 
 
+@pytest.mark.slow
 def test_its_pictures_are_what_is_drawn(tmp_path: Path) -> None:
     """Drawn again and compared: words, and places and colors of lines; another version may round a number otherwise."""
 

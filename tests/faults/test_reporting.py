@@ -399,7 +399,7 @@ CANARIES = {
 }
 
 
-@pytest.mark.parametrize("tracker", ["mlflow", "wandb"])
+@pytest.mark.parametrize("tracker", ["wandb", pytest.param("mlflow", marks=pytest.mark.slow)])
 def test_offline_and_nothing_secret(home: Path, tracker: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own files, under the run's folder, hold the figures; no file there holds a secret of the environment."""
     for name, value in CANARIES.items():

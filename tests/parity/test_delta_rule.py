@@ -138,7 +138,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_plan_counts_what_the_rule_saves(with_: tuple[str, ...]) -> None:
     """Without the products of a chunk, the smallest large line, it would be 3 % off."""
-    asked = shaped("delta", "fused-adamw", "attention:delta=plain", "fused-loss:chunk=128", *with_, rows=16, seq=512)
+    asked = shaped("delta", "fused-adamw", "attention:delta=plain", "fused-loss:chunk=128", *with_, rows=16, seq=256)
     said = search.predict(asked, "h200").peak_bytes - baseline.CUBLAS_BYTES
     with supposed(asked) as job:
         assert any("delta rule: plain" in note for note in job.notes)

@@ -276,8 +276,10 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return at
 
 
-@pytest.mark.parametrize("objective", ["sft", "dpo"])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "objective"),
+    further([*((name, "sft") for name in LAYOUTS), *((name, "dpo") for name in LAYOUTS)], len(LAYOUTS) + 1),
+)
 def test_an_exported_model_stops_where_its_answers_end(small: Path, tmp_path: Path, name: str, objective: str) -> None:
     eos, listed, template, ends = LAYOUTS[name]
     made = _tokenizer()

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
+from meshes import further
 from optrush import config
 from optrush.decide import decide
 from optrush.errors import NeedsError
@@ -124,6 +125,11 @@ IA3 = {
     ),
 }  # fmt: skip
 CASES = LORA | IA3
+# One of each kind of adapter on each kind of linear, alone or joined, by either implementation; then combinations.
+FIRST = ("all", "one of two", "dora, some", "delta, some", "without a gate", "by layer", "keys as values",
+         "joined, dora", "one joined", "transformers", "neox", "head too", "tied, both", "ia3", "ia3, joined",
+         "ia3, delta, names", "ia3, neox")  # fmt: skip
+EACH = pytest.mark.parametrize("case", further([*FIRST, *(case for case in CASES if case not in FIRST)], len(FIRST)))
 
 
 @pytest.fixture(scope="module")
@@ -284,7 +290,7 @@ def batch_of(case):
     return SINGLE if CASES[case][0] in UNPACKED else BATCH
 
 
-@pytest.mark.parametrize("case", CASES)
+@EACH
 def test_same_losses_and_gradients(folders, tmp_path, case):
     """In float64 equal but for the last bits, so the mathematics is the same. In float32 each rounds at places of its
     own: W x + s B A x is one operation here, three of PEFT's. Seen: 6.3e-6 in the worst element, 3.5e-6 by norm; in
@@ -329,7 +335,7 @@ def test_bfloat16(folders, tmp_path, case, dtype):
     assert (ours - right).norm() < max(1.5 * (other - right).norm(), 0.02 * right.norm())
 
 
-@pytest.mark.parametrize("case", CASES)
+@EACH
 def test_files_both_ways(folders, tmp_path, case):
     """PEFT reads what we write, and transformers the merged model: the same logits as ours."""
     folder = folders(CASES[case][0])
@@ -408,14 +414,14 @@ def test_dora_begins_with_the_lengths_of_the_rows(folders, tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "implementation", "init", "more"),
-    [
-        ("llama", "native", "pissa", {}),
+    further([
         ("qwen2", "native", "pissa", {"rslora": True, "targets": ["q_proj", "v_proj", "up_proj"]}),
         ("llama-tied", "transformers", "pissa", {}),
         ("llama", "native", "pissa_niter_4", {}),
         ("llama", "native", "olora", {}),
         ("phi3-plain", "native", "pissa", {"targets": JOINED}),
-    ],
+        ("llama", "native", "pissa", {}),
+    ], 5),
 )  # fmt: skip
 def test_split_weights(folders, tmp_path, family, implementation, init, more):
     """Base and adapter are PEFT's; what a run leaves adds up to what was trained, on the published base."""

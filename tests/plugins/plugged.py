@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -34,6 +35,29 @@ def installed(source: Path, folder: Path, entry: str | None = None) -> Path:
 
 
 def optrush(*arguments: str, folder: Path, path: Path) -> subprocess.CompletedProcess[str]:
+    return _process(["-m", "optrush", *arguments], folder, path)
+
+
+SEVERAL = """
+import json, sys
+from optrush.cli import app
+for given in json.loads(sys.argv[1]):
+    sys.argv = ["optrush", *given]
+    try:
+        app.main()
+    except SystemExit as left:
+        assert not left.code, given
+"""
+
+
+def commands(*given: list[str], folder: Path, path: Path) -> str:
+    """Run commands in one process, which is started once, and return what they said; each ends well."""
+    ended = _process(["-c", SEVERAL, json.dumps(given)], folder, path)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout + ended.stderr
+
+
+def _process(arguments: list[str], folder: Path, path: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(path)])}
-    command = [sys.executable, "-m", "optrush", *arguments]
+    command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from test_browser import CHROMIUM, Browser, browser
 
+from meshes import further
 from optrush.data import preview
 from optrush.errors import ConfigError
 from optrush.report import data
@@ -104,7 +105,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 @in_browser
-@pytest.mark.parametrize("width", [400, 1600])
+@pytest.mark.parametrize("width", further([400, 1600], 1))
 def test_in_a_browser(browser: Browser, tmp_path: Path, width: int) -> None:
     """A silent console, nothing fetched, no script run, charts to be read on a phone and in the dark."""
     few = np.array([10**6, 10**6 + 1])

@@ -223,8 +223,12 @@ def test_compiled(box, partitioned, targets, beside):
     assert off == pytest.approx(want_off, rel=1e-6) and off != pytest.approx(want_loss, rel=1e-3)
 
 
-@pytest.mark.parametrize("beside", [{}, {"nf4": {}}, pytest.param({"compile": {}}, marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("stream", ["float32", "half"])
+@pytest.mark.parametrize(
+    ("stream", "beside"),
+    further([("float32", {"nf4": {}}), ("half", {}), ("float32", {}), ("half", {"nf4": {}}),
+             ("float32", {"compile": {}}), ("half", {"compile": {}})], 2),
+    ids=str,
+)  # fmt: skip
 def test_mixed_precision(box, stream, beside, traced):
     """No further from float32's gradients than without it. Compiled without the code that would be written."""
     _, right = first_gradients(learning(box, **{k: v for k, v in beside.items() if k != "compile"}))
@@ -370,7 +374,18 @@ def test_what_is_no_room():
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 @pytest.mark.parametrize(
     ("base", "fused"),
-    [*((base, fused) for base in ({}, {"nf4": {}}, {"int8": {}}) for fused in ({}, FUSED)), ({}, {**FUSED, "amp": {}})],
+    further(
+        [
+            ({"nf4": {}}, FUSED),
+            ({"int8": {}}, {}),
+            ({}, {**FUSED, "amp": {}}),
+            ({}, {}),
+            ({}, FUSED),
+            ({"nf4": {}}, {}),
+            ({"int8": {}}, FUSED),
+        ],
+        3,
+    ),
     ids=str,
 )
 def test_no_weight_is_copied(box, base, compiled, fused, monkeypatch, traced):
@@ -401,7 +416,7 @@ def test_no_weight_is_copied(box, base, compiled, fused, monkeypatch, traced):
 @pytest.mark.parametrize(
     ("targets", "wants_input"), [("mlp", True), (["up_proj"], True), (["down_proj"], False), ("attention", False)]
 )
-@pytest.mark.parametrize("base", [{}, {"nf4": {}}], ids=str)
+@pytest.mark.parametrize("base", further([{"nf4": {}}, {}], 1), ids=str)
 def test_what_is_kept(box, targets, wants_input, base):
     """Of each block without it: gate and up, the gate after its activation and the product, what enters."""
     lora = {**LORA, "targets": targets}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from meshes import further
 from optrush.decide import decide
 from optrush.errors import NeedsError
 from optrush.exporting import export_run
@@ -100,8 +101,9 @@ def test_a_resumed_run_is_the_same_to_the_bit(box: Path, tmp_path: Path) -> None
         assert all(torch.equal(w, wanted[n]) for n, w in found.items())
 
 
-@pytest.mark.parametrize("export", [True, False])
-@pytest.mark.parametrize("with_", [{}, {"lora": {}}], ids=str)
+@pytest.mark.parametrize(
+    ("with_", "export"), further([({}, True), ({"lora": {}}, False), ({}, False), ({"lora": {}}, True)], 2), ids=str
+)
 def test_what_is_exported(box: Path, tmp_path: Path, export: bool, with_: dict[str, Any]) -> None:
     """At the end of a run, and from its checkpoint: the same, the averages or the weights."""
 

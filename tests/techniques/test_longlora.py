@@ -7,11 +7,13 @@ from unittest import mock
 import pytest
 import torch
 
+from meshes import further
 from optrush.data.batch import Documents
 from optrush.decide import decide
 from optrush.errors import NeedsError
 from optrush.kernels import attention
 from optrush.kernels.attention_shifted import shifted
+from optrush.models.shapes import SHAPES
 from optrush.trainer.trainer import evaluate
 
 from golden.make_golden import T
@@ -20,6 +22,7 @@ from memory import check_prediction
 from trials import apart, assembled, first_gradients, furthest, golden_run, shaped, steps
 
 CLOSE = 1e-5
+BESIDE = {"attention": {}, "recompute": {}, "fused-kernels": {"rope": True}}
 MARGIN = 0.1  # nats a token, of the mean over the seeds: documents of up to 22 tokens in groups of 24
 
 
@@ -91,10 +94,12 @@ def test_no_value_reaches_another_document():
 
 
 @pytest.mark.parametrize(
-    "with_", [{}, {"attention": {}}, {"attention": {}, "recompute": {}, "fused-kernels": {"rope": True}}], ids=str
-)
-@pytest.mark.parametrize("packed", [True, False])
-def test_training_is_by_the_definition(box, with_, packed):
+    ("packed", "with_"),
+    further([(True, {}), (False, BESIDE), (True, {"attention": {}}), (False, {}), (False, {"attention": {}}),
+             (True, BESIDE)], 3),
+    ids=str,
+)  # fmt: skip
+def test_training_is_by_the_definition(box, packed, with_):
     """Losses and gradients of the model with its attention replaced by the definition."""
     job = assembled(golden_run(box, packed=packed, longlora={"group": 12}, **with_))
     found = first_gradients(job)
@@ -158,7 +163,8 @@ def test_held_out_loss_over_seeds(box):
 
 
 @pytest.mark.parametrize("more", [("attention",), pytest.param((), marks=pytest.mark.slow)], ids=str)
-def test_the_plan_counts_the_bytes(more):
+def test_the_plan_counts_the_bytes(more, monkeypatch):
+    monkeypatch.setitem(SHAPES, "llama-3.2-1b", SHAPES["llama-3.2-1b"] | {"num_hidden_layers": 6})
     check_prediction(
         shaped("llama-3.2-1b", "bf16", "fused-adamw", "fused-loss", "longlora", *more, rows=1, seq=2048), rel=0.05
     )

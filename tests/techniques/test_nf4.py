@@ -436,7 +436,7 @@ BESIDE_EXPERTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("form", "family", "beside"), further(BESIDE_EXPERTS, 3), ids=str)
+@pytest.mark.parametrize(("form", "family", "beside"), further(BESIDE_EXPERTS, 2), ids=str)
 def test_experts_equal_to_dense_ones_of_these_values(routed, form, family, beside):
     """Losses, norms and what was learnt, to the bit."""
     box = routed[family]
@@ -449,7 +449,7 @@ def test_experts_equal_to_dense_ones_of_these_values(routed, form, family, besid
     assert_equal(played(ours, 2), played(plain, 2))
 
 
-@pytest.mark.parametrize("targets", ["all-linear", "experts", ["q_proj", "gate_up_proj"]], ids=str)
+@pytest.mark.parametrize("targets", further(["all-linear", "experts", ["q_proj", "gate_up_proj"]], 1), ids=str)
 def test_experts_of_a_transformers_model(routed, tmp_path, targets):
     """They are held in 4 bits, too, as the plan says, and adapters beside them are PEFT's."""
     box, lora = routed["qwen2_moe"], {"lora": {**LORA["lora"], "rank": 8, "targets": targets}}

@@ -119,9 +119,9 @@ def test_gradients_on_four_ranks_are_near(box, quad, with_):
 
 def curve(box, links):
     job = assembled(
-        golden_run(box, packed=True, sets=["train.steps=20", f"data.eval={box}/held.jsonl"], fsdp={}, **links)
+        golden_run(box, packed=True, sets=["train.steps=10", f"data.eval={box}/held.jsonl"], fsdp={}, **links)
     )
-    losses = [loss for loss, *_ in steps(job, 20)]
+    losses = [loss for loss, *_ in steps(job, 10)]
     return losses, evaluate(job)[0]
 
 

@@ -26,7 +26,7 @@ QUESTIONS: list[dict[str, Any]] = yaml.safe_load((Path(__file__).parents[1] / "q
 
 def run(model: str = "llama-3.1-8b", ranks: int = 1, seq: int = 2048, **more: Any) -> Config:
     named = {"path": model} if "/" in model or model == "tiny" else {"shape": model}
-    rows = 16 if 16 % ranks == 0 else 5 * ranks
+    rows = max(4, ranks)
     tree = {"model": named, "objective": "pretrain", "data": {"random": 2048}, "output": "o",
             "batch": {"seq": seq, "tokens": seq * rows}, **more}  # fmt: skip
     return Config.model_validate(tree)
@@ -44,7 +44,7 @@ def test_there_are_questions() -> None:
     assert len(QUESTIONS) == 21
 
 
-@pytest.mark.parametrize("q", further(QUESTIONS[::3] + QUESTIONS[1::3] + QUESTIONS[2::3], 9), ids=lambda q: q["ask"])
+@pytest.mark.parametrize("q", further(QUESTIONS[::3] + QUESTIONS[1::3] + QUESTIONS[2::3], 6), ids=lambda q: q["ask"])
 def test_question(q: dict[str, Any]) -> None:
     if "solve" in q:
         text, values = answer.solve(asked(q), q["hardware"], q["solve"])
@@ -174,7 +174,7 @@ def test_a_cpu_starts_the_operators_of_each_micro_batch_itself() -> None:
 
 def test_how_long_it_takes() -> None:
     found = answer.answer(run("llama-3.2-1b", train={"epochs": 2}, **{"with": {}}), "h100").best
-    assert found is not None and found.setting is not None and found.time.steps == 2 * 2048 / 16
+    assert found is not None and found.setting is not None and found.time.steps == 2 * 2048 / 4
     assert found.time.steps_s == pytest.approx(2 * 2048 * 2048 / found.setting.prediction.tokens_per_s)
 
 
@@ -313,7 +313,7 @@ def test_the_largest_batch_of_a_run_that_fits_by_other_maths(tmp_path) -> None:
 
 def test_smaller_steps_are_near(tmp_path) -> None:
     """Weights are updated as soon as their gradients are there: a step is one micro-batch, and nothing is clipped."""
-    found = chats(tmp_path, "4090", "method=full")
+    found = chats(tmp_path, "4090", "method=full", tokens=8192)
     assert found.best is None and found.least.peak_bytes > 30 * hardware.GIB
     (steps,) = [text for text in found.nearest if text.startswith("smaller steps")]
     assert steps.startswith("smaller steps: --set batch.tokens=4096 --set optim.clip=null (full, ")

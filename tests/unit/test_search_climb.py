@@ -84,7 +84,8 @@ def test_a_plan_finds_what_trying_all_sets_finds(hardware: str, sets: tuple[str,
     """Over eight techniques, so that all can be tried. Of equally fast sets it may name another."""
     few = {"amp", "bf16", "fused-adamw", "attention", "compile", "packing", "fused-loss", "recompute"}
     classes = [t for t in ALL if t.name in few]
-    config = parse_config(LLAMA, "x", sets).model_copy(update={"with_": {}})
+    sizes = ("batch.tokens=8192", "batch.micro_tokens=2048")
+    config = parse_config(LLAMA, "x", (*sets, *sizes)).model_copy(update={"with_": {}})
     found = search.search(config, hardware, classes)
     evaluations = Evaluations(problem_of(config, classes, *reversed(parse_hardware(hardware)), fixed=False))
     for chosen in itertools.product(*_options(evaluations.problem.env, classes, False, {})[0]):
