@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from optrush.api import Callback, Plan, bench, evaluate, export, generate, plan, train, tune
     from optrush.config import Config, Sampling
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Callback", "Config", "Plan", "Sampling", "bench", "evaluate", "export", "generate", "plan", "train", "tune"]
 
 _PLACES = {"Config": "config", "Sampling": "config"}  # else `api`
