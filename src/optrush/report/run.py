@@ -410,14 +410,14 @@ def _curves(run: RunLog) -> list[tuple[str, str, Markup]]:
             if run.config.objective == JUDGED
             else ("Pairs", "of the chosen over the rejected")
         )
-        shares += [(f"{over[0]} right", "percent of a step's, by their rewards", run.points("reward_accuracy", 100))]
+        shares += [(f"{over[0]} right", "percent per step, by their rewards", run.points("reward_accuracy", 100))]
         shares += [("Reward margin", over[1], run.points("reward_margin"))]
     if run.config.objective == "grpo":
         shares += [
             ("Reward", "mean of a step's answers", run.points("reward")),
             ("Length of an answer", "tokens", run.points("answer_tokens")),
             ("Cut off", "percent of a step's answers", run.points("truncated", 100)),
-            ("Groups of equal rewards", "percent: nothing is learnt from them", run.points("groups_flat", 100)),
+            ("Groups of equal rewards", "percent; they give no gradient", run.points("groups_flat", 100)),
             ("Entropy", "nats a sampled token", run.points("entropy")),
             ("Sampled and trained", "largest difference of log-probabilities", run.points("logp_difference_max")),
         ]
