@@ -280,18 +280,7 @@ class Training(StrictModel):
     # An address (s3://, gs://, hf://, ...) to which each checkpoint is copied, and at the end the whole folder.
     copy_to: Text | None = None
     overwrite: bool = False  # empties the output folder first
-    clean: Annotated[bool | None, Field(exclude=True)] = None  # the old name of `overwrite`
     timeout: Annotated[float, Field(ge=1)] = 600.0  # seconds: how long a rank may keep the others waiting
-
-    @model_validator(mode="before")
-    @classmethod
-    def _renamed(cls, given: Any) -> Any:
-        """Read `clean`, the old name, as `overwrite`; both may not contradict each other."""
-        if not isinstance(given, dict) or not isinstance(given.get("clean"), bool):
-            return given
-        if given.get("overwrite", given["clean"]) != given["clean"]:
-            raise ValueError("`overwrite` alone: `clean` is its old name, and says the opposite")
-        return {**given, "overwrite": given["clean"]}
 
     def steps_a_line(self, total: int) -> int:
         """Return the steps between two logged lines of a run of `total` steps."""

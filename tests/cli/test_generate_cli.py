@@ -212,8 +212,6 @@ def test_what_is_refused(call: Call, trained: Path, here: Path) -> None:
     assert "name a file that ends in .jsonl" in refused(call, "tiny", "--prompts", "p.jsonl", "--out", "a.txt")
     assert "no folder" in refused(call, "tiny", "--prompts", "p.jsonl", "--out", "b/a.jsonl")
     assert "p.jsonl exists" in refused(call, "tiny", "--prompts", "p.jsonl", "--out", "p.jsonl")
-    for flags in (("--judge", "a.jsonl"), (*some, "--judge-by", "reference")):
-        assert "judging is no longer part" in (error := refused(call, *flags)) and "--against OTHER" in error
     assert "--system with --plain" in refused(call, *some, "--plain", "--system", "x")
     assert "--temperature with --greedy" in refused(call, *some, "--greedy", "--temperature", "0.7")
     assert "--top-p with --greedy" in refused(call, *some, "--greedy", "--top-p", "0.9")

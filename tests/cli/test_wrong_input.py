@@ -435,7 +435,7 @@ def test_output_that_is_not_empty(
     (here / "out").mkdir()
     for name, text in files.items():
         (here / "out" / name).write_text(text)
-    refused(call("train", write(train={"clean": True}) if clean else write()), *says, output=None)
+    refused(call("train", write(train={"overwrite": True}) if clean else write()), *says, output=None)
     assert {p.name: p.read_text() for p in (here / "out").iterdir()} == files
 
 

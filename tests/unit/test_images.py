@@ -43,7 +43,7 @@ from optrush.data.tokenizer import open_tokens
 from optrush.decide import decide
 from optrush.errors import DataError, NeedsError, UserError
 from optrush.hardware import parse_hardware
-from optrush.models.text_part import PARTS, tower_parameters, tower_sizes
+from optrush.models.text_part import PARTS, tower_sizes
 from optrush.models.vision import PROJECTOR
 from optrush.planner.search import books_of, predict
 from sights import BASES, NAMES, PROCESSOR, TOWER, VOCABULARY, draw, write_base, write_rows
@@ -696,10 +696,10 @@ def test_parameters_of_a_tower(kind: str) -> None:
         with torch.device("meta"):
             model = AutoModelForImageTextToText.from_config(config).model
         want = sum(p.numel() for n, p in model.named_parameters() if n.startswith(PARTS))
-        assert tower_parameters(config.to_dict()) == want
+        assert (sizes := tower_sizes(config.to_dict())) is not None and sizes.parameters == want
         given["vision_config"]["hidden_size"] = 64
     other = {"mistral3": "qwen2_vl"}.get(kind, "idefics3")
-    assert tower_parameters({**config.to_dict(), "model_type": other}) == 0
+    assert tower_sizes({**config.to_dict(), "model_type": other}) is None
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "gemma4", "llava", "pixtral", "mistral3"])
@@ -779,7 +779,7 @@ def test_the_plan_counts_the_tower_and_the_images_tokens(base: Path, tmp_path: P
     config = parse_config(text, "images.yaml", ["train.steps=1"])
     decided = decide(config)
     hf = json.loads((base / "config.json").read_text())
-    assert decided.env.images is not None and decided.env.images.tower.parameters == tower_parameters(hf) > 0
+    assert decided.env.images is not None and decided.env.images.tower == tower_sizes(hf)
     found = estimate(config.data, 0, tokenizer=str(base), base=str(base))
     real = read(base, path).train.lengths()
     assert sum(found) == pytest.approx(real.sum(), rel=0.15)

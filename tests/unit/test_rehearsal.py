@@ -211,7 +211,7 @@ def test_an_evaluation_is_rehearsed(box):
 def test_going_on_is_rehearsed_too(box):
     run = golden_run(box, packed=True, sets=[*SHORT, "train.overwrite=true", "train.steps=2"])
     trained(run)
-    longer = run.model_copy(update={"train": run.train.model_copy(update={"steps": 4, "clean": False})})
+    longer = run.model_copy(update={"train": run.train.model_copy(update={"steps": 4, "overwrite": False})})
     asked = longer.model_copy(update={"with_": {**longer.with_, "scarce": {}}})
     before = (Path(run.output) / "metrics.jsonl").read_text()
     assert "out of memory" in refused(asked, "auto")[1]

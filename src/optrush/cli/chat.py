@@ -28,7 +28,6 @@ from optrush.cli.options import (
     TopP,
     demand_used,
     drawn,
-    given,
 )
 from optrush.console import passing, shown
 from optrush.errors import ConfigError, UserError
@@ -341,8 +340,6 @@ def generate(
     against: Annotated[
         str | None, typer.Option("--against", metavar="OTHER", help="also answer with this model")
     ] = None,
-    judge: Annotated[str | None, typer.Option("--judge", hidden=True)] = None,
-    judge_by: Annotated[str | None, typer.Option("--judge-by", hidden=True)] = None,
     batch: Annotated[int, typer.Option("--batch", min=1, metavar="N", help="prompts per batch")] = 8,
     system: System = None,
     temperature: Temperature = 0.7,
@@ -359,9 +356,6 @@ def generate(
     Rows are messages (answered after the last user turn), prompt or text, in any format that training reads. FILE.jsonl
     gets one row per prompt; --base and --against add the other model's answer.
     """
-    if removed := given(context, ["judge", "judge_by"]):
-        do = "generate with --base or --against OTHER, and compare `answer` with `other` in FILE.jsonl"
-        raise ConfigError(removed[0], "judging is no longer part of optrush", do)
     if model is None or prompts is None or out is None:
         do = "optrush generate MODEL --prompts FILE --out FILE.jsonl"
         raise ConfigError("optrush generate", "no MODEL, --prompts or --out", do)

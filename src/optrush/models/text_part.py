@@ -163,12 +163,6 @@ def tower_sizes(hf: HF) -> TowerSizes | None:
     return TowerSizes(before + v["depth"] * block + merger, merger, v["depth"], width, inner, merge, 1 + deep)
 
 
-def tower_parameters(hf: HF) -> int:
-    """Return the parameters of a tower and its projector from config.json; 0 of a base whose images are not read."""
-    sizes = tower_sizes(hf)
-    return 0 if sizes is None else sizes.parameters
-
-
 def _sizes(hf: HF, spec: TowerSpec, v: dict[str, Any]) -> TowerSizes:
     """Return the sizes of a tower of one of VISION."""
     depth, width, side = v["num_hidden_layers"], v["hidden_size"], int(hf.get(spec.merge, 2)) if spec.merge else 1

@@ -441,8 +441,6 @@ class RunPlan:
 def idle_settings(config: Config, steps: int, held_out: bool) -> Iterator[str]:
     """Yield what of a configuration does nothing, or less than it seems to, in a run of so many steps."""
     length, warmup = config.train, config.optim.warmup
-    if length.clean is not None:
-        yield "train.clean is the old name of train.overwrite: write train.overwrite"
     if warmup > max(1, steps):
         yield f"optim.warmup: {warmup:g} steps, in a run of {steps}: the rate does not reach optim.lr"
     if "decay" in config.optim.model_fields_set and config.optim.schedule != "wsd":
