@@ -91,7 +91,7 @@ TEXT = """\
 
 Every family (`model_type` in config.json) of causal language models and of image-text models in transformers 5. Each
 was tried with a tiny model with random weights (`benchmarks/families.py` writes this page). Here image-text models
-train their language model on rows without images; for images see [rows with images](data.md#images).
+train their language model on rows without images; see also [rows with images](data.md#images).
 
 - native: runs in our own decoder.
 - transformers: runs in transformers' own model. Packed documents gave the same results as single ones, and our output
@@ -102,17 +102,17 @@ train their language model on rows without images; for images see [rows with ima
 
 {numbers}.
 
-Of the {refused} refused families {causal} are [causal language models of text](#refused-causal-language-models).
+{causal} of the {refused} refused families are [causal language models of text](#refused-causal-language-models).
 The other {others} are {kinds}.
 
-`optrush plan` supports {planned} of the {all} families. The column "plan" says where its sizes come from:
+`optrush plan` supports {planned} of the {all} families. The column "plan" gives the source of its sizes:
 
 - native: the formulas of our own decoder.
 - traced: one block of each kind is run once on the meta device; the result is cached.
 - slow: traced too, but its layers run token by token, and the first plan takes minutes.
-- none: `plan` says why. A refused family can have a plan: it is rejected only when the model is checked.
+- none: `plan` gives the reason. A refused family can have a plan: it is rejected only when the model is checked.
 
-"images": "kept" means that an export has the image tensors unchanged, in the layout of the base model.
+"images": "kept" means that an export has the image tensors unchanged, in the base model's layout.
 "GGUF": the architecture that `optrush export --to gguf` writes.
 
 ## Families of our own decoder
@@ -135,7 +135,7 @@ The other {others} are {kinds}.
 
 ## Named shapes
 
-`model.shape: NAME` takes the sizes of these models, with random weights. `model.path` and `optrush plan` know the hub
+`model.shape: NAME` uses the sizes of these models, with random weights. `model.path` and `optrush plan` accept the hub
 ids among them without a network:
 
 {shapes}
@@ -272,11 +272,11 @@ def row(kind: str, each: list[str]) -> str:
 
 def native_row(name: str, spec: FamilySpec) -> str:
     """Return the row of a family of our own decoder."""
-    kinds = {"latent": spec.latent, "some layers a delta rule": spec.delta, "some layers in chunks": spec.chunks}
+    kinds = {"latent": spec.latent, "delta rule in some layers": spec.delta, "chunks in some layers": spec.chunks}
     kinds |= {"sliding window": spec.window != "none", "sinks": spec.sinks, "capped scores": spec.score_cap}
-    kinds |= {"heads of two widths": spec.by_layer}
+    kinds |= {"two head sizes": spec.by_layer}
     attention = ", ".join(kind for kind, has in kinds.items() if has) or "full"
-    experts = "" if spec.experts is None else f"chosen by {spec.experts.router}"
+    experts = "" if spec.experts is None else f"{spec.experts.router} router"
     return f"| {name} | {spec.architecture} | {attention} | {experts} | {spec.gguf.lower()} |"
 
 

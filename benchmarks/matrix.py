@@ -45,10 +45,9 @@ NAMES = [c.name for c in OWN]
 TEXT = """\
 # What goes together
 
-Which techniques can be combined. Checked as `optrush plan` checks a run, with each technique's default options, for
+Which techniques can be combined, by the checks of `optrush plan`. Each technique has its default options. The run is
 Llama-3.2-1B (Qwen3-30B-A3B with `experts`) in float32: rows of 2048 tokens on H100s, one micro-batch per step (four in
-a pipeline), no clipping. Other options, GPUs and models may give another answer. `benchmarks/matrix.py` writes this
-page.
+a pipeline), no clipping. Other options, GPUs and models may differ. `benchmarks/matrix.py` writes this page.
 
 ## On meshes
 
