@@ -37,7 +37,7 @@ class Amp(Technique):
     stream: Literal["float32", "half"] = "float32"
 
     name = "amp"
-    summary = "mixed precision: float32 weights, products in bf16, or in fp16 with loss scaling"
+    summary = "mixed precision: float32 weights, matmuls in bf16, or in fp16 with loss scaling"
     source = "https://arxiv.org/abs/1710.03740"
     numerics = Numerics.SAME_MATHS
     claims = frozenset({Part.PRECISION})

@@ -39,7 +39,7 @@ class Attention(Technique):
     delta: Literal["fla", "plain"] | None = None
 
     name = "attention"
-    summary = "attention without holding the scores: sdpa, varlen, cudnn, fa4; or the exact masked one"
+    summary = "attention without stored scores: sdpa, varlen, cudnn, fa4; or the exact masked one"
     source = "https://arxiv.org/abs/2307.08691"
     numerics = Numerics.SAME_MATHS
     claims = frozenset({Part.ATTENTION})

@@ -35,7 +35,7 @@ class Bf16(Technique):
     rounding: Literal["stochastic", "nearest", "kahan"] = "stochastic"
 
     name = "bf16"
-    summary = "pure bf16 weights, gradients and states, stochastic rounding of the weights"
+    summary = "weights, gradients and states in bf16, rounded stochastically, to nearest or with Kahan summation"
     source = "https://arxiv.org/abs/1905.12322"
     numerics = Numerics.DIFFERENT_MATHS
     claims = frozenset({Part.PRECISION, Part.WEIGHTS})

@@ -49,7 +49,7 @@ class Compile(Technique):
     autotune: bool = False
 
     name = "compile"
-    summary = "torch.compile, a block at a time or the whole model, and the loss, fixed shapes"
+    summary = "torch.compile of each block or the whole model, and of the loss, with fixed shapes"
     source = "https://doi.org/10.1145/3620665.3640366"
     numerics = Numerics.SAME_MATHS
     claims = frozenset({Part.COMPILED, Part.ROW_WIDTH})  # one width: each other would be compiled anew

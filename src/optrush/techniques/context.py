@@ -42,7 +42,7 @@ class Context(Technique):
     kind: Literal["ulysses", "gather", "ring"] = "ulysses"
 
     name = "context"
-    summary = "context parallelism: ranks share the tokens of a row (ulysses, gathered keys, ring)"
+    summary = "context parallelism: the tokens of a row sharded over ranks (ulysses, gathered keys, ring)"
     source = "https://arxiv.org/abs/2309.14509"
     numerics = Numerics.SAME_MATHS
     claims = frozenset({Part.CP})

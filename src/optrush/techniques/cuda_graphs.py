@@ -51,7 +51,7 @@ class CudaGraphs(Technique):
     """
 
     name = "cuda-graphs"
-    summary = "the kernels of a whole window recorded once and started by one call"
+    summary = "records all kernels of a window once and launches them with one call"
     source = "https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/"
     numerics = Numerics.EXACT
     claims = frozenset({Part.CAPTURE})

@@ -34,7 +34,7 @@ class Ddp(Technique):
     bucket_mib: Annotated[int, Field(ge=1)] = 25
 
     name = "ddp"
-    summary = "data parallelism: whole model on each rank, gradients summed in buckets"
+    summary = "data parallelism: the whole model on each rank, gradients summed in buckets"
     source = "https://arxiv.org/abs/2006.15704"
     numerics = Numerics.SAME_MATHS
     proof = "tests/golden/test_golden.py"

@@ -39,7 +39,7 @@ class Ema(Technique):
     export: bool = True
 
     name = "ema"
-    summary = "a moving average of the weights, which is evaluated and exported"
+    summary = "moving average of the weights, used for evaluation and export"
     source = "https://doi.org/10.1137/0330046"
     numerics = Numerics.DIFFERENT_MATHS
     verified_on = ("cpu",)

@@ -36,7 +36,7 @@ class ExpertParallel(Technique):
     over: Literal["data", "context"] = "data"
 
     name = "experts"
-    summary = "expert parallelism: ranks share each layer's experts, rows go to them and back"
+    summary = "expert parallelism: each layer's experts sharded over ranks, tokens sent to them and back"
     source = "https://arxiv.org/abs/2006.16668"
     numerics = Numerics.SAME_MATHS
     claims = frozenset({Part.EP})

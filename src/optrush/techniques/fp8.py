@@ -34,7 +34,7 @@ class Fp8(Technique):
     targets: Literal["all", "mlp"] = "all"
 
     name = "fp8"
-    summary = "8-bit products of the blocks' linears, scaled by each tensor's largest value"
+    summary = "8-bit matmuls of the blocks' linears, scaled by each tensor's maximum"
     source = "https://arxiv.org/abs/2209.05433"
     numerics = Numerics.DIFFERENT_MATHS
     claims = frozenset({Part.LINEARS})

@@ -32,7 +32,7 @@ class Freeze(Technique):
     names: tuple[str, ...] | str = ()
 
     name = "freeze"
-    summary = "layers or parameters that are not trained: no gradients, no optimizer states"
+    summary = "excludes layers or parameters from training: no gradients, no optimizer states"
     source = "https://arxiv.org/abs/1911.03090"
     numerics = Numerics.DIFFERENT_MATHS
     proof = "tests/techniques/test_frozen.py"

@@ -38,7 +38,7 @@ class FusedLoss(Technique):
     chunk: Annotated[int, Field(ge=1)] | None = None  # None: by the vocabulary and the micro-batch
 
     name = "fused-loss"
-    summary = "linear + cross-entropy in chunks, logits never held whole: chunked, quack, liger"
+    summary = "head and cross-entropy in chunks, without whole logits: chunked, quack, liger"
     source = "https://arxiv.org/abs/2410.10989"
     numerics = Numerics.SAME_MATHS
     claims = frozenset({Part.HEAD})

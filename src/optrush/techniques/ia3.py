@@ -39,7 +39,7 @@ class Ia3(Technique):
     init: str | None = None
 
     name = "ia3"
-    summary = "a frozen model, and learnt factors of keys, values and the feed-forward part; PEFT's files"
+    summary = "frozen model with learned factors for keys, values and the feed-forward part; PEFT's files"
     source = "https://arxiv.org/abs/2205.05638"
     numerics = Numerics.DIFFERENT_MATHS
     proof = "tests/parity/test_peft.py"

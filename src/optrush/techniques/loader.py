@@ -27,7 +27,7 @@ class Loader(Technique):
     pinned: bool | None = None
 
     name = "loader"
-    summary = "worker processes make batches ahead, in page-locked memory"
+    summary = "worker processes prepare batches ahead, in page-locked memory"
     source = "https://docs.pytorch.org/docs/stable/data.html#multi-process-data-loading"
     numerics = Numerics.EXACT
     searched = False  # the plan does not price the host's work

@@ -35,7 +35,7 @@ class LongLora(Technique):
     group: Annotated[int, Field(ge=2)] | None = None
 
     name = "longlora"
-    summary = "each token reads a group of tokens while training, half of the heads a shifted one"
+    summary = "shifted sparse attention: tokens attend within groups, half of the heads to shifted groups"
     source = "https://arxiv.org/abs/2309.12307"
     numerics = Numerics.DIFFERENT_MATHS
     verified_on = ("cpu",)

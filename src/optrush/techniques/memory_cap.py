@@ -34,7 +34,7 @@ class MemoryCap(Technique):
 
     name = "memory-cap"
     sample = {"fraction": 0.5}  # noqa: RUF012
-    summary = "no more of the device than a smaller one has, to rehearse a run for it"
+    summary = "limits memory to that of a smaller card, to rehearse a run for it"
     source = "https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.set_per_process_memory_fraction.html"
     numerics = Numerics.EXACT
     claims = frozenset({Part.MEMORY})

@@ -32,7 +32,7 @@ class MicroBatch(Technique):
     """
 
     name = "micro-batch"
-    summary = "micro-batches halved where memory runs out; `batch.micro_tokens: auto` finds their size"
+    summary = "halves micro-batches if memory runs out; `batch.micro_tokens: auto` finds their size"
     source = "https://arxiv.org/abs/1811.06965"
     numerics = Numerics.SAME_MATHS
     claims = frozenset({Part.MICRO_BATCH})

@@ -34,7 +34,7 @@ class Muon(Technique):
     iterations: Annotated[int, Field(ge=1)] = 5
 
     name = "muon"
-    summary = "momentum made orthogonal for the blocks' matrices, AdamW for the rest"
+    summary = "orthogonalized momentum for the blocks' matrices, AdamW for the rest"
     source = "https://kellerjordan.github.io/posts/muon/"
     numerics = Numerics.DIFFERENT_MATHS
     claims = frozenset({Part.OPTIMIZER})

@@ -30,7 +30,7 @@ class Neftune(Technique):
     alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
 
     name = "neftune"
-    summary = "noise on the embeddings while training"
+    summary = "adds noise to the embeddings in training"
     source = "https://arxiv.org/abs/2310.05914"
     numerics = Numerics.DIFFERENT_MATHS
     verified_on = ("cpu",)

@@ -33,7 +33,7 @@ class PagedStates(Technique):
     """
 
     name = "paged-states"
-    summary = "the optimizer's states in pinned host memory, two pieces of them on the device"
+    summary = "optimizer states in pinned host memory, two pieces at a time on the device"
     source = "https://arxiv.org/abs/2305.14314"
     numerics = Numerics.EXACT
     claims = frozenset({Part.STATES})

@@ -45,7 +45,7 @@ class Pipeline(Technique):
     schedule: Literal["1f1b", "interleaved", "zero-bubble"] = "1f1b"
 
     name = "pipeline"
-    summary = "pipeline parallelism: blocks divided over ranks, micro-batches one after the other"
+    summary = "pipeline parallelism: blocks split over ranks, micro-batches in turn"
     source = "https://arxiv.org/abs/2104.04473"
     numerics = Numerics.SAME_MATHS
     claims = frozenset({Part.PP})

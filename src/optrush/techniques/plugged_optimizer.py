@@ -31,7 +31,7 @@ class PluggedOptimizer(Technique):
     states: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 2.0
 
     name = "own-optimizer"
-    summary = "an optimizer of your own: torch.optim's classes, a file's or a package's"
+    summary = "your own optimizer: a class of torch.optim, a file or a package"
     source = "https://docs.pytorch.org/docs/stable/optim.html"
     numerics = Numerics.DIFFERENT_MATHS
     verified_on = ("cpu",)

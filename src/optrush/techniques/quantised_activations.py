@@ -27,7 +27,7 @@ class QuantisedActivations(Technique):
     """
 
     name = "quantised-activations"
-    summary = "what blocks save for the backward pass is kept in 8 bits"
+    summary = "stores the blocks' saved activations in 8 bits until the backward pass"
     source = "https://arxiv.org/abs/1901.07988"
     numerics = Numerics.DIFFERENT_MATHS
     verified_on = ("cpu",)

@@ -36,7 +36,7 @@ class QuantisedLinks(Technique):
     gradients: Literal["int8", "none"] = "none"
 
     name = "quantised-links"
-    summary = "fsdp gathers weights in 8 bits, and reduces gradients so if asked (ZeRO++)"
+    summary = "fsdp gathers weights, and optionally reduces gradients, in 8 bits (ZeRO++)"
     source = "https://arxiv.org/abs/2306.10209"
     numerics = Numerics.DIFFERENT_MATHS
     verified_on = ("cpu",)

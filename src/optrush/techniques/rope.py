@@ -36,7 +36,7 @@ class Rope(Technique):
     base: Annotated[float, Field(gt=1)] | None = None
 
     name = "rope"
-    summary = "rotary positions of another base or scale, for longer rows (linear, yarn, dynamic)"
+    summary = "changes the base or scale of rotary positions for longer rows (linear, yarn, dynamic)"
     source = "https://arxiv.org/abs/2309.00071"
     numerics = Numerics.DIFFERENT_MATHS
     verified_on = ("cpu",)

@@ -46,7 +46,7 @@ class Pad(LayoutTechnique):
     """
 
     name = "pad"
-    summary = "one document a row, padded to the longest of the micro-batch"
+    summary = "one document per row, padded to the longest of the micro-batch"
     source = "https://arxiv.org/abs/1706.03762"
     claims = frozenset({Part.BATCH_LAYOUT, Part.ROW_WIDTH})
 
@@ -69,7 +69,7 @@ class SortByLength(LayoutTechnique):
     window: Window = 65536
 
     name = "sort-by-length"
-    summary = "one document a row, documents of like length share a step"
+    summary = "one document per row; documents of similar length share a step"
     source = "https://arxiv.org/abs/1708.05604"
     claims = frozenset({Part.BATCH_LAYOUT, Part.ROW_WIDTH})
     padding = (0.1, "documents of a micro-batch are nearly as long as each other")
@@ -93,7 +93,7 @@ class Wrap(LayoutTechnique):
     window: Window = 65536
 
     name = "wrap"
-    summary = "documents one after the other, cut into full rows; they see each other"
+    summary = "documents concatenated and split into full rows; they see each other"
     source = "https://arxiv.org/abs/2005.14165"
     numerics = Numerics.DIFFERENT_MATHS
     padding = (0.02, "rows are full, but for what overlap repeats")
@@ -125,7 +125,7 @@ class Packing(LayoutTechnique):
     window: Window = 65536
 
     name = "packing"
-    summary = "several documents a row, isolated, positions restarted"
+    summary = "several documents per row, isolated, positions restarted"
     source = "https://arxiv.org/abs/2107.02027"
     proof = "tests/golden/test_golden.py"
     verified_on = ("cpu", "gpu")

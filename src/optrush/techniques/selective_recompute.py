@@ -45,7 +45,7 @@ class SelectiveRecompute(Technique):
     budget: Annotated[float, Field(gt=0, le=1)] | None = None
 
     name = "selective-recompute"
-    summary = "cheap operators run again in the backward pass: by operator, or by a memory budget"
+    summary = "recomputes cheap operators in the backward pass: by operator, or by a memory budget"
     source = "https://arxiv.org/abs/2205.05198"
     numerics = Numerics.EXACT
     claims = frozenset({Part.ACTIVATION_CHECKPOINTING})

@@ -31,7 +31,7 @@ class UpdateInBackward(Technique):
     """
 
     name = "update-in-backward"
-    summary = "each parameter stepped in the backward pass, its gradient freed there; no clipping"
+    summary = "updates each parameter in the backward pass and frees its gradient; no clipping"
     source = "https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html"
     numerics = Numerics.SAME_MATHS
     claims = frozenset({Part.UPDATE})
