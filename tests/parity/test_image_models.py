@@ -542,8 +542,11 @@ def test_gradients_of_a_trained_tower(part: str, sight: Sight) -> None:
     compare_gradients(model, recipe, sight.theirs, close=close)
 
 
-@pytest.mark.parametrize("part", TRAINED)
-@WHOLE_RUNS
+@pytest.mark.parametrize(
+    ("sight", "part"),
+    further([*((kind, "tower") for kind in KINDS), *((kind, "projector") for kind in KINDS)], len(KINDS) + 1),
+    indirect=["sight"],
+)
 def test_a_batch_without_images_moves_no_tower(part: str, sight: Sight) -> None:
     """Each trained parameter has a gradient, of 0, which the sum over ranks needs; hidden states keep their bits."""
     model, _ = trained_sight(sight, part)
