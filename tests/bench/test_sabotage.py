@@ -41,8 +41,9 @@ def test_a_technique_is_one_file_and_one_line(copied: Copy) -> None:
     assert done.returncode == 0 and "wrap_step  sound: 1 change" in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_wrong_maths_are_shown_red(copied: Copy) -> None:
-    """The quickest of what follows."""
+    """The quickest of what follows; what a worker measures and what a ladder says of it have quicker tests."""
     copied.add("scaled", technique("scaled"))
     written = put_ladder(*each("scaled"))
     done = copied.run("bench", "run.yaml", "--ladder", written, "--out", "out", "--cumulative-only")
