@@ -42,17 +42,6 @@ def test_a_technique_is_one_file_and_one_line(copied: Copy) -> None:
 
 
 @pytest.mark.slow
-def test_wrong_maths_are_shown_red(copied: Copy) -> None:
-    """The quickest of what follows; what a worker measures and what a ladder says of it have quicker tests."""
-    copied.add("scaled", technique("scaled"))
-    written = put_ladder(*each("scaled"))
-    done = copied.run("bench", "run.yaml", "--ladder", written, "--out", "out", "--cumulative-only")
-    assert done.returncode == 0, done.stderr
-    red = {name: " ".join(r["red"]) for name, r in records(Path("out")).items()}
-    assert red["base"] == "" and red["scaled"].startswith("wrong: losses lie 0.05"), red
-
-
-@pytest.mark.slow
 def test_sabotage_is_shown_red(copied: Copy) -> None:
     for name in BODIES:
         copied.add(name, technique(name))

@@ -429,16 +429,6 @@ def test_techniques_that_are_refused(named: str, found: str, qwen: Sight, tmp_pa
     assert "rows with images" in str(caught.value) and found in caught.value.found
 
 
-@pytest.mark.slow
-def test_a_run_that_goes_on(qwen: Sight, tmp_path: Path) -> None:
-    whole = losses(run_on(qwen, tmp_path / "whole", withs=["packing"]))
-    config = run_on(qwen, tmp_path / "parts", ["train.save_every=1", "train.keep=9"], ["packing"])
-    for step in sorted((Path(config.output) / "checkpoints").glob("step-*"))[1:]:
-        shutil.rmtree(step)
-    again = run(RunRequest(decide(config), resume="auto"))
-    assert again.code == 0 and losses(config) == whole
-
-
 def on_ranks(base: Path, folder: Path, withs: Sequence[str], sets: Sequence[str] = ()) -> list[tuple[float, float]]:
     """The losses and norms of a run, one document a row; none on other ranks than the first."""
     text = (
