@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from optrush.benchmark import runner
-from optrush.cli import app
 from optrush.report import bench
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "peers"))  # as `bench` does in a checkout
 
-from toy import FAKE, Copy, Fakes, Found, document, put, write_model
+from calls import call as call
+
+from toy import FAKE, Copy, Fakes, document, put, write_model
 
 
 @pytest.fixture(scope="session")
@@ -35,24 +36,6 @@ def here(tmp_path: Path, toy: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     handler = signal.getsignal(signal.SIGTERM)
     yield tmp_path
     signal.signal(signal.SIGTERM, handler)
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Found]:
-    """`optrush ARGUMENTS` in this process."""
-
-    def called(*arguments: str) -> Found:
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["optrush", *arguments])
-        code = 0
-        try:
-            app.main()
-        except SystemExit as leaving:
-            code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-        out, err = capsys.readouterr()
-        return Found(code, out, err)
-
-    return called
 
 
 @pytest.fixture

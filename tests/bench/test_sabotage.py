@@ -41,16 +41,6 @@ def test_a_technique_is_one_file_and_one_line(copied: Copy) -> None:
     assert done.returncode == 0 and "wrap_step  sound: 1 change" in done.stderr, done.stderr
 
 
-def test_wrong_maths_are_shown_red(copied: Copy) -> None:
-    """The quickest of what follows."""
-    copied.add("scaled", technique("scaled"))
-    written = put_ladder(*each("scaled"))
-    done = copied.run("bench", "run.yaml", "--ladder", written, "--out", "out", "--cumulative-only")
-    assert done.returncode == 0, done.stderr
-    red = {name: " ".join(r["red"]) for name, r in records(Path("out")).items()}
-    assert red["base"] == "" and red["scaled"].startswith("wrong: losses lie 0.05"), red
-
-
 @pytest.mark.slow
 def test_sabotage_is_shown_red(copied: Copy) -> None:
     for name in BODIES:

@@ -8,13 +8,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import yaml
 from safetensors.torch import save_file
 
 import optrush
+from calls import Found as Found
 from optrush.config import Config, parse_config
 
 D, F, L, H, K, V = 64, 256, 4, 4, 2, 128
@@ -118,14 +119,6 @@ class Copy:
             [sys.executable, "-m", "optrush", *arguments],
             env=environment, capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
-
-
-class Found(NamedTuple):
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
 
 
 class Fakes:

@@ -5,15 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-
-class Found(NamedTuple):
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
+from calls import Found as Found
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:

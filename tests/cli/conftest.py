@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 
-from optrush.cli import app
+from calls import call as call
 from optrush.models import tiny
 
 from clirun import Found, base, write_rows
@@ -74,24 +74,6 @@ def write(here: Path) -> Callable[..., str]:
         return "run.yaml"
 
     return written
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Found]:
-    """`optrush ARGUMENTS` in this process."""
-
-    def called(*arguments: str) -> Found:
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["optrush", *arguments])
-        code = 0
-        try:
-            app.main()
-        except SystemExit as leaving:
-            code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-        out, err = capsys.readouterr()
-        return Found(code, out, err)
-
-    return called
 
 
 @pytest.fixture

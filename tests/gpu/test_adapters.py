@@ -26,11 +26,6 @@ sys.path.append(str(Path(__file__).parents[1] / "parity"))  # which pytest has n
 from parity_models import SIZES, packed, reference, save
 
 test_peft = pytest.importorskip("test_peft", reason="PEFT is not installed")
-pytestmark = [
-    pytest.mark.filterwarnings("default"),  # compilers, drivers and other libraries warn of what is not ours
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
 DEVICE = torch.device("cuda")
 
 T, V = 128, 256

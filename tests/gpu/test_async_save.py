@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -17,7 +16,6 @@ from optrush.trainer.checkpoint import Meta, Saver, find_checkpoints, slices, ve
 from optrush.trainer.distributed import World
 from optrush.trainer.trainer import Storage, TrainedParam
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICE = torch.device("cuda")
 SHAPES = {"wide": (4096, 4096), "norm": (4097,), "one": ()}
 

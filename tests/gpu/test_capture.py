@@ -25,12 +25,6 @@ from optrush.trainer.trainer import Trainer, evaluate, set_step
 
 from trials import FASTEST
 
-pytestmark = [
-    pytest.mark.filterwarnings("default"),  # compilers and drivers warn of what is not ours
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
-
 BASE = """
 model: tiny
 objective: sft

@@ -27,11 +27,6 @@ sys.path.append(str(Path(__file__).parents[1] / "parity"))  # which pytest has n
 
 from test_dpo import CLOSE, agrees_with_trl, dpo_run, filled, filled_box, trls
 
-pytestmark = [
-    pytest.mark.filterwarnings("default"),  # compilers, drivers and other libraries warn of what is not ours
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
 DEVICE = torch.device("cuda")
 FUSED = {"attention": {"impl": "sdpa"}, "fused_kernels": {"norm": True, "rope": True}}
 

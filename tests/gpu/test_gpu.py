@@ -19,12 +19,6 @@ from optrush.trainer.trainer import Trainer, set_step
 from isolation import alone, disturbed
 from trials import FASTEST
 
-pytestmark = [
-    pytest.mark.filterwarnings("default"),  # compilers and drivers warn of what is not ours
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
-
 BASE = """
 model: tiny
 objective: sft

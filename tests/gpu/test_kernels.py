@@ -40,12 +40,6 @@ from optrush.techniques.attention import check_package
 
 from updates import edges
 
-pytestmark = [
-    pytest.mark.filterwarnings("default"),
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
-
 
 def off(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got.float() - want.float()).norm() / want.float().norm()).item()

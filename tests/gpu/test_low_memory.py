@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from stepping import BASE, steps
 
 from optrush.config import Optim, parse_config
 from optrush.decide import decide
@@ -16,22 +17,7 @@ from optrush.optim.adam8bit import Adam8bit
 from optrush.trainer.build import build
 from optrush.trainer.trainer import Trainer, set_step
 
-pytestmark = [
-    pytest.mark.filterwarnings("default"),  # compilers and drivers warn of what is not ours
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
-
 SIZES = {"whole": (512, 2048), "odd": (333, 896), "rest": (40, 1001), "norm": (2048,), "small": (9, 11)}
-BASE = """
-model: tiny
-objective: sft
-data: {sample: recipes, max_samples: 60, too_long: split}
-batch: {seq: 512, tokens: 4096, micro_tokens: 4096}
-optim: {lr: 1e-3, schedule: constant, warmup: 0, clip: null}
-train: {steps: 6}
-output: unused
-"""
 
 
 def optimizer(dtype: torch.dtype, rounding: str, device: str) -> Adam8bit:
@@ -78,21 +64,6 @@ def job_of(*withs: str) -> Trainer:
     trainer = build(decide(parse_config(BASE, "test", withs=withs)))
     trainer.set_step = partial(set_step, trainer, steps=6)
     return trainer
-
-
-def steps(trainer: Trainer, n: int, waits: bool = True) -> list[tuple[float, float, bool]]:
-    plan, found = trainer.stream.plan(None, 6), []
-    for k in range(n):
-        batches = trainer.stream.batches(k, plan, rank=0, ranks=1, micro_rows=trainer.env.micro_rows)
-        torch.cuda.set_sync_debug_mode("error" if k >= 2 and not waits else "default")
-        try:
-            trainer.set_step(k + 1)
-            loss = trainer.forward_backward(batches, sum(b.n_terms for b in batches))
-            norm, skipped = trainer.optimizer_step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        found.append((loss.item(), norm.item(), bool(skipped.item())))
-    return found
 
 
 @pytest.mark.parametrize(

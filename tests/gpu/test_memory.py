@@ -13,12 +13,6 @@ import torch
 
 from optrush.config import parse_config
 
-pytestmark = [
-    pytest.mark.filterwarnings("default"),
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
-
 # 4 layers of 512 with 128,256 tokens of vocabulary: whole float32 logits of 32 rows take 16 GiB.
 CONFIG = """
 model: model

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from stepping import BASE, steps
 
 from optrush.config import parse_config
 from optrush.decide import decide
@@ -15,21 +16,6 @@ from optrush.trainer.trainer import Trainer, set_step
 
 from trials import KNOWN
 
-pytestmark = [
-    pytest.mark.filterwarnings("default"),  # compilers and drivers warn of what is not ours
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
-
-BASE = """
-model: tiny
-objective: sft
-data: {sample: recipes, max_samples: 60, too_long: split}
-batch: {seq: 512, tokens: 4096, micro_tokens: 4096}
-optim: {lr: 1e-3, schedule: constant, warmup: 0, clip: null}
-train: {steps: 6}
-output: unused
-"""
 NAMES = ("muon", "apollo:rank=16")
 
 
@@ -56,21 +42,6 @@ def job_of(*withs: str) -> Trainer:
     trainer = build(decide(parse_config(BASE, "test", withs=withs), KNOWN))
     trainer.set_step = partial(set_step, trainer, steps=6)
     return trainer
-
-
-def steps(trainer: Trainer, n: int, waits: bool = True) -> list[tuple[float, float, bool]]:
-    plan, found = trainer.stream.plan(None, 6), []
-    for k in range(n):
-        batches = trainer.stream.batches(k, plan, rank=0, ranks=1, micro_rows=trainer.env.micro_rows)
-        torch.cuda.set_sync_debug_mode("error" if k >= 2 and not waits else "default")
-        try:
-            trainer.set_step(k + 1)
-            loss = trainer.forward_backward(batches, sum(b.n_terms for b in batches))
-            norm, skipped = trainer.optimizer_step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        found.append((loss.item(), norm.item(), bool(skipped.item())))
-    return found
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -21,12 +21,6 @@ from optrush.trainer.trainer import Trainer, set_step
 
 from updates import compare, grads_of, group_of, stepped, tensors
 
-pytestmark = [
-    pytest.mark.filterwarnings("default"),
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
-
 BASE = """
 model: tiny
 objective: sft

@@ -11,11 +11,6 @@ from optrush.models.experts import grouped_matmul
 from optrush.models.weights import Memory, WeightEntry, WeightMap
 from optrush.peft.quantized import Form, QuantizedLinear, Stack, quantize_model
 
-pytestmark = [
-    pytest.mark.filterwarnings("default"),
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
 SHAPES = [(64, 64), (48, 48), (7, 9), (3, 65), (1000, 100), (4096, 1536), (16, 4160)]
 FORMS = [Form(4, True), Form(4, False), Form(8)]
 

@@ -14,10 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from optrush.models.tiny import write_tiny
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 CONFIG = """
 model: tiny

@@ -18,12 +18,6 @@ from optrush.planner import search
 from optrush.trainer.build import build
 from optrush.trainer.trainer import Trainer, set_step
 
-pytestmark = [
-    pytest.mark.filterwarnings("default"),
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
-
 TINY = """
 model: tiny
 objective: sft

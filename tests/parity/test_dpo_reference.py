@@ -10,17 +10,14 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from test_dpo import filled
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from optrush.config import Config, parse_config
 from optrush.data.batch import Batch
-from optrush.decide import decide
 from optrush.models.weights import weights_fingerprint as fingerprint
-from optrush.trainer import dpo_reference
-from optrush.trainer.trainer import Trainer
 
 from golden.make_golden import SIZES
-from trials import assembled
 
 LAST = "model.layers.1.mlp.down_proj.weight"
 
@@ -35,13 +32,6 @@ def pairs_run(box: Path, tmp_path: Path, model: Path, *sets: str) -> Config:
         "output": str(tmp_path / "out"),
     }  # fmt: skip
     return parse_config(yaml.safe_dump(document), "dpo.yaml", sets)
-
-
-def filled(config: Config) -> Trainer:
-    prepared = decide(config)
-    job = assembled(prepared)
-    dpo_reference.fill_reference(job, prepared)
-    return job
 
 
 @pytest.fixture(scope="module")

@@ -233,7 +233,7 @@ NATIVE: dict[str, tuple[dict[str, Any], float]] = {
 }
 
 
-FIRST = ("llama", "qwen3", "gemma2", "cohere", "starcoder2", "gemma4")
+FIRST = ("llama", "qwen3", "cohere", "starcoder2")
 
 
 @pytest.mark.parametrize("kind", further([*FIRST, *(kind for kind in NATIVE if kind not in FIRST)], len(FIRST)))
@@ -261,13 +261,6 @@ def test_sizes_of_native_families(kind: str) -> None:
     written = ModelShape.read({"architectures": ["ForCausalLM"], **hf})
     assert sum(p.numel() for p in wrapper.parameters()) == written.parameters
     assert sum(p.numel() for b in wrapper.blocks.values() for p in b.parameters()) == written.block_parameters
-
-
-def test_a_trace_sees_norms_of_queries_and_keys() -> None:
-    with_norms, without = ({**TINY, "model_type": kind, "head_dim": 64} for kind in ("qwen3", "llama"))
-    norms = kept(trace(with_norms), ledger.BFLOAT16) - kept(trace(without), ledger.BFLOAT16)
-    heads = 2 * (4 + 2) * 64  # of two layers
-    assert norms == pytest.approx((4 + 2) * heads, rel=0.35)  # a float32 copy, and before the weight
 
 
 ACTIVE = {"qwen1.5-moe-a2.7b": 2689, "granite-3.0-1b-a400m": 429, "granite-3.0-3b-a800m": 883}

@@ -18,7 +18,7 @@ from optrush.techniques import ALL
 PLANS = json.loads(make_pins.PLANS.read_text("utf-8"))
 SURFACE = json.loads(make_pins.SURFACE.read_text("utf-8"))
 # In parts what others have too: by `make test-all`.
-LATER = ("transformers-amp", "lora", "fsdp", "pipeline", "hybrid-tensor", "clash")
+LATER = ("transformers-amp", "lora", "fsdp", "pipeline", "hybrid-tensor", "clash", "cpu-tiny-sft")
 AGAIN = "if this was meant, make the pins again (tests/pins/make_pins.py) in a commit that says why"
 
 
@@ -91,7 +91,9 @@ def test_every_technique_predicts_an_effect(name: str) -> None:
 # --- the rest
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "bench")) for name in SURFACE])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("bench", "run of dpo"))) for name in SURFACE]
+)
 def test_surface(name: str, command: Command) -> None:
     same(SURFACE[name], make_pins.SECTIONS[name](command))
 

@@ -26,7 +26,7 @@ PACKAGES: dict[str, tuple[str, dict[str, Any], str]] = {  # name -> folder, opti
     "clip-values": ("plugin", {"limit": 1e-9}, "clip-values (limit=1e-09): 1 change"),
     "apollo": ("plugin-optimizer", {"rank": 16}, "apollo sketches"),
 }
-each = pytest.mark.parametrize("name", PACKAGES)
+each = pytest.mark.parametrize("name", further(list(PACKAGES), 1))
 
 
 def plugged(folder: Path, name: str) -> Path:
@@ -77,13 +77,13 @@ def test_a_technique_that_cannot_be_loaded_is_named(tmp_path: Path, entry: str, 
 
 DEF = "    def wrap_step("
 FAILING = {  # text of the example -> what stands there instead, exit code, what is said
-    "a stage": ("        inner = trainer.optimizer_step\n", "        return trainer.nothing\n", 2, "AttributeError"),
     "a later step": (
         "            return inner()",
         "            self.__dict__['n'] = self.__dict__.get('n', 0) + 1\n"
         "            return inner() if self.__dict__['n'] < 4 else 1 / 0",
         1, "ZeroDivisionError",
     ),
+    "a stage": ("        inner = trainer.optimizer_step\n", "        return trainer.nothing\n", 2, "AttributeError"),
     "an optimizer": ("        def step() ->", "        def step(self: int) ->", 2, "TypeError"),
     "an update": ("            return inner()", "            raise ValueError('first\\nsecond')", 2, "first second"),
     "a loss": (
@@ -104,7 +104,7 @@ FAILING = {  # text of the example -> what stands there instead, exit code, what
 
 @pytest.mark.parametrize(
     "kind",
-    further(list(FAILING), 2),
+    further(list(FAILING), 1),
 )
 def test_a_technique_that_fails_is_named(kind: str, tmp_path: Path) -> None:
     """In three lines, with the place in its own file."""
@@ -144,6 +144,7 @@ def test_the_systems_of_a_package_that_cannot_be_loaded(monkeypatch: pytest.Monk
 # The pages: files and commands as they stand there.
 
 
+@pytest.mark.slow
 def test_the_technique_of_the_page_from_python(tmp_path: Path) -> None:
     """Its package is listed, and a run has its effect."""
     files_of("python.md", tmp_path)
