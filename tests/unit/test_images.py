@@ -26,6 +26,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoTokenizer
 
 from optrush.cli.data import show
@@ -423,12 +424,22 @@ def open_reader(base: Path, *sets: str) -> ImageReader:
     return tokens.images
 
 
+TURNED = b'<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+
+
+@pytest.mark.parametrize("by", ["exif", "xmp"])
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF"])
-def test_a_turned_photograph(base: Path, tmp_path: Path, form: str) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6
+def test_a_turned_photograph(base: Path, tmp_path: Path, form: str, by: str) -> None:
+    exif, notes = Image.Exif(), PngInfo()
+    if by == "exif":
+        exif[0x0112] = 6
+    elif form == "TIFF":
+        exif[700] = TURNED
+    else:
+        notes.add_itxt("XML:com.adobe.xmp", TURNED.decode())
     image = draw("square", "blue", 40, 24, 1)
-    (tmp_path / "a").write_bytes(encoded(image, form, exif=exif))
+    options = {"xmp": TURNED} if by == "xmp" and form in ("JPEG", "WEBP") else {"pnginfo": notes}
+    (tmp_path / "a").write_bytes(encoded(image, form, exif=exif, **options))
     reader = open_reader(base)
     seen = reader.look(Picture("a"), tmp_path)
     assert seen.size == (24, 40) and seen.grid == (10, 6) and reader.patches(seen).shape == (60, 96)
@@ -489,8 +500,11 @@ def test_an_image_longer_than_a_row(base: Path, tmp_path: Path) -> None:
     sets = ("batch.seq=24", "batch.tokens=24")
     with pytest.raises(DataError, match=r"tokens at .*:1\n.*lower data.max_pixels"):
         read(base, path, *sets)
-    with pytest.raises(DataError, match="nothing is left of 1 rows"):
-        read(base, path, *sets, "data.too_long=truncate", "data.most_truncated=1")
+    for how in ("truncate", "drop"):  # no advice to split, which rows with images are refused with
+        with pytest.raises(
+            DataError, match=r"nothing is left of 1 rows.*\n.*raise batch.seq, or lower data.max_pixels$"
+        ):
+            read(base, path, *sets, f"data.too_long={how}", "data.most_truncated=1")
 
 
 def test_what_holds_bytes(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -388,11 +388,13 @@ class ImageReader:
         with _opened(raw) as image:
             width, height = image.size
             image.draft("RGB", (max(1, width // 8), max(1, height // 8)))  # of a JPEG, all of which is read even so
-            if image.format != "TIFF" and image.getexif().get(ORIENTATION) in TURNED:  # a TIFF's size is turned already
+            if image.format != "TIFF" and image.getexif().get(ORIENTATION) in TURNED:
                 width, height = height, width
             if image.mode.startswith(("I", "F")):
                 raise ValueError(f"pixels of the mode {image.mode}, which 8 bits do not hold; save it with 8")
             image.load()
+            if image.format == "TIFF":  # which loading turns
+                width, height = image.size
         grid = self.sizes.grid(height, width)
         return SeenImage(0, self.sizes.tokens(grid), grid, (width, height), _digest(raw), given, folder)
 
