@@ -199,6 +199,34 @@ def test_a_text_keeps_its_words() -> None:
     assert isinstance(found, Chat) and found.messages[0].content == "an <image> tag" and not found.images
 
 
+@pytest.mark.parametrize("more", [{"images": []}, {"images": None}, {"image": None}, {"image": ""}])
+def test_a_place_beside_no_images_is_named(more: dict[str, Any]) -> None:
+    for row, n in (
+        ({"messages": [{"role": "user", "content": "<image>?"}, ANSWER]}, 1),
+        ({"instruction": "<image>?", "output": "a"}, 1),
+        ({"messages": [{"role": "user", "content": "?"}, ANSWER]}, 0),
+    ):
+        noted, alone = set[str](), set[str]()
+        parse_row(WHERE, {**row, **more}, noted=noted)
+        parse_row(WHERE, row, noted=alone)
+        assert noted == ({"<image> without images"} if n else set()) and not alone
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text": "a"},
+        {"prompt": "<image>", "completion": "a"},
+        {"prompt": "<image>", "chosen": "b", "rejected": "c"},
+        {"prompt": [asked({"type": "image"})], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "no"}]},
+    ],
+)
+def test_rows_without_places_name_those_that_have_them(row: dict[str, Any]) -> None:
+    with pytest.raises(DataError) as caught:
+        parse_row(WHERE, {**row, "images": ["a"]})
+    assert "write turns (messages, or prompt and completion as lists), for objective: sft" in caught.value.do
+
+
 def test_what_is_not_read_of_an_image_is_named() -> None:
     noted: set[str] = set()
     url = {"url": "a.png", "detail": "low"}
