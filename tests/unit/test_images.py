@@ -18,7 +18,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pyarrow
@@ -37,16 +38,20 @@ from optrush.data.dataset import Sources, read_sources
 from optrush.data.image_sizes import processed_size
 from optrush.data.images import ImageReader, Picture, about_tokens
 from optrush.data.length_estimate import estimate
+from optrush.data.packing import Padded
 from optrush.data.sampler import Loading, decoding_ahead
 from optrush.data.samples import Counts, describe_counts
 from optrush.data.schema import NO_RULES, Chat, RowLocation, parse_row
-from optrush.data.tokenizer import open_tokens
+from optrush.data.tokenizer import open_tokens, settle_images
 from optrush.decide import decide
 from optrush.errors import DataError, NeedsError, UserError
 from optrush.hardware import parse_hardware
 from optrush.models.text_part import PARTS, tower_parameters, tower_sizes
 from optrush.models.vision import PROJECTOR
 from optrush.planner.search import books_of, predict
+from optrush.technique import Technique
+from optrush.techniques.cuda_graphs import CudaGraphs
+from optrush.techniques.rows import Wrap
 from sights import BASES, NAMES, PROCESSOR, TOWER, VOCABULARY, draw, write_base, write_rows
 from sights import TEXT as TEXT_SIZES
 
@@ -619,6 +624,21 @@ def test_what_does_not_read_images(
     assert caught.value.found == found or found in caught.value.found, caught.value
     filtered = found == "data.clean"  # before they are tokenised
     assert filtered or ("rows with images" in caught.value.asked and "take rows of text" in caught.value.do)
+
+
+@pytest.mark.parametrize(("technique", "cut"), [(CudaGraphs(), False), (Wrap(), True)], ids=["recorded", "cut"])
+def test_a_technique_that_takes_no_images_is_named(technique: Technique, cut: bool, base: Path, tmp_path: Path) -> None:
+    """Also where rows behind the first ones, which a choice of techniques looks at, have the images."""
+    path = write_rows(tmp_path, 2)
+    text = f"{{model: {base}, objective: sft, data: {{path: {path}}}, batch: {{seq: {T}, tokens: {T}}}}}"
+    config = parse_config(text, "images.yaml", [f"output={path.parent / 'out'}", "train.steps=1"])
+    tokens, job = open_tokens(config, base), SimpleNamespace(config=config, layout=Padded())
+    if cut:
+        technique.data(cast(Any, job))
+    assert settle_images(tokens, [technique], job.layout) is None
+    with pytest.raises(DataError) as caught:
+        read_sources(config, tokens, VOCABULARY)
+    assert f"--without {technique.name}" in caught.value.do and "rows with images" in caught.value.asked
 
 
 def test_filters_do_not_take_rows_for_their_texts(tmp_path: Path) -> None:
