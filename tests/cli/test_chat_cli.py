@@ -8,8 +8,10 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from optrush.cli import chat
 from optrush.config import Sampling
 from optrush.console import shown
 from optrush.data.schema import Message, RowLocation
+from optrush.errors import DataError
 from optrush.models import tiny, weights
 from optrush.models.hf import load_plain
 
@@ -358,3 +361,26 @@ def test_an_adapter_on_its_base(call: Call, cache: Path, here: Path, monkeypatch
     assert "adapter_config.json is not JSON" in refused(call, "bare/adapter", *flags)
     monkeypatch.setattr(generation, "library", lambda name: None)
     assert "python -m pip install peft" in refused(call, "bare", *flags)
+
+
+def test_a_refused_message_leaves_its_image_to_the_next_one() -> None:
+    seen = []
+
+    def ids(prompt: list[Message], *_: object) -> list[int]:
+        seen.append(len(prompt[-1].images))
+        if "bad" in prompt[-1].content:
+            raise DataError("the messages", "a forged turn", "take it out")
+        return []
+
+    reader = SimpleNamespace(look=lambda *_: None)
+    model = SimpleNamespace(name="m", images=reader, ids=ids, stream=lambda *_: generation.Answer("a", 1, "stop"))
+    talk = chat.Conversation(cast(Any, [model]), Sampling(), 0, None, False)
+    talk.show("/image a.png", Path("a.png"))
+    for text in ("bad", "good", "again"):
+        with suppress(DataError):
+            talk.turn(text, lambda *_: None)
+    assert seen == [1, 1, 0]
+    talk.show("/image a.png", Path("a.png"))
+    assert "without the picture" in str(talk.command("/reset")) and talk.command("/reset") == "a new conversation"
+    talk.turn("good", lambda *_: None)
+    assert seen[-1] == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import re
 import shlex
 import shutil
@@ -622,15 +623,15 @@ def folder_of_images(here: Path, form: str) -> Path:
     for n, name in enumerate(names):
         Image.new("RGB", (40, 30 + n), "red").save(folder / name)
         if form == "txt":
-            (folder / name).with_suffix(".txt").write_text(f"red number {n}\n")
+            (folder / name).with_suffix(".txt").write_text(f"red number {n}\n", encoding="utf-8-sig")
     listed = [{"file_name": name, "text": f"red number {n}"} for n, name in enumerate(names)]
     if form == "jsonl":
-        (folder / "metadata.jsonl").write_text(
-            "".join(json.dumps({**one, "question": "Which ?"}) + "\n" for one in listed)
-        )
+        more = {"question": "Which ?", "note": "one\u2028line"}
+        lines = [json.dumps({**one, **more}, ensure_ascii=False) + "\n" for one in listed]
+        (folder / "metadata.jsonl").write_text("".join(lines), encoding="utf-8-sig")
     if form == "csv":
         lines = ["file_name,text", *(f"{one['file_name']},{one['text']}" for one in listed)]
-        (folder / "metadata.csv").write_text("\n".join(lines))
+        (folder / "metadata.csv").write_text("\n".join(lines), encoding="utf-8-sig")
     (folder / "README.txt").write_text("what these are")
     return folder
 
@@ -680,6 +681,21 @@ def test_a_folder_of_images_with_captions(form: str, call: Call, here: Path) -> 
         ),
         (lambda f: (f / "metadata.jsonl").write_text("nonsense"), "jsonl:1 is no JSON object", "correct that line"),
         (lambda f: (f / "metadata.csv").write_text("file_name,text\n"), "no image", "name a folder"),
+        (
+            lambda f: (f / "metadata.csv").write_text("file_name,text\n" + 'a.png,"' + "b\n" * 70_000),
+            "larger than field limit",
+            "close its quotes",
+        ),
+        (
+            lambda f: (f / "metadata.csv").write_text("file_name,text\na.png,a\n"),
+            "2 of 3 are not in metadata.csv: b.JPG, c.webp",
+            "list them in metadata.csv",
+        ),
+        (
+            lambda f: [(f / os.fsdecode(b"\xff" + end)).write_text("a") for end in (b".png", b".txt")],
+            "udcff.png' is not UTF-8",
+            "rename that file",
+        ),
         (lambda f: f, "model_type 'llama', whose images are not read", "take a base of one of qwen2_5_vl"),
     ],
 )

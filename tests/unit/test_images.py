@@ -18,7 +18,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pyarrow
@@ -26,6 +27,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoTokenizer
 
 from optrush.cli.data import show
@@ -36,16 +38,20 @@ from optrush.data.dataset import Sources, read_sources
 from optrush.data.image_sizes import processed_size
 from optrush.data.images import ImageReader, Picture, about_tokens
 from optrush.data.length_estimate import estimate
+from optrush.data.packing import Padded
 from optrush.data.sampler import Loading, decoding_ahead
 from optrush.data.samples import Counts, describe_counts
 from optrush.data.schema import NO_RULES, Chat, RowLocation, parse_row
-from optrush.data.tokenizer import open_tokens
+from optrush.data.tokenizer import open_tokens, settle_images
 from optrush.decide import decide
 from optrush.errors import DataError, NeedsError, UserError
 from optrush.hardware import parse_hardware
 from optrush.models.text_part import PARTS, tower_sizes
 from optrush.models.vision import PROJECTOR
 from optrush.planner.search import books_of, predict
+from optrush.technique import Technique
+from optrush.techniques.cuda_graphs import CudaGraphs
+from optrush.techniques.rows import Wrap
 from sights import BASES, NAMES, PROCESSOR, TOWER, VOCABULARY, draw, write_base, write_rows
 from sights import TEXT as TEXT_SIZES
 
@@ -196,6 +202,34 @@ def test_what_names_none(row: dict[str, Any], reason: str) -> None:
 def test_a_text_keeps_its_words() -> None:
     found = parse_row(WHERE, {"messages": [{"role": "user", "content": "an <image> tag"}, ANSWER], "images": []})
     assert isinstance(found, Chat) and found.messages[0].content == "an <image> tag" and not found.images
+
+
+@pytest.mark.parametrize("more", [{"images": []}, {"images": None}, {"image": None}, {"image": ""}])
+def test_a_place_beside_no_images_is_named(more: dict[str, Any]) -> None:
+    for row, n in (
+        ({"messages": [{"role": "user", "content": "<image>?"}, ANSWER]}, 1),
+        ({"instruction": "<image>?", "output": "a"}, 1),
+        ({"messages": [{"role": "user", "content": "?"}, ANSWER]}, 0),
+    ):
+        noted, alone = set[str](), set[str]()
+        parse_row(WHERE, {**row, **more}, noted=noted)
+        parse_row(WHERE, row, noted=alone)
+        assert noted == ({"<image> without images"} if n else set()) and not alone
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text": "a"},
+        {"prompt": "<image>", "completion": "a"},
+        {"prompt": "<image>", "chosen": "b", "rejected": "c"},
+        {"prompt": [asked({"type": "image"})], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "no"}]},
+    ],
+)
+def test_rows_without_places_name_those_that_have_them(row: dict[str, Any]) -> None:
+    with pytest.raises(DataError) as caught:
+        parse_row(WHERE, {**row, "images": ["a"]})
+    assert "write turns (messages, or prompt and completion as lists), for objective: sft" in caught.value.do
 
 
 def test_what_is_not_read_of_an_image_is_named() -> None:
@@ -423,12 +457,22 @@ def open_reader(base: Path, *sets: str) -> ImageReader:
     return tokens.images
 
 
+TURNED = b'<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+
+
+@pytest.mark.parametrize("by", ["exif", "xmp"])
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF"])
-def test_a_turned_photograph(base: Path, tmp_path: Path, form: str) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6
+def test_a_turned_photograph(base: Path, tmp_path: Path, form: str, by: str) -> None:
+    exif, notes = Image.Exif(), PngInfo()
+    if by == "exif":
+        exif[0x0112] = 6
+    elif form == "TIFF":
+        exif[700] = TURNED
+    else:
+        notes.add_itxt("XML:com.adobe.xmp", TURNED.decode())
     image = draw("square", "blue", 40, 24, 1)
-    (tmp_path / "a").write_bytes(encoded(image, form, exif=exif))
+    options = {"xmp": TURNED} if by == "xmp" and form in ("JPEG", "WEBP") else {"pnginfo": notes}
+    (tmp_path / "a").write_bytes(encoded(image, form, exif=exif, **options))
     reader = open_reader(base)
     seen = reader.look(Picture("a"), tmp_path)
     assert seen.size == (24, 40) and seen.grid == (10, 6) and reader.patches(seen).shape == (60, 96)
@@ -489,8 +533,11 @@ def test_an_image_longer_than_a_row(base: Path, tmp_path: Path) -> None:
     sets = ("batch.seq=24", "batch.tokens=24")
     with pytest.raises(DataError, match=r"tokens at .*:1\n.*lower data.max_pixels"):
         read(base, path, *sets)
-    with pytest.raises(DataError, match="nothing is left of 1 rows"):
-        read(base, path, *sets, "data.too_long=truncate", "data.most_truncated=1")
+    for how in ("truncate", "drop"):  # no advice to split, which rows with images are refused with
+        with pytest.raises(
+            DataError, match=r"nothing is left of 1 rows.*\n.*raise batch.seq, or lower data.max_pixels$"
+        ):
+            read(base, path, *sets, f"data.too_long={how}", "data.most_truncated=1")
 
 
 def test_what_holds_bytes(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -577,6 +624,21 @@ def test_what_does_not_read_images(
     assert caught.value.found == found or found in caught.value.found, caught.value
     filtered = found == "data.clean"  # before they are tokenised
     assert filtered or ("rows with images" in caught.value.asked and "take rows of text" in caught.value.do)
+
+
+@pytest.mark.parametrize(("technique", "cut"), [(CudaGraphs(), False), (Wrap(), True)], ids=["recorded", "cut"])
+def test_a_technique_that_takes_no_images_is_named(technique: Technique, cut: bool, base: Path, tmp_path: Path) -> None:
+    """Also where rows behind the first ones, which a choice of techniques looks at, have the images."""
+    path = write_rows(tmp_path, 2)
+    text = f"{{model: {base}, objective: sft, data: {{path: {path}}}, batch: {{seq: {T}, tokens: {T}}}}}"
+    config = parse_config(text, "images.yaml", [f"output={path.parent / 'out'}", "train.steps=1"])
+    tokens, job = open_tokens(config, base), SimpleNamespace(config=config, layout=Padded())
+    if cut:
+        technique.data(cast(Any, job))
+    assert settle_images(tokens, [technique], job.layout) is None
+    with pytest.raises(DataError) as caught:
+        read_sources(config, tokens, VOCABULARY)
+    assert f"--without {technique.name}" in caught.value.do and "rows with images" in caught.value.asked
 
 
 def test_filters_do_not_take_rows_for_their_texts(tmp_path: Path) -> None:

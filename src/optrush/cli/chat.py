@@ -153,8 +153,7 @@ class Conversation:
         from optrush.data.schema import Message, RowLocation
 
         where = RowLocation(Path("this conversation"), self.asked + 1)
-        images, self.images = tuple(self.images), []
-        user = Message("user", MARK * len(images) + text, images=images)
+        user = Message("user", MARK * len(self.images) + text, images=tuple(self.images))
         prompts: list[Any] = [t + text for t in self.texts] if self.plain else [[*t, user] for t in self.talks]
         ids = [s.ids(p, where) for s, p in zip(self.models, prompts, strict=True)]
         answers: list[Answer] = []
@@ -164,6 +163,7 @@ class Conversation:
             for n, model in enumerate(self.models):
                 answers.append(model.stream(ids[n], self.sampling, self.seed + self.asked, partial(shows, n)))
         self.asked += 1
+        self.images = []  # those of a message that is refused are the next one's
         for n, answer in enumerate(answers):
             if self.plain:
                 self.texts[n] += text + answer.text
@@ -196,8 +196,9 @@ class Conversation:
                 raise ConfigError("/system", "a text that is continued has no system prompt", "leave it out")
             self.system = rest or None
         if name in ("system", "reset"):
+            gone, self.images = self.images, []
             self.reset()
-            return "a new conversation"
+            return "a new conversation" + (", without the picture of the next message" if gone else "")
         if name == "set":
             self.sampling = self.sampling.changed(rest)
             return ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(self.sampling).items())

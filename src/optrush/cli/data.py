@@ -157,7 +157,7 @@ def _tokens(prepared: Decided) -> Tokens:
     from optrush.data.tokenizer import open_tokens, settle_images
 
     tokens = open_tokens(prepared.config, prepared.folder)
-    settle_images(tokens, prepared.env, _layout(prepared))
+    settle_images(tokens, prepared.techniques, _layout(prepared))
     assert tokens is not None, "text without a tokenizer is refused before"
     return tokens
 

@@ -18,6 +18,7 @@ LISTS = ("metadata.jsonl", "metadata.csv")
 FILE, CAPTION = ("file_name", "image", "path", "file"), ("text", "caption", "description", "answer")
 QUESTION, ASKED = ("question", "prompt"), "Describe this image."
 NAMED = 3  # files in an error
+SIGNED = "utf-8-sig"  # without the byte order mark that some programs write
 
 
 def has_images(folder: Path) -> bool:
@@ -32,13 +33,22 @@ def write_captions(folder: Path, to: Path) -> int:
     """
     listed = _list(folder)
     found = list(_beside(folder) if listed is None else _listed(listed))
+    asked = f"captions of the images in {folder}"
     if not found:
-        raise DataError(
-            f"captions of the images in {folder}", "no image", "name a folder with images and their captions"
-        )
+        raise DataError(asked, "no image", "name a folder with images and their captions")
+    if listed is not None:
+        named = {os.path.realpath(image) for image, _, _ in found}
+        images = list(_images(folder))
+        bare = [path.name for path in images if os.path.realpath(path) not in named]
+        what, do = f"of {len(images)} are not in {listed.name}", f"list them in {listed.name}, or take them out"
+        _refuse_bare(asked, bare, what, do)
     lines = []
     for image, question, caption in found:
         part = {"type": "image", "image": os.path.relpath(image, to.parent)}
+        try:
+            part["image"].encode()
+        except UnicodeEncodeError:
+            raise DataError(asked, f"the file name {part['image']!a} is not UTF-8", "rename that file") from None
         user = {"role": "user", "content": [part, {"type": "text", "text": question}]}
         lines.append(json.dumps({"messages": [user, {"role": "assistant", "content": caption}]}, ensure_ascii=False))
     write_whole(to, "\n".join(lines) + "\n")
@@ -58,18 +68,22 @@ def _beside(folder: Path) -> Iterator[tuple[Path, str, str]]:
     images = list(_images(folder))
     bare = [path.name for path in images if not path.with_suffix(".txt").is_file()]
     asked, do = f"captions of the images in {folder}", "write NAME.txt beside NAME.jpg, or list them in metadata.jsonl"
-    if bare:
-        more = f", and {len(bare) - NAMED} more" if len(bare) > NAMED else ""
-        raise DataError(asked, f"{len(bare)} of {len(images)} have none: {', '.join(bare[:NAMED])}{more}", do)
+    _refuse_bare(asked, bare, f"of {len(images)} have none", do)
     for path in images:
         beside = path.with_suffix(".txt")
         try:
-            caption = read_text(beside).strip()
+            caption = read_text(beside, SIGNED).strip()
         except UnicodeDecodeError:
             raise DataError(asked, f"{beside} is not UTF-8", "save it as UTF-8") from None
         if not caption:
             raise DataError(asked, f"{beside} is empty", "write a caption there, or take the image out")
         yield path, ASKED, caption
+
+
+def _refuse_bare(asked: str, bare: list[str], what: str, do: str) -> None:
+    if bare:
+        more = f", and {len(bare) - NAMED} more" if len(bare) > NAMED else ""
+        raise DataError(asked, f"{len(bare)} {what}: {', '.join(bare[:NAMED])}{more}", do)
 
 
 def _listed(path: Path) -> Iterator[tuple[Path, str, str]]:
@@ -93,14 +107,17 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the number and the values of each line of a list; raises DataError for a line that has none."""
     asked = f"captions of the images in {path.parent}"
     try:
-        text = read_text(path)
+        text = read_text(path, SIGNED)
     except UnicodeDecodeError:
         raise DataError(asked, f"{path} is not UTF-8", "save it as UTF-8") from None
     if path.suffix == ".csv":
         table = csv.DictReader(io.StringIO(text))
-        yield from ((table.line_num, row) for row in table)
+        try:
+            yield from ((table.line_num, row) for row in table)
+        except csv.Error as error:
+            raise DataError(asked, f"{path}, from line {table.line_num} on: {error}", "close its quotes") from None
         return
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # other ends of lines may be in a caption
         try:
             row = parse_json(line) if line.strip() else None
         except ValueError:

@@ -145,15 +145,15 @@ def image_keys(found: dict[str, Any]) -> list[str]:
     """Return the keys by which a row or a turn names images: `images` and `image`, else others if it has a place."""
     named = [key for key, value in found.items() if NAMING.fullmatch(key) and value not in (None, "", [], {})]
     own = [key for key in named if key in ("images", "image")]
-    return own or (named if named and _has_place(found) else [])
+    return own or (named if named and has_place(found) else [])
 
 
-def _has_place(found: Any) -> bool:
+def has_place(found: Any) -> bool:
     """Return whether a value of a row has a place for an image that it does not name there."""
     if isinstance(found, dict):
         empty = found.get("type") in IMAGE_PARTS and all(found.get(key) is None for key in SOURCES)
-        return empty or any(map(_has_place, found.values()))
-    return any(map(_has_place, found)) if isinstance(found, list) else isinstance(found, str) and PLACE in found
+        return empty or any(map(has_place, found.values()))
+    return any(map(has_place, found)) if isinstance(found, list) else isinstance(found, str) and PLACE in found
 
 
 def place_images(found: dict[str, Any], named: list[str], keys: tuple[str, ...]) -> dict[str, Any]:
@@ -388,11 +388,13 @@ class ImageReader:
         with _opened(raw) as image:
             width, height = image.size
             image.draft("RGB", (max(1, width // 8), max(1, height // 8)))  # of a JPEG, all of which is read even so
-            if image.format != "TIFF" and image.getexif().get(ORIENTATION) in TURNED:  # a TIFF's size is turned already
+            if image.format != "TIFF" and image.getexif().get(ORIENTATION) in TURNED:
                 width, height = height, width
             if image.mode.startswith(("I", "F")):
                 raise ValueError(f"pixels of the mode {image.mode}, which 8 bits do not hold; save it with 8")
             image.load()
+            if image.format == "TIFF":  # which loading turns
+                width, height = image.size
         grid = self.sizes.grid(height, width)
         return SeenImage(0, self.sizes.tokens(grid), grid, (width, height), _digest(raw), given, folder)
 

@@ -281,10 +281,10 @@ def view(
     counts.refused = sum(keep is None or bool(keep[number]) for number, _ in shelf.refused)
     columns = 5 if shelf.parts > 1 else 4  # where, tokens, targets, row, tokens of a pair's first document
     parts, sizes = [np.zeros((columns, 0), np.int64)], np.zeros(len(weights), np.int64)
-    weighted = False
+    weighted = seen = False
     for k in range(len(shelf.made)):
         shard = shelf.shard(k)
-        weighted |= len(shard.weights) > 0
+        weighted, seen = weighted or len(shard.weights) > 0, seen or len(shard.images) > 0
         rows = shard.numbers + shelf.rows_before[k]
         chosen = np.flatnonzero(rows < shelf.total)
         if keep is not None:
@@ -300,7 +300,9 @@ def view(
     if some and not len(at):
         asked = f"training data from {', '.join(map(str, shelf.files[:3]))}"
         found = f"nothing is left of {counts.rows} rows: {counts.too_long} were longer than {T} tokens"
-        raise DataError(asked, found, "raise batch.seq, or choose data.too_long: split")
+        whole = shelf.parts > 1 or how == "split"
+        more = ", or lower data.max_pixels" if seen else "" if whole else ", or choose data.too_long: split"
+        raise DataError(asked, found, f"raise batch.seq{more}")
     spans = tuple((int(n), weight) for n, weight in zip(sizes, weights, strict=True) if n)
     few, weighed = shelf.total < shelf.rows_before[-1], any(weight != 1 for weight in weights)
     identity = named, few and shelf.total, counts.too_long and (T, how), weighed and spans

@@ -18,7 +18,18 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from optrush.config import COMPARED, JUDGED, PAIRED, Config, Grpo
-from optrush.data.images import IMAGE_PARTS, MARK, SOURCES, Picture, SeenImage, as_picture, image_keys, place_images
+from optrush.data.images import (
+    IMAGE_PARTS,
+    MARK,
+    PLACE,
+    SOURCES,
+    Picture,
+    SeenImage,
+    as_picture,
+    has_place,
+    image_keys,
+    place_images,
+)
 from optrush.data.strict_json import decode_json, kind_of, quoted, remedy
 from optrush.errors import DataError
 
@@ -293,7 +304,7 @@ def parse_row(
         if rules.objective == "grpo":
             found |= _stand_in(found, rules)
         sign = _sign(found, rules.objective)
-        found, sign = _with_images(found, sign)
+        found, sign = _with_images(found, sign, unread)
         row = _row(found, sign, rules, unread)
         if rules.objective == JUDGED:
             row = _judgement(row, label)
@@ -562,14 +573,16 @@ def _question(found: dict[str, Any]) -> str:
 
 
 IMAGES_IN = ("messages", "conversations", "prompt", "completion")
+TURNS_OF_IMAGES = "write turns (messages, or prompt and completion as lists), for objective: sft"
 
 
-def _with_images(found: dict[str, Any], sign: str) -> tuple[dict[str, Any], str]:
+def _with_images(found: dict[str, Any], sign: str, unread: set[str]) -> tuple[dict[str, Any], str]:
     """Return a row with its `images` as parts of its turns, and its kind: an instruction becomes turns."""
     named = image_keys(found)
     if named and sign not in (*IMAGES_IN, "instruction"):
-        _refuse(found, tuple(named), "the row")
-    if not named:
+        _refuse(found, tuple(named), "the row", TURNS_OF_IMAGES)
+    if not named:  # a text may have that word; beside an empty column it hardly does
+        unread.update({f"{PLACE} without images"} if {"images", "image"} & found.keys() and has_place(found) else ())
         return found, sign
     if sign == "instruction" and found.get("output") is not None:
         asked = {"role": "user", "content": _question(found)}
@@ -579,7 +592,8 @@ def _with_images(found: dict[str, Any], sign: str) -> tuple[dict[str, Any], str]
     try:
         return place_images(found, named, IMAGES_IN), sign
     except ValueError as error:
-        raise _Bad(f"the row has {error}") from None
+        texts = any(isinstance(found.get(key), str) for key in IMAGES_IN)
+        raise _Bad(f"the row has {error}", TURNS_OF_IMAGES if texts else "") from None
 
 
 def _alpaca(found: dict[str, Any]) -> Chat:
@@ -885,10 +899,10 @@ def _content(found: Any, name: str, unread: set[str], pictures: list[Picture] | 
     return "".join(texts)
 
 
-def _refuse(found: dict[str, Any], keys: tuple[str, ...], name: str) -> None:
+def _refuse(found: dict[str, Any], keys: tuple[str, ...], name: str, do: str = "") -> None:
     for key in keys:
         if found.get(key):  # null, empty, false: counts as no key
-            raise _Bad(f"{name} has {key!r}, which is not understood and must not be dropped silently")
+            raise _Bad(f"{name} has {key!r}, which is not understood and must not be dropped silently", do)
 
 
 def _decoded(found: str, name: str) -> Any:

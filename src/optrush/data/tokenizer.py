@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -24,7 +24,7 @@ from optrush.files import check_model_files, parse_json, read_file, read_text
 from optrush.models.config_json import read_config_json
 from optrush.models.families import TowerSpec
 from optrush.models.text_part import image_token, text_config, tower_spec
-from optrush.technique import Environment, library, parts_without_images
+from optrush.technique import Part, Technique, library, parts_without_images
 from optrush.tokenizer_files import (
     PATTERNS,
     PROCESSORS,
@@ -122,18 +122,20 @@ def _image_tokens(folder: Path, hf: Any, spec: TowerSpec, tokenizer: Any) -> Ite
         yield f"{part}_token_id of config.json:", hf.get(f"{part}_token_id", hf.get(f"{part}_token_index", usual))
 
 
-def settle_images(tokens: Tokens | None, env: Environment, layout: RowLayout) -> ImageReader | None:
+def settle_images(tokens: Tokens | None, techniques: Sequence[Technique], layout: RowLayout) -> ImageReader | None:
     """Return what reads the images of rows, if the techniques and the layout of a run take them; else they are refused.
 
     Ranks may have rows of their own, and shards of the decoder; each has the whole tower, which needs no collective.
     """
     if tokens is None or not isinstance(tokens.images, ImageReader):
         return None
-    parts = parts_without_images(env.claimed)
-    found = f"a technique that owns {parts[0].value}" if parts else "a layout of rows that cuts documents"
-    if not parts and layout.uncut and layout.isolated:
+    owners = {part: t.name for t in techniques for part in t.claims}
+    parts, cuts = parts_without_images(owners), not (layout.uncut and layout.isolated)
+    if not parts and not cuts:
         return tokens.images
-    do = "leave that technique out (--without NAME), or take rows of text"
+    name = owners.get(parts[0] if parts else Part.BATCH_LAYOUT, "NAME")
+    found = f"`{name}` owns {parts[0].value}" if parts else "a layout of rows that cuts documents"
+    do = f"leave that technique out (--without {name}), or take rows of text"
     tokens.images = DataError("to train on rows with images", found, do)
     return None
 

@@ -150,7 +150,7 @@ def _opened(a: Assembly) -> tuple[Trainer, SampleSource | None]:
     _defaults(trainer)
     _stage(trainer, prepared.techniques, "data")
     check_layout(config, trainer.layout)
-    reader = settle_images(tokens, env, trainer.layout)
+    reader = settle_images(tokens, prepared.techniques, trainer.layout)
     console.loading(f"reading the data: {_named(config)}")
     whole = trainer.layout.uncut or not a.training
     known = vocab if config.data.random is None else ids

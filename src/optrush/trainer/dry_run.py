@@ -73,7 +73,7 @@ def dry_run(
     vocab = text_config(resolved.hf).get("vocab_size") or (0 if tokens is None else len(tokens.tokenizer))
     vocab = vocab if config.data.random is None else resolved.shared_ids(vocab)
     layout = _layout(resolved)
-    settle_images(tokens, env, layout)
+    settle_images(tokens, resolved.techniques, layout)
     sources = read_sources(config, tokens, vocab, console.say, cut=layout.uncut)
     if config.grpo is not None and tokens is not None:
         stream: sampler.Stream = rollout.prompt_stream(config, sources.train, layout, env.seq)
