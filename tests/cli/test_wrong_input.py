@@ -218,7 +218,7 @@ VALUES: dict[str, Case] = {
     "with no mapping": ({"with": ["packing"]}, [], ("`with`", "['packing']", "give a mapping {KEY: VALUE}")),
     "amp with bf16": (
         {"with": {"amp": {}, "bf16": {}}}, [],
-        ("`amp` with `bf16`", "both own the dtype of products", "take one: --without amp or --without bf16"),
+        ("`amp` with `bf16`", "both own the dtype of matmuls", "take one: --without amp or --without bf16"),
     ),
     "ddp with fsdp": (
         {"with": {"ddp": {}, "fsdp": {}}}, ["--ranks", "2"],

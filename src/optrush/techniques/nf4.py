@@ -68,7 +68,7 @@ class Nf4(StoredInBits):
         experts = None if env.shape is None else env.shape.experts
         width = 0 if env.shape is None or experts is None else math.gcd(env.shape.width, experts.ff_width)
         found = f"experts with rows of {env.shape.width if env.shape else 0} and {experts.ff_width if experts else 0}"
-        found += " values, where a block of 64 may not cross rows"
+        found += " values, not multiples of 64, the block size of NF4"
         met = width % 64 == 0 or self.experts == "mxfp4"
         yield Requirement(met, "`nf4`", found, "take --with int8 instead")
 
