@@ -58,7 +58,7 @@ class Adam8bit(AdamInBits):
     """
 
     name = "adam8bit"
-    summary = "AdamW with 8-bit moments, all parameters in one kernel, no host read"
+    summary = "AdamW with 8-bit moments, all parameters in one kernel, no wait for the GPU"
     source = "https://arxiv.org/abs/2110.02861"
     bits = 8
     role = "code"
@@ -82,7 +82,7 @@ class Adam4bit(AdamInBits):
     """
 
     name = "adam4bit"
-    summary = "AdamW with 4-bit moments, all parameters in one kernel, no host read"
+    summary = "AdamW with 4-bit moments, all parameters in one kernel, no wait for the GPU"
     source = "https://arxiv.org/abs/2309.01507"
     bits = 4
     role = "nibble"

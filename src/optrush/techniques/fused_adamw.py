@@ -21,7 +21,7 @@ class FusedAdamW(Technique):
     """
 
     name = "fused-adamw"
-    summary = "AdamW for all parameters in one kernel, no host read"
+    summary = "AdamW for all parameters in one kernel, no wait for the GPU"
     source = "https://pytorch.org/docs/stable/generated/torch.optim.AdamW.html"
     numerics = Numerics.SAME_MATHS
     claims = frozenset({Part.OPTIMIZER})

@@ -61,7 +61,7 @@ class Nf4(StoredInBits):
     experts: Literal["nf4", "mxfp4"] = "nf4"
 
     name = "nf4"
-    summary = "frozen weights of the linears in 4-bit NormalFloat, dense while they multiply"
+    summary = "frozen weights of the linears in 4-bit NormalFloat, dequantized for each matmul"
     source = "https://arxiv.org/abs/2305.14314"
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
@@ -124,7 +124,7 @@ class Int8(StoredInBits):
     """
 
     name = "int8"
-    summary = "frozen weights of the linears in 8-bit integers, dense while they multiply"
+    summary = "frozen weights of the linears in 8-bit integers, dequantized for each matmul"
     source = "https://arxiv.org/abs/2208.07339"
 
     def quality(self, env: Environment) -> str:

@@ -93,7 +93,7 @@ class Wrap(LayoutTechnique):
     window: Window = 65536
 
     name = "wrap"
-    summary = "documents one after the other, cut into full rows; they see each other"
+    summary = "documents one after the other, cut into full rows; they attend to each other"
     source = "https://arxiv.org/abs/2005.14165"
     numerics = Numerics.DIFFERENT_MATHS
     padding = (0.02, "rows are full, but for what overlap repeats")
