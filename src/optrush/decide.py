@@ -724,14 +724,14 @@ def check_pairs(config: Config) -> None:
     """Raise ConfigError for a section that the objective ignores, or data that pairs cannot have; reads nothing."""
     if config.loss is not None and config.objective in SECTIONS and config.objective not in ("orpo", "simpo"):
         asked = f"a loss of your own with `objective: {config.objective}`"
-        do = "take objective: sft or pretrain; for pairs orpo, whose rows it has"
-        raise ConfigError(asked, "an objective with a loss of its own", do)
+        do = "take objective: sft or pretrain; for pairs objective: orpo"
+        raise ConfigError(asked, "this objective has its own loss", do)
     asked, d, settings = f"`objective: {config.objective}`", config.data, config.dpo or Dpo()
     for name in SECTIONS:
         if (config.loss is not None or name != config.objective) and getattr(config, name) is not None:
             do = f"leave `{name}` out" + (f", or objective: {name}" if config.loss is None else "")
             what = asked if config.loss is None else f"the loss `{config.loss.use}`"
-            raise ConfigError(f"`{name}` with {what}", "nothing there reads it", do)
+            raise ConfigError(f"`{name}` with {what}", "this objective does not use it", do)
     if config.rollout is not None and config.objective != "grpo":
         found = "no answers are sampled there"
         raise ConfigError(f"`rollout` with {asked}", found, "leave `rollout` out, or objective: grpo")

@@ -46,12 +46,12 @@ class Part(enum.Enum):
     ROW_WIDTH = "the width of micro-batches"
     ATTENTION = "the attention kernel"
     HEAD = "the head's loss kernel"
-    LINEARS = "the products of the blocks' linears"
+    LINEARS = "the matmuls of the blocks' linears"
     TRAINED = "which parameters are trained"
     ADAPTERS = "adapters beside frozen weights"
     ACTIVATION_CHECKPOINTING = "what the forward pass keeps for the backward pass"
     ACTIVATION_STORAGE = "where that is kept"
-    PRECISION = "the dtype of products"
+    PRECISION = "the dtype of matmuls"
     WEIGHTS = "the dtype of weights"
     DATA = "the data-parallel axis"
     TP = "the tensor-parallel axis"
@@ -584,7 +584,7 @@ def settle(techniques: Sequence[Technique], env: Environment, classes: Sequence[
     spec = _described(tuple(techniques), env.spec.grouped_heads, env.shape.joined if env.shape else frozenset())
     claimed = frozenset(owners) | ({Part.PACKED_ROWS} if env.paired else set())
     if env.paired and env.shape is not None and not env.shape.separates:
-        raise NeedsError("rows of pairs", f"a {env.shape.family}, whose documents meet in a row", "take objective: sft")
+        raise NeedsError("rows of pairs", f"a {env.shape.family}, whose packed documents mix", "take objective: sft")
     axes, sharded = mesh_axes(techniques, env.ranks), frozenset(axis for t in techniques for axis in t.shards)
     if (rollout := env.rollout) is not None and Part.PRECISION in claimed:
         rollout = replaced(rollout, slots=rollout.narrow)

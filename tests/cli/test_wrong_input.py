@@ -159,6 +159,9 @@ VALUES: dict[str, Case] = {
         {"model": "meta-llama/Llama-3.1-13B"}, [],
         ("do:    check the name", "a plan needs its config.json alone", "are stored here of meta-llama/Llama-3."),
     ),
+    "hub id of a neighbour": (
+        {"model": "mistralai/Mistral-Large-Instruct-2407"}, [], ("do:    check the name and", "stored here of "),
+    ),
     "hub id like none": ({"model": "x9/zz"}, [], ("a plan needs its config.json alone)",)),
     "hub id without its owner": ({"model": "qwen2.5-7b"}, [], ("a hub id such as `Qwen/Qwen2.5-7B`, or `tiny`",)),
     "neither path nor shape": (
@@ -218,7 +221,7 @@ VALUES: dict[str, Case] = {
     "with no mapping": ({"with": ["packing"]}, [], ("`with`", "['packing']", "give a mapping {KEY: VALUE}")),
     "amp with bf16": (
         {"with": {"amp": {}, "bf16": {}}}, [],
-        ("`amp` with `bf16`", "both own the dtype of products", "take one: --without amp or --without bf16"),
+        ("`amp` with `bf16`", "both own the dtype of matmuls", "take one: --without amp or --without bf16"),
     ),
     "ddp with fsdp": (
         {"with": {"ddp": {}, "fsdp": {}}}, ["--ranks", "2"],
@@ -383,8 +386,11 @@ ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
     "no target": ('{"text": "", "id": 3}', ("text is empty",)),
     "unknown role": ('{"messages": [{"role": "bot", "content": "Hm"}]}', ("messages[0].role is 'bot'", "assistant")),
     "empty turn": ('{"messages": [{"role": "assistant", "content": " "}]}', ("messages[0].content", "empty assistant")),
-    "captions": ('{"image": "a.png", "caption": "Hm"}', ("images with captions", "'image', 'caption'", "ITS_FOLDER")),
-    "descriptions": ('{"images": ["a.png"], "description": "Hm"}', ("images with captions", "metadata.csv or")),
+    "captions": ('{"image": "a.png", "caption": "Hm"}', ("images with captions", "'image', 'caption'", "init --data FOLDER")),
+    "pictures": ('{"img_path": "a.png", "answer": "Hm"}', ("images with captions", "in metadata.csv")),
+    "questions": ('{"image": "a.png", "question": "Hm?", "answer": "Hm"}', ("images with captions",)),
+    "files": ('{"file_name": "a.png", "caption": "Hm"}', ("images with captions", "init --data FOLDER")),
+    "descriptions": ('{"images": ["a.png"], "description": "Hm"}', ("images with captions", "metadata.csv")),
     "neither": ('{"prompt": "Hm"}', ("neither 'text' nor 'messages'", "'prompt'")),
     "null": ('{"text": null}', ("text is null, not a string",)),
     "empty line": ("", ("an empty line",)),

@@ -484,7 +484,7 @@ def test_adapters_of_experts(family: str, targets: Any, moe: Path, tmp_path: Pat
         ({"lora": {"targets": ("q_proj", "no_proj")}}, "no linear is called no_proj"),
         ({"lora": {"targets": "experts", "dora": True}}, "dora or dropout"),
         ({"lora": {"targets": "dense"}}, "every layer has experts"),
-        ({"lora": {}, "nf4": {}}, "rows of 64 and 32 values, where a block of 64"),
+        ({"lora": {}, "nf4": {}}, "rows of 64 and 32 values, not multiples of 64"),
         ({"ia3": {}}, "`ia3`"),
         ({"fp8": {}}, "`fp8`"),
         ({"muon": {}}, "`muon`"),

@@ -821,7 +821,7 @@ def test_a_resumed_run_samples_and_learns_the_same_to_the_bit(folder, tmp_path, 
         (["grpo.beta=0.1"], NeedsError, "weights before training are not kept"),
         (["grpo.rewards=[{use: own.py:f}]"], ConfigError, "no file"),
         (["grpo.rewards=[nunber]"], ConfigError, "no such reward; known: number"),
-        (["dpo={}"], ConfigError, "nothing there reads it"),
+        (["dpo={}"], ConfigError, "this objective does not use it"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(folder, sets, kind, found):

@@ -251,7 +251,7 @@ def test_moved_weights_are_seen(box):
     ("with_", "device", "sets", "ranks", "text"),
     [
         ({}, "cpu", [], 1, "a CUDA device"),
-        ({}, "h200", ["model.implementation=transformers"], 1, "whose code may read the device"),
+        ({}, "h200", ["model.implementation=transformers"], 1, "whose code may synchronize with the GPU"),
         ({"ddp": {}}, "h200", [], 2, "over several ranks"),
         ({"recompute": {}}, "h200", [], 1, "runs blocks again"),
         ({"pad": {}}, "h200", [], 1, "gives each micro-batch its own"),

@@ -380,7 +380,7 @@ def test_through_transformers(box):
 def test_somebody_must_say_what_is_trained(box, name):
     with pytest.raises(NeedsError, match="trained\ndo:    add --with lora or --with ia3"):
         decide(golden_run(box, **{name: {}}))
-    with pytest.raises(ConflictError, match="the products of the blocks' linears"):
+    with pytest.raises(ConflictError, match="the matmuls of the blocks' linears"):
         decide(golden_run(box, **{name: {}, "fp8": {}}))
 
 

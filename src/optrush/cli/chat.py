@@ -362,7 +362,7 @@ def generate(
         raise ConfigError("optrush generate", "no MODEL, --prompts or --out", do)
     demand_used(context)
     if base and against is not None:
-        raise ConfigError(f"--base with --against {against}", "one other model is asked", "leave one of the two out")
+        raise ConfigError(f"--base with --against {against}", "each names the other model", "leave one of the two out")
     _check_out(out)
     from optrush.config import Sampling
 

@@ -481,7 +481,7 @@ class _Composer:
             if kind in foreign.CHATS:
                 self._learning(entry, n)
             elif objective == "sft":
-                self.notes.append(f"datasets[{n}].type: headings of a prompt are those of the model's chat template")
+                self.notes.append(f"datasets[{n}].type: the model's chat template replaces the headings of a prompt")
             paths.append(self._origin(entry))
         if len(objectives) > 1:
             raise self.refuse("datasets", "texts and conversations in one run", "train on one kind a run")

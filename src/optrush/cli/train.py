@@ -43,7 +43,8 @@ def train_command(
         int | None, typer.Option("--overfit", metavar="N", min=1, help="overfit the first N batches, as a check")
     ] = None,
     overfit_steps: Annotated[
-        int | None, typer.Option("--overfit-steps", metavar="STEPS", min=2, help="at most so many (default 200)")
+        int | None,
+        typer.Option("--overfit-steps", metavar="STEPS", min=2, help="maximum of steps (default 200)"),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="with --dry-run or --overfit: print one JSON document")

@@ -157,7 +157,7 @@ def clean_files(
     if not cleaned.record["kept"]["rows"]:
         names = ", ".join(map(str, files[:3])) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
         do = "loosen the filter that took most, or look at the rows: `optrush data clean` shows examples"
-        raise DataError(f"rows that stay of {names}", f"none: {cleaned.summary()}", do)
+        raise DataError(f"to clean {names}", cleaned.summary(), do)
     return cleaned
 
 

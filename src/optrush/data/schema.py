@@ -461,8 +461,8 @@ def _mapping(found: dict[str, Any]) -> str:
     """Return what to do with a row of an unknown kind: the line that names its keys."""
     keys = {key.lower(): key for key in found if found[key] is not None}
     ask, answer = (next((keys[k] for k in names if k in keys), None) for names in (ASKING, ANSWERING))
-    if ask is None and {"image", "images"} & keys.keys() and {"caption", "description"} & keys.keys():
-        return "images with captions: name the file metadata.csv or metadata.jsonl, then optrush init --data ITS_FOLDER"
+    if any(re.match("image|img|file_name|photo", k) for k in keys) and {"caption", "description", "answer"} & {*keys}:
+        return "images with captions: file_name, question, caption in metadata.csv; then optrush init --data FOLDER"
     if ask is None or answer is None:
         kinds = "text; messages; instruction, output; prompt, completion; prompt, chosen, rejected"
         return f"{MEND}; or name its keys (data.columns: {{KEY: text}}) after those of a known kind: {kinds}"

@@ -148,7 +148,10 @@ def _stored_like(name: str) -> str:
     last = {known.rpartition("/")[2].lower(): known for known in (*SHAPES, *_published())}
     own = name.rpartition("/")[2].lower()
     close = difflib.get_close_matches(own, last, 5, 0.85)
-    return next((last[c] for c in close if re.findall(r"\d+", c) == re.findall(r"\d+", own)), "")
+    same = [c for c in close if re.findall(r"\d+", c) == re.findall(r"\d+", own)]
+    words = re.findall(r"[a-z]+", own)  # another word is another model
+    alike = (c for c in same if all(difflib.get_close_matches(w, words, 1) for w in re.findall(r"[a-z]{2,}", c)))
+    return next((last[c] for c in alike), "")
 
 
 def read_generation(folder: Path) -> dict[str, Any]:

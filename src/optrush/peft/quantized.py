@@ -299,7 +299,7 @@ def _check_stacked(name: str, experts: StackedMatrices, form: Form) -> None:
         )
         raise NeedsError(asked, found, f"leave nf4 or int8 out: {do}")
     if form.bits == 4 and odd:
-        found = f"experts of {odd[0][1]} x {odd[0][2]} values, where a block of 64 may not cross experts"
+        found = f"experts of {odd[0][1]} x {odd[0][2]} values, not multiples of 64, the block size of NF4"
         raise NeedsError(asked, found, "take --with int8 instead")
 
 

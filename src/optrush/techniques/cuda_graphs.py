@@ -66,7 +66,7 @@ class CudaGraphs(Technique):
         yield env.needs_dense("`cuda-graphs`")
         yield env.needs_gpu(self.name)
         do = "take model.implementation: native, or leave cuda-graphs out"
-        found = "the model runs through transformers, whose code may read the device"
+        found = "the model runs through transformers, whose code may synchronize with the GPU"
         yield Requirement(env.native, "`cuda-graphs` records our own decoder", found, do)
         fixed = Part.ROW_WIDTH not in env.claimed or Part.COMPILED in env.claimed
         found, do = "a technique that gives each micro-batch its own width", "take packing, or leave cuda-graphs out"

@@ -1,4 +1,4 @@
-"""8-bit floats: the products of the blocks' linears at twice the rate of bf16."""
+"""8-bit floats: the matmuls of the blocks' linears at twice the rate of bf16."""
 
 from __future__ import annotations
 

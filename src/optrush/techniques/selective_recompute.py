@@ -66,7 +66,7 @@ class SelectiveRecompute(Technique):
             yield env.needs_dense("`selective-recompute` of products or by a budget (ops=attention keeps no product)")
         asked = "`selective-recompute` keeps the outputs of all matmuls, or of the expensive ones"
         found, do = (
-            "adapters, which make several of each, in place: nobody prices those",
+            "adapters, whose additional matmuls are not predicted",
             "take ops=attention, or recompute",
         )
         yield Requirement(self.ops == "attention" or Part.ADAPTERS not in env.claimed, asked, found, do)

@@ -269,7 +269,7 @@ def _completed(a: Assembly, trainer: Trainer, held_out: SampleSource | None, hel
             faster = [t for t in trainer.trained if t.name.startswith("visual.")]
             trainer.optimizer = ScaledRates(trainer.optimizer, trainer.trained, ratio, faster.__contains__)
         if trainer.optimizer.reads_host:
-            trainer.notes.append("the optimizer reads the device in each step")
+            trainer.notes.append("the optimizer synchronizes with the GPU in each step")
         stage("wrap_step")
         stage("wrap_window")
         _refuse_without_effect(trainer, prepared.techniques)
@@ -313,7 +313,7 @@ def _note_model(trainer: Trainer, growth: Growth | None) -> None:
     if seq > (made := text_config(trainer.hf).get("max_position_embeddings") or seq):
         trainer.notes.append(f"rows of {seq} tokens, where the model was made for {made} positions")
     if not trainer.model.supports_packing:
-        trainer.notes.append("rows of one document: in transformers' model a document changes the next one of its row")
+        trainer.notes.append("one document per row: this model, through transformers, lets packed documents mix")
     if growth is not None:
         trainer.notes.append(growth.note)
     if is_readable(stored := trainer.hf.get("quantization_config")):

@@ -500,7 +500,8 @@ def prompt_stream(config: Config, source: SampleSource, layout: RowLayout, T: in
     if not source.tokenized:
         raise ConfigError(f"{asked} with `data.stream`", "prompts are numbered before step 1", "leave data.stream out")
     if not (layout.isolated and layout.uncut):
-        raise ConfigError(f"{asked} with --with wrap", "documents see each other", "take --with packing instead")
+        found = "documents of a row attend to each other"
+        raise ConfigError(f"{asked} with --with wrap", found, "take --with packing instead")
     return PromptStream(source, layout, config.grpo, T=T, seed=config.seed)
 
 
