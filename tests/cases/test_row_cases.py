@@ -468,10 +468,10 @@ def test_turns_as_json_text() -> None:
     row = {"prompt": json.dumps([ASK]), "chosen": json.dumps([ANSWER]), "rejected": json.dumps(TURNS[1:] * 2)}
     assert parsed(row, "dpo")[0].chosen == Chat((U, A), (), 1)
     assert parsed({"prompt": json.dumps([ASK]), "completion": [ANSWER]})[0] == Chat((U, A), (), 1)
-    assert "is no JSON" in refused({"messages": str(TURNS)}).found
-    assert "is no JSON" in refused({"chosen": str(TURNS), "rejected": str(TURNS[:1])}, "dpo").found
+    assert "is not JSON" in refused({"messages": str(TURNS)}).found
+    assert "is not JSON" in refused({"chosen": str(TURNS), "rejected": str(TURNS[:1])}, "dpo").found
 
-    assert "is no JSON" in refused({"chosen": json.dumps(TURNS)[:-9], "rejected": json.dumps(TURNS)}, "dpo").found
+    assert "is not JSON" in refused({"chosen": json.dumps(TURNS)[:-9], "rejected": json.dumps(TURNS)}, "dpo").found
     assert refused({"messages": "hello"}).found == "messages is a string, not a list"
 
 
@@ -1014,7 +1014,7 @@ def test_rows_that_a_resumed_run_loses_or_repeats_are_counted(call: Any) -> None
         return code, err
 
     code, err = resumed(256, epochs=1)
-    assert code == 2 and "step 7 would begin at row 24, not 12" in err and "12 rows of this run's size lost" in err, err
+    assert code == 2 and "step 7 would begin at row 24" in err and "12 rows of this run's size lost" in err, err
     code, err = resumed(256, steps=7)
     assert code == 0 and "step 7 begins at row 24, the checkpoint ended before row 12: 12 rows" in err, err
 

@@ -395,7 +395,7 @@ def test_what_others_made_is_left(call: Call, cache: Path, trained: Path, here: 
     assert "where it would be written first, is there" in refused(call, "run", "--out", "other") and untouched()
     with run_dir.lock(trained):
         for more in ((), ("--out", "run/model"), ("--out", str(here / "run" / "adapter"))):
-            assert "another run is at work there" in refused(call, "run", *more) and untouched()
+            assert "another run is using it" in refused(call, "run", *more) and untouched()
     exported(call, "run", "--out", "run/model", "--no-verify")
     assert not (trained / "model.tmp").exists(), "what a kill left"
     (here / "other.tmp").rename(here / "kept")
@@ -414,7 +414,7 @@ def test_data_that_cannot_be_read_is_not_there(call: Call, trained: Path, monkey
 def test_nothing_is_left_of_what_failed(call: Call, trained: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk, no memory, a run that is at work there."""
     with run_dir.lock(trained):
-        assert "another run is at work there" in refused(call, "run")
+        assert "another run is using it" in refused(call, "run")
         exported(call, "run", "--out", "elsewhere")
     errors = {
         OSError(28, "No space left on device"): (2, "No space left on device"),

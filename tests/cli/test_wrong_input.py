@@ -46,8 +46,8 @@ TEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "unknown key at the top": ("modle: tiny\n", ("run.yaml:1: `modle`", "did you mean `model`?")),
     "unknown key unlike any": ("zzz: 1\n", ("run.yaml:1: `zzz`", "known: batch, data, ")),
     "unknown key of a model": ("model: {pth: x}\n", ("run.yaml:1: `model.pth`", "did you mean `path`?")),
-    "duplicate key": ("model: tiny\nseed: 1\nseed: 2\n", ("run.yaml:3", "`seed` is here a second time", "keep")),
-    "duplicate key inside": ("optim:\n  lr: 1\n  lr: 2\n", ("run.yaml:3", "`lr` is here a second time")),
+    "duplicate key": ("model: tiny\nseed: 1\nseed: 2\n", ("run.yaml:3", "`seed` appears twice", "keep")),
+    "duplicate key inside": ("optim:\n  lr: 1\n  lr: 2\n", ("run.yaml:3", "`lr` appears twice")),
     "alias": ("model: &m tiny\noutput: *m\n", ("run.yaml:2", "the alias *m", "write the value out")),
     "alias bomb": (
         "a: &a [1,1]\nb: &b [*a,*a]\nc: [*b,*b]\n", ("run.yaml:2", "the alias *a", "write the value out"),
@@ -485,7 +485,7 @@ def test_a_model_in_the_way(call: Call, write: Write, here: Path) -> None:
     found = call("train", write(model="out/model"))
     assert found.code == 2 and "is where it writes" in found.err
     found = call("train", write())
-    assert found.code == 2 and "the folder has a `model`, which this run would replace" in found.err
+    assert found.code == 2 and "the folder has a `model`, which this run would overwrite" in found.err
     assert {p: p.read_bytes() for p in (here / "out").rglob("*") if p.is_file()} == before
 
 
@@ -526,5 +526,5 @@ def test_a_long_list_of_names_is_not_printed() -> None:
         assert len(hint := nearest(name, known, "docs/models.md")) < 300 and f"all {len(known)} are in docs/" in hint
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text("utf-8").partition("## Named shapes")[2]
     assert {*re.findall("`([^`]+)`", page)} >= known.keys()
-    assert nearest("zzz", map(str, range(99))).endswith("; 94 more are known")
+    assert nearest("zzz", map(str, range(99))).endswith("; 94 more exist")
     assert nearest("zzz", ["a", "b"]) == "known: a, b"
