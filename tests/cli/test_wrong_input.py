@@ -121,7 +121,7 @@ VALUES: dict[str, Case] = {
     ),
     "no data file": ({"data": {"path": "no.jsonl"}}, [], ("no.jsonl", "no such file", "check the path")),
     "data of no known kind": (
-        {"data": {"path": "run.yaml"}}, [], ("no known kind of data", "name them by their content"),
+        {"data": {"path": "run.yaml"}}, [], ("no known kind of data", "rename them by their content"),
     ),
     "no eval file": ({"data": {"eval": "no.jsonl"}}, [], ("`data.eval: no.jsonl`", "no such file", "JSONL file")),
     "eval fraction of few": (
@@ -190,7 +190,7 @@ VALUES: dict[str, Case] = {
     ),
     "all rows dropped": (
         {"batch": {"seq": 4, "tokens": 4}, "data": {"too_long": "drop"}}, [],
-        ("chat.jsonl", "nothing is left of 9 rows", "raise batch.seq"),
+        ("chat.jsonl", "no sample from 9 rows", "raise batch.seq"),
     ),
     # techniques
     "unknown technique": (
@@ -408,7 +408,7 @@ def test_text_without_a_target(call: Call, write: Write, model: Path, here: Path
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.json").write_text(json.dumps(inner))
     write_rows(here / "one.jsonl", [{"text": "Stir well."}, {"text": "<|eos|>"}])
-    refused(call("train", write(model="m", data={"path": "one.jsonl"})), "one.jsonl:2", "no token", "take it out")
+    refused(call("train", write(model="m", data={"path": "one.jsonl"})), "one.jsonl:2", "no target token", "remove it")
 
 
 # --- the output folder

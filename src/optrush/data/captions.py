@@ -57,10 +57,10 @@ def _beside(folder: Path) -> Iterator[tuple[Path, str, str]]:
     """Yield each image, the question, and the caption in its text file."""
     images = list(_images(folder))
     bare = [path.name for path in images if not path.with_suffix(".txt").is_file()]
-    asked, do = f"captions of the images in {folder}", "write NAME.txt beside NAME.jpg, or list them in metadata.jsonl"
+    asked, do = f"captions of the images in {folder}", "write NAME.txt next to NAME.jpg, or a metadata.jsonl"
     if bare:
         more = f", and {len(bare) - NAMED} more" if len(bare) > NAMED else ""
-        raise DataError(asked, f"{len(bare)} of {len(images)} have none: {', '.join(bare[:NAMED])}{more}", do)
+        raise DataError(asked, f"{len(bare)} of {len(images)} images without: {', '.join(bare[:NAMED])}{more}", do)
     for path in images:
         beside = path.with_suffix(".txt")
         try:
@@ -68,7 +68,7 @@ def _beside(folder: Path) -> Iterator[tuple[Path, str, str]]:
         except UnicodeDecodeError:
             raise DataError(asked, f"{beside} is not UTF-8", "save it as UTF-8") from None
         if not caption:
-            raise DataError(asked, f"{beside} is empty", "write a caption there, or take the image out")
+            raise DataError(asked, f"{beside} is empty", "write a caption, or remove the image")
         yield path, ASKED, caption
 
 
@@ -84,7 +84,7 @@ def _listed(path: Path) -> Iterator[tuple[Path, str, str]]:
             raise DataError(asked, f"{path}:{number} has no text in {what}", do)
         if not (path.parent / name).is_file():
             raise DataError(
-                asked, f"{path}:{number} names {name}, which is not there", "correct the name, or add the file"
+                asked, f"{path}:{number} names {name}, which does not exist", "fix the name, or add the file"
             )
         yield path.parent / name, question if isinstance(question, str) and question else ASKED, caption
 
@@ -108,4 +108,4 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if isinstance(row, dict):
             yield number, row
         elif row is not None:
-            raise DataError(asked, f"{path}:{number} is no JSON object", "correct that line, or take it out")
+            raise DataError(asked, f"{path}:{number} is not a JSON object", "fix that line, or remove it")
