@@ -94,7 +94,7 @@ def test_a_large_or_deep_config_json(box: Box) -> None:
     deep: dict[str, Any] = {}
     for _ in range(100):
         deep = {"a": deep}
-    refused(called("plan", box.write(model=str(box.edited(a=deep)))), "32 mappings in each other")
+    refused(called("plan", box.write(model=str(box.edited(a=deep)))), "32 nested mappings")
     refused(called("plan", box.write(model=str(box.edited(" " * (17 << 20))))), "17825792 bytes")
 
 

@@ -217,7 +217,7 @@ def test_a_conversation(call: Call, trained: Path, here: Path, monkeypatch: pyte
     for said in (
         "no such command",
         "unknown setting",
-        "no user of that name",
+        "no such user",
         "null byte",
         "`top_p`",
         "max_tokens=3",

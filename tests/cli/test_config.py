@@ -342,5 +342,5 @@ def test_the_old_name_of_overwrite(train: str, overwrites: bool) -> None:
 def test_both_names_of_overwrite() -> None:
     text = "model: tiny\nobjective: sft\ndata: {sample: recipes}\noutput: o\n"
     text += "train: {clean: true, overwrite: false}\n"
-    with pytest.raises(ConfigError, match="its old name, and says the opposite"):
+    with pytest.raises(ConfigError, match="its old name and has the opposite value"):
         parse_config(text, "run")

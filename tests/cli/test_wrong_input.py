@@ -91,15 +91,15 @@ VALUES: dict[str, Case] = {
     "eval out of range": ({"data": {"eval": 1.5}}, [], ("`data.eval`", "1.5", "give a number below 1 or a path")),
     "rows do not divide": (
         {"batch": {"tokens": 200}}, [],
-        ("`batch.tokens: 200`", "not divisible by 128 slots of a micro-batch x 1 rank", "take 256"),
+        ("`batch.tokens: 200`", "not divisible by 128 slots of a micro-batch x 1 rank", "set it to 256"),
     ),
     "ranks do not divide": (
         {"batch": {"tokens": 384}}, ["--ranks", "2", "--with", "ddp"],
-        ("`batch.tokens: 384`", "128 slots of a micro-batch x 2 ranks", "take 512"),
+        ("`batch.tokens: 384`", "128 slots of a micro-batch x 2 ranks", "set it to 512"),
     ),
     "micro no multiple": (
         {"batch": {"micro_tokens": 200}}, [],
-        ("`batch.micro_tokens: 200`", "no multiple of `batch.seq: 128`", "take 128"),
+        ("`batch.micro_tokens: 200`", "not a multiple of `batch.seq: 128`", "take 128"),
     ),
     "a cap without a GPU": (
         {}, ["--with", "memory-cap:mib=8000"],
@@ -153,13 +153,13 @@ VALUES: dict[str, Case] = {
     ),
     "hub id with a slip": (
         {"model": "meta-llama/Lama-3.1-8B"}, [],
-        ("did you mean the hub id `meta-llama/Llama-3.1-8B`, whose sizes are stored here? Else check the name",),
+        ("did you mean the hub id `meta-llama/Llama-3.1-8B`, whose shape is built in? Else check the name",),
     ),
     "hub id of another size": (
         {"model": "meta-llama/Llama-3.1-13B"}, [],
-        ("do:    check the name", "a plan needs its config.json alone", "are stored here of meta-llama/Llama-3."),
+        ("do:    check the name", "a plan only needs its config.json", "are stored here of meta-llama/Llama-3."),
     ),
-    "hub id like none": ({"model": "x9/zz"}, [], ("a plan needs its config.json alone)",)),
+    "hub id like none": ({"model": "x9/zz"}, [], ("a plan only needs its config.json)",)),
     "hub id without its owner": ({"model": "qwen2.5-7b"}, [], ("a hub id such as `Qwen/Qwen2.5-7B`, or `tiny`",)),
     "neither path nor shape": (
         {"model": {"dtype": "float32"}}, [], ("`model.path` and `model.shape`", "neither", "give exactly one"),
@@ -218,11 +218,11 @@ VALUES: dict[str, Case] = {
     "with no mapping": ({"with": ["packing"]}, [], ("`with`", "['packing']", "give a mapping {KEY: VALUE}")),
     "amp with bf16": (
         {"with": {"amp": {}, "bf16": {}}}, [],
-        ("`amp` with `bf16`", "both own the dtype of products", "take one: --without amp or --without bf16"),
+        ("`amp` with `bf16`", "both own the dtype of products", "turn one off: --without amp or --without bf16"),
     ),
     "ddp with fsdp": (
         {"with": {"ddp": {}, "fsdp": {}}}, ["--ranks", "2"],
-        ("`ddp` with `fsdp`", "both own the data-parallel axis", "take one: --without ddp or --without fsdp"),
+        ("`ddp` with `fsdp`", "both own the data-parallel axis", "turn one off: --without ddp or --without fsdp"),
     ),
     "fsdp on one rank": ({"with": {"fsdp": {}}}, [], ("`fsdp`", "one rank", "--ranks 2 or torchrun")),
     "ddp on one rank": ({"with": {"ddp": {}}}, [], ("`ddp`", "one rank", "--ranks 2 or torchrun")),
@@ -469,7 +469,7 @@ def test_eval_of_few_texts(names: tuple[str, ...], call: Call, write: Write, her
         (here / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
     data = {"path": [*names], "eval": 0.1, "too_long": "split"}
     found = call("train", write(objective="pretrain", data=data), "--dry-run")
-    refused(found, f"{len(names)} rows: this fraction gives 0", "take data.text_rows: paragraph (or line)")
+    refused(found, f"{len(names)} rows: this fraction gives 0", "set data.text_rows: paragraph (or line)")
     found = call("train", write(objective="pretrain", data={**data, "text_rows": "paragraph"}), "--dry-run")
     assert found.code == 0, found.err
     write_rows(here / "one.jsonl", [{"text": "Stir."}])

@@ -313,7 +313,7 @@ def test_the_launcher_says_which_signal_ended_a_rank(home: Path) -> None:
     assert ended(launcher) == 1
     asked, found, do = refusal(config)
     assert asked == "asked: `--ranks 2`"
-    assert found == "found: rank 1 was ended by SIGKILL, as the kernel does where memory is short"
+    assert found == "found: rank 1 was killed by SIGKILL, as the kernel does when memory runs out"
     assert re.fullmatch(r"do:    resume from step-\d{6} with: --resume auto", do)
 
 

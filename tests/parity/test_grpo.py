@@ -401,7 +401,7 @@ def test_rules_are_summed_by_their_weights():
     ("rule", "found"),
     [
         ("nunber", "no such reward; known: number"), ({"use": "regex"}, "options none"),
-        ({"use": "regex", "options": {"pattern": "("}}, "no regular expression"),
+        ({"use": "regex", "options": {"pattern": "("}}, "not a regular expression"),
         ({"use": "length", "options": {"most": "4"}}, "options most"),
         ({"use": "exact", "options": {"case": 1}}, "options case"), ("nowhere.py:f", "no file"),
     ],

@@ -90,7 +90,7 @@ def test_an_instruction_before_two_answers_is_a_turn(objective, more):
     before += (Message("user", "ask\n\nx" if "input" in more else "ask"),)
     pair = Pair(Chat((*before, A), prompt=len(before)), Chat((*before, B), prompt=len(before)))
     assert parse_row(WHERE, given, rules) == pair
-    with pytest.raises(DataError, match="cannot be known"):
+    with pytest.raises(DataError, match="ambiguous"):
         parse_row(WHERE, given | {"output": "o"}, rules)
     with pytest.raises(DataError, match="which one is meant"):
         row(**given)
