@@ -80,7 +80,7 @@ def _config(given: Configuration) -> Config:
             text = yaml.safe_dump(dict(given), sort_keys=False, allow_unicode=True)
         except yaml.YAMLError as error:
             raise ConfigError(
-                "the configuration", f"a value that YAML cannot hold: {error}", "take plain values"
+                "the configuration", f"a value that YAML cannot hold: {error}", "use plain values"
             ) from None
         config = parse_config(text, "the configuration")
     else:
@@ -187,11 +187,11 @@ def _with_rows(
     changes: dict[str, Any] = {}
     if rows is not None:
         if config.data.path is not None or config.data.sample is not None or config.data.random is not None:
-            raise ConfigError("`rows` and data of the configuration", "both", "leave one of them out")
+            raise ConfigError("`rows` and data of the configuration", "both are set", "remove one")
         changes["data.path"] = _stored(rows, "rows", config.data.cache)
     if held_out is not None:
         if config.data.eval is not None:
-            raise ConfigError("`eval_rows` and `data.eval`", "both", "leave one of them out")
+            raise ConfigError("`eval_rows` and `data.eval`", "both are set", "remove one")
         changes["data.eval"] = _stored(held_out, "eval_rows", config.data.cache)
     return changed(config, changes)
 
@@ -209,12 +209,12 @@ def _stored(rows: Iterable[Mapping[str, Any]], name: str, cache: str | None) -> 
                 try:
                     line = json.dumps(dict(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
                 except (TypeError, ValueError) as error:
-                    raise DataError(f"`{name}`, row {number}", f"{error}", "give mappings of plain values") from None
+                    raise DataError(f"`{name}`, row {number}", f"{error}", "use mappings of plain values") from None
                 digest.update(line)
                 file.write(line)
                 count += 1
         if not count:
-            raise DataError(f"`{name}`", "no row", "give at least one")
+            raise DataError(f"`{name}`", "no row", "give at least one row")
         whole = folder / f"{digest.hexdigest()[:32]}.jsonl"
         part.replace(whole)
     finally:
@@ -249,7 +249,7 @@ def evaluate(
 
     chosen = _with_own(_config(config), loss, None)
     if chosen.has_reference:
-        asked, found = f"`evaluate` of `objective: {chosen.objective}`", "answers, which a second model is compared on"
+        asked, found = f"`evaluate` of `objective: {chosen.objective}`", "answers to compare with a second model's"
         raise ConfigError(asked, found, "optrush eval CONFIG --model OUTPUT/model")
     file = None if data is None else str(data)
     if data is None and isinstance(chosen.data.eval, str):

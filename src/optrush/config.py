@@ -57,7 +57,7 @@ _Dumper.add_representer(
 
 # Characters; keys and values; mappings and lists in each other. The slowest text within them is read in about 2 s.
 LONGEST_YAML, MOST_VALUES, DEEPEST_YAML = 1 << 20, 50_000, 32
-ELSEWHERE = "keep data in files of their own, and name them, their folder or a pattern under `data.path`"
+ELSEWHERE = "move the data to files; name them, their folder or a pattern in `data.path`"
 
 
 class _RefusedNode(yaml.MarkedYAMLError):
@@ -78,8 +78,8 @@ class _Loader(yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
             raise _RefusedNode(event.start_mark, f"the alias *{event.anchor}", "write the value out")
         if self.depth == DEEPEST_YAML:
-            found = f"more than {DEEPEST_YAML} mappings and lists in each other"
-            raise _RefusedNode(event.start_mark, found, "write it flatter")
+            found = f"more than {DEEPEST_YAML} levels of nested mappings and lists"
+            raise _RefusedNode(event.start_mark, found, "reduce the nesting")
         if self.values == self.most:
             raise _RefusedNode(event.start_mark, f"more than {self.most:,} values and keys", ELSEWHERE)
         self.values += 1
@@ -103,7 +103,7 @@ class StrictModel(BaseModel):
 
 def _cadence(value: float) -> float:
     if value > 1 and value != int(value):
-        raise ValueError("a whole number of steps from 1 on, or below 1 a fraction of the run")
+        raise ValueError("a whole number of steps (1 or more), or a fraction of the run (below 1)")
     return value
 
 
@@ -121,7 +121,7 @@ def _separator(value: str) -> str:
 
 def _distinct(values: tuple[str, ...]) -> tuple[str, ...]:
     if len(set(values)) < len(values):
-        raise ValueError("each of them once")
+        raise ValueError("each value once")
     return values
 
 
@@ -434,7 +434,7 @@ class ImageTraining(StrictModel):
     @model_validator(mode="after")
     def _trained(self) -> ImageTraining:
         if self.lr is not None and self.train == "none":
-            raise ValueError("what is trained at this rate, too: `train: projector` or `train: tower`")
+            raise ValueError("`train: projector` or `train: tower` together with `lr`")
         return self
 
 
@@ -595,7 +595,7 @@ def parse_config(
         name, _, options = flag.partition(":")
         given = _section(data, "with", f"--with {flag}").setdefault(name, None)
         if not isinstance(given, dict | None):
-            raise ConfigError(f"--with {flag}", f"`with.{name}` holds {given!r}", "give its options as a mapping")
+            raise ConfigError(f"--with {flag}", f"`with.{name}` holds {given!r}", "give the options as a mapping")
         chosen = dict(given or {})
         for pair in filter(None, options.split(",")):
             key, equals, value = pair.partition("=")
@@ -609,14 +609,14 @@ def parse_config(
         held = _section(data, "with", f"--without {name}")
         if name not in held:
             known = ", ".join(held) or "nothing"
-            raise ConfigError(f"--without {name}", f"`with` holds {known}", "leave the flag out, or name one of those")
+            raise ConfigError(f"--without {name}", f"`with` holds {known}", "remove the flag, or name one of those")
         del held[name]
     if isinstance(data.get("with"), dict):  # `packing:` alone means packing with its defaults
         data["with"] = {k: {} if v is None else v for k, v in data["with"].items()}
     if isinstance(data.get("objective"), dict) and data.get("loss") is not None:
         place = flags.get(("loss",)) or f"{where}:{lines.get(('loss',), 1)}"
-        found, do = "a loss beside `objective: {use: ...}`, which names one itself", "keep one of the two"
-        raise ConfigError(f"{place}: `loss`", found, f"{do}: leave `loss` out, or write `objective: sft`")
+        found, do = "`loss` and `objective: {use: ...}`, which has its own loss", "keep one"
+        raise ConfigError(f"{place}: `loss`", found, f"{do}: remove `loss`, or write `objective: sft`")
     try:
         return Config.model_validate(data)
     except ValidationError as error:
@@ -631,7 +631,7 @@ def refuse_method(name: str, place: str) -> None:
     """
     if name in METHODS.keys() - METHODS["lora"].keys():
         spelling = f"--set method={name}" if place.startswith("--") else f"method: {name}"
-        raise ConfigError(place, "a method, which several techniques make together", f"write `{spelling}`")
+        raise ConfigError(place, "a method (several techniques), not a technique", f"write `{spelling}`")
 
 
 def parse_yaml(text: str, where: str, own: bool = False) -> tuple[dict[str, Any], dict[Keys, int]]:
@@ -645,7 +645,7 @@ def parse_yaml(text: str, where: str, own: bool = False) -> tuple[dict[str, Any]
             too deep.
     """
     if len(text) > LONGEST_YAML and not own:
-        found = f"{len(text):,} characters, where {LONGEST_YAML:,} are read"
+        found = f"{len(text):,} characters; the limit is {LONGEST_YAML:,}"
         raise ConfigError(where, found, ELSEWHERE)
     try:
         node = yaml.compose(text, Loader=_OwnLoader if own else _Loader)
@@ -657,7 +657,7 @@ def parse_yaml(text: str, where: str, own: bool = False) -> tuple[dict[str, Any]
         raise ConfigError(place, f"not YAML: {_reason(error)}", "fix that line") from None
     if not isinstance(node, yaml.MappingNode):
         found = "nothing" if node is None else "no mapping"
-        raise ConfigError(where, f"{found} at the top", "begin with `model:`, `objective:`, `data:`, `output:`")
+        raise ConfigError(where, f"{found} at the top", "start with `model:`, `objective:`, `data:`, `output:`")
     lines: dict[Keys, int] = {}
     value: dict[str, Any] = _plain(node, (), where, lines)
     return value, lines
@@ -666,7 +666,7 @@ def parse_yaml(text: str, where: str, own: bool = False) -> tuple[dict[str, Any]
 def parse_scalar(text: str) -> Any:
     """Return the value of a flag, by YAML's rules and the rule for 1e-5."""
     if _UNPAIRED.search(text):  # bytes of the command line that are no UTF-8
-        raise ConfigError("a value of a flag", f"{text!r}, which is no UTF-8", "leave that character out")
+        raise ConfigError("a value of a flag", f"{text!r}, which is not UTF-8", "remove that character")
     try:
         node = yaml.compose(text, Loader=_Loader) if len(text) <= LONGEST_YAML else None
     except (yaml.YAMLError, ValueError):
@@ -683,7 +683,7 @@ def nearest(name: str, known: Iterable[str], page: str = "") -> str:
     close = difflib.get_close_matches(name.lower(), names, 1, 0.6)
     if not close and len(names) > MOST_LISTED:
         near = ", ".join(names[one] for one in difflib.get_close_matches(name.lower(), names, 5, 0.0))
-        return f"nearest: {near}; {f'all {len(names)} are in {page}' if page else f'{len(names) - 5} more are known'}"
+        return f"nearest: {near}; {f'all {len(names)} are in {page}' if page else f'{len(names) - 5} more exist'}"
     return f"did you mean `{names[close[0]]}`?" if close else "known: " + ", ".join(names.values())
 
 
@@ -703,7 +703,7 @@ def _plain(node: yaml.Node, path: Keys, where: str, lines: dict[Keys, int]) -> A
                 raise ConfigError(f"{where}:{at}", "a list or a mapping as a key", "give each key a name")
             key = str(key_node.value)
             if key in out:
-                raise ConfigError(f"{where}:{at}", f"`{key}` is here a second time", "keep one of them")
+                raise ConfigError(f"{where}:{at}", f"`{key}` appears twice", "keep one")
             lines[(*path, key)] = at
             out[key] = _plain(value_node, (*path, key), where, lines)
         return out
@@ -716,19 +716,19 @@ def _plain(node: yaml.Node, path: Keys, where: str, lines: dict[Keys, int]) -> A
     try:
         value = loader.construct_object(node)
     except (LookupError, AttributeError):  # !!bool x, !!timestamp x
-        raise ConfigError(f"{where}:{line}", f"`{node.value}`, not of its tag", "write a plain value") from None
+        raise ConfigError(f"{where}:{line}", f"`{node.value}` does not match its tag", "write a plain value") from None
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{where}:{line}", f"`{node.value}`: {_reason(error)}", "write a plain value") from None
     finally:
         loader.dispose()
     if plain and isinstance(value, int | float) and _OTHER_BASE.match(node.value):
         found = f"`{node.value}`, which YAML reads as {value}"
-        do = f"write {value}, or the number that is meant; for a text put it in quotes: '{node.value}'"
+        do = f"write {value}, or the intended number; for text, quote it: '{node.value}'"
         place = f"{where}:{line}: `{'.'.join(map(str, path))}`" if path else "a value of a flag"
         raise ConfigError(place, found, do)
     if isinstance(value, str) and ("\0" in value or (not value.isascii() and _UNPAIRED.search(value))):
-        found = f"{value!r}, which no file or path can have in it"
-        raise ConfigError(f"{where}:{line}", found, "leave that character out")
+        found = f"{value!r}, which no file or path can contain"
+        raise ConfigError(f"{where}:{line}", found, "remove that character")
     return value if isinstance(value, str | int | float | bool | None) else str(node.value)
 
 
@@ -742,7 +742,7 @@ def _section(data: dict[str, Any], key: str, asked: str) -> dict[str, Any]:
         data[key] = {}
     section = data[key]
     if not isinstance(section, dict):
-        raise ConfigError(asked, f"`{key}` holds {section!r}, no mapping", "give the whole path of a value")
+        raise ConfigError(asked, f"`{key}` holds {section!r}, not a mapping", "give the full path of a value")
     return section
 
 
@@ -805,7 +805,7 @@ def explain(
 
 # What a value must be, by pydantic's type of the error; in braces what its context has.
 ACCEPTED = {
-    "file": "a path", "string_type": "a text", "string_too_short": "a text that is not empty",
+    "file": "a path", "string_type": "text", "string_too_short": "text that is not empty",
     "bool_type": "true or false", "int_type": "a whole number", "int_from_float": "a whole number",
     "int_parsing_size": "a smaller number",
     "float_type": "a number", "finite_number": "a finite number", "greater_than": "a number above {gt}",
@@ -895,8 +895,8 @@ def refuse_secrets(config: Config) -> None:
     """Raise ConfigError, with the key and not the value, where a configuration contains a password."""
     for key, value in _texts(config.model_dump(mode="json", by_alias=True)):
         if LOGIN.search(value):
-            do = "take it out; put it where the library that opens the address looks for it, such as its environment"
-            raise ConfigError(f"`{key}`", "an address with a user or password in it, which a run would write down", do)
+            do = "remove it; set the credential variables of the library that opens the address"
+            raise ConfigError(f"`{key}`", "an address with a user or password, which the run would store", do)
 
 
 def scrubbed(text: str, environment: Mapping[str, str] = os.environ) -> str:
@@ -932,7 +932,7 @@ class Sampling:
     greedy: bool = False
 
     def __post_init__(self) -> None:
-        limits = f"of {COLDEST} to {HOTTEST}; --greedy draws nothing"
+        limits = f"of {COLDEST} to {HOTTEST}; use --greedy for 0"
         wrong = (
             ("temperature", COLDEST <= self.temperature <= HOTTEST, limits),
             ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
@@ -941,7 +941,7 @@ class Sampling:
         )
         for name, met, do in wrong:
             if not met:
-                raise ConfigError(f"`{name}`", f"{getattr(self, name)}", f"take a value {do}")
+                raise ConfigError(f"`{name}`", f"{getattr(self, name)}", f"use a value {do}")
 
     def changed(self, setting: str) -> Sampling:
         """Return these settings with `name=value` laid over them, else raise ConfigError."""
@@ -949,10 +949,10 @@ class Sampling:
         name, value = name.strip(), parse_scalar(text.strip())
         kinds = {f.name: type(f.default) for f in dataclasses.fields(self)}
         if name not in kinds:
-            raise ConfigError(f"/set {setting}", "no such setting", nearest(name, kinds))
+            raise ConfigError(f"/set {setting}", "unknown setting", nearest(name, kinds))
         kind = kinds[name]
         value = float(value) if kind is float and isinstance(value, int) and not isinstance(value, bool) else value
         if not equals or type(value) is not kind:
-            raise ConfigError(f"/set {setting}", "no value of its kind", f"/set {name}={getattr(self, name)}")
+            raise ConfigError(f"/set {setting}", "not a valid value", f"/set {name}={getattr(self, name)}")
         changes: dict[str, Any] = {name: value}
         return dataclasses.replace(self, **changes)

@@ -51,8 +51,8 @@ def write_remedy(failure: BaseException | str) -> str:
         return failure.do
     full = isinstance(failure, OSError) and failure.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     if full or re.search(r"No space left|quota exceeded|File too large|os error 28", str(failure), re.IGNORECASE):
-        return "make room there"
-    return "check that the folder exists and can be written"
+        return "free space there"
+    return "check that the folder exists and is writable"
 
 
 def _cut(text: str, longest: int) -> str:
@@ -89,7 +89,7 @@ class NoRowsError(ConfigError):
 class NotRegularError(ConfigError, OSError):
     """Something that is no regular file: reading it may block, or never end."""
 
-    def __init__(self, asked: str, found: str, do: str = "give a regular file: copy what it holds into one") -> None:
+    def __init__(self, asked: str, found: str, do: str = "copy its content into a regular file") -> None:
         super().__init__(asked, found, do)
         self.errno, self.strerror, self.filename = errno.EINVAL, found, asked
 

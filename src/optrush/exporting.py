@@ -315,7 +315,7 @@ def demand_bytes(folder: Path, written: Mapping[str, str]) -> None:
         except (KeyError, OSError, SafetensorError):
             same = False
         if not same:
-            raise RunError(f"{folder} is not the trained model: {name} was written otherwise than it is read")
+            raise RunError(f"{folder} is not the trained model: {name} differs after reloading")
 
 
 def comparison_texts(trainer: Trainer, paths: Sequence[str], sample: str | None) -> tuple[list[list[int]], str]:
@@ -411,7 +411,7 @@ def compare(ours: Sequence[Tensor], theirs: Sequence[Tensor], texts: str, dtype:
 def demand_sound(found: Compared, folder: Path) -> None:
     """Raise RunError where the folder does not compute what was trained."""
     if not found.sound:
-        raise RunError(f"{folder} is not the trained model: {found}; it is left there to be looked at")
+        raise RunError(f"{folder} is not the trained model: {found}; the folder is kept for inspection")
 
 
 # --- `optrush export`: a run's checkpoint as a folder that others load, proven to compute what was trained.
@@ -449,7 +449,7 @@ def export_folder(run: Path, out: Path | None, adapter: bool) -> Path:
         found = "it is not empty" if where.is_dir() else "a file, not a folder"
         raise ConfigError(f"to export to {where}", found, "name another folder: --out DIR")
     if not where.absolute().parent.is_dir():
-        raise ConfigError(f"to export to {where}", f"{where.absolute().parent} is not a folder", "make it first")
+        raise ConfigError(f"to export to {where}", f"{where.absolute().parent} is not a folder", "create it first")
     return where
 
 
@@ -484,7 +484,7 @@ def export_run(
             found = rebuild(run, checkpoint)
             if adapter and not io.adapters(found.trainer.model):
                 done = "this run has no adapter: it trained the model's own weights"
-                raise ConfigError("--adapter", done, "leave it out")
+                raise ConfigError("--adapter", done, "remove it")
             kind = None if adapter else _kept(found.trainer) if dtype is None else getattr(torch, dtype)
             compared = None
             written: dict[str, str] = {}
@@ -502,7 +502,7 @@ def export_run(
     except (RuntimeError, MemoryError) as error:
         if not exhausted(error):
             raise
-        do = "leave the GPU out: CUDA_VISIBLE_DEVICES= optrush export ..."
+        do = "export on the CPU: CUDA_VISIBLE_DEVICES= optrush export ..."
         raise RunError(f"out of memory while exporting ({next(iter(str(error).splitlines()), '')}); {do}") from error
     size, said = sum(f.stat().st_size for f in where.iterdir()), None if kind is None else str(kind)[len("torch.") :]
     return Delivered(where, found.manifest.step, found.passed, said, size, compared)
@@ -525,7 +525,7 @@ def export_gguf(
     if file.exists():
         raise ConfigError(f"to export to {file}", "it exists", "name another file: --out FILE.gguf")
     if file.suffix != ".gguf" or not file.absolute().parent.is_dir():
-        raise ConfigError(f"to export to {file}", "no file .gguf in a folder that exists", "--out FILE.gguf")
+        raise ConfigError(f"to export to {file}", "not a .gguf file in an existing folder", "--out FILE.gguf")
     part = file.with_name(file.name + ".tmp")
     try:
         with _writing(file), tempfile.TemporaryDirectory(dir=file.absolute().parent, prefix=".gguf-") as fresh:
@@ -580,13 +580,11 @@ def check_push(repository: str) -> None:
 
     asked = f"--push {repository}"
     if readers.HUB_ID.fullmatch(repository) is None or ":" in repository:
-        raise ConfigError(asked, "no name of a repository", "write --push ORGANISATION/NAME")
+        raise ConfigError(asked, "not a repository name", "write --push ORGANISATION/NAME")
     if huggingface_hub.constants.HF_HUB_OFFLINE:
-        raise ConfigError(
-            asked, "HF_HUB_OFFLINE is set, so that the hub is not reached", "unset it, or leave --push out"
-        )
+        raise ConfigError(asked, "HF_HUB_OFFLINE is set", "unset it, or remove --push")
     if huggingface_hub.get_token() is None:
-        raise ConfigError(asked, "no token of the hub", "log in: hf auth login, or set HF_TOKEN")
+        raise ConfigError(asked, "no hub token", "log in: hf auth login, or set HF_TOKEN")
 
 
 def push_to_hub(written: Path, repository: str) -> str:
@@ -627,8 +625,8 @@ def _beside(where: Path, at_work: bool) -> Iterator[Path]:
     try:
         fresh.mkdir()
     except FileExistsError:
-        do = "look at it and delete it, or use another folder: --out DIR"
-        raise ConfigError(f"to export to {where}", f"{fresh}, where it would be written first, is there", do) from None
+        do = "check and delete it, or use another folder: --out DIR"
+        raise ConfigError(f"to export to {where}", f"the temporary folder {fresh} exists", do) from None
     except OSError as error:
         do = "use another folder: --out DIR"
         raise ConfigError(f"to export to {where}", f"{fresh}: {error.strerror}", do) from None
@@ -646,7 +644,7 @@ def _writing(where: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"to export to {where}", f"{error}", "make room, or use another folder: --out DIR") from None
+        raise ConfigError(f"to export to {where}", f"{error}", "free space, or use another folder: --out DIR") from None
 
 
 def _write_merged(found: RebuiltModel, fresh: Path, dtype: str | None, max_shard_bytes: float) -> dict[str, str]:

@@ -82,8 +82,8 @@ def read_file(path: Path | str) -> bytes:
     """Return the bytes of a regular file; raises as `open_file`, and for one of more than MOST_READ_bytes."""
     with open_file(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > MOST_READ_bytes:
-            found = f"{size:,} bytes; at most {MOST_READ_bytes:,} are read"
-            raise NotRegularError(f"{path}", found, "give a smaller file")
+            found = f"{size:,} bytes; the limit is {MOST_READ_bytes:,}"
+            raise NotRegularError(f"{path}", found, "use a smaller file")
         held: bytes = file.read()
     return held
 
@@ -233,7 +233,7 @@ def refuse_links(folder: Path, asked: str, names: Iterable[str], foreign: Collec
     for path in _below(own, names, foreign):
         if path.is_symlink() and not path.resolve().is_relative_to(own):
             found = f"{folder / path.relative_to(own)} is a symbolic link to {os.readlink(path)}, out of the folder"
-            raise ConfigError(asked, found, "remove the link; to write elsewhere, name that folder instead")
+            raise ConfigError(asked, found, "remove the link, or name its target instead")
 
 
 def check_model_files(folder: Path, patterns: Iterable[str]) -> None:

@@ -87,13 +87,13 @@ def find_model(text: str) -> ModelSource:
             return ModelSource(text, folder / "model", None, config)
         if (folder / "adapter" / ADAPTER).is_file():
             return ModelSource(text, _published(config, text), folder / "adapter", config)
-        raise ConfigError(f"to talk to {text}", "it has neither model/ nor adapter/", f"optrush export {text}")
+        raise ConfigError(f"to chat with {text}", "it has neither model/ nor adapter/", f"optrush export {text}")
     run_of = open_run(path.parent)[1] if path.name in ("model", "adapter") and (path.parent / RUN).is_file() else None
     if (path / ADAPTER).is_file():
         try:
             facts = parse_json(read_text(path / ADAPTER))
         except (OSError, ValueError):  # UnicodeDecodeError is one
-            do = "copy the adapter's folder anew"
+            do = "copy the adapter's folder again"
             raise ConfigError(f"the adapter {text}", f"{ADAPTER} is not JSON", do) from None
         base = facts.get("base_model_name_or_path") if isinstance(facts, dict) else None
         if not isinstance(base, str) or not base:
@@ -111,7 +111,7 @@ def home(text: str, asked: str) -> Path:
     try:
         return Path(text).expanduser()
     except RuntimeError:
-        raise ConfigError(asked, f"{text}: no user of that name", "write the folder out") from None
+        raise ConfigError(asked, f"{text}: no such user", "write the full path") from None
 
 
 def base_of(source: ModelSource, asked: str) -> ModelSource:
@@ -129,8 +129,8 @@ def base_of(source: ModelSource, asked: str) -> ModelSource:
 
 def _published(config: Config, asked: str) -> Path:
     if config.model.path is None:
-        found = f"the run began with random weights of the shape {config.model.shape}"
-        raise ConfigError(f"the base model of {asked}", found, "leave --base out")
+        found = f"the run started from random weights of the shape {config.model.shape}"
+        raise ConfigError(f"the base model of {asked}", found, "remove --base")
     return _located(config.model.path)
 
 
@@ -228,31 +228,31 @@ class GenerationModel:
             ids = ids[:-1] if ids[-1:] == [self.tokenizer.eos_token_id] else ids  # some tokenizers end every text
         else:
             if self.template is None:
-                found, do = "its tokenizer has no chat template", "--plain continues texts as they stand"
+                found, do = "its tokenizer has no chat template", "use --plain to continue plain text"
                 raise DataError(f"a conversation with {self.name}", found, do)
             for i, message in enumerate(prompt):
                 if found_ := self._controls.search(message.content):
                     found = f"messages[{i}] holds the text {found_[0]}, a control token: a forged turn"
-                    raise DataError(f"the messages at {where}", found, "take it out, or write it otherwise")
+                    raise DataError(f"the messages at {where}", found, "remove it, or write it differently")
             template = self._tool_template if tools else self.template
             text = template.render([template.shown(m) for m in prompt], where, tools, prompt=True)
             with tokenizing(f"the messages at {where}"):
                 ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         if not ids:
-            raise DataError(f"the prompt at {where}", "it has no token", "write something")
+            raise DataError(f"the prompt at {where}", "it is empty", "write a prompt")
         given = PromptTokens(ids)
         if images := [] if isinstance(prompt, str) else [image for message in prompt for image in message.images]:
             if isinstance(self.images, DataError):
                 found = self.images.found
-                raise DataError(f"an image in the messages at {where}, for {self.name}", found, "leave it out")
+                raise DataError(f"an image in the messages at {where}, for {self.name}", found, "remove it")
             document = self.tokens.with_images(images, Document(np.array(ids), np.zeros(len(ids), bool)), where)
             if isinstance(document, DataError):
                 raise document
             given = PromptTokens(document.ids.tolist())
             given.images = document.images
         if self.room is not None and len(given) >= self.room:
-            found = f"{len(given)} tokens, and the model has {self.room} positions"
-            raise DataError(f"the prompt at {where}", found, "make it shorter, or begin anew")
+            found = f"{len(given)} tokens, but the model has {self.room} positions"
+            raise DataError(f"the prompt at {where}", found, "shorten it, or start a new conversation")
         return given
 
     def _seen(self, prompts: Sequence[Sequence[int]], tokens: Tensor) -> dict[str, Tensor]:
@@ -359,9 +359,9 @@ class GenerationModel:
 
     def _broken(self, weights: Iterable[tuple[str, Tensor]]) -> RunError:
         broken = next((name for name, value in weights if not value.isfinite().all()), None)
-        why = "none of its weights is" if broken is None else f"{broken} holds some"
+        why = "its weights are finite" if broken is None else f"{broken} has some"
         found = f"NaN or infinity among the scores of the next token; {why}"
-        do = "compute in float32" if broken is None else "export an earlier checkpoint, or copy the weights anew"
+        do = "compute in float32" if broken is None else "export an earlier checkpoint, or copy the weights again"
         return RunError(f"an answer of {self.name}", found, do)
 
     def _answer(self, row: Tensor, interrupted: bool = False) -> Answer:
@@ -488,7 +488,7 @@ def _loaded(source: ModelSource, device: torch.device) -> Any:
         wanted = set(get_peft_model_state_dict(model, save_embedding_layers=False))
     strange, lacking = names - wanted - set(model.state_dict()), wanted - names
     if strange or lacking:
-        found = f"{min(strange)}, which the model has no place for" if strange else f"no values for {min(lacking)}"
+        found = f"{min(strange)}, which the model does not have" if strange else f"no values for {min(lacking)}"
         raise NeedsError(asked, found, do)
     return model.eval()
 
@@ -576,9 +576,9 @@ def prompt_of(where: RowLocation, row: schema.Row, plain: bool = False, answered
         last = row.prompt  # of a pair: its answer begins there
     asked, answer = row.messages[:last], row.messages[last]
     if not asked or answer.role != "assistant":
-        raise schema.bad_row(where, "no turn that an answer could follow")
+        raise schema.bad_row(where, "no turn to answer")
     if plain:
-        raise DataError(f"the messages at {where} with --plain", "a conversation, which no text is", "leave it out")
+        raise DataError(f"the messages at {where} with --plain", "a conversation, not a text", "remove --plain")
     return Prompt(where, asked, row.tools, answer.content if answered else None)
 
 
@@ -631,7 +631,7 @@ def generate_answers(
     except (RuntimeError, MemoryError) as error:
         if not exhausted(error):
             raise
-        smaller = f"take --batch {batch // 2}" if batch > 1 else "take a smaller --max-tokens"
+        smaller = f"use --batch {batch // 2}" if batch > 1 else "lower --max-tokens"
         raise RunError(f"out of memory with {batch} prompts at once; {smaller}") from error
     finally:
         del model

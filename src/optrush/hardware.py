@@ -193,10 +193,10 @@ def parse_hardware(text: str) -> tuple[Device, int]:
     plain = re.sub(r"(?<=[0-9])\*(?=\S)", "x", plain)  # 8*h100
     if hosted := _WITH_HOST.fullmatch(plain):
         if "@" in hosted[1]:
-            raise ConfigError(f"the hardware {text}", "the memory of a host twice", "give it once")
+            raise ConfigError(f"the hardware {text}", "the host memory appears twice", "write it once")
         device, count = parse_hardware(hosted[1])
         if device.kind != "cuda" or not float(hosted[2]):
-            raise ConfigError(f"the hardware {text}", "`@`, but no GPU or no memory", "take 4090@64GiB")
+            raise ConfigError(f"the hardware {text}", "`@` without GPU or memory", "write for example 4090@64GiB")
         return dataclasses.replace(device, host_memory_bytes=int(float(hosted[2]) * GIB)), count
     behind = re.fullmatch(r"([a-z0-9][a-z0-9-]*[a-z0-9])[x*]([0-9]{1,5})", plain)
     if behind and behind[1] in {*NAMED, *AMBIGUOUS}:
@@ -204,7 +204,7 @@ def parse_hardware(text: str) -> tuple[Device, int]:
     if (linked := _LINKED.fullmatch(plain)) and not re.fullmatch(r"[0-9]+x[0-9]+x.+", linked[1]):
         device, count = parse_hardware(linked[1])
         if count < 2 or device.kind != "cuda":
-            raise ConfigError(f"the hardware {text}", "a link of one device", f"take 2xh200:{linked[2]}, for instance")
+            raise ConfigError(f"the hardware {text}", "a link for one device", f"write for example 2xh200:{linked[2]}")
         return over(device, linked[2]), count
     if "x" in plain and (":" in plain or re.fullmatch(r"[0-9]+x[0-9]+x.+", plain)):
         return _of_hosts(plain)
@@ -217,12 +217,12 @@ def parse_hardware(text: str) -> tuple[Device, int]:
         return over(device, turned_to()) if device.kind == "cuda" else device, 1
     if size := _FREE.fullmatch(name):
         if not float(size[1]):
-            raise ConfigError(f"the hardware {text}", "a GPU without memory", "take 24GiB, for instance")
+            raise ConfigError(f"the hardware {text}", "a GPU without memory", "write for example 24GiB")
         return _unnamed(float(size[1])), count
     name = _card(name)
     if name in AMBIGUOUS:
         raise ConfigError(
-            f"the hardware {text}", "several cards have this name", f"take {' or '.join(AMBIGUOUS[name])}"
+            f"the hardware {text}", "several cards have this name", f"write {' or '.join(AMBIGUOUS[name])}"
         )
     if name == "cpu":
         return share_of_cpu(count), count
@@ -230,8 +230,8 @@ def parse_hardware(text: str) -> tuple[Device, int]:
         known = ", ".join(["auto", "cpu", *NAMED])
         close = difflib.get_close_matches(name, NAMED, 1) or _as_large(name)
         nearest = f"did you mean {' or '.join(f'`{n}`' for n in close)}? " if close else ""
-        nearest = f"for the memory alone write {name}GiB; " if re.fullmatch(r"[0-9]{1,3}", name) else nearest
-        do = f"{nearest}of a card that is not listed give the memory: 24GiB; several: 2xh200; known: {known}"
+        nearest = f"for a memory size write {name}GiB;  " if re.fullmatch(r"[0-9]{1,3}", name) else nearest
+        do = f"{nearest}for an unlisted card write its memory: 24GiB; for several: 2xh200; known: {known}"
         raise ConfigError(f"the hardware {text}", "no such name", do)
     return NAMED[name], count
 
@@ -267,10 +267,8 @@ def _of_hosts(text: str) -> tuple[Device, int]:
     parts = _HOSTS.fullmatch(text)
     if parts is None or parts[3] not in NETWORKS or int(parts[1]) < 2:
         one = ", ".join(f"2xh100:{link}" for link in SLOWER)
-        example = f"take 2x8xh100:{NETWORKS[0]}: two hosts of eight; or {', '.join(NETWORKS[1:])}; within a host {one}"
-        raise ConfigError(
-            f"the hardware {text}", "hosts are named with their devices and the link between them", example
-        )
+        example = f"write 2x8xh100:{NETWORKS[0]} (two hosts of 8); or {', '.join(NETWORKS[1:])}; within a host {one}"
+        raise ConfigError(f"the hardware {text}", "hosts need their devices and the link between them", example)
     device, each = parse_hardware(parts[2])
     link = parts[3]
     network = Network(link, each * PER_GPU[link] if link in PER_GPU else PER_HOST[link], STEP_S)
@@ -380,7 +378,7 @@ class HostMemory:
         """Count bytes that are allocated next; raise MemoryError if they are more than is left."""
         if self.most_bytes is not None and self.taken_bytes + size > self.most_bytes:
             taken, most = self.taken_bytes / GIB, self.most_bytes / GIB
-            raise MemoryError(f"{taken:.1f} GiB of host memory are taken, of {most:.1f} that this process may have")
+            raise MemoryError(f"{taken:.1f} GiB of host memory in use, the limit of this process is {most:.1f}")
         self.taken_bytes += size
 
 

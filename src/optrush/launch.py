@@ -39,7 +39,7 @@ def launched() -> tuple[int, int]:
     if ("RANK" in os.environ) != ("WORLD_SIZE" in os.environ):
         found = "RANK" if "RANK" in os.environ else "WORLD_SIZE"
         raise ConfigError(
-            "RANK and WORLD_SIZE in the environment", f"{found} alone", "start with --ranks or torchrun, or unset it"
+            "RANK and WORLD_SIZE in the environment", f"{found} only", "start with --ranks or torchrun, or unset it"
         )
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -57,7 +57,7 @@ def unjoinable() -> str:
     if not (shared and several and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))):
         return ""
     do = f"start it with --rdzv-backend c10d and {NOT_SHARED} in its environment"
-    return f"torchrun cannot go on with a host that is lost and comes back: {do}"
+    return f"torchrun cannot re-admit a restarted host: {do}"
 
 
 def spawn(arguments: Sequence[str], ranks: int, resume: Callable[[], str] | None = None) -> int:
@@ -87,10 +87,10 @@ def spawn(arguments: Sequence[str], ranks: int, resume: Callable[[], str] | None
     killed = _wait(processes)
     if killed is not None:
         rank, number = killed
-        asked, found = f"`--ranks {ranks}`", f"rank {rank} was ended by {_signal_name(number)}"
+        asked, found = f"`--ranks {ranks}`", f"rank {rank} was killed by {_signal_name(number)}"
         if number == signal.SIGKILL:
-            found += ", as the kernel does where memory is short"
-        do = "start the same command again" if resume is None else resume()
+            found += ", as the kernel does when memory runs out"
+        do = "run the same command again" if resume is None else resume()
         sys.stderr.write(f"{RunError(asked, found, do)}\n")
     codes = [p.returncode for p in processes]
     bad = [c if c > 0 else 128 - c for c in codes if c != 0]

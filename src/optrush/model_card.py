@@ -57,7 +57,7 @@ def card(
     try:
         measured = _measured(runs.load_run(folder), steps)
     except Exception as error:  # whatever is in their lines
-        measured = [("measured", escaped(f"not known, for metrics.jsonl is damaged: {reason(error)}"))]
+        measured = [("measured", escaped(f"unknown: metrics.jsonl is damaged:  {reason(error)}"))]
     facts = [
         ("base model", _base(config)),
         ("objective", f"`{config.objective}`" + (f", the loss {escaped(config.loss.use)}" if config.loss else "")),
@@ -65,7 +65,7 @@ def card(
         ("steps", f"{steps:,}"),
         ("techniques", escaped(", ".join(config.with_) or "none")),
         *measured,
-        *([("ends of an answer", ", ".join(escaped(end) for end in ends if end is not None))] if any(ends) else []),
+        *([("end-of-answer tokens", ", ".join(escaped(end) for end in ends if end is not None))] if any(ends) else []),
         ("versions", f"optrush {__version__}, torch {torch.__version__}, transformers {library('transformers')}"),
     ]
     table = "\n".join(f"| {name} | {text} |" for name, text in facts)

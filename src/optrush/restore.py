@@ -42,7 +42,7 @@ def open_run(place: Path) -> tuple[Path, Config]:
     file = folder / RUN
     if not file.exists():
         found = f"no {RUN} in it" if folder.is_dir() else "no such folder"
-        raise ConfigError(f"the run {place}", found, "name a folder that `optrush train` has written")
+        raise ConfigError(f"the run {place}", found, "name a folder written by `optrush train`")
     try:
         text = read_text(file)
     except UnicodeDecodeError as error:
@@ -75,7 +75,7 @@ def choose_checkpoint(folder: Path, name: str | None) -> tuple[Manifest, tuple[t
         except CheckpointError as error:
             passed.append((path.name, error.found))
     why = "; ".join(f"{step}: {found}" for step, found in passed) or "no checkpoint in it"
-    do = "train it first, or name a folder in which a run has saved (`train.save_every`)"
+    do = "train it first, or name a folder with saved checkpoints (`train.save_every`)"
     raise CheckpointError(f"the run {folder}", f"nothing to export: {why}", do)
 
 
@@ -86,7 +86,7 @@ def _best(folder: Path) -> list[Path]:
     try:
         return [folder / FOLDER / f"step-{int(parse_json(read_file(file))['step']):06d}"]
     except (ValueError, KeyError, TypeError) as error:
-        do = "delete it, or choose a checkpoint: --checkpoint STEP"
+        do = "delete it, or use another: --checkpoint STEP"
         raise CheckpointError(f"{file}", f"it names no step: {error}", do) from None
 
 
@@ -133,17 +133,15 @@ def _same(checkpoint: Manifest, trainer: Trainer) -> None:
         # All weights are the checkpoint's: what they began with (a reference of pairs, too) is not exported.
         if then != now and not (name == "base" and now is None):
             what = "the model's config.json" if name == "config" else "the weights that the run did not train"
-            found = f"{what} changed since: {then or 'absent'} then, {now or 'absent'} now"
-            do = f"restore {trainer.config.model.path} as it was when the run began, or name a copy of that"
+            found = f"{what} changed:  {then or 'absent'} then, {now or 'absent'} now"
+            do = f"restore {trainer.config.model.path} as at the start of the run, or name a copy of it"
             raise CheckpointError(f"the checkpoint {checkpoint.path}", found, do)
     for name in ("tokenizer", "template"):  # written from the base's files
         then, now = checkpoint.fingerprints.get(name), trainer.fingerprints.get(name)
         if then is not None and now is not None and then != now:
-            found = f"the model's {'chat template' if name == 'template' else name} changed since"
-            raise CheckpointError(
-                f"the checkpoint {checkpoint.path}", found, "restore the one that it was trained with"
-            )
+            found = f"the model's {'chat template' if name == 'template' else name} changed"
+            raise CheckpointError(f"the checkpoint {checkpoint.path}", found, "restore the one used in training")
     then, now = (prints.get("adapters", "absent") for prints in (checkpoint.fingerprints, trainer.fingerprints))
     if then != now:
         found = f"`adapters` was {then} and is {now}"
-        raise CheckpointError(f"the checkpoint {checkpoint.path}", found, "restore the old one in run.yaml")
+        raise CheckpointError(f"the checkpoint {checkpoint.path}", found, "restore the old value in run.yaml")

@@ -223,13 +223,13 @@ class Environment:
         found = "a CPU only" if self.device.kind == CPU.kind else f"{self.device.name}, {self.device.capability}"
         wanted = f"a CUDA device of capability {capability[0]}.{capability[1]}" if any(capability) else "a CUDA device"
         met = self.device.kind == "cuda" and self.device.capability >= capability
-        return Requirement(met, f"`{technique}` needs {wanted}", found, "run it on one, or leave the technique out")
+        return Requirement(met, f"`{technique}` needs {wanted}", found, "use such a device, or turn the technique off")
 
     def needs_half(self, asked: str, instead: str = "") -> Requirement:
         """Return the requirement of products in 16 bits."""
         met = self.dtype == "bfloat16" or Part.PRECISION in self.claimed
         do = "add --with amp or --with bf16" + (f", or {instead}" if instead else "")
-        return Requirement(met, asked, "weights and products in float32", do)
+        return Requirement(met, asked, "weights and matmuls in float32", do)
 
     def needs_capability(self, capability: tuple[int, int], asked: str, do: str) -> Requirement:
         """Return the requirement of at least this compute capability, if the device is a GPU."""
@@ -238,28 +238,28 @@ class Environment:
 
     def needs_no_kahan(self, technique: str) -> Requirement:
         """Return the requirement of an optimizer that stores no remainders."""
-        found = "Kahan rounding, which adds what rounding took from a weight to its next update"
-        do = "take --with bf16:rounding=stochastic, or --with fused-adamw"
+        found = "Kahan rounding, which keeps each weight's rounding error"
+        do = "use --with bf16:rounding=stochastic, or --with fused-adamw"
         return Requirement(self.spec.rounding != "kahan", f"`{technique}` has no place for remainders", found, do)
 
     def needs_whole_rows(self, technique: str) -> Requirement:
         """Return the requirement of trained matrices that no rank has columns of."""
         met = "tp" not in self.sharded or Part.ADAPTERS in self.claimed  # adapters are whole on every rank
-        asked, found = f"`{technique}` keeps states of whole rows", "a technique that cuts matrices by columns, too"
-        return Requirement(met, asked, found, "take --with fused-adamw instead, or leave tensor out")
+        asked, found = f"`{technique}` keeps states of whole rows", "a technique that also shards matrices by columns"
+        return Requirement(met, asked, found, "use --with fused-adamw instead, or turn tensor off")
 
     def needs_dense(self, asked: str, *, or_experts: bool = False) -> Requirement:
         """Return the requirement of a model whose blocks are plain: dense, and with the usual attention."""
         other = None
         if self.shape is not None:
             other = self.shape.other_attention if or_experts else self.shape.other_blocks
-        found, do = f"a model with {other}, whose matrices it does not reach", "leave it out, or take a dense model"
-        return Requirement(other is None, asked, found, do if other == "experts" else "leave it out")
+        found, do = f"a model with {other}, whose matrices it does not support", "turn it off, or use a dense model"
+        return Requirement(other is None, asked, found, do if other == "experts" else "turn it off")
 
     def needs_own_matrices(self, technique: str, whose: str) -> Iterator[Requirement]:
         """Yield the requirements of an optimizer that steps whole matrices of the model itself."""
-        asked, do = f"`{technique}` updates {whose} own matrices", "take --with fused-adamw or --with adam8bit instead"
-        found = "a technique that freezes them and trains others in their place"
+        asked, do = f"`{technique}` updates {whose} own matrices", "use --with fused-adamw or --with adam8bit instead"
+        found = "a technique that freezes them and trains others instead"
         yield Requirement(Part.ADAPTERS not in self.claimed, asked, found, do)
         asked, found = f"`{technique}` makes its states where the weights are", "a technique that keeps them elsewhere"
         yield Requirement(Part.STATES not in self.claimed, asked, found, do)
@@ -268,7 +268,7 @@ class Environment:
         """Return the requirement of ranks that the axes of the mesh divide."""
         many = math.prod(self.axes.values())
         found = "one rank" if self.ranks == 1 else f"{self.ranks} ranks, in a mesh of {mesh_text(self.axes)}"
-        do = f"start it with --ranks {many} or torchrun, or leave {technique} out"
+        do = f"start it with --ranks {many} or torchrun, or turn {technique} off"
         return Requirement(self.ranks % many == 0, asked, found, do)
 
     @property
@@ -578,7 +578,7 @@ def settle(techniques: Sequence[Technique], env: Environment, classes: Sequence[
     for t in techniques:
         for part in sorted(t.claims, key=lambda p: p.name):
             if part in owners:
-                do = f"take one: --without {owners[part]} or --without {t.name}"
+                do = f"turn one off: --without {owners[part]} or --without {t.name}"
                 raise ConflictError(f"`{owners[part]}` with `{t.name}`", f"both own {part.value}", do)
             owners[part] = t.name
     spec = _described(tuple(techniques), env.spec.grouped_heads, env.shape.joined if env.shape else frozenset())
@@ -592,12 +592,12 @@ def settle(techniques: Sequence[Technique], env: Environment, classes: Sequence[
     for t in techniques:
         for part in t.wants - env.claimed:
             able = " or ".join(f"--with {c.name}" for c in classes if part in c.claims)
-            do = f"add {able}" if able else "add a technique that does"
+            do = f"add {able}" if able else "add a technique that sets it"
             raise NeedsError(f"`{t.name}`", f"no technique sets {part.value}", do)
         refuse_unmet(t.needs(env))
     if env.images is not None and (parts := parts_without_images(env.claimed)):
         found = f"a technique that owns {parts[0].value}"
-        raise NeedsError("to train on rows with images", found, f"leave it out: --without {owners[parts[0]]}")
+        raise NeedsError("to train on rows with images", found, f"turn it off: --without {owners[parts[0]]}")
     device = env.device
     for t in techniques:
         device = t.card(device)
@@ -678,7 +678,7 @@ def rows_of_batch(config: Config, ranks: int, each: int = 1) -> tuple[int, int]:
     if micro % b.seq:
         below = max(b.seq, micro // b.seq * b.seq)
         raise ConfigError(
-            f"`batch.micro_tokens: {micro}`", f"no multiple of `batch.seq: {b.seq}`", f"take {below}, for example"
+            f"`batch.micro_tokens: {micro}`", f"not a multiple of `batch.seq: {b.seq}`", f"set it to {below}"
         )
     if b.tokens % (micro * ranks):
         who = "rank" if each == 1 else f"group of {each} ranks" if ranks == 1 else f"groups of {each} rank"
@@ -686,7 +686,7 @@ def rows_of_batch(config: Config, ranks: int, each: int = 1) -> tuple[int, int]:
         raise ConfigError(
             f"`batch.tokens: {b.tokens}`",
             f"not divisible by {micro} slots of a micro-batch x {ranks} {who}{'s' * (ranks > 1)}",
-            f"take {near}, or another `batch.micro_tokens`",
+            f"set it to {near}, or change `batch.micro_tokens`",
         )
     return b.tokens // b.seq, micro // b.seq
 
@@ -733,7 +733,7 @@ def compilers(device: Device) -> Iterator[Requirement]:
     asked = f"torch.compile on {device.name if device.kind == 'cuda' else 'a CPU'}"
     if device.kind == "cuda":
         found = f"capability {device.capability[0]}.{device.capability[1]}"
-        yield Requirement(device.capability >= TRITON, f"{asked}, from capability 7.0 on", found, "leave it out")
+        yield Requirement(device.capability >= TRITON, f"{asked}, from capability 7.0 on", found, "turn compile off")
         triton = library("triton") is not None
         yield Requirement(triton, asked, "triton is not installed", "python -m pip install triton")
         c = installed(os.environ.get("CC"), *CC)

@@ -58,7 +58,7 @@ def check_sizes(folder: Path) -> bool:
     sizes = {name: (folder / name).stat().st_size for name in tokenizer_files(folder)}
     for name, size in sizes.items():
         if size > MOST_FILE_bytes:
-            raise ValueError(f"{name} has {size:,} bytes; at most {MOST_FILE_bytes:,} are read")
+            raise ValueError(f"{name} has {size:,} bytes; the limit is {MOST_FILE_bytes:,}")
     return sum(sizes.values()) > LIGHT_bytes or _check_entries(folder)
 
 
@@ -74,10 +74,10 @@ def _check_entries(folder: Path) -> bool:
             tables.append(value)
         elif isinstance(value, str):
             if len(value) > (most := MOST_TEXT_chars.get(key, MOST_TEXT_chars[""])):
-                raise ValueError(f"{len(value):,} characters under {key!r}; at most {most:,} are read")
+                raise ValueError(f"{len(value):,} characters under {key!r}; the limit is {most:,}")
         elif isinstance(value, dict | list) and key != "merges":
             if len(value) > MOST_ITEMS and key != "added_tokens":
-                raise ValueError(f"{len(value):,} entries under {key!r}; at most {MOST_ITEMS:,} are read")
+                raise ValueError(f"{len(value):,} entries under {key!r}; the limit is {MOST_ITEMS:,}")
             if isinstance(value, dict) and value.get("type") in ("Replace", "Precompiled"):
                 pattern = value.get("pattern")
                 literal = pattern.get("String") if isinstance(pattern, dict) else None
@@ -87,10 +87,10 @@ def _check_entries(folder: Path) -> bool:
         elif key in ("id", "ids", "sep", "cls"):
             tables.append({key: value})
     if times > MOST_GROWTH:
-        raise ValueError(f"its replacements make a text {times:,.0f} times as long; at most {MOST_GROWTH} are taken")
+        raise ValueError(f"its replacements make a text {times:,.0f} times as long; the limit is {MOST_GROWTH}")
     for token, i in (pair for table in tables if isinstance(table, dict) for pair in table.items()):
         if isinstance(i, int) and i > MOST_ID:
-            raise ValueError(f"the id {i:,} of {token[:60]!r}; at most {MOST_ID:,} are read")
+            raise ValueError(f"the id {i:,} of {token[:60]!r}; the limit is {MOST_ID:,}")
     return unproven > LIGHT_PARTS
 
 

@@ -113,7 +113,7 @@ def test_the_same_maths_is_not_the_next_rung(call: Call, fakes: Fakes) -> None:
         fused_loss__muon__recompute={"gradient": gradient(3, 4.02)},
     )  # fmt: skip
     climb(call, "--cumulative-only", rungs=rungs, out="again")
-    said = "wrong: its gradients lie 2.9e-06 (1 - cosine) from those of `muon`, which promises the same maths"
+    said = "wrong: its gradients differ by 2.9e-06 (1 - cosine) from `muon`, which promises the same maths"
     assert records(Path("again"))["both"]["red"] == [f"{said}, allowed 1e-06"]
 
 
@@ -219,7 +219,7 @@ def test_a_wrong_rung_is_red(call: Call, fakes: Fakes) -> None:
     assert climb(call, "--cumulative-only").code == 0
     told = records(Path("out"))["adamw"]
     assert told["verdict"] == "red" and told["proof"]["ok"] is False
-    assert told["red"] == ["wrong: losses lie 0.00067 (relative) from those of `base`, allowed 1e-04"]
+    assert told["red"] == ["wrong: losses differ by 0.00067 (relative) from `base`, allowed 1e-04"]
 
 
 # --- what is there before anything is measured
@@ -304,10 +304,10 @@ def test_more_repeats_and_rungs_can_be_added(call: Call, fakes: Fakes) -> None:
 def test_resume_refuses_another_climb(call: Call, fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
     climb(call, "--cumulative-only")
     for flags, changes, said in (
-        (["--set", "optim.lr=1e-4"], {}, "`base` was another configuration then"),
-        ([], {"steps": 5}, "`base` was another configuration then"),
-        ([], {"proof": {"steps": 9}}, "`base` was another configuration then"),
-        ([], {"rungs": RUNGS[:2]}, "rungs/03-both-1.json is of no rung of this ladder"),
+        (["--set", "optim.lr=1e-4"], {}, "`base` had another configuration"),
+        ([], {"steps": 5}, "`base` had another configuration"),
+        ([], {"proof": {"steps": 9}}, "`base` had another configuration"),
+        ([], {"rungs": RUNGS[:2]}, "rungs/03-both-1.json belongs to no rung of this ladder"),
     ):
         found = climb(call, "--cumulative-only", "--resume", *flags, **changes)
         assert found.code == 2 and said in found.err, found.err
@@ -315,7 +315,7 @@ def test_resume_refuses_another_climb(call: Call, fakes: Fakes, monkeypatch: pyt
 
     monkeypatch.setattr(record, "source", lambda: {"commit": None, "clean": None, "digest": "another"})
     found = climb(call, "--cumulative-only", "--resume")
-    assert found.code == 2 and "the package has changed since" in found.err
+    assert found.code == 2 and "the package has changed" in found.err
 
 
 @pytest.mark.parametrize("text", further(['{"half', "[]", "{}", "\ufffe"], 1))
@@ -331,7 +331,7 @@ def test_two_climbs_in_one_folder(call: Call, fakes: Fakes) -> None:
     with Path("out/.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         found = climb(call, "--cumulative-only", "--resume", "--repeats", "2")
-    assert found.code == 2 and "another bench or tune is running there" in found.err
+    assert found.code == 2 and "another bench or tune is using it" in found.err
 
 
 def test_a_baseline_that_is_refused_ends_the_climb(call: Call, fakes: Fakes) -> None:
@@ -382,4 +382,4 @@ def test_reading_what_is_no_record(tmp_path: Path) -> None:
 def test_the_last_words_of_a_process() -> None:
     assert runner.cause_of_death(-11, "") == "killed by signal 11 (SIGSEGV)"
     assert "most likely out of memory" in runner.cause_of_death(-9, "")
-    assert runner.cause_of_death(3, "one\n\ntwo\n") == "it left without a result, exit code 3: one | two"
+    assert runner.cause_of_death(3, "one\n\ntwo\n") == "it ended without a result, exit code 3: one | two"

@@ -122,7 +122,7 @@ def test_rungs_of_more_ranks_than_gpus_are_left_out(monkeypatch: pytest.MonkeyPa
     board = runner.ProgressBoard()
     monkeypatch.setattr(board, "log", lines.append)
     runner._refuse(state, board)
-    assert lines == ["left out, for this machine has 1 GPU: `four`"]
+    assert lines == ["skipped (this machine has 1 GPU): `four`"]
     assert [r.name for _, r in state.missing()] == ["one", "one again"] and not state.records()
     assert state.since(state.rungs[2]) is None, "until the first has figures"
     ran = {"tokens_per_s": [1.0], "step_s": [1.0], "peak_bytes": 1, "memory_kind": "rss"}

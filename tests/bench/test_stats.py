@@ -144,7 +144,7 @@ def test_adapters_may_lose_a_share_of_the_fall_to_rounding() -> None:
 
 def test_wrong() -> None:
     bad = {"of": "losses", "tolerance": 1e-4, "worst": 0.5, "ok": False, "against": "base"}
-    assert results.wrong(bad, [1.0]) == "wrong: losses lie 0.5 (relative) from those of `base`, allowed 1e-04"
+    assert results.wrong(bad, [1.0]) == "wrong: losses differ by 0.5 (relative) from `base`, allowed 1e-04"
     assert results.wrong({**bad, "ok": True}, [1.0]) is None and results.wrong(None, [1.0]) is None
     assert results.wrong(None, [1.0, None]) == "wrong: a loss is not finite"
     assert "not finite" in str(results.wrong({**bad, "worst": None}, [1.0]))

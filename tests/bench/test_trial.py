@@ -178,7 +178,7 @@ def test_the_folder_of_a_number(call: Call, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (["--lr"], "no `data.eval`: rates race for the least held-out loss"),
+        (["--lr"], "no `data.eval`: rates compete for the lowest held-out loss"),
         (["--lr", "--batch"], "--batch with --lr"),
         (["--batch", "--dry-run"], "--batch with --dry-run"),
         (["--lr", "--ranks", "2"], "--lr with --ranks 2"),

@@ -59,14 +59,14 @@ def test_the_fastest_setting_that_is_proved_is_written(
     told = json.loads(found.out)
     assert (told["winner"], round(told["ratio"], 3), told["proof"]["against"]) == ("setting 1", 1.5, "plain baseline")
     said = outcomes(found)
-    assert said["setting 2"].startswith("refused: wrong: losses lie 0.00067 (relative) from those of `plain baseline`")
+    assert said["setting 2"].startswith("refused: wrong: losses differ by 0.00067 (relative) from `plain baseline`")
     assert said["setting 3"] == "refused: slower, 0.40x"
     assert said["setting 4"].startswith("refused: killed by signal 9 (SIGKILL), most likely out of memory")
     assert said["setting 5"] == "refused: asked: a found: b do: c"
     first = ["none", "none", "fused-adamw", "fused-loss", "recompute", "packing", "fused-adamw fused-loss"]
     assert fakes.started == [*first, "none", "fused-adamw"], "the others are not repeated"
     text = Path("run.tuned.yaml").read_text()
-    assert text.startswith("# optrush tune: 1.50x of the configuration as it was, the same losses, ")
+    assert text.startswith("# optrush tune: 1.50x of the original configuration, the same losses, ")
     assert "spent, pays back after " in text and "\n# optrush train run.tuned.yaml\n" in text
     given = {**yaml.safe_load(Path("run.yaml").read_text()), "with": {"fused-adamw": {}}}
     assert parse_config(text, "tuned") == parse_config(yaml.safe_dump(given), "given")
@@ -79,7 +79,7 @@ def test_the_fastest_setting_that_is_proved_is_written(
 def test_the_configuration_stays_where_nothing_is_faster(call: Call, fakes: Fakes, planned: None) -> None:
     found = call("tune", "run.yaml", "--with", "fused-loss", "--out", "new.yaml")
     assert found.code == 0, found.err
-    assert "the configuration stays as it is: nothing measured is faster beyond the spread" in found.out
+    assert "the configuration stays unchanged: nothing measured is faster beyond the spread" in found.out
     assert parse_config(Path("new.yaml").read_text(), "new").with_ == {"fused-loss": {}}
 
 
@@ -93,20 +93,20 @@ def test_a_configuration_that_does_not_run(call: Call, fakes: Fakes, planned: No
     if code:
         assert "asked: optrush tune\nfound: plain baseline: refused: killed by signal 9" in found.err
     else:
-        assert "`setting 1` runs where the configuration as it was does not, nothing else to prove it" in found.out
+        assert "`setting 1` runs, the original configuration does not, nothing else to prove it" in found.out
 
 
 def test_a_tuning_that_was_stopped_goes_on(call: Call, fakes: Fakes, planned: None) -> None:
     fakes.does(fused_loss={"do": "hang"})
     stop_when_it_hangs(fakes, signal.SIGTERM)
     found = call("tune", "run.yaml")
-    assert found.code == 143 and "the same command goes on" in found.err, found.err
+    assert found.code == 143 and "run the same command to continue" in found.err, found.err
     assert fakes.started == ["none", "none", "fused-adamw", "fused-loss"] and not Path("run.tuned.yaml").exists()
     fakes.does()
     assert call("tune", "run.yaml").code == 0
     assert fakes.started[:4] == ["fused-loss", "recompute", "packing", "fused-adamw fused-loss"]
     other = call("tune", "run.yaml", "--set", "optim.lr=1e-4")
-    assert other.code == 2 and "they are of another configuration" in other.err
+    assert other.code == 2 and "they belong to another configuration" in other.err
     Path("run.tuned/tune.json").write_text("{}")
     damaged = call("tune", "run.yaml")
     assert damaged.code == 2 and "tune.json is damaged" in damaged.err
@@ -122,7 +122,7 @@ def test_the_budget(call: Call, fakes: Fakes, planned: None, monkeypatch: pytest
     found = call("tune", "run.yaml", "--budget", "1s", "--json")
     assert found.code == 0 and fakes.started == ["none", "none"], found.err
     assert set(outcomes(found).values()) == {"measured", tune.LATE}
-    assert "5 settings not measured for lack of time" in Path("run.tuned.yaml").read_text()
+    assert "5 settings not measured: out of time" in Path("run.tuned.yaml").read_text()
     monkeypatch.setattr(tune, "PROCESS_S", 1.0)
     assert call("tune", "run.yaml", "--budget", "1h").code == 0
     assert fakes.started[:5] == ["fused-adamw", "fused-loss", "recompute", "packing", "fused-adamw fused-loss"]
@@ -148,9 +148,9 @@ def test_a_dry_run_writes_nothing(call: Call, fakes: Fakes, planned: None) -> No
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--out", "mine.yaml"], "a file that no tuning wrote"),
-        (["--out", "taken.yaml"], "taken exists and has no tuning"),
-        (["--out", "new"], "name a file that ends in .yaml"),
+        (["--out", "mine.yaml"], "a file not written by optrush tune"),
+        (["--out", "taken.yaml"], "taken exists without tuning records"),
+        (["--out", "new"], "use a name that ends in .yaml"),
         (["--out", "no/new.yaml"], "no folder no"),
         (["--budget", "soon"], "write 90s, 10m or 1h"),
         (["--with", "fusd-loss"], "no such technique"),

@@ -152,7 +152,7 @@ def test_documents_of_several_micro_batches_prove_nothing_of_who_updates_in_each
     one = run(batch=alone, optim={"clip": None}, **{"with": {"fused-adamw": {}, "update-in-backward": {}}})
     found = worker.measure(one, one, warmup=0, proof_steps=2, proof_documents=2)
     assert found["proof"]["note"] == (
-        "no proof: the baseline's documents take 2 micro-batches, and this rung updates in each"
+        "no proof: the baseline's documents take 2 micro-batches, and this rung updates after each"
     )
     assert found["proof"]["losses"] == [] and len(found["step_s"]) == 3
     proved = worker.measure(one, one, warmup=0, proof_steps=2, proof_documents=1)

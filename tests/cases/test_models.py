@@ -163,7 +163,7 @@ def test_the_bases_template_ends_answers_of_the_exported_model(objective: str, b
     end = tokenizer.convert_tokens_to_ids("<b>")
     assert json.loads((run / "model" / "generation_config.json").read_text())["eos_token_id"] == [2, end]
     card = (run / "model" / "README.md").read_text()
-    assert r"| ends of an answer | &lt;/s&gt;, &lt;b&gt; |" in card
+    assert r"| end-of-answer tokens | &lt;/s&gt;, &lt;b&gt; |" in card
     if objective == "sft":
         assert optrush("export", run, "--to", "gguf").code == 0
         fields = gguf.GGUFReader(run / "model-f16.gguf").fields

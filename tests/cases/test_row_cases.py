@@ -322,9 +322,7 @@ def test_other_keys_are_named_once_a_row() -> None:
         "source", "score", "messages[].id", "messages[].model", "messages[].tool_calls[].extra"
     }  # fmt: skip
     call = {"function": {"name": "add", "parameters": {"a": 1}}}
-    assert (
-        "'parameters' where 'arguments' belong" in refused({"messages": [ASK, {**ANSWER, "tool_calls": [call]}]}).found
-    )
+    assert "'parameters' instead of 'arguments'" in refused({"messages": [ASK, {**ANSWER, "tool_calls": [call]}]}).found
 
 
 # --- a judged answer
@@ -357,7 +355,7 @@ def test_the_objective_tells_which_kind_is_meant() -> None:
     assert isinstance(pair, Pair) and pair.rejected.messages[-1].content == "A dog."
     assert noted == {"messages", "score_chosen"}
     for row in ({**ultra, "messages": [*TURNS, ASK]}, {"messages": TURNS, "instruction": "a", "output": "b"}):
-        assert "which one is meant cannot be known" in refused(row).found
+        assert ": ambiguous" in refused(row).found
     assert "ignore" in refused({"messages": TURNS, "instruction": "a", "output": "b"}).do
     other = {"messages": [ASK, {**ANSWER, "content": "Bergen."}], "chosen": TURNS, "rejected": worse}
     assert "{messages: ignore}" in refused(other, "dpo").do, "a pair loses no answer"
@@ -379,7 +377,7 @@ def test_a_conversation_without_an_answer_is_the_prompt_of_a_pair(key: str, obje
     assert parsed({key: [ask], "chosen": [yes], "rejected": no}, objective) == (pair, set())
     assert parsed({key: json.dumps([ask]), "chosen": yes, "rejected": no}, objective) == (pair, set())
     both = refused({key: [ask], "prompt": "b", "chosen": yes, "rejected": no}, objective).found
-    assert "which one is meant cannot be known" in both
+    assert ": ambiguous" in both
     named = {f"{key}[].by": "role", "chosen[].by": "role", "rejected[].by": "role"}
     turns: list[dict[str, Any]] = [{"by": by, "content": text} for by, text in (("me", U.content), ("it", "yes"))]
     row = {key: turns[:1], "chosen": turns[1], "rejected": {**turns[1], "content": "no"}}
@@ -428,7 +426,7 @@ def test_a_column_that_no_row_has_is_refused(tiny_home: Path) -> None:
     lines("rows.jsonl", [{"messages": TURNS, "source": "web"}] * 3)
     with pytest.raises(DataError) as caught:
         read(tiny_home, path="rows.jsonl", columns={"sorce": "ignore"})
-    assert caught.value.found == "no row has 'sorce'; not read are 'source'"
+    assert caught.value.found == "no row has 'sorce'; unread keys: 'source'"
     lines("late.jsonl", [{"messages": TURNS}] * 250 + [{"messages": TURNS, "mask": 1}])
     assert "'mask -> ignore' (1)" in read(tiny_home, path="late.jsonl", columns={"mask": "ignore"}).summary
 
@@ -468,10 +466,10 @@ def test_turns_as_json_text() -> None:
     row = {"prompt": json.dumps([ASK]), "chosen": json.dumps([ANSWER]), "rejected": json.dumps(TURNS[1:] * 2)}
     assert parsed(row, "dpo")[0].chosen == Chat((U, A), (), 1)
     assert parsed({"prompt": json.dumps([ASK]), "completion": [ANSWER]})[0] == Chat((U, A), (), 1)
-    assert "is no JSON" in refused({"messages": str(TURNS)}).found
-    assert "is no JSON" in refused({"chosen": str(TURNS), "rejected": str(TURNS[:1])}, "dpo").found
+    assert "is not JSON" in refused({"messages": str(TURNS)}).found
+    assert "is not JSON" in refused({"chosen": str(TURNS), "rejected": str(TURNS[:1])}, "dpo").found
 
-    assert "is no JSON" in refused({"chosen": json.dumps(TURNS)[:-9], "rejected": json.dumps(TURNS)}, "dpo").found
+    assert "is not JSON" in refused({"chosen": json.dumps(TURNS)[:-9], "rejected": json.dumps(TURNS)}, "dpo").found
     assert refused({"messages": "hello"}).found == "messages is a string, not a list"
 
 
@@ -523,9 +521,9 @@ def test_keys_that_are_not_read_are_named_with_how_many_rows_have_them(
     lines("chat.jsonl", rows)
     run_file(train={"steps": 1})
     code, out, err = call("train", "run.yaml", "--dry-run")
-    assert code == 0 and "not read, of the 240 rows: 'source' (240), 'late' (1)" in out, err
+    assert code == 0 and "unread keys in the 240 rows: 'source' (240), 'late' (1)" in out, err
     code, out, err = call("train", "run.yaml")
-    assert code == 0 and "not read, of the 240 rows: 'source' (240), 'late' (1)" in out + err
+    assert code == 0 and "unread keys in the 240 rows: 'source' (240), 'late' (1)" in out + err
     held = lines("held.jsonl", [{"messages": [ASK, {**ANSWER, "content": "Bergen."}], "judge": "x"}])
     assert "'judge' (1)" in read(tiny_home, path="chat.jsonl", eval=held).summary
 
@@ -561,10 +559,10 @@ def test_cut_rows_of_a_stream_are_counted_and_refused_as_without_it(tiny_home: P
 def test_keys_of_a_stream_are_named_when_they_appear(tiny_home: Path) -> None:
     lines("late.jsonl", [{"text": "soup", "id": i} for i in range(250)] + [{"text": "stew", "late": 1}])
     sources = read(tiny_home, "pretrain", path="late.jsonl", stream=True)
-    assert "not read, of the first 200 rows: 'id' (200)" in sources.summary
+    assert "unread keys in the first 200 rows: 'id' (200)" in sources.summary
     _, reported, batches = streamed(sources)
     assert len(list(batches)) == 40
-    assert reported[0].startswith("not read: 'late'") and "'id' (250), 'late' (1)" in reported[1]
+    assert reported[0].startswith("unread keys: 'late'") and "'id' (250), 'late' (1)" in reported[1]
 
 
 # --- held-out data that is trained on
@@ -634,7 +632,7 @@ def test_a_held_out_split_is_not_trained_on(names: list[str], held: str, how: st
     with pytest.raises(DataError) as caught:
         find_files(how)
     assert held in caught.value.found and "train" not in caught.value.found.replace("trained", "")
-    assert caught.value.do.endswith("; a list of all files takes all")
+    assert caught.value.do.endswith("; or list all files to use all")
     line = yaml.safe_load(re.split("; |, and data.eval", caught.value.do.split("data.path: ")[1])[0])
     wanted = line if isinstance(line, list) else [line]
     assert [file for path in wanted for file in find_files(path)] and not any("test" in path for path in wanted)
@@ -1014,7 +1012,7 @@ def test_rows_that_a_resumed_run_loses_or_repeats_are_counted(call: Any) -> None
         return code, err
 
     code, err = resumed(256, epochs=1)
-    assert code == 2 and "step 7 would begin at row 24, not 12" in err and "12 rows of this run's size lost" in err, err
+    assert code == 2 and "step 7 would begin at row 24" in err and "12 rows of this run's size lost" in err, err
     code, err = resumed(256, steps=7)
     assert code == 0 and "step 7 begins at row 24, the checkpoint ended before row 12: 12 rows" in err, err
 
@@ -1073,4 +1071,4 @@ def test_generation_tags_that_are_not_read_are_named(tag: str | None, stream: bo
     Path("t.jinja").write_text(body + "{{ '<|im_end|>' }}{{ '\n' }}{% endfor %}")
     lines("chat.jsonl", [{"messages": [ASK, {**ANSWER, "reasoning_content": "Hm."}]}])
     found = read(tiny_home, path="chat.jsonl", stream=stream, model={"chat_template": "t.jinja"})
-    assert ("the chat template's generation tags are not read" in found.summary) == (tag is not None)
+    assert ("the chat template's generation tags are ignored" in found.summary) == (tag is not None)

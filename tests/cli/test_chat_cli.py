@@ -219,8 +219,8 @@ def test_a_conversation(call: Call, trained: Path, here: Path, monkeypatch: pyte
     assert len(tokenizer(rows[0][3]["content"], add_special_tokens=False)["input_ids"]) <= 3
     for said in (
         "no such command",
-        "no such setting",
-        "no user of that name",
+        "unknown setting",
+        "no such user",
         "null byte",
         "`top_p`",
         "max_tokens=3",

@@ -128,7 +128,7 @@ def test_an_error_names_the_line_of_its_own_key_only() -> None:
         ("optim: {betas: [0.9, 1]}\n", [], "give a number below 1"),
         ("seed: 4294967296\n", [], "give a number below 4294967296"),
         ("batch: {micro_tokens: many}\n", [], "give a whole number or 'auto'"),
-        ("optim: {warmup: 1.5}\n", [], "give a whole number of steps from 1 on, or below 1 a fraction of the run"),
+        ("optim: {warmup: 1.5}\n", [], "give a whole number of steps (1 or more), or a fraction of the run (below 1)"),
         ("model: 5\n", [], "give a mapping {KEY: VALUE} with the keys path, "),
     ],
 )
@@ -335,12 +335,12 @@ def test_the_old_name_of_overwrite(train: str, overwrites: bool) -> None:
     text = f"model: tiny\nobjective: sft\ndata: {{sample: recipes}}\noutput: o\ntrain: {train}\n"
     config = parse_config(text, "run")
     assert config.train.overwrite is overwrites and "clean" not in dump_config(config)
-    said = [note for note in idle_settings(config, 10, False) if "write train.overwrite" in note]
+    said = [note for note in idle_settings(config, 10, False) if "use train.overwrite" in note]
     assert len(said) == ("clean" in train)
 
 
 def test_both_names_of_overwrite() -> None:
     text = "model: tiny\nobjective: sft\ndata: {sample: recipes}\noutput: o\n"
     text += "train: {clean: true, overwrite: false}\n"
-    with pytest.raises(ConfigError, match="its old name, and says the opposite"):
+    with pytest.raises(ConfigError, match="its old name and has the opposite value"):
         parse_config(text, "run")

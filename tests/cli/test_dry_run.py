@@ -57,10 +57,10 @@ def files(folder: Path) -> set[tuple[Path, int]]:
         (["data.eval=null", "train.eval_every=5"], "train.eval_every does nothing"),
         (
             ["train.steps=8", "train.epochs=3"],
-            "train.epochs does nothing: train.steps says how long the run is, 8 steps",
+            "train.epochs does nothing: train.steps sets the length, 8 steps",
         ),
-        (["train.epochs=1"], " in all, of 256 tokens: lower batch.tokens"),
-        (["train.epochs=8"], "raise train.epochs (40 for 100 updates of random weights)"),
+        (["train.epochs=1"], " of 256 tokens: lower batch.tokens"),
+        (["train.epochs=8"], "raise train.epochs (40 for 100 from random weights)"),
     ],
 )
 def test_what_does_nothing_is_said(call: Call, here: Path, write: Write, sets: list[str], said: str) -> None:
@@ -298,7 +298,7 @@ def test_a_model_that_the_plan_does_not_know(call: Call, write: Write, monkeypat
     assert facts["disk"]["needed_bytes"] is None and facts["disk"]["fits"] is None
     text = shown(call, "run.yaml")
     assert "no prediction: a plan for this: a strange model" in text
-    assert "needed: unknown without a prediction of memory" in text
+    assert "needed: unknown without a memory prediction" in text
 
 
 def test_a_disk_that_is_too_small(call: Call, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +306,7 @@ def test_a_disk_that_is_too_small(call: Call, write: Write, monkeypatch: pytest.
     assert ": fits" in shown(call, write())
     monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=2**20))
     assert told(call, "run.yaml")["disk"]["fits"] is False
-    assert "1.0 MiB free in" in (text := shown(call, "run.yaml")) and "DOES NOT FIT: free some" in text
+    assert "1.0 MiB free in" in (text := shown(call, "run.yaml")) and "DOES NOT FIT: free space" in text
 
 
 # --- what is refused, as train refuses it
@@ -339,7 +339,7 @@ def test_the_folder_of_a_run(call: Call, write: Write, here: Path) -> None:
     config = write(train={"epochs": None, "steps": 2})
     assert call("train", config).code == 0
     text = shown(call, config)
-    assert "refused as it stands: the folder has a run" in text and "--resume auto" in text
+    assert "would be rejected: the folder has a run" in text and "--resume auto" in text
     found = told(call, config)
     assert "--resume auto" in found["occupied"]
     tokens, speed = found["data"]["tokens"], found["memory"]["tokens_per_s"]
@@ -347,7 +347,7 @@ def test_the_folder_of_a_run(call: Call, write: Write, here: Path) -> None:
     before = files(here / "out")
     more = ("--resume", "auto", "--set", "train.steps=4")
     assert told(call, config, *more)["data"]["done"] == 2
-    assert "4 steps, " in (text := shown(call, config, *more)) and "goes on after step 2" in text
+    assert "4 steps, " in (text := shown(call, config, *more)) and "resumes after step 2" in text
     assert files(here / "out") == before
 
 

@@ -168,7 +168,7 @@ def test_a_tensor_that_is_not_what_was_written_is_red(
     assert found.code == 1 and found.out == "", found
     assert f"is not the trained model: {tensor} was written otherwise" in found.err
     assert not (here / "bad").exists() and (here / "bad.tmp" / "config.json").is_file()
-    assert "bad.tmp, where it would be written first, is there" in refused(call, "run", "--out", "bad")
+    assert "bad.tmp exists" in refused(call, "run", "--out", "bad")
     shutil.rmtree(here / "bad.tmp")
     assert call("export", "run", "--out", "bad", "--no-verify", "--dtype", dtype).code == 0, "nobody looked"
 
@@ -392,10 +392,10 @@ def test_what_others_made_is_left(call: Call, cache: Path, trained: Path, here: 
     def untouched() -> bool:
         return all((f / "config.json").read_text() == "mine" for f in (here / "other.tmp", trained / "model.tmp"))
 
-    assert "where it would be written first, is there" in refused(call, "run", "--out", "other") and untouched()
+    assert "the temporary folder " in refused(call, "run", "--out", "other") and untouched()
     with run_dir.lock(trained):
         for more in ((), ("--out", "run/model"), ("--out", str(here / "run" / "adapter"))):
-            assert "another run is at work there" in refused(call, "run", *more) and untouched()
+            assert "another run is using it" in refused(call, "run", *more) and untouched()
     exported(call, "run", "--out", "run/model", "--no-verify")
     assert not (trained / "model.tmp").exists(), "what a kill left"
     (here / "other.tmp").rename(here / "kept")
@@ -414,7 +414,7 @@ def test_data_that_cannot_be_read_is_not_there(call: Call, trained: Path, monkey
 def test_nothing_is_left_of_what_failed(call: Call, trained: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk, no memory, a run that is at work there."""
     with run_dir.lock(trained):
-        assert "another run is at work there" in refused(call, "run")
+        assert "another run is using it" in refused(call, "run")
         exported(call, "run", "--out", "elsewhere")
     errors = {
         OSError(28, "No space left on device"): (2, "No space left on device"),

@@ -679,7 +679,7 @@ def test_a_folder_of_images_with_captions(form: str, call: Call, here: Path) -> 
             "names z.png, which",
             "correct",
         ),
-        (lambda f: (f / "metadata.jsonl").write_text("nonsense"), "jsonl:1 is no JSON object", "correct that line"),
+        (lambda f: (f / "metadata.jsonl").write_text("nonsense"), "jsonl:1 is not a JSON object", "fix that line"),
         (lambda f: (f / "metadata.csv").write_text("file_name,text\n"), "no image", "name a folder"),
         (
             lambda f: (f / "metadata.csv").write_text("file_name,text\n" + 'a.png,"' + "b\n" * 70_000),

@@ -41,7 +41,7 @@ def test_plan_and_dry_run_take_auto(call: Call, write: Write, here: Path) -> Non
 
 @pytest.mark.parametrize(
     ("micro", "way"),
-    [(256, "take batch.micro_tokens: 128, or auto; or --with recompute"), (128, "--with recompute; or")],
+    [(256, "set batch.micro_tokens: 128, or auto; or --with recompute"), (128, "--with recompute; or")],
 )
 def test_what_does_not_fit(
     call: Call, write: Write, here: Path, monkeypatch: pytest.MonkeyPatch, micro: int, way: str

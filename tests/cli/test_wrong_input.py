@@ -46,8 +46,8 @@ TEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "unknown key at the top": ("modle: tiny\n", ("run.yaml:1: `modle`", "did you mean `model`?")),
     "unknown key unlike any": ("zzz: 1\n", ("run.yaml:1: `zzz`", "known: batch, data, ")),
     "unknown key of a model": ("model: {pth: x}\n", ("run.yaml:1: `model.pth`", "did you mean `path`?")),
-    "duplicate key": ("model: tiny\nseed: 1\nseed: 2\n", ("run.yaml:3", "`seed` is here a second time", "keep")),
-    "duplicate key inside": ("optim:\n  lr: 1\n  lr: 2\n", ("run.yaml:3", "`lr` is here a second time")),
+    "duplicate key": ("model: tiny\nseed: 1\nseed: 2\n", ("run.yaml:3", "`seed` appears twice", "keep")),
+    "duplicate key inside": ("optim:\n  lr: 1\n  lr: 2\n", ("run.yaml:3", "`lr` appears twice")),
     "alias": ("model: &m tiny\noutput: *m\n", ("run.yaml:2", "the alias *m", "write the value out")),
     "alias bomb": (
         "a: &a [1,1]\nb: &b [*a,*a]\nc: [*b,*b]\n", ("run.yaml:2", "the alias *a", "write the value out"),
@@ -91,15 +91,15 @@ VALUES: dict[str, Case] = {
     "eval out of range": ({"data": {"eval": 1.5}}, [], ("`data.eval`", "1.5", "give a number below 1 or a path")),
     "rows do not divide": (
         {"batch": {"tokens": 200}}, [],
-        ("`batch.tokens: 200`", "not divisible by 128 slots of a micro-batch x 1 rank", "take 256"),
+        ("`batch.tokens: 200`", "not divisible by 128 slots of a micro-batch x 1 rank", "set it to 256"),
     ),
     "ranks do not divide": (
         {"batch": {"tokens": 384}}, ["--ranks", "2", "--with", "ddp"],
-        ("`batch.tokens: 384`", "128 slots of a micro-batch x 2 ranks", "take 512"),
+        ("`batch.tokens: 384`", "128 slots of a micro-batch x 2 ranks", "set it to 512"),
     ),
     "micro no multiple": (
         {"batch": {"micro_tokens": 200}}, [],
-        ("`batch.micro_tokens: 200`", "no multiple of `batch.seq: 128`", "take 128"),
+        ("`batch.micro_tokens: 200`", "not a multiple of `batch.seq: 128`", "take 128"),
     ),
     "a cap without a GPU": (
         {}, ["--with", "memory-cap:mib=8000"],
@@ -121,7 +121,7 @@ VALUES: dict[str, Case] = {
     ),
     "no data file": ({"data": {"path": "no.jsonl"}}, [], ("no.jsonl", "no such file", "check the path")),
     "data of no known kind": (
-        {"data": {"path": "run.yaml"}}, [], ("no known kind of data", "name them by their content"),
+        {"data": {"path": "run.yaml"}}, [], ("no known kind of data", "rename them by their content"),
     ),
     "no eval file": ({"data": {"eval": "no.jsonl"}}, [], ("`data.eval: no.jsonl`", "no such file", "JSONL file")),
     "eval fraction of few": (
@@ -153,16 +153,16 @@ VALUES: dict[str, Case] = {
     ),
     "hub id with a slip": (
         {"model": "meta-llama/Lama-3.1-8B"}, [],
-        ("did you mean the hub id `meta-llama/Llama-3.1-8B`, whose sizes are stored here? Else check the name",),
+        ("did you mean the hub id `meta-llama/Llama-3.1-8B`, whose shape is built in? Else check the name",),
     ),
     "hub id of another size": (
         {"model": "meta-llama/Llama-3.1-13B"}, [],
-        ("do:    check the name", "a plan needs its config.json alone", "are stored here of meta-llama/Llama-3."),
+        ("do:    check the name", "a plan only needs its config.json", "are stored here of meta-llama/Llama-3."),
     ),
     "hub id of a neighbour": (
         {"model": "mistralai/Mistral-Large-Instruct-2407"}, [], ("do:    check the name and", "stored here of "),
     ),
-    "hub id like none": ({"model": "x9/zz"}, [], ("a plan needs its config.json alone)",)),
+    "hub id like none": ({"model": "x9/zz"}, [], ("a plan only needs its config.json)",)),
     "hub id without its owner": ({"model": "qwen2.5-7b"}, [], ("a hub id such as `Qwen/Qwen2.5-7B`, or `tiny`",)),
     "neither path nor shape": (
         {"model": {"dtype": "float32"}}, [], ("`model.path` and `model.shape`", "neither", "give exactly one"),
@@ -193,7 +193,7 @@ VALUES: dict[str, Case] = {
     ),
     "all rows dropped": (
         {"batch": {"seq": 4, "tokens": 4}, "data": {"too_long": "drop"}}, [],
-        ("chat.jsonl", "nothing is left of 9 rows", "raise batch.seq"),
+        ("chat.jsonl", "no sample from 9 rows", "raise batch.seq"),
     ),
     # techniques
     "unknown technique": (
@@ -225,7 +225,7 @@ VALUES: dict[str, Case] = {
     ),
     "ddp with fsdp": (
         {"with": {"ddp": {}, "fsdp": {}}}, ["--ranks", "2"],
-        ("`ddp` with `fsdp`", "both own the data-parallel axis", "take one: --without ddp or --without fsdp"),
+        ("`ddp` with `fsdp`", "both own the data-parallel axis", "turn one off: --without ddp or --without fsdp"),
     ),
     "fsdp on one rank": ({"with": {"fsdp": {}}}, [], ("`fsdp`", "one rank", "--ranks 2 or torchrun")),
     "ddp on one rank": ({"with": {"ddp": {}}}, [], ("`ddp`", "one rank", "--ranks 2 or torchrun")),
@@ -414,7 +414,7 @@ def test_text_without_a_target(call: Call, write: Write, model: Path, here: Path
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.json").write_text(json.dumps(inner))
     write_rows(here / "one.jsonl", [{"text": "Stir well."}, {"text": "<|eos|>"}])
-    refused(call("train", write(model="m", data={"path": "one.jsonl"})), "one.jsonl:2", "no token", "take it out")
+    refused(call("train", write(model="m", data={"path": "one.jsonl"})), "one.jsonl:2", "no target token", "remove it")
 
 
 # --- the output folder
@@ -475,7 +475,7 @@ def test_eval_of_few_texts(names: tuple[str, ...], call: Call, write: Write, her
         (here / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
     data = {"path": [*names], "eval": 0.1, "too_long": "split"}
     found = call("train", write(objective="pretrain", data=data), "--dry-run")
-    refused(found, f"{len(names)} rows: this fraction gives 0", "take data.text_rows: paragraph (or line)")
+    refused(found, f"{len(names)} rows: this fraction gives 0", "set data.text_rows: paragraph (or line)")
     found = call("train", write(objective="pretrain", data={**data, "text_rows": "paragraph"}), "--dry-run")
     assert found.code == 0, found.err
     write_rows(here / "one.jsonl", [{"text": "Stir."}])
@@ -491,7 +491,7 @@ def test_a_model_in_the_way(call: Call, write: Write, here: Path) -> None:
     found = call("train", write(model="out/model"))
     assert found.code == 2 and "is where it writes" in found.err
     found = call("train", write())
-    assert found.code == 2 and "the folder has a `model`, which this run would replace" in found.err
+    assert found.code == 2 and "the folder has a `model`, which this run would overwrite" in found.err
     assert {p: p.read_bytes() for p in (here / "out").rglob("*") if p.is_file()} == before
 
 
@@ -532,5 +532,5 @@ def test_a_long_list_of_names_is_not_printed() -> None:
         assert len(hint := nearest(name, known, "docs/models.md")) < 300 and f"all {len(known)} are in docs/" in hint
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text("utf-8").partition("## Named shapes")[2]
     assert {*re.findall("`([^`]+)`", page)} >= known.keys()
-    assert nearest("zzz", map(str, range(99))).endswith("; 94 more are known")
+    assert nearest("zzz", map(str, range(99))).endswith("; 94 more exist")
     assert nearest("zzz", ["a", "b"]) == "known: a, b"

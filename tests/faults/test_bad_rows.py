@@ -27,7 +27,7 @@ def line(**keys: Any) -> bytes:
 # The bytes of a line, and what is said of it.
 KINDS = {
     "truncated JSON": (line(messages=[ASK, ANSWER])[:-20], "not valid JSON (cut off?)"),
-    "no object": (b'["text"]', "a list where an object"),
+    "no object": (b'["text"]', "a list instead of an object"),
     "empty line": (b"", "an empty line"),
     "invalid UTF-8": (b'{"text": "\xff\xfe"}', "invalid UTF-8 at byte 10"),
     "byte order mark": (b'\xef\xbb\xbf{"text": "a"}', "byte order mark"),

@@ -52,7 +52,7 @@ def test_too_small(home: Path, disk: Path) -> None:
     """Refused before step 0 by the sizes of the checkpoints and of the model; nothing is written."""
     config = on(disk, home, "small")
     assert trained(config) == 2
-    for part in ("found: 3.0 MiB free in", "5.1 MiB are needed (3 x 1.2 MiB of checkpoints, 0.4 MiB of model/)"):
+    for part in ("found: 3.0 MiB free in", "5.1 MiB needed (3 x 1.2 MiB of checkpoints, 0.4 MiB of model/)"):
         assert part in said(config), said(config)
     assert list(disk.iterdir()) == []
     told("R6", 1, "a tmpfs of 3 MiB")
@@ -62,7 +62,7 @@ def test_full_before_the_start(home: Path, disk: Path) -> None:
     fill(disk)
     config = on(disk, home, "full")
     assert trained(config) == 2
-    assert f"found: 0.0 MiB free in {disk}, where 5.1 MiB are needed" in said(config)
+    assert f"found: 0.0 MiB free in {disk}, 5.1 MiB needed" in said(config)
     assert [p.name for p in disk.iterdir()] == ["filler"]
 
 
@@ -112,7 +112,7 @@ def test_nothing_was_ever_saved(home: Path, disk: Path) -> None:
     """The error does not promise a checkpoint, and going on says that it begins."""
     config = on(disk, home, "never", steps=4)
     assert trained(config, before=each_step(lambda n: fill(disk) if n == 1 else None)) == 1
-    assert "nothing is saved yet; begin again" in said(config) and "--resume auto" not in said(config)
+    assert "nothing is saved yet; start again" in said(config) and "--resume auto" not in said(config)
     (disk / "filler").unlink()
     assert trained(config, "--resume", "auto") == 0, said(config)
     assert "no checkpoint to resume from: step 1" in said(config)

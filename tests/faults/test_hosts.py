@@ -241,7 +241,7 @@ def test_a_host_that_comes_back(hosts: Hosts, home: Path, lost: str) -> None:
     number = int(lost == "b")
     assert re.fullmatch(r"asked: step \d+, .*, on 2 ranks", asked) and f"rank {number}" in found
     assert f"on host-{lost}, was last seen in " in found  # of fast steps, what it did before the first
-    again = f"do:    start torchrun again on host-{lost}, and here if it ends: "
+    again = f"do:    restart torchrun on host-{lost}, and here if it ends: "
     assert re.fullmatch(again + r"resume from step-0000\d\d with: --resume auto", do)
     back = hosts.start(lost, config, *limit, meet=left)
     for launcher in (back, launchers[left]):

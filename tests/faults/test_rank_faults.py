@@ -162,7 +162,7 @@ def test_a_rank_that_stops_at_the_start(home: Path, at: str) -> None:
     assert asked.startswith("asked: ") and asked.endswith(", on 2 ranks")
     assert found.startswith(f"found: rank {victim} did not answer") and "2 s (train.timeout)" in found
     assert f"; rank {victim}, process " in found and found.endswith(f"is stopped, last seen in {doing}")
-    assert do in ("do:    start it again with: --resume auto", "do:    nothing is saved yet; begin again")
+    assert do in ("do:    restart with: --resume auto", "do:    nothing is saved yet; start again")
 
 
 def test_ranks_that_have_not_met_are_found_by_their_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +262,7 @@ def test_a_rank_of_another_host_is_missing(
     watch = peers.Watch(store, store, 0, 2, 60.0)
     try:
         reason = str(watch.explain(RuntimeError("gloo: Connection reset by peer")))
-        assert f"do:    start torchrun again on {again}start it again with: --resume auto" in reason
+        assert f"do:    restart torchrun on {again}restart with: --resume auto" in reason
     finally:
         watch.close()
 
@@ -298,7 +298,7 @@ def test_ranks_meet_over_old_keys() -> None:
         assert len(found) == 3 and len(set(found.values())) == 1
         names.append(found[0])
     assert len(set(names)) == 3
-    with pytest.raises(RunError, match=r"found: ranks 1, 2 did not come within 0\.2 s"):
+    with pytest.raises(RunError, match=r"found: ranks 1, 2 did not connect within 0\.2 s"):
         peers.meet(store, 0, 3, 0.2)
 
 
@@ -313,7 +313,7 @@ def test_the_launcher_says_which_signal_ended_a_rank(home: Path) -> None:
     assert ended(launcher) == 1
     asked, found, do = refusal(config)
     assert asked == "asked: `--ranks 2`"
-    assert found == "found: rank 1 was ended by SIGKILL, as the kernel does where memory is short"
+    assert found == "found: rank 1 was killed by SIGKILL, as the kernel does when memory runs out"
     assert re.fullmatch(r"do:    resume from step-\d{6} with: --resume auto", do)
 
 
@@ -335,7 +335,7 @@ def test_out_of_memory_on_one_rank(home: Path, victim: int) -> None:
     config = configuration(home, home / f"memory-{victim}", **{"with": DDP})
     assert trained_on(2, config, before=before) == [1, 1]
     asked, found, do = refusal(config)
-    assert asked == f"asked: 2 rows of 64 tokens a micro-batch, on rank {victim} of 2"
+    assert asked == f"asked: micro-batches of 2 rows of 64 tokens, on rank {victim} of 2"
     assert found == "found: out of memory in step 5: no memory for 9 GiB"
     assert do == "do:    resume from step-000003 with: --resume auto --set batch.micro_tokens=64"
 

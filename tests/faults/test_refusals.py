@@ -140,7 +140,7 @@ def test_other_steps_at_resume(home: Path) -> None:
     _, config = copy(home, "other-steps")
     for change, text in (
         ("batch.tokens=1024", "`order` was seed"), ("seed=1", "and is seed 1, "),
-        ("train.steps=7", "this run has 7 steps, the checkpoint is of step 12"),
+        ("train.steps=7", "this run has 7 steps, the checkpoint was saved after step 12"),
     ):  # fmt: skip
         assert trained(config, "--resume", "auto", "--set", change) == 2, said(config)
         assert text in said(config)
@@ -159,7 +159,7 @@ def test_two_runs_in_one_folder(home: Path) -> None:
     second.write_text(config.read_text())
     for flags in ([], ["--resume", "auto"], ["--set", "train.overwrite=true"]):
         assert trained(second, *flags) == 2, said(second)
-    assert "another run is at work there" in said(second) and "the folder has a run" in said(second)
+    assert "another run is using it" in said(second) and "the folder has a run" in said(second)
     (home / "refused").touch()
     assert ended(pid) == 0, said(config)
     assert figures(output) == figures(home / "reference") and weights(output) == weights(home / "reference")

@@ -114,9 +114,9 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
             restore(job, path, {})
         assert text in error.value.found
 
-    refused(lambda j: j.trained.pop(1), "rank-0.safetensors: the tensor `param/norm` is there, and this run has none")
+    refused(lambda j: j.trained.pop(1), "rank-0.safetensors: the tensor `param/norm` is not in this run")
     refused(lambda j: None, "`param/embed` is (33, 64) F32, this run needs (33, 64) F64", dtype=torch.float64)
-    refused(lambda j: j.state.clear(), "the state `kept` is there")
+    refused(lambda j: j.state.clear(), "the state `kept` is not in this run")
     refused(lambda j: j.state.update(more=j.state["kept"]), "the state `more` is missing")
 
     def renamed(job: Any) -> None:
@@ -139,7 +139,7 @@ def test_a_refusal_on_one_rank_is_a_refusal_on_all(tmp_path: Path) -> None:
             return error.found
         return "restored"
 
-    assert ranks(2, work) == ["manifest.json: the state `kept` is there, and this run has none"] * 2
+    assert ranks(2, work) == ["manifest.json: the state `kept` is not in this run"] * 2
 
     def damaged() -> str:
         small_job(tmp_path, "rows")
@@ -182,10 +182,10 @@ def test_the_plan_must_be_the_same(tmp_path: Path) -> None:
     manifest, _ = choose(tmp_path, "auto")
     assert manifest is not None
     check_plan(manifest, 3, 20)
-    with pytest.raises(CheckpointError, match="step 3 would begin at row 22, not 20"):
+    with pytest.raises(CheckpointError, match="step 3 would begin at row 22, the checkpoint ended before row 20"):
         check_plan(manifest, 3, 22)
     check_plan(manifest, 3, 22, frozenset({"data"}))
-    with pytest.raises(CheckpointError, match="this run has 1 steps, the checkpoint is of step 2"):
+    with pytest.raises(CheckpointError, match="this run has 1 steps, the checkpoint was saved after step 2"):
         check_plan(manifest, 1, 20)
 
 

@@ -60,7 +60,7 @@ def test_ranks_share_one_lock_and_one_refusal(tmp_path: Path) -> None:
 
     assert ranks(2, work) == ["mine"] * 2
     with lock(tmp_path):
-        assert ranks(2, work) == ["another run is at work there"] * 2
+        assert ranks(2, work) == ["another run is using it"] * 2
 
 
 def test_where_a_run_may_begin(tmp_path: Path) -> None:

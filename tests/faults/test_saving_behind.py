@@ -345,7 +345,7 @@ def test_no_host_memory_for_the_copy(home: Path) -> None:
         hardware.HostMemory.of = classmethod(lambda cls, ranks: cls(1000))
 
     assert trained(config, before=before) == 2
-    assert "asked: `train.save: async`: 0.0 GiB of host memory for a copy of what is saved" in said(config)
+    assert "asked: `train.save: async`: 0.0 GiB of host memory to copy the saved tensors" in said(config)
     assert not output.exists()
 
 
@@ -372,7 +372,7 @@ def test_a_rank_that_never_writes_its_part(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(checkpoint, "exchange", lambda *_: None)
     with pytest.raises(RunError) as error:
         checkpoint.save(small_job(tmp_path), 2, meta(2))
-    assert "found: a rank has not done its part within 3600 s\ndo:    look at the disks" in str(error.value)
+    assert "found: a rank did not finish within 3600 s\ndo:    check the disks" in str(error.value)
 
 
 def test_the_best_is_known_while_it_is_saved(tmp_path: Path) -> None:

@@ -59,8 +59,8 @@ def losses(folder: Path) -> list[float]:
 def test_what_does_not_fit_is_refused_before_step_0(model: Path, tmp_path: Path) -> None:
     done = train(tmp_path, model, "--with", "memory-cap:mib=16000")
     assert done.returncode == 2, done.stderr[-3000:]
-    assert "steps of 32 rows of 1024 tokens a micro-batch" in done.stderr and "CUDA out of memory" in done.stderr
-    assert "take batch.micro_tokens: 16384, or auto" in done.stderr and not (tmp_path / "out").exists()
+    assert "micro-batches of 32 rows of 1024 tokens" in done.stderr and "CUDA out of memory" in done.stderr
+    assert "set batch.micro_tokens: 16384, or auto" in done.stderr and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("more", [(), ("--with", "compile")], ids=["eager", "compile"])

@@ -106,7 +106,7 @@ def test_layers_read_the_last_one_of_their_kind() -> None:
         ({"enable_moe_block": True, "num_experts": None}, "num_experts is None"),
         (
             {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8},
-            "layers that read the keys and values of others, too",
+            "layers that also reuse other layers' keys and values",
         ),
         ({"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input is -1"),
         ({"vocab_size_per_layer_input": 0}, "vocab_size_per_layer_input is 0"),

@@ -146,7 +146,7 @@ def test_a_plan_counts_what_the_rule_saves(with_: tuple[str, ...]) -> None:
     assert said == pytest.approx(found.peak, rel=0.02)
 
 
-OTHER = "layers of a delta rule, whose matrices it does not reach"
+OTHER = "layers of a delta rule, whose matrices it does not support"
 
 
 def test_the_package_within_a_compiled_graph(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,7 +135,7 @@ def test_keys_of_long_positions_and_of_multipliers(tmp_path: Path, tokenizer: An
         ("cohere", {"attention_bias": True}, "linears with biases"),
         ("cohere2", {"layer_types": ["sliding_attention", "full_attention"] * 2}, "layers 1, 3 without rotary"),
         ("olmo2", {"attention_bias": True}, "linears with biases"),
-        ("smollm3", {"no_rope_layers": [1, 0]}, "layers 1 without rotary embedding, where llama.cpp has each fourth"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "layers 1 without rotary embedding, llama.cpp expects every fourth"),
         ("olmo2", {"rope_parameters": FAMILIES["llama"]["rope_parameters"]}, "files of olmo2 get default, linear"),
     ],
 )  # fmt: skip
@@ -331,5 +331,5 @@ def test_more_ends_than_the_format_has_roles(small: Path, tmp_path: Path) -> Non
     for more in ([], ["<c>"]):
         ends = made.convert_tokens_to_ids([made.eos_token, "<a>", "<b>", "<|im_end|>", *more])
         (at / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-        with pytest.raises(NeedsError, match="5 tokens that end an answer") if more else nullcontext():
+        with pytest.raises(NeedsError, match="5 end-of-answer tokens") if more else nullcontext():
             write_gguf(at, tmp_path / "m.gguf", "f16", "name")

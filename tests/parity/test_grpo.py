@@ -401,7 +401,7 @@ def test_rules_are_summed_by_their_weights():
     ("rule", "found"),
     [
         ("nunber", "no such reward; known: number"), ({"use": "regex"}, "options none"),
-        ({"use": "regex", "options": {"pattern": "("}}, "no regular expression"),
+        ({"use": "regex", "options": {"pattern": "("}}, "not a regular expression"),
         ({"use": "length", "options": {"most": "4"}}, "options most"),
         ({"use": "exact", "options": {"case": 1}}, "options case"), ("nowhere.py:f", "no file"),
     ],
@@ -1088,7 +1088,7 @@ def test_prompts_alone_are_refused_by_the_name_of_a_reward_that_compares(folder,
     both = f"grpo.rewards=[{{use: length, options: {{most: 6}}}}, {reward}]"
     with pytest.raises(DataError) as error:
         assembled(grpo_run(folder, sets=[f"data.path={tmp_path / 'rows.jsonl'}", "data.eval=null", both]))
-    assert f"a prompt without an answer, which the reward `{reward}` compares with" in error.value.found
+    assert f"a prompt without the answer that the reward `{reward}` needs" in error.value.found
     assert error.value.do.startswith(do) and "regex, length" in error.value.do and "rows.jsonl:1" in error.value.asked
 
 

@@ -68,7 +68,7 @@ REFUSED = {
     **{f"axolotl chat-eos-{value}": "train_on_eos" for value in ("last", "all", "none")},
     **{f"axolotl chat-eot-{value}": "train_on_eot" for value in ("last", "all", "none")},
     **{f"axolotl chat-roles-{value}": "roles_to_train" for value in ("user", "none")},
-    "axolotl chat-marked-user": "messages[3].train: a user turn is not learnt",
+    "axolotl chat-marked-user": "messages[3].train: a user turn is never a target",
     "llama-factory alpaca-history": "history",
 }  # fmt: skip
 # Cases of which other tokens are learnt, and what is listed for it.

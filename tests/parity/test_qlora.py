@@ -294,7 +294,7 @@ def test_scales_quantised_otherwise_than_asked(folders, tmp_path):
         _, four = folders("llama", double)
         with pytest.raises(ConfigError, match=f"nf4:double={not double}") as caught:
             decide(run(four, tmp_path / "run", nf4={"double": not double}, lora={}))
-        assert caught.value.do == f"take --with nf4:double={str(double).lower()}"
+        assert caught.value.do == f"use --with nf4:double={str(double).lower()}"
 
 
 def test_a_config_that_does_not_say_so(folders, tmp_path):
@@ -310,7 +310,7 @@ def test_a_config_that_says_nothing_or_another_thing(folders, tmp_path):
     for with_, text in (({"nf4": {"double": False}}, "quantised scales"), ({"int8": {}}, "in 8 bits")):
         with pytest.raises(NeedsError, match=text) as caught:
             assembled(run(silent, tmp_path / "run", lora={}, **with_))
-        assert caught.value.do.startswith("take --with nf4:double=true")
+        assert caught.value.do.startswith("use --with nf4:double=true")
     assembled(run(silent, tmp_path / "run", lora={}, nf4={}))
     shutil.rmtree(silent)
     odd = changed(folders, tmp_path, config_edit=lambda hf: hf.update(quantization_config=["nf4"]))

@@ -128,7 +128,7 @@ def test_a_run_is_that_of_the_dense_values(boxes: tuple[Path, Path], tmp_path: P
     """Of adapters, of adapters over codes that are made of these values, of all weights; an export is dense."""
     ours, dense = (assembled(golden_run(box, packed=True, **with_)) for box in boxes)
     assert alike(played(ours), played(dense))
-    assert any(note.endswith("weights are read as dense ones") for note in ours.notes)
+    assert any(note.endswith("weights are loaded as dense weights") for note in ours.notes)
     exporting.export_weights(
         tmp_path / "out", exporting.published_tensors(ours), ours.weight_map, ours.hf, base=boxes[0] / "untied"
     )

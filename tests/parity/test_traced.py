@@ -297,7 +297,7 @@ def test_documents_that_meet_are_no_pairs(tmp_path: Path, objective: str) -> Non
     text += "train: {steps: 3}\nbatch: {seq: 64, tokens: 128, micro_tokens: 128}\nwith: {}\n"
     with pytest.raises(NeedsError, match="rows of pairs") as error:
         search.predict(parse_config(text, "case"), "h100")
-    assert "opt" in error.value.found and error.value.do == "take objective: sft"
+    assert "opt" in error.value.found and error.value.do == "use objective: sft"
 
 
 def test_a_loop_over_experts_has_no_plan() -> None:

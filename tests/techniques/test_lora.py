@@ -610,7 +610,7 @@ def spoil(folder, **changes):
         ({"peft_type": "IA3"}, {}, "peft_type 'IA3'"),
         ({}, {"alpha": 4}, "lora_alpha 32"),
         ({"use_dora": True}, {}, "use_dora True"),
-        ({"bias": "all"}, {}, "bias 'all' in adapter_config.json, which is not known here"),
+        ({"bias": "all"}, {}, "bias 'all' in adapter_config.json, which is unknown"),
         ({"rank_pattern": {"q_proj": 2}}, {}, "rank_pattern"),
         ({"init_lora_weights": "pissa"}, {}, "init_lora_weights 'pissa'"),
         ({"init_lora_weights": "olora"}, {}, "init_lora_weights 'olora'"),

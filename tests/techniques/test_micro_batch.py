@@ -214,9 +214,7 @@ def test_what_nobody_can_make_smaller_is_refused(box):
     run = golden_run(box, rows=8, packed=True, micro_batch={}, scarce={"rows": 4}, whole={})
     with pytest.raises(NeedsError) as caught:
         fit(RunRequest(decide(run, (*CLASSES, Whole))))
-    assert (
-        caught.value.asked == f"steps of 8 rows of {T} tokens a micro-batch" and "out of memory" in caught.value.found
-    )
+    assert caught.value.asked == f"micro-batches of 8 rows of {T} tokens" and "out of memory" in caught.value.found
     assert not Path(run.output).exists()
 
 

@@ -353,7 +353,7 @@ def test_no_more_host_memory():
             raise RuntimeError("CUDA error: out of memory")
 
     pages = Pages(Full(), 1 << 20)
-    with pytest.raises(MemoryError, match="host memory are taken, and the machine gives no more") as refused:
+    with pytest.raises(MemoryError, match="host memory in use, and no more available") as refused:
         pages.take()
     assert exhausted(refused.value) and pages.allocated == 0
 
@@ -363,7 +363,7 @@ def test_pages_end_before_the_memory_of_the_host_does():
     pages = Pages(Late(), 1 << 20, host.take)
     taken = [pages.take(), pages.take()]
     assert host.left_bytes == 1 << 19
-    with pytest.raises(MemoryError, match=r"host memory are taken, of 0\.0 that this process may have") as refused:
+    with pytest.raises(MemoryError, match=r"host memory in use, the limit of this process is 0\.0") as refused:
         pages.take()
     assert exhausted(refused.value) and host.taken_bytes == 2 << 20
     pages.free.append(taken.pop())
@@ -383,7 +383,7 @@ def test_a_run_may_have_its_part_of_the_host(box, here, monkeypatch):
 
 def test_a_host_that_is_short_is_found_before_the_first_step(box, here, monkeypatch, tmp_path):
     monkeypatch.setattr(hardware.HostMemory, "of", classmethod(lambda cls, ranks: cls(2 * PAGE)))
-    refused = r"out of memory, before step 0: 0\.0 GiB of host memory are taken, of 0\.0 that this process may have"
+    refused = r"out of memory, before step 0: 0\.0 GiB of host memory in use, the limit of this process is 0\.0"
     sets = [f"output={tmp_path / 'run'}"]
     with pytest.raises(NeedsError, match=refused) as error:
         run(RunRequest(decide(golden_run(box, rows=4, packed=True, sets=sets, offload_activations={}), here)))

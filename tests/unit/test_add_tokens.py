@@ -52,7 +52,7 @@ def tokenizer(box):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ([3], "give a text"), ([""], "give a text that is not empty"), (["<a>", "<a>"], "each of them once"),
+        ([3], "give text"), ([""], "give text that is not empty"), (["<a>", "<a>"], "each value once"),
         ("<a>", "give a list"), ([["<a>"]], "give a text"),
     ],
 )  # fmt: skip

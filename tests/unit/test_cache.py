@@ -204,7 +204,7 @@ def test_a_file_that_changes_while_it_is_tokenised_is_refused_and_not_kept(here,
     monkeypatch.setattr(pool, "map_ahead", changing)
     with pytest.raises(DataError) as caught:
         list(tokenized(work(tokens, path, workers=2)))
-    assert str(path) in caught.value.asked and caught.value.found == "it changed meanwhile" and caught.value.do
+    assert str(path) in caught.value.asked and caught.value.found == "it changed during reading" and caught.value.do
     assert not list((here / "cache" / "tokens").glob("*/*.safetensors"))
     monkeypatch.setattr(pool, "map_ahead", begin)
     assert ids(tokenized(work(tokens, path))) == alone(tokens, path)
@@ -371,7 +371,7 @@ def test_a_full_disk(here, tokens, monkeypatch):
         maker(tokens, here / "full")(Missing(next(jobs([path], "file")), 0, 0))
     assert caught.value.args == (
         f"to keep the tokenised data in {here / 'full'}", "No space left on device",
-        "free some space there, or name another: data.cache",
+        "free space, or set another data.cache",
     )  # fmt: skip
     assert not list((here / "full").iterdir())
 
@@ -459,7 +459,7 @@ def test_others_wait_and_say_so(here, tokens, monkeypatch):
 
         assert process.stdout.readline() == b"held\n"
         assert ids(tokenized(replace(given, say=say))) == alone(tokens, given.files[0])
-    assert said.count("waiting for another process that tokenises the same data") == 1
+    assert said.count("waiting for another process to tokenise the same data") == 1
 
 
 def test_who_waited_uses_what_the_other_made(here, tokens, monkeypatch):

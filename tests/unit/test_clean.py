@@ -113,7 +113,7 @@ def test_language(run: Run) -> None:
     assert stays(run([english, german], language=("de", "en"))) == [0, 1]
     with pytest.raises(ConfigError) as error:
         run([english], language=("english",))
-    assert error.value.found == "no code of a known language"
+    assert error.value.found == "unknown language code"
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_a_field_that_no_row_has(run: Run) -> None:
     with pytest.raises(DataError) as error:
         run([{"text": "x", "ingredients": []}], items=[{"field": "ingredient", "bounds": [1, 2]}])
     assert error.value.asked == "`data.clean.items[0].field: ingredient`"
-    assert error.value.found == "no row has it; the first one has text, ingredients"
+    assert error.value.found == "no row has it; the first row has text, ingredients"
 
 
 # --- duplicates and contamination
@@ -287,7 +287,7 @@ def test_contamination_by_a_file_with_a_bad_row(run: Run, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("settings", "asked", "found"),
     [
-        ({}, "`data.clean`", "no filter is asked for"),
+        ({}, "`data.clean`", "no filter"),
         ({"chars": (5, 4)}, "`data.clean.chars: [5.0, 4.0]`", "the minimum exceeds the maximum"),
         ({"tokens": (None, None)}, "`data.clean.tokens: [None, None]`", "the minimum exceeds the maximum"),
         ({"items": [{"field": "a"}]}, "`data.clean.items[0]`", "neither `bounds` nor `rarest`"),
@@ -403,7 +403,7 @@ def test_a_file_that_changes(tmp_path: Path) -> None:
     found = clean_files([path], Cleaning(exact_duplicates=True), tokens=None)
     write(path, ["one", "one", "two!"])
     (tmp_path / "out").mkdir()
-    with pytest.raises(DataError, match="it changed while it was read"):
+    with pytest.raises(DataError, match="it changed during reading"):
         write_rows(found, tmp_path / "out")
 
 

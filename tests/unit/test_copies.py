@@ -85,7 +85,7 @@ def test_a_store_that_fails_at_the_end_is_an_error_of_a_whole_run(tmp_path: Path
     ("address", "found"),
     [
         ("runs/a", "no address"), ("nowhere://a", "nowhere"), ("s3://bucket/a", "s3"),
-        ("memory://runs/a", "a run is there"),
+        ("memory://runs/a", "the address already has a run"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_copied_to_is_refused(tmp_path: Path, store: Any, address: str, found: str) -> None:
@@ -97,9 +97,9 @@ def test_what_cannot_be_copied_to_is_refused(tmp_path: Path, store: Any, address
 def test_the_copies_of_another_run_are_left_alone(tmp_path: Path, store: Any) -> None:
     train(config(tmp_path / "a", steps=1))
     train(config(tmp_path / "b", steps=1, address="memory://runs/b"))
-    with pytest.raises(ConfigError, match="the copies of another run"):
+    with pytest.raises(ConfigError, match="the address has another run"):
         train(config(tmp_path / "b", steps=2), resume="auto")
-    with pytest.raises(ConfigError, match="a run is there"):
+    with pytest.raises(ConfigError, match="the address already has a run"):
         train(config(tmp_path / "c", steps=1))
 
 

@@ -26,7 +26,7 @@ def run(**more: Any) -> Config:
     [
         ({"method": "auto", "with": {"nosuch": {}}}, 1, "no such technique"),
         ({"method": "auto", "with": {"lora": {"rnak": 3}}}, 1, "no such option"),
-        ({"batch": {"micro_tokens": 3000}}, 1, "no multiple of `batch.seq: 2048`"),
+        ({"batch": {"micro_tokens": 3000}}, 1, "not a multiple of `batch.seq: 2048`"),
         ({"batch": {"micro_tokens": 32768}}, 2, "not divisible by 32768 slots"),
         ({}, 0, "a run has one or more"),
         ({"with": {"pipeline": {}}}, 4, "no technique shares the work"),

@@ -82,7 +82,7 @@ def test_nothing_is_there(folder):
     assert refused("empty").found == "an empty folder"
     assert refused("~nobody-of-that-name/a.jsonl").found == "no such file"
     assert refused("a" * 300 + ".jsonl").found.startswith("File name too long")
-    assert refused("data/*.csv").found == refused("dat*").found == "nothing that matches"
+    assert refused("data/*.csv").found == refused("dat*").found == "no match"
 
 
 def test_unknown_kinds_are_named_where_nothing_else_is(folder):
@@ -173,7 +173,7 @@ def test_a_data_set_of_the_hub_is_fetched_once(folder, hub):
 def test_what_lies_here_is_not_asked_of_the_hub(folder, hub):
     make(folder, "org/name/a.jsonl")
     assert find_files("org/name", folder / "cache") == [Path("org/name/a.jsonl")]
-    assert "a folder org/name on this machine" in refused("hub:org/name", folder / "cache").found
+    assert "a folder org/name exists on this machine" in refused("hub:org/name", folder / "cache").found
     assert refused("org/nama", folder / "cache").found == "no such file"
     assert refused("data/train.jsonl", folder / "cache").found == "no such file"
     assert refused("data/raw/train", folder / "cache").found == "no such file"
@@ -186,12 +186,12 @@ def test_a_data_set_that_cannot_be_fetched(folder, hub, monkeypatch):
     assert error.found == "ConnectionError: no route" and "the network" in error.do
     assert list((cache / "hub").iterdir()) == []
     for name in ("hub:name", "hub:../name", "hub:a/b/c/d", "hub:org/name:a b", "hub:a/b:train[", "hub:"):
-        assert refused(name, cache).found == "no name of a data set"
+        assert refused(name, cache).found == "not a data set name"
     assert "data.cache" in refused("org/name").do
     (folder / "file").touch()
     assert "the cache folder" in refused("org/name", folder / "file").asked
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert refused("org/name", folder / "cache").found == "no right to write there"
+    assert refused("org/name", folder / "cache").found == "no permission to write"
 
 
 def test_the_hub_without_its_library_or_with_an_old_one(folder, monkeypatch):

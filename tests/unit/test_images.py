@@ -150,7 +150,7 @@ def test_every_form_names_its_image(row: dict[str, Any], images: list[Any]) -> N
         ({"messages": [asked({"type": "image", "image": "data:image/png,abc"}), ANSWER]}, "without base64"),
         ({"messages": [asked({"type": "image", "image": "a"}, {"type": "text", "text": "\ufdd0"}), ANSWER]}, "U+FDD0"),
         ({"messages": [asked({"type": "image", "image": "a", "weight": 0}), ANSWER]}, "not learnt apart"),
-        ({"messages": [asked({"type": "video", "video": "a"}), ANSWER]}, "'video', not a part of the type 'text'"),
+        ({"messages": [asked({"type": "video", "video": "a"}), ANSWER]}, "'video', not a part of type 'text'"),
         ({"messages": [asked(), {"role": "assistant", "content": [{"type": "image", "image": "a"}]}]}, "is 'image'"),
         ({"messages": [asked(), ANSWER], "images": ["a"]}, "images: 1; places for them in its turns (<image>): 0"),
         ({"messages": [asked({"type": "image"}), ANSWER], "images": ["a", "b"]}, "images: 2; places"),
@@ -623,7 +623,7 @@ def test_what_does_not_read_images(
         read(base, path, *sets, objective=objective)
     assert caught.value.found == found or found in caught.value.found, caught.value
     filtered = found == "data.clean"  # before they are tokenised
-    assert filtered or ("rows with images" in caught.value.asked and "take rows of text" in caught.value.do)
+    assert filtered or ("rows with images" in caught.value.asked and "use rows of text" in caught.value.do)
 
 
 @pytest.mark.parametrize(("technique", "cut"), [(CudaGraphs(), False), (Wrap(), True)], ids=["recorded", "cut"])
@@ -791,9 +791,9 @@ def test_sizes_of_every_family(kind: str, tmp_path: Path, monkeypatch: pytest.Mo
     [
         ("gemma3", "max_pixels=1000", "a base whose Gemma3ImageProcessor has one size", "leave it out"),
         ("llava", "min_pixels=64", "a base whose CLIPImageProcessor has one size", "leave it out"),
-        ("gemma4", "min_pixels=64", "the largest size within a number of tokens", "leave it out"),
+        ("gemma4", "min_pixels=64", "the largest size within a number of tokens", "remove it"),
         ("gemma4", "max_pixels=100", "100 (data.max_pixels)", "data.max_pixels of at least 4,480"),
-        ("mistral3", "min_pixels=64", "a longest edge, and no image is enlarged", "leave it out"),
+        ("mistral3", "min_pixels=64", "a longest edge and enlarges no image", "remove it"),
         ("mistral3", "max_pixels=20", "20 (data.max_pixels)", "data.max_pixels of at least 64"),
         ("mistral3", "max_pixels=700", "", "grid 4 x 6"), ("gemma4", "max_pixels=9000", "", "grid 18 x 30"),
     ],
@@ -820,7 +820,7 @@ def test_bounds_of_every_family(kind: str, bound: str, found: str, do: str, tmp_
         ("llava", "preprocessor_config.json", {"crop_size": {"height": 24, "width": 24}}, "other patches than 6 x 6"),
         ("llava", "preprocessor_config.json", {"do_center_crop": False}, "other patches than 6 x 6"),
         ("mistral3", "processor_config.json", {"image_end_token": "[IMG_END]"}, "'[IMG_END]': None is no added token"),
-        ("mistral3", "config.json", {"text_config": {"vocab_size": 100}}, "260, and 100 rows of the embedding"),
+        ("mistral3", "config.json", {"text_config": {"vocab_size": 100}}, "260, but the embedding has 100 rows"),
         ("pixtral", "config.json", {"vision_feature_select_strategy": "default"}, "'default', which leaves a"),
         ("gemma4", "preprocessor_config.json", {"max_soft_tokens": 71}, "`max_soft_tokens` must be one of"),
     ],

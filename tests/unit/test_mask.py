@@ -108,7 +108,7 @@ def test_what_ends_a_call_does_not_pass_for_the_end_of_the_turn(bytelevel, calle
 def test_a_template_that_writes_other_turns_into_a_call_is_refused(bytelevel):
     other = "{% if not messages[-1].tool_calls %}{{ messages[-1].content }}{% endif %}"
     tokens = caller(bytelevel, CALLS.replace("|", other).replace("{END}", "") + "<|im_end|>")
-    with pytest.raises(DataError, match=r"writes messages\[1\] otherwise once later turns follow") as caught:
+    with pytest.raises(DataError, match=r"later turns change how the template writes messages\[1\]") as caught:
         tokens.document(weighing("ab"), "assistant", WHERE)
     assert "data.train_on: last" in caught.value.do
     alone = Chat(weighing("ab").messages[:2])
@@ -151,7 +151,7 @@ def test_very_many_answers_that_must_be_looked_at_one_by_one_are_an_error(bytele
     lstripped = CHATML.replace("message['content']", "message['content'].lstrip()")
     tokens = Tokens(bytelevel, lstripped)
     assert learnt(tokens, tokens.document(talk([" a ", "b"]), "assistant", WHERE)) == ["a <|im_end|>", "b<|im_end|>"]
-    with pytest.raises(DataError, match="3 answers, calls or trimmed texts among them; at most 2"):
+    with pytest.raises(DataError, match="3 answers with calls or trimmed texts; the limit is 2"):
         tokens.document(talk([" a ", "b", "c"]), "assistant", WHERE)
 
 

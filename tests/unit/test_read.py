@@ -38,10 +38,10 @@ PACK = {
 BAD = {
     "truncated": (b'{"text": "go', "not valid JSON (cut off?)"),
     "line in a string": (b'{"text": "go\r"}', "not valid JSON (cut off?): Invalid control character at character 12"),
-    "array": (b'["text"]', "a list where an object"),
-    "string": (b'"text"', "a string where an object"),
-    "number": (b"7", "a number where an object"),
-    "null row": (b"null", "null where an object"),
+    "array": (b'["text"]', "a list instead of an object"),
+    "string": (b'"text"', "a string instead of an object"),
+    "number": (b"7", "a number instead of an object"),
+    "null row": (b"null", "null instead of an object"),
     "empty line": (b"  ", "an empty line"),
     "bom": (b'\xef\xbb\xbf{"text": "a"}', "byte order mark"),
     "utf-8": (b'{"text": "\xff"}', "invalid UTF-8 at byte 10: 0xff"),
@@ -183,7 +183,7 @@ def test_an_array_is_read_whatever_its_layout(tmp_path):
         path.write_text(text, "utf-8")
         assert found(path) == [(i + 1, row) for i, row in enumerate(rows)]
     path.write_text('[{"text": "a"}, 7, {"text": "b"}]')
-    assert found(path) == [(1, {"text": "a"}), (2, "a number where an object {...} belongs"), (3, {"text": "b"})]
+    assert found(path) == [(1, {"text": "a"}), (2, "a number instead of an object {...}"), (3, {"text": "b"})]
 
 
 @pytest.mark.parametrize(

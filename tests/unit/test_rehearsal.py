@@ -190,7 +190,7 @@ def refused(run, resume=None):
 def test_out_of_memory_before_step_0_is_refused(box):
     run = golden_run(box, rows=4, packed=True, scarce={"rows": 2})
     asked, found, do = refused(run)
-    assert asked == f"asked: steps of 4 rows of {T} tokens a micro-batch"
+    assert asked == f"asked: micro-batches of 4 rows of {T} tokens"
     assert found.startswith("found: out of memory, before step 0: CUDA out of memory. Tried to allocate 2.00 GiB")
     assert "15.00 GiB" in found and "by PyTorch" not in found
     assert f"batch.micro_tokens: {2 * T}, or auto" in do and "--with recompute" in do
@@ -238,10 +238,10 @@ def test_a_late_lack_of_memory_says_how_to_go_on(box, saved):
         fit(RunRequest(decide(run, CLASSES)))
     said = str(caught.value)
     assert said.startswith(
-        f"asked: 4 rows of {T} tokens a micro-batch\nfound: out of memory in step 2: CUDA out of memory"
+        f"asked: micro-batches of 4 rows of {T} tokens\nfound: out of memory in step 2: CUDA out of memory"
     )
     assert f"--set batch.micro_tokens={2 * T}" in said
-    assert ("resume from step-000001 with: --resume auto" if saved else "nothing is saved yet; begin again") in said
+    assert ("resume from step-000001 with: --resume auto" if saved else "nothing is saved yet; start again") in said
 
 
 # --- several ranks

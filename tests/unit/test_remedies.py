@@ -12,12 +12,12 @@ from optrush.errors import ConfigError, write_remedy
 @pytest.mark.parametrize(
     ("failure", "do"),
     [
-        (OSError(errno.ENOSPC, "No space left on device"), "make room there"),
-        (OSError("rank 1: No space left on device: step-000010"), "make room there"),
-        ("I/O error: No space left on device (os error 28)", "make room there"),
-        (OSError(errno.EDQUOT, "Disk quota exceeded"), "make room there"),
-        (OSError(errno.EACCES, "Permission denied"), "check that the folder exists and can be written"),
-        (ValueError("shapes differ"), "check that the folder exists and can be written"),
+        (OSError(errno.ENOSPC, "No space left on device"), "free space there"),
+        (OSError("rank 1: No space left on device: step-000010"), "free space there"),
+        ("I/O error: No space left on device (os error 28)", "free space there"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "free space there"),
+        (OSError(errno.EACCES, "Permission denied"), "check that the folder exists and is writable"),
+        (ValueError("shapes differ"), "check that the folder exists and is writable"),
         (ConfigError("a", "b", "name another folder"), "name another folder"),
     ],
 )

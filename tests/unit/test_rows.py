@@ -90,17 +90,17 @@ def test_an_instruction_before_two_answers_is_a_turn(objective, more):
     before += (Message("user", "ask\n\nx" if "input" in more else "ask"),)
     pair = Pair(Chat((*before, A), prompt=len(before)), Chat((*before, B), prompt=len(before)))
     assert parse_row(WHERE, given, rules) == pair
-    with pytest.raises(DataError, match="cannot be known"):
+    with pytest.raises(DataError, match="ambiguous"):
         parse_row(WHERE, given | {"output": "o"}, rules)
     with pytest.raises(DataError, match="which one is meant"):
         row(**given)
 
 
 def test_exactly_one_kind_is_meant():
-    assert why(text="a", messages=[]) == "both 'text' and 'messages'; which one is meant cannot be known"
+    assert why(text="a", messages=[]) == "both 'text' and 'messages': ambiguous"
     assert "both 'messages' and 'rejected'" in why(messages=[ASK, ANSWER], chosen="a", rejected="b")
     assert "both 'instruction' and 'completion'" in why(instruction="a", output="b", prompt="c", completion="d")
-    assert why() == "neither 'text' nor 'messages' nor another known kind is there, but no keys"
+    assert why() == "no known format: the row has no keys"
     assert why(prompt="a", id=1).endswith("is there, but 'prompt', 'id'")
     assert row(text=None, messages=[ASK, ANSWER], chosen=None) == Chat((U, A))  # a null is no key
     assert why(text=None) == "text is null, not a string"
@@ -137,7 +137,7 @@ def test_exactly_one_kind_is_meant():
         ({"chosen": [ASK, ANSWER], "rejected": [ASK, ANSWER]}, "chosen and rejected are the same"),
         ({"chosen": "a", "rejected": [ASK, ANSWER]}, "chosen is a string, rejected is a list"),
         ({"prompt": "a", "chosen": "a", "rejected": ""}, "rejected is empty"),
-        ({"chosen": "ask: ", "rejected": "ask: No"}, "chosen behind what both begin with is empty"),
+        ({"chosen": "ask: ", "rejected": "ask: No"}, "chosen after the common prompt is empty"),
         ({"chosen": [ASK, ANSWER], "rejected": [ASK]}, "rejected: no assistant turn follows the prompt"),
         ({"chosen": [ANSWER], "rejected": [ASK, ANSWER]}, "chosen and rejected do not begin with the same prompt"),
         ({"chosen": [ASK, ANSWER], "rejected": [ASK, ANSWER, ASK]}, "chosen: no assistant turn follows"),
@@ -211,8 +211,8 @@ def test_alpacas_input():
         ({"content": "", "reasoning_content": "hm"}, "messages[1].content: an empty assistant turn"),
         ({"content": {"text": "a"}}, "messages[1].content is an object, not a string"),
         ({"content": [{"type": "text"}]}, "messages[1].content[0].text is null, not a string"),
-        ({"content": [{"type": "image_url"}]}, "messages[1].content[0] is 'image_url', not a part of the type 'text'"),
-        ({"content": ["a"]}, "messages[1].content[0] is a string, not a part of the type 'text'"),
+        ({"content": [{"type": "image_url"}]}, "messages[1].content[0] is 'image_url', not a part of type 'text'"),
+        ({"content": ["a"]}, "messages[1].content[0] is a string, not a part of type 'text'"),
         ({"content": []}, "messages[1].content: an empty assistant turn"),
         ({"images": ["a"]}, "messages[1] has 'images', which is not understood"),
         ({"function_call": {"name": "f"}}, "messages[1] has 'function_call', which is not understood"),
@@ -229,11 +229,11 @@ def test_alpacas_input():
         ({"loss_scale": 1e7}, "messages[1].loss_scale is 10000000.0, not 0 or a number from 0.001"),
         ({"train": 1}, "messages[1].train is neither false nor true"),
         ({"train": True, "weight": 0}, "messages[1]: weight and train contradict each other"),
-        ({"train": False}, "no assistant turn is to be learnt: there is nothing to learn"),
+        ({"train": False}, "no assistant turn is a target: there is nothing to learn"),
         ({"tool_calls": {"name": "f"}}, "messages[1].tool_calls is an object, not a list"),
-        ({"tool_calls": [1]}, "messages[1].tool_calls[0] is no call of a function"),
-        ({"tool_calls": [{"name": "f", "arguments": {}}]}, "messages[1].tool_calls[0] is no call of a function"),
-        ({"tool_calls": [{**CALL, "type": "custom"}]}, "messages[1].tool_calls[0] is no call of a function"),
+        ({"tool_calls": [1]}, "messages[1].tool_calls[0] is not a function call"),
+        ({"tool_calls": [{"name": "f", "arguments": {}}]}, "messages[1].tool_calls[0] is not a function call"),
+        ({"tool_calls": [{**CALL, "type": "custom"}]}, "messages[1].tool_calls[0] is not a function call"),
         ({"tool_calls": [{"function": {"arguments": {}}}]}, "messages[1].tool_calls[0].name is null"),
         ({"tool_calls": [{**CALL, "id": 3}]}, "messages[1].tool_calls[0].id is a number"),
         ({"tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}, "[0].arguments is a list, not an object"),
@@ -258,7 +258,7 @@ def test_keys_that_a_turn_must_have():
     assert row(messages=[{"from": "human", "value": "ask"}, {"from": "gpt", "value": "answer"}]) == Chat((U, A))
     for turn in ({**ASK, "tool_calls": [CALL]}, {**ASK, "reasoning": "hm"}, {**ASK, "tool_call_id": "1"}):
         assert "messages[0], of the role 'user', has" in why(messages=[turn, ANSWER])
-    assert "messages[0].train: a user turn is not learnt" in why(messages=[{**ASK, "train": True}, ANSWER])
+    assert "messages[0].train: a user turn is never a target" in why(messages=[{**ASK, "train": True}, ANSWER])
 
 
 def test_parts_of_a_content_are_joined():
@@ -270,7 +270,7 @@ def test_turns_that_are_context_only():
     turns = [ASK, {**ANSWER, "weight": 0}, ASK, {**ANSWER, "weight": 1.0, "train": True}, {**ASK, "weight": 0}, ANSWER]
     assert [turn.learnt for turn in row(messages=turns).messages] == [True, False, True, True, False, True]
     last = {"prompt": [ASK, ANSWER, ASK], "completion": [{**ANSWER, "train": False}]}
-    assert "no assistant turn is to be learnt" in why(**last)
+    assert "no assistant turn is a target" in why(**last)
 
 
 def test_empty_keys_are_no_keys():
@@ -310,8 +310,8 @@ def test_tools_calls_and_reasoning_arrive_in_one_shape():
         ({"name": "f"}, "tools is an object, not a list"),
         ("{", "tools: not valid JSON"),
         ('{"name": "f"}', "tools is an object, not a list"),
-        (["f"], "tools[0] is no object with the name of a function"),
-        ([TOOL, {"type": "function", "function": {}}], "tools[1] is no object with the name of a function"),
+        (["f"], "tools[0] is not an object with a function name"),
+        ([TOOL, {"type": "function", "function": {}}], "tools[1] is not an object with a function name"),
     ],
 )
 def test_tools_that_are_not_understood(tools, reason):

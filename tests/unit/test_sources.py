@@ -250,7 +250,7 @@ def test_pairs_are_for_an_objective_that_compares(here, tokens):
 
 def test_nothing_left(here, tokens):
     written(here / "a.jsonl", texts(0, 9))
-    assert "nothing is left of 9 rows" in refused(tokens, "a.jsonl", seq=4, too_long="drop")
+    assert "no sample from 9 rows" in refused(tokens, "a.jsonl", seq=4, too_long="drop")
 
 
 def test_rows_without_their_end_are_counted_over_all(here, tokens):
@@ -504,7 +504,7 @@ def test_texts_that_lose_characters_are_counted_and_bad_rows_name_the_quarantine
     lacking = Tokens(PreTrainedTokenizerFast(tokenizer_object=engine, eos_token="<|end|>"))
     rows = [{"text": "soup 7"}, {"text": "soup"}, {"prompt": "a ", "completion": "b"}]
     written(here / "a.jsonl", rows)
-    assert "1 texts have characters that the tokenizer has no token for" in read(lacking, "a.jsonl").summary
+    assert "1 texts have characters without a token" in read(lacking, "a.jsonl").summary
     written(here / "b.jsonl", [*rows, {"prompt": "a ", "completion": "7"}])
     for more in ({}, {"stream": True}):
         with pytest.raises(DataError, match="would lose characters") as caught:
@@ -569,8 +569,8 @@ def test_files_of_a_local_address(tmp_path):
 
 
 @pytest.mark.parametrize(("url", "says"), [
-    ("memory://a/none.jsonl", "no such file there"), ("memory://none", "no such file there"),
-    ("memory://a/*.csv", "no such file there"), ("memory://empty", "an empty folder"), ("nowhere://a", "nowhere"),
+    ("memory://a/none.jsonl", "no such file"), ("memory://none", "no such file"),
+    ("memory://a/*.csv", "no such file"), ("memory://empty", "an empty folder"), ("nowhere://a", "nowhere"),
 ])  # fmt: skip
 def test_what_a_store_has_not(store, tmp_path, url, says):
     with pytest.raises(DataError, match=says):

@@ -89,7 +89,7 @@ Options = dict[str, Any]
 
 def _printable(name: str) -> str:
     if not name.strip() or not name.isprintable():
-        raise ValueError("a name that can be read and printed in one line")
+        raise ValueError("a printable name of one line")
     return name
 
 
@@ -97,13 +97,13 @@ def _case(text: str) -> str:
     try:
         text.format(size="", seq=0)
     except (LookupError, ValueError):
-        raise ValueError("a name in which {size} and {seq} may stand, and nothing else in braces") from None
+        raise ValueError("a name with no other braces than {size} and {seq}") from None
     return _printable(text)
 
 
 def _nccl(name: str) -> str:
     if not re.fullmatch(r"NCCL_[A-Z0-9_]+", name):
-        raise ValueError("the name of a variable of NCCL, NCCL_P2P_DISABLE for example")
+        raise ValueError("the name of an NCCL variable, for example NCCL_P2P_DISABLE")
     return name
 
 
@@ -201,7 +201,7 @@ def parse_ladder(text: str, where: str, name: str) -> Ladder:
         data, lines = parse_yaml(text, where)
     except ConfigError as error:
         if error.asked == where:  # no mapping: the first keys of a training file are no help here
-            raise ConfigError(where, error.found, "begin with `title:`, `rungs:`") from None
+            raise ConfigError(where, error.found, "start with `title:`, `rungs:`") from None
         raise
     for key in ("name", "where", "lines"):
         if key in data:
@@ -223,13 +223,13 @@ def _check_quality(ladder: Ladder) -> None:
     for key in ("repeats", "steps", "warmup", "proof", "longest", "all_but_one"):
         if key in ladder.model_fields_set:
             found = "`quality` trains whole runs: without timed steps, proofs and all-but-one rungs"
-            raise ConfigError(f"{ladder.at(key)}: `{key}`", found, dos.get(key, "leave it out"))
+            raise ConfigError(f"{ladder.at(key)}: `{key}`", found, dos.get(key, "remove it"))
 
 
 def _check_lengths(ladder: Ladder) -> None:
     if ladder.warmup == 0 and ladder.longest is None:
         place = f"{ladder.at('warmup')}: `warmup: 0`"
-        raise ConfigError(place, "the first step compiles and allocates", "take at least 1")
+        raise ConfigError(place, "the first step compiles and allocates", "use at least 1")
     if ladder.longest is not None:
         place = f"{ladder.at('longest')}: `longest`"
         if ladder.longest.to < ladder.longest.from_:
@@ -238,12 +238,12 @@ def _check_lengths(ladder: Ladder) -> None:
         parts: list[Base | LadderEntry] = [ladder.base, *ladder.rungs]
         lengths = [k for part in parts for k in part.set_ if k in LOAD_KEYS]
         if lengths:
-            raise ConfigError(place, f"`{lengths[0]}` is set too", "leave it out: a row of each length is tried alone")
+            raise ConfigError(place, f"`{lengths[0]}` is set too", "remove it: one row of each length is tried")
     for key in ladder.base.set_:
         decided = LADDER_KEYS if ladder.quality is None else ("with", "output")
         if any(key == own or key.startswith(f"{own}.") for own in decided):
             place = f"{ladder.at('base', 'set', key)}: `{key}`"
-            raise ConfigError(place, "the ladder decides it", "leave it out; techniques go under `with:`")
+            raise ConfigError(place, "the ladder decides it", "remove it; techniques go under `with:`")
 
 
 def _check_rungs(ladder: Ladder) -> None:
@@ -252,30 +252,30 @@ def _check_rungs(ladder: Ladder) -> None:
     for i, entry in enumerate(ladder.rungs):
         place = f"{ladder.at('rungs', i, 'name')}: `name: {entry.name}`"
         if entry.name in names:
-            raise ConfigError(place, "a second rung of this name", "give it another name")
+            raise ConfigError(place, "another rung has this name", "give it another name")
         if entry.name.startswith(WITHOUT):
-            raise ConfigError(place, f"names with `{WITHOUT}` are the ladder's own", "give it another name")
+            raise ConfigError(place, f"names with `{WITHOUT}` are reserved", "give it another name")
         if entry.from_ is not None and entry.from_ not in names:
             place = f"{ladder.at('rungs', i, 'from')}: `from: {entry.from_}`"
-            do = nearest(entry.from_, names) if names else "leave it out of the first rung"
-            raise ConfigError(place, "no earlier rung of this name", do)
+            do = nearest(entry.from_, names) if names else "remove it from the first rung"
+            raise ConfigError(place, "no earlier rung has this name", do)
         for key in entry.set_:
             known = RUNG_KEYS if ladder.quality is None else (*RUNG_KEYS, *QUALITY_KEYS, *OPTIM_KEYS, *LOSS_KEYS)
             if key not in known:
                 place = f"{ladder.at('rungs', i, 'set', key)}: `{key}`"
-                raise ConfigError(place, "no key that a rung may change", nearest(key, known))
+                raise ConfigError(place, "a rung cannot change this key", nearest(key, known))
         if entry.from_ in peers:
-            raise ConfigError(place, f"`from: {entry.from_}`, another system's rung", "begin from one of our own")
+            raise ConfigError(place, f"`from: {entry.from_}`, another system's rung", "start from an optrush rung")
         if entry.peer is not None:
             peers.add(entry.name)
             if i == 0:
-                raise ConfigError(place, "another system's as the first rung", "begin with one of our own")
+                raise ConfigError(place, "the first rung is another system's", "start with an optrush rung")
             if entry.with_ or entry.without:
-                do = "leave `with` and `without` out; its options go under `peer`"
+                do = "remove `with` and `without`; its options go under `peer`"
                 raise ConfigError(place, "techniques for another system", do)
             if ladder.longest is not None or ladder.quality is not None:
                 kind = "longest rows" if ladder.quality is None else "whole runs"
-                raise ConfigError(place, f"another system in a ladder of {kind}", "leave one of the two out")
+                raise ConfigError(place, f"another system in a ladder of {kind}", "remove one of the two")
         names.append(entry.name)
 
 
@@ -296,7 +296,7 @@ def find_ladder(name: str, config: Config) -> Ladder:
     path = by_name[0] if by_name else Path(name)
     if path.is_dir() or not path.exists():
         known = [*shipped(), "or a YAML file"]
-        raise ConfigError(f"--ladder {name}", "no ladder of that name, and no file", nearest(name, known))
+        raise ConfigError(f"--ladder {name}", "no such ladder or file", nearest(name, known))
     try:
         text = read_text(path)
     except UnicodeDecodeError as error:
@@ -430,7 +430,7 @@ def _apply(
             if ladder.base.keep and any(c.name == name for c in classes):  # what is there depends on CONFIG
                 continue
             place = f"{ladder.at(*keys, 'without', n)}: `without: {name}`"
-            raise ConfigError(place, f"so far there is {', '.join(techniques) or 'nothing'}", "leave it out")
+            raise ConfigError(place, f"so far there is {', '.join(techniques) or 'nothing'}", "remove it")
         del techniques[name]
     for name, options in part.with_.items():
         techniques[name] = options or {}

@@ -51,7 +51,7 @@ class Peer(BaseModel):
     def needs_ranks(self, config: Config, ranks: int) -> Iterator[Requirement]:
         """Yield what must hold for so many processes, which find each other as those of torchrun do."""
         asked, found = f"the system `{self.name}`", f"a rung of {ranks} ranks"
-        yield Requirement(ranks == 1, f"{asked} trains on one GPU", found, "give the rung `ranks: 1`")
+        yield Requirement(ranks == 1, f"{asked} trains on one GPU", found, "set `ranks: 1` in the rung")
 
     def check(self, config: Config, device: Device, ranks: int = 1) -> None:
         """Raise NeedsError where the system cannot train the run on this machine."""

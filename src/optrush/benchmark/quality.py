@@ -93,7 +93,7 @@ def judge_quality(difference: float, margin: float | None) -> QualityVerdict:
 def check_quality(config: Config, quality: Quality) -> None:
     """Raise UserError where nothing is held out, or the held-out rows cannot be scored."""
     if config.data.eval is None:
-        found = "no `data.eval`: rungs are compared by their held-out losses"
+        found = "no `data.eval`: rungs are compared by held-out loss"
         raise ConfigError("a ladder with `quality`", found, "add data.eval: FILE, or --set data.eval=0.05")
     if quality.score is not None:
         held_out_prompts(config, quality.samples)
@@ -110,7 +110,7 @@ def held_out_prompts(config: Config, samples: int) -> list[Prompt]:
     from optrush.generation import prompt_of
 
     if not isinstance(config.data.eval, str):
-        found = f"`data.eval: {config.data.eval}`, a share of the data, which each seed draws"
+        found = f"`data.eval: {config.data.eval}`, a fraction of the data, drawn anew by each seed"
         raise ConfigError("`quality.score: number`", found, "hold out a file: data.eval: FILE")
     files = readers.find_files(config.data.eval, cache_root(config.data.cache))
     rows = (row for file in files for row in readers.read_rows(file, config.data.reading))
@@ -119,7 +119,7 @@ def held_out_prompts(config: Config, samples: int) -> list[Prompt]:
     for prompt in prompts:
         if prompt.reference is None or last_number(prompt.reference) is None:
             found = "no number in its reference answer"
-            raise DataError(f"`quality.score: number` at {prompt.where}", found, "leave `score` out of the ladder")
+            raise DataError(f"`quality.score: number` at {prompt.where}", found, "remove `score` from the ladder")
     return prompts
 
 
@@ -165,7 +165,7 @@ def train_run(config: Config, began: float) -> dict[str, Any]:
     log = load_run(Path(config.output))
     evals = [[m["step"], m["eval_loss"]] for m in log.evals]
     if any(loss is None for _, loss in evals):
-        raise RunError("the run", "a held-out loss is not finite", "take a smaller optim.lr")
+        raise RunError("the run", "a held-out loss is not finite", "lower optim.lr")
     return {
         "held_out": evals[-1][1], "evals": evals, "eval_targets": log.evals[-1]["eval_target_tokens"],
         "tokens_per_s": [m["tokens_per_s"] for m in log.steps[1:] or log.steps],

@@ -160,13 +160,13 @@ def read_records(folder: Path) -> list[Record]:
 def _read(folder: Path, parse: Callable[[str], R]) -> list[R]:
     path = folder / RECORDS
     if not path.is_file():
-        raise DataError(f"the records of {folder}", f"no {RECORDS}", "name a folder that `optrush bench` has written")
+        raise DataError(f"the records of {folder}", f"no {RECORDS}", "name a folder written by `optrush bench`")
     records = []
     for number, line in enumerate(read_text(path).splitlines(), 1):
         try:
             records.append(parse(line))
         except (ValueError, TypeError) as error:
-            raise DataError(f"{path}:{number}", f"no record: {error}", "run the ladder into another folder") from None
+            raise DataError(f"{path}:{number}", f"not a record: {error}", "run the ladder with another --out") from None
     return records
 
 

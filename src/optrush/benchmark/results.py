@@ -234,10 +234,10 @@ def drifted(proof: Mapping[str, Any], allowed: Mapping[str, float], usual: float
         return None
     for series, name in (("losses", "losses"), ("gradient norms", "grad_norms")):
         if _difference(again[name][0], proof[name][0]) > allowed[series]:
-            return f"wrong: after the timed steps its {series} are others than before, from the same start"
+            return f"wrong: after the timed steps its {series} differ from those before, from the same start"
     angle = cosine(again.get("gradient"), proof.get("gradient"))
     if angle is not None and 1 - angle > max(usual, allowed.get("gradients", math.inf)):
-        return "wrong: after the timed steps its gradients are others than before, from the same start"
+        return "wrong: after the timed steps its gradients differ from those before, from the same start"
     return None
 
 
@@ -260,11 +260,11 @@ def wrong(proof: Mapping[str, Any] | None, losses: Sequence[float | None]) -> st
         return f"wrong: {proof['of']} are not finite"
     if proof["of"] == PROGRESS:
         return (
-            f"wrong: it learns less: its loss falls by {1 - proof['worst']:.0%} of what that of "
-            f"`{proof['against']}` falls by, at this learning rate"
+            f"wrong: it learns less: its loss falls by {1 - proof['worst']:.0%} of the fall of "
+            f"`{proof['against']}`, at this learning rate"
         )
     return (
-        f"wrong: {proof['of']} lie {proof['worst']:.2g} (relative) from those of `{proof['against']}`, "
+        f"wrong: {proof['of']} differ by {proof['worst']:.2g} (relative) from `{proof['against']}`, "
         f"allowed {proof['tolerance']:.0e}"
     )
 
@@ -285,7 +285,7 @@ def slow(after: Figures, before: Figures, alone: bool) -> str | None:
         return None
     less = after.peak_bytes < before.peak_bytes * (1 - SMALLER_UNPREDICTED)
     if ratio < SLOW_UNPREDICTED and not less and not alone:
-        return f"slower than it may be: {ratio:.2f}x of `since`, and no smaller"
+        return f"slower than it may be: {ratio:.2f}x of `since`, and no less memory"
     return None
 
 
@@ -305,7 +305,7 @@ def idle(after: Figures, before: Figures) -> str | None:
     steady = after.memory_kind != "rss" or not _once(after, before)  # as with SLOW_ONCE; a GPU has fewer slow moments
     if steady and predicted is not None and predicted > PROMISED_SPEED and same and not faster(after, before):
         ratio = after.tokens_per_s / before.tokens_per_s
-        return f"no effect: {ratio:.2f}x of `since`, predicted {predicted:.2f}x, and the memory is the same"
+        return f"no effect: {ratio:.2f}x of `since`, predicted {predicted:.2f}x, with the same memory"
     return None
 
 
@@ -412,7 +412,7 @@ class BenchState:
     @property
     def again(self) -> str:
         """How a bench that was stopped goes on."""
-        return f"go on with: --resume (--out {self.out})"
+        return f"continue with: --resume (--out {self.out})"
 
     def required(self, rung: Rung) -> bool:
         """Return whether the bench ends if the rung is refused."""
@@ -506,7 +506,7 @@ def _record(state: BenchState, rung: Rung) -> Record:
         changes += f"; {note}"
     plan = state.plan(rung)
     if state.ladder.warmup == 0:
-        changes += "; its speed is that of first steps, which compile"
+        changes += "; its speed includes compiling"
         plan = {**plan, "predicted_tokens_per_s": None, "ceiling_s": {}}  # of steps that do not compile
     micro = first.get("micro_tokens", config.batch.micro_tokens)
     peer = {} if rung.peer is None else {"peer": {rung.peer.name: rung.peer.model_dump()}}
@@ -639,6 +639,6 @@ def _turned(state: BenchState, rung: Rung) -> Iterator[str]:
         allowed = max(limits[name]["gradients"], 0 if usual is None else 2 * (1 - usual))
         if 1 - angle > allowed:
             yield (
-                f"wrong: its gradients lie {1 - angle:.2g} (1 - cosine) from those of `{name}`, which "
+                f"wrong: its gradients differ by {1 - angle:.2g} (1 - cosine) from `{name}`, which "
                 f"promises the same maths, allowed {allowed:.2g}"
             )

@@ -176,13 +176,13 @@ def run_ladder(
     if written.quality is not None:
         check_quality(rungs[0].config, written.quality)
         if at_once > 1 and (many := [r.name for r in rungs if r.ranks > 1]):
-            found = f"`{many[0]}` has several ranks, which need the GPUs for themselves"
-            raise ConfigError(f"--at-once {at_once}", found, "leave --at-once out")
+            found = f"`{many[0]}` has several ranks, which need all GPUs"
+            raise ConfigError(f"--at-once {at_once}", found, "remove --at-once")
         state_of, exact = QualityState, True
         limit_s = limit_s or (written.limit_s if "limit_s" in written.model_fields_set else math.inf)
     elif at_once > 1:
-        found = "the rungs are timed, which needs the machine for each alone"
-        raise ConfigError(f"--at-once {at_once}", found, "leave it out, or take a ladder with `quality`")
+        found = "the rungs are timed; each needs the machine alone"
+        raise ConfigError(f"--at-once {at_once}", found, "remove it, or use a ladder with `quality`")
     state = state_of(
         written, rungs, out, repeats or written.times, limit_s or written.limit_s, command, record.source(),
         record.machine(), predict=predict_rung, exact_limit=exact,
@@ -256,7 +256,7 @@ def lock_folder(out: Path, asked: str) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             do = "wait, or use another folder"
-            raise ConfigError(asked, "another bench or tune is running there", do) from None
+            raise ConfigError(asked, "another bench or tune is using it", do) from None
         yield
 
 
@@ -281,10 +281,10 @@ def _check_folder(state: BenchState, resume: bool) -> None:
     if out.exists() and not out.is_dir():
         raise ConfigError(asked, "it is a file", "use another folder")
     if not resume and out.is_dir() and any(out.iterdir()):
-        found = "results of a bench are there" if (out / RUNGS).is_dir() else "the folder is not empty"
-        raise ConfigError(asked, found, "resume it with --resume, or name another folder")
+        found = "it has results of a bench" if (out / RUNGS).is_dir() else "the folder is not empty"
+        raise ConfigError(asked, found, "resume it with --resume, or use another folder")
     if resume and not (out / RUNGS).is_dir():
-        raise ConfigError(f"{asked} --resume", f"no {RUNGS}/ there: nothing to resume", "leave --resume out")
+        raise ConfigError(f"{asked} --resume", f"no {RUNGS}/ in it: nothing to resume", "remove --resume")
     refuse_links(out, asked, (LOCK, RUNGS, RUNS, TRIES, RECORDS, "report.html", "speed.png", "memory.png", "loss.png"))
 
 
@@ -305,7 +305,7 @@ def _refuse(state: BenchState, board: ProgressBoard) -> None:
             if state.required(rung):
                 raise
             if rung.mode == "without" and not isinstance(error, _TooFew):
-                board.log(f"left out: `{rung.name}`, for {error.asked}: {error.found}")
+                board.log(f"skipped: `{rung.name}`: {error.asked}: {error.found}")
                 continue
             if isinstance(error, _TooFew) and state.leaves_out:
                 state.absent[rung.name] = error.found
@@ -315,7 +315,7 @@ def _refuse(state: BenchState, board: ProgressBoard) -> None:
     state.rungs = rungs
     for found in dict.fromkeys(state.absent.values()):
         names = ", ".join(f"`{name}`" for name, why in state.absent.items() if why == found)
-        board.log(f"left out, for {found}: {names}")
+        board.log(f"skipped ({found}): {names}")
 
 
 class _TooFew(NeedsError):
@@ -327,7 +327,7 @@ def _refuse_ranks(rung: Rung) -> None:
     devices = hardware.probe()
     if rung.ranks > len(devices) and devices and devices[0].kind == "cuda":
         found = f"this machine has {len(devices)} GPU{'s' * (len(devices) > 1)}"
-        raise _TooFew(f"`{rung.name}` on {rung.ranks} ranks", found, "run it where there are as many")
+        raise _TooFew(f"`{rung.name}` on {rung.ranks} ranks", found, "use a machine with more GPUs")
 
 
 def _device_of(rung: Rung) -> hardware.Device:
@@ -364,7 +364,7 @@ def _read_back(state: BenchState) -> None:
     known = {_file(state, rung, repeat): (rung, repeat) for rung in state.rungs for repeat in range(state.repeats)}
     files = {path.name: path for path in (state.out / RUNGS).glob("*.json")}
     if foreign := sorted(set(files) - set(known)):
-        raise ConfigError(asked, f"{RUNGS}/{foreign[0]} is of no rung of this ladder", do)
+        raise ConfigError(asked, f"{RUNGS}/{foreign[0]} belongs to no rung of this ladder", do)
     for name, (rung, repeat) in known.items():
         if name not in files:
             continue
@@ -372,11 +372,11 @@ def _read_back(state: BenchState) -> None:
             saved = json.loads(read_text(files[name]))
             digest, request, result = saved["digest"], saved["request"], saved["result"]
         except (ValueError, KeyError, TypeError):
-            raise ConfigError(asked, f"{RUNGS}/{name} is damaged", "delete it: it is measured again") from None
+            raise ConfigError(asked, f"{RUNGS}/{name} is damaged", "delete it to measure again") from None
         if digest != state.source["digest"]:
-            raise ConfigError(asked, "the package has changed since", "use another folder")
+            raise ConfigError(asked, "the package has changed", "use another folder")
         if request != _request(state, rung, repeat):
-            raise ConfigError(asked, f"`{rung.name}` was another configuration then", do)
+            raise ConfigError(asked, f"`{rung.name}` had another configuration", do)
         results = state.results.setdefault(rung.name, [])
         if len(results) == repeat:  # what follows a gap is measured again
             results.append(result)
@@ -466,7 +466,7 @@ def _result(
         folder = state.out / RUNS / Path(_file(state, rung, repeat)).stem
         run = rung.config.train
         length = f"{run.steps:,} steps" if run.steps else f"{run.epochs:g} epochs"
-        board.log(f"{rung.name}, seed {rung.config.seed + repeat}: begins, {length} (optrush report {folder})")
+        board.log(f"{rung.name}, seed {rung.config.seed + repeat}: starts, {length} (optrush report {folder})")
         return _whole_run(state, rung, request, folder, environment)
     if span is None:
         return run_worker(request, time_limit(state), rung.peer)
@@ -581,7 +581,7 @@ def run_worker(
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         seconds = time.monotonic() - start
-        late = f"{LATE} after {limit_s:g} s, and stopped (limit_s); --limit SECONDS allows more, of tune --budget"
+        late = f"{LATE} after {limit_s:g} s, and stopped (limit_s); raise --limit SECONDS, or --budget of tune"
         failed = next((r for r, code in enumerate(codes) if code), 0)  # the first rank that failed, else rank 0
         code = codes[failed]
         end = late if code is None else cause_of_death(code, read_text(logs[failed], "utf-8", "replace"))
@@ -613,10 +613,10 @@ def cause_of_death(code: int, stderr: str) -> str:
     """Describe why a process left no result, from its exit code and the last lines of its standard error."""
     last = " | ".join([line for line in stderr.splitlines() if line.strip()][-TAIL:])
     if code >= 0:
-        return f"it left without a result, exit code {code}: {last or 'standard error is empty'}"
+        return f"it ended without a result, exit code {code}: {last or 'standard error is empty'}"
     text = f"killed by signal {-code} ({signal.Signals(-code).name})"
     if -code == signal.SIGKILL:
-        text += ", most likely out of memory: that is how the system ends the largest process; nothing else was seen"
+        text += ", most likely out of host memory: the system kills the largest process"
     return text + (f": {last}" if last else "")
 
 

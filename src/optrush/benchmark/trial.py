@@ -129,7 +129,7 @@ def noise_draws(trainer: Trainer, plan: RunPlan, until: float) -> list[Draw]:
             _draw(trainer, plan, step, draws)
     if len(draws) < FEWEST_DRAWS:
         found = f"{len(draws)} steps with finite gradients of two micro-batches or more"
-        raise ConfigError("the gradient noise scale", found, "give more data, or a larger --budget")
+        raise ConfigError("the gradient noise scale", found, "use more data, or a larger --budget")
     return draws
 
 
@@ -244,8 +244,8 @@ def _race_steps(trainer: Trainer, plan: RunPlan, rates: Sequence[float], until: 
     grain = round(1 / STOPS[0])
     steps = min(plan.total, int(left_s / (most * step_s))) // grain * grain
     if steps < SHORTEST * grain:
-        asked, found = f"a race of {len(rates)} rates", f"time or data for {max(0, steps)} steps of each at most"
-        raise ConfigError(asked, found, f"at least {SHORTEST * grain} are needed: a larger --budget, or more data")
+        asked, found = f"a race of {len(rates)} rates", f"time or data for at most {max(0, steps)} steps per rate"
+        raise ConfigError(asked, found, f"raise --budget or add data: at least {SHORTEST * grain} are needed")
     return steps
 
 

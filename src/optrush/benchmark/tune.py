@@ -38,7 +38,7 @@ REPEATS, WARMUP, FEWEST, MOST = 3, 3, 4, 40  # processes of a setting; steps bef
 MEASURED_S = 60.0  # timed steps of all processes together
 NEAR = 0.9  # of the fastest speed so far, below which a setting is not measured again
 PROCESS_S, COMPILE_S = 12.0, 45.0  # of a process besides its steps, and of compiling; assumed, for the first estimate
-LATE = "not measured: longer than what is left of the budget"
+LATE = "not measured: it would exceed the budget"
 DROPOUT = "dropout"  # an option of techniques that decide what is learnt
 DRAWING = frozenset(c.name for c in ALL if c.draws)
 PLAN = "tune.json"  # the rungs, so that a tuning that goes on has the same ones
@@ -59,7 +59,7 @@ class TuneState(BenchState):
 
     @property
     def again(self) -> str:
-        return "the same command goes on"
+        return "run the same command to continue"
 
     def required(self, rung: Rung) -> bool:
         return False  # whatever cannot run here, another setting may
@@ -138,18 +138,18 @@ class Tuned:
         """Return the result in one line."""
         spent = f"{duration(self.spent_s)} spent"
         if late := sum(t.outcome == LATE for t in self.tried):
-            spent += f", {late} setting{'s' * (late > 1)} not measured for lack of time"
+            spent += f", {late} setting{'s' * (late > 1)} not measured: out of time"
         if self.winner == AS_IT_IS:
-            return f"the configuration stays as it is: nothing measured is faster beyond the spread, {spent}"
+            return f"the configuration stays unchanged: nothing measured is faster beyond the spread, {spent}"
         same = "the same losses"
         if self.proof is None:
             same = "nothing else to prove it against"
         elif self.proof.get("cosine") is not None:
             same = "the same gradients"
         if self.ratio is None or self.pays_back_s is None:
-            return f"`{self.winner}` runs where the configuration as it was does not, {same}, {spent}"
+            return f"`{self.winner}` runs, the original configuration does not, {same}, {spent}"
         paid = f"pays back after {duration(self.pays_back_s)}"
-        return f"{self.ratio:.2f}x of the configuration as it was, {same}, {spent}, {paid}"
+        return f"{self.ratio:.2f}x of the original configuration, {same}, {spent}, {paid}"
 
 
 def tune_config(
@@ -201,9 +201,9 @@ def check_out(out: Path) -> Path:
     """
     asked = f"--out {out}"
     if out.suffix not in (".yaml", ".yml"):
-        raise ConfigError(asked, "no name of a configuration", "name a file that ends in .yaml")
+        raise ConfigError(asked, "not a configuration's name", "use a name that ends in .yaml")
     if out.exists() and not read_text(out, "utf-8", "replace").startswith(MARK):
-        raise ConfigError(asked, "a file that no tuning wrote", "use another name")
+        raise ConfigError(asked, "a file not written by optrush tune", "use another name")
     if not out.absolute().parent.is_dir():
         raise ConfigError(asked, f"no folder {out.parent}", "create it, or use another")
     return out.with_suffix("")
@@ -222,7 +222,7 @@ def _refuse_folder(folder: Path) -> None:
     """Raise ConfigError for a folder with more in it than a tuning that was killed at once leaves."""
     begun = (folder / RUNGS, folder / f"{PLAN}.tmp")
     if folder.exists() and (not folder.is_dir() or any(path not in begun for path in folder.iterdir())):
-        found = f"{folder} exists and has no tuning"
+        found = f"{folder} exists without tuning records"
         raise ConfigError("a folder for the records", found, "delete it, or use another --out")
 
 
@@ -241,7 +241,7 @@ def _stored(folder: Path, config: Config, ranks: int) -> list[Rung] | None:
     except (ValueError, KeyError, TypeError, UserError):
         raise _unfit(folder, f"{PLAN} is damaged") from None
     if not same:
-        raise _unfit(folder, "they are of another configuration")
+        raise _unfit(folder, "they belong to another configuration")
     return _rungs(rungs)
 
 
@@ -278,7 +278,7 @@ def plan_rungs(config: Config, ranks: int = 1) -> tuple[list[Rung], tuple[str, .
     if ranks == 1 and _setting(plain) == own:
         return _rungs([(AS_IT_IS, None, ranks, _timed(config, steps)), *rungs]), ()
     if (why := _obstacle(plain)) is not None:
-        note = f"without the plain baseline ({why}): proved against the configuration as it is"
+        note = f"without the plain baseline ({why}): compared with the configuration itself"
         return _rungs([(AS_IT_IS, None, ranks, _timed(config, steps)), *rungs]), (note,)
     first: list[_Given] = [(BASELINE, None, 1, _timed(plain, 1)), (AS_IT_IS, BASELINE, ranks, _timed(config, steps))]
     return _rungs([*first, *rungs]), ()
@@ -293,7 +293,7 @@ def _obstacle(plain: Config) -> str | None:
     """Return why the plain baseline cannot be measured here."""
     try:
         decide(plain, ranks=1)
-        return None if search.predict(plain, ranks=1).fits else "by the plan it does not fit"
+        return None if search.predict(plain, ranks=1).fits else "the plan says it does not fit"
     except UserError as error:
         return f"{error.asked}: {error.found}"
 
@@ -364,7 +364,7 @@ def _result(state: TuneState, given: Config, out: Path, notes: tuple[str, ...]) 
     winner = max(usable, key=lambda name: usable[name], default=AS_IT_IS)
     if records and winner == AS_IT_IS and (own is None or own_wrong):
         found = "; ".join(f"{t.name}: {t.outcome}" for t in tried)
-        raise RunError("optrush tune", found, "make the configuration run first: optrush train CONFIG --dry-run")
+        raise RunError("optrush tune", found, "fix the configuration first: optrush train CONFIG --dry-run")
     proof = records[winner].proof if winner in records else None
     ratio = next(t.ratio for t in tried if t.name == winner)
     config = next(t.config for t in tried if t.name == winner)
@@ -406,7 +406,7 @@ def tune_number(config: Config, out: Path, kind: Literal["batch", "lr"], budget_
     """
     folder = check_out(out)
     if kind == "lr" and config.data.eval is None:
-        raise ConfigError("--lr", "no `data.eval`: rates race for the least held-out loss", "add data.eval: 0.1")
+        raise ConfigError("--lr", "no `data.eval`: rates compete for the lowest held-out loss", "add data.eval: 0.1")
     given, _ = _as_it_is(config, 1)
     given = decide(given).config  # with the rate of its method
     states, written = folder / "states", (f"{kind}.json", f"{kind}.png")
@@ -424,7 +424,7 @@ def tune_number(config: Config, out: Path, kind: Literal["batch", "lr"], budget_
     folder.mkdir(exist_ok=True)
     with runner.lock_folder(folder, f"the records in {folder}"):
         shutil.rmtree(states, ignore_errors=True)  # of a process that was killed
-        say(f"measuring {what}: at most {duration(budget_s)}, and the time to load")
+        say(f"measuring {what}: at most {duration(budget_s)} plus loading")
         try:
             result = _run_trial(request, kind, budget_s)
         finally:
@@ -465,7 +465,7 @@ Chosen = tuple[str, dict[str, Any], list[Series], str]  # a sentence, changes of
 def _batch(config: Config, result: Mapping[str, Any]) -> Chosen:
     if result["squared"] <= 0 or result["noise"] <= 0:
         found = f"after {len(result['running'])} steps the gradient cannot be separated from its noise"
-        raise RunError("the gradient noise scale", found, "measure for longer: --budget")
+        raise RunError("the gradient noise scale", found, "raise --budget")
     slots = result["noise"] / result["squared"] * result["slots_per_term"]
     micro = config.batch.micro_tokens
     least = micro if isinstance(micro, int) else config.batch.seq
@@ -484,15 +484,15 @@ def _rate(config: Config, result: Mapping[str, Any]) -> Chosen:
     legs, steps = result["legs"], result["steps"]
     best, rates = legs[-1], sorted({leg["rate"] for leg in legs})
     if best["loss"] is None:
-        raise RunError("a race of learning rates", "no rate has a finite held-out loss", "take a smaller optim.lr")
+        raise RunError("a race of learning rates", "no rate has a finite held-out loss", "lower optim.lr")
     sentence = (
         f"optim.lr: {best['rate']:.3g} (it was {config.optim.lr:.3g}), held-out loss {best['loss']:.4f} after "
         f"{best['step']} steps of {steps}"
     )
     if best["rate"] in (rates[0], rates[-1]):
-        sentence += "; at the end of the rates that raced: race again from there"
+        sentence += "; the best is at the edge of the range: run it again from there"
     if (first := min(leg["step"] for leg in legs)) < SURE:
-        sentence += f"; the first rates left after {first} steps: a longer race is surer"
+        sentence += f"; the first rates were dropped after {first} steps: a larger --budget is more reliable"
     points = {rate: [(leg["step"], leg["loss"]) for leg in legs if leg["rate"] == rate] for rate in rates}
     series = [Series(f"{rate:.3g}", sorted(points[rate])) for rate in rates]
     return sentence, {"optim.lr": best["rate"]}, series, "held-out loss"

@@ -48,7 +48,7 @@ from optrush.trainer.metrics import Meter, resident
 from optrush.trainer.run import batches, preflight
 from optrush.trainer.trainer import RunPlan, TrainedParam, Trainer, set_step, train
 
-UNPROVED = "no proof: none was asked for at this length"
+UNPROVED = "no proof: not requested at this length"
 ENDED = "the process ended under the profiler"
 PROFILED, PROFILED_S = 3, 1.0  # at most so many steps, and seconds of steps, are profiled, after another one
 SKETCH_WIDTH = 4093  # a prime: the values of one column of a matrix are added to many sums
@@ -250,21 +250,21 @@ def proof_window(
 ) -> tuple[list[Batch], str | None]:
     """Return the proof's micro-batches; or none, and why these documents cannot prove anything of this rung."""
     if any(t.local.is_meta for t in trainer.trained):
-        return [], "no proof: an engine keeps the weights, and timing could not begin with them again"
+        return [], "no proof: an engine keeps the weights and cannot restore them for timing"
     longest = int(DocumentList(documents, trainer.stream.source.parts).lengths().max())
     if longest > trainer.env.seq:
-        return [], f"no proof: the baseline's documents have up to {longest} tokens, a row here {trainer.env.seq}"
+        return [], f"no proof: the baseline's documents have up to {longest} tokens, a row here has {trainer.env.seq}"
     if trainer.stream.stored is not None:
-        return [], "no proof: what was stored of the teacher belongs to the run's own rows"
+        return [], "no proof: the stored teacher tokens belong to the run's own rows"
     settings = trainer.model.config.to_dict() if isinstance(trainer.model, HFModel) else {}  # ours has no dropout
     drops = [k for k, v in settings.items() if "drop" in k and isinstance(v, float) and v > 0]
     if drops:
-        reason = f"the model drops values at random ({', '.join(drops)}), so that two layouts differ by chance"
+        reason = f"the model drops values at random ({', '.join(drops)}), so two layouts differ randomly"
         return [], f"no proof: {reason}"
     window = lay_out(trainer, documents, most)
     if len(window) > 1 and Part.UPDATE in trainer.env.claimed:
         many = f"the baseline's documents take {len(window)} micro-batches"
-        return [], f"no proof: {many}, and this rung updates in each"
+        return [], f"no proof: {many}, and this rung updates after each"
     return window, None
 
 

@@ -76,7 +76,7 @@ def _beside(folder: Path) -> Iterator[tuple[Path, str, str]]:
         except UnicodeDecodeError:
             raise DataError(asked, f"{beside} is not UTF-8", "save it as UTF-8") from None
         if not caption:
-            raise DataError(asked, f"{beside} is empty", "write a caption there, or take the image out")
+            raise DataError(asked, f"{beside} is empty", "write a caption, or remove the image")
         yield path, ASKED, caption
 
 
@@ -98,7 +98,7 @@ def _listed(path: Path) -> Iterator[tuple[Path, str, str]]:
             raise DataError(asked, f"{path}:{number} has no text in {what}", do)
         if not (path.parent / name).is_file():
             raise DataError(
-                asked, f"{path}:{number} names {name}, which is not there", "correct the name, or add the file"
+                asked, f"{path}:{number} names {name}, which does not exist", "fix the name, or add the file"
             )
         yield path.parent / name, question if isinstance(question, str) and question else ASKED, caption
 
@@ -125,4 +125,4 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if isinstance(row, dict):
             yield number, row
         elif row is not None:
-            raise DataError(asked, f"{path}:{number} is no JSON object", "correct that line, or take it out")
+            raise DataError(asked, f"{path}:{number} is not a JSON object", "fix that line, or remove it")

@@ -78,10 +78,8 @@ def refuse(chat: Chat, controls: re.Pattern[str], where: RowLocation) -> None:
     for name, parts in named:
         for text in _texts(parts):
             if found := controls.search(text):
-                why = (
-                    f"{name} holds the text {found[0]}, which the tokenizer takes for its control token: a forged turn"
-                )
-                raise DataError(f"to learn from the messages at {where}", why, "take it out, or write it otherwise")
+                why = f"{name} holds the text {found[0]}, which the tokenizer reads as a control token: a forged turn"
+                raise DataError(f"to learn from the messages at {where}", why, "remove it, or write it differently")
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -95,8 +93,8 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(inner)
 
 
-NO_IMAGES = DataError("rows with images", "they are read by `optrush train` alone", "take rows of text")
-GIVE_TEMPLATE = "give one: `model.chat_template: chatml`, which is built in, or `model.chat_template: FILE.jinja`"
+NO_IMAGES = DataError("rows with images", "only `optrush train` reads images", "use rows of text")
+GIVE_TEMPLATE = "set `model.chat_template: chatml` (built in) or `model.chat_template: FILE.jinja`"
 TRAIN_ON = ("assistant", "last", "all", "answer", "last-answer")
 LONGEST_TEMPLATE_bytes = 64 * 2**10
 LONGEST_TEXT_bytes = 8 << 20  # of a row; a book has 1 MiB
@@ -184,7 +182,7 @@ class Tokens:
                         isinstance(p, Chat) and p.images for p in parts_of(row)
                     ):
                         asked, found, do = self.images.args
-                        raise DataError(f"{asked}, as that at {where}", found, do)
+                        raise DataError(f"{asked}, such as {where}", found, do)
                     own = [self._draft(part, train_on, where) for part in parts_of(row)]
                     for draft in own:
                         refuse_long(draft.text, f"the row at {where}")
@@ -220,8 +218,8 @@ class Tokens:
             return bad
         if (n := int((document.ids == self.images.token).sum())) != len(seen):
             mark = self.tokenizer.convert_ids_to_tokens(self.images.token)
-            found = f"{len(seen)} images, and {n} of {mark} in what the chat template writes"
-            return DataError(f"to render the messages at {where}", found, "give the base's own (model.chat_template)")
+            found = f"{len(seen)} images, but the chat template writes {mark} {n} times"
+            return DataError(f"to render the messages at {where}", found, "use the base's own (model.chat_template)")
         places, times = document.ids == self.images.token, np.ones(len(document), np.int64)
         times[places] = [image.tokens for image in seen]
         begin, ids = (times.cumsum() - times)[places].tolist(), np.repeat(document.ids, times)
@@ -393,13 +391,13 @@ class Tokens:
         try:
             source = self.tokenizer.get_chat_template(self._given, [] if tools else None)
         except ValueError as error:
-            found = "the tokenizer has no chat template, or several and no default"
+            found = "the tokenizer has no chat template, or several without a default"
             raise DataError("training on messages", found, GIVE_TEMPLATE) from error
         if not isinstance(source, str):
-            found = f"the tokenizer has {source!r}, no text"
+            found = f"the tokenizer's template is {source!r}, not text"
             raise DataError("the chat template", found, GIVE_TEMPLATE)
         if (size := len(source.encode())) > LONGEST_TEMPLATE_bytes:
-            found = f"{size} bytes; at most {LONGEST_TEMPLATE_bytes} are taken"
+            found = f"{size} bytes; the limit is {LONGEST_TEMPLATE_bytes}"
             raise DataError("the chat template", found, GIVE_TEMPLATE)
         source = source if self._today is None else _dated(source, self._today)
         frame = self.images.frame if isinstance(self.images, ImageReader) else ("", "")
@@ -412,32 +410,32 @@ class Tokens:
         if isinstance(row, Completion):
             if train_on.endswith("answer") and _never_ending(Message("assistant", row.completion)):
                 do = "add </think> where the thoughts end, or learn them, too (data.train_on: assistant)"
-                raise DataError(f"to learn the answer at {where}", "it begins with <think> and has no </think>", do)
+                raise DataError(f"to learn the answer at {where}", "it begins with <think> but has no </think>", do)
             seam = 0 if train_on == "all" else len(row.prompt)
             seam += thoughts_end(row.completion, row.completion, None) if train_on.endswith("answer") else 0
             return _Draft(where, row.prompt + row.completion, special=True, seam=seam)
         turns = answers(row, train_on)
         if not turns and train_on != "all":
-            found = "no answer of them is to be learnt"
-            raise DataError(f"to learn from the messages at {where}", found, "take them out")
+            found = "none of the answers is a target"
+            raise DataError(f"to learn from the messages at {where}", found, "remove them")
         try:
             rendered, spans = self.spans(row, turns, where, train_on in ("assistant", "answer"), train_on == "all")
         except RecursionError as error:
-            raise DataError(f"to mask the messages at {where}", "calls nested too deeply", "take them out") from error
+            raise DataError(f"to mask the messages at {where}", "calls nested too deeply", "remove them") from error
         if unknown := {stop for span in spans for stop in span.stops} - self._control - REASONING_MARKS:
             refuse(row, any_of(unknown), where)
         if train_on.endswith("answer"):
             said = [(rendered[s.start : s.end], row.messages[i]) for s, i in zip(spans, turns, strict=True)]
             if (n := next((i for i in turns if _never_ending(row.messages[i])), None)) is not None:
-                found = f"messages[{n}] begins with <think> and has no </think>"
+                found = f"messages[{n}] begins with <think> but has no </think>"
                 do = "add </think> where the thoughts end, or learn them, too (data.train_on: assistant)"
                 raise DataError(f"to learn the answers at {where}", found, do)
             begin = [thoughts_end(text, turn.content, turn.reasoning) for text, turn in said]
             spans = [s._replace(start=s.start + n) for s, n in zip(spans, begin, strict=True)]
         weights = tuple(row.messages[i].weight for i in turns)
         if train_on == "all" and any(m.weight not in (0, 1) for m in row.messages):
-            found = "a turn with a weight, where every token is learnt, the prompt's too"
-            raise DataError(f"to learn from the messages at {where}", found, "take data.train_on: assistant")
+            found = "a turn has a weight, but every token is a target (data.train_on: all)"
+            raise DataError(f"to learn from the messages at {where}", found, "set data.train_on: assistant")
         weights = weights if any(w != 1 for w in weights) and train_on != "all" else ()
         return _Draft(where, rendered, False, spans=tuple(spans), rest=train_on == "all", weights=weights)
 
@@ -586,12 +584,12 @@ class Tokens:
         if self._bos is not None and ids[:2].tolist() == [self._bos, self._bos]:
             writer = "tokenizer" if draft.special else "chat template"
             asked = f"to begin a document with one {self.tokenizer.convert_ids_to_tokens(self._bos)}"
-            do = f"take one out of the rows' text or the template: the {writer} writes one by itself"
+            do = f"remove one from the rows or the template: the {writer} adds one"
             raise DataError(asked, f"two of them; at {draft.where}: '{self.shown(ids.tolist())}'", do)
         targets[:1] = False
         if not ((len(ids) and targets[-1]) or targets.any()):  # the end of most rows is learnt, and `any` is slow
             asked = f"to learn from the row at {draft.where}"
-            raise DataError(asked, "no token of it would be learnt", "take it out")
+            raise DataError(asked, "it has no target token", "remove it")
         return Document(ids, targets, weights=weights)
 
     def _refuse_lost(self, draft: _Draft, encoding: Encoding | None) -> None:
@@ -624,7 +622,7 @@ class Tokens:
             self.lossy += 1
             return
         names = ", ".join(map(repr, sorted(set(lost))[:SHOWN]))
-        found = f"its answer would lose characters that the tokenizer has no token for: {names} ({len(lost)} in all)"
+        found = f"its answer would lose characters without a token: {names} ({len(lost)} in all)"
         do = "remove the row, or use a model whose tokenizer has them"
         raise DataError(f"to learn from the row at {draft.where}", found, do)
 
@@ -670,7 +668,7 @@ class Tokens:
         while last < len(ids) and ids[last] != stop:
             if ids[last] in self._ends and not span.closed:
                 other = self.tokenizer.convert_ids_to_tokens(int(ids[last]))
-                found = f"{other} follows an answer, {span.stops[0]} the last: it would never learn to stop there"
+                found = f"{other} follows an answer, {span.stops[0]} the last: the model would not learn to stop there"
                 raise DataError(asked, found, MEND_EARLIER)
             last = len(ids) if span.closed or draft.text[end : ends[last]].strip() else last + 1
         if last == len(ids):
@@ -693,8 +691,8 @@ def _covered(length: int, offsets: np.ndarray) -> np.ndarray:
 def refuse_long(text: str, asked: str) -> None:
     """Raise DataError for a text that takes gigabytes to tokenize: 130 bytes a byte of it."""
     if len(text) > LONGEST_TEXT_bytes // 4 and (size := len(text.encode())) > LONGEST_TEXT_bytes:
-        found = f"a text of {size / 2**20:.1f} MiB; at most {LONGEST_TEXT_bytes >> 20} MiB are tokenized as one row"
-        raise DataError(f"to tokenize {asked}", found, "split it into rows; of a text file: data.text_rows: paragraph")
+        found = f"a text of {size / 2**20:.1f} MiB; the limit for one row is {LONGEST_TEXT_bytes >> 20} MiB"
+        raise DataError(f"to tokenize {asked}", found, "split it; for a text file set data.text_rows: paragraph")
 
 
 @contextmanager
@@ -705,8 +703,8 @@ def tokenizing(asked: str) -> Iterator[None]:
     except BaseException as error:
         if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
-        do = "add the token to the vocabulary in tokenizer.json, correct tokenizer_class in tokenizer_config.json, "
-        do += "or name another tokenizer: model.tokenizer"
+        do = "add the token to the vocabulary in tokenizer.json, fix tokenizer_class in tokenizer_config.json, "
+        do += "or use another tokenizer: model.tokenizer"
         raise DataError(f"to tokenize {asked}", f"the tokenizer fails: {one_line(str(error))}", do) from None
 
 
@@ -752,6 +750,4 @@ def _split(engine: Tokenizer, text: str) -> list[tuple[int, str]]:
     return list(zip(found.ids, found.tokens, strict=True))
 
 
-AS_STORED = (
-    "set tokenizer_class: PreTrainedTokenizerFast in the base's tokenizer_config.json to train as that file reads"
-)
+AS_STORED = "set tokenizer_class: PreTrainedTokenizerFast in the base's tokenizer_config.json to train with that file"

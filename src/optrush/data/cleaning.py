@@ -96,7 +96,7 @@ class Cleaned:
         """Return the counts in a line."""
         taken = [f"{f['name']} {f['taken']:,}" for f in self.record["filters"] if f["taken"]]
         taken += [f"bad {self.record['bad']['rows']:,}"] if self.record["bad"]["rows"] else []
-        stay = f"{self.record['kept']['rows']:,} of {self.record['rows']:,} rows stay"
+        stay = f"{self.record['kept']['rows']:,} of {self.record['rows']:,} rows remain"
         return stay + (f"; taken by {', '.join(taken)}" if taken else "")
 
 
@@ -134,7 +134,7 @@ def clean_files(
     tokenizer = None
     if settings.tokens is not None:
         if tokens is None:
-            do = "name the model whose tokenizer counts: `model: DIR`"
+            do = "name a model; its tokenizer counts: `model: DIR`"
             raise ConfigError("`data.clean.tokens`", "no tokenizer", do)
         tokenizer = tokens.tokenizer.backend_tokenizer.to_str()
     judging = [] if settings.decontaminate is None else find_files(settings.decontaminate, cache)
@@ -190,19 +190,19 @@ def check_settings(settings: Cleaning) -> None:
     for i, one in enumerate(settings.items):
         name = f"`data.clean.items[{i}]`"
         if one.bounds is None and one.rarest is None:
-            raise ConfigError(name, "neither `bounds` nor `rarest`", "give one of them")
+            raise ConfigError(name, "neither `bounds` nor `rarest`", "set one of them")
         if one.field == WHOLE and one.pattern is None:
-            do = 'define an item of the text, `pattern: "^- (.+)$"`, or name another `field`'
+            do = 'define items of the text, `pattern: "^- (.+)$"`, or use another `field`'
             raise ConfigError(name, "the whole text as one item", do)
         if one.pattern is not None:
             try:
                 re.compile(one.pattern)
             except re.error as error:
                 asked = f"`data.clean.items[{i}].pattern: {one.pattern}`"
-                raise ConfigError(asked, f"not a regular expression: {error}", "correct it; in YAML quote it") from None
+                raise ConfigError(asked, f"not a regular expression: {error}", "fix it; quote it in YAML") from None
     if not filters(settings):
-        do = "name a filter: data.clean.chars, tokens, items, repeated_lines, language, exact_duplicates, ..."
-        raise ConfigError("`data.clean`", "no filter is asked for", do)
+        do = "add a filter: data.clean.chars, tokens, items, repeated_lines, language, exact_duplicates, ..."
+        raise ConfigError("`data.clean`", "no filter", do)
 
 
 def _check_libraries(settings: Cleaning) -> None:
@@ -216,7 +216,7 @@ def _check_libraries(settings: Cleaning) -> None:
         known = LanguageIdentifier.from_model_file(MODEL_FILE).labels
         for code in settings.language:
             if code not in known:
-                raise ConfigError(f"`data.clean.language: {code}`", "no code of a known language", nearest(code, known))
+                raise ConfigError(f"`data.clean.language: {code}`", "unknown language code", nearest(code, known))
 
 
 # --- the filters
@@ -304,7 +304,7 @@ def items_of(items: Items, row: Mapping[str, Any], text: str) -> list[str] | Non
                 texts = [m[1] if pattern.groups else m[0] for t in texts for m in pattern.finditer(t)]
         except TooLong:
             asked = f"`data.clean.items` with the pattern {items.pattern}"
-            raise ConfigError(asked, f"it takes longer than {MATCHING_s:g} s in a row", "simplify it") from None
+            raise ConfigError(asked, f"it takes longer than {MATCHING_s:g} s for one row", "simplify it") from None
     return [t for t in texts if t and t.strip()]
 
 
@@ -366,8 +366,8 @@ class _Entry(NamedTuple):
 
 def _measured(task: Task, parts: Sequence[Chunk], workers: int | None) -> Iterator[Measured]:
     def lost(part: Chunk, what: str) -> RunError:
-        asked = f"the measuring of {part.file} from row {part.first} on, for cleaning"
-        return RunError(asked, f"the process that did it {what}", "free memory, or clean a part of the files at a time")
+        asked = f"to measure {part.file} from row {part.first} on, for cleaning"
+        return RunError(asked, f"the process {what}", "free memory, or clean fewer files at a time")
 
     size = sum(part.file.stat().st_size if part.end is None else part.end - part.start for part in parts)
     workers = min(workers or tokenize.cores(), len(parts), size // WORKER_bytes)
@@ -492,7 +492,7 @@ def _batches(
                 raise raw
             row = schema.parse_row(where, raw, rules)
             if compared and any(isinstance(part, schema.Chat) and part.images for part in schema.parts_of(row)):
-                raise schema.bad_row(where, "it has images, and filters (data.clean) see its text alone")
+                raise schema.bad_row(where, "it has images; data.clean only filters text")
         except DataError as error:
             bad.append((place, error.found))
         else:
@@ -539,7 +539,7 @@ class Table:
         )
         if self._near_bytes > MOST_NEAR_bytes:
             found = f"more than {MOST_NEAR_bytes >> 30} GiB of memory for {len(self):,} rows"
-            do = "clean a part of the files at a time, or use a tool for terabytes, such as datatrove"
+            do = "clean fewer files at a time, or use a tool for terabytes, such as datatrove"
             raise NeedsError("`data.clean.near_duplicates`", found, do)
 
     def apply(self) -> Iterator[float]:
@@ -575,7 +575,7 @@ class Table:
             _, raw = next(self.reread([int(np.flatnonzero(alive)[0])]))
             name = f"`data.clean.items[{one.at}].field: {self.settings.items[one.at].field}`"
             known = ", ".join(list(raw)[:8])
-            raise DataError(name, f"no row has it; the first one has {known}", "name a key of the rows, dotted")
+            raise DataError(name, f"no row has it; the first row has {known}", "use a key of the rows, dotted")
 
     def _take_rare(self, one: Filter, alive: np.ndarray, number: int) -> None:
         """Take rows with an item that too few rows have; a row counts once for an item."""
@@ -708,8 +708,8 @@ class Table:
 
 
 def _changed(file: Path) -> DataError:
-    do = "clean it again when nothing writes to it"
-    return DataError(f"to clean {file}", "it changed while it was read", do)
+    do = "clean it again when no process writes to it"
+    return DataError(f"to clean {file}", "it changed during reading", do)
 
 
 def _stamp(file: Path) -> tuple[int, int]:

@@ -116,11 +116,11 @@ def index(path: Path, kept: np.ndarray | None, text_rows: str, size_bytes: int) 
     parts = list(islice(chunks(path, size_bytes, "line"), 1 if kept is None else None))
     suffix, _ = form(path) or ("", "")
     if suffix in TEXT and (mode := text_rows.partition(" ")[0]) != "line":
-        found = f"{path}, whose rows are `data.text_rows: {mode}`"
-        raise DataError("`data.stream`", found, "take data.text_rows: line, or leave data.stream out")
+        found = f"{path} with `data.text_rows: {mode}`"
+        raise DataError("`data.stream`", found, "set data.text_rows: line, or data.stream: false")
     if parts[0].end is None:
-        found = f"{path}: its rows cannot be read one by one, since it is compressed, a JSON list, or CSV"
-        raise DataError("`data.stream`", found, "leave data.stream out, or make it .jsonl or .parquet")
+        found = f"{path} is compressed, a JSON list or CSV: rows cannot be read one by one"
+        raise DataError("`data.stream`", found, "set data.stream: false, or convert it to .jsonl or .parquet")
     if suffix == PARQUET:
         import pyarrow.parquet
 
@@ -217,7 +217,7 @@ class Streamed:
 
     def documents(self, i: int = 0) -> Any:
         """Raise ConfigError: what other sources return is not known here."""
-        asked, found = "the samples of the data before it is read", "`data.stream`: no row is tokenized yet"
+        asked, found = "the samples before the data is read", "`data.stream`: no row is tokenized yet"
         raise ConfigError(asked, found, "leave data.stream out")
 
     lengths = targets = documents
@@ -254,7 +254,7 @@ class Streamed:
                 rows[before + n] = f, where, parsed, keys
         if len(rows) < len(set(numbers)):
             asked = f"a row of {', '.join(map(str, self.work.files[:3]))}"
-            raise DataError(asked, "it is not where it was", "leave the files alone while a run reads them")
+            raise DataError(asked, "it was moved or deleted", "do not change the files while a run reads them")
         return [rows[n] for n in numbers]
 
 
@@ -338,8 +338,8 @@ def probe_rows(
     whole = _whole(samples, tokens, train_on)
     if not any(document.targets.any() for made in documents for document in made):
         one = _show(tokens, samples[0], documents[0] or whole[0])
-        found = f"no token of them would be learnt; the first, {one}"
-        do = "raise batch.seq if answers are cut off, or choose what is learnt (data.train_on)"
+        found = f"they have no target token; the first, {one}"
+        do = "raise batch.seq if answers are cut off, or change data.train_on"
         raise DataError(f"to learn from the first {len(samples)} rows", found, do)
     if rows and truncated / rows > most_truncated:
         n = next((n for n, made in enumerate(documents) if sum(map(len, made)) < sum(map(len, whole[n]))), None)
@@ -361,9 +361,9 @@ def _stops(samples: Samples, documents: DocumentLists, whole: DocumentLists, tok
             ends = document.targets & ~np.append(document.targets[1:], False)  # the last token of each answer
             for stop in sorted(set(document.ids[ends].tolist()) - trained):
                 one = _show(tokens, samples[n], documents[n] or made)
-                asked = f"to learn to stop with {tokens.tokenizer.convert_ids_to_tokens(stop)}, as answers end"
-                found = f"it is learnt in none of the first {len(samples)} rows; one, {one}"
-                do = "raise batch.seq, so that answers are not cut off, or choose data.too_long: drop"
+                asked = f"to learn to stop with {tokens.tokenizer.convert_ids_to_tokens(stop)} at the end of answers"
+                found = f"it is a target in none of the first {len(samples)} rows; one, {one}"
+                do = "raise batch.seq, so that answers are not cut off, or set data.too_long: drop"
                 raise DataError(asked, found, do)
 
 
@@ -421,7 +421,7 @@ def read_sources(
         return reading.sources(only, only)
     local = isinstance(d.eval, str) and "://" not in d.eval
     if local and not (Path(str(d.eval)).exists() or glob.glob(str(d.eval), recursive=True)):
-        raise DataError(f"`data.eval: {d.eval}`", "no such file", "give a JSONL file, or a fraction such as 0.1")
+        raise DataError(f"`data.eval: {d.eval}`", "no such file", "use a JSONL file, or a fraction such as 0.1")
     limit, held_out = T if cut else None, None
     with _places(config) as (paths, origins):
         if isinstance(d.eval, str):
@@ -473,12 +473,12 @@ def _count_known(train: Source, held_out: Dataset, named: str | float | None) ->
     both = np.isin(held_out.digests(), train.digests())
     held_out.counts.known = int(both.sum())
     if both.all() and isinstance(named, str):
-        raise _trained_on(named, f"each of its {len(both)} documents is in data.path too")
+        raise _trained_on(named, f"all of its {len(both)} documents are in data.path")
 
 
 def _trained_on(named: str, found: str) -> DataError:
-    do = "hold out rows that are not trained on: name another file, or a fraction such as data.eval: 0.1"
-    return DataError(f"`data.eval: {named}`", f"{found}: what is memorised would look best", do)
+    do = "hold out rows that are not trained on: another file, or a fraction such as data.eval: 0.1"
+    return DataError(f"`data.eval: {named}`", f"{found}: the eval loss would reward memorisation", do)
 
 
 def held_rows(rows: int, fraction: float, seed: int, whole_texts: bool = False) -> np.ndarray:
@@ -489,9 +489,9 @@ def held_rows(rows: int, fraction: float, seed: int, whole_texts: bool = False) 
     """
     n = round(fraction * rows)
     if not 0 < n < rows:
-        do = "change the fraction so that both parts get a row, or name a file of held-out rows"
+        do = "change the fraction so that both parts get a row, or use a file of held-out rows"
         if whole_texts:
-            do = f"take data.text_rows: paragraph (or line), for each text file is one row; or {do}"
+            do = f"set data.text_rows: paragraph (or line): each text file is one row; or {do}"
         raise DataError(
             f"{fraction} of the data for evaluation (data.eval)", f"{rows} rows: this fraction gives {n}", do
         )
@@ -522,12 +522,12 @@ def _places(config: Config) -> Iterator[tuple[list[Path], list[tuple[int, float]
     origins = [(readers.find_files(origin.path, cache_root(d.cache)), origin.weight) for origin in d.origins]
     paths = [path for of, _ in origins for path in of]
     if d.separator is not None and not any((readers.form(path) or ("",))[0] in readers.CELLS for path in paths):
-        found = f"no {' or '.join(readers.CELLS)} file among the data: it separates nothing"
-        raise ConfigError(f"`data.separator: {d.separator}`", found, "leave it out")
+        found = f"no {' or '.join(readers.CELLS)} file in the data: it has no effect"
+        raise ConfigError(f"`data.separator: {d.separator}`", found, "remove it")
     first = {path.resolve(): i for i, path in reversed(list(enumerate(paths)))}
     if double := next((path for i, path in enumerate(paths) if first[path.resolve()] != i), None):
-        do = "name it once, with a weight if it shall be read more often"
-        raise DataError(f"training data from {double}", "two of the sources hold it", do)
+        do = "name it once, with a weight to read it more often"
+        raise DataError(f"training data from {double}", "two sources contain it", do)
     yield paths, [(len(of), weight) for of, weight in origins]
 
 
@@ -569,9 +569,9 @@ class _Reading:
         if any(isinstance(part, Completion) for part in parts) and self.maker.tokens.has_template():
             named: dict[str, str] = {name: key for key, name in d.columns.items()}
             ask, say = (named.get(name, name) for name in ANSWERED[:2])
-            line = f"`data.columns: {{{ask}: instruction, {say}: output}}` makes turns of them"
-            line = "messages instead of texts make turns of them" if self.config.objective != "sft" else line
-            self.say(f"the chat template is not used for rows of prompt and completion, as plain texts; {line}")
+            line = f"`data.columns: {{{ask}: instruction, {say}: output}}` makes them turns"
+            line = "use messages to train on turns" if self.config.objective != "sft" else line
+            self.say(f"the chat template is not used for rows of plain prompt and completion; {line}")
         shelf = self.maker.shards(first, work.files, T)
         self.parts, self.first = shelf.parts, Counts(rows=len(first), keys=shelf.keys)
         samples = list[tuple[RowLocation, Row]]()
@@ -622,8 +622,8 @@ class _Reading:
         for key, name in self.config.data.columns.items():
             if f"{key} -> {name}" not in keys and OTHER_KEYS not in keys:
                 there = [k for k in keys if " -> " not in k]
-                found = f"no row has {quoted(key)}" + (f"; not read are {listed(there)}" if there else "")
-                raise DataError(f"`data.columns: {{{key}: {name}}}`", found, "name a key of the rows, or leave it out")
+                found = f"no row has {quoted(key)}" + (f"; unread keys: {listed(there)}" if there else "")
+                raise DataError(f"`data.columns: {{{key}: {name}}}`", found, "use a key of the rows, or remove it")
 
     def evaluation(self, path: str, how: str) -> Dataset:
         """Return all of a file, to be evaluated on."""
@@ -638,7 +638,7 @@ class _Reading:
         """Return all that was read, with its counts in a line."""
         record, summary, fingerprint = self.cleaned, train.describe(), train.fingerprint
         if record is not None and not train.tokenized:
-            summary += f" ({record['rows'] - record['kept']['rows']} more cleaned away or bad)"
+            summary += f" ({record['rows'] - record['kept']['rows']} more filtered or bad)"
         keys, rows, of = train.counts.keys, train.counts.rows, "" if train.tokenized else "first "
         if held_out is not None and held_out is not train:
             summary += f"; held out: {held_out.describe()}"
@@ -646,7 +646,7 @@ class _Reading:
             keys, rows = keys + held_out.counts.keys, rows + (0 if of else held_out.counts.rows)
         summary += describe_keys(keys, f"the {of}{rows} rows")
         if any(isinstance(row, Chat | Pair | Judged) for _, row in self._first[0]) and self.maker.tokens.tagged():
-            summary += "; the chat template's generation tags are not read: data.train_on decides what is learnt"
+            summary += "; the chat template's generation tags are ignored: data.train_on selects the targets"
         names = sorted({name for origin in self.config.data.origins for name in readers.about(origin.path)})
         if names:
             summary += f"; not read as data: {', '.join(names)}"

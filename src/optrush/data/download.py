@@ -97,7 +97,7 @@ def _places(host: str, port: int | None) -> list[str]:
     found = [str(one[4][0]) for one in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     for one in found:
         if not is_outside(one):
-            raise ValueError(f"{quoted(host)} is {one}, an address of the own network; save the image beside the data")
+            raise ValueError(f"{quoted(host)} is {one}, an address of your network; save the image next to the data")
     return found
 
 
@@ -117,7 +117,7 @@ def download(address: str, most: int) -> bytes:
                 if left < 0:
                     raise ValueError(f"more than {most:,} bytes")
                 if answer.length and not web.late:
-                    raise ValueError(f"cut off, {answer.length:,} bytes before its end")
+                    raise ValueError(f"cut off {answer.length:,} bytes before its end")
         except (OSError, ValueError, HTTPException) as error:
             late = f"it takes more than {DOWNLOAD_s:g} s"
             raise ValueError(f"{quoted(address[:80])}: {late if web.late else first_line(error)}") from None

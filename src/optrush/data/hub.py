@@ -24,7 +24,7 @@ def fetch(asked: str, repository: str, configuration: str | None, split: str, ca
         NeedsError: no library `datasets`, or one that may run such code.
     """
     if cache is None:
-        raise DataError(asked, "no folder to keep it in", "name one (data.cache)")
+        raise DataError(asked, "no cache folder", "set data.cache")
     parts = (*repository.split("/"), *filter(None, [configuration]), quote(split, safe=""))
     file = cache / "hub" / f"{'--'.join(parts)}.parquet"
     if file.exists():
@@ -33,12 +33,12 @@ def fetch(asked: str, repository: str, configuration: str | None, split: str, ca
     try:
         import datasets
     except ImportError:
-        raise NeedsError(asked, "no library datasets, which fetches it", f"install it: {install}") from None
+        raise NeedsError(asked, "the library datasets is not installed", f"install it: {install}") from None
     if int(datasets.__version__.partition(".")[0]) < 4:
-        found = f"datasets {datasets.__version__}, which may run code of a repository"
+        found = f"datasets {datasets.__version__}, which may run a repository's code"
         raise NeedsError(asked, found, f"install a newer one: {install}")
     if Path(repository).exists():  # the library would read that instead
-        raise DataError(asked, f"a folder {repository} on this machine", "give its path without hub:, or rename it")
+        raise DataError(asked, f"a folder {repository} exists on this machine", "write it without hub:, or rename it")
     with tempfile.TemporaryDirectory(dir=cache_folder(file.parent)) as fresh:
         try:
             rows = datasets.load_dataset(repository, configuration, split=split)
@@ -69,10 +69,10 @@ def open_store(asked: str, url: str) -> tuple[Any, str]:
         store, root = fsspec.core.url_to_fs(url)
     except ImportError:
         library = LIBRARIES.get(kind, "fsspec")
-        found = f"no library {library}, which reads {kind}://"
+        found = f"the library {library}, which reads {kind}://, is not installed"
         raise NeedsError(asked, found, f"install it: python -m pip install {library}") from None
     except ValueError as error:
-        do = f"take one of {', '.join(f'{known}://' for known in ('s3', 'gs', 'hf', 'file'))}, or a local path"
+        do = f"use one of {', '.join(f'{known}://' for known in ('s3', 'gs', 'hf', 'file'))}, or a local path"
         raise DataError(asked, one_line(str(error)), do) from None
     return store, root
 
@@ -88,7 +88,7 @@ def fetch_remote(asked: str, url: str, cache: Path | None) -> Path:
         NeedsError: the library for that kind of address is missing.
     """
     if cache is None:
-        raise DataError(asked, "no folder to keep it in", "name one (data.cache)")
+        raise DataError(asked, "no cache folder", "set data.cache")
     store, root = open_store(asked, url)
     try:
         alone = not glob.has_magic(root) and store.isfile(root)
@@ -109,12 +109,12 @@ def fetch_remote(asked: str, url: str, cache: Path | None) -> Path:
                 with suppress(OSError):  # another process was faster
                     os.rename(Path(fresh, "whole"), folder)
     except FileNotFoundError:
-        raise DataError(asked, "no such file there", "check the address") from None
+        raise DataError(asked, "no such file", "check the address") from None
     except UserError:
         raise
     except Exception as error:  # of the store's library
         found = f"{type(error).__name__}: {scrubbed(one_line(str(error)))}"
-        raise DataError(asked, found, "check the address, the network and your rights there") from error
+        raise DataError(asked, found, "check the address, the network and your permissions") from error
     return folder / places[root] if alone else folder
 
 
@@ -123,8 +123,8 @@ def cache_folder(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
-            raise PermissionError(errno.EACCES, "no right to write there")
+            raise PermissionError(errno.EACCES, "no permission to write")
     except OSError as error:
-        do = "name another (data.cache)"
+        do = "set another data.cache"
         raise DataError(f"the cache folder {folder}", error.strerror or str(error), do) from error
     return folder

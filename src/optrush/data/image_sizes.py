@@ -71,7 +71,7 @@ class ImageSizes:
             ratio = max(height, width) / math.isqrt(self.most)
             high, wide = (int(n / ratio) if ratio > 1 else n for n in (height, width))
             if not high or not wide:
-                raise ValueError(f"{width} x {height} pixels, of which a side has none once the longest is reduced")
+                raise ValueError(f"{width} x {height} pixels: the short side vanishes once the longest is reduced")
             high, wide = (-(-n // self.factor) * self.factor for n in (high, wide))
         else:
             high, wide = self._within(height, width)
@@ -112,7 +112,7 @@ def sizes_of(hf: Any, given: Callable[[str], Any], least: int | None, most: int 
         low = int(least or size.get("shortest_edge") or given("min_pixels") or 4 * (patch * merge) ** 2)
         high = int(most or size.get("longest_edge") or given("max_pixels") or 1280 * (patch * merge) ** 2)
     elif spec.sizes == "one":
-        _no_bound(spec, least, most, "one size", "leave it out")
+        _no_bound(spec, least, most, "one size", "remove it")
         low = high = int(vision["image_size"]) ** 2
         if spec.merge:
             merge = int(vision["image_size"]) // patch // math.isqrt(int(hf.get(spec.merge, 256)))
@@ -121,11 +121,9 @@ def sizes_of(hf: Any, given: Callable[[str], Any], least: int | None, most: int 
             extra -= hf.get("vision_feature_select_strategy", "default") == "default"
     elif spec.sizes == "longest":
         if spec.projector == "mlp" and hf.get("vision_feature_select_strategy", "default") == "default":
-            found = (
-                "vision_feature_select_strategy 'default', which leaves a patch out of a tower without a class token"
-            )
-            raise NeedsError("the images of a pixtral tower", found, "write 'full' there, in config.json")
-        _no_bound(spec, least, None, "a longest edge, and no image is enlarged", "leave it out")
+            found = "vision_feature_select_strategy 'default', which drops a patch of a tower without a class token"
+            raise NeedsError("the images of a pixtral tower", found, "write 'full' in config.json")
+        _no_bound(spec, least, None, "a longest edge and enlarges no image", "remove it")
         merge = int(hf.get(spec.merge, 2)) if spec.merge else 1
         factor = patch * merge
         edge = int(size.get("longest_edge") or 1024) if most is None else math.isqrt(most) // factor * factor
@@ -133,7 +131,7 @@ def sizes_of(hf: Any, given: Callable[[str], Any], least: int | None, most: int 
         if edge < 1:
             raise _small(f"{most:,} (data.max_pixels)", factor**2)
     else:
-        _no_bound(spec, least, None, "the largest size within a number of tokens", "leave it out")
+        _no_bound(spec, least, None, "the largest size within a number of tokens", "remove it")
         merge = int(vision.get("pooling_kernel_size", 3))
         factor, soft = patch * merge, int(given("max_soft_tokens") or 280)
         if most is not None:
@@ -144,7 +142,7 @@ def sizes_of(hf: Any, given: Callable[[str], Any], least: int | None, most: int 
         low, high = factor**2, soft * factor**2
     if low > high:
         found = f"at least {low:,} (data.min_pixels), at most {high:,} (data.max_pixels) pixels"
-        raise NeedsError("the size of images", found, "give data.min_pixels and data.max_pixels, the first smaller")
+        raise NeedsError("the size of images", found, "set data.min_pixels below data.max_pixels")
     return ImageSizes(spec, patch, merge, low, high, extra)
 
 
@@ -155,4 +153,4 @@ def _no_bound(spec: TowerSpec, least: int | None, most: int | None, what: str, d
 
 
 def _small(found: str, least: int) -> NeedsError:
-    return NeedsError("the size of images", found, f"give data.max_pixels of at least {least:,}")
+    return NeedsError("the size of images", found, f"set data.max_pixels to at least {least:,}")

@@ -41,7 +41,7 @@ RENDERING = (
     TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, AssertionError,
     SyntaxError,
 )  # fmt: skip
-MEND = "fix the row, or give another template (model.chat_template)"
+MEND = "fix the row, or use another template (model.chat_template)"
 MEAN_RENDER_s = 0.25  # the slowest templates that are in use take 0.02 s for a long conversation
 MOST_BITS = 10_000  # of an integer that a template computes
 MOST_ERROR_chars = 200  # of a template's own error that is shown
@@ -99,14 +99,14 @@ class RenderLimits:
             self.left_s = min(self.seconds, self.left_s + MEAN_RENDER_s) - used
             slow, self.left_s = self.left_s < 0, self.seconds if self.left_s < 0 else self.left_s
             if slow and error is None:
-                raise _monstrous(f"{used:.1f} s of the processor a rendering; at most {MEAN_RENDER_s} s in the mean")
+                raise _monstrous(f"{used:.1f} s of CPU time per rendering; the limit is {MEAN_RENDER_s} s on average")
         if isinstance(error, MemoryError):
             raise _monstrous(f"more than {self.memory_bytes >> 20} MiB of memory") from None
 
     def _tick(self, *_: object) -> None:
         self._seen, self._ticks = self._begun, self._ticks + 1 if self._seen == self._begun else 0
         if self._ticks >= TICKS and self._start is not None:  # else nothing is rendered
-            raise _monstrous(f"more than {self.seconds:g} s of the processor")
+            raise _monstrous(f"more than {self.seconds:g} s of CPU time")
 
 
 TICKS = 10  # of the timer while a rendering takes as long as it may
@@ -115,7 +115,7 @@ LIMITS = RenderLimits(seconds=10, memory_bytes=1 << 30)
 
 def _monstrous(what: str) -> ConfigError:
     """Return the error of a template that takes too much; no bad row, for the template is at fault."""
-    return ConfigError("to render messages", f"the chat template takes {what}", "give another: model.chat_template")
+    return ConfigError("to render messages", f"the chat template takes {what}", "use another: model.chat_template")
 
 
 def _bounded(operate: Callable[[Any, Any], Any], bits: Callable[[int, int], int]) -> Callable[[Any, Any], Any]:
@@ -171,7 +171,7 @@ class Template:
             message = f"the chat template failed: {type(error).__name__}: {visible(str(error)[:MOST_ERROR_chars])}"
             raise DataError(f"to render the messages at {where}", message, MEND) from error
         if len(rendered) > LONGEST_RENDER_chars:
-            message = f"the chat template made {len(rendered)} characters; at most {LONGEST_RENDER_chars} are taken"
+            message = f"the chat template wrote {len(rendered)} characters; the limit is {LONGEST_RENDER_chars}"
             raise DataError(f"to render the messages at {where}", message, MEND)
         return rendered
 
@@ -295,15 +295,15 @@ def _json(arguments: Any) -> str:
 
 
 CHANGED = "the template changes the assistant's text, so it cannot be masked"
-NO_STOP = "no end-of-turn token follows the assistant's text: the model would never learn to stop"
-MEND_TEMPLATE = "give another template (model.chat_template), or train on all tokens (data.train_on: all)"
+NO_STOP = "no end-of-turn token follows the assistant's text: the model would not learn to stop"
+MEND_TEMPLATE = "use another template (model.chat_template), or train on all tokens (data.train_on: all)"
 KEEP_THOUGHTS = (
-    "write it into the content, between <think> and </think>; give a template that writes it (model.chat_template); or "
-    "learn without it: `data.columns: {{'messages[].{}': ignore}}`"
+    "write it into the content between <think> and </think>; use a template that writes it (model.chat_template); or "
+    "train without it: `data.columns: {{'messages[].{}': ignore}}`"
 )
 MEND_EARLIER = (
-    "train on the last answer only (data.train_on: last), on each as it would be asked for (data.split_turns: true), "
-    "or give another template (model.chat_template)"
+    "train on the last answer only (data.train_on: last), on each answer as its own row (data.split_turns: true), "
+    "or use another template (model.chat_template)"
 )
 MOST_TURNS = 1000  # if each turn needs a render of its own
 MOST_STEADY = 2000  # of which each is rendered with the turns before it
@@ -420,7 +420,7 @@ class Masker:
     def check_steady(self) -> None:
         """Raises DataError where later turns change how the template writes one of these: a prompt would differ."""
         if len(self._turns) > MOST_STEADY:
-            raise self._refused(f"{len(self._turns)} answers, each to be compared; at most {MOST_STEADY}", MEND_EARLIER)
+            raise self._refused(f"{len(self._turns)} answers to compare; the limit is {MOST_STEADY}", MEND_EARLIER)
         for i in self._turns:
             if i + 1 < len(self._chat.messages) and (changed := self._changes(i)):
                 alone, here = (visible(text)[:SHOWN_chars] for text in changed)
@@ -529,15 +529,15 @@ class Masker:
         between = [self.rendered[a.end : b.start] for a, b in pairwise(own)]
         same = [f.leaf for f in own] == leaves and {f.leaf for f in mine} == set(leaves) and between == pieces[3:-1:3]
         if not own or not same or not self.rendered.startswith(ending, own[-1].end):
-            raise self._refused(f"the template writes messages[{i}] otherwise once later turns follow", MEND_EARLIER)
+            raise self._refused(f"later turns change how the template writes messages[{i}]", MEND_EARLIER)
         stop = self._marks.last(ending)
         if stop is None or not usual or not (ending.endswith(usual) or self._ends(i, stop)):
             raise self._refused(NO_STOP)
         first, end = own[0].start, own[-1].end + len(ending)
         fitting = (len(h) for h in self._headers(i, header) if len(h) <= first and self.rendered.startswith(h))
         if (start := next(fitting, None)) is None:
-            found = f"the template begins messages[{i}] neither like a plain answer nor as it asks for one"
-            raise self._refused(f"{found}: where its header ends cannot be told")
+            found = f"the template's header of messages[{i}] matches neither a plain answer nor a generation prompt"
+            raise self._refused(f"{found}: the end of the header is unknown")
         for value in _scalars([call["function"]["arguments"] for call in self._chat.messages[i].calls]):
             if not any(form in self.rendered[start:end] for form in (str(value), json.dumps(value))):
                 raise self._refused(f"{CHANGED}: {json.dumps(value)} of messages[{i}].tool_calls is left out")
@@ -569,7 +569,7 @@ class Masker:
 
     def _slow(self) -> None:
         if len(self._turns) > MOST_TURNS:
-            raise self._refused(f"{len(self._turns)} answers, calls or trimmed texts among them; at most {MOST_TURNS}")
+            raise self._refused(f"{len(self._turns)} answers with calls or trimmed texts; the limit is {MOST_TURNS}")
 
     def _lost(self, k: int) -> DataError:
         turn, name, text = self._leaves[k]

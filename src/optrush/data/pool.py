@@ -170,7 +170,7 @@ class Pool(Generic[Item, Result]):
                 with suppress(ProcessLookupError):
                     os.kill(worker.pid, signal.SIGKILL)
                 _reaped(worker)
-                self._lose(worker, f"said nothing for {self._limit_s:g} s, and was ended")
+                self._lose(worker, f"gave no result for {self._limit_s:g} s and was stopped")
         self._feed()
         return bool(ready)
 
@@ -201,7 +201,7 @@ def _reaped(worker: Worker) -> int:
 
 def _ending(code: int) -> str:
     if code >= 0:
-        return f"ended with code {code} (what it said stands above)"
+        return f"ended with code {code} (its output is above)"
     return f"was killed by signal {-code}" + (" (out of memory?)" if code == -signal.SIGKILL else "")
 
 

@@ -103,7 +103,7 @@ def _unpacker(path: Path, packing: str) -> tuple[Callable[[], Any], tuple[type[E
         import zstandard
     except ImportError:
         do = "install it: python -m pip install 'optrush[zstd]'"
-        raise NeedsError(f"data from {path}", "no library zstandard, which unpacks it", do) from None
+        raise NeedsError(f"data from {path}", "the library zstandard, which unpacks it, is not installed", do) from None
     return zstandard.ZstdDecompressor().decompressobj, (zstandard.ZstdError,)
 
 
@@ -164,7 +164,7 @@ def lines(file: io.BufferedReader, size: int | None = None) -> Iterator[bytes | 
             left -= len(raw)
         yield None
     if size is not None and left > 0:
-        raise Damaged("a row is not where it was: the file is shorter than when its parts were counted")
+        raise Damaged("a row is missing: the file is shorter than when it was counted")
 
 
 BOM = b"\xef\xbb\xbf"
@@ -205,7 +205,7 @@ def _object(raw: bytes) -> dict[str, Any] | str:
 
 
 def _checked_object(value: Any) -> dict[str, Any] | str:
-    return value if isinstance(value, dict) else f"{kind_of(value)} where an object {{...}} belongs"
+    return value if isinstance(value, dict) else f"{kind_of(value)} instead of an object {{...}}"
 
 
 def _text(raw: bytes) -> dict[str, Any] | str:
@@ -300,13 +300,13 @@ def _cells(file: io.BufferedReader, usual: str, named: str) -> Rows:
                 wrong += [f"column {i + 1} has no name" for i, name in enumerate(cells) if not name.strip()]
                 wrong += [f"two columns are named {quoted(name)}" for name in cells if cells.count(name) > 1]
             if wrong:
-                raise Damaged(f"the first line is no header: {wrong[0]}")
+                raise Damaged(f"the first line is not a header: {wrong[0]}")
             continue
         row += 1
         if row == 1:
             _refuse_separator(header, cells, delimiter)
         if not wrong and len(cells) != len(header):
-            wrong.append(f"{len(cells)} cells under {len(header)} columns" if cells else "an empty line")
+            wrong.append(f"{len(cells)} cells for {len(header)} columns" if cells else "an empty line")
         if wrong == ["an empty line"]:
             blank.append((row, f"{wrong[0]} (line {first} of the file)"))
             continue
@@ -320,7 +320,7 @@ def _refuse_separator(header: list[str], cells: list[str], delimiter: str) -> No
     marks = (mark for mark in SEPARATORS if mark != delimiter and mark in header[0] and mark in "".join(cells))
     if len(header) == 1 and (other := next(marks, None)) is not None:
         named = "".join(f", or name it {suffix}" for suffix, mark in CELLS.items() if mark == other)
-        found = f"the header has one column, {quoted(header[0])}, which holds {SEPARATORS[other]}"
+        found = f"the header has one column, {quoted(header[0])}, which contains {SEPARATORS[other]}"
         raise Damaged(found, f"write `data.separator: {json.dumps(other)}`{named}")
 
 
@@ -496,12 +496,12 @@ def chunks(file: Path, size_bytes: int = 16 << 20, text_rows: str = "file") -> I
 
 def _checked(path: Path) -> tuple[str, str]:
     if path.is_dir():
-        raise DataError(f"rows from {path}", "a folder", "name a .jsonl file in it; of images: init --data FOLDER")
+        raise DataError(f"rows from {path}", "a folder", "name a .jsonl file in it; images: optrush init --data FOLDER")
     if not path.exists():
         raise DataError(f"rows from {path}", "no such file", "check the path")
     known = form(regular(path))
     if known is None:
-        do = f"name it by its content: {NAMES}"
+        do = f"rename it by its content: {NAMES}"
         raise DataError(f"rows from {path}", "an unknown suffix", do)
     return known
 
@@ -513,12 +513,12 @@ def _as_data_errors(path: Path) -> Iterator[None]:
     except Damaged as damage:
         raise DataError(f"rows from {path}", str(damage), damage.do) from damage
     except OSError as error:
-        do = "check the file and its rights"
+        do = "check the file and its permissions"
         raise DataError(f"rows from {path}", error.strerror or str(error), do) from error
 
 
 def _empty(path: Path) -> DataError:
-    return DataError(f"rows from {path}", "an empty file", "give a file with at least one row")
+    return DataError(f"rows from {path}", "an empty file", "use a file with at least one row")
 
 
 def _rows(chunk: Chunk, suffix: str, packing: str, text_rows: str) -> Rows:
@@ -603,7 +603,7 @@ def find_files(path: str, cache: Path | None = None) -> list[Path]:
         return _find(str(fetch_remote(asked, path, cache)) if "://" in path else path, asked, cache)
     except OSError as error:
         found = f"{error.strerror or error}: {error.filename or path}"
-        raise DataError(asked, found, "check the path and its rights") from error
+        raise DataError(asked, found, "check the path and its permissions") from error
 
 
 def _find(path: str, asked: str, cache: Path | None) -> list[Path]:
@@ -617,7 +617,7 @@ def _find(path: str, asked: str, cache: Path | None) -> list[Path]:
         return _one_split(asked, _together(asked, listed, "an empty folder"), place)
     if glob.has_magic(path):
         matches = [Path(name) for name in sorted(glob.glob(str(place), recursive=True))]
-        found = _together(asked, [file for file in matches if not file.is_dir()], "nothing that matches")
+        found = _together(asked, [file for file in matches if not file.is_dir()], "no match")
         return _one_split(asked, found, Path(os.path.commonpath([file.parent for file in found])))
     if HUB_ID.fullmatch(path) and form(place) is None and not place.parent.is_dir():
         return [_from_hub(path, cache)]
@@ -655,18 +655,18 @@ def _together(asked: str, files: list[Path], nothing: str) -> list[Path]:
         raise DataError(asked, nothing, "name a data file, a folder of some, or a glob")
     known = {file: format_ for file in files if (format_ := form(file))}
     if not known:
-        raise DataError(asked, f"no known kind of data: {_named(files)}", f"name them by their content: {NAMES}")
+        raise DataError(asked, f"no known kind of data: {_named(files)}", f"rename them by their content: {NAMES}")
     texts = [file for file, (suffix, _) in known.items() if suffix in TEXT]
     if texts and len(texts) < len(known):
         rows = [file for file in known if file not in texts]
         found = f"files of rows ({_named(rows)}) and files of plain text ({_named(texts)})"
-        do = "name one kind with a glob, such as folder/*.jsonl, or each as a source of its own"
+        do = "name one kind with a glob, such as folder/*.jsonl, or list each as a source"
         raise DataError(asked, found, do)
     plain: dict[Path, Path] = {}
     for file, (_, packing) in known.items():
         other = plain.setdefault(file.with_suffix("") if packing else file, file)
         if other != file:
-            raise DataError(asked, f"{other.name} and {file.name}: the same rows twice?", "take one of them away")
+            raise DataError(asked, f"{other.name} and {file.name}: the same rows twice?", "remove one of them")
     return list(known)
 
 
@@ -684,10 +684,10 @@ def _one_split(asked: str, files: list[Path], root: Path) -> list[Path]:
         return files
     rest = splits.get("train") or [file for file in files if file not in held_out]
     line = str(rest[0]) if len(rest) == 1 else f"[{', '.join(map(str, rest))}]" if rest else "FILE"
-    found = f"a data set's splits, of which {_named(held_out)} would be trained on"
+    found = f"splits of a data set: {_named(held_out)} would be trained on"
     line = line if len(rest) <= NAMED else str(rest[0])
     more = f", and data.eval: {held_out[0]}" if len(held_out) == 1 else ""
-    raise DataError(asked, found, f"name what to train on: data.path: {line}{more}; a list of all files takes all")
+    raise DataError(asked, found, f"name the training split: data.path: {line}{more}; or list all files to use all")
 
 
 def _splits(files: list[Path], root: Path, pattern: re.Pattern[str]) -> dict[str, list[Path]]:
@@ -709,7 +709,7 @@ def _from_hub(name: str, cache: Path | None) -> Path:
     asked = f"the data set {name} from the hub"
     match = HUB_SET.fullmatch(name)
     if match is None:
-        raise DataError(asked, "no name of a data set", "write hub:organisation/name[/configuration][:split]")
+        raise DataError(asked, "not a data set name", "write hub:organisation/name[/configuration][:split]")
     return fetch(asked, match[1], match[2], match[3] or "train", cache)
 
 
@@ -742,7 +742,7 @@ def _digests(files: Iterable[Path], cache: Path | None) -> list[str]:
                     raise changed_meanwhile(file)
                 fresh = True
         except OSError as error:
-            do = "check the file and its rights"
+            do = "check the file and its permissions"
             raise DataError(f"training data from {file}", error.strerror or str(error), do) from error
         found.append(str(known[key][-1]))
     if memory and fresh:
@@ -769,7 +769,7 @@ def record_files(paths: Iterable[str], cache: Path | None) -> list[dict[str, Any
 def record_changes(then: Iterable[Mapping[str, Any]], now: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return what differs between two records: a text for each file."""
     before, after = ({part["path"]: part for part in record} for record in (then, now))
-    changes = [f"{path} is not read any more" for path in before if path not in after]
+    changes = [f"{path} is no longer read" for path in before if path not in after]
     changes += [f"{path} was not read before" for path in after if path not in before]
     for path in before.keys() & after.keys():
         old, new = before[path], after[path]
@@ -780,7 +780,7 @@ def record_changes(then: Iterable[Mapping[str, Any]], now: Iterable[Mapping[str,
 
 def changed_meanwhile(file: Path) -> DataError:
     """Return the error of a file that changed after its contents were hashed."""
-    return DataError(f"to read {file}", "it changed meanwhile", "wait until it is complete, and start again")
+    return DataError(f"to read {file}", "it changed during reading", "wait until it is complete, and start again")
 
 
 def mark(file: Path) -> list[int]:

@@ -99,7 +99,7 @@ def ahead(make: Callable[[Number], Item], numbers: Iterable[Number], loading: Lo
 
     def lost(_: Number, what: str) -> RunError:
         if what.startswith("failed"):
-            do = "report it with the row, or read without data workers"
+            do = "report it with the row, or run without data workers"
             return RunError("the batches", f"a data worker {what}", do)
         do = "resume from the last checkpoint, if any: --resume auto"
         return RunError("the batches", f"a data worker died (it {what})", do)
@@ -143,9 +143,9 @@ def _late(seconds: float, workers: Sequence[int]) -> str:
                 stopped.append(str(worker))
     who = f"rank {rank} has waited" if ranks > 1 else "waited"
     if not stopped:
-        return f"{who} {seconds:.0f} s for the next batch; its data workers are at work, or blocked while they read"
+        return f"{who} {seconds:.0f} s for the next batch; its data workers are busy, or blocked in reading"
     names = f"data worker{'s' * (len(stopped) > 1)} (process {', '.join(stopped)})"
-    do = f"resume it: kill -CONT {' '.join(stopped)}; or end the run, which saves: SIGTERM"
+    do = f"resume it: kill -CONT {' '.join(stopped)}; or stop and save the run: SIGTERM"
     return f"{who} {seconds:.0f} s for the next batch: the {names} is stopped; {do}"
 
 
@@ -392,8 +392,8 @@ class LiveStream(Stream):
     def plan(self, epochs: float | None = None, steps: int | None = None) -> StreamPlan:
         """Return the length of a run of so many steps; raises ConfigError without them."""
         if steps is None:
-            found = "the number of steps is known only after all rows are tokenized"
-            do = "give train.steps, or leave data.stream out"
+            found = "the length of a stream is unknown"
+            do = "set train.steps, or data.stream: false"
             raise ConfigError(f"`train.epochs: {epochs:g}` with `data.stream`", found, do)
         return StreamPlan(steps, steps * self.rows, 0)
 
@@ -465,7 +465,7 @@ class LiveStream(Stream):
             progress.done(part.rows, part.rows)
         first = bisect_right(self._before, self._before[-1] - 1)  # windows without a row, one after the other
         if not samples and w - first >= self._windows:
-            raise DataError("`data.stream`", "no sample in any row", "look at the rows: optrush data show")
+            raise DataError("`data.stream`", "no row gives a sample", "look at the rows: optrush data show")
         return samples
 
     def _note(self, part: SampleChunk) -> None:
@@ -484,7 +484,7 @@ class LiveStream(Stream):
         if fresh := {key for key in counts.keys if " -> " not in key} - self._keys:
             self._keys |= fresh
             self.report(
-                f"not read: {', '.join(map(quoted, sorted(fresh)))}, first in the rows before row {counts.rows}"
+                f"unread keys: {', '.join(map(quoted, sorted(fresh)))}, first in the rows before row {counts.rows}"
             )
         if counts.rows // self.samples > epochs:
             self._describe()

@@ -406,7 +406,7 @@ def mismatched(samples: Dataset, T: int, how: str) -> Mismatched:
         i = int(np.flatnonzero(long)[0])
         raise overlong(samples.where(i), int(both_lengths(samples, prompts, own, other)[i]), T, pair=True)
     if long.all():
-        asked, found = "answers and mismatched ones in a row", f"all {n} are longer than {T} tokens"
+        asked, found = "answers and mismatched answers in a row", f"all {n} are longer than {T} tokens"
         raise DataError(asked, found, "raise batch.seq")
     keep = np.flatnonzero(~long)
     counts = replace(samples.counts)
@@ -438,7 +438,7 @@ def overlong(where: RowLocation, n: int, T: int, *, pair: bool, images: bool = F
     """Return the error of a row that is longer than T and must not be."""
     what, ways = ("pairs", "drop") if pair else ("documents", "split, drop or truncate")
     ways = "drop or truncate, or lower data.max_pixels" if images else ways
-    do = f"raise batch.seq, or choose data.too_long: {ways}"
+    do = f"raise batch.seq, or set data.too_long: {ways}"
     return DataError(f"{what} of at most {T} tokens (batch.seq)", f"{n} tokens at {where}", do)
 
 
@@ -446,7 +446,7 @@ def truncated_rows(truncated: int, rows: int, most: float, one: str = "") -> Dat
     """Return the error of more rows that lost their end than the share `most`; `one` shows one of them."""
     asked = f"at most {most:.1%} of the rows without their end (data.most_truncated)"
     found = f"{truncated} of {rows} rows ({truncated / rows:.1%}) are longer than batch.seq and truncated{one}"
-    return DataError(asked, found, "raise batch.seq, or choose data.too_long: drop or split")
+    return DataError(asked, found, "raise batch.seq, or set data.too_long: drop or split")
 
 
 def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
@@ -522,7 +522,7 @@ class Maker:
         shard, refused = shelf.add(made, most)
         if shard.highest >= self.vocab:
             do = "use the tokenizer that belongs to the model"
-            found = f"token {shard.highest}, and a model of {self.vocab} tokens"
+            found = f"token {shard.highest}, but the model has {self.vocab} tokens"
             raise DataError(f"to embed the tokens of {', '.join(map(str, shelf.files[:3]))}", found, do)
         if len(shard):
             self.suits(shard.parts, RowLocation(shelf.files[shard.files[0]], int(shard.lines[0])))
@@ -543,11 +543,11 @@ class Maker:
         """Raise DataError for a row of so many documents if the objective cannot learn from it."""
         asked, pairs = f"`objective: {self.config.objective}`", self.config.objective in PAIRED
         if parts > 1 and not pairs:
-            do = "give rows of messages, of prompt and completion, or of text; or take objective: dpo"
+            do = "use rows of messages, of prompt and completion, or of text; or set objective: dpo"
             raise DataError(asked, f"a pair of a chosen and a rejected answer at {where}", do)
         if parts == 1 and pairs:
-            found = f"a row at {where} that is no pair of a chosen and a rejected answer"
-            raise DataError(asked, found, 'give rows {"prompt": ..., "chosen": ..., "rejected": ...}')
+            found = f"the row at {where} is not a pair of a chosen and a rejected answer"
+            raise DataError(asked, found, 'use rows {"prompt": ..., "chosen": ..., "rejected": ...}')
 
 
 # --- What was read, in words.
@@ -557,9 +557,9 @@ def describe_keys(keys: Mapping[str, int], rows: str) -> str:
     """Return the keys that are not read, and those that `data.columns` names, with how many rows have each."""
     named = {key: n for key, n in keys.items() if " -> " in key and key != tokenize.LOSSY}
     unread = {key: n for key, n in keys.items() if " -> " not in key}
-    text = f"; not read, of {rows}: {listed(unread, unread)}" if unread else ""
+    text = f"; unread keys in {rows}: {listed(unread, unread)}" if unread else ""
     if lossy := keys.get(tokenize.LOSSY):
-        text += f"; {lossy} texts have characters that the tokenizer has no token for"
+        text += f"; {lossy} texts have characters without a token"
     return text + (f"; by data.columns: {listed(named, named)}" if named else "")
 
 
@@ -578,7 +578,7 @@ def describe_stream(c: Counts) -> str:
 
 def _losses(c: Counts) -> tuple[tuple[int, str], ...]:
     return (
-        (c.cleaned, "cleaned away"), (c.refused, "bad and set aside"), (c.too_long, "too long"),
+        (c.cleaned, "filtered out"), (c.refused, "bad and set aside"), (c.too_long, "too long"),
         (c.truncated, "truncated"), (c.dropped, "pieces dropped"), (c.targets_lost, "targets lost"),
         (c.marked, "with special tokens written in their text"), (c.known, "also trained on"),
     )  # fmt: skip

@@ -146,7 +146,7 @@ def row_rules(config: Config) -> RowRules:
     return RowRules(config.objective, tuple(data.columns.items()), tuple(data.roles.items()), compares)
 
 
-MEND = "fix that line, or take it out"
+MEND = "fix that line, or remove it"
 
 
 class _Bad(Exception):
@@ -343,8 +343,8 @@ def _stand_in(found: dict[str, Any], rules: RowRules) -> dict[str, Any]:
         to = next(iter(filled))
         answers = [key for key in found if key.lower() in ANSWERING and key != to and found[key] is not None]
         ways = [f"`data.columns: {{{answers[0]}: {to}}}`"] if answers and to in ("output", "completion") else []
-        ways += ["add the answer", "take grpo.rewards that compare with none: regex, length, a function"]
-        raise _Bad(f"a prompt without an answer, which the reward `{rules.compares}` compares with", "; or ".join(ways))
+        ways += ["add the answer", "use grpo.rewards without a reference: regex, length, a function"]
+        raise _Bad(f"a prompt without the answer that the reward `{rules.compares}` needs", "; or ".join(ways))
     return filled
 
 
@@ -378,9 +378,9 @@ def _judgement(row: Row, label: bool | None) -> Judged:
             raise _Bad("the row has 'chosen' and 'rejected' and a label; keep one")
         return Judged((row.chosen, row.rejected), (True, False))
     if not isinstance(row, Chat | Completion):
-        raise _Bad("a text, which has no answer to be judged")
+        raise _Bad("a text, without an answer to judge")
     if label is None:
-        raise _Bad("no 'label', true or false, says whether the answer is a good one")
+        raise _Bad("no 'label' (true or false) for the answer")
     return Judged((row,), (label,))
 
 
@@ -406,7 +406,7 @@ def _renamed(found: dict[str, Any], names: dict[str, str], place: str, noted: se
         noted.add(f"{place}{key} -> {name}")
         if name != IGNORE:
             if result.get(name) is not None:
-                raise _Bad(f"{quoted(place + key)} is {quoted(name)} by data.columns, which is there too")
+                raise _Bad(f"{quoted(place + key)} is {quoted(name)} by data.columns, but the row has that key, too")
             result[name] = found[key]
     return result
 
@@ -418,19 +418,19 @@ def _sign(found: dict[str, Any], objective: str) -> str:
         return "chosen" if signs[0] == "rejected" else signs[0]
     if not signs:
         keys = ", ".join(quoted(key) for key in list(found)[:8]) or "no keys"
-        raise _Bad(f"neither 'text' nor 'messages' nor another known kind is there, but {keys}", _mapping(found))
+        raise _Bad(f"no known format: the row has {keys}", _mapping(found))
     kinds = [sign for sign in signs if sign != "rejected" or "chosen" not in signs]
     if objective and "text" in kinds:
         kinds = ["text"] if objective == "pretrain" else [kind for kind in kinds if kind != "text"]
     if objective and len(kinds) == 2 and kinds[1] == "chosen" and found[kinds[0]] == found["chosen"]:
         kinds = kinds[1:] if objective in PAIRED else kinds[:1]  # the conversation is the chosen one
     if len(kinds) > 1:
-        reason = f"both {quoted(signs[0])} and {quoted(signs[-1])}; which one is meant cannot be known"
-        line = f"leave one out: `data.columns: {{{signs[-1]}: ignore}}`"
+        reason = f"both {quoted(signs[0])} and {quoted(signs[-1])}: ambiguous"
+        line = f"ignore one: `data.columns: {{{signs[-1]}: ignore}}`"
         if kinds[1] in ("chosen", "rejected") and objective in COMPARED:
             chosen = found.get("chosen")
             whole = isinstance(chosen, list) and len(chosen) > 1  # with the prompt in it
-            line = f"leave one out: `data.columns: {{{signs[0]}: ignore}}`"
+            line = f"ignore one: `data.columns: {{{signs[0]}: ignore}}`"
             line = line if whole else f"is {quoted(signs[0])} the prompt? `data.columns: {{{signs[0]}: prompt}}`"
         raise _Bad(reason, f"{line}, or fix that line")
     return "chosen" if kinds[0] == "rejected" else kinds[0]
@@ -465,16 +465,14 @@ def _mapping(found: dict[str, Any]) -> str:
         return "images with captions: file_name, question, caption in metadata.csv; then optrush init --data FOLDER"
     if ask is None or answer is None:
         kinds = "text; messages; instruction, output; prompt, completion; prompt, chosen, rejected"
-        return f"{MEND}; or name its keys (data.columns: {{KEY: text}}) after those of a known kind: {kinds}"
+        return f"{MEND}; or map its keys to a known format (data.columns: {{KEY: text}}): {kinds}"
     names = {ask: "instruction", answer: "output"}
     for key in found:
         to = "system" if BEFORE.get(key.lower()) == "system" else "input"
         if key.lower() in BEFORE and found[key] is not None and to not in names.values():
             names.setdefault(key, to)
     changed = ", ".join(f"{key}: {name}" for key, name in names.items() if key != name)
-    return (
-        f"as a question and its answer: `data.columns: {{{changed}}}`; or name them after another kind (docs/data.md)"
-    )
+    return f"map them as question and answer: `data.columns: {{{changed}}}`; or as another format (docs/data.md)"
 
 
 def _row(found: dict[str, Any], sign: str, rules: RowRules, unread: set[str]) -> Row:
@@ -500,16 +498,16 @@ def _refuse_foreign(found: dict[str, Any], keys: set[str], sign: str, row: Row, 
         value, says = found[key], FOREIGN.get(key.lower())
         if value is None or value in ("", [], {}):
             continue
-        reason, ways = ", which is not read and would change what is learnt", list[str]()
-        ignored = f"leave the key out: `data.columns: {{{key}: ignore}}`"
+        reason, ways = ": unsupported key; it would change the loss mask", list[str]()
+        ignored = f"ignore the key: `data.columns: {{{key}: ignore}}`"
         if says == "mask":
             harmless = _flag(value) is True  # 1 and true
         elif sign == "text" or says is None:
             harmless = True
         elif says == "judgement":
             harmless = sign == "chosen" or (_flag(value) is None and key == "label")
-            reason = ": a judged answer, which must not be learnt as if it were a good one"
-            ignored = f"take bad answers out, then {ignored}"
+            reason = ": a judged answer; training would treat it as good"
+            ignored = f"remove bad answers, then {ignored}"
         else:
             harmless = says == "text" and _is_in(value, row_text(row))
             to = _column(key.lower(), sign)
@@ -534,7 +532,7 @@ def _hint(found: dict[str, Any], sign: str) -> str:
         if to is not None and found[key] is not None and found.get(to) is None:
             return f"{MEND}; is {quoted(key)} its {to}? `data.columns: {{{key}: {to}}}`"
     if "system" in found and found.get("prompt") is None and isinstance(found.get("chosen"), str):
-        return f"{MEND}; or read its texts alone: `data.columns: {{system: ignore}}`"
+        return f"{MEND}; or read only its texts: `data.columns: {{system: ignore}}`"
     return ""
 
 
@@ -621,7 +619,7 @@ def _pair(found: dict[str, Any], rules: RowRules, unread: set[str]) -> Pair:
         common = os.path.commonprefix([chosen.completion, rejected.completion])  # noqa: RUF071 - of characters
         n = max((i for i, char in enumerate(common, 1) if char.isspace()), default=0)  # words stay whole
         chosen, rejected = (
-            Completion(common[:n], _full(side.completion[n:], f"{name} behind what both begin with"))
+            Completion(common[:n], _full(side.completion[n:], f"{name} after the common prompt"))
             for name, side in (("chosen", chosen), ("rejected", rejected))
         )
     if isinstance(chosen, Chat) and isinstance(rejected, Chat):
@@ -670,7 +668,7 @@ def _after(chat: Chat, n: int, key: str) -> Chat:
 def _chat(messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...] = (), prompt: int = 0) -> Chat:
     answers = [message for message in messages[prompt:] if message.role == "assistant"]
     if not any(message.learnt for message in answers):
-        raise _Bad(f"no assistant turn{' is to be learnt' if answers else ''}: there is nothing to learn")
+        raise _Bad(f"no assistant turn{' is a target' if answers else ''}")
     return Chat(messages, tools, prompt)
 
 
@@ -678,7 +676,7 @@ def _with_system(found: dict[str, Any], turns: tuple[Message, ...], name: str) -
     """Return a row's turns after its `system`, if it has one."""
     system = _string(_given(found, "system", ""), "system")
     if system and turns[0].role == "system":
-        raise _Bad(f"both 'system' and a system turn in {name}; which one is meant cannot be known")
+        raise _Bad(f"both 'system' and a system turn in {name}: ambiguous")
     return (Message("system", system), *turns) if system else turns
 
 
@@ -690,7 +688,7 @@ def _tools(found: dict[str, Any]) -> tuple[dict[str, Any], ...]:
     for i, tool in enumerate(tools):
         inner = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
-            raise _Bad(f"tools[{i}] is no object with the name of a function")
+            raise _Bad(f"tools[{i}] is not an object with a function name")
     return tuple(tools)
 
 
@@ -706,7 +704,7 @@ def _turn_list(found: Any, name: str, sure: bool = True) -> Any:
         turns = decode_json(found.encode())
     except ValueError as error:
         if sure or TURNS.match(found):
-            raise _Bad(f"{name} looks like a list of turns as text, and is no JSON: {error}") from None
+            raise _Bad(f"{name} looks like a list of turns as text, but is not JSON: {error}") from None
         return found
     return turns if sure or (turns and all(map(_is_turn, turns))) else found
 
@@ -730,7 +728,7 @@ def _turns(found: Any, name: str, rules: RowRules, unread: set[str]) -> tuple[Me
     if not _list(found := _turn_list(found, name), name):
         raise _Bad(f"{name} is an empty list")
     if len(found) > MOST_TURNS:
-        raise _Bad(f"{name} has {len(found):,} turns; at most {MOST_TURNS:,} are read", "split it into several rows")
+        raise _Bad(f"{name} has {len(found):,} turns; the limit is {MOST_TURNS:,}", "split it into several rows")
     return tuple([_turn(turn, f"{name}[{i}]", rules, unread) for i, turn in enumerate(found)])
 
 
@@ -746,7 +744,7 @@ def _turn(found: Any, name: str, rules: RowRules, unread: set[str]) -> Message:
     role = rules.role_names.get(given)
     if role is None:
         reason = f"{name}.{said} is {quoted(given)}, not one of {', '.join(ROLE_NAMES)}"
-        raise _Bad(reason, f"say which it is: `data.roles: {{{given}: assistant}}`, or fix that line")
+        raise _Bad(reason, f"map the role: `data.roles: {{{given}: assistant}}`, or fix that line")
     content = found.get(content_key)
     if given == "function_call" and role == "assistant":
         at = f"{name}.{content_key}"
@@ -807,8 +805,8 @@ def _more(
         if strange:
             strange = not _is_in(value, _content(_given(found, named[1], ""), f"{name}.{named[1]}", unread))
         if strange or (CONTROL.search(lower) and _may_be_mask(value)):
-            reason = f"{name} has {quoted(key)}, which is not read and would change what is learnt"
-            do = f"fix that line, or leave the key out: `data.columns: {{'{_of_all(name)}.{key}': ignore}}`"
+            reason = f"{name} has the unsupported key {quoted(key)}; it would change the loss mask"
+            do = f"fix that line, or ignore the key: `data.columns: {{'{_of_all(name)}.{key}': ignore}}`"
             raise _Bad(reason, do)
         if value not in ("", [], {}):
             unread.add(f"{_of_all(name)}.{key}")
@@ -828,13 +826,13 @@ def _weight(found: dict[str, Any], role: str, name: str, objective: str) -> floa
         wrong = not isinstance(value, bool | int | float) or (value not in (0, 1) and key not in WEIGHTS)
         if wrong or (key in ("weight", "train") and isinstance(value, bool) != (key == "train")):
             one = "neither false nor true" if key == "train" else "neither 0 nor 1"
-            raise _Bad(f"{name}.{key} is {'no number from 0 on' if key in WEIGHTS else one}")
+            raise _Bad(f"{name}.{key} is {'not a number of 0 or more' if key in WEIGHTS else one}")
         if value and not LIGHTEST <= value <= HEAVIEST:
             raise _Bad(f"{name}.{key} is {value}, not 0 or a number from {LIGHTEST} to {HEAVIEST:,}")
         if value not in (0, 1) and objective not in ("", "sft"):
-            raise _Bad(f"{name}.{key} is {value}: a loss with weights is of `objective: sft`", "write 0 or 1 there")
+            raise _Bad(f"{name}.{key} is {value}: only `objective: sft` has weights", "write 0 or 1")
         if value and role != "assistant":
-            raise _Bad(f"{name}.{key}: a {role} turn is not learnt")
+            raise _Bad(f"{name}.{key}: a {role} turn is never a target")
     if len(set(given.values())) > 1:
         raise _Bad(f"{name}: {' and '.join(given)} contradict each other")
     return float(next(iter(given.values()), 1))
@@ -848,9 +846,9 @@ def _calls(found: Any, name: str, unread: set[str]) -> tuple[dict[str, Any], ...
         at = f"{name}[{i}]"
         inner = call.get("function") if isinstance(call, dict) else None
         if not isinstance(inner, dict) or call.get("type", "function") not in ("function", None):
-            raise _Bad(f"{at} is no call of a function: {{'type': 'function', 'function': {{'name', 'arguments'}}}}")
+            raise _Bad(f"{at} is not a function call: {{'type': 'function', 'function': {{'name', 'arguments'}}}}")
         if inner.get("arguments") is None and inner.get("parameters"):
-            raise _Bad(f"{at} has 'parameters' where 'arguments' belong")
+            raise _Bad(f"{at} has 'parameters' instead of 'arguments'")
         arguments = _given(inner, "arguments", {})
         if isinstance(arguments, str):  # of a call without parameters clients write an empty text
             arguments = _decoded(arguments, f"{at}.arguments") if arguments.strip() else {}
@@ -874,12 +872,12 @@ def _content(found: Any, name: str, unread: set[str], pictures: list[Picture] | 
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" and (pictures is None or kind not in IMAGE_PARTS):
             shown = quoted(str(kind)) if isinstance(part, dict) else kind_of(part)
-            raise _Bad(f"{name}[{i}] is {shown}, not a part of the type 'text'")
+            raise _Bad(f"{name}[{i}] is {shown}, not a part of type 'text'")
         if kind == "text" and len(part) > 2:
             _refuse(part, tuple(image_keys(part)), f"{name}[{i}]")
         for key in part.keys() - {"type", *(("text",) if kind == "text" else SOURCES)}:
             if CONTROL.search(key.lower()) and _may_be_mask(part[key]):
-                raise _Bad(f"{name}[{i}] has {quoted(key)}: a part of a turn is not learnt apart from the rest")
+                raise _Bad(f"{name}[{i}] has {quoted(key)}: parts of a turn have no loss mask of their own")
             if part[key] not in (None, "", [], {}):
                 unread.add(f"{_of_all(name)}.content[].{key}")
         if kind == "text":
@@ -895,7 +893,7 @@ def _content(found: Any, name: str, unread: set[str], pictures: list[Picture] | 
             raise _Bad(f"{name}[{i}]: the image {error}") from None
         texts.append(MARK)
     if pictures and sum(text.count(MARK) for text in texts) != len(pictures):
-        raise _Bad(f"{name} has the character U+{ord(MARK):04X}, which marks the places of images", "take it out")
+        raise _Bad(f"{name} has the character U+{ord(MARK):04X}, which marks the places of images", "remove it")
     return "".join(texts)
 
 

@@ -67,7 +67,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for i, key in enumerate(keys) if key in keys[:i])
-        raise ValueError(f"the key {quoted(twice)} stands twice in one object")
+        raise ValueError(f"the key {quoted(twice)} appears twice in one object")
     return found
 
 

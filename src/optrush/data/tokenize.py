@@ -253,7 +253,7 @@ class Builder:
 
 def mixed_kinds(where: object) -> DataError:
     """Return the error of data with pairs and other rows, of which different things are learnt."""
-    return DataError("pairs (chosen and rejected), or rows of other kinds", f"both, at {where}", "take one kind out")
+    return DataError("pairs (chosen and rejected), or rows of other kinds", f"both, at {where}", "remove one kind")
 
 
 def shard_digest(shard: Shard) -> str:
@@ -495,9 +495,9 @@ class ShardMaker:
 
 def no_room(folder: Path, error: OSError) -> DataError:
     """Return the error of a folder that cannot take the shards."""
-    do = "free some space there" if error.errno == errno.ENOSPC else "check the folder and its rights"
+    do = "free space" if error.errno == errno.ENOSPC else "check the folder and its permissions"
     asked = f"to keep the tokenised data in {folder}"
-    return DataError(asked, str(error.strerror), f"{do}, or name another: data.cache")
+    return DataError(asked, str(error.strerror), f"{do}, or set another data.cache")
 
 
 # --- All shards of some data.
@@ -663,8 +663,8 @@ def _remaining(
         return Missing(job, skip, len(pieces), [marks[file] for file, _ in job.chunks])
 
     def lost(item: Missing, what: str) -> DataError:
-        chunk, do = item.job.chunks[0][1], "start again: what is done is kept; `data.workers: 1` needs the least memory"
-        return DataError(f"to tokenise {chunk.file} from row {chunk.first} on", f"the process that did it {what}", do)
+        chunk, do = item.job.chunks[0][1], "start again: finished parts are kept; `data.workers: 1` needs least memory"
+        return DataError(f"to tokenise {chunk.file} from row {chunk.first} on", f"the process {what}", do)
 
     listed, ahead = tee(job for job in jobs(work.files, data.reading) if job.number >= first)
     todo = (missing(job) for job in progress.sized(ahead) if job.number not in store.whole)
@@ -738,7 +738,7 @@ def locked(folder: Path, say: Say) -> Iterator[None]:
                 except BlockingIOError:
                     if not reported and time.monotonic() - begun > QUIET_S:
                         reported = True
-                        say("waiting for another process that tokenises the same data")
+                        say("waiting for another process to tokenise the same data")
                     time.sleep(POLL_S)
             yield
     except OSError as error:

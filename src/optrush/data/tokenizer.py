@@ -92,13 +92,13 @@ def image_reader(config: Config, base: Path | None, tokenizer: Any) -> ImageRead
     spec = tower_spec(hf)
     assert spec is not None
     marks, frame = list[int](), ("", "")
-    asked, do = "to train on rows with images", "take the tokenizer that belongs to the base, or rows of text"
+    asked, do = "to train on rows with images", "use the base model's tokenizer, or rows of text"
     rows = text_config(hf).get("vocab_size")
     for n, (name, token) in enumerate(_image_tokens(base, hf, spec, tokenizer)):
         if not isinstance(token, int) or token not in tokenizer.added_tokens_decoder:
-            return DataError(asked, f"{name} {token!r} is no added token of the tokenizer", do)
+            return DataError(asked, f"{name} {token!r} is not an added token of the tokenizer", do)
         if n == 0 and rows is not None and token >= rows:
-            return DataError(asked, f"{name} {token}, and {rows:,} rows of the embedding", do)
+            return DataError(asked, f"{name} {token}, but the embedding has {rows:,} rows", do)
         marks += [token] if n else []
     if spec.frame == "text":
         begin, place, end = tokenizer.convert_ids_to_tokens([marks[0], image_token(hf), marks[1]])
@@ -156,7 +156,7 @@ def open_tokenizer(folder: Path) -> Any:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of its files: what is wrong in them decides the class of the exception
         if (wrong := _config_error(folder)) is not None:
-            raise NeedsError(f"{folder / 'config.json'}", reason(wrong), "correct that in config.json") from None
+            raise NeedsError(f"{folder / 'config.json'}", reason(wrong), "fix that in config.json") from None
         pieces = [file.name for file in folder.glob("*.model") if read_file(file)[:1] == b"\n"]  # a protobuf message
         if pieces and not (folder / "tokenizer.json").is_file():
             missing = [name for name in ("sentencepiece", "protobuf") if library(name) is None]
@@ -177,10 +177,10 @@ def _check_reading(folder: Path, marks: object) -> None:
     Args:
         marks: numbers that change with the files.
     """
-    asked, do = f"the tokenizer of {folder}", "download it again, or name another: model.tokenizer"
+    asked, do = f"the tokenizer of {folder}", "download it again, or use another: model.tokenizer"
 
     def lost(_: Path, what: str) -> Exception:
-        return NeedsError(asked, f"a process with limits of memory and time that read it {what}", do)
+        return NeedsError(asked, f"the process that read it (with limited memory and time) {what}", do)
 
     try:
         if check_sizes(folder):
@@ -220,10 +220,10 @@ def add_tokens(tokenizer: Any, tokens: tuple[str, ...]) -> tuple[str, ...]:
     for token in tokens:
         asked = f"`model.add_tokens`: {token!r}"
         if token != token.strip():
-            raise ConfigError(asked, "white space at its ends, which templates cut off", "leave it out")
+            raise ConfigError(asked, "leading or trailing white space, which templates strip", "remove it")
         if token in vocabulary and token not in added:
-            found = "a word of this tokenizer's vocabulary: every text that has it would be read otherwise"
-            raise ConfigError(asked, found, "take one that no text has, such as <|im_start|>")
+            found = "a word of this tokenizer's vocabulary: texts that contain it would tokenize differently"
+            raise ConfigError(asked, found, "use a string that no text contains, such as <|im_start|>")
     fresh = tuple(token for token in tokens if token not in vocabulary)
     given = [AddedToken(t, special=True, normalized=False) for t in fresh]
     for old in (added[t] for t in tokens if t in added and not added[t].special):
@@ -237,7 +237,7 @@ def add_tokens(tokenizer: Any, tokens: tuple[str, ...]) -> tuple[str, ...]:
                 ids = tokenizer.encode(around.format(token), add_special_tokens=False)
             if ids.count(own) != 1 or tokenizer.decode([own]) != token:
                 found = f"the tokenizer reads {around.format(token)!r} as {tokenizer.convert_ids_to_tokens(ids)}"
-                do = "take another, or a tokenizer that keeps special tokens whole (split_special_tokens: false)"
+                do = "use another, or a tokenizer that keeps special tokens whole (split_special_tokens: false)"
                 raise ConfigError(f"`model.add_tokens`: {token!r}", found, do)
     return fresh
 
@@ -250,7 +250,7 @@ def _refuse_moved(folder: Path, tokenizer: Any, tokens: tuple[str, ...]) -> None
     for token in tokens:
         own, there = tokenizer.convert_tokens_to_ids(token), again.convert_tokens_to_ids(token)
         if own != there:
-            found = f"its id is {own} while training, and would be {there} in the exported tokenizer"
+            found = f"its id is {own} in training but {there} in the exported tokenizer"
             raise NeedsError(f"`model.add_tokens`: {token!r}", found, "save the tokenizer with transformers 5 first")
 
 
@@ -283,7 +283,7 @@ def _template(given: str, tokenizer: Any) -> str:
     if path.is_dir() or not path.exists():
         if given == "chatml":
             return _chatml(tokenizer)
-        raise ConfigError(asked, "no such file", "name a file with a jinja template, or chatml")
+        raise ConfigError(asked, "no such file", "use a jinja template file, or chatml")
     try:
         return read_text(path, "utf-8-sig")  # without the byte order mark that some editors write
     except UnicodeDecodeError as error:
@@ -313,7 +313,7 @@ def _chatml(tokenizer: Any) -> str:
     """Return ChatML, with the begin-of-text token before it if the tokenizer writes one before every text."""
     if lacking := _lacking(tokenizer):
         found = f"the tokenizer has no special token {' and no '.join(lacking)}"
-        do = f'give it them: add_tokens: ["{START}", "{END}"] under model'
+        do = f'add them: add_tokens: ["{START}", "{END}"] under model'
         raise ConfigError("`model.chat_template: chatml`", found, do)
     bos = tokenizer.bos_token_id
     with tokenizing("a"):

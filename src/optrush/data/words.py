@@ -112,7 +112,7 @@ def _rules(source: dict[str, Any]) -> list[str]:
     """Return the expressions that split a text, one after the other; raises ValueError for other ways of splitting."""
     *steps, last = source.get("pretokenizers", [source])
     if last.get("type") != "ByteLevel" or last["add_prefix_space"] or not (steps or last["use_regex"]):
-        raise ValueError("no byte-level tokenizer, or one without words")
+        raise ValueError("not a byte-level tokenizer, or without words")
     rules = [GPT2] if last["use_regex"] else []
     for step in reversed(steps):
         if step["type"] == "Digits":

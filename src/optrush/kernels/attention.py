@@ -253,7 +253,7 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
         RuntimeError: torch's, where cuDNN has no kernel for these shapes, type or device.
     """
     if not documents.single:
-        do = "use varlen or sdpa attention, or one document a row"
+        do = "use varlen or sdpa attention, or one document per row"
         raise NeedsError("cuDNN attention", "rows of several documents", do)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     # The operator itself, not the dispatcher, so nothing else can run instead.

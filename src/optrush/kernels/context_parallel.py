@@ -96,7 +96,7 @@ def ring(share: Share) -> Attend:
 
     def passed(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
         if not documents.single:
-            raise NeedsError("ring attention", "rows of several documents", "take context:kind=gather or ulysses")
+            raise NeedsError("ring attention", "rows of several documents", "use context:kind=gather or ulysses")
         q, k, v = (t.to(compute_dtype(t)).transpose(1, 2) for t in (q, k, v))  # (B, heads, T/n, E)
         out: Tensor = _Ring.apply(q, k, v, share)  # type: ignore[no-untyped-call]
         return out.transpose(1, 2)

@@ -133,8 +133,8 @@ class AcrossRanks(_Kernel):
 def across_ranks(kernel: LossKernel, part: VocabularyPart) -> AcrossRanks:
     """Return a loss as the kernel's, for a head cut by rows of the vocabulary; NeedsError: a package has none."""
     if isinstance(kernel, Package):
-        asked, found = f"{kernel.function.__name__}'s loss kernel", "a vocabulary that is cut over ranks"
-        raise NeedsError(asked, found, "take fused-loss:impl=chunked")
+        asked, found = f"{kernel.function.__name__}'s loss kernel", "a vocabulary sharded over ranks"
+        raise NeedsError(asked, found, "use fused-loss:impl=chunked")
     return AcrossRanks(part=part, chunk=kernel.chunk if isinstance(kernel, Chunked) else None)
 
 

@@ -98,7 +98,7 @@ class Pages:
             page = self.lane.page(self.size)
         except RuntimeError:
             taken = self.allocated * self.size / GIB
-            raise MemoryError(f"{taken:.1f} GiB of host memory are taken, and the machine gives no more") from None
+            raise MemoryError(f"{taken:.1f} GiB of host memory in use, and no more available") from None
         self.allocated += 1
         return page
 

@@ -83,10 +83,10 @@ _TYPES: dict[tuple[str, Check], tuple[str, ...]] = {
         "model_type", "hidden_act", "hidden_activation", "activation_function", "scoring_func", "topk_method",
         "quant_method",
     ),
-    ("a type of torch such as bfloat16", lambda value: isinstance(value, str) and value in DTYPES): (
+    ("a torch dtype such as bfloat16", lambda value: isinstance(value, str) and value in DTYPES): (
         "torch_dtype", "dtype",
     ),
-    ("a list of texts", _list_of(_TEXT[1])): ("architectures", "layer_types", "mlp_layer_types"),
+    ("a list of strings", _list_of(_TEXT[1])): ("architectures", "layer_types", "mlp_layer_types"),
     ("a mapping", lambda value: isinstance(value, dict)): ("rope_scaling", "rope_parameters", "per_layer_config"),
 }  # fmt: skip
 _TYPE_OF = {key: kind for kind, keys in _TYPES.items() for key in keys}
@@ -110,7 +110,7 @@ def read_config_json(file: Path) -> dict[str, Any]:
     """
     do = "download the model again"
     if (size := file.stat().st_size) > MOST_BYTES:
-        raise ConfigError(f"{file}", f"{size} bytes, where a config.json has a few thousand", do)
+        raise ConfigError(f"{file}", f"{size} bytes; a config.json has a few thousand", do)
     try:
         hf = json.loads(read_file(file))
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one
@@ -131,11 +131,11 @@ def _check_types(tree: Mapping[str, Any], file: Path, path: str, depth: int) -> 
             raise ConfigError(f"{file}: {place}", one_line(repr(value), 120), f"give {place} {kind[0]}")
         for part in value if isinstance(value, list) else [value]:
             if type(part) is int and abs(part) >= 2**63:
-                do = "give it a number of 64 bits"
+                do = "write a 64-bit number"
                 raise ConfigError(f"{file}: {place}", f"a whole number of {part.bit_length()} bits", do)
         if isinstance(value, dict):
             if depth == DEEPEST:
-                raise ConfigError(f"{file}", f"more than {DEEPEST} mappings in each other", "download the model again")
+                raise ConfigError(f"{file}", f"more than {DEEPEST} nested mappings", "download the model again")
             _check_types(value, file, f"{path}{key}.", depth + 1)
 
 

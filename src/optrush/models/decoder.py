@@ -386,11 +386,11 @@ class Decoder(nn.Module):
         if name not in attention.ATTENTIONS:
             raise NeedsError(f"attention {name!r}", f"known: {', '.join(attention.ATTENTIONS)}", "choose one of them")
         if (cap := self.shape.score_cap) is not None and name != "masked":
-            found = f"attn_logit_softcapping {cap:g}, which its kernel does not have"
+            found = f"attn_logit_softcapping {cap:g}, which its kernel does not support"
             raise NeedsError(f"attention {name!r}", found, "use masked attention")
         if self.tower is not None and self.tower.mutual != "none" and name not in ("masked", "sdpa"):
-            found = "images whose placeholders read each other, those behind them too"
-            raise NeedsError(f"attention {name!r}", found, "take --with attention:impl=sdpa")
+            found = "bidirectional attention between image tokens"
+            raise NeedsError(f"attention {name!r}", found, "use --with attention:impl=sdpa")
         for block in self.blocks.values():
             assert isinstance(block, Block)
             block.attention = attention.ATTENTIONS[name]

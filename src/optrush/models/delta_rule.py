@@ -119,7 +119,7 @@ def fla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, documents: Doc
         NeedsError: not on CUDA.
     """
     if not v.is_cuda:
-        raise NeedsError("flash-linear-attention", f"tensors on {v.device.type}", "take attention:delta=plain")
+        raise NeedsError("flash-linear-attention", f"tensors on {v.device.type}", "use attention:delta=plain")
     B, T, H = g.shape
     q, k = (repeat_heads(x, H).reshape(1, B * T, H, -1) for x in (q, k))
     v, g, beta = v.reshape(1, B * T, H, -1), g.reshape(1, B * T, H), beta.reshape(1, B * T, H)

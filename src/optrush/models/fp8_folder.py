@@ -57,7 +57,7 @@ def write_fp8(folder: Path, to: Path) -> int:
                 module, text = name.removesuffix(".weight"), found is None or is_text(name, found)
                 leaf = module.rpartition(".")[2]
                 if text and ".layers." in name and t.dim() > 2 and "conv" not in leaf:
-                    why = f"{name} holds all experts of a layer, for which the format has no layout"
+                    why = f"{name} has all experts of a layer; the format has no layout for it"
                     raise NeedsError("`--to fp8`", why, "export with --to hf")
                 linear = t.dim() == 2 and module != name and module not in others and leaf != "embed_tokens"
                 block = _LINEAR.fullmatch(name) if linear and text else None

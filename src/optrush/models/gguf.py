@@ -63,7 +63,7 @@ def write_gguf(folder: Path, file: Path, kind: Kind, name: str) -> int:
     family = str(hf.get("model_type"))
     spec, written = FAMILIES.get(family), [name for name, each in FAMILIES.items() if each.gguf]
     if spec is None or not spec.gguf:
-        raise NeedsError(f"{family} as GGUF", "not written here", f"one of {', '.join(written)}; else export to hf")
+        raise NeedsError(f"{family} as GGUF", "not supported", f"one of {', '.join(written)}; else export to hf")
     shape, arch = ModelShape.read(hf), spec.gguf
     _refuse(shape, spec)
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[arch]])
@@ -101,7 +101,7 @@ def write_gguf(folder: Path, file: Path, kind: Kind, name: str) -> int:
     read = {t.name: t for t in gguf.GGUFReader(file).tensors}
     for new, values in tensors():
         if new not in read or not np.array_equal(read[new].data, gguf.quants.quantize(values, types[new])):
-            raise RunError(f"{file} is not the trained model: {new} was written otherwise than it is read")
+            raise RunError(f"{file} is not the trained model: {new} differs after reloading")
     return len(read)
 
 
@@ -129,14 +129,14 @@ def _refuse(shape: ModelShape, spec: FamilySpec) -> None:
     held = gguf.MODEL_TENSORS[gguf.MODEL_ARCH[spec.gguf]]
     kinds = [kind for kind, tensor in ROPE_KINDS.items() if not tensor or gguf.MODEL_TENSOR[tensor] in held]
     if shape.rope.kind not in kinds:
-        found = f"not written here, where GGUF files of {shape.family} get {', '.join(kinds)}"
+        found = f"not supported; GGUF files of {shape.family} support {', '.join(kinds)}"
         raise NeedsError(f"RoPE type {shape.rope.kind!r} as GGUF", found, "export to hf")
     if not spec.gguf_biases and (shape.qkv_bias or shape.o_bias or shape.mlp_bias):
-        raise NeedsError(f"{shape.family} as GGUF", "linears with biases, which have no place there", "export to hf")
+        raise NeedsError(f"{shape.family} as GGUF", "linears with biases, which the format lacks", "export to hf")
     fourth = tuple(range(UNROTATED - 1, shape.layers, UNROTATED))
     if spec.unrotated != "none" and shape.unrotated != fourth:
         found = f"layers {', '.join(map(str, shape.unrotated)) or 'none'} without rotary embedding"
-        raise NeedsError(f"{shape.family} as GGUF", f"{found}, where llama.cpp has each fourth", "export to hf")
+        raise NeedsError(f"{shape.family} as GGUF", f"{found}, llama.cpp expects every fourth", "export to hf")
 
 
 def _rope_factors(shape: ModelShape) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
@@ -209,7 +209,7 @@ def _write_tokenizer(writer: Any, folder: Path, vocabulary: int) -> None:
     engine = json.loads(read_file(file))
     words = engine["model"]
     if words.get("type") != "BPE" or words.get("byte_fallback"):
-        found = f"{words.get('type')}{' of sentencepiece' if words.get('byte_fallback') else ''}, no byte-level BPE"
+        found = f"{words.get('type')}{' of sentencepiece' if words.get('byte_fallback') else ''}, not byte-level BPE"
         raise NeedsError(asked, found, "export to hf, and convert it with llama.cpp's own script")
     tokens = [f"[PAD{i}]" for i in range(vocabulary)]
     types = [gguf.TokenType.UNUSED] * vocabulary
@@ -233,7 +233,7 @@ def _write_tokenizer(writer: Any, folder: Path, vocabulary: int) -> None:
     if len(ends) > MOST_ENDS:
         others = [i for i in others if tokens[i] not in ENDS_BY_TEXT]
     if len(others) >= MOST_ENDS:
-        found = f"{len(ends)} tokens that end an answer: {', '.join(tokens[i] for i in ends)}"
+        found = f"{len(ends)} end-of-answer tokens: {', '.join(tokens[i] for i in ends)}"
         raise NeedsError(asked, found, f"keep {MOST_ENDS} as eos_token_id in the base's generation_config.json")
     for role, i in zip(("eot", "eom"), others):
         special.special_token_ids[role] = i
@@ -254,4 +254,4 @@ def _splitting(engine: dict[str, Any], asked: str) -> str:
         return "llama-bpe" if engine["model"].get("ignore_merges") else "dbrx"  # equal rules, but whole words first
     if len(patterns) == 1 and _QWEN in patterns[0]:
         return "qwen2"
-    raise NeedsError(asked, f"words split by {patterns or first.get('type')}", "export to hf, and convert it elsewhere")
+    raise NeedsError(asked, f"words split by {patterns or first.get('type')}", "export to hf; convert that")

@@ -218,7 +218,7 @@ class HFModel(nn.Module):
             NeedsError: another name, or sdpa where scores are capped (transformers' sdpa leaves the cap out).
         """
         if name not in ATTENTIONS:
-            do = "choose one of them, or a model of a family that our own decoder represents"
+            do = "use one of them, or a model family of our own decoder"
             found = f"transformers' models have {', '.join(ATTENTIONS)}"
             raise NeedsError(f"attention {name!r} in a transformers model", found, do)
         obstacle = sdpa_obstacle(self.config.to_dict()) if name == "sdpa" else None
@@ -274,7 +274,7 @@ class HFModel(nn.Module):
 
 def unsupported(config: Any, found: str) -> NeedsError:
     """Return the error that refuses a model."""
-    do = f"choose a model of another family; {', '.join(FAMILIES)} have a decoder here"
+    do = f"use another model family; our own decoder has {', '.join(FAMILIES)}"
     return NeedsError(f"a model of type {config.model_type!r} through transformers", found, do)
 
 
@@ -372,7 +372,7 @@ def _opened(folder: Path | None, hf: HF, dtype: torch.dtype) -> Any:
         raise
     except Exception as error:
         place = "config.json" if folder is None else folder / "config.json"
-        do = "correct that in config.json, or choose a model of another family"
+        do = "fix that in config.json, or use another model family"
         found = _reason(error)
         if isinstance(error, KeyError):  # of a table of transformers: activations, RoPE types ...
             named = [key for key, value in hf.items() if isinstance(value, str) and value in error.args]
@@ -388,7 +388,7 @@ def _tagged_float(mapping: dict[str, Any]) -> Any:
 
 def _reason(error: Exception) -> str:
     if "ignore_mismatched_sizes" in str(error):
-        return "tensors of other shapes in its files than config.json gives them"
+        return "tensor shapes differ from config.json"
     return reason(error)
 
 
@@ -434,8 +434,8 @@ def _auto_class(hf: HF) -> Any:
     if not is_multimodal(hf):
         return AutoModelForCausalLM
     if CONFIG_MAPPING[str(hf["model_type"])] not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        found = "transformers has no class of images and text for it"
-        raise NeedsError(f"a model of type {hf['model_type']!r}", found, "choose a model that it has one for")
+        found = "transformers has no image-text class for it"
+        raise NeedsError(f"a model of type {hf['model_type']!r}", found, "use another model")
     return AutoModelForImageTextToText
 
 
@@ -696,9 +696,7 @@ def _apart(ours: Tensor, theirs: Tensor) -> float:
 def refuse_shared_rows(model: Decoder | HFModel, hf: HF, paired: bool) -> None:
     """Raise NeedsError if a model's documents meet in a row: rows of several are asked for."""
     if not model.supports_packing:
-        do = (
-            "take objective: sft, or a model of another family" if paired else "leave `packing` out (--without packing)"
-        )
+        do = "use objective: sft, or another model family" if paired else "turn packing off: --without packing"
         asked = f"rows of several documents for a model of type {hf.get('model_type')!r}"
         raise NeedsError(asked, "a document in its row changes the hidden states of the next one", do)
 
@@ -782,7 +780,7 @@ def load_plain(folder: Path, dtype: torch.dtype | None, device: torch.device, sc
         config._attn_implementation = attention
         kind = next(iter(config.architectures or ()), "")
         if kind.endswith(CLASSIFIER) != scores:
-            found = f"architecture {kind}, which scores texts and continues none" if not scores else f"a {kind}"
+            found = f"architecture {kind}, which scores texts and generates none" if not scores else f"a {kind}"
             raise NeedsError(f"the model {folder}", found, "name a model that objective: pretrain, sft or dpo trained")
         model = _pretrained(folder, config, dtype or "auto", attention, auto)
     except (UserError, MemoryError):

@@ -191,14 +191,14 @@ def check_cacheable(model: Any) -> None:
     """Raise NeedsError if a model cannot continue sequences from keys and values alone."""
     asked, do = "to sample from the model that is trained", "set model.implementation: transformers"
     if not isinstance(model, Decoder):
-        raise NeedsError(asked, "it runs through transformers", "take a model of our own decoder")
+        raise NeedsError(asked, "it runs through transformers", "use a model of our own decoder")
     shape = model.shape
     if shape.delta is not None:
-        raise NeedsError(asked, "layers of a delta rule, whose state is no keys and values", do)
+        raise NeedsError(asked, "delta-rule layers, whose state is not keys and values", do)
     if shape.chunks is not None:
         raise NeedsError(asked, "layers that attend within chunks", do)
     if model.head.scores:
-        raise NeedsError(asked, "its head gives scores of texts and no next tokens", "take a model with a vocabulary")
+        raise NeedsError(asked, "its head scores texts and predicts no tokens", "use a model with a vocabulary")
 
 
 def attend_slots(

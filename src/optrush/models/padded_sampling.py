@@ -26,8 +26,8 @@ from optrush.models.sampling import Drawing, PromptIds, SampledAnswer, draw_toke
 
 PROBED = (9, 5, 7)  # tokens of the trial's prompts
 STEPS = 3  # tokens that follow each
-ONE_LENGTH = "batches of prompts of one length, because padding changes what the model computes"
-UNCACHED = "whole rows for each token, which is slow, because its cache does not give what training computes"
+ONE_LENGTH = "prompts of one length per batch, because padding changes the model's output"
+UNCACHED = "whole rows for each token (slow), because its cache does not match training"
 
 
 class GrowingRows(Protocol):

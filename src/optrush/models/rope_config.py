@@ -154,11 +154,11 @@ def rope_obstacle(hf: HF, spec: FamilySpec) -> str | None:
         parts = ({**hf, "rope_scaling": None, "rope_parameters": part} for part in rope.values() if part)
         return next((found for part in parts if (found := rope_obstacle(part, spec)) is not None), None)
     if kind not in (*ROPE_KINDS, *FOREIGN_ROPE_KINDS):
-        found = f"known here: {', '.join(ROPE_KINDS)}; known to transformers too: {', '.join(FOREIGN_ROPE_KINDS)}"
-        raise NeedsError(f"RoPE type {kind!r} in a {hf['model_type']} model", found, "correct rope_type in config.json")
+        found = f"supported: {', '.join(ROPE_KINDS)}; through transformers also: {', '.join(FOREIGN_ROPE_KINDS)}"
+        raise NeedsError(f"RoPE type {kind!r} in a {hf['model_type']} model", found, "fix rope_type in config.json")
     if kind not in spec.rope_kinds:
         return f"RoPE type {kind!r}, where our decoder has {', '.join(spec.rope_kinds)}"
     partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0) and not spec.partial_rotary and kind != "proportional":
-        return f"partial_rotary_factor {partial}: only a part of each head is rotated"
+        return f"partial_rotary_factor {partial}: only part of each head is rotated"
     return None

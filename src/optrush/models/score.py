@@ -50,8 +50,8 @@ def score_head(
     kind = str(hf.get("model_type"))
     published: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(CONFIG_MAPPING[kind], None)
     if published is None:
-        found = "transformers has no ...ForSequenceClassification of it, which others could load"
-        raise NeedsError(f"a reward model of type {kind!r}", found, "take a model of another family")
+        found = "transformers has no ...ForSequenceClassification for it"
+        raise NeedsError(f"a reward model of type {kind!r}", found, "use another model family")
     weight = model.embedding.weight
     assert isinstance(weight, Tensor)
     shape = (1, weight.shape[1])

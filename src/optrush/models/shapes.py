@@ -103,7 +103,7 @@ class ModelShape:
         """
         refuse_foreign(hf)
         if (obstacle := native_obstacle(hf)) is not None:
-            do = f"set `implementation: transformers`, or choose a model of type {', '.join(FAMILIES)} "
+            do = f"set `implementation: transformers`, or use a model of type {', '.join(FAMILIES)} "
             do += f"with a RoPE type among {', '.join(ROPE_KINDS)}"
             raise NeedsError(f"a model of type {hf.get('model_type')!r} in our own decoder", obstacle, do)
         hf = as_text(hf)
@@ -223,7 +223,7 @@ class ModelShape:
             return "one norm for attention and feed-forward part"
         if self.norms != "before":
             return f"norms {self.norms} attention and feed-forward part"
-        return None if self.multipliers.residual == 1 else "a factor of what attention and feed-forward part add"
+        return None if self.multipliers.residual == 1 else "a residual multiplier"
 
     @property
     def other_blocks(self) -> str | None:
@@ -545,14 +545,14 @@ def _by_layer(full: HF, windowed: tuple[int, ...]) -> ByLayer:
         raise ConfigError(asked, f"per_layer_config {one_line(repr(given), 80)}", do)
     E, K = sizes.pop() if sizes else (_size(full, "head_dim"), _size(full, "num_key_value_heads"))
     if E % 2 or _size(full, "num_attention_heads") % K:
-        found = f"{full['num_attention_heads']} heads of {E} values, and {K} of keys and values"
+        found = f"{full['num_attention_heads']} heads of {E} values, and {K} key/value heads"
         raise ConfigError(asked, found, "give an even head width, and key/value heads that divide the heads")
     own_keys = L - int(full.get("num_kv_shared_layers") or 0)
     last = {i in wide: i for i in range(own_keys)}
     lacking = own_keys < 1 or not {i in wide for i in range(L)} <= {*last}
     if lacking or own_keys > L:
         found = f"num_kv_shared_layers {full['num_kv_shared_layers']}, of {L} layers"
-        do = "give it so few layers that one of each kind of attention comes before them"
+        do = "lower it: one layer of each attention kind must come before them"
         raise ConfigError(asked, found, do)
     return ByLayer(
         wide=wide, head_width=E, kv_heads=K, key_is_value=same,
@@ -612,7 +612,7 @@ def _experts(hf: HF, full: HF, spec: FamilySpec) -> ExpertsShape | None:
         raise ConfigError("experts from config.json", found, f"give {e.active} at most the number of experts")
     if e.beside and full.get("num_kv_shared_layers"):
         do = "set enable_moe_block to false, or num_kv_shared_layers to 0"
-        raise ConfigError("experts from config.json", "layers that read the keys and values of others, too", do)
+        raise ConfigError("experts from config.json", "layers that also reuse other layers' keys and values", do)
     if e.router == "logits" and not layers:
         return None
     groups = 1 if full.get("topk_method") == "greedy" else int(full.get("n_group") or 1)
@@ -710,13 +710,13 @@ def native_obstacle(hf: HF) -> str | None:
     if (found := rope_obstacle(hf, spec)) is not None:
         return found
     if spec.by_layer and not all(isinstance(value, Mapping) for value in rope_settings(hf).values()):
-        return "the same RoPE parameters for all layers, where our decoder reads a mapping for each kind of layer"
+        return "the same RoPE parameters for all layers; our decoder reads a mapping per layer kind"
     for key, allowed, instead in limits(str(family)):
         unread = key == "first_k_dense_replace" and hf.get("mlp_layer_types")
         if key in hf and hf[key] not in allowed and not unread:
             return f"{key} {hf[key]!r}, {instead}"
     if spec.latent and hf.get("num_key_value_heads") not in (None, hf.get("num_attention_heads")):
-        return f"num_key_value_heads {hf['num_key_value_heads']}, fewer or more than heads, beside a latent"
+        return f"num_key_value_heads {hf['num_key_value_heads']}, not num_attention_heads, with latent attention"
     odd = sorted(set(hf.get("layer_types") or ()) - {"full_attention", spec.other_layers})
     return f"layer types {', '.join(map(repr, odd))}" if odd else None
 
@@ -725,7 +725,7 @@ def sdpa_obstacle(hf: HF) -> str | None:
     """Return the reason why transformers' model of a config.json cannot run sdpa; None: it can, or torch is missing."""
     cap = text_config(hf).get("attn_logit_softcapping")
     if cap is not None:
-        return f"attn_logit_softcapping {cap}, which sdpa would leave out"
+        return f"attn_logit_softcapping {cap}, which sdpa ignores"
     try:
         from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -733,7 +733,7 @@ def sdpa_obstacle(hf: HF) -> str | None:
         model: Any = classes[CONFIG_MAPPING[str(hf.get("model_type"))]]
     except (ImportError, KeyError):
         return None
-    return None if model._supports_sdpa else f"a model of type {hf['model_type']!r}, which has no sdpa in transformers"
+    return None if model._supports_sdpa else f"a model of type {hf['model_type']!r}, without sdpa in transformers"
 
 
 def refuse_balance(text: HF) -> None:
@@ -741,9 +741,7 @@ def refuse_balance(text: HF) -> None:
     factor = next((text[key] for key in ("router_aux_loss_coef", "aux_loss_alpha") if text.get(key)), None)
     if text.get("output_router_logits") and factor is not None:
         asked = f"to train a model of type {text.get('model_type')!r} through transformers"
-        found = (
-            f"output_router_logits true: a balance loss of the router, times {factor}, which optrush would leave out"
-        )
+        found = f"output_router_logits true: a balance loss of the router, times {factor}, which optrush does not apply"
         raise NeedsError(asked, found, 'set "output_router_logits": false in config.json: train without that loss')
 
 
@@ -754,12 +752,12 @@ def refuse_foreign(hf: HF) -> None:
     """
     kind, multimodal, text = str(hf.get("model_type", "")), is_multimodal(hf), as_text(hf)
     asked = f"to train a model of type {kind!r}"
-    dense = "choose a text-only causal language model (architecture ...ForCausalLM)"
+    dense = "use a text-only causal language model (architecture ...ForCausalLM)"
     spec = FAMILIES.get(str(text.get("model_type")))
     found = next((f"{key} = {text[key]}" for key in EXPERTS if text.get(key) not in (None, 0, 1)), None)
     if found is not None and spec is not None and spec.experts is None:
-        do = f"choose a dense model, or one of type {', '.join(MIXTURES)}"
-        raise NeedsError(asked, f"a mixture of experts ({found}), where the class of this type is dense", do)
+        do = f"use a dense model, or one of type {', '.join(MIXTURES)}"
+        raise NeedsError(asked, f"a mixture of experts ({found}), but this type's class is dense", do)
     if spec is None:
         refuse_balance(text)
     for key in OTHER_MEDIA if not multimodal else ():
@@ -778,9 +776,9 @@ def refuse_foreign(hf: HF) -> None:
     readable = is_readable(config) and not multimodal and spec is not None
     if config is not None and not readable and not (packed and spec is not None and spec.mxfp4):
         method = (
-            str(config.get("quant_method", "unnamed")) if isinstance(config, dict) else f"of no mapping, {config!r}"
+            str(config.get("quant_method", "unnamed")) if isinstance(config, dict) else f"not a mapping, {config!r}"
         )
         method += f", {config['bits']} bits" if isinstance(config, dict) and "bits" in config else ""
-        do = "start from the unquantised checkpoint; a technique quantises the frozen base while it is loaded"
+        do = "start from the unquantised checkpoint; --with nf4 or int8 quantises it while loading"
         do = "add --with nf4 --with lora" if method == "bitsandbytes" and not multimodal else do
         raise NeedsError(asked, f"weights quantised on disk (quantization_config, method {method})", do)

@@ -48,7 +48,7 @@ def locate(config: Config, weights: bool = True) -> tuple[Path | None, dict[str,
     assert m.path is not None
     if m.revision is not None and (m.path == "tiny" or Path(m.path).is_dir()):
         found = f"{m.path}, which is not a hub id"
-        raise ConfigError(f"`model.revision: {m.revision}`", found, "leave it out, or name the model by its hub id")
+        raise ConfigError(f"`model.revision: {m.revision}`", found, "remove it, or name the model by its hub id")
     if not weights and not m.add_tokens and m.path in _published() and not Path(m.path).exists():
         return None, copy.deepcopy(_published()[m.path])
     folder = _tiny() if m.path == "tiny" else Path(m.path)
@@ -127,19 +127,19 @@ def _download(name: str, patterns: list[str], revision: str | None = None) -> Pa
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except GatedRepoError:
         do = f"accept them at https://huggingface.co/{name} and set HF_TOKEN"
-        raise ConfigError(asked, "its owner's terms are not accepted with this token", do) from None
+        raise ConfigError(asked, "this token has not accepted its owner's terms", do) from None
     except (RepositoryNotFoundError, HFValidationError):
         found = "no such folder, and no such model on the hub, or a private one"
         raise ConfigError(asked, found, "check the name, or set HF_TOKEN to your access token") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         found = f"no such folder, not in the cache, and the hub cannot be reached: {first_line(error)}"
-        do = f"check the name and the network; or run `hf download {name}` where there is one, and name the folder"
-        do += " (a plan needs its config.json alone)"
+        do = f"check the name and the network; or run `hf download {name}` on a connected machine, and name the folder"
+        do += " (a plan only needs its config.json)"
         if (meant := _stored_like(name)) and meant != name:
             what = f"the hub id `{meant}`" if meant in _published() else f"`optrush plan shape:{meant}`"
-            do = f"did you mean {what}, whose sizes are stored here? Else {do}"
+            do = f"did you mean {what}, whose shape is built in? Else {do}"
         elif near := difflib.get_close_matches(name, _published(), 3, 0.6):
-            do += f"; sizes are stored here of {', '.join(near)} and others (docs/models.md)"
+            do += f"; built-in shapes: {', '.join(near)} and others (docs/models.md)"
         raise ConfigError(asked, found, do) from None
 
 
@@ -222,11 +222,11 @@ def grow(config: Config, folder: Path | None, hf: dict[str, Any]) -> Growth | No
         return None
     folder = folder if config.model.tokenizer is None else Path(config.model.tokenizer)
     if folder is None:
-        do = "name a folder that has one: model.tokenizer"
+        do = "set model.tokenizer to a folder that has one"
         raise ConfigError("`model.add_tokens`", f"`model.shape: {config.model.shape}` has no tokenizer", do)
     rows = hf.get("vocab_size")
     if not isinstance(rows, int):
-        raise ConfigError("`model.add_tokens`", "config.json has no vocab_size to raise", "name another model")
+        raise ConfigError("`model.add_tokens`", "config.json has no vocab_size", "use another model")
     start, fresh = _added(folder, asked)
     known = tuple(token for token in asked if token not in fresh)
     if not fresh:

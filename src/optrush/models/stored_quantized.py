@@ -42,8 +42,8 @@ def opened_weights(folder: Path, hf: Mapping[str, Any]) -> Folder | PackedFolder
 def refuse_quantised(folder: Path, hf: Mapping[str, Any]) -> None:
     """Raise NeedsError for quantised weights of a model that runs through transformers."""
     if is_readable(settings := hf.get("quantization_config")):
-        found = "a model that runs through transformers, where no dense weights are made of them"
-        do = "take model.implementation: native, or the unquantised checkpoint"
+        found = "a model that runs through transformers, which does not make them dense"
+        do = "set model.implementation: native, or use the unquantised checkpoint"
         raise NeedsError(f"the {METHODS[settings['quant_method']]} weights in {folder}", found, do)
 
 

@@ -124,7 +124,7 @@ def _split_linear(linear: Linear, dim: int, axis: Axis) -> None:
     adapter = linear.adapter
     if adapter is not None:
         if (why := adapter.unsplittable) is not None:
-            raise NeedsError("adapters of linears that are sharded over ranks", why, "leave that out")
+            raise NeedsError("adapters of linears that are sharded over ranks", why, "remove that")
         adapter.split = dim, axis.rank, axis.ranks
     _split(linear, "weight", dim, axis)
     if dim == 0 and linear.bias is not None:

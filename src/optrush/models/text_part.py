@@ -74,9 +74,7 @@ def as_text(hf: HF) -> HF:
 def nested_obstacle(hf: HF) -> str | None:
     """Return the reason why our decoder does not take the language model of a model of images; None: it can."""
     if hf.get("model_type") not in MULTIMODAL:
-        return (
-            f"model_type {hf.get('model_type')!r}, where our decoder has {', '.join(MULTIMODAL)} of those with images"
-        )
+        return f"model_type {hf.get('model_type')!r}, our decoder has {', '.join(MULTIMODAL)} with images"
     text = as_text(hf)
     spec = FAMILIES.get(text["model_type"])
     missing = [key for key in (NEEDED if spec is None else spec.nested) if key not in text]

@@ -179,7 +179,7 @@ def trace_model(hf: HF) -> dict[str, Any]:
     from transformers import CONFIG_MAPPING
 
     if str(hf.get("model_type")) not in CONFIG_MAPPING:
-        do = "optrush runs no code of a model's folder: take a model that transformers has, or update transformers"
+        do = "use a model that transformers has, or update transformers: a folder's code is not run"
         raise NeedsError("a trace of its blocks", "its code is not transformers' own", do)
     model = opened_on_meta(hf)
     model.tie_weights()
@@ -193,7 +193,7 @@ def trace_model(hf: HF) -> dict[str, Any]:
         raise
     except Exception as error:
         kind, found = wrapper.config.model_type, f"{type(error).__name__}: {one_line(str(error), 120)}"
-        do = "give `with` and `batch.micro_tokens`, and train it without a plan"
+        do = "set `with` and `batch.micro_tokens`, and train without a plan"
         raise NeedsError(f"a plan for a model of type {kind!r}", f"its blocks cannot be traced ({found})", do) from None
     return tracer.shape(figures)
 
@@ -290,7 +290,7 @@ class Tracer:
         finally:
             hook.remove()
         if not self.kinds.keys() <= watcher.seen.keys():
-            raise NeedsError("a trace of every block", "blocks that were not called", "train it without a plan")
+            raise NeedsError("a trace of every block", "blocks that were not called", "train without a plan")
         return dict(watcher.seen)
 
     # --- from what was seen to the figures of the shape

@@ -142,7 +142,7 @@ def _read(text: str) -> TracedShape:
         with suppress(UserError, OSError, ValueError, KeyError, TypeError):  # damaged: traced again
             return _parsed(parse_json(read_text(file)), digest)
     if None in versions:
-        found = "its class has to be built once, and torch or transformers is not installed"
+        found = "torch or transformers is not installed, and its class must be built once"
         raise NoPlan(asked, found, "python -m pip install torch transformers")
     from optrush.models.trace import trace_model
 

@@ -336,7 +336,7 @@ def open_tower(folder: Path, hf: Any, dtype: torch.dtype, width: int) -> Tower:
     wrong = [name for name, t in wanted.items() if name not in tensors or tensors[name].shape != t.shape]
     if wrong or tensors.keys() - wanted.keys():
         name = min(wrong or tensors.keys() - wanted.keys())
-        found = f"its tensor {name} is missing, or does not fit the vision_config of config.json"
+        found = f"its tensor {name} is missing, or does not match the vision_config of config.json"
         raise NeedsError(asked, found, "download that folder again")
     module.load_state_dict({name: t.to(dtype) for name, t in tensors.items()}, assign=True)
     mutual = spec.mutual if reads_mutually(hf) else "none"
@@ -359,8 +359,8 @@ def _pairs(hf: Any, width: int, axes: str) -> Tensor:
     sections = rope_settings(text_config(hf)).get("mrope_section")
     in_turn = axes == "in turn"
     if not isinstance(sections, list) or len(sections) != 3 or (sum(sections) != width // 2 and not in_turn):
-        found = f"mrope_section {sections!r} in its rope_parameters, of heads with {width // 2} pairs"
-        do = "add it there, or leave out what replaces them"
+        found = f"mrope_section {sections!r} in its rope_parameters, for heads with {width // 2} pairs"
+        do = "add it to rope_parameters, or remove what replaces it"
         raise NeedsError("rows with images: positions in time, height and width", found, do)
     if not in_turn:
         return torch.repeat_interleave(torch.arange(3), torch.tensor(sections))

@@ -72,7 +72,7 @@ class Folder:
                 raise NeedsError(asked, f"{INDEX} is not an index ({error})", "download the folder again") from None
             for file in set(files.values()):
                 if re.fullmatch(r"[^/\\]+\.safetensors", file) is None or not (self.folder / file).is_file():
-                    found = f"{INDEX} names {file!r}, no safetensors file of this folder"
+                    found = f"{INDEX} names {file!r}, not a safetensors file of this folder"
                     raise NeedsError(asked, found, "download it again")
             return files
         if (self.folder / SINGLE).is_file():
@@ -541,11 +541,11 @@ def export_weights(
     folder.mkdir(parents=True, exist_ok=True)
     asked = f"export to {folder}"
     if there := sorted(p.name for p in folder.iterdir() if ".safetensors" in p.name):
-        raise CheckpointError(asked, f"it already has {there[0]}", "choose an empty folder")
+        raise CheckpointError(asked, f"it already has {there[0]}", "use an empty folder")
     shards, missing = _Shards(folder, max_shard_bytes), set(recipe.entries)
     for name, full in tensors:
         if name not in missing:
-            raise CheckpointError(asked, f"parameter {name} is unknown or came twice", "export the model's parameters")
+            raise CheckpointError(asked, f"parameter {name} is unknown or repeated", "export the model's parameters")
         missing.remove(name)
         for hf_name, part in recipe.stored(name, full):
             shards.add(hf_name, part)
@@ -627,7 +627,7 @@ def refuse_frozen(model: Any, recipe: WeightMap, growth: Growth) -> None:
         return
     modules = [recipe.entries[name].pieces[0][0].rsplit(".", 2)[-2] for name in rows]
     modules += ["lm_head"] if len(both) == 1 else []  # a tied head
-    found = f"{' and '.join(modules)} frozen: the new rows would stay what they are, the mean of the others"
+    found = f"{' and '.join(modules)} frozen: the new rows would stay at the mean of the others"
     do = f"train them in addition to the adapters (save: [{', '.join(modules)}])"
     raise NeedsError(f"`model.add_tokens: [{', '.join(growth.tokens)}]`", found, do)
 
@@ -674,10 +674,10 @@ def refuse_packed(folder: Path) -> None:
     """Raise NeedsError if the weights are packed, which models in transformers cannot load here."""
     opened = open_weights(folder)
     if isinstance(opened, Mxfp4Folder):
-        found = "a model that runs through transformers, where weights are dense until they are loaded"
-        raise NeedsError(f"the MXFP4 experts in {folder}", found, "take model.implementation: native")
+        found = "a model that runs through transformers, which loads dense weights"
+        raise NeedsError(f"the MXFP4 experts in {folder}", found, "set model.implementation: native")
     if isinstance(opened, PackedFolder):
-        found = "a model that runs through transformers, where weights are dense until they are loaded"
+        found = "a model that runs through transformers, which loads dense weights"
         raise NeedsError(f"the packed weights in {folder}", found, "start from the unquantised checkpoint, --with nf4")
 
 
@@ -775,7 +775,7 @@ class PackedFolder:
     def _state(self, name: str, mark: str) -> dict[str, Any]:
         """Return the checked contents of a tensor's `quant_state`."""
         asked = f"tensor {name} in {self.everything.folder}, packed by bitsandbytes"
-        do = "quantise its unquantised checkpoint anew: --with nf4 does it while it loads"
+        do = "use its unquantised checkpoint with --with nf4, which quantises while loading"
         try:
             state: dict[str, Any] = parse_json(bytes(self._read(mark).tolist()))
             kind, blocks, nested = state["quant_type"], state["blocksize"], state.get("nested_blocksize", nf4.NESTED)
@@ -791,5 +791,5 @@ class PackedFolder:
         for end, known in maps.items():
             table = self._read(name + end).float() if name + end in self.everything.files else torch.empty(0)
             if table.shape != known.shape or not torch.allclose(table, known):
-                raise NeedsError(asked, f"{end[1:]} has other values than bitsandbytes gives it", do)
+                raise NeedsError(asked, f"{end[1:]} differs from bitsandbytes' values", do)
         return state

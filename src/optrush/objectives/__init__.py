@@ -63,12 +63,12 @@ def check_layout(config: Config, layout: RowLayout) -> None:
         ConfigError: pairs, or what a teacher stored, in rows whose documents are split and attend to each other.
     """
     if config.paired and not (layout.isolated and layout.uncut):
-        found = "rows whose documents are split and attend to each other; the two answers of a pair must not"
-        raise ConfigError(f"`objective: {config.objective}` with --with wrap", found, "take --with packing instead")
+        found = "rows whose documents are split and attend to each other; a pair's answers must not"
+        raise ConfigError(f"`objective: {config.objective}` with --with wrap", found, "use --with packing instead")
     stored = None if config.distill is None else config.distill.store
     if stored is not None and not (layout.isolated and layout.uncut):
         found = "rows whose documents are split and attend to each other; the teacher read them one by one"
-        raise ConfigError(f"`distill.store: {stored}` with --with wrap", found, "take --with packing, or leave it out")
+        raise ConfigError(f"`distill.store: {stored}` with --with wrap", found, "use --with packing, or remove it")
 
 
 def loss_of(config: Config, head: nn.Module, metrics: Mapping[str, Tensor]) -> Callable[[Tensor, Batch], Tensor]:

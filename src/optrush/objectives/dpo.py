@@ -57,9 +57,9 @@ def by_adapter(settings: Dpo | Kto, untrained: Untrained | None) -> bool:
         NeedsError: the configuration requires it, and no technique can disable what is trained.
     """
     if settings.reference == "adapter" and untrained is None:
-        found = "what is trained cannot be undone: whole weights are, or the adapter began from a folder (save, init)"
+        found = "no adapter to disable: whole weights are trained, or the adapter uses save or init"
         name = type(settings).__name__.lower()
-        do = f"leave save and init out, or take {name}.reference: precomputed"
+        do = f"remove save and init, or set {name}.reference: precomputed"
         raise NeedsError(f"`{name}.reference: adapter`", found, do)
     return settings.reference != "precomputed" and untrained is not None
 

@@ -66,7 +66,7 @@ def entry_names(kind: Kind) -> dict[str, str]:
 def _load(kind: Kind, use: str, what: str) -> Any:
     place, colon, name = use.rpartition(":")
     if use.startswith(HERE):
-        found, do = "an object of another Python process", f"give it again: optrush.train(..., {kind}={name})"
+        found, do = "an object of another Python process", f"pass it again: optrush.train(..., {kind}={name})"
         raise ConfigError(what, found, do)
     if not colon:
         installed = entry_names(kind)
@@ -80,7 +80,7 @@ def _load(kind: Kind, use: str, what: str) -> Any:
         raise ConfigError(what, f"{place!r} and {name!r} around the last colon", "write FILE.py:NAME or MODULE:NAME")
     _importing.append(what)
     try:
-        with blamed(what, do="correct that line, or name another"):
+        with blamed(what, do="fix that line, or use another"):
             module = _file_module(Path(place), what) if place.endswith(".py") else importlib.import_module(place)
     finally:
         _importing.pop()
@@ -141,8 +141,8 @@ def named(kind: Kind, given: Any, *, elsewhere: bool = False) -> dict[str, Any]:
     if there and module is not None:
         use = f"{module.__name__}:{name}" if "." in module.__name__ else f"{os.path.abspath(str(file))}:{name}"
     elif elsewhere:
-        do = f"put it at the top level of a file, and give {kind}='FILE.py:NAME'"
-        raise ConfigError(f"the {kind} `{name}`", "a ladder's processes cannot import it: it is in no file", do)
+        do = f"define it at the top level of a file, and pass {kind}='FILE.py:NAME'"
+        raise ConfigError(f"the {kind} `{name}`", "a ladder's processes cannot import it: it is not in a file", do)
     else:
         use = f"{HERE}{name}"
     _given[use] = given
@@ -199,7 +199,7 @@ def plugged_loss(plugin: Plugin, head: nn.Module, metrics: Mapping[str, Tensor])
     def loss(hidden: Tensor, batch: Batch) -> Tensor:
         if "weights" in batch.extra and not getattr(score, "weighted", False):
             do = "multiply by batch.extra['weights'] and set its attribute `weighted = True`, or write 0 and 1"
-            raise ConfigError(what, "rows with turns of other weights than 0 and 1", do)
+            raise ConfigError(what, "turns with weights other than 0 and 1", do)
         with blamed(what):
             total = score(head, hidden, batch, **options)
         if getattr(total, "shape", None) != ():
@@ -222,7 +222,7 @@ def _kind(value: Any) -> str:
 
 
 @contextmanager
-def blamed(what: str, do: str = "correct that line; --debug shows the traceback") -> Iterator[None]:
+def blamed(what: str, do: str = "fix that line; --debug shows the traceback") -> Iterator[None]:
     """Raise what code of other people raises as an error of three lines, with the line of its file.
 
     Raises:
@@ -242,7 +242,7 @@ def blame(error: Exception) -> UserError | RunError | None:
     """Return the error of a plug-in whose code is under way in a traceback, as in its own backward pass; else None."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     what = next((_files[file] for file in reversed(files) if file in _files), None)
-    return None if what is None else _error(what, error, "correct that line; --debug shows the traceback")
+    return None if what is None else _error(what, error, "fix that line; --debug shows the traceback")
 
 
 def _error(what: str, error: BaseException, do: str) -> UserError | RunError:

@@ -61,7 +61,7 @@ class PooledJudge(Judge):
         self.count, self.workers = count, list[RewardWorker]()
         self.asked = f"`grpo.reward_workers: {count}`"
         if own := next((rule.use for rule in rules if rule.use.startswith(HERE)), None):
-            found = f"`{own}`, a function of this Python process, which no other can load"
+            found = f"`{own}`, a function of this process, which others cannot load"
             raise ConfigError(self.asked, found, "name it as FILE.py:FUNCTION, or set grpo.reward_workers: 0")
         self._end = weakref.finalize(self, _end, self.workers, os.getpid())
 
@@ -125,7 +125,7 @@ class PooledJudge(Judge):
             self.workers.remove(worker)
             what = f"it took longer than {self.seconds:g} s" if late else f"its process ended with {code}"
             if not worker.ready:
-                do = "read what it printed above, or set grpo.reward_workers: 0"
+                do = "read its output above, or set grpo.reward_workers: 0"
                 found = f"a worker was not ready within {READY_S:g} s" if late else f"a worker ended with {code}"
                 raise ConfigError(self.asked, f"{found} before its first answer", do) from None
             return None, what

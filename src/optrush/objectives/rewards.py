@@ -97,10 +97,10 @@ def open_reward(rule: RewardRule) -> Function:
         try:
             return partial(matches, re.compile(str(value), re.DOTALL))
         except re.error as error:
-            raise ConfigError(asked, f"no regular expression: {error}", "correct options.pattern") from None
+            raise ConfigError(asked, f"not a regular expression: {error}", "fix options.pattern") from None
     if rule.use in BUILT_IN:
         if given:
-            raise ConfigError(asked, f"options {', '.join(given)}, which it has not", "leave options out")
+            raise ConfigError(asked, f"unknown options {', '.join(given)}", "remove options")
         return BUILT_IN[rule.use]
     if ":" not in rule.use and rule.use not in plugged.entry_names("reward"):
         known = ", ".join([*BUILT_IN, *WITH_OPTIONS, *plugged.entry_names("reward")])
@@ -157,7 +157,7 @@ class Judge:
                 with _forks_ended(), limited(self.seconds):
                     value = function(answer, reference, row)
                 if isinstance(value, str | bytes) or not abs(float(value)) <= LARGEST:
-                    raise ValueError(f"it returned {value!r}, no finite number up to {LARGEST:g}")
+                    raise ValueError(f"it returned {value!r}, not a finite number up to {LARGEST:g}")
                 found.append(float(value))
             except (Exception, SystemExit, TooLong) as error:  # of whoever wrote it
                 what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

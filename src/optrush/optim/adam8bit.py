@@ -82,7 +82,7 @@ class Adam8bit:
         if quantizes and tuple(t.local.shape[1:]) != tuple(t.full_shape[1:]):
             asked = f"{self.bits}-bit AdamW, whose blocks need whole rows"
             found = f"this rank holds {tuple(t.local.shape)} of the {tuple(t.full_shape)} of {t.name}"
-            raise NeedsError(asked, found, "take another optimizer: fused-adamw")
+            raise NeedsError(asked, found, "use another optimizer: fused-adamw")
         return quantizes
 
     def _group(self, trained: Sequence[LocalParam], optim: Optim, seed: int, quantized: bool) -> QuantizedGroup:

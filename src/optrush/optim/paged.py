@@ -231,5 +231,5 @@ def _aligned(shape: Sequence[int], dtype: torch.dtype) -> int:
 
 def _refusal(needed: int, found: str) -> NeedsError:
     asked = f"{needed / 2**30:.1f} GiB of pinned host memory for optimizer states"
-    do = "take states of fewer bytes (adam8bit, adam4bit), fewer processes on this machine, or a smaller model"
-    return NeedsError(asked, f"the machine gives no more: {found}", do)
+    do = "use smaller states (adam8bit, adam4bit), fewer processes on this machine, or a smaller model"
+    return NeedsError(asked, f"not enough memory: {found}", do)

@@ -122,7 +122,7 @@ class TorchOptimizer:
             self.inner.step()
         changed = [key for key, value in self._facts().items() if value != self.facts.get(key)]
         if changed:
-            found = f"it keeps `{changed[0][1]}` in a parameter group and changes it: no checkpoint would have that"
+            found = f"it keeps `{changed[0][1]}` in a parameter group and changes it: checkpoints do not save that"
             raise NeedsError(self.what, found, "keep it as a tensor in self.state[p]")
 
     def _facts(self) -> dict[tuple[int, str], Any]:
@@ -153,11 +153,11 @@ class TorchOptimizer:
             if value is None:
                 continue
             if not isinstance(value, Tensor | int | float):
-                found = f"its state `{key}` is a {type(value).__name__}, which no checkpoint has"
+                found = f"its state `{key}` is a {type(value).__name__}, which checkpoints do not save"
                 raise NeedsError(self.what, found, f"keep it as a tensor: self.state[p]['{key}'] = torch.tensor(...)")
             if not _savable(self.trained[i], value):
                 found = f"its state `{key}` of {self.trained[i].name} has other rows than this rank's piece"
-                raise NeedsError(self.what, found, "take ddp, whose ranks hold whole parameters")
+                raise NeedsError(self.what, found, "use ddp, where each rank has whole parameters")
             new = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
             if key not in saved:
                 saved[key] = new.detach()
@@ -177,7 +177,7 @@ def _check(
     cut = next((t for t in trained if tuple(t.local.shape) != tuple(t.full_shape)), None)
     if cut is not None and not (ours or getattr(made, "elementwise", False)):
         found = f"this rank holds {tuple(cut.local.shape)} of the {tuple(cut.full_shape)} of {cut.name}"
-        do = "take ddp, or write `elementwise = True` into the class if it updates each value by itself"
+        do = "use ddp, or set `elementwise = True` in the class if it updates each value separately"
         raise NeedsError(what, found, do)
 
 

@@ -142,7 +142,7 @@ def place(
     for name, experts in model.named_modules():
         if isinstance(experts, StackedMatrices):
             if spec is None and experts.transposed:
-                found, do = "experts stored as (experts, width, rows)", "take targets=attention or all-linear"
+                found, do = "experts stored as (experts, width, rows)", "use targets=attention or all-linear"
                 raise NeedsError("`lora` adapts experts", found, do)
             if spec is None:  # of a transformers model
                 module = recipe.entries[f"{name}.{names[-1]}"].pieces[0][0].rpartition(".")[0]

@@ -170,7 +170,7 @@ def read_config(technique: str, folder: str, wanted: Mapping[str, Any]) -> None:
             raise NeedsError(asked, f"{field} {there!r} in {CONFIG}, and {value!r} here", do)
     for field, there in config.items():
         if there and field not in {*wanted, *SILENT} and there not in HARMLESS.get(field, ()):
-            raise NeedsError(asked, f"{field} {there!r} in {CONFIG}, which is not known here", "start without")
+            raise NeedsError(asked, f"{field} {there!r} in {CONFIG}, which is unknown", "start without init")
 
 
 def load_adapter(
@@ -191,7 +191,7 @@ def load_adapter(
 
     from optrush.peft.adapter import outside
 
-    asked, do = f"`{technique}:init={folder}`", "give the rank, targets and save that it was trained with"
+    asked, do = f"`{technique}:init={folder}`", "set rank, targets and save as in its training"
     try:
         tensors = {key.removeprefix(PREFIX): t for key, t in load_file(regular(Path(folder) / TENSORS)).items()}
     except (SafetensorError, OSError) as error:

@@ -101,7 +101,7 @@ def matching(pattern: str, known: tuple[str, ...]) -> tuple[str, ...]:
     except re.error as error:
         raise NeedsError(f"`targets={pattern}`", f"not a regular expression: {error}", "fix it") from None
     except TooLong:
-        found = f"it takes longer than {MATCHING_s:g} s to match, as repeats within repeats do"
+        found = f"it takes longer than {MATCHING_s:g} s to match (nested repeats)"
         raise NeedsError(f"`targets={pattern}`", found, f"name the linears: [{', '.join(known)}]") from None
 
 
@@ -123,7 +123,7 @@ def _matched(pattern: str, read: re.Pattern[str], known: tuple[str, ...]) -> Ite
             n for n in range(MOST_LAYERS) if any(read.fullmatch(f"{top}.{n}.{end}") for top in BLOCKS for end in ends)
         ]
         if layers and len(layers) < MOST_LAYERS:
-            do = f"name the linears, which have adapters in all layers: [{name}]"
+            do = f"name the linears, which adapts all layers: [{name}]"
             raise NeedsError(f"`targets={pattern}`", f"it matches {name} in some layers only", do)
         if layers:
             yield name
@@ -150,7 +150,7 @@ def remarks(
     if lacking:
         yield f"{technique}: no linear of this model is called {', '.join(lacking)}: the other targets have adapters"
     elif meant is not targets:
-        yield f"{technique}: gate_proj and up_proj are those beside the experts; `experts` adapts the experts, too"
+        yield f"{technique}: gate_proj and up_proj are outside the experts; `experts` adapts the experts, too"
 
 
 def _meant(name: str, known: Collection[str]) -> bool:
@@ -204,7 +204,7 @@ def require_names(technique: str, option: str, asked: str | Sequence[str], known
         do = nearest(wrong, known)
     elif not names:
         found = "it matches no linear of this model" if asked and known else "no linears to choose from"
-        do = f"name some: {', '.join(known)}" if known else "take another model"
+        do = f"name some: {', '.join(known)}" if known else "use another model"
     text = asked if isinstance(asked, str) else f"[{', '.join(asked)}]"
     return Requirement(wrong is None and bool(names), f"`{technique}:{option}={text}`", found, do)
 
@@ -236,7 +236,7 @@ def require_targets(technique: str, env: Environment, targets: str | Sequence[st
     """Require that our decoder has what `targets` names: linears, of experts their stacked matrices, dense parts."""
     known = names_of(env.shape)
     if isinstance(env.shape, TracedShape) and env.shape.stacked and stacked(targets):
-        found, do = "experts of several sizes, without gates or transposed", "take targets=attention or all-linear"
+        found, do = "experts of several sizes, without gates or transposed", "use targets=attention or all-linear"
         if env.shape.mixture is None or not (rest := beside(targets)):
             return Requirement(env.shape.mixture is not None, f"`{technique}:targets={targets}`", found, do)
         return require_names(technique, "targets", rest, known)
@@ -252,12 +252,12 @@ def require_targets(technique: str, env: Environment, targets: str | Sequence[st
         found, do = "it matches layers without experts or shared experts", "name the linears: [q_proj, dense]"
         return Requirement(False, f"`{technique}:targets={targets}`", found, do)
     if wrong is None and not dense and {*chosen(targets, attention)} & {*DENSE}:
-        found, do = "every layer has experts, and none that all tokens share", "leave dense out"
+        found, do = "every layer has experts, and no shared experts", "remove dense"
         return Requirement(False, f"`{technique}:targets={targets}`", found, do)
     if wrong is None:
         return require_names(technique, "targets", targets, (*attention, *SETS["experts"], *DENSE))
     found = f"{wrong} is a part of the experts' gate_up_proj"
-    do = "take targets=attention, targets=experts" + (", or dense for shared experts and dense layers" if dense else "")
+    do = "use targets=attention, targets=experts" + (", or dense for shared experts and dense layers" if dense else "")
     return Requirement(False, f"`{technique}:targets={targets}`", found, do)
 
 

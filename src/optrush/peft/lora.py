@@ -149,7 +149,7 @@ class Lora(LinearAdapter):
         self.b = nn.Parameter(torch.empty(self.chosen_rows, settings.rank, **at))  # (chosen rows, r)
         self.magnitude = nn.Parameter(torch.empty(self.chosen_rows, **at)) if settings.dora else None
         if settings.dora:
-            self.unsplittable = "dora=true, which measures whole rows of the weight"
+            self.unsplittable = "dora=true, which needs norms of whole weight rows"
         elif settings.dropout:
             self.unsplittable = f"dropout={settings.dropout:g}, which would be drawn alike for each rank's columns"
         self._dense, stored = linear.dequantized, linear.quantized

@@ -278,14 +278,14 @@ def _check_packed(model: Decoder | HFModel, recipe: WeightMap, source: WeightSou
         return
     linears = {hf for name, _ in model.linears() for hf, _ in recipe.entries[f"{name}.weight"].pieces}
     for name in sorted(set(source.states) - linears):
-        found = "no weight of a block's linear, and only those are read in 4 bits"
+        found = "not a weight of a block's linear; only those load in 4 bits"
         raise NeedsError(f"the packed tensor {name}", found, "start from the unquantised checkpoint")
     scales = {True: "quantised scales", False: "float32 scales"}
     for name, state in source.states.items():
         double = "nested_offset" in state
         if form != Form(4, double):
             asked = f"{name} in {form.bits} bits" + (f" with {scales[form.double]}" if form.bits == 4 else "")
-            do = f"take --with nf4:double={str(double).lower()}, or start from the unquantised checkpoint"
+            do = f"use --with nf4:double={str(double).lower()}, or start from the unquantised checkpoint"
             raise NeedsError(asked, f"it is packed in 4 bits with {scales[double]}", do)
 
 
@@ -294,10 +294,10 @@ def _check_stacked(name: str, experts: StackedMatrices, form: Form) -> None:
     asked, odd = f"{name} in {form.bits} bits", [size for size in experts.sizes.values() if math.prod(size[1:]) % 64]
     if experts.transposed:
         found, do = (
-            "experts stored as (experts, width, rows), where a scale is of a row",
+            "experts stored as (experts, width, rows); scales belong to rows",
             "train LoRA over bf16 weights",
         )
-        raise NeedsError(asked, found, f"leave nf4 or int8 out: {do}")
+        raise NeedsError(asked, found, f"turn nf4 or int8 off: {do}")
     if form.bits == 4 and odd:
         found = f"experts of {odd[0][1]} x {odd[0][2]} values, not multiples of 64, the block size of NF4"
         raise NeedsError(asked, found, "take --with int8 instead")
@@ -344,7 +344,7 @@ class _Reader:
         if form.floats:
             name = entry.pieces[0][0]
             if not isinstance(self.source, Mxfp4Folder) or name not in self.source.packed:
-                do = "leave experts=mxfp4 out"
+                do = "remove experts=mxfp4"
                 raise NeedsError("`nf4:experts=mxfp4`", f"{name} is dense in the checkpoint", do)
             return _bytes(self.source.parts(name), device)
         N, rows, width = entry.shape

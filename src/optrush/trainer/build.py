@@ -178,7 +178,7 @@ def _open_tower(trainer: Trainer, folder: Path | None, reader: ImageReader | Non
     images = sum(part.counts.images for part in (sources.train, sources.held_out) if isinstance(part, Source))
     if reader is None or folder is None or not images:
         if part != "none" and training:
-            found = "no row has an image" if reader is not None else "rows whose images are not read here"
+            found = "no row has an image" if reader is not None else "rows with images, but no image reader"
             raise NeedsError(f"`image.train: {part}`", found, "leave `image` out, or name rows with images")
         given = [f"data.{name}" for name in ("min_pixels", "max_pixels", "remote") if getattr(data, name)]
         trainer.notes += [f"{name} does nothing: no row has an image" for name in given]
@@ -186,18 +186,18 @@ def _open_tower(trainer: Trainer, folder: Path | None, reader: ImageReader | Non
     assert isinstance(model, Decoder)
     shape, dtype = model.shape, getattr(torch, trainer.config.model.dtype)
     if shape.rope.by_length:
-        found = f"rotary embeddings of the kind {shape.rope.kind}, which depend on a document's length"
-        raise NeedsError("to train on rows with images", found, "take another kind, or rows of text")
+        found = f"{shape.rope.kind} rotary embeddings, which depend on a document's length"
+        raise NeedsError("to train on rows with images", found, "use another rope type, or rows of text only")
     if model.tower is None:
         model.tower = open_tower(folder, trainer.hf, dtype, shape.rotated_width).to(trainer.world.device)
     trainer.loading = sampler.decoding_ahead(trainer.loading, trainer.world.device, trainer.world.ranks)
     least, most = reader.sizes.least, reader.sizes.most
     size = sum(p.numel() for p in model.tower.module.parameters()) / 1e6
     workers = trainer.loading.workers
-    done = {"none": "is frozen", "projector": "is frozen but for its projector", "tower": "is trained"}[part]
+    done = {"none": "is frozen", "projector": "is frozen except its projector", "tower": "is trained"}[part]
     trainer.notes.append(
-        f"images: {images}, of {least:,} to {most:,} pixels each, sizes that a server must have too; the tower, "
-        f"of {size:,.1f} M parameters, {done}" + (f"; {workers} processes decode images" if workers else "")
+        f"images: {images}, {least:,} to {most:,} pixels each (set the same limits in a server); the tower, "
+        f"{size:,.1f} M parameters, {done}" + (f"; {workers} processes decode images" if workers else "")
     )
 
 
@@ -205,7 +205,7 @@ def _stage(trainer: Trainer, techniques: Sequence[Technique], name: str) -> None
     for t in techniques:
         count = getattr(t, name)(trainer)
         if not isinstance(count, int):
-            raise TypeError(f"{name} of {t.name} returns {count!r}, no number of changes")
+            raise TypeError(f"{name} of {t.name} returns {count!r}, not a number of changes")
         if count:
             trainer.applied.append(Edit.of(name, t, count))
 
@@ -284,7 +284,7 @@ def _held_out(sources: Sources, training: bool) -> SampleSource | None:
     held_out = sources.held_out or (None if training else sources.train)
     if held_out is not None and not held_out.tokenized:
         do = "leave data.stream out (--set data.stream=false), or give a data.eval"
-        raise ConfigError("to evaluate on `data.path`", "`data.stream`: its rows are not counted", do)
+        raise ConfigError("to evaluate on `data.path`", "`data.stream`: the number of rows is unknown", do)
     return held_out
 
 
@@ -311,13 +311,13 @@ def _note_model(trainer: Trainer, growth: Growth | None) -> None:
     """Note what is unusual in the model for these rows."""
     seq = trainer.config.batch.seq
     if seq > (made := text_config(trainer.hf).get("max_position_embeddings") or seq):
-        trainer.notes.append(f"rows of {seq} tokens, where the model was made for {made} positions")
+        trainer.notes.append(f"rows of {seq} tokens exceed the model's max_position_embeddings ({made})")
     if not trainer.model.supports_packing:
         trainer.notes.append("one document per row: this model, through transformers, lets packed documents mix")
     if growth is not None:
         trainer.notes.append(growth.note)
     if is_readable(stored := trainer.hf.get("quantization_config")):
-        trainer.notes.append(f"the base's {METHODS[stored['quant_method']]} weights are read as dense ones")
+        trainer.notes.append(f"the base's {METHODS[stored['quant_method']]} weights are loaded as dense weights")
     talks = trainer.config.objective not in ("pretrain", "reward") and getattr(trainer.tokenizer, "chat_template", None)
     if talks and not turn_ends(trainer.tokenizer):
         known = "add it to eos_token_id in generation_config.json of the exported model"
@@ -345,7 +345,7 @@ def _refuse_without_effect(trainer: Trainer, techniques: Sequence[Technique]) ->
     effective = {e.technique for e in trainer.applied}
     for t in techniques:
         if t.name not in effective:
-            raise NoEffectError(f"`{t.name}`", "it changed nothing here", f"leave it out: --without {t.name}")
+            raise NoEffectError(f"`{t.name}`", "it changed nothing in this run", f"leave it out: --without {t.name}")
 
 
 def _defaults(trainer: Trainer) -> None:
@@ -355,7 +355,7 @@ def _defaults(trainer: Trainer) -> None:
         trainer.metrics.update((name, torch.zeros((), device=device)) for name in LOAD_FIGURES)
     trainer.loss_from_hidden = loss_of(trainer.config, trainer.model.head, trainer.metrics)
     if (own := trainer.config.loss) is not None:
-        trainer.notes.append(f"the loss is {own.use}, not the objective's own")
+        trainer.notes.append(f"the loss is {own.use}, in place of the objective's")
     trainer.loss = partial(loss, trainer)
     trainer.place = lambda batch: batch.to(device)
     trainer.forward_backward = partial(forward_backward, trainer)
@@ -385,11 +385,11 @@ def check_rounding(trainer: Trainer) -> None:
     """
     done = getattr(trainer.optimizer, "rounding", "nearest")
     if done != trainer.rounding:
-        found = f"the optimizer {type(trainer.optimizer).__name__} rounds to the {done}" if done == "nearest" else done
-        do = "take another optimizer, or another rounding (--with bf16:rounding=nearest)"
+        found = f"the optimizer {type(trainer.optimizer).__name__} rounds to {done}" if done == "nearest" else done
+        do = "use --with bf16:rounding=nearest, or another optimizer"
         raise NeedsError(f"bfloat16 weights with {trainer.rounding} rounding", found, do)
     if done == "nearest" and any(t.local.dtype == torch.bfloat16 for t in trainer.trained):
-        trainer.notes.append("bfloat16 weights are rounded to the nearest: at small learning rates most never move")
+        trainer.notes.append("bfloat16 weights are rounded to nearest: at small learning rates most never change")
 
 
 def fingerprints(

@@ -128,7 +128,7 @@ def verify(path: Path) -> Manifest:
                 raise damaged(path, name, f"has {size} bytes, {written.bytes} were written")
             with open_file(path / name) as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != written.sha256:
-                    raise damaged(path, name, "holds other bytes than were written (its sha256 differs)")
+                    raise damaged(path, name, "does not match its sha256")
     except FileNotFoundError:
         raise damaged(path, name if path.is_dir() else path.name, "does not exist") from None
     except OSError as error:
@@ -145,22 +145,22 @@ def parse_manifest(path: Path, text: bytes) -> Manifest:
     try:
         body = files.parse_json(text)
     except ValueError:
-        raise damaged(path, MANIFEST, "is no JSON" if text.strip() else "is empty") from None
+        raise damaged(path, MANIFEST, "is not JSON" if text.strip() else "is empty") from None
     if not isinstance(body, dict) or "digest" not in body:
         raise damaged(path, MANIFEST, "has no digest")
     if body.get("format") != FORMAT:
         raise damaged(path, MANIFEST, f"has format {body.get('format')!r}; this version reads {FORMAT}")
     if body["digest"] != manifest_digest(body) or encode_manifest(body) != text:
-        raise damaged(path, MANIFEST, "holds other bytes than were written (its digest differs)")
+        raise damaged(path, MANIFEST, "does not match its digest")
     try:
         manifest = Manifest(path=path, **body)
     except ValidationError as error:
-        raise damaged(path, MANIFEST, f"is no manifest: {error.errors()[0]['loc']}") from None
+        raise damaged(path, MANIFEST, f"is not a manifest: {error.errors()[0]['loc']}") from None
     if path.name != f"step-{manifest.step:06d}":
-        raise damaged(path, MANIFEST, f"is the one of step {manifest.step}")
+        raise damaged(path, MANIFEST, f"belongs to step {manifest.step}")
     for name in manifest.files:
         if not _SHARD.match(name):
-            raise damaged(path, MANIFEST, f"names the file {name!r}, which is no rank's")
+            raise damaged(path, MANIFEST, f"names the file {name!r}, which belongs to no rank")
     for name, entry in manifest.tensors.items():
         if wrong := uncovered(entry):
             raise damaged(path, MANIFEST, f"{name}: {wrong}")
@@ -172,11 +172,11 @@ def uncovered(entry: Entry) -> str | None:
     boxes = [(tuple(p.offset), tuple(p.shape)) for p in entry.pieces]
     for i, (offset, shape) in enumerate(boxes):
         if len(shape) != len(entry.shape) or any(o < 0 or o + n > w for o, n, w in zip(offset, shape, entry.shape)):
-            return f"a piece of {shape} at {offset} does not lie within {tuple(entry.shape)}"
+            return f"a piece of {shape} at {offset} is outside {tuple(entry.shape)}"
         if any(overlap(offset, shape, *other) is not None for other in boxes[:i]):
             return "two pieces overlap"
     held, whole = sum(torch.Size(shape).numel() for _, shape in boxes), torch.Size(entry.shape).numel()
-    return None if held == whole else f"{held} of {whole} numbers were saved"
+    return None if held == whole else f"{held} of {whole} values were saved"
 
 
 def damaged(path: Path, file: str, what: str) -> CheckpointError:
@@ -347,7 +347,7 @@ def _attempt(work: Callable[[], Any], half: Path, cancelled: Callable[[], bool])
         answer = {"failed": str(error)}
     texts = exchange(json.dumps(answer), LIMIT_S, "save", cancelled)
     if texts is None:
-        found = "it was given up" if cancelled() else f"a rank has not done its part within {LIMIT_S:g} s"
+        found = "it was cancelled" if cancelled() else f"a rank did not finish within {LIMIT_S:g} s"
         raise RunError(f"the checkpoint {half}", found, "check the disks, then resume: --resume auto")
     answers = [json.loads(text) for text in texts]
     failed = [f"rank {rank}: {a['failed']}" for rank, a in enumerate(answers) if "failed" in a]
@@ -408,7 +408,7 @@ def write_tensors(
         yield len(head).to_bytes(8, "little") + head
         for _, t in tensors:
             if cancelled():
-                raise OSError("it was given up")
+                raise OSError("it was cancelled")
             yield t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
     return files.write_new(path, pieces())
@@ -424,7 +424,7 @@ def _commit(snapshot: Snapshot, reports: list[Any], half: Path, final: Path) -> 
     text = encode_manifest(body)
     for name, file in body["files"].items():
         if (half / name).stat().st_size != file["bytes"]:  # raises, too, where the ranks share no disk
-            raise OSError(f"{half / name} is not as long as what was written")
+            raise OSError(f"{half / name} has another length than was written")
     files.write_new(half / MANIFEST, [text])
     files.sync_folder(half)
     if final.is_dir():
@@ -497,9 +497,9 @@ class HostCopy:
 
 
 def _no_room(size: int, found: str) -> NeedsError:
-    asked = f"`train.save: async`: {size / GIB:.1f} GiB of host memory for a copy of what is saved"
-    do = "take train.save: sync, fewer processes on this machine, or a smaller model"
-    return NeedsError(asked, f"the machine gives no more: {found}", do)
+    asked = f"`train.save: async`: {size / GIB:.1f} GiB of host memory to copy the saved tensors"
+    do = "set train.save: sync, run fewer processes per machine, or use a smaller model"
+    return NeedsError(asked, f"not enough memory: {found}", do)
 
 
 class Saver:
@@ -608,7 +608,7 @@ def first_date(manifest: Manifest | None) -> datetime.date | None:
     try:
         return datetime.date.fromisoformat(date)
     except ValueError:
-        raise damaged(manifest.path, MANIFEST, f"has {date!r} for a date") from None
+        raise damaged(manifest.path, MANIFEST, f"has the date {date!r}") from None
 
 
 def _decide(output: Path, resume: Literal["auto"] | Path) -> dict[str, Any]:
@@ -623,7 +623,7 @@ def _decide(output: Path, resume: Literal["auto"] | Path) -> dict[str, Any]:
             answer["passed"].append([str(path), error.found])
     if candidates:
         why = "; ".join(f"{Path(path).name}: {found}" for path, found in answer["passed"])
-        todo = "to start afresh set `train.overwrite: true` without --resume, or use another `output`"
+        todo = "to start over set `train.overwrite: true` without --resume, or use another `output`"
         answer["error"] = [f"--resume auto in {output}", f"no checkpoint is intact: {why}", todo]
     return answer
 
@@ -718,18 +718,18 @@ def check_plan(manifest: Manifest, steps: int, position: int, allow: frozenset[s
     """
     asked, n = f"to resume {manifest.path}", manifest.step
     if n > steps:
-        found = f"this run has {steps} steps, the checkpoint is of step {n}"
+        found = f"this run has {steps} steps, the checkpoint was saved after step {n}"
         raise CheckpointError(asked, found, "raise `train.steps` or `train.epochs`")
     if position == manifest.position:
         return None
-    found = f"step {n + 1} would begin at row {position}, not {manifest.position}"
+    found = f"step {n + 1} would begin at row {position}, the checkpoint ended before row {manifest.position}"
     if not allow & {"data", "order"}:
-        do = "restore `batch`, `seed` and the row layout, or accept lost or repeated samples: --allow-change order"
+        do = "restore `batch`, `seed` and the row layout, or accept lost or repeated rows: --allow-change order"
         raise CheckpointError(asked, found, do)
     rows = abs(position - manifest.position)
     what = f"{rows} row{'s' * (rows != 1)} of this run's size {'lost' if position > manifest.position else 'repeated'}"
     if n == steps and position > manifest.position:
-        found = f"{found}, and this run has {steps} steps: it would end at once, {what}"
+        found = f"{found}, and this run has {steps} steps: it would end immediately, {what}"
         raise CheckpointError(asked, found, "raise `train.steps` or `train.epochs`, or restore `batch`")
     return f"step {n + 1} begins at row {position}, the checkpoint ended before row {manifest.position}: {what}"
 
@@ -748,12 +748,12 @@ def _check_fingerprints(
             found = f"`{name}` was {_DIGEST.sub(_short, old)} and is {_DIGEST.sub(_short, new)}"
             if name in causes:
                 what = "chat template" if name == "template" else "tokenizer.json or tokenizer_config.json"
-                found = f"the model's {what} changed since: the same rows have other tokens ({found})"
+                found = f"the model's {what} changed: the same rows have other tokens ({found})"
             elif name == "data" and (changes := data_changes()):
-                found = f"`data` was not the same: {changes}"
+                found = f"`data` changed: {changes}"
             elif name == "data" and causes and changes is not None:
                 continue  # the same rows, by a tokenizer whose change is accepted
-            do = f"restore the old one, or accept the change: --allow-change {name}"
+            do = f"restore the old value, or accept the change: --allow-change {name}"
             raise CheckpointError(f"to resume {manifest.path}", found, do)
 
 
@@ -765,7 +765,7 @@ def _short(digest: re.Match[str]) -> str:
 
 
 def _check_names(manifest: Manifest, what: str, saved: set[str], wanted: set[str]) -> None:
-    for wrong, how in ((wanted - saved, "is missing"), (saved - wanted, "is there, and this run has none")):
+    for wrong, how in ((wanted - saved, "is missing"), (saved - wanted, "is not in this run")):
         if wrong:
             name = min(wrong)
             where = manifest.tensors[name].pieces[0].file if name in manifest.tensors else MANIFEST
@@ -773,7 +773,7 @@ def _check_names(manifest: Manifest, what: str, saved: set[str], wanted: set[str
 
 
 def _foreign(manifest: Manifest, found: str) -> CheckpointError:
-    todo = "resume with the techniques and the model it was saved with, or start afresh in another `output`"
+    todo = "resume with the techniques and the model it was saved with, or start over in another `output`"
     return CheckpointError(f"to resume {manifest.path}", found, todo)
 
 

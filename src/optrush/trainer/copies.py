@@ -34,7 +34,7 @@ class Store:
         assert address is not None
         self.asked = f"`train.copy_to: {scrubbed(address)}`"
         if "://" not in address:
-            raise ConfigError(self.asked, "no address", "write one such as s3://bucket/run, or leave it out")
+            raise ConfigError(self.asked, "no address", "write an address such as s3://bucket/run, or remove the key")
         self.output = Path(config.output)
         self.files, root = open_store(self.asked, address)
         self.root = root.rstrip("/")
@@ -122,7 +122,7 @@ class Copier:
             except FileNotFoundError:  # a newer one took its place
                 continue
             except Exception as error:  # of the store's library
-                again = "the run goes on, and tries again with the next checkpoint"
+                again = "training continues; the next checkpoint retries"
                 console.say(f"{self.store.asked}: {folder.name} was not copied ({_reason(error)}); {again}")
 
     def _copy(self, last: Path | None, late: bool = False) -> None:
@@ -141,7 +141,7 @@ class Copier:
         try:
             self._copy(None, late=True)
         except Exception as error:  # of the store's library
-            do = f"the run is whole on this machine: copy {self.store.output} by hand"
+            do = f"the run is complete on this machine: copy {self.store.output} yourself"
             if kind is None:
                 raise RunError(self.store.asked, _reason(error), do) from error
             console.say(f"{self.store.asked}: {_reason(error)}; {do}")
@@ -170,10 +170,10 @@ def check_copies(config: Config, resume: Literal["auto"] | Path | None) -> None:
         theirs = store.files.cat_file(f"{store.root}/{FOLDER}/{steps[-1]}/{MANIFEST}") if steps else b""
     own = (read_file(c / MANIFEST) for c in find_checkpoints(config.output)[:1])
     if resume is None and taken and not config.train.overwrite:
-        do = "resume it with --resume auto, take another address, or set train.overwrite: true"
-        raise ConfigError(store.asked, "a run is there", do)
+        do = "resume with --resume auto, use another address, or set train.overwrite: true"
+        raise ConfigError(store.asked, "the address already has a run", do)
     if resume is not None and theirs and any(_run(text) != _run(theirs) for text in own):
-        raise ConfigError(store.asked, "the copies of another run", "take another address")
+        raise ConfigError(store.asked, "the address has another run", "use another address")
 
 
 def _run(manifest: bytes) -> object:
@@ -201,7 +201,7 @@ def fetch_copies(config: Config, ranks: int, resume: Literal["auto"] | Path) -> 
         if not steps:
             return
         if ranks > 1:
-            found = f"copies of a run, where {config.output} has none, and {ranks} processes"
+            found = f"copies of a run, but {config.output} has none, and there are {ranks} processes"
             do = f"fetch them first: optrush train CONFIG --resume auto --dry-run, or copy them to {config.output}"
             raise ConfigError(store.asked, found, do)
         console.say(f"fetching {len(steps)} checkpoint{'s' * (len(steps) > 1)} of {store.asked}")
@@ -218,7 +218,7 @@ def fetch_copies(config: Config, ranks: int, resume: Literal["auto"] | Path) -> 
 
 def _get(store: Store, name: str, here: Path) -> None:
     if not here.resolve().is_relative_to(store.output.resolve()):
-        raise ConfigError(store.asked, f"a file named {name}", "this is no copy of a run")
+        raise ConfigError(store.asked, f"a file named {name}", "use the address of a copied run")
     here.parent.mkdir(parents=True, exist_ok=True)
     store.files.get_file(f"{store.root}/{name}", str(here))
 
@@ -231,5 +231,5 @@ def _reported(store: Store) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        do = "check the address, the network and your rights there"
+        do = "check the address, the network and your permissions"
         raise ConfigError(store.asked, _reason(error), do) from error

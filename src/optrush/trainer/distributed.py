@@ -171,7 +171,7 @@ def _join_group(backend: str, timeout_s: float) -> None:
             _watch = Watch(PrefixStore(f"{name}/watch", connect(False)), reports, rank, ranks, timeout_s, start.known)
     except RuntimeError as error:
         found = first_line(error)
-        do = "look for another rank's error above, and at MASTER_ADDR and MASTER_PORT"
+        do = "look for another rank's error above; check MASTER_ADDR and MASTER_PORT"
         raise RunError(f"rank {rank} of {ranks}, joining the others", found, do) from error
 
 

@@ -90,9 +90,9 @@ def _needed(trainer: Trainer) -> bool:
 def _counted(trainer: Trainer) -> SampleSource:
     """Return the pairs to train on; raise ConfigError where they do not exist before the run."""
     if not trainer.sources.train.tokenized:
-        found = "`data.stream`: its rows are not read before step 0, and the training cannot be switched off"
+        found = "`data.stream`: rows are not read before step 0, and there is no adapter to disable"
         asked = f"a reference for `objective: {trainer.config.objective}`"
-        raise ConfigError(asked, found, "leave data.stream out, or train an adapter")
+        raise ConfigError(asked, found, "set data.stream=false, or train an adapter (--with lora)")
     return trainer.sources.train
 
 
@@ -119,8 +119,8 @@ def against(prepared: Decided, before: Decided, data: str | None, say: Callable[
         parts = {"tokenizer": "tokenizer", "template": "chat template"}
         differ = " and ".join(said for part, said in parts.items() if trainer.fingerprints[part] != begun[part])
         models = [p.config.model.path or p.config.model.shape for p in (prepared, before)]
-        found = f"the pairs are other tokens for {models[0]} than for {models[1]}: another {differ}"
-        do = "give a model with the tokenizer and the chat template of CONFIG's"
+        found = f"{models[0]} and {models[1]} tokenize the pairs differently: another {differ}"
+        do = "use a model with the same tokenizer and chat template as CONFIG"
         raise ConfigError(f"`optrush eval` of `objective: {prepared.config.objective}`", found, do)
     trainer.evaluation = replace(trainer.evaluation, reference=known)
     return trainer

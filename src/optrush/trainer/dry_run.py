@@ -246,7 +246,7 @@ def _memory(m: dict[str, Any]) -> list[str]:
     remedies = {
         "smaller batch.micro_tokens or batch.seq, or a technique that saves memory": not m["fits"]
         and (room is None or peak > room),
-        "recompute beside what is offloaded, train.save: sync, or a host with more memory": host_room is not None
+        "recompute in addition to offloading, train.save: sync, or a host with more memory": host_room is not None
         and m["host_bytes"] > host_room,
     }
     return [f"DOES NOT FIT: {remedy}" for remedy, needed in remedies.items() if needed]
@@ -254,14 +254,12 @@ def _memory(m: dict[str, Any]) -> list[str]:
 
 def _time(t: dict[str, Any]) -> list[str]:
     if t["train_s"] is None:
-        return ["unknown: optrush calibrate measures this machine's rates"]
-    return [
-        f"about {console.duration(t['train_s'])} for {_many(t['steps'], 'step')}, evaluations and saves not counted"
-    ]
+        return ["unknown: run `optrush calibrate` on this machine"]
+    return [f"about {console.duration(t['train_s'])} for {_many(t['steps'], 'step')}, without evaluations and saves"]
 
 
 def _launch(command: str, occupied: str | None) -> list[str]:
-    return [command] if occupied is None else [command, f"refused as it stands: {run_dir.OCCUPIED}", occupied]
+    return [command] if occupied is None else [command, f"would be rejected: {run_dir.OCCUPIED}", occupied]
 
 
 def _disk(d: dict[str, Any]) -> list[str]:
@@ -269,14 +267,14 @@ def _disk(d: dict[str, Any]) -> list[str]:
     teacher = []
     if (stored := d.get("stored_tokens_bytes")) is not None:
         there = f"{_size(d['stored_tokens_free_bytes'])} free in {d['stored_tokens_folder']}"
-        teacher = [f"teacher      {_size(stored):>10}  its likeliest tokens of each target, stored once; {there}"]
+        teacher = [f"teacher      {_size(stored):>10}  its most likely tokens for each target, stored once; {there}"]
     if d["needed_bytes"] is None:
-        return [f"needed: unknown without a prediction of memory; {free}", *teacher]
+        return [f"needed: unknown without a memory prediction; {free}", *teacher]
     each, n = d["weights_bytes"] + d["states_bytes"], d["checkpoints"]
     why = f"{d['saves']} saved"
     if n > d["keep"]:
-        why = f"keep {d['keep']}, and a new one is whole before an old one goes"
-    fits = "fits" if d["fits"] else "DOES NOT FIT: free some, lower train.keep, or take another output"
+        why = f"keep {d['keep']}, plus one while it is written"
+    fits = "fits" if d["fits"] else "DOES NOT FIT: free space, lower train.keep, or use another output"
     return [
         f"checkpoints  {_size(n * each):>10}  {n} x {_size(each)}, weights and optimizer states ({why})",
         f"model        {_size(d['weights_bytes']):>10}  exported at the end",
@@ -286,17 +284,17 @@ def _disk(d: dict[str, Any]) -> list[str]:
 
 
 def _data(d: dict[str, Any]) -> list[str]:
-    go_on = f"; goes on after step {d['done']}" if d["done"] else ""
-    times = "" if d["epochs"] is None else f", {d['epochs']:.3g} times over the documents"
+    go_on = f"; resumes after step {d['done']}" if d["done"] else ""
+    times = "" if d["epochs"] is None else f", {d['epochs']:.3g} epochs"
     ranks = f" on {d['ranks']} ranks" if d["ranks"] > 1 else ""
     return [
         d["summary"],
         f"{_many(d['steps'], 'step')}{times}{go_on}",
-        f"a step: {_many(d['rows_a_step'], 'row')} of {d['seq']} slots, "
-        f"{_many(d['micro_batches'], 'micro-batch', 'es')} a rank{ranks}",
-        "tokens: known when they are read (data.stream)"
+        f"per step: {_many(d['rows_a_step'], 'row')} of {d['seq']} slots, "
+        f"{_many(d['micro_batches'], 'micro-batch', 'es')} per rank{ranks}",
+        "tokens: unknown until they are read (data.stream)"
         if d["tokens"] is None
-        else f"{d['tokens']} tokens in the run, {d['target_tokens']} of them learnt; rows are {d['fill']:.1%} full",
+        else f"{d['tokens']} tokens in the run, {d['target_tokens']} of them targets; rows are {d['fill']:.1%} full",
     ]
 
 

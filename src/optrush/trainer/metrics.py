@@ -266,8 +266,8 @@ class Meter:
             if len(self.bad) >= self.trainer.max_skipped_updates and self.failure is None:
                 steps = ", ".join(str(s) for s, _ in self.bad[-3:])
                 named = "; ".join(f"step {s}: {_first_samples(x)}" for s, x in self.bad[-3:])
-                found = f"not finite and skipped at steps {steps}: samples of rank {self.trainer.world.rank}: {named}"
-                do = "lower optim.lr, or look at those rows: optrush data show CONFIG; the weights are as before them"
+                found = f"not finite, skipped at steps {steps}; samples of rank {self.trainer.world.rank}: {named}"
+                do = "lower optim.lr, or look at the rows: optrush data show CONFIG (no weight was changed)"
                 self.failure = RunError(f"{len(self.bad)} updates in a row", found, do)
                 self.trainer.stop.told = 2
 

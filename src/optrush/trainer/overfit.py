@@ -86,7 +86,7 @@ def run_overfit(resolved: Decided, count: int, most: int = STEPS) -> OverfitResu
     """
     refuse_sampled(resolved.config, f"--overfit {count}")
     if 2 * count > most:
-        do = f"take fewer, or --overfit-steps {10 * count}"
+        do = f"use fewer batches, or --overfit-steps {10 * count}"
         raise ConfigError(f"--overfit {count}", f"{most} steps, fewer than two passes over each batch", do)
     begun, optim = time.monotonic(), resolved.config.optim
     warmup = optim.warmup if optim.warmup < 1 else 0.03  # that many steps of a whole run are too many of this one
@@ -95,7 +95,7 @@ def run_overfit(resolved: Decided, count: int, most: int = STEPS) -> OverfitResu
     group = join_ranks(resolved)
     trainer, plan = build_to_fit(RunRequest(resolved), group, None, dpo_reference.zero_reference, first_steps=count)
     if plan.total < count:
-        raise ConfigError(f"--overfit {count}", f"a run of {plan.total} steps", f"take --overfit {plan.total} at most")
+        raise ConfigError(f"--overfit {count}", f"a run of {plan.total} steps", f"use at most --overfit {plan.total}")
     source = batches(trainer, plan)
     with reading(source):
         windows = list(islice(source, count))
@@ -111,7 +111,7 @@ def run_overfit(resolved: Decided, count: int, most: int = STEPS) -> OverfitResu
         hint = None if min(trace.losses[-1], trace.after) <= target else likely_cause(trace)
     else:
         do = "look at the rows: optrush data show; longer rows (batch.seq), or another data.train_on"
-        hint = ("no targets", "no token of these batches is learned: there is no loss that could fall", do)
+        hint = ("no targets", "these batches have no target tokens", do)
     cause, found, do = hint or (None, "the model learns these batches", "")
     loss = trace.losses[-1]
     if hint is None and loss > target:
@@ -166,7 +166,7 @@ def likely_cause(trace: OverfitTrace) -> tuple[str, str, str]:
     losses, lr = trace.losses, trace.lr
     fall = f"{losses[0]:.4f} -> {losses[-1]:.4f}"
     if not math.isfinite(trace.before):
-        do = "look for values that are not finite in the model's weights, or take another precision"
+        do = "look for values that are not finite in the model's weights, or use another precision"
         return "not finite", f"the loss is {trace.before} before any weight has changed", do
     ups, downs = (sum(max(0.0, s * (b - a)) for a, b in pairwise(losses)) for s in (1, -1))
     rises = trace.after > (1 + FLAT) * trace.before
@@ -179,7 +179,7 @@ def likely_cause(trace: OverfitTrace) -> tuple[str, str, str]:
         return "no gradient", "the gradient is zero in every step: no trained weight changes the loss", do
     late = losses[max(0, min(len(losses) * 3 // 4, len(losses) - 2))] - losses[-1]
     if late > FLAT * (losses[0] - losses[-1]) or losses[0] - losses[-1] < FLAT * losses[0]:
-        do = f"--set optim.lr={lr * 10:g}; or if it is nearly there, --overfit-steps {2 * trace.steps}"
+        do = f"--set optim.lr={lr * 10:g}; or if it nearly converged, --overfit-steps {2 * trace.steps}"
         if trace.rounds:
             do = f"--with bf16:rounding=stochastic (bfloat16 rounds small updates away), or {do}"
         return "lr too small", f"the loss falls too slowly: {fall}", do

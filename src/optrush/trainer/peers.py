@@ -40,7 +40,7 @@ COLLECTIVE = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by 
 
 LATE = ("timed out", "timeout")  # in the error of a collective that a rank did not come to
 
-RESUME = "start it again with: --resume auto"
+RESUME = "restart with: --resume auto"
 State = Literal["alive", "stopped", "gone", "unknown"]
 
 
@@ -286,7 +286,7 @@ class Watch:
             return self.resume()
         lost = " and ".join(dict.fromkeys(beat.host.partition(" ")[0] for beat in beats))
         where = f"{lost}, and here if it ends" if self._own_store else "every host"  # see `unjoinable` in launch.py
-        return f"start torchrun again on {where}: {self.resume()}"
+        return f"restart torchrun on {where}: {self.resume()}"
 
     def _cut_off(self) -> list[int]:
         """Return the ranks of other hosts, if nothing is heard of them and this rank is the first of its own host."""
@@ -421,8 +421,8 @@ def meet(store: Store, rank: int, ranks: int, limit_s: float, known: dict[int, B
             store.set(f"met/{rank}", hellos[0])
             return hellos[0].partition(" ")[0]
         time.sleep(0.02)
-    found = f"{_ranks(missing if rank == 0 else [0])} did not come within {limit_s:g} s"
-    raise RunError(f"{ranks} ranks", found, "look for its error above, and whether every machine runs the same command")
+    found = f"{_ranks(missing if rank == 0 else [0])} did not connect within {limit_s:g} s"
+    raise RunError(f"{ranks} ranks", found, "look for its error above; check that every machine runs the same command")
 
 
 def _peek(store: Store, key: str) -> str:

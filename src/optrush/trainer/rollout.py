@@ -184,7 +184,7 @@ class Sampler:
             if not exhausted(error):
                 raise
             asked = f"`grpo.slots: {self.slots}` answers of `grpo.max_new: {s.max_new}` tokens at a time"
-            do = f"take grpo.slots: {max(1, self.slots // 2)}, or a smaller grpo.max_new"
+            do = f"set grpo.slots: {max(1, self.slots // 2)}, or a smaller grpo.max_new"
             raise RunError(asked, f"out of memory while sampling: {first_line(error)}", do) from error
         each = [found[p * members : (p + 1) * members] for p in range(len(rows))]
         given = []
@@ -390,8 +390,8 @@ class Sampler:
         apart = figures["logp_difference_mean"].item() / max(seen, 1.0)
         if apart > OTHERWISE and name not in self.said:
             self.said.add(name)
-            found = f"log-probabilities differ by {apart:.2g} a token between sampling and training"
-            do = "what is on in training alone (dropout, another attention) makes answers those of another model"
+            found = f"log-probabilities differ by {apart:.2g} per token between sampling and training"
+            do = "turn off whatever only training uses (dropout, another attention)"
             self.trainer.log_event({name: f"{found}; {do}"})
 
     def _write(
@@ -457,7 +457,7 @@ class SampledEvaluation:
 def refuse_failed(known: int, answers: int, failure: str) -> None:
     """Raise DataError where not one of some answers has a reward."""
     if answers and not known:
-        do = "correct the function, or raise grpo.reward_timeout"
+        do = "fix the function, or raise grpo.reward_timeout"
         raise DataError("rewards of sampled answers", f"all {answers} failed; the first: {failure}", do)
 
 
@@ -498,7 +498,7 @@ def prompt_stream(config: Config, source: SampleSource, layout: RowLayout, T: in
     assert config.grpo is not None
     asked = "`objective: grpo`"
     if not source.tokenized:
-        raise ConfigError(f"{asked} with `data.stream`", "prompts are numbered before step 1", "leave data.stream out")
+        raise ConfigError(f"{asked} with `data.stream`", "prompts are numbered before step 1", "set data.stream=false")
     if not (layout.isolated and layout.uncut):
         found = "documents of a row attend to each other"
         raise ConfigError(f"{asked} with --with wrap", found, "take --with packing instead")
@@ -519,18 +519,18 @@ def attach(trainer: Trainer, held_out: SampleSource | None) -> None:
     if world.ranks > 1 and type(trainer.storage) is not Storage:  # an engine's own weights
         cut.append(type(trainer.storage).__name__)
     if cut:
-        found = f"weights or rows that are cut over ranks ({cut[0]})"
-        raise NeedsError("`objective: grpo`", found, "take --with ddp or fsdp")
+        found = f"sharded weights or rows ({cut[0]})"
+        raise NeedsError("`objective: grpo`", found, "use --with ddp or fsdp")
     if settings.temperature != 1 and (trainer.model.head.softcap or trainer.model.head.bias is not None):
-        found = "a head with a soft cap or a bias, whose logits no factor of its input scales"
-        raise NeedsError(f"`grpo.temperature: {settings.temperature:g}`", found, "leave it out")
+        found = "a head with a soft cap or a bias: scaling its input does not scale the logits"
+        raise NeedsError(f"`grpo.temperature: {settings.temperature:g}`", found, "remove grpo.temperature")
     if settings.prompts % world.data_ranks:
         found = f"{world.data_ranks} ranks"
-        raise ConfigError(f"`grpo.prompts: {settings.prompts}`", found, "take a multiple of the ranks")
+        raise ConfigError(f"`grpo.prompts: {settings.prompts}`", found, "use a multiple of the number of ranks")
     ends = answer_ends(trainer.tokenizer, trainer.hf.get("eos_token_id"))
     if not ends:
-        do = "give model.chat_template, or a model whose config names eos_token_id"
-        raise NeedsError("`objective: grpo`", "no token that ends an answer is known", do)
+        do = "set model.chat_template, or use a model whose config has eos_token_id"
+        raise NeedsError("`objective: grpo`", "no end-of-answer token is known", do)
     judge = judge_of(settings)
     train = trainer.sources.train
     engine = _engine(trainer, [train] if held_out is None else [train, held_out])
@@ -558,7 +558,7 @@ def _engine(trainer: Trainer, sources: Sequence[SampleSource]) -> AnswerEngine |
         return None
     assert settings is not None
     if unmet := next((r for r in compilers(trainer.env.device) if not r.met), None):
-        raise NeedsError("`objective: grpo` on a GPU, whose answers Triton's kernels sample", unmet.found, unmet.do)
+        raise NeedsError("`objective: grpo` on a GPU (sampling uses Triton kernels)", unmet.found, unmet.do)
     longest = max(int((s.lengths() - s.targets()).max()) for s in sources)
     assert trainer.env.rollout is not None
     slots = trainer.env.rollout.slots
@@ -575,8 +575,8 @@ def stay_near_base(trainer: Trainer) -> None:
     if settings is None or not settings.beta:
         return
     if trainer.adapters_disabled is None:
-        found = "the weights before training are not kept: no adapter can be switched off"
-        raise NeedsError(f"`grpo.beta: {settings.beta:g}`", found, "train an adapter (--with lora), or leave it out")
+        found = "the original weights are not kept, and there is no adapter to disable"
+        raise NeedsError(f"`grpo.beta: {settings.beta:g}`", found, "train an adapter (--with lora), or remove beta")
     trainer.loss = partial(grpo.loss_near_base, trainer.loss, trainer.model, settings, trainer.adapters_disabled)
 
 

@@ -70,11 +70,11 @@ class Client:
                 raise self.error(path, f"no answer within rollout.timeout: {self.timeout:g} s", do) from None
             except (OSError, HTTPException) as error:
                 if n == TRIES - 1:
-                    do = "start the server, or correct rollout.server"
+                    do = "start the server, or fix rollout.server"
                     raise self.error(path, f"no connection: {first_line(error)}", do) from None
                 time.sleep(WAIT_s)
         if len(raw) > MOST_bytes:
-            do = "give the address of a vLLM or SGLang server"
+            do = "set rollout.server to the address of a vLLM or SGLang server"
             raise self.error(path, f"an answer of more than {MOST_bytes:,} bytes", do)
         if 300 <= status < 400:
             place = headers.get("Location", "nowhere")
@@ -262,7 +262,7 @@ def connect(settings: RolloutServer) -> Dialect:
     models = found.get("data") if status == 200 and isinstance(found, Mapping) else None
     bases = [m["id"] for m in models or () if isinstance(m, Mapping) and "id" in m and not m.get("parent")]
     if not bases:
-        do = "give the address of a vLLM or SGLang server, as http://host:8000 (without /v1)"
+        do = "set rollout.server to a vLLM or SGLang server such as http://host:8000 (without /v1)"
         raise client.error("/v1/models", f"HTTP {status} without a model: {error_text(found)}", do)
     return Vllm(client, str(bases[0]))
 
@@ -354,21 +354,21 @@ class ServerEngine:
     def _wrong(self, reply: Reply, prompt: list[int], drawing: Drawing) -> tuple[str, str] | None:
         """Return what an answer lacks, and what to do."""
         if not reply.log_p:
-            return "no log-probabilities of its tokens", "allow them: vLLM --max-logprobs 1, a model that samples"
+            return "no log-probabilities", "allow them: vLLM --max-logprobs 1, a generative model"
         if len(reply.ids) != len(reply.log_p):
             found = f"{len(reply.ids)} tokens with {len(reply.log_p)} log-probabilities"
-            return found, "update the server: both must be of the same tokens"
+            return found, "update the server: it must return one log-probability per token"
         if reply.prompt_tokens != len(prompt) or reply.prompt not in (None, prompt):
-            found = f"a prompt of {len(prompt)} tokens that the server read as {reply.prompt_tokens}"
-            return found, "let it add no tokens, and serve the model that is trained"
+            found = f"a prompt of {len(prompt)} tokens, which the server counted as {reply.prompt_tokens}"
+            return found, "configure the server to add no tokens, and serve the trained model"
         if not all(isinstance(x, float | int) and math.isfinite(x) and x <= 1e-3 for x in reply.log_p):
-            return "log-probabilities that are no finite numbers up to 0", "read the server's log"
+            return "log-probabilities that are not finite, or above 0", "read the server's log"
         if others := [x for x in reply.ids if not isinstance(x, int) or not 0 <= x < self.trainer.vocab]:
-            found = f"the token {others[0]}, where the model has {self.trainer.vocab:,}"
-            return found, "serve the model that is trained: this one has another tokenizer"
+            found = f"the token {others[0]}, but the model's vocabulary has {self.trainer.vocab:,}"
+            return found, "serve the trained model: the server's has another tokenizer"
         if reply.finish not in ("stop", "length") or len(reply.ids) > drawing.most:
             found = f"an answer of {len(reply.ids)} tokens that ended by {reply.finish!r}"
-            return found, f"let the server have {len(prompt) + drawing.most} tokens of context (--max-model-len)"
+            return found, f"give the server {len(prompt) + drawing.most} tokens of context (--max-model-len)"
         return None
 
     def weigh(self, sampled: Tensor, trained: Tensor, untrained: Callable[[], Tensor] | None) -> Tensor:
@@ -382,15 +382,15 @@ class ServerEngine:
         mine = [len(sampled), *((a - b).abs().sum().item() for a, b in pairs)]
         n, own, base, moved = (sum(x) for x in zip(*map(json.loads, distributed.gather(json.dumps(mine))), strict=True))
         asked = f"answers sampled by `rollout.server: {self.settings.server}`"
-        found = f"log-probabilities that differ from training's by {own / max(n, 1):.3g} a token in the mean"
+        found = f"log-probabilities differ from training's by {own / max(n, 1):.3g} per token on average"
         error: UserError | None = None
         if moved > APART * min(own, base):
             if base < own:
-                do = "let the server apply LoRA to every module that is trained, or set lora.targets to those it does"
-                error = NeedsError(asked, f"those of the base without its adapter, and {found}", do)
+                do = "enable LoRA in the server for every trained module, or set lora.targets to its modules"
+                error = NeedsError(asked, f"the server samples the base model without the adapter: {found}", do)
             self.told_apart = True
         if error is None and own > FOREIGN * n:
-            do = "serve the model that is trained; with grpo.temperature vLLM needs --logprobs-mode processed_logprobs"
+            do = "serve the trained model; with grpo.temperature vLLM needs --logprobs-mode processed_logprobs"
             error = NeedsError(asked, found, do)
         if error is not None:
             error.everywhere = True

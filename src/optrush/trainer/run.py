@@ -191,8 +191,8 @@ def check_run_output(resolved: Decided, resume: Literal["auto"] | Path | None) -
     clean = config.train.overwrite and resume is None  # the same command resumes where it began anew
     run_dir.check_inputs(config.output, clean, (resolved.folder, *_inputs(config)))
     if lies_in := next((o.path for o in config.data.origins if _contains(o.path, config.output)), None):
-        found = f"it is in {lies_in}, whose files are all read as data, so the run's own files would be, too"
-        raise ConfigError(f"`output: {config.output}`", found, "take an `output` elsewhere, or name the data's files")
+        found = f"it is inside {lies_in}: the run's files would be read as data"
+        raise ConfigError(f"`output: {config.output}`", found, "use another `output`, or name the data files")
     inside = resume is not None and (resume == "auto" or resume.resolve().is_relative_to(Path(config.output).resolve()))
     run_dir.check_free(config.output, clean, resume if inside else None)
 
@@ -223,7 +223,7 @@ def on_rank0(main: bool, output: Path, work: Callable[[], object]) -> None:
         except OSError as e:
             there, free = run_dir.free_space(output)
             found = f"{e.strerror}: {e.filename or output} ({free:,} bytes free in {there})"
-            error = ConfigError(f"`output: {output}`", found, "fix that, or use another")
+            error = ConfigError(f"`output: {output}`", found, "fix this, or use another `output`")
     distributed.agree(error)
 
 
@@ -389,8 +389,8 @@ def preflight(trainer: Trainer, plan: RunPlan) -> UserError | None:
     """
     if plan.done >= plan.total:
         return None
-    distributed.under_way("the rehearsal of the largest step")
-    console.loading("rehearsing the largest step: its memory, and what is compiled")
+    distributed.under_way("the trial of the largest step")
+    console.loading("running the largest step once: checks memory and compiles")
 
     def work() -> None:
         with _state_restored(trainer):
@@ -414,8 +414,8 @@ def run_guarded(trainer: Trainer, work: Callable[[], None]) -> UserError | None:
     # From here on nothing references the failed step's tensors.
     failures = distributed.exchange(failure, PREFLIGHT_S)
     if failures is None:
-        found, do = failure or "another rank does not answer", "look for its error above, and begin again"
-        raise RunError("the rehearsal, in which ranks wait for each other", found, do)
+        found, do = failure or "another rank does not answer", "look for its error above, then start again"
+        raise RunError("the trial of the largest step", found, do)
     failure = next(filter(None, failures), "")
     return _out_of_memory(trainer, failure) if failure else None
 
@@ -438,7 +438,7 @@ def _preflight_windows(trainer: Trainer, plan: RunPlan) -> Iterator[list[Batch]]
     env, rows, world = trainer.env, trainer.stream, trainer.world
     if not rows.tokenized and Part.CAPTURE in env.claimed:
         # The number of documents a row has room for is known when rows are read: this capture would never be replayed.
-        trainer.notes.append("the largest step is not rehearsed: a window is recorded, of rows that are not read yet")
+        trainer.notes.append("memory is not checked before step 1: CUDA graphs need rows of data.stream")
         return
     many = env.accumulation if "pp" in env.axes else min(2, env.accumulation)  # a pipeline holds more of them at once
     yield [largest_batch(trainer, plan)] * many
@@ -499,14 +499,14 @@ def _out_of_memory(trainer: Trainer, failure: str) -> UserError:
     env, rows, T = trainer.env, trainer.env.micro_rows, trainer.env.seq
     ways = []
     if rows > 1 and Part.UPDATE in env.claimed:  # its owner needs a step to be one micro-batch
-        ways.append(f"take batch.tokens: {rows // 2 * env.data_ranks * T}, and batch.micro_tokens with it")
+        ways.append(f"set batch.tokens: {rows // 2 * env.data_ranks * T} and lower batch.micro_tokens with it")
     elif rows > 1:
-        ways.append(f"take batch.micro_tokens: {(env.fewer_rows or 1) * T}, or auto")
+        ways.append(f"set batch.micro_tokens: {(env.fewer_rows or 1) * T}, or auto")
     if Part.ACTIVATION_CHECKPOINTING not in env.claimed:
         ways.append("--with recompute")
     if rows == 1:
         ways.append("shorter rows (batch.seq), or a smaller model")
-    asked = f"steps of {rows} row{'s' * (rows > 1)} of {T} tokens a micro-batch"
+    asked = f"micro-batches of {rows} row{'s' * (rows > 1)} of {T} tokens"
     return NeedsError(asked, f"out of memory, before step 0: {failure}", "; or ".join(ways))
 
 
@@ -671,7 +671,7 @@ class Session:
             reporter.status = "stopped"
         if self.bar is not None:
             saved = (
-                "stopped and saved; go on with: --resume auto" if self.meter.last else "stopped before the first step"
+                "stopped and saved; resume with: --resume auto" if self.meter.last else "stopped before the first step"
             )
             console.err.print(f"{saved} (output {self.output})", markup=False)
         return Outcome(RESUMABLE, self.output)
@@ -690,9 +690,9 @@ class Session:
                     self.meter.write({"step": self.meter.last or self.plan.done, "off_plan": off})
                 write_run(self.output, self.trainer.world.ranks)
             except Exception as error:  # whatever is in metrics.jsonl: a page ends no run
-                do = f"{'make room, then' if isinstance(error, OSError) else 'again'}: optrush report {self.output}"
+                do = f"{'free space, then run' if isinstance(error, OSError) else 'run'}: optrush report {self.output}"
                 found = error.strerror if isinstance(error, OSError) else reason(error)
-                console.say(f"the run is done, but its report could not be written ({found}); {do}")
+                console.say(f"the run finished, but the report was not written ({found}); {do}")
         evals = tuple(self.meter.evals)
         evals = evals if self.plan.done == 0 else evals[-1:]
         return Outcome(0, self.output, evals, tokens=self.meter.all_tokens)
@@ -748,8 +748,8 @@ def check_stop(plan: RunPlan) -> None:
     rule = plan.trainer.config.train.stop_after
     evals = 0 if rule is None else sum(map(plan.evaluates, range(1, plan.total + 1)))
     if rule is not None and evals <= rule.evals:
-        found = f"{evals} evaluation{'s' * (evals != 1)} in {plan.total} steps, the last at the end"
-        do = "evaluate more often (train.eval_every), or leave it out"
+        found = f"{evals} evaluation{'s' * (evals != 1)} in {plan.total} steps, the last after the last step"
+        do = "evaluate more often (train.eval_every), or remove train.stop_after"
         refusal = ConfigError(f"`train.stop_after: {rule.evals}`", found, do)
         refusal.everywhere = True
         raise refusal
@@ -780,7 +780,7 @@ def out_of_memory_in(trainer: Trainer, step: int, error: BaseException) -> RunEr
     halves = rows > 1 and rows % 2 == 0 and Part.UPDATE not in trainer.env.claimed
     fewer = f" --set batch.micro_tokens={rows // 2 * T}" if halves else ""
     rank = "" if trainer.world.ranks == 1 else f", on rank {trainer.world.rank} of {trainer.world.ranks}"
-    asked = f"{rows} row{'s' * (rows > 1)} of {T} tokens a micro-batch{rank}"
+    asked = f"micro-batches of {rows} row{'s' * (rows > 1)} of {T} tokens{rank}"
     do = run_dir.resume_line(Path(trainer.config.output)) + fewer
     return RunError(asked, f"out of memory in step {step}: {found}", do)
 

@@ -54,7 +54,7 @@ OCCUPIED = "the folder has a run"
 def check_local(asked: str, place: Path | str) -> None:
     """Raise ConfigError for an address where a run or an export writes, which is a local folder."""
     if re.match(r"[A-Za-z][\w+.-]+:/", str(place)):
-        do = "write to a local folder and copy it there, when it is complete: data alone may be an address"
+        do = "use a local folder, and train.copy_to for the address"
         raise ConfigError(asked, "an address of a remote store", do)
 
 
@@ -88,7 +88,7 @@ def check_free(output: Path | str, clean: bool, resume: Literal["auto"] | Path |
         found = f"`{foreign[0]}` is in the folder, and optrush did not write it"
         raise ConfigError(asked, found, "name a separate folder, such as `output: runs/first`")
     if resume is None and "model" in names and not names & {RUN, METRICS}:
-        raise ConfigError(asked, "the folder has a `model`, which this run would replace", "use another `output`")
+        raise ConfigError(asked, "the folder has a `model`, which this run would overwrite", "use another `output`")
     if resume is None and (names & {RUN, METRICS} or find_checkpoints(path)):
         do = "continue it: --resume auto; or replace it: `train.overwrite: true`; or another `output`"
         raise ConfigError(asked, OCCUPIED, do)
@@ -111,7 +111,7 @@ def check_inputs(output: Path | str, clean: bool, reads: Iterable[Path | str | N
             inside = place.relative_to(own).parts if place.is_relative_to(own) else None
             written = inside is not None and (clean or (inside[0] in KNOWN if inside else place.is_dir()))
             if path.exists() and written:
-                found = f"{place}, which this run reads, is where it writes"
+                found = f"this run reads {place} and would write to it"
                 raise ConfigError(f"`output: {output}`", found, "use another `output`")
 
 
@@ -160,8 +160,8 @@ def check_space(config: Config, steps: int, clean: bool, checkpoint_bytes: int, 
     if free < needed:
         parts = f"{copies} x {checkpoint_bytes / 2**20:,.1f} MiB of checkpoints"
         parts += f", {model_bytes / 2**20:,.1f} MiB of model/" if model_bytes else ""
-        found = f"{free / 2**20:,.1f} MiB free in {there}, where {needed / 2**20:,.1f} MiB are needed ({parts})"
-        do = "make room, lower train.keep, or use another `output`"
+        found = f"{free / 2**20:,.1f} MiB free in {there}, {needed / 2**20:,.1f} MiB needed ({parts})"
+        do = "free space, lower train.keep, or use another `output`"
         raise ConfigError(f"`output: {output}`", found, do)
 
 
@@ -205,8 +205,8 @@ def _check_clean(path: Path, names: set[str]) -> None:
         found = f"`{foreign[0]}` is in the folder, and optrush did not write it"
         raise ConfigError(asked, found, "move it away, or use another `output`")
     if RUN not in names or not names & {METRICS, FOLDER}:
-        found = f"no {RUN} with {METRICS} or {FOLDER}: it may be no run's folder"
-        raise ConfigError(asked, found, "empty it yourself, or use another")
+        found = f"no {RUN} with {METRICS} or {FOLDER}: it may not be a run folder"
+        raise ConfigError(asked, found, "empty it yourself, or use another `output`")
 
 
 @contextmanager
@@ -224,7 +224,7 @@ def lock(output: Path | str) -> Iterator[None]:
             descriptor = os.open(Path(output) / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            error = ConfigError(f"`output: {output}`", "another run is at work there", "wait for it, or use another")
+            error = ConfigError(f"`output: {output}`", "another run is using it", "wait, or use another `output`")
         except OSError as e:
             error = ConfigError(f"`output: {output}`", f"{LOCK}: {e.strerror}", "use another `output`")
     try:
@@ -289,7 +289,7 @@ def data_changes(output: Path, config: Config, before: Mapping[str, Any]) -> str
 def resume_line(output: Path) -> str:
     """Return how to go on with a run that has ended early."""
     saved = find_checkpoints(output)
-    return f"resume from {saved[0].name} with: --resume auto" if saved else "nothing is saved yet; begin again"
+    return f"resume from {saved[0].name} with: --resume auto" if saved else "nothing is saved yet; start again"
 
 
 def cut_back(metrics: Path, step: int) -> int:

@@ -198,8 +198,8 @@ class StoringPass:
         def work() -> None:
             if needed > free:
                 asked = f"{self._record.itemsize} bytes of the teacher's tokens for each of {records:,} targets"
-                found = f"{needed:,} bytes, where {there} has {free:,} free"
-                raise DataError(asked, found, "free some, name another data.cache, or a smaller distill.store")
+                found = f"{needed:,} bytes, but {there} has {free:,} free"
+                raise DataError(asked, found, "free space, set another data.cache, or lower distill.store")
 
         distributed.agreed(work)
 
@@ -215,7 +215,7 @@ def _enough_memory(work: Callable[[], None]) -> None:
     except (RuntimeError, MemoryError) as error:
         if not exhausted(error):
             raise
-        do = "smaller batch.micro_tokens or distill.chunk, or a smaller teacher"
+        do = "lower batch.micro_tokens or distill.chunk, or use a smaller teacher"
         raise NeedsError("a pass of the teacher over the data", f"out of memory: {first_line(error)}", do) from None
 
 
@@ -227,12 +227,12 @@ def _common(trainer: Trainer, hf: dict[str, Any]) -> int:
 def _same_tokens(trainer: Trainer, config: Config, folder: Path | None, hf: dict[str, Any]) -> None:
     """Raise NeedsError unless the teacher has the same tokens at the same numbers."""
     assert config.distill is not None
-    asked, do = f"`distill.teacher: {config.distill.teacher}`", "take a teacher of the same family"
+    asked, do = f"`distill.teacher: {config.distill.teacher}`", "use a teacher of the same family"
     ours = {} if trainer.tokenizer is None else trainer.tokenizer.get_vocab()
     rows = int(text_config(hf).get("vocab_size") or 0)
     if folder is None or not ours or not any(folder.glob("tokenizer*")):
         if rows != trainer.vocab:
-            found = f"a vocabulary of {rows}, where the model has {trainer.vocab}"
+            found = f"a vocabulary of {rows}, but the model's has {trainer.vocab}"
             raise NeedsError(asked, found, do)
         return
     theirs: dict[str, int] = open_tokenizer(folder).get_vocab()
@@ -243,4 +243,4 @@ def _same_tokens(trainer: Trainer, config: Config, folder: Path | None, hf: dict
         raise NeedsError(asked, found, do)
     least, most = min(rows, trainer.vocab), max(ours.values())
     if most >= least:
-        raise NeedsError(asked, f"{least} logits in common, where the tokenizer has {most + 1} tokens", do)
+        raise NeedsError(asked, f"{least} logits in common, but the tokenizer has {most + 1} tokens", do)

@@ -73,10 +73,10 @@ def check_tracker(config: Config) -> None:
     name, uri, offline = config.tracker.name, config.tracker.uri, config.tracker.offline
     asked, instead = f"`tracker: {name}`", "or set `tracker.offline: true`"
     if uri is not None and (urlsplit(uri).query or urlsplit(uri).fragment):
-        do = "put a token into the tracker's own environment variable, and name the address alone"
+        do = "put a token into the tracker's own environment variable, and give only the address"
         raise ConfigError("`tracker.uri`", "an address with more than host and path, which may be a token", do)
     if uri is not None and offline:
-        raise ConfigError("`tracker.offline: true`", "a `tracker.uri` beside it", "leave one of them out")
+        raise ConfigError("`tracker.offline: true`", "`tracker.uri` is set, too", "remove one of them")
     if all(library(package) is None for package in PACKAGES[name]):
         raise NeedsError(asked, f"the package {PACKAGES[name][0]} is not installed", f"pip install 'optrush[{name}]'")
     address = uri or os.environ.get("MLFLOW_TRACKING_URI", "")
@@ -85,7 +85,7 @@ def check_tracker(config: Config) -> None:
     if not address:
         found = "no `tracker.uri`, and no MLFLOW_TRACKING_URI in the environment"
         raise ConfigError(asked, found, f"name the server, {instead}")
-    found = f"the address {LOGIN.sub('***@', address)}, which is not a server's"
+    found = f"the address {LOGIN.sub('***@', address)}, which is not a server"
     raise ConfigError(asked, found, f"name a server, http://... or https://..., {instead}, which writes a database")
 
 
@@ -153,7 +153,7 @@ class Reporter(threading.Thread):
             contact.start()
             contact.join(ANSWER_S)
         if found := outcome[-1]:
-            do = "start the server or correct its address and login, or set `tracker.offline: true`"
+            do = "start the server, fix its address and login, or set `tracker.offline: true`"
             raise ConfigError("to report the run to `tracker`", found, do)
 
     def follow(self, run_id: str, done: int, fingerprints: Mapping[str, str]) -> None:
@@ -202,14 +202,14 @@ class Reporter(threading.Thread):
         while self.is_alive() and time.monotonic() < self.deadline:
             self.join(0.1)
         if self.is_alive():
-            return f"{self.label}: did not finish; it may lack the last figures and files of this run"
+            return f"{self.label}: did not finish; it may lack the last metrics and files of this run"
         left = len(self.queue) if self.started else len(self._written())
         waits = self.error and (left or not self.refused)
         parts = {
             f"{self.lines} lines and {self.artifacts} artifacts sent": True,
             f"replaced before they were sent: {', '.join(self.gone)}": self.gone,
             f"not sent: {', '.join(self.refused)} ({self.error})": self.refused,
-            f"{left} lines not sent, nor what came after them ({self.error})": waits,
+            f"{left} lines and everything after them not sent ({self.error})": waits,
             f"{self.lost} lines lost while {QUEUED:,} waited: metrics.jsonl has them": self.lost,
         }
         return f"{self.label}: {'; '.join(text for text, holds in parts.items() if holds)}"

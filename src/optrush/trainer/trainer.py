@@ -442,25 +442,25 @@ def idle_settings(config: Config, steps: int, held_out: bool) -> Iterator[str]:
     """Yield what of a configuration does nothing, or less than it seems to, in a run of so many steps."""
     length, warmup = config.train, config.optim.warmup
     if warmup > max(1, steps):
-        yield f"optim.warmup: {warmup:g} steps, in a run of {steps}: the rate does not reach optim.lr"
+        yield f"optim.warmup: {warmup:g} steps, in a run of {steps}: the learning rate never reaches optim.lr"
     if "decay" in config.optim.model_fields_set and config.optim.schedule != "wsd":
-        yield f"optim.decay does nothing: it is of optim.schedule: wsd, and the schedule is {config.optim.schedule}"
+        yield f"optim.decay does nothing: only wsd uses it, and optim.schedule is {config.optim.schedule}"
     if config.optim.restarts and config.optim.schedule != "cosine":
-        yield f"optim.restarts does nothing: it is of a cosine, and optim.schedule is {config.optim.schedule}"
+        yield f"optim.restarts does nothing: only cosine uses it, and optim.schedule is {config.optim.schedule}"
     if config.optim.min_lr_ratio and config.optim.schedule == "constant":
         yield "optim.min_lr_ratio does nothing: optim.schedule is constant"
     if length.eval_every is not None and not held_out:
-        yield "train.eval_every does nothing: no data is held out (data.eval: 0.1, for instance)"
+        yield "train.eval_every does nothing: no data is held out; add data.eval, for example data.eval: 0.1"
     if length.steps is not None and length.epochs != 1.0:
-        yield f"train.epochs does nothing: train.steps says how long the run is, {steps} steps"
+        yield f"train.epochs does nothing: train.steps sets the length, {steps} steps"
     random = config.model.shape is not None or config.model.path == "tiny"
     if length.steps is None and steps < (FEW_FROM_RANDOM if random else FEW):
         size, key = (
             (config.batch.tokens, "batch.tokens") if config.grpo is None else (config.grpo.prompts, "grpo.prompts")
         )
         of = f"{size} {key.partition('.')[2]}"
-        more = f" ({math.ceil(length.epochs * ENOUGH / max(1, steps))} for {ENOUGH} updates of random weights)" * random
-        yield f"{steps} update{'s' * (steps > 1)} in all, of {of}: lower {key}, or raise train.epochs{more}"
+        more = f" ({math.ceil(length.epochs * ENOUGH / max(1, steps))} for {ENOUGH} from random weights)" * random
+        yield f"only {steps} update{'s' * (steps > 1)} of {of}: lower {key}, or raise train.epochs{more}"
 
 
 def train(trainer: Trainer, meter: Meter, plan: RunPlan, save: Callable[[int], None]) -> None:
