@@ -386,7 +386,7 @@ ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
     "no target": ('{"text": "", "id": 3}', ("text is empty",)),
     "unknown role": ('{"messages": [{"role": "bot", "content": "Hm"}]}', ("messages[0].role is 'bot'", "assistant")),
     "empty turn": ('{"messages": [{"role": "assistant", "content": " "}]}', ("messages[0].content", "empty assistant")),
-    "captions": ('{"image": "a.png", "caption": "Hm"}', ("images with captions", "'image', 'caption'", "init --data")),
+    "captions": ('{"image": "a.png", "caption": "Hm"}', ("images with captions", "init --data FOLDER")),
     "pictures": ('{"img_path": "a.png", "answer": "Hm"}', ("images with captions", "in metadata.csv")),
     "questions": ('{"image": "a.png", "question": "Hm?", "answer": "Hm"}', ("images with captions",)),
     "files": ('{"file_name": "a.png", "caption": "Hm"}', ("images with captions", "init --data FOLDER")),
