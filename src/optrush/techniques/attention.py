@@ -20,19 +20,19 @@ class Attention(Technique):
     """Puts one kernel into every block's `attention` slot.
 
     masked: whole scores (B, H, T, T), float32 softmax; the baseline, exact, runs anywhere.
-    sdpa: torch's scaled_dot_product_attention, which picks the fastest of its kernels; rows of one document need no
-        mask, packed rows bring one.
-    varlen: torch's FlashAttention over documents, no mask; bf16 or fp16 on CUDA. Layers whose heads are wider than
-        its 256 take sdpa, where others of the model are narrower (Gemma 4).
+    sdpa: torch's scaled_dot_product_attention, which picks its fastest kernel; rows of one document need no mask,
+        packed rows do.
+    varlen: torch's FlashAttention over documents, no mask; bf16 or fp16 on CUDA. Layers with heads wider than its 256
+        use sdpa, if other layers of the model have narrower ones (Gemma 4).
     cudnn: cuDNN's kernel, rows of one document only; bf16 or fp16 on CUDA.
     fa4: the package flash-attn-4, over documents or dense rows; bf16 or fp16, Hopper and later.
-    delta: of layers with a delta rule in place of attention: `fla`, the package flash-linear-attention, on CUDA unless
-        chosen otherwise; `plain`, torch's operators in chunks, elsewhere.
+    delta: kernel of layers with a delta rule in place of attention: `fla`, the package flash-linear-attention (default
+        on CUDA), or `plain`, torch's operators in chunks.
 
     Source: Dao, https://arxiv.org/abs/2307.08691
-    Memory: masked saves about B*H*T*T*(4+2) bytes a block; the others B*T*H*E*2 and one number a row and head; sdpa on
-        packed rows its mask too, B*T*T*2.
-    Work: unchanged FLOPs for dense rows; varlen does the sum of squared lengths only.
+    Memory: masked saves about B*H*T*T*(4+2) bytes per block; the others B*T*H*E*2 and one number per row and head;
+        sdpa on packed rows also its mask, B*T*T*2.
+    Work: unchanged FLOPs for dense rows; varlen does only the sum of squared lengths.
     """
 
     impl: Literal["masked", "sdpa", "varlen", "cudnn", "fa4"] = "sdpa"

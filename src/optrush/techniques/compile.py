@@ -30,19 +30,19 @@ ON_CPU = 0.8
 
 @dataclass(frozen=True)
 class Compile(Technique):
-    """Compiles in place, and the head's kernel as far as it allows.
+    """Compiles blocks or the model in place, and the head's kernel as far as possible.
 
-    blocks: each block by itself, and the last norm. Equal blocks share one compilation, so it costs one block's time,
-        not the model's.
-    model: all from the tokens to the last norm as one graph, one rank only. Compiles longer by the number of blocks.
-    autotune: the compiler times several kernels for each product, and takes the fastest. Records no CUDA graphs.
+    blocks: each block by itself, and the last norm. Equal blocks share one compilation, so it costs one block's time.
+    model: everything from the tokens to the last norm as one graph, one rank only. Compile time is multiplied by the
+        number of blocks.
+    autotune: times several kernels for each matmul, and uses the fastest. Records no CUDA graphs.
 
     Source: Ansel et al., https://doi.org/10.1145/3620665.3640366; autotune: "max-autotune-no-cudagraphs" of
         https://docs.pytorch.org/docs/stable/generated/torch.compile.html
-    Memory: what elementwise operators between products saved is recomputed in their fused backward. As one graph, all
-        gradients but the head's are there before the first is handed over.
-    Work: unchanged FLOPs; elementwise operators read and write memory once a fused group, with `model` also where one
-        block ends and the next begins; the host starts one graph instead of one a block.
+    Memory: activations of elementwise operators between matmuls are recomputed in their fused backward. As one graph,
+        all gradients except the head's exist before the first is released.
+    Work: unchanged FLOPs; elementwise operators read and write memory once per fused group, with `model` also across
+        blocks; the host launches one graph instead of one per block.
     """
 
     scope: Literal["blocks", "model"] = "blocks"

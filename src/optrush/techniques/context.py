@@ -22,19 +22,19 @@ MULTIPLE = 8  # of the head width that flash attention takes
 
 @dataclass(frozen=True)
 class Context(Technique):
-    """Cuts every micro-batch's rows where the model is entered; attention alone exchanges anything.
+    """Shards every micro-batch's rows at the model's input; only attention communicates.
 
-    ulysses: exchanges tokens for heads around the attention kernel, which sees whole rows of fewer heads.
-    gather: gathers keys and values of whole rows, with a kernel that knows where its queries begin.
+    ulysses: exchanges tokens for heads around the attention kernel, which gets whole rows of fewer heads.
+    gather: gathers keys and values of whole rows, with a kernel that accepts an offset of its queries.
     ring: passes keys and values from rank to rank, for rows of one document; nothing is whole on any rank.
 
     Source: Jacobs et al., https://arxiv.org/abs/2309.14509 (ulysses); Llama 3, https://arxiv.org/abs/2407.21783
         (gather); Liu et al., https://arxiv.org/abs/2310.01889 (ring)
-    Memory: all that grows with the tokens / n; gather: keys and values of whole rows besides, 2*K*E a token and block.
-    Work: / n. Over the link, for each of a rank's tokens and each block, forward and again backward: ulysses
-        2*(H+K)*E*(n-1)/n values, gather 2*K*E*(n-1), ring as much, and its gradients in float32.
+    Memory: everything that grows with the tokens / n; gather: also whole keys and values, 2*K*E per token and block.
+    Work: / n. Communication for each of a rank's tokens and each block, forward and again backward: ulysses
+        2*(H+K)*E*(n-1)/n values, gather 2*K*E*(n-1), ring the same, and its gradients in float32.
     Differs from the source: documents of packed rows are isolated; under gather and ring a rank has a chunk from each
-        end of a row, so that causal work is even; ring needs no masks. Weights are shared by ddp or fsdp, over these
+        end of a row, so that causal work is even; ring needs no masks. ddp or fsdp shares the weights, over these
         ranks too.
     """
 

@@ -38,15 +38,15 @@ APART = (
 
 @dataclass(frozen=True)
 class CudaGraphs(Technique):
-    """Records all micro-batches of the first full window; every later one is copied into place and replayed.
+    """Records all micro-batches of the first full window; later ones are copied into place and replayed.
 
-    The update runs outside, so that every optimizer goes with it. A window of other shapes, and every evaluation, runs
-    as if nothing were recorded; the second full one in a row is recorded anew.
+    The update runs outside, so every optimizer works. Windows of other shapes and evaluations run without the graph;
+    the second full window in a row of another shape is recorded anew.
 
     Source: https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/
-    Memory: what a window holds at its peak stays reserved between windows, gradients among it; evaluation and the
-        update's temporaries come on top. 28 bytes a slot of the window for its batches.
-    Work: unchanged FLOPs; the host starts one graph and 10 copies a micro-batch instead of every kernel.
+    Memory: a window's peak stays reserved between windows, gradients included; evaluation and the update's temporaries
+        are added. 28 bytes per slot of the window for its batches.
+    Work: unchanged FLOPs; the host launches one graph and 10 copies per micro-batch instead of every kernel.
     Differs from the source: one graph of the whole window, not one of each forward and backward pass.
     """
 

@@ -33,23 +33,23 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class DeepSpeed(Technique):
-    """Cuts states (stage 1), gradients too (2), weights too (3), and updates by torch's AdamW over flat shards.
+    """Shards states (stage 1), gradients too (2), weights too (3); updates with torch's AdamW over flat shards.
 
-    The engine finds the norm, clips, and skips what is not finite; loss, divisor, learning rate, checkpoints and
+    The engine computes the norm, clips, and skips non-finite steps; loss, divisor, learning rate, checkpoints and
     exports are those of any other run. Under `amp` it holds bf16 copies of the weights, gathers these, and reduces
     gradients in float32.
     offload: `states` keeps float32 weights, states and gradients in host memory, where the update runs too; `all` also
-    the weights that products read, until they are gathered (stage 3).
-    hpz: a second copy of the weights, cut over groups of so many neighboring ranks, which the backward pass gathers
-    from (ZeRO++).
+    the matmul weights, until they are gathered (stage 3).
+    hpz: a second copy of the weights, sharded over groups of that many neighboring ranks, from which the backward pass
+    gathers (ZeRO++).
 
     Source: Rajbhandari et al., https://arxiv.org/abs/1910.02054; offload: https://arxiv.org/abs/2101.06840; hpz:
         https://arxiv.org/abs/2306.10209; the engine is DeepSpeed 0.19's
-    Memory: states 8/n bytes a parameter on n ranks, gradients 4 (stage 1) or 4/n; float32 weights 4/n, and beside them
-        what products read: 4, under amp 2 (stages 1 and 2), or 1/n of that (stage 3).
-    Work: weights gathered once a step (stages 1, 2) or twice a micro-batch (3); gradients reduced once a step (1) or
-        micro-batch (2, 3); a host read a step.
-    Differs from the source: gradients are summed, not averaged; a loss that is not finite skips the update, too; the
+    Memory: states 8/n bytes per parameter on n ranks, gradients 4 (stage 1) or 4/n; float32 weights 4/n, plus matmul
+        weights: 4, under amp 2 (stages 1 and 2), or 1/n of that (stage 3).
+    Work: weights gathered once per step (stages 1, 2) or twice per micro-batch (3); gradients reduced once per step (1)
+        or micro-batch (2, 3); one host read per step.
+    Differs from the source: gradients are summed, not averaged; a loss that is not finite also skips the update; the
         sizes of buckets follow the model's.
     """
 

@@ -17,19 +17,19 @@ ELSE = "leave experts out"
 
 @dataclass(frozen=True)
 class ExpertParallel(Technique):
-    """Gives each of `size` ranks 1 / size of the experts of each layer; each keeps rows of its own.
+    """Gives each of `size` ranks 1 / size of the experts of each layer; each keeps its own rows.
 
-    Those are data ranks, or with `over: context` the ranks that share a row, which then need no others beside them.
-    Rows go to the ranks of their experts and back, as many as there are: none is dropped and none padded. Gradients of
-    experts are summed over the ranks that have the same experts and other tokens, all others over all ranks that do.
+    These are data ranks, or with `over: context` the ranks that share a row, so that no further ranks are needed.
+    Rows are sent to the ranks of their experts and back, without dropping or padding. Gradients of experts are summed
+    over the ranks with the same experts and other tokens, all others over all ranks with other tokens.
 
     Source: Lepikhin et al., https://arxiv.org/abs/2006.16668; without dropping: Gale et al.,
         https://arxiv.org/abs/2211.15841
-    Memory: weights, gradients and states of experts / size; rows under way, k D a token each way; what experts save is
-        of the rows that arrive: as many as without it if routing is even, up to size times as many if not.
-    Work: 2 k D (n-1)/n values a token and layer over the link in each pass, for which the products wait, and half of
-        them where a forward pass runs again; the counts of rows are read on the host once a layer and micro-batch.
-    Differs from the source: no limit of rows an expert; the loss of balance is that of a rank's own micro-batch.
+    Memory: weights, gradients and states of experts / size; rows in transit, k D per token each way; experts save
+        activations of the received rows: as many as without it if routing is even, else up to size times as many.
+    Work: 2 k D (n-1)/n values per token and layer over the link in each pass, for which matmuls wait, and half of that
+        in a recomputed forward pass; the host reads the row counts once per layer and micro-batch.
+    Differs from the source: no limit on rows per expert; the balance loss is that of a rank's own micro-batch.
     """
 
     size: Annotated[int, Field(ge=2)] = 2

@@ -19,16 +19,16 @@ LEAVES = {"qkv": ("heads", 1.0), "o": ("middle", 1.0), "gate_up": ("gate_up", 1.
 
 @dataclass(frozen=True)
 class Fp8(Technique):
-    """Inputs and weights of the chosen linears in e4m3, gradients in e5m2, each scaled by its largest value.
+    """Inputs and weights of the chosen linears in e4m3, gradients in e5m2, each scaled by its maximum.
 
-    The head, norms, attention and all sums stay as they are; so do weights, gradients and states. On a CPU the rounding
-    is done and the products are float32: the same figures, slower.
+    The head, norms, attention and all sums are unchanged; so are weights, gradients and states. On a CPU the rounding
+    is real and the matmuls run in float32: the same results, slower.
 
     Source: Micikevicius et al., https://arxiv.org/abs/2209.05433
-    Memory: compiled, inputs that a kernel of its own made are kept in 1 byte a value: with the norms of `fused-kernels`
-        2 D (mlp: D), with its mlp F. What attention or a compiler makes is rounded again; cast weights are not kept.
-    Work: products at the 8-bit rate; every operand is read twice and written once or twice to be rounded.
-    Differs from the source: the scale is that of the very tensor, not of its history.
+    Memory: compiled, inputs written by our own kernels are saved in 1 byte per value: with the norms of `fused-kernels`
+        2 D (mlp: D), with its mlp F. Outputs of the compiler are quantized again; cast weights are not saved.
+    Work: matmuls at the 8-bit rate; every operand is read twice and written once or twice to be rounded.
+    Differs from the source: the scale is that of the current tensor, not of its history.
     """
 
     targets: Literal["all", "mlp"] = "all"

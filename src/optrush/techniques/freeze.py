@@ -18,14 +18,14 @@ Published = Mapping[str, Collection[str]]  # names in the model's files, by our 
 
 @dataclass(frozen=True)
 class Freeze(Technique):
-    """Does not train the parameters of these layers and names.
+    """Excludes the parameters of these layers and names from training.
 
     layers: numbers from 0 and ranges with both ends, "0-3,7".
-    names: of the model's files or of our decoder, or parts of them between dots; `*` stands for any text.
+    names: in the model's files or in our decoder, or parts of them between dots; `*` matches any text.
 
     Source: https://arxiv.org/abs/1911.03090
-    Memory: no gradient and no states; below the first trained block nothing is kept for the backward pass.
-    Work: 4 FLOPs a frozen weight and token instead of 6; 2 below the first trained block, if embeddings are frozen.
+    Memory: no gradient and no states; nothing is saved for the backward pass below the first trained block.
+    Work: 4 FLOPs per frozen weight and token instead of 6; 2 below the first trained block, if embeddings are frozen.
     """
 
     layers: str | int | tuple[int, ...] | None = None

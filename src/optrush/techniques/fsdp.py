@@ -24,16 +24,16 @@ HOOKS, REDUCTION = 80.0, 30.0
 class Fsdp(Technique):
     """Gathers a block's weights before it runs, frees them after (stage 3) or keeps them to the backward pass (2).
 
-    The head is gathered once a call, however many chunks its loss has; a tied head shares its embedding's group.
-    sync `last` sums gradients once a window, and holds whole gradients until then; `each` after every micro-batch.
-    With `replicate: N` the model is cut over 1/N of the ranks and held N times (hybrid sharding): gathers stay within a
-    group of neighbouring ranks, and only gradients, summed there first, cross between groups.
+    The head is gathered once per call, whatever the number of loss chunks; a tied head shares its embedding's group.
+    sync `last` reduces gradients once per window, and holds whole gradients until then; `each` after every micro-batch.
+    With `replicate: N` the model is sharded over 1/N of the ranks and held N times (hybrid sharding): gathers stay
+    within a group of neighbouring ranks, and only gradients, reduced there first, cross between groups.
 
     Source: Zhao et al., https://arxiv.org/abs/2304.11277; stages as in ZeRO, https://arxiv.org/abs/1910.02054
-    Memory: 16/n bytes a parameter on n ranks of a group; gathered: two blocks (stage 3) or the whole model (stage 2),
+    Memory: 16/n bytes per parameter on n ranks of a group; gathered: two blocks (stage 3) or the whole model (stage 2),
         and the embedding and head; whole gradients while accumulating with sync `last`.
-    Work: parameters gathered twice (stage 3) or once (stage 2) a micro-batch, gradients reduced once a sync.
-    Differs from the source: gradients are summed, not averaged; the divisor is the number of targets of all ranks.
+    Work: parameters gathered twice (stage 3) or once (stage 2) per micro-batch, gradients reduced once per sync.
+    Differs from the source: gradients are summed, not averaged; the divisor is the target tokens of all ranks.
     """
 
     stage: Literal[2, 3] = 3

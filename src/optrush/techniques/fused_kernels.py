@@ -26,30 +26,30 @@ NORM, ROPE, GATE = 0.4, 0.15, 0.1
 class FusedKernels(Technique):
     """Computes silu(gate) * up, the norms and the rotary embedding of each block in one kernel each way.
 
-    mlp: `triton`, a kernel between the products. Backward it reads gate, up and the incoming gradient, and writes the
-        gradients of both and the activation, which the weight gradient of the down product needs: so it is not saved.
-        `quack`, the same in the epilogues of the products before and after, by the package quack-kernels; bf16 on
-        Hopper. Low-rank adapters of frozen linears are further columns of these products, and the sum is rounded once;
-        only the gradient of the input of gate and up is rounded, then added to. Of experts QuACK makes all products of
-        groups of rows; where they are plain matrices, whole on each rank, and no adapters are in the model, activations
-        are in epilogues, and no rows of tokens are copied. `none` leaves the activation as it is.
+    mlp: `triton`, a kernel between the matmuls. Backward it reads gate, up and the incoming gradient, and writes the
+        gradients of both and the activation for the weight gradient of the down projection: so it is not saved.
+        `quack`, the same in the epilogues of the matmuls before and after, with the package quack-kernels; bf16 on
+        Hopper. Low-rank adapters of frozen linears are extra columns of these matmuls, and the sum is rounded once;
+        only the gradient of the input of gate and up is rounded before the addition. Expert matmuls are QuACK's grouped
+        matmuls. If experts are plain matrices, whole on each rank, and the model has no adapters, their activations are
+        in epilogues, and token rows are not copied. `none` leaves the activation unchanged.
     norm: both norms of a block, the second with the addition before it.
-    rope: queries, keys and values are taken out of one product, queries and keys rotated. Models that normalize their
-        queries and keys between the two (qwen3) are refused.
+    rope: splits queries, keys and values, and rotates queries and keys. Models that normalize their queries and keys
+        between the two (qwen3) are rejected.
 
     Source: Hsu et al., https://arxiv.org/abs/2410.10989
-    Memory: mlp: B*T*F values a block less, of 2 (bf16) or 4 bytes (quack, of plain experts: B*T*k (D + 2 F)); as many
+    Memory: mlp: B*T*F values less per block, of 2 (bf16) or 4 bytes (quack, plain experts: B*T*k (D + 2 F)); as many
         more in the backward pass of one block, and again as many with triton, which reads the gradient of the
-        activation. With adapters on dense weights that are not sharded, r rows of A next to each up to a multiple of
-        64, 2 F r values of gate_up's a block more and (rows + r) (width + r) - rows * width of each other linear's.
-        norm: not compiled, 2 D float32 values a token and block less; compiled, D in the residual stream's type instead
-        of the products'. rope: unchanged.
-    Work: unchanged FLOPs. mlp: triton reads and writes 3 F values a token and block forward, 6 F backward, quack F and
-        5 F. With adapters quack saves 2 values a token and row of a linear; inputs and gradients that no kernel pads
-        (`norm`, `rope` and `attention:impl=fa4` do) are copied, 2 D a token at least; sharded dense weights of gate_up
-        and down too, 6 D F a micro-batch. norm: 4 D values a token forward with the addition, 2 D without, 4 D
-        backward. rope: 2 (H + 2 K) E values a token and block each way.
-    Differs from the source: gate and up are pairs in one matrix, and the down product belongs to the operator; the
+        activation. With adapters on dense weights that are not sharded, r rows of A per weight, padded to a multiple
+        of 64: 2 F r more values of gate_up per block, (rows + r) (width + r) - rows * width of each other linear.
+        norm: not compiled, 2 D float32 values less per token and block; compiled, D in the residual stream's dtype
+        instead of the matmul dtype. rope: unchanged.
+    Work: unchanged FLOPs. mlp: triton reads and writes 3 F values per token and block forward, 6 F backward, quack F
+        and 5 F. With adapters quack saves 2 values per token and row of a linear; inputs and gradients without padding
+        (`norm`, `rope` and `attention:impl=fa4` pad) are copied, 2 D per token at least; sharded dense weights of
+        gate_up and down too, 6 D F per micro-batch. norm: 4 D values per token forward with the addition, 2 D without,
+        4 D backward. rope: 2 (H + 2 K) E values per token and block each way.
+    Differs from the source: gate and up are pairs in one matrix, and the down projection belongs to the operator; the
         residual stream goes through the norm; the rotation reads and writes all heads at once, values too.
     """
 

@@ -21,15 +21,15 @@ LIGER_CHUNK = 1024  # tokens, about what Liger takes at 16 to 32 thousand of the
 
 @dataclass(frozen=True)
 class FusedLoss(Technique):
-    """Computes a chunk's logits, its loss and its gradients at once, and forgets the logits.
+    """Computes a chunk's logits, loss and gradients at once, and discards the logits.
 
-    chunked: plain torch products around a compilable softmax; any device and type, biases, softcaps, losses by token.
-    quack: by the package quack-kernels, a product whose epilogue exponentiates, and two plain ones; bf16 on Hopper.
-    liger: the package liger-kernel (Triton); CUDA. It chooses its chunk itself.
+    chunked: plain torch matmuls around a compilable softmax; any device and dtype, biases, softcaps, losses per token.
+    quack: with the package quack-kernels, one matmul whose epilogue exponentiates, and two plain ones; bf16 on Hopper.
+    liger: the package liger-kernel (Triton); CUDA. It chooses its own chunk.
 
     Source: Wijmans et al., https://arxiv.org/abs/2411.09009; the chunking as in Liger, https://arxiv.org/abs/2410.10989
-    Memory: chunk*V*(2+4) bytes instead of B*T*V*(2+4+4), quack chunk*V*2; and V*D*4 for the weight's gradient, but for
-        quack where all tokens fit into one chunk.
+    Memory: chunk*V*(2+4) bytes instead of B*T*V*(2+4+4), quack chunk*V*2; and V*D*4 for the weight's gradient, except
+        with quack if all tokens fit into one chunk.
     Work: unchanged FLOPs.
     Differs from the source: the weight's gradient is summed over chunks in float32.
     """

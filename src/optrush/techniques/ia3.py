@@ -23,15 +23,15 @@ OTHERS = (
 
 @dataclass(frozen=True)
 class Ia3(Technique):
-    """Multiplies keys and values, and what enters the down product, by a learnt factor each; factors begin at 1.
+    """Multiplies keys, values and the input of the down projection by learned factors; factors start at 1.
 
-    targets: `auto`, those three (of families with other names, what PEFT takes), or names: [q_proj, down_proj].
-    feedforward: those of the targets whose input is scaled instead of their output.
-    init: a folder of PEFT's to begin with, of the same targets.
+    targets: `auto`, these three (in families with other names, PEFT's targets), or names: [q_proj, down_proj].
+    feedforward: targets whose input is scaled instead of their output.
+    init: a PEFT folder to start from, with the same targets.
 
     Source: Liu et al., https://arxiv.org/abs/2205.05638
-    Memory: 16 bytes a factor, and of the model its weights alone, in the type of the products.
-    Work: 4 FLOPs a frozen weight and token instead of 6.
+    Memory: 16 bytes per factor, and only the weights of the model, in the matmul dtype.
+    Work: 4 FLOPs per frozen weight and token instead of 6.
     """
 
     targets: str | tuple[str, ...] = "auto"

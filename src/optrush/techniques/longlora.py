@@ -20,16 +20,16 @@ ELSE = "leave longlora out"
 
 @dataclass(frozen=True)
 class LongLora(Technique):
-    """Lets each token read a group of G tokens while training, half of the heads shifted by G/2; evaluations are dense.
+    """Lets each token attend within a group of G tokens in training, half of the heads shifted by G/2.
 
-    group: G, a divisor of T; without it T / 4, as in the source. With `lora` the source trains embedding and norms, as
-    lora:save=[embed_tokens,norm,input_layernorm,post_attention_layernorm] does.
+    Evaluations are dense. group: G, a divisor of T; by default T / 4, as in the source. The source also trains
+    embedding and norms: lora:save=[embed_tokens,norm,input_layernorm,post_attention_layernorm].
 
     Source: Chen et al., https://arxiv.org/abs/2309.12307
-    Memory: where scores or masks are kept, G values a token and head, or slot, in place of T; half of the queries, keys
-        and values, and of the output, once more.
-    Work: G scores a token and head in place of T; half of queries, keys and values moved there and back.
-    Differs from the source: documents of a row stay apart, and so do the beginning and the end of a row.
+    Memory: saved scores (per token and head) or masks (per slot) take G values instead of T; half of the queries, keys
+        and values, and of the output, are saved once more.
+    Work: G scores per token and head instead of T; half of queries, keys and values moved there and back.
+    Differs from the source: documents of a row are isolated, and so are the start and the end of a row.
     """
 
     group: Annotated[int, Field(ge=2)] | None = None

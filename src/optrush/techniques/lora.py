@@ -24,28 +24,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Lora(Technique):
-    """Adds alpha / rank * B A x to what a frozen linear gives, A and B of the given rank; B begins as zeros.
+    """Adds alpha / rank * B A x to the output of a frozen linear, A and B of the given rank; B starts as zeros.
 
-    rslora: the factor is alpha / sqrt(rank). dora: each row of the sum is scaled to a learnt length.
+    rslora: the factor is alpha / sqrt(rank). dora: each row of the sum is scaled to a learned length.
     targets: `auto` and `all-linear` every linear of the blocks, `attention`, `mlp`, names: [q_proj, v_proj], or a
-        regular expression of whole module names, as PEFT has it. Names that match nothing are listed. Of a
-        model with experts `auto` is its attention; `experts` names their stacked matrices, [gate_up_proj, down_proj],
-        `dense` its other feed-forward parts: shared experts, layers without experts. Lists may name sets, too.
-    save: modules that are trained whole as well: embed_tokens, lm_head, names of norms.
-    init: a folder of PEFT's to begin with, of the same rank, targets and save; or `pissa`, `pissa_niter_N`, `olora`:
-        the adapter begins as the largest part of the weight, and the rest is frozen.
+        regular expression of whole module names, as in PEFT. Names that match nothing are listed. In a model with
+        experts `auto` is its attention; `experts` their stacked matrices, [gate_up_proj, down_proj], `dense` its other
+        feed-forward parts: shared experts, layers without experts. Lists may name sets, too.
+    save: modules that are also trained whole: embed_tokens, lm_head, names of norms.
+    init: a PEFT folder to start from, with the same rank, targets and save; or `pissa`, `pissa_niter_N`, `olora`: the
+        adapter starts as the largest part of the weight, and the rest is frozen.
     lr_ratio: B's learning rate as a multiple of A's (LoRA+).
-    dtype: of A and B, their gradients and states. bfloat16: rounded as `bf16` rounds weights, stochastically.
+    dtype: of A and B, their gradients and states. bfloat16: rounded stochastically, like weights of `bf16`.
 
     Source: Hu et al., https://arxiv.org/abs/2106.09685; rsLoRA https://arxiv.org/abs/2312.03732, DoRA
         https://arxiv.org/abs/2402.09353, PiSSA https://arxiv.org/abs/2404.02948, OLoRA
         https://arxiv.org/abs/2406.01775, LoRA+ https://arxiv.org/abs/2402.12354
-    Memory: 16 bytes a parameter of the adapters, 8 in bfloat16; of the model its weights alone, in the products' type.
-    Work: 4 FLOPs a frozen weight and token instead of 6, and 6 an adapter's; dora 2 r n a weight and micro-batch, for
-        W A^T of n pieces in one linear, and each weight read twice more, or made dense once more. pissa: a
+    Memory: 16 bytes per adapter parameter, 8 in bfloat16; only the weights of the model, in the matmul dtype.
+    Work: 4 FLOPs per frozen weight and token instead of 6, and 6 per adapter's; dora 2 r n per weight and micro-batch,
+        for W A^T of n pieces in one linear, and each weight read twice more, or dequantized once more. pissa: a
         decomposition of every weight when it is loaded.
-    Differs from the source: pieces of a fused linear (q, k, v; gate, up) share the products and one dropout mask;
-        adapters multiply in the type of the linear's output; dora drops nothing of the frozen product's input.
+    Differs from the source: pieces of a fused linear (q, k, v; gate, up) share matmuls and one dropout mask; adapters
+        multiply in the dtype of the linear's output; dora applies no dropout to the frozen linear's input.
     """
 
     rank: Annotated[int, Field(ge=1)] = 16

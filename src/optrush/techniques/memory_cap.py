@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MemoryCap(Technique):
-    """Caps torch's allocator, so that a run fails here where it would fail on a smaller card; the plan uses that size.
+    """Caps torch's allocator, so that a run fails here if it would fail on a smaller card; the plan uses that size.
 
-    What a CUDA process takes besides torch's allocations is subtracted from the cap, as in the plan. Exactly one of the
-    options is given.
+    The memory of a CUDA process outside torch's allocator is subtracted from the cap, as in the plan. Exactly one of
+    the options must be set.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.set_per_process_memory_fraction.html
     Memory: at most `mib`, or `fraction` of the card, less 800 MiB for the CUDA context.

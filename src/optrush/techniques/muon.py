@@ -19,14 +19,14 @@ ROOM = 1 << 25  # elements of the matrices that are updated at a time: their tem
 
 @dataclass(frozen=True)
 class Muon(Technique):
-    """Steps each matrix of the blocks along its momentum with all singular values near 1; everything else by AdamW.
+    """Steps each matrix of the blocks along its orthogonalized momentum; everything else uses AdamW.
 
-    Query, key, value, gate and up are made orthogonal one by one, also where one tensor holds them together. The
-    step is as large as AdamW's: `optim.lr` and `optim.weight_decay` serve both parts.
+    Query, key, value, gate and up are orthogonalized separately, even if one tensor stores several. The step is as
+    large as AdamW's: `optim.lr` and `optim.weight_decay` serve both parts.
 
     Source: https://kellerjordan.github.io/posts/muon/ (Jordan et al.)
-    Memory: one value a parameter of the blocks' matrices instead of two; temporaries of 33 million elements.
-    Work: 10 r (2 r c + r^2) FLOP a step for each matrix of r <= c rows and columns, whatever the tokens.
+    Memory: one value per parameter of the blocks' matrices instead of two; temporaries of 33 million elements.
+    Work: 10 r (2 r c + r^2) FLOP per step for each matrix of r <= c rows and columns, whatever the tokens.
     Differs from the source: the step's size is 0.2 sqrt(max(rows, columns)) (https://arxiv.org/abs/2502.16982).
     """
 

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Neftune(Technique):
-    """Adds noise to each embedding while training: uniform up to alpha / sqrt(n D), of a document of n tokens.
+    """Adds uniform noise up to alpha / sqrt(n D) to each embedding in training, n the tokens of its document.
 
     Source: Jain et al. 2023, https://arxiv.org/abs/2310.05914
-    Memory: 8 bytes a value of the embeddings while the noise is drawn; none is kept.
+    Memory: 8 bytes per value of the embeddings while the noise is drawn; nothing is saved.
     Work: 3 values read and written for each value of the embeddings.
-    Differs from the source: n counts the tokens of a document, also where a row holds several.
+    Differs from the source: n counts the tokens of a document, also if a row holds several.
     """
 
     alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0

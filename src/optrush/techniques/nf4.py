@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class StoredInBits(Technique):
-    """Base: frozen weights of the linears in fewer bits, made dense where they multiply."""
+    """Base: frozen weights of the linears in fewer bits, dequantized to multiply."""
 
     numerics = Numerics.DIFFERENT_MATHS
     claims = frozenset({Part.LINEARS})
@@ -41,20 +41,20 @@ class StoredInBits(Technique):
 
 @dataclass(frozen=True)
 class Nf4(StoredInBits):
-    """Holds the weights of linears and experts as 4-bit NormalFloat, and makes each dense while it multiplies.
+    """Stores the weights of linears and experts as 4-bit NormalFloat, and dequantizes each to multiply.
 
-    Quantised while they are read, a tensor at a time, to the bytes that bitsandbytes makes; folders that bitsandbytes
-    quantised are taken as they are. Another technique determines what is trained; embedding, norms and head stay as
-    they are.
+    Weights are quantized while loading, one tensor at a time, to the bytes of bitsandbytes; folders quantized by
+    bitsandbytes are loaded unchanged. Another technique determines the trained parameters; embedding, norms and head
+    are unchanged.
 
-    double: the scales are quantised too. experts: `mxfp4` keeps those of a checkpoint that has them so, byte by byte.
+    double: quantize the scales too. experts: `mxfp4` keeps a checkpoint's MXFP4 experts, byte by byte.
 
     Source: Dettmers et al., https://arxiv.org/abs/2305.14314
-    Memory: 4.127 bits a weight of linears and experts, 4.5 without double; and one dense linear, or all gates and ups
+    Memory: 4.127 bits per weight of linears and experts, 4.5 without double; and one dense linear, or all gates and ups
         of a layer's experts, while they multiply.
-    Work: a linear's codes read and its dense weight written, once a forward pass and once a backward pass.
-    Differs from the source: values are quantised as the file has them, not rounded to a type of products before; the
-        experts of a layer are two matrices, whose rows are in our order; no paged optimizer.
+    Work: a linear's codes read and its dense weight written, once per forward pass and once per backward pass.
+    Differs from the source: values are quantized as stored in the file, without a cast to the matmul dtype; the experts
+        of a layer are two matrices, with rows in our order; no paged optimizer.
     """
 
     double: bool = True
@@ -111,16 +111,16 @@ class Nf4(StoredInBits):
 
 @dataclass(frozen=True)
 class Int8(StoredInBits):
-    """Holds the weights of linears and experts as integers of a byte with a scale a row; dense while they multiply.
+    """Stores the weights of linears and experts as int8 with one scale per row, and dequantizes each to multiply.
 
-    Quantised while they are read, a tensor at a time. Another technique determines what is trained; embedding, norms
-    and head stay as they are, and so do the products' inputs.
+    Weights are quantized while loading, one tensor at a time. Another technique determines the trained parameters;
+    embedding, norms, head and the inputs of matmuls are unchanged.
 
     Source: Dettmers et al., https://arxiv.org/abs/2208.07339
-    Memory: 8 + 32 / D bits a weight of linears and experts; and one dense linear, or all gates and ups of a layer's
+    Memory: 8 + 32 / D bits per weight of linears and experts; and one dense linear, or all gates and ups of a layer's
         experts, while they multiply.
-    Work: a linear's codes read and its dense weight written, once a forward pass and once a backward pass.
-    Differs from the source: products run in the type of their inputs, which are not quantised.
+    Work: a linear's codes read and its dense weight written, once per forward pass and once per backward pass.
+    Differs from the source: matmuls run in the dtype of their inputs, which are not quantized.
     """
 
     name = "int8"

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OffloadActivations(Technique):
-    """Moves what blocks save to pinned host memory on a stream of its own, and back a block ahead of its use.
+    """Moves saved activations to pinned host memory on a separate stream, and back one block ahead of use.
 
-    With recompute only the inputs of blocks move. The last `keep` blocks, needed first, keep theirs on the device.
+    With recompute only the inputs of blocks move. Those of the last `keep` blocks, needed first, stay on the device.
 
     Source: https://github.com/pytorch/torchtune/blob/main/torchtune/training/_activation_offloading.py
-    Memory: on the device keep + 1 blocks' activations, two at least; the other blocks' in pinned host memory.
-    Work: each moved byte crosses the link to the host twice, during the computation.
-    Differs from the source: whole storages instead of tensors, a block at a time, in pages of pinned memory that
-        stay for the whole run; nothing is recorded on streams, the caller's stream waits before memory is freed.
+    Memory: on the device the activations of keep + 1 blocks, two at least; the other blocks' in pinned host memory.
+    Work: each offloaded byte crosses the link to the host twice, overlapped with computation.
+    Differs from the source: whole storages instead of tensors, a block at a time, in pages of pinned memory kept
+        for the whole run; nothing is recorded on streams, the caller's stream waits before memory is freed.
     """
 
     keep: Annotated[int, Field(ge=0)] = 1

@@ -26,17 +26,17 @@ CLASSES = {
 class Pipeline(Technique):
     """Gives each of `size` ranks some of the blocks; the first has the embedding, the last the norm and the head.
 
-    Which blocks follows from the FLOPs of the head and of a block, so that the rank with most work has least.
-    1f1b: a stage a rank; each runs one forward and one backward pass in turn as soon as it can.
-    interleaved: two stages a rank, each half as long, so that the first pass reaches the last rank sooner.
-    zero-bubble: two stages a rank, laid out as a V; gradients of weights are computed where a rank would wait.
+    Blocks are split by the FLOPs of the head and of a block, so that the largest work of a rank is minimal.
+    1f1b: one stage per rank; each alternates one forward and one backward pass as soon as it can.
+    interleaved: two stages per rank, each half as long, so that the first pass reaches the last rank sooner.
+    zero-bubble: two stages per rank, arranged as a V; weight gradients are computed when a rank would wait.
 
     Source: Narayanan et al., https://arxiv.org/abs/2104.04473; zero-bubble: Qi et al.,
         https://arxiv.org/abs/2401.10241; the engine is torch.distributed.pipelining
-    Memory: weights, gradients and states of a rank's blocks; what blocks save, of as many micro-batches as are under
-        way, on the first rank `size`; what is received, for every micro-batch of a window.
-    Work: of a rank's blocks; B T D values a micro-batch to the next stage and as many back; waiting, (p - 1) of
-        m + p - 1 micro-batches' time with m micro-batches of a step on p ranks.
+    Memory: weights, gradients and states of a rank's blocks; their activations for all micro-batches in flight, on the
+        first rank `size`; receive buffers for every micro-batch of a window.
+    Work: that of a rank's blocks; B T D values per micro-batch to the next stage and as many back; idle time, (p - 1)
+        of m + p - 1 micro-batches' time with m micro-batches per step on p ranks.
     Differs from the source: documents of packed rows are isolated on every stage; a tied head is a copy of the
         embedding on the last rank, and their gradients are summed.
     """

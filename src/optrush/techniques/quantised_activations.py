@@ -14,15 +14,15 @@ ONE = "leave one of the two out"
 
 @dataclass(frozen=True)
 class QuantisedActivations(Technique):
-    """Rounds what blocks save to int8 with a scale for each 256 values; the forward pass keeps its exact values.
+    """Rounds saved activations to int8 with a scale per 256 values; the forward pass uses the exact values.
 
-    What attention saves stays as it is, and so do parameters, masks, statistics and what is small
+    Tensors saved by attention, parameters, masks, statistics and small tensors are unchanged
     (models/activation_rounding.py). Gradients are those of the rounded values; the loss is unchanged.
 
     Source: Chakrabarti and Moseley, https://arxiv.org/abs/1901.07988; Chen et al., https://arxiv.org/abs/2104.14129
-    Memory: of a block 1 + 4/256 bytes a value in place of 4 or 2, and none for float32 copies; the (H + 2 K) E values
-        a token that attention saves, and its output, as they are. One operator's inputs are dense in the backward pass.
-    Work: saved values read and written once more each way, rounded to the nearest by several operators.
+    Memory: per block 1 + 4/256 bytes per value instead of 4 or 2, and no float32 copies; attention's (H + 2 K) E values
+        per token and its output are unchanged. One operator's inputs are dense in the backward pass.
+    Work: saved values read and written once more each way, rounded to nearest by several operators.
     Differs from the sources: 8 bits for all tensors, no random rounding; attention is left out.
     """
 

@@ -19,16 +19,16 @@ CODE = 1 + 4 / 256  # bytes a value: a code, and a 256th of a float32 scale
 
 @dataclass(frozen=True)
 class QuantisedLinks(Technique):
-    """Gathers the matrices of blocks as int8 codes with a scale for each 256 values; optionally reduces gradients so.
+    """Gathers the blocks' matrices as int8 codes with a scale per 256 values; optionally reduces gradients so.
 
-    Shards that are trained stay exact; every rank multiplies by the same rounded weights. Norms, biases, adapters,
-    embedding and head travel as they are, and so does everything in an evaluation. With `replicate` the sums of groups
-    are exchanged as they are.
+    The trained shards stay exact; every rank multiplies by the same rounded weights. Norms, biases, adapters, embedding
+    and head are sent unquantized, and so is everything in an evaluation. With `replicate` the sums of groups are
+    exchanged unquantized.
 
     Source: Wang et al., ZeRO++, https://arxiv.org/abs/2306.10209
-    Memory: a block's codes while they are gathered; with gradients what a rank sends and receives, in codes.
-    Work: on the link 1 + 4/256 bytes a value of the blocks in place of 2 or 4; every value is rounded once by the rank
-        that sends it and restored by those that receive it.
+    Memory: a block's codes while they are gathered; with gradients a rank's sent and received codes.
+    Work: 1 + 4/256 bytes per value of the blocks over the link instead of 2 or 4; every value is rounded once by its
+        sender and dequantized by its receivers.
     Differs from the source: no second copy of weights within a host; gradients in 8 bits, and summed in one exchange.
     """
 

@@ -14,11 +14,11 @@ from optrush.technique import Environment, Numerics, Part, Requirement, Techniqu
 
 @dataclass(frozen=True)
 class Recompute(Technique):
-    """Every n-th block keeps its input only.
+    """Saves only the input of every n-th block, and recomputes the block in the backward pass.
 
     Source: Chen et al., https://arxiv.org/abs/1604.06174
-    Memory: of every n-th block B*T*D values instead of all its activations, and one live block in the backward pass.
-        Compiled under autocast, of the casts of the chosen blocks' weights one block's.
+    Memory: B*T*D values per n-th block instead of all its activations, and one live block in the backward pass.
+        Compiled under autocast, the cast weights of one of these blocks at a time.
     Work: one more forward pass of every n-th block.
     """
 

@@ -24,20 +24,20 @@ ATTENTION = (
 
 @dataclass(frozen=True)
 class SelectiveRecompute(Technique):
-    """A block keeps the outputs of chosen operators, or as much as a budget allows; the rest runs again.
+    """Saves the outputs of chosen operators, or as much as a budget allows; recomputes the rest.
 
-    ops `products` (what it does without options): outputs of matrix products and of attention kernels are kept; norms,
-        rotation, activation and gating run again.
-    ops `attention`: outputs of attention kernels are kept, products run again too.
-    budget: of compiled blocks, the share of what they would keep; torch's partitioner chooses what runs again.
+    ops `products` (the default): outputs of matmuls and attention kernels are saved; norms, rotation, activation and
+        gating run again.
+    ops `attention`: outputs of attention kernels are saved, matmuls run again too.
+    budget: the share of their activations that compiled blocks keep; torch's partitioner chooses what to recompute.
 
-    The last product of a block never runs again, as nothing in the backward pass reads its output. Attention by plain
-    products with whole scores is no kernel: it runs again, and its scores are never kept.
+    The last matmul of a block never runs again, as the backward pass does not read its output. Attention by plain
+    matmuls with whole scores is not a kernel: it runs again, and its scores are not saved.
 
     Source: Korthikanti et al., https://arxiv.org/abs/2205.05198
-    Memory: `products` keeps B*T*(2D + (2H + 2K)E + 2F) values a block, `attention` B*T*(D + HE); one block at a time
-        has all its activations in the backward pass. budget: what fits into its share of all, whole outputs.
-    Work: the elementwise part of the forward pass again; with `attention` all but attention and the last product.
+    Memory: `products` saves B*T*(2D + (2H + 2K)E + 2F) values per block, `attention` B*T*(D + HE); one block at a time
+        has all its activations in the backward pass. budget: whole outputs that fit into its share.
+    Work: the elementwise part of the forward pass again; with `attention` all but attention and the last matmul.
     Differs from the source: it keeps all but the inside of attention; here attention kernels keep no inside.
     """
 

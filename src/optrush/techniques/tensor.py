@@ -26,15 +26,15 @@ ELSE = "leave tensor out"
 class TensorParallel(Technique):
     """Gives each of `size` ranks whole heads, a share of the feed-forward width and a share of the vocabulary.
 
-    sequence: between the products each rank holds T / size tokens of the stream, so norms are shared out, too.
+    sequence: between the matmuls each rank holds T / size tokens of the stream, so norms are sharded too.
 
     Source: Shoeybi et al., https://arxiv.org/abs/1909.08053; sequence: Korthikanti et al.,
         https://arxiv.org/abs/2205.05198
     Memory: weights, gradients and states of matrices / size; heads, gate and up, logits / size; with sequence also the
-        stream and what norms keep; what enters qkv and gate_up is kept whole.
+        stream and the norms' activations; inputs of qkv and gate_up are saved whole.
     Work: matrix FLOPs / size; a gather and a reduce-scatter around attention and around the feed-forward part, in both
-        passes: 8 B T D (n-1)/n values a block over the link, for which the products wait.
-    Differs from the source: the gathered stream is kept for the backward pass, not gathered again; adapters are whole
+        passes: 8 B T D (n-1)/n values per block over the link, for which the matmuls wait.
+    Differs from the source: the gathered stream is saved for the backward pass, not gathered again; adapters are whole
         on every rank.
     """
 

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class UpdateInBackward(Technique):
-    """Steps a parameter when its gradient is whole, and frees the gradient.
+    """Steps a parameter when its gradient is complete, and frees the gradient.
 
-    With no norm of all gradients beforehand there is no clipping, and a gradient that is not finite skips its own
-    parameter only. (A loss that is not finite skips them all.) The step counts as skipped if any parameter was.
+    Without a global gradient norm beforehand there is no clipping, and a gradient that is not finite skips only its own
+    parameter. (A loss that is not finite skips them all.) The step counts as skipped if any parameter was.
 
     Source: https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html
-    Memory: the gradients of one block, and of the head or the embedding, instead of one a parameter.
-    Work: unchanged; an optimizer of one launch takes one a parameter.
+    Memory: the gradients of one block, and of the head or the embedding, instead of one per parameter.
+    Work: unchanged; an optimizer of one launch takes one per parameter.
     Differs from the source: one optimizer for all parameters, called with the index to step; a bad gradient steps
         nothing.
     """
