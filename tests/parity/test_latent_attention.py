@@ -168,9 +168,9 @@ REFUSED = [
     ("muon", "latent attention, whose matrices it does not reach", 1),
     ("cuda-graphs", "latent attention, whose matrices it does not reach", 1),
     ("fused-kernels:mlp=quack", "latent attention, whose matrices it does not reach", 1),
-    ("fused-kernels:rope=true", "in several products, through latents", 1),
-    ("attention:impl=fa4", "queries and keys of 192 values, and values of 128", 1),
-    ("attention:impl=cudnn", "queries and keys of 192 values, and values of 128", 1),
+    ("fused-kernels:rope=true", "by several matmuls, through latents", 1),
+    ("attention:impl=fa4", "query and key heads of 192, value heads of 128", 1),
+    ("attention:impl=cudnn", "query and key heads of 192, value heads of 128", 1),
 ]
 
 

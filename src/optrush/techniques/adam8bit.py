@@ -62,8 +62,8 @@ class Adam8bit(AdamInBits):
     source = "https://arxiv.org/abs/2110.02861"
     bits = 8
     role = "code"
-    kept = "a byte for each moment, and a float32 scale for 256 of them"
-    codes = (25.0, "230 instructions a value, as long as 25 bytes take (an H200; others assumed)")
+    kept = "one byte per moment, and a float32 scale per 256 of them"
+    codes = (25.0, "decode and encode: 230 instructions per value, the time of moving 25 bytes (on an H200)")
 
 
 @dataclass(frozen=True)
@@ -86,5 +86,5 @@ class Adam4bit(AdamInBits):
     source = "https://arxiv.org/abs/2309.01507"
     bits = 4
     role = "nibble"
-    kept = "half a byte for each moment, and a float32 scale for 128 of them"
-    codes = (38.0, "180 instructions a value, as long as 20 bytes take (by adam8bit's; not measured)")
+    kept = "half a byte per moment, and a float32 scale per 128 of them"
+    codes = (38.0, "decode and encode: 180 instructions per value, the time of moving 20 bytes (not measured)")

@@ -49,7 +49,7 @@ class Amp(Technique):
         asked, do = "`amp` keeps float32 weights", "leave `model.dtype` out, or `amp`"
         yield Requirement(env.dtype == "float32", asked, f"`model.dtype: {env.dtype}`", do)
         asked = "`amp:stream=half` needs the native implementation"
-        found = "the model runs through transformers, whose blocks may be given more than the embedding"
+        found = "the model runs through transformers, whose blocks may have other inputs than the embedding"
         yield Requirement(self.stream == "float32" or env.native, asked, found, "leave stream out")
         if self.dtype == "bf16":
             asked = "`amp` in bf16 needs a device with bf16 matmuls"

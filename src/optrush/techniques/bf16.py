@@ -44,7 +44,7 @@ class Bf16(Technique):
         return replace(spec, rounding=self.rounding)
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        asked, found = "`bf16` makes bf16 weights of float32 ones", f"`model.dtype: {env.dtype}`"
+        asked, found = "`bf16` converts float32 weights to bf16", f"`model.dtype: {env.dtype}`"
         yield Requirement(env.dtype == "float32", asked, found, "leave one of the two out")
         asked = "`bf16` needs a device with bf16 matmuls"
         yield env.needs_capability((8, 0), asked, "take --with amp:dtype=fp16")
@@ -73,7 +73,7 @@ class Bf16(Technique):
             why = "a kernel for each parameter"
             yield add(WorkItem("update.launches", why, "step", launches=launches, of=("update", "launches")))
         if self.rounding == "kahan":
-            why = "what rounding took from each weight"
+            why = "the rounding error of each weight"
             yield like(tagged("weights"), Line("states.compensation", why, 1.0, "weight", "always", of=("states",)))
             why = "the same read and written"
             work = WorkItem("update.compensation", why, "step", values=2.0, role="weight", of=("update",))
@@ -96,6 +96,6 @@ class Bf16(Technique):
         import torch
 
         if self.rounding == "kahan" and all(t.local.dtype != torch.bfloat16 for t in trainer.trained):
-            found = "every bfloat16 weight is frozen, and what is trained is float32"
+            found = "every bfloat16 weight is frozen, and the trained ones are float32"
             raise NoEffectError("`bf16:rounding=kahan`", found, "leave rounding out: --with bf16")
         return 0

@@ -55,7 +55,7 @@ class Compile(Technique):
     claims = frozenset({Part.COMPILED, Part.ROW_WIDTH})  # one width: each other would be compiled anew
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        found = "a technique over several ranks, which could not send while one graph of all blocks computes"
+        found = "a technique over several ranks, which cannot communicate inside one graph of all blocks"
         met = self.scope == "blocks" or not RANK_PARTS & env.claimed
         yield Requirement(met, "`compile:scope=model`", found, "take scope=blocks")
 
@@ -68,7 +68,7 @@ class Compile(Technique):
             yield {}
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        why = "fused into their neighbours, and computed again where the backward pass needs them"
+        why = "fused into their neighbours, and recomputed in the backward pass"
         cpu = env.device.kind == "cpu"
         yield live(tagged("fusable", no=("elementwise",) if cpu else ()), why, gone=True)
         if self.scope == "blocks":
@@ -77,7 +77,7 @@ class Compile(Technique):
             why = "fused; most of it came from the cache before"
             yield live(tagged("fusable", "elementwise"), why, times=ON_CPU)
         for way, kernels in zip(WAYS, (16, 31), strict=True):
-            why, launches = f"about {kernels} kernels a block", COMPILED * kernels * env.blocks
+            why, launches = f"about {kernels} kernels per block", COMPILED * kernels * env.blocks
             yield add(launched(way, "compiled.launches", why, launches))
 
     def compile(self, trainer: Trainer) -> int:
@@ -87,7 +87,7 @@ class Compile(Technique):
         from optrush.models.decoder import Decoder
 
         seen = self.scope == "model" and getattr(trainer.model, "tower", None) is not None
-        found = "rows with images: a tower runs before the blocks, on patches of another number in each batch"
+        found = "rows with images: a vision tower runs before the blocks, on a varying number of patches"
         refuse_unmet([Requirement(not seen, "`compile:scope=model`", found, "take scope=blocks")])
         refuse_unmet(compilers(trainer.env.device))
         # torch's cache on disk identifies our operators by name, not by code.
@@ -106,7 +106,7 @@ class Compile(Technique):
             modules.append(model.norm)
         options = {"max_autotune": True} if self.autotune else {}
         if self.autotune:
-            trainer.notes.append("compile: the first steps compile and time every candidate: minutes, on a GPU many")
+            trainer.notes.append("compile: the first steps compile and time candidates: minutes, on a GPU many")
         # Experts that gather their own weights under data sharding do so between two graphs of their block.
         env = trainer.env
         one = env.native and not (Part.EP in env.claimed and "dp" in env.sharded)

@@ -53,26 +53,26 @@ class Context(Technique):
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         n, each = self.size, self.size if self.kind == "ulysses" else 2 * self.size
-        yield env.needs_mesh(self.name, f"`context: size: {n}` shares the tokens of a row")
+        yield env.needs_mesh(self.name, f"`context: size: {n}` shards the tokens of a row")
         found, do = f"`batch.seq: {env.seq}`", f"take a multiple of {each}"
         yield Requirement(env.seq % each == 0, f"`context` cuts rows into {each} equal chunks", found, do)
         found, do = (
-            "the model runs through transformers, whose attention sees a rank's tokens alone",
+            "the model runs through transformers, whose attention would use only a rank's own tokens",
             "take another model",
         )
         yield Requirement(env.native, "`context` exchanges heads or keys in our own decoder", found, do)
-        yield env.needs_dense("`context` shares the tokens of a block", or_experts=True)
+        yield env.needs_dense("`context` shards the tokens of a block", or_experts=True)
         s = env.shape
         if s is not None:
             found = (
                 "attention sinks in the model" if s.sinks else f"a sliding window of {s.window} tokens in some layers"
             )
-            found = found if s.score_cap is None else "a bound of attention's scores (attn_logit_softcapping)"
+            found = found if s.score_cap is None else "capped attention scores (attn_logit_softcapping)"
             met = not s.sinks and s.score_cap is None and (s.window is None or s.window >= env.seq)
             yield Requirement(met, "`context` attends to all earlier tokens of a document", found, do)
             found = f"RoPE type {s.rope.kind!r}, whose angles depend on the length of a document"
             yield Requirement(not s.rope.by_length, "`context` gives each rank its positions", found, do)
-        found = "pairs, whose losses are of whole documents"
+        found = "pairs, whose losses cover whole documents"
         yield Requirement(not env.paired, "`context` sums losses token by token", found, "leave context out")
         fixed = Part.ROW_WIDTH not in env.claimed or Part.COMPILED in env.claimed
         found, do = "a technique that gives each micro-batch its own width", "take packing in its place"
@@ -85,13 +85,13 @@ class Context(Technique):
         tp, n = env.axes.get("tp", 1), self.size
         heads, keys = env.shape.heads // tp, env.shape.kv_heads // tp
         met = heads % n == 0 and (keys % n == 0 or n % keys == 0)
-        found = f"{heads} query heads, {keys} of keys and values" + (f", on each of {tp} ranks" if tp > 1 else "")
+        found = f"{heads} query heads, {keys} key and value heads" + (f", on each of {tp} ranks" if tp > 1 else "")
         asked = f"`context: size: {n}` gives each rank its heads"
         yield Requirement(met, asked, found, "take a size that divides them, or kind: gather")
 
     def _gather(self, env: Environment) -> Iterator[Requirement]:
         asked, found = (
-            "`context:kind=gather` attends from some queries of a row",
+            "`context:kind=gather` attends from part of a row's queries",
             f"attention:impl={env.spec.attention}",
         )
         do = f"take one of {', '.join(FROM)}, or kind=ulysses"
@@ -104,12 +104,12 @@ class Context(Technique):
         met, found = Part.ATTENTION not in env.claimed, "a technique that chooses another kernel"
         yield Requirement(met, f"{asked} computes attention itself", found, "leave attention out, or take kind=ulysses")
         met, found = Part.COMPILED not in env.claimed, "a technique that compiles a block as one graph"
-        yield Requirement(met, f"{asked} sends and receives inside of a block", found, "take kind=ulysses or gather")
+        yield Requirement(met, f"{asked} communicates inside a block", found, "take kind=ulysses or gather")
         if env.device.kind == "cuda":
-            yield env.needs_half(f"{asked} needs products in bf16 or fp16", "take kind=ulysses")
+            yield env.needs_half(f"{asked} needs matmuls in bf16 or fp16", "take kind=ulysses")
         width = env.shape.head_width if env.shape is not None else 0
         do = "take kind=ulysses or gather"
-        yield Requirement(width % MULTIPLE == 0, f"{asked} needs heads of a multiple of {MULTIPLE}", f"{width}", do)
+        yield Requirement(width % MULTIPLE == 0, f"{asked} needs head widths divisible by {MULTIPLE}", f"{width}", do)
 
     @classmethod
     def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
@@ -156,7 +156,7 @@ class Context(Technique):
             yield add(Line("ring", why, 8 * kv, "wide", "backward", True, of=("heads",)))
             yield from _exchange(env, "keys and values to the next rank", 2 * kv * (n - 1), 2 * kv * n)
             yield from _started(env, n - 1)
-            why, values = "and their gradients, home again", 2 * kv * n * env.blocks
+            why, values = "and their gradients, back", 2 * kv * n * env.blocks
             yield add(_link(env, "backward", "exchange.gradients", why, values, values, "wide"))
 
     def _whole_rows(self, env: Environment, q: int, kv: int) -> Iterator[Rule]:
@@ -189,7 +189,7 @@ class Context(Technique):
                 block.attention = context_parallel.ring(share)
         if self.kind == "ring":
             trainer.model.supports_packing = False  # so that evaluation does not pack either
-            trainer.notes.append("context: evaluation takes one document a row, a ring cannot isolate several")
+            trainer.notes.append("context: evaluation uses one document per row (ring)")
         inner, part = trainer.place, share.cut
 
         def place(batch: Batch) -> Batch:

@@ -23,14 +23,14 @@ ONE = "leave one of the two out"
 APART = (
     (Part.DATA, "a technique that sums gradients over several ranks", "take one rank, or leave cuda-graphs out"),
     *(
-        (part, "a technique that cuts the model or its rows over several ranks", "take one rank, or leave it out")
+        (part, "a technique that shards the model or its rows over several ranks", "take one rank, or leave it out")
         for part in (Part.TP, Part.CP, Part.PP)
     ),
-    (Part.ACTIVATION_STORAGE, "a technique that moves or rounds what is kept", ONE),
+    (Part.ACTIVATION_STORAGE, "a technique that moves or rounds saved activations", ONE),
     (Part.UPDATE, "a technique that updates inside the window", ONE),
     (
         Part.ACTIVATION_CHECKPOINTING,
-        "a technique that runs blocks again, and asks for the random state of their first run",
+        "a technique that recomputes blocks, and reads the random state of their first run",
         ONE,
     ),
 )
@@ -76,7 +76,7 @@ class CudaGraphs(Technique):
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         n = env.accumulation
-        yield live(tagged("launches"), "started as one graph", gone=True)
+        yield live(tagged("launches"), "launched as one graph", gone=True)
         yield add(
             WorkItem("window", "one graph, and copies of its batches", "step", launches=1 + 10 * n),
             Line("window.batches", "copies of the window's batches, at fixed places", 28 * n, "byte", "always", True),

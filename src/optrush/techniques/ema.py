@@ -47,12 +47,12 @@ class Ema(Technique):
     averages = True
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        found = "a technique that updates weights elsewhere than in the optimizer's step"
+        found = "a technique that updates weights outside the optimizer's step"
         yield Requirement(
             Part.UPDATE not in env.claimed, "`ema` follows each update", found, "leave one of the two out"
         )
         found, do = "a technique that keeps states elsewhere", "leave one of the two out"
-        yield Requirement(Part.STATES not in env.claimed, "`ema` keeps averages beside the weights", found, do)
+        yield Requirement(Part.STATES not in env.claimed, "`ema` keeps averages with the weights", found, do)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         if (s := env.shape) is None:

@@ -46,8 +46,8 @@ class Freeze(Technique):
         yield Requirement(self.layers is not None or bool(self.names), "`freeze`", "neither `layers` nor `names`", do)
         found, do = "a technique that quantizes frozen weights: it is for adapters", "leave one of the two out"
         met = all(linear.weight == "dense" for linear in env.spec.linears.values())
-        yield Requirement(met, "`freeze` leaves weights as they are", found, do)
-        found = "a technique that gives ranks parts of the layers: one may have nothing to train"
+        yield Requirement(met, "`freeze` leaves weights unchanged", found, do)
+        found = "a technique that gives ranks some of the layers: a rank may have nothing to train"
         yield Requirement(Part.PP not in env.claimed, "`freeze` in a pipeline", found, do)
         yield from self._within(env.blocks)
         if env.shape is not None and (known := published_names(env.shape)):
@@ -100,7 +100,7 @@ class Freeze(Technique):
             for name, pieces in known.items():
                 halves = [piece for piece in pieces if not _matches(pattern, [piece])]
                 whole = not halves or len(halves) == len(pieces) or self._freezes(name, pieces)
-                found = f"{name} holds {', '.join(_module(p) for p in pieces)} in one tensor, of which it names a part"
+                found = f"{name} holds {', '.join(_module(p) for p in pieces)} in one tensor, not all named"
                 yield Requirement(whole, asked, found, f"name {', '.join(_module(p) for p in halves)}, too")
         chosen = set(self._chosen(known))
         found, do = "every parameter of the model: nothing is left to train", "name fewer"

@@ -59,7 +59,7 @@ class Fsdp(Technique):
         do = f"take {2 * self.replicate} ranks or another multiple of that, a smaller replicate, or ddp"
         met = env.gradient_ranks % self.replicate == 0 and env.gradient_ranks > self.replicate
         yield Requirement(met, asked, found, do)
-        met, found = self.sync == "last" or Part.PP not in env.claimed, "a technique that reduces once a window"
+        met, found = self.sync == "last" or Part.PP not in env.claimed, "a technique that reduces once per window"
         yield Requirement(met, "`fsdp: sync: each`", found, "leave sync out")
 
     @classmethod
@@ -92,7 +92,7 @@ class Fsdp(Technique):
         yield cut("weights.embedding", "dp", n, ends, gathered=1, during=during)
         held = 1 / env.axes.get("tp", 1)  # a rank's part of what its group has
         if not tied:  # a tied head is gathered with the embedding, where nothing else is in memory yet
-            why = "the buffer in which the head's shards arrived, kept until the next gather"
+            why = "the head's gather buffer, kept until the next gather"
             arriving = Line("head.arriving", why, 0.5 * held, "product", "head", of=("loss",))
             yield like(tagged("weights", no=("blocks",)), arriving)
         reduced = env.accumulation == 1 or self.sync == "each"
@@ -101,12 +101,12 @@ class Fsdp(Technique):
         for kind, why, gathered in cuts:  # of blocks experts may be cut over some of the n ranks already
             yield cut(tagged(kind, "blocks"), "dp", n * env.blocks_held, why, gathered=gathered * shared)
             yield cut(tagged(kind, no=("blocks",)), "dp", n, why, gathered=gathered)
-        yield live(tagged("casts"), "the gathered weights are cast, no copies beside them", gone=True)
+        yield live(tagged("casts"), "the gathered weights are cast, without copies", gone=True)
         yield cut("update.loop", "dp", n, "of a rank's share")
         yield live(tagged("update"), "a rank updates its share", times=1 / n)
         share = (n - 1) / n
         times = 2 if self.stage == 3 else 1
-        why = f"weights gathered {'twice' if times == 2 else 'once'} a micro-batch"
+        why = f"weights gathered {'twice' if times == 2 else 'once'} per micro-batch"
         quantized = any(linear.weight == "quantized" for linear in env.spec.linears.values())
         stored: Role = "stored" if quantized else "product"
         hosts, entering = env.over_hosts("dp", "ep", "cp")
@@ -114,7 +114,7 @@ class Fsdp(Technique):
             ("weights.blocks", "gather.blocks", stored),
             (tagged("weights", no=("blocks",)), "gather.ends", "product"),
         ]
-        moved = "gathered shards copied to where the weights are, and a shard to where it is sent from"
+        moved = "gathered shards copied to the weights, and a shard to the send buffer"
         for match, name, role in parts:
             steps = times * (hosts - 1) * (L if name == "gather.blocks" else 2)
             work = WorkItem(name, why, "micro", unit="link", values=times * share * held, role=role, of=("gather",))
@@ -122,7 +122,7 @@ class Fsdp(Technique):
             again = 2.0 * times * (1 + 1 / n) * held
             copied = WorkItem(f"{name}.copied", moved, "micro", values=again, role=role, of=("gather",))
             yield like(match, copied)
-        why = "hooks around a gather: shards sent, copied, made parameters, and cut again"
+        why = "hooks around a gather: shards sent, copied, made parameters, and sharded again"
         groups = L + 2.0
         # Twice: before a backward pass they run, too, where nothing is left to gather.
         launches = HOOKS * 2 * groups
@@ -231,7 +231,7 @@ class Fsdp(Technique):
 
         def forget() -> None:
             # Half-summed gradients of an open window are in FSDP's own buffers, which clearing .grad does not reach.
-            assert not window["open"], "a window cut short cannot be taken again under fsdp: resume from a checkpoint"
+            assert not window["open"], "an interrupted window cannot be repeated under fsdp: resume from a checkpoint"
             discard()
 
         def resharded(batches: Any) -> Tensor:

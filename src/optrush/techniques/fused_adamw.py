@@ -39,5 +39,5 @@ class FusedAdamW(Technique):
         cuda = trainer.world.device.type == "cuda"
         lacking = [need for need in compilers(trainer.env.device) if not need.met]
         if cuda and lacking:
-            trainer.notes.append(f"fused-adamw: torch's kernel, for ours cannot be built here: {lacking[0].found}")
+            trainer.notes.append(f"fused-adamw: uses torch's kernel; ours cannot be built here: {lacking[0].found}")
         return self.set_optimizer(trainer, AdamW, fused=True, launch=cuda and not lacking)

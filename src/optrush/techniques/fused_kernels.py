@@ -82,7 +82,7 @@ class FusedKernels(Technique):
             asked = f"`fused-kernels:mlp={self.mlp}` computes silu(gate) * up"
             yield Requirement(not clamped, asked, "a clamped activation in the model's experts", "take mlp=none")
             gelu = env.shape is not None and env.shape.gelu
-            yield Requirement(not gelu, asked, "a model with gelu in place of silu", "leave `fused-kernels` out")
+            yield Requirement(not gelu, asked, "a model with gelu instead of silu", "leave `fused-kernels` out")
         order = None if env.shape is None else env.shape.other_order
         if self.norm or self.mlp == "quack":
             which, do = ("norm=true", "take norm=false") if self.norm else ("mlp=quack", "take mlp=triton")
@@ -96,27 +96,27 @@ class FusedKernels(Technique):
             yield Requirement(kind == "rms", asked, "a model with layer norms", "take norm=false")
         if self.rope:
             normed = env.shape is not None and env.shape.qk_norm
-            asked = "`fused-kernels:rope=true` rotates queries and keys as the product makes them"
-            yield Requirement(not normed, asked, "the model norms each of them first", "take rope=false")
+            asked = "`fused-kernels:rope=true` rotates the matmul's queries and keys"
+            yield Requirement(not normed, asked, "the model normalizes each of them first", "take rope=false")
             part = env.shape is not None and env.shape.rotated is not None
-            yield Requirement(not part, asked, "the model rotates a part of each head", "take rope=false")
+            yield Requirement(not part, asked, "the model rotates only part of each head", "take rope=false")
             latent = env.shape is not None and env.shape.latent is not None
-            found = "the model makes them in several products, through latents"
+            found = "the model computes them by several matmuls, through latents"
             yield Requirement(not latent, asked, found, "take rope=false")
             pairs = env.shape is not None and env.shape.pairs
             yield Requirement(not pairs, asked, "the model rotates neighbouring pairs", "take rope=false")
             unrotated = env.shape is not None and bool(env.shape.unrotated)
-            yield Requirement(not unrotated, asked, "some layers rotate nothing", "take rope=false")
+            yield Requirement(not unrotated, asked, "some layers have no rotation", "take rope=false")
         if self.mlp == "quack":
             asked, do = "fused-kernels:mlp=quack", "take mlp=triton"
             yield env.needs_dense(f"`{asked}`", or_experts=True)
             yield env.needs_gpu(asked, (9, 0))
             yield Requirement(env.device.capability == (9, 0), f"`{asked}` needs Hopper", env.device.name, do)
-            yield env.needs_half(f"`{asked}` needs products in bf16 or fp16", do)
+            yield env.needs_half(f"`{asked}` needs matmuls in bf16 or fp16", do)
             linears = env.spec.linears["gate_up"], env.spec.linears["down"]
             low_rank = all(linear.matmul == "torch" and linear.adapter != "other" for linear in linears)
-            found = "linears that are more than matrices with low-rank sums (8-bit products, IA3, DoRA, dropout)"
-            yield Requirement(low_rank, f"`{asked}` makes the products", found, do)
+            found = "linears other than matrices with low-rank adapters (8-bit matmuls, IA3, DoRA, dropout)"
+            yield Requirement(low_rank, f"`{asked}` computes the matmuls", found, do)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         """Yield what each kernel saves, moves and costs the host."""
@@ -124,12 +124,12 @@ class FusedKernels(Technique):
         yield live(tagged("elementwise", "fusable"), "by fused kernels", times=1 - done)
         own = (self.mlp != "none") + 2 * self.norm + self.rope
         for way in WAYS if own and Part.COMPILED in env.claimed else ():
-            yield add(launched(way, "kernels.launches", f"{own} kernels a block", OURS * own * env.blocks))
+            yield add(launched(way, "kernels.launches", f"{own} kernels per block", OURS * own * env.blocks))
         if self.norm:
             why = "inside the kernel, recomputed in the backward pass"
             yield live("saved.widened", why, gone=True)
             yield live("saved.normalised", why, gone=True)
-            yield live("saved.middle", "the sum is kept, in the residual stream's type", role="residual")
+            yield live("saved.middle", "the sum is saved, in the residual stream's dtype", role="residual")
             yield live("saved.middle.wide", "in the sum", gone=True)
         if self.mlp != "none":
             yield from self._activation(env)
@@ -140,7 +140,7 @@ class FusedKernels(Technique):
                 yield from _adapters(env, env.shape)
 
     def _activation(self, env: Environment) -> Iterator[Rule]:
-        why = "recomputed from gate and up where the backward pass needs it"
+        why = "recomputed from gate and up in the backward pass"
         frozen = Part.ADAPTERS in env.claimed  # and an adapter of `down` may need its input
         routed = env.shape is not None and env.shape.experts is not None  # their weights multiply the activation
         quack = self.mlp == "quack"
@@ -199,8 +199,8 @@ class FusedKernels(Technique):
             if experts := [block.experts for block in blocks if block.experts is not None]:
                 demand_compilers(self.name, trainer.env.device)
                 if sum(not _set_experts(each) for each in experts):
-                    found = "experts have adapters or quantized weights, share ranks, or weigh what enters them"
-                    trainer.notes.append(f"fused-kernels: {found}, so QuACK makes their products only")
+                    found = "experts have adapters or quantized weights, share ranks, or weight their inputs"
+                    trainer.notes.append(f"fused-kernels: {found}, so QuACK computes only their matmuls")
         elif self.mlp == "triton":
             demand_compilers(self.name, trainer.env.device)
             dense = [block for block in blocks if block.experts is None]
@@ -211,7 +211,7 @@ class FusedKernels(Technique):
             for block, matrix in zip(dense, matrices, strict=True):
                 block.mlp = swiglu.mlp_fused_down if matrix else swiglu.mlp_fused_activation
             if not all(matrices):
-                trainer.notes.append("fused-kernels: `down` is more than a matrix or runs again, so its input is kept")
+                trainer.notes.append("fused-kernels: `down` is not a plain matrix or runs again, so its input is saved")
         return len(blocks) * ((self.mlp != "none") + 2 * self.norm + self.rope)
 
     def wrap_step(self, trainer: Trainer) -> int:  # weights have bytes now
@@ -251,7 +251,7 @@ def _set_quack(blocks: Sequence[Any]) -> None:
     elif all(_plain(linear) for linear in linears):
         feed = swiglu_quack.quack_mlp
     else:
-        found = "linears that are more than matrices with low-rank adapters (a bias, DoRA, dropout, other products)"
+        found = "linears other than matrices with low-rank adapters (a bias, DoRA, dropout, other matmuls)"
         raise NeedsError("`fused-kernels:mlp=quack`", found, "take mlp=triton")
     for block in blocks:
         block.mlp = feed
@@ -291,9 +291,9 @@ def _uncopied() -> Iterator[Rule]:
 
     The rate of products stays as torch's, with which a step is 0.5 % off (one H200: h200-cells-kinds).
     """
-    why = "products read tokens by number, and copy no rows"
+    why = "matmuls read tokens by index, without copies"
     yield live("saved.routed", why, gone=True)
-    yield live("saved.weighed", "weights multiply what leaves the down product", gone=True)
+    yield live("saved.weighed", "weights multiply the output of the down projection", gone=True)
     for way in ("forward", "backward"):
         yield live(f"{way}.rows", f"{why}: sums alone", times=0.5)
 
@@ -301,7 +301,7 @@ def _uncopied() -> Iterator[Rule]:
 def _hidden(s: ModelShape) -> Iterator[Rule]:
     """Yield what epilogues read and write and products do not hide: F and 3 F, of 3 F and 6 F (docs/log)."""
     D, F, heads = s.width, s.active_width, 2 * (s.heads + s.kv_heads) * s.head_width
-    why = "of the activation's values, those that the products do not hide"
+    why = "of share of the activation's traffic that the matmuls do not hide"
     yield live("forward.elementwise", why, times=(D + heads + F) / (D + heads + 3 * F))
     yield live("backward.elementwise", why, times=(D + heads + 3 * F) / (D + heads + 6 * F))
 
@@ -323,7 +323,7 @@ def _adapters(env: Environment, shape: ModelShape) -> Iterator[Rule]:
         if not many or (linear.bias and name in ("qkv", "o")) or (bare and linear.module not in ("gate_up", "down")):
             continue
         if name == "gate_up" or not bare:
-            yield live(f"forward.added.{name}", "in the product itself", gone=True)
+            yield live(f"forward.added.{name}", "in the matmul itself", gone=True)
         for way, writers in zip(WAYS, (INPUTS, GRADIENTS), strict=True):
             if name in writers and (bare or not padding.get(writers[name], False)):
                 n, what = (width, "input") if way == "forward" else (rows, "gradient")

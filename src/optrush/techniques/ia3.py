@@ -68,7 +68,7 @@ class Ia3(Technique):
         return next((names for names in (OURS, *OTHERS) if {*names} <= {*known}), "auto")
 
     def _named(self, known: Collection[str]) -> Requirement:
-        found, do = f"linears of other names: {', '.join(known)}", "name them: targets, and of these feedforward"
+        found, do = f"linears with other names: {', '.join(known)}", "set targets, and their subset feedforward"
         return Requirement(self._targets(known) != "auto", "`ia3:targets=auto`", found, do)
 
     def _apart(self, linears: Collection[Collection[str]], targets: str | tuple[str, ...]) -> Iterator[Requirement]:
@@ -76,13 +76,13 @@ class Ia3(Technique):
         names = {*ledger.chosen(targets, [n for pieces in linears for n in pieces])} & {*self.feedforward}
         do = "leave it out of feedforward, or take model.implementation: transformers"
         for name, pieces in ((n, p) for n in sorted(names) for p in linears if n in p):
-            found = f"one product makes {', '.join(pieces)} of one input"
+            found = f"one matmul computes {', '.join(pieces)} from one input"
             yield Requirement(len(pieces) == 1, f"`ia3:feedforward=[{name}]`", found, do)
 
     def _within(self, names: Collection[str]) -> Requirement:
         """Whether what `feedforward` names is among the targets; its default names more than any model has."""
         wrong = next((n for n in self.feedforward if n not in names), "")
-        asked, found = f"`ia3:feedforward=[{', '.join(self.feedforward)}]`", f"{wrong} is none of the targets"
+        asked, found = f"`ia3:feedforward=[{', '.join(self.feedforward)}]`", f"{wrong} is not a target"
         do = f"take some of {', '.join(names)}, or add it to the targets"
         return Requirement(not wrong or self.feedforward == Ia3.feedforward, asked, found, do)
 
@@ -104,7 +104,7 @@ class Ia3(Technique):
             left += 0 if inputs else layers * linear.outputs
         yield from ledger.predict_frozen(env, (), learnt, keep)
         if left:
-            why = "what a linear gave, before it is scaled"
+            why = "a linear's output, before scaling"
             yield add(saved("left", why, left, env.blocks, "adapters"))
 
     def peft(self, trainer: Trainer) -> int:

@@ -92,18 +92,18 @@ class Lora(Technique):
         parts = {name.removeprefix("" if env.native else "dense.") for name in ledger.DENSE}
         routed = env.native or (isinstance(env.shape, TracedShape) and env.shape.stacked > 0)
         beside = routed and not parts.isdisjoint(ledger.chosen(targets, ledger.names_of(env.shape)))
-        found = "dora or dropout, which PEFT does not have for parts beside experts"
+        found = "dora or dropout, which PEFT does not support for parts next to experts"
         do = "take targets=attention, or leave out dora and dropout"
         met = not (beside and (self.dora or self.dropout))
         yield Requirement(met, f"`lora:targets={targets}`", found, do)
         if env.shape is not None and [*ledger.expert_sizes(env.shape, targets)]:
             asked, do = f"`lora:targets={targets}`", "take targets=attention for it"
-            found = "dora or dropout, which have no meaning for a product by rows of several experts"
+            found = "dora or dropout, which are undefined for grouped matmuls of experts"
             yield Requirement(not (self.dora or self.dropout), f"{asked} adapts experts", found, do)
-            found = f"rank {self.rank}, where a grouped product on a GPU needs multiples of 8"
+            found = f"rank {self.rank}; grouped matmuls on a GPU need multiples of 8"
             aligned = env.device.kind != "cuda" or self.rank % 8 == 0
             yield Requirement(aligned, f"{asked} adapts experts", found, "take a multiple of 8")
-        found = "a technique that records the step: no proof that a replay draws new dropout masks"
+        found = "a technique that records the step: replays are not proved to draw new dropout masks"
         met = not self.dropout or Part.CAPTURE not in env.claimed
         yield Requirement(met, f"`lora:dropout={self.dropout:g}`", found, "leave dropout out")
         if self.dtype == "bfloat16":
@@ -112,16 +112,16 @@ class Lora(Technique):
         delta = env.shape is not None and env.shape.delta is not None  # whose layers have a module `norm`
         inside = sorted({*self.save} - {ledger.EMBEDDING, ledger.HEAD, *(() if delta else ("norm",))})
         asked = f"`lora:save=[{', '.join(self.save)}]` over several ranks"
-        found = f"{inside[0] if inside else ''} in bf16 beside adapters in float32, which are sharded together"
+        found = f"{inside[0] if inside else ''} in bf16 with float32 adapters, sharded together"
         do = "leave norms of blocks out, or take --with amp instead of bf16 weights"
         yield Requirement(not (inside and narrow and Part.DATA in env.claimed), asked, found, do)
         if self.splits_base:
             asked, do = f"`lora:init={self.init}`", "leave one of the two out"
-            found = "a base in 4 or 8 bits, which would round what is left of each weight"
+            found = "a 4-bit or 8-bit base, which would round the rest of each weight"
             dense = all(linear.weight == "dense" for linear in env.spec.linears.values())
             yield Requirement(dense, asked, found, do)
-            yield Requirement(not self.dora, asked, "dora: true, whose lengths are those of whole weights", do)
-            found = "a technique that gives ranks parts of the layers, where the first one publishes all adapters"
+            yield Requirement(not self.dora, asked, "dora: true, which uses the lengths of whole weights", do)
+            found = "a technique that gives ranks some of the layers; the first rank publishes all adapters"
             yield Requirement(Part.PP not in env.claimed, asked, found, do)
         elif self.init is not None:
             trained_with = {  # targets show in its tensors
@@ -133,11 +133,11 @@ class Lora(Technique):
     def _narrow(self, env: Environment) -> Iterator[Requirement]:
         """Yield what adapters in bfloat16 need: updates too small for their last bit count, and exact first values."""
         asked, rounding = "`lora:dtype=bfloat16`", env.spec.rounding
-        found = f"updates that are rounded {'to the nearest' if rounding == 'nearest' else 'with remainders'}"
+        found = f"updates rounded {'to nearest' if rounding == 'nearest' else 'with Kahan summation'}"
         yield Requirement(rounding == "stochastic", asked, found, "take --with bf16, whose rounding is stochastic")
-        found = "dora: true, whose lengths are those of the weights" if self.dora else f"init={self.init}"
+        found = "dora: true, which uses the lengths of the weights" if self.dora else f"init={self.init}"
         exact = not (self.dora or self.splits_base)
-        yield Requirement(exact, f"{asked} rounds first values", found, "leave dtype out")
+        yield Requirement(exact, f"{asked} rounds initial values", found, "leave dtype out")
 
     def quality(self, env: Environment) -> str:
         return "adapters only" if self.dtype == "float32" else "adapters only, in bf16"
@@ -187,24 +187,24 @@ class Lora(Technique):
         if not learnt:
             return
         L = env.blocks
-        why = "A x of every adapter, n r values" + (", and what is scaled" if self.dora else "")
-        copies = "A and B in the products' type, B over all rows"
+        why = "A x of every adapter, n r values" + (", and the scaled output" if self.dora else "")
+        copies = "A and B in the matmul dtype, B over all rows"
         if entering:
-            yield add(saved("enters.experts", "rows that enter experts, kept for their adapters", entering, L))
+            yield add(saved("enters.experts", "inputs of experts, saved for their adapters", entering, L))
         yield add(
             saved("low", why, low + rows * self.dora, L, "adapters"),
             Line("saved.laid", copies, laid, "product", "saved", blocks=L, of=("saved", "adapters")),
         )
         for way, times in zip(WAYS, (2, 4), strict=True):
-            why = f"{times} a value of A and of B over all rows"
+            why = f"{times} per value of A and of B over all rows"
             yield add(WorkItem(f"{way}.adapters", why, "token", times * laid, of=(way,)))
         for way, values in zip(WAYS, (there, back), strict=True):
-            why = "rows of the experts, whose adapters' products are apart from theirs"
+            why = "rows of the experts, with separate matmuls for adapters"
             if values:
                 yield add(WorkItem(f"{way}.adapters.rows", why, "token", values=values, role="product", of=(way,)))
         for way, kernels in zip(WAYS, (3, 7), strict=True):
             factor = OURS if Part.COMPILED in env.claimed else 1.0  # else assumed, not measured
-            why, launches = f"{kernels} kernels a linear", factor * kernels * sum(keep.values())
+            why, launches = f"{kernels} kernels per linear", factor * kernels * sum(keep.values())
             yield add(launched(way, "adapters.launches", why, launches))
         if self.dora:
             yield from _lengths(env, crossed, weights, rows)
@@ -239,7 +239,7 @@ class Lora(Technique):
         trainer.notes += ledger.remarks(self.name, self.targets, shape, known)
         if self.splits_base and inside:
             do = "leave init out, or take targets: attention"
-            raise NeedsError(f"`lora:init={self.init}`", "targets among the experts, which are not decomposed", do)
+            raise NeedsError(f"`lora:init={self.init}`", "targets among the experts, which cannot be decomposed", do)
         trained = adapted.freeze_base(model, recipe, self.save, trainer.precision)
         settings = Settings(self.rank, self.alpha, self.dropout, self.rslora, self.dora, self.dtype == "bfloat16")
         switch = adapted.AdapterToggle()
@@ -306,9 +306,9 @@ def _lengths(env: Environment, crossed: float, weights: float, rows: float) -> I
 
     yield work("lengths", "W A^T and B (A A^T), the second in float32", 2 * crossed)
     yield work("measured", "W read twice for lengths", values=2 * weights)
-    for way, each, why in zip(WAYS, (2, 4), ("the sum read and written", "both gradients of a product"), strict=True):
+    for way, each, why in zip(WAYS, (2, 4), ("the sum read and written", "both gradients of a matmul"), strict=True):
         yield add(WorkItem(f"{way}.scaled", why, "token", values=each * rows, role="product", of=(way,)))
     if Part.LINEARS in env.claimed:
-        why = "W made dense once more, for the lengths"
+        why = "W dequantized once more, for the lengths"
         yield work("measured.packed", why, values=weights, role="stored")
         yield work("measured.unpacked", why, values=weights)

@@ -53,7 +53,7 @@ class MemoryCap(Technique):
         asked = f"`memory-cap` of {size_bytes >> 20} MiB"
         found = f"{env.device.name} has {memory_bytes >> 20} MiB"
         yield Requirement(size_bytes <= memory_bytes, asked, found, "take less, or leave memory-cap out")
-        found = f"{CONTEXT_BYTES >> 20} MiB of it go to the CUDA context"
+        found = f"{CONTEXT_BYTES >> 20} MiB are for the CUDA context"
         yield Requirement(size_bytes > CONTEXT_BYTES, asked, found, "take more")
 
     def card(self, device: Device) -> Device:

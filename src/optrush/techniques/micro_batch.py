@@ -41,7 +41,7 @@ class MicroBatch(Technique):
     def wrap_window(self, trainer: Trainer) -> int:
         if trainer.world.ranks > 1 or ONCE & trainer.env.claimed:
             several = trainer.world.ranks > 1
-            why = "several ranks wait for each other" if several else "it is not run as often as one likes"
+            why = "several ranks wait for each other" if several else "it cannot be repeated"
             trainer.notes.append(f"out of memory after step 0 ends the run, resumably: in the middle of a window {why}")
             return 1
         Halving(trainer).around()

@@ -38,10 +38,10 @@ class Neftune(Technique):
     draws = True
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        asked, do = "`neftune` measures whole documents at the embedding", "leave one of the two out"
+        asked, do = "`neftune` counts the tokens of whole documents", "leave one of the two out"
         met = not {Part.CP, Part.PP} & env.claimed
-        yield Requirement(met, asked, "a technique that gives ranks parts of the tokens or of the layers", do)
-        found = "a technique that records the step: a replay may not draw anew"
+        yield Requirement(met, asked, "a technique that shards tokens or layers over ranks", do)
+        found = "a technique that records the step: a replay may repeat the noise"
         yield Requirement(Part.CAPTURE not in env.claimed, "`neftune` draws noise in each step", found, do)
 
     def predict(self, env: Environment) -> Iterator[Rule]:

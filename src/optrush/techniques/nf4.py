@@ -29,7 +29,7 @@ class StoredInBits(Technique):
 
     def forms(self) -> tuple[Form, Form | None]:
         """Return the form of linears, and that of experts if it is another one."""
-        raise AssertionError("each form is a technique")
+        raise AssertionError("each format is a technique")
 
     def peft(self, trainer: Trainer) -> int:
         ledger.demand_compilers(self.name, trainer.env.device)
@@ -68,7 +68,7 @@ class Nf4(StoredInBits):
         experts = None if env.shape is None else env.shape.experts
         width = 0 if env.shape is None or experts is None else math.gcd(env.shape.width, experts.ff_width)
         found = f"experts with rows of {env.shape.width if env.shape else 0} and {experts.ff_width if experts else 0}"
-        found += " values, where a block of 64 may not cross rows"
+        found += " values; a block of 64 cannot cross rows"
         met = width % 64 == 0 or self.experts == "mxfp4"
         yield Requirement(met, "`nf4`", found, "take --with int8 instead")
 
@@ -87,7 +87,7 @@ class Nf4(StoredInBits):
         if not isinstance(stored, dict):
             raise ConfigError("`quantization_config` of config.json", f"{stored!r}, no mapping", "download it again")
         if self.experts == "mxfp4" and stored.get("quant_method") != "mxfp4":
-            found = f"a checkpoint {'quantised by another method' if stored else 'of dense weights'}"
+            found = f"a checkpoint {'quantized by another method' if stored else 'of dense weights'}"
             raise ConfigError("`nf4:experts=mxfp4`", found, "leave experts=mxfp4 out")
         if stored.get("quant_method") != "bitsandbytes":
             return 0
@@ -95,10 +95,10 @@ class Nf4(StoredInBits):
         kind = f"{kind} in {stored.get('bnb_4bit_quant_storage', 'uint8')}"
         if kind != "nf4 in uint8":
             do = "start from the unquantised checkpoint"
-            raise ConfigError("`nf4` on weights that bitsandbytes quantised", f"they are {kind}", do)
+            raise ConfigError("`nf4` on weights quantized by bitsandbytes", f"they are {kind}", do)
         there = bool(stored.get("bnb_4bit_use_double_quant"))
         if there != self.double:
-            found = f"weights that were quantised {'with' if there else 'without'} it"
+            found = f"weights quantized {'with' if there else 'without'} it"
             raise ConfigError(f"`nf4:double={self.double}`", found, f"take --with nf4:double={str(there).lower()}")
         del hf["quantization_config"]
         return 1

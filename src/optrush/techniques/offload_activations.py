@@ -46,16 +46,16 @@ class OffloadActivations(Technique):
             f"take keep from 0 to {env.blocks - 1}",
         )
         yield Requirement(self.keep < env.blocks, f"`offload-activations:keep={self.keep}`", found, do)
-        asked = "`offload-activations` hooks what blocks save"
-        found = "compiled blocks of a transformers model, which are entered inside their graph"
+        asked = "`offload-activations` hooks saved activations"
+        found = "compiled blocks of a transformers model, whose hooks run inside the graph"
         do = "take model.implementation: native, or leave compile out"
         yield Requirement(env.native or Part.COMPILED not in env.claimed, asked, found, do)
-        asked = "`offload-activations` copies while a step runs"
+        asked = "`offload-activations` copies during a step"
         found = "a technique that records the step: the two together are not tested"
         yield Requirement(Part.CAPTURE not in env.claimed, asked, found, "take one of the two")
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        why = f"of {self.keep} blocks, and of one on its way; the others' lies on the host"
+        why = f"of {self.keep} blocks, and of one in transit; the others are on the host"
         yield live(tagged("saved"), why, blocks_on_device=self.keep)
         yield live("input", why, blocks_on_device=self.keep)
         if Part.COMPILED in env.claimed:  # autocast's copies stay, a compiled block's are saved like any value
@@ -92,12 +92,12 @@ class OffloadActivations(Technique):
 def _check(trainer: Trainer) -> None:
     """Raise NeedsError if the model is one graph, or if blocks keep outputs that autograd's hooks do not reach."""
     if trainer.model._compiled_call_impl is not None:
-        asked, found = "`offload-activations` moves a block at a time", "the model compiled as one graph"
+        asked, found = "`offload-activations` moves one block at a time", "the model compiled as one graph"
         raise NeedsError(asked, found, "take compile:scope=blocks")
     for block in trainer.model.blocks.values():
         if getattr(block, "keeps_outputs", False) and block._compiled_call_impl is None:
             asked, found = (
-                "`offload-activations` sees what autograd saves",
-                "blocks that keep the outputs of operators beside it",
+                "`offload-activations` moves autograd's saved tensors",
+                "uncompiled blocks that save operator outputs separately",
             )
             raise NeedsError(asked, found, "add --with compile, or take recompute instead")

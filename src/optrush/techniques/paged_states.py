@@ -82,7 +82,7 @@ class PagedStates(Technique):
             return 0
         optimizer = trainer.optimizer.inner if isinstance(trainer.optimizer, ScaledRates) else trainer.optimizer
         if not isinstance(optimizer, Paged):
-            found = f"{type(optimizer).__name__} keeps its states where it makes them"
+            found = f"{type(optimizer).__name__} keeps its states where it creates them"
             do = "take fused-adamw, adam8bit or adam4bit, or leave paged-states out"
             raise NeedsError("`paged-states` keeps an optimizer's states", found, do)
         trainer.host_memory.take(sum(page.nbytes for page in optimizer.pages))

@@ -72,10 +72,10 @@ class Pipeline(Technique):
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         n, stages = self.size, self.size * self.each
-        yield env.needs_mesh(self.name, f"`pipeline: size: {n}` cuts the model over {n} ranks")
+        yield env.needs_mesh(self.name, f"`pipeline: size: {n}` shards the model over {n} ranks")
         found = "the model runs through transformers"
-        yield Requirement(env.native, "`pipeline` divides our own decoder into stages", found, ELSE)
-        yield env.needs_dense("`pipeline` passes hidden states from stage to stage")
+        yield Requirement(env.native, "`pipeline` splits our own decoder into stages", found, ELSE)
+        yield env.needs_dense("`pipeline` sends hidden states from stage to stage")
         do = f"take a smaller size, or {ELSE}"
         asked = f"`pipeline: schedule: {self.schedule}` needs at least one block for each of {stages} stages"
         yield Requirement(env.blocks >= stages, asked, f"{env.blocks} blocks", do)
@@ -83,10 +83,10 @@ class Pipeline(Technique):
         yield Requirement(not env.paired, "`pipeline` sums losses", found, f"take ddp or fsdp for it, and {ELSE}")
         snug = Part.ROW_WIDTH in env.claimed and Part.COMPILED not in env.claimed
         found, do = "a technique that gives each micro-batch its own width", f"take packing in its place, or {ELSE}"
-        yield Requirement(not snug, "`pipeline` passes on hidden states of one shape", found, do)
+        yield Requirement(not snug, "`pipeline` sends hidden states of one shape", found, do)
         if env.data_ranks:  # else the ranks are too few for the mesh
             yield self._filled(env)
-        found, do = "a technique that moves or rounds what one micro-batch saves", f"take recompute, or {ELSE}"
+        found, do = "a technique that moves or rounds a micro-batch's saved activations", f"take recompute, or {ELSE}"
         met = Part.ACTIVATION_STORAGE not in env.claimed
         yield Requirement(met, "`pipeline` runs several micro-batches at once", found, do)
         if self.schedule == "zero-bubble":
@@ -122,7 +122,7 @@ class Pipeline(Technique):
         begins, ends = 0 in numbers, len(stages) - 1 in numbers
         yield cut(tagged("per-block"), "pp", L / held, f"a rank holds {held} of {L} blocks")
         flight = self.in_flight(rank, m)
-        why = f"{flight:g} micro-batches are under way"
+        why = f"{flight:g} micro-batches are in flight"
         yield live(tagged("per-block"), why, in_flight=flight)
         for way in WAYS:
             yield live(tagged(way), "of a rank's blocks", times=held / L)
@@ -131,7 +131,7 @@ class Pipeline(Technique):
             return
         D = env.shape.width
         receives, sends = len(numbers) - begins, len(numbers) - ends
-        why = "what stages receive, of every micro-batch of a window, D each way"
+        why = "receive buffers for every micro-batch of a window, D each way"
         yield add(
             Line("received", why, m * D * (receives + sends), "residual", "always", True),
             Line("window", "tokens, labels, positions, documents of the other micro-batches", 28 * (m - 1), "byte",
@@ -167,7 +167,7 @@ class Pipeline(Technique):
         held += [tagged("reduce")] if Part.DATA in env.claimed else []
         held += [tagged("gather")] if "dp" in env.sharded else []
         for match in held:
-            yield live(match, "of what a rank holds", times=share)
+            yield live(match, "of a rank's parameters", times=share)
 
     def _filled(self, env: Environment) -> Requirement:
         """Return the requirement of as many micro-batches as the schedule takes."""
@@ -176,22 +176,20 @@ class Pipeline(Technique):
         met = m >= n and m % rounds == 0
         near = max(n, m // n * n)
         tokens = near * env.micro_rows * env.data_ranks * env.seq
-        asked = f"`pipeline: size: {n}` fills with {n} micro-batches of a step or more"
+        asked = f"`pipeline: size: {n}` needs at least {n} micro-batches per step"
         if self.schedule == "interleaved":
-            asked = (
-                f"`pipeline: schedule: interleaved` takes a step's micro-batches in rounds of {n} or more, all alike"
-            )
+            asked = f"`pipeline: schedule: interleaved` needs a step's micro-batches in equal rounds of {n} or more"
         do = f"set batch.tokens to {tokens}, or another batch.micro_tokens, or {ELSE}"
-        return Requirement(met, asked, f"{m} micro-batch{'es' * (m != 1)} a step", do)
+        return Requirement(met, asked, f"{m} micro-batch{'es' * (m != 1)} per step", do)
 
     def _zero_bubble(self, env: Environment) -> Iterator[Requirement]:
-        asked, do = "`pipeline: schedule: zero-bubble` halves backward passes", "take schedule: interleaved"
-        found = "a loss kernel that makes its gradients once, for one pass"
+        asked, do = "`pipeline: schedule: zero-bubble` splits backward passes", "take schedule: interleaved"
+        found = "a loss kernel that computes its gradients once, for one pass"
         one = Part.HEAD in env.claimed or Part.TP in env.claimed  # whose loss is made in chunks, too
         yield Requirement(not one, asked, found, do)
-        found = "a technique that cuts weights over data ranks: torch's halves do not reach all of their gradients"
+        found = "a technique that shards weights over data ranks: split backward passes miss some gradients"
         yield Requirement("dp" not in env.sharded, asked, found, f"{do}, or ddp")
-        found = "compiled blocks, whose backward passes are whole"
+        found = "compiled blocks, whose backward passes cannot be split"
         yield Requirement(Part.COMPILED not in env.claimed, asked, found, do)
 
     def split(self, trainer: Trainer) -> int:

@@ -41,10 +41,10 @@ class PluggedOptimizer(Technique):
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         do = "name one: --with own-optimizer:use=torch.optim:Adagrad, or use=FILE.py:NAME"
-        yield Requirement(bool(self.use), "`own-optimizer`", "no `use`: which optimizer is not known", do)
+        yield Requirement(bool(self.use), "`own-optimizer`", "no `use`, which names the optimizer", do)
         yield env.needs_no_kahan(self.name)
         found, do = "a technique that keeps them elsewhere", "leave one of the two out"
-        yield Requirement(Part.STATES not in env.claimed, "`own-optimizer` keeps its states itself", found, do)
+        yield Requirement(Part.STATES not in env.claimed, "`own-optimizer` keeps its own states", found, do)
 
     def optimizer_spec(self, env: Environment) -> OptimizerSpec:
         return OptimizerSpec(f"states of {self.use}, {self.states:g} per weight", {"*": States(self.states)})

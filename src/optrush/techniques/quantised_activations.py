@@ -35,17 +35,17 @@ class QuantisedActivations(Technique):
     searched = False  # changes the gradient
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        asked = "`quantised-activations` rounds what our own blocks save"
+        asked = "`quantised-activations` works on our own decoder"
         yield Requirement(env.native, asked, "the model runs through transformers", "take model.implementation: native")
-        yield env.needs_dense("`quantised-activations` rounds what dense blocks save")
-        found, do = "compiled blocks, which save statistics and values alike", "leave compile out, or take recompute"
+        yield env.needs_dense("`quantised-activations` works on dense blocks")
+        found, do = "compiled blocks, which mix statistics and values", "leave compile out, or take recompute"
         met = Part.COMPILED not in env.claimed
         yield Requirement(met, "`quantised-activations` rounds one operator's inputs at a time", found, do)
-        found = "a technique that keeps little of a block, and runs it again from that"
+        found = "a technique that recomputes blocks from few saved values"
         met = Part.ACTIVATION_CHECKPOINTING not in env.claimed
         yield Requirement(met, "`quantised-activations` keeps a block's values rounded", found, ONE)
         float8 = any(linear.matmul == "float8" for linear in env.spec.linears.values())
-        found = "products in float8, whose inputs have 8 bits already"
+        found = "float8 matmuls, whose inputs already have 8 bits"
         yield Requirement(not float8, "`quantised-activations` rounds to 8 bits", found, ONE)
         found = "fused-kernels:mlp=quack, which writes adapters into the padding of its inputs"
         met, do = env.spec.mlp != "quack", "take mlp=triton"
@@ -56,7 +56,7 @@ class QuantisedActivations(Technique):
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         """Codes for all lines of a block but those of attention; float32 copies of what is narrower are not kept."""
-        why = "kept in 8 bits, with a scale for 256 values"
+        why = "kept in 8 bits, with a scale per 256 values"
         yield live("input", why, role="code")
         yield live(tagged("saved", "per-token", no=("heads", "mask", "adapters", "widened")), why, role="code")
         if Part.ATTENTION not in env.claimed:  # else a kernel keeps its output
@@ -66,14 +66,14 @@ class QuantisedActivations(Technique):
         if env.shape is None:
             return
         F, L = env.shape.ff_width, env.blocks
-        why = "what one operator reads, made again of its codes, 2 F"
+        why = "one operator's inputs, dequantized, 2 F"
         yield add(Line("feed.again", why, 2 * F, "product", "backward", True, side="feed", of=("mlp",)))
         for way, values in zip(WAYS, (28.0, 14.0), strict=True):  # of all lines, for each of gate and up
-            why = "saved values rounded, or made again, by several operators"
+            why = "saved values quantized or dequantized by several operators"
             work = WorkItem(f"{way}.rounded", why, "token", values=values, role="wide", of=(way,))
             yield like("saved.gate_up", work)
             launches = (16.0 if way == "forward" else 8.0) * 12 * L
-            yield add(launched(way, "rounded.launches", "of 12 tensors a block", launches))
+            yield add(launched(way, "rounded.launches", "of 12 tensors per block", launches))
 
     def wrap_step(self, trainer: Trainer) -> int:
         import torch

@@ -37,7 +37,7 @@ class Recompute(Technique):
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         share = env.blocks // self.every / env.blocks
-        yield live(tagged("saved"), "kept by one block at a time, while it runs again", recomputed=share)
+        yield live(tagged("saved"), "saved by one block at a time, while it is recomputed", recomputed=share)
         if Part.COMPILED in env.claimed:  # else autocast keeps them until the micro-batch ends
             yield live(tagged("casts", "blocks"), "compiled blocks cast their weights again", recomputed=share)
         yield live(tagged("forward"), "the forward pass of these blocks runs twice", times=1 + share)

@@ -71,11 +71,11 @@ class Rope(Technique):
         asked = f"`rope: kind: {self.kind}`"
         if self.kind == "base":
             if self.base is None:
-                raise ConfigError(asked, "no base", "give base, 500000 for example")
+                raise ConfigError(asked, "no base", "set base, for example 500000")
             if self.factor is not None:
-                raise ConfigError(asked, f"factor: {self.factor}, which it has no use for", "leave factor out")
+                raise ConfigError(asked, f"factor: {self.factor}, which `base` does not use", "leave factor out")
         elif self.factor is None:
-            raise ConfigError(asked, "no factor", "give factor: the rows' length over the model's positions, at least")
+            raise ConfigError(asked, "no factor", "set factor to at least the rows' length over the model's positions")
 
     def _checked(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """Return the rotary settings of a model, or raise NeedsError for what has none that this kind can change."""

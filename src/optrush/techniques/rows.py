@@ -72,7 +72,7 @@ class SortByLength(LayoutTechnique):
     summary = "one document per row; documents of similar length share a step"
     source = "https://arxiv.org/abs/1708.05604"
     claims = frozenset({Part.BATCH_LAYOUT, Part.ROW_WIDTH})
-    padding = (0.1, "documents of a micro-batch are nearly as long as each other")
+    padding = (0.1, "documents of a micro-batch have similar lengths")
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Wrap(LayoutTechnique):
     summary = "documents concatenated and split into full rows; they see each other"
     source = "https://arxiv.org/abs/2005.14165"
     numerics = Numerics.DIFFERENT_MATHS
-    padding = (0.02, "rows are full, but for what overlap repeats")
+    padding = (0.02, "rows are full, except the overlap")
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         do = f"take fewer than {env.seq}, or a longer batch.seq"
@@ -131,8 +131,8 @@ class Packing(LayoutTechnique):
     verified_on = ("cpu", "gpu")
     claims = frozenset({Part.BATCH_LAYOUT, Part.PACKED_ROWS})
     searched = True
-    padding = (0.02, "rows hold several documents, and little else")
+    padding = (0.02, "rows hold several documents and little padding")
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        found = "a model in which a document of a row changes the next one"
+        found = "a model that cannot isolate documents of a row"
         yield Requirement(env.shape is None or env.shape.separates, "`packing`", found, "leave packing out")

@@ -54,29 +54,29 @@ class TensorParallel(Technique):
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         n, s = self.size, env.shape
-        yield env.needs_mesh(self.name, f"`tensor: size: {n}` cuts the model over {n} ranks")
+        yield env.needs_mesh(self.name, f"`tensor: size: {n}` shards the model over {n} ranks")
         found = "the model runs through transformers"
         yield Requirement(env.native, "`tensor` shards our own decoder", found, ELSE)
-        yield env.needs_dense("`tensor` cuts the products of a block")
+        yield env.needs_dense("`tensor` shards the matmuls of a block")
         sinks = s is not None and s.sinks
-        yield Requirement(not sinks, "`tensor` shards attention heads", "attention sinks, one a head", ELSE)
+        yield Requirement(not sinks, "`tensor` shards attention heads", "attention sinks, one per head", ELSE)
         whole = s is not None and s.whole_qk_norm
-        found = "norms of queries and keys over all heads at once"
+        found = "norms of queries and keys across all heads"
         yield Requirement(not whole, "`tensor` shards attention heads", found, ELSE)
         uneven = "" if s is None else next((f"{many:,} {what}" for what, many in _sizes(s) if many % n), "")
-        asked = f"`tensor: size: {n}` gives each rank as much"
+        asked = f"`tensor: size: {n}` gives each rank an equal share"
         yield Requirement(not uneven, asked, uneven, f"take a size that divides, or {ELSE}")
-        asked, found = "`tensor` with sequence cuts rows over ranks", f"`batch.seq: {env.seq}`, no multiple of {n}"
+        asked, found = "`tensor` with sequence shards rows over ranks", f"`batch.seq: {env.seq}`, not a multiple of {n}"
         met, do = not self.sequence or env.seq % n == 0, f"take a multiple of {n}, or sequence: false"
         yield Requirement(met, asked, found, do)
         snug = Part.ROW_WIDTH in env.claimed and Part.COMPILED not in env.claimed
-        found, do = "a technique that gives micro-batches widths of their own", "take packing, or sequence: false"
+        found, do = "a technique that gives each micro-batch its own width", "take packing, or sequence: false"
         yield Requirement(not (self.sequence and snug), asked, found, do)
         linears = env.spec.linears.values()
         asked = "`tensor` shards dense matrices"
-        found, do = "weights in fewer bits, in blocks that no cut respects", f"leave the quantization out, or {ELSE}"
+        found, do = "quantized weights, in blocks that sharding would split", f"leave the quantization out, or {ELSE}"
         yield Requirement(all(linear.weight == "dense" for linear in linears), asked, found, do)
-        found, do = "products in float8, scaled by the maximum of a whole matrix", f"take amp or bf16, or {ELSE}"
+        found, do = "float8 matmuls, scaled by the maximum of a whole matrix", f"take amp or bf16, or {ELSE}"
         yield Requirement(all(linear.matmul != "float8" for linear in linears), asked, found, do)
         found = "fused-kernels:mlp=quack, which needs whole matrices"
         yield Requirement(env.spec.mlp != "quack", asked, found, f"take mlp=triton, or {ELSE}")
@@ -176,7 +176,7 @@ def _loss(env: Environment) -> Iterator[Rule]:
     # Less one of the two gradients in the products' type that a chunk counts, which is not there yet.
     values = 4.75 if Part.HEAD in env.claimed else 5.25
     yield like("head.logits", ledger.at_head("logits.across", why, values, "wide", "logits"))
-    why = "operators of a chunk, one at a time, beside what a compiled one reads and writes"
+    why = "operators of a chunk, one at a time, in addition to those of a compiled one"
     yield like("head.logits", WorkItem("head.across", why, "token", values=20.0, role="wide", of=("loss",)))
     if Part.HEAD not in env.claimed and Part.ADAPTERS not in env.claimed:
         yield ledger.head_gradient()
@@ -184,5 +184,5 @@ def _loss(env: Environment) -> Iterator[Rule]:
 
 def _sizes(s: ModelShape) -> tuple[tuple[str, int], ...]:
     """Return what is cut, and how much of it there is."""
-    heads, pairs, words = "key/value heads", "gate/up pairs", "words of the vocabulary"
+    heads, pairs, words = "key/value heads", "gate/up pairs", "entries of the vocabulary"
     return (heads, s.kv_heads), (pairs, s.ff_width), (words, s.vocab)
