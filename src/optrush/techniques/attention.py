@@ -64,7 +64,7 @@ class Attention(Technique):
             yield Requirement(met, f"`{asked}` needs rows of one document", found, "take impl=varlen")
 
     def _delta_rule(self, env: Environment) -> Iterator[Requirement]:
-        """Require what the kernel of a delta rule needs, and a model that has one if it is chosen."""
+        """Yield requirements of the delta rule's kernel, and of a model with such layers if it is set."""
         asked = f"`attention:delta={self.delta}`"
         if env.shape is None or env.shape.delta is None:
             found = "a model without layers of a delta rule in our own decoder"
@@ -218,7 +218,7 @@ def _kinds(env: Environment, impl: str) -> Iterator[Requirement]:
 
 
 def _wide(env: Environment) -> list[int]:
-    """Return the layers whose heads are wider than flash attention has them."""
+    """Return the layers whose heads are too wide for flash attention."""
     kinds = {} if env.shape is None else env.shape.kinds
     return [layer for one, layers in kinds.items() if one.head_width > WIDEST for layer in layers]
 

@@ -206,13 +206,13 @@ class Context(Technique):
 
 
 def _exchange(env: Environment, why: str, values: float, whole: float, awaited: bool = False) -> Iterator[Rule]:
-    """Yield what every block sends for each token, forward and backward."""
+    """Yield each block's communication per token, forward and backward."""
     values, whole = values * env.blocks, whole * env.blocks
     yield add(*(_link(env, way, "exchange", why, values, whole, awaited=awaited) for way in WAYS))
 
 
 def _started(env: Environment, calls: int) -> Iterator[Rule]:
-    """Yield what the host takes to start so many collectives of a block, each way."""
+    """Yield the host's launch time for this number of collectives per block, each way."""
     launches = ledger.COLLECTIVE_LAUNCHES * calls * env.blocks
     for way in WAYS:
         yield add(ledger.launched(way, "exchange.launches", "the host starts collectives", launches, "exchange"))

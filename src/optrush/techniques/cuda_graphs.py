@@ -157,7 +157,7 @@ class Window:
             self.terms.copy_(terms)
 
     def _run(self) -> None:
-        """Run the window on the inputs; what it leaves is referenced here, or its memory would be reused."""
+        """Run the window on the inputs; its results are referenced here, or their memory would be reused."""
         self.mean = self.plain(self.inputs, self.terms)
         self.finite = self.trainer.loss_is_finite
         self.grads = [t.parameter.grad for t in self.trainer.trained]

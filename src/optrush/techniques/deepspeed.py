@@ -95,7 +95,7 @@ class DeepSpeed(Technique):
         yield from self._options(env)
 
     def _model(self, env: Environment) -> Iterator[Requirement]:
-        """Yield requirements of the model and of what runs it."""
+        """Yield requirements of the model and its implementation."""
         yield env.needs_dense("`deepspeed` gathers the weights of each module when it is called")
         found = "an objective with pairs, a reference or a teacher, which needs several passes"
         met = not (env.paired or env.reference or env.teacher)
@@ -122,7 +122,7 @@ class DeepSpeed(Technique):
         yield Requirement(env.ranks % self.hpz == 0, f"`deepspeed: hpz: {self.hpz}` makes equal groups", found, do)
 
     def sizes(self, env: Environment) -> Sizes:
-        """Return what the engine's buffers hold, from the shape: about a block at a time, as under fsdp."""
+        """Return the sizes of the engine's buffers, from the shape: about a block at a time, as under fsdp."""
         if env.shape is None:
             return Sizes(MOST_REDUCED, MOST_REDUCED, 10**9, 10_000)
         s = env.shape
@@ -137,7 +137,7 @@ class DeepSpeed(Technique):
         return OptimizerSpec("one kernel makes no temporaries", resident=resident, loop=False)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """Yield shares of everything, what is whole besides, buffers, and what the link carries."""
+        """Yield shards, whole tensors, buffers and communication."""
         n, frozen = env.gradient_ranks, Part.ADAPTERS in env.claimed
         yield cut(tagged("states"), "dp", n, "a rank updates its share")
         if self.stage > 1:
@@ -170,7 +170,7 @@ class DeepSpeed(Technique):
         yield from self._links(env, n)
 
     def _gathered(self, env: Environment, kind: Literal["weights", "copies"]) -> Iterator[Rule]:
-        """Yield the share of what stage 3 cuts, and what of it is whole while it is used."""
+        """Yield the shards of stage 3, and the weights that are whole while in use."""
         n, tied = env.gradient_ranks, env.shape is None or env.shape.tied
         ends, whole = "embedding and head are whole while they are used", "a block's weights are whole while it runs"
         why, phases = f"{whole}, and the next block's ahead of it", ("forward", "backward")
@@ -185,7 +185,7 @@ class DeepSpeed(Technique):
         yield like(tagged("weights", no=("blocks",)), arriving)
 
     def _offloaded(self, copied: bool) -> Iterator[Rule]:
-        """Yield what is in host memory."""
+        """Yield the lines in host memory."""
         if self.stage == 3:
             yield live(tagged("gradients"), "on the host, once a block has made them", blocks_on_device=0)
         if copied:
@@ -195,7 +195,7 @@ class DeepSpeed(Technique):
             yield live(tagged(kind), "on the host until they are gathered", blocks_on_device=0)
 
     def _links(self, env: Environment, n: int) -> Iterator[Rule]:
-        """Yield what the ranks send each other."""
+        """Yield the communication between ranks."""
         share, (hosts, entering) = (n - 1) / n, env.over_hosts("dp")
         quantized = any(linear.weight == "quantized" for linear in env.spec.linears.values())
         stored: Role = "stored" if quantized else "product"

@@ -71,7 +71,7 @@ class ExpertParallel(Technique):
             yield Requirement(count % ranks == 0, asked, found, do)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """Yield a rank's experts, the rows under way, and what the link carries. Routing is taken to be even."""
+        """Yield a rank's experts, rows in transit and communication. Routing is assumed to be even."""
         s, n = env.shape, self.size
         if s is None or s.experts is None:
             return
@@ -131,7 +131,7 @@ class ExpertParallel(Technique):
 
 
 def _fewer(env: Environment, s: ModelShape, n: int) -> Iterator[Rule]:
-    """Yield what the owner of the data axes sends less, whose work is of all parameters on all their ranks."""
+    """Yield the reduction of the data axes' communication, which counts all parameters on all ranks."""
     why = "a rank's experts, over the ranks with the same ones"
 
     def less(all_: float, ranks: int, part: float) -> float:

@@ -70,7 +70,7 @@ class Freeze(Technique):
         return len(chosen)
 
     def _numbers(self) -> list[tuple[int, int]]:
-        """Return the ranges of layers, both ends included; an empty list if the text is none."""
+        """Return the ranges of layers, both ends included; an empty list if the text is invalid."""
         if not isinstance(self.layers, str):
             numbers = () if self.layers is None else (self.layers,) if isinstance(self.layers, int) else self.layers
             return [(n, n) for n in numbers]
@@ -78,7 +78,7 @@ class Freeze(Technique):
         return [(int(m[1]), int(m[2] or m[1])) for m in found if m] if all(found) else []
 
     def _within(self, blocks: int) -> Iterator[Requirement]:
-        """Yield whether `layers` can be read, and names layers that the model has."""
+        """Yield whether `layers` is valid, and its layers exist in the model."""
         if self.layers is None:
             return
         asked, ranges = f"`freeze:layers={self.layers}`", self._numbers()
@@ -119,7 +119,7 @@ class Freeze(Technique):
 
 
 def published_names(shape: ModelShape) -> dict[str, list[str]]:
-    """Return the names that the model's files give to each parameter of our decoder; of another model none."""
+    """Return the file names of each parameter of our decoder; empty for other models."""
     if shape.family not in FAMILIES:
         return {}
     spec, found = FAMILIES[shape.family], dict[str, list[str]]()

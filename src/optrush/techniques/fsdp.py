@@ -73,7 +73,7 @@ class Fsdp(Technique):
                 yield {"sync": "each", **replicas}
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """Yield shares of everything, whole blocks while they run, and what the link carries."""
+        """Yield shards, whole blocks while they run, and communication."""
         n, L = env.gradient_ranks // self.replicate, env.blocks
         blocks = min(L, 2) if self.stage == 3 and Part.PP not in env.claimed else L
         whole = "a block's weights are whole while it runs, and the next block's ahead of it"

@@ -119,7 +119,7 @@ class FusedKernels(Technique):
             yield Requirement(low_rank, f"`{asked}` computes the matmuls", found, do)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """Yield what each kernel saves, moves and costs the host."""
+        """Yield each kernel's memory, traffic and host time."""
         done = 0.0 if env.device.kind == "cpu" else NORM * self.norm + ROPE * self.rope + GATE * (self.mlp != "none")
         yield live(tagged("elementwise", "fusable"), "by fused kernels", times=1 - done)
         own = (self.mlp != "none") + 2 * self.norm + self.rope
@@ -167,9 +167,9 @@ class FusedKernels(Technique):
 
     @classmethod
     def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
-        """Of norm and rope none, which gain less than a percent, but where they leave room for adapters.
+        """Yield no `norm` and `rope` (under 1 %), except with adapters, where they provide the padding.
 
-        Nor `quack` for experts that have their products alone by it, which gains nothing that was measured.
+        Nor `quack` for experts if it would replace only their matmuls (no measured gain).
         """
         if env.device.kind == "cpu" or (env.shape is not None and env.shape.gelu):
             return  # its formulas are for checks there: no gain was measured
@@ -241,7 +241,7 @@ def _plain(linear: object) -> bool:
 
 
 def _set_quack(blocks: Sequence[Any]) -> None:
-    """Put QuACK's products into every block, or raise NeedsError for linears that they cannot compute."""
+    """Put QuACK's matmuls into every block, or raise NeedsError for unsupported linears."""
     from optrush.kernels import swiglu_quack
     from optrush.peft import lora
 
@@ -258,7 +258,7 @@ def _set_quack(blocks: Sequence[Any]) -> None:
 
 
 def _set_experts(experts: Experts) -> bool:
-    """Put QuACK's products into a layer of experts; return whether they also take activations and rows by number."""
+    """Put QuACK's matmuls into a layer of experts; return whether they fuse activations and index rows."""
     from optrush.kernels import experts_quack, swiglu
     from optrush.models.experts import gate_pairs, multiply_here
 
@@ -299,7 +299,7 @@ def _uncopied() -> Iterator[Rule]:
 
 
 def _hidden(s: ModelShape) -> Iterator[Rule]:
-    """Yield what epilogues read and write and products do not hide: F and 3 F, of 3 F and 6 F (docs/log)."""
+    """Yield the epilogues' traffic that matmuls do not hide: F and 3 F, of 3 F and 6 F (docs/log)."""
     D, F, heads = s.width, s.active_width, 2 * (s.heads + s.kv_heads) * s.head_width
     why = "of share of the activation's traffic that the matmuls do not hide"
     yield live("forward.elementwise", why, times=(D + heads + F) / (D + heads + 3 * F))
@@ -313,7 +313,7 @@ GRADIENTS = {"qkv": "rope", "o": "norm", "down": "none"}
 
 
 def _adapters(env: Environment, shape: ModelShape) -> Iterator[Rule]:
-    """Yield the cost of storing adapters next to what they add to; kernels that pad their output save a copy."""
+    """Yield the cost of storing adapters next to their weights; kernels that pad their output save a copy."""
     spec, L, room = env.spec, env.blocks, 0
     padding = {"norm": spec.norm == "fused", "attention": spec.attention == "fa4", "rope": spec.rope == "fused"}
     quantized = spec.linears["down"].weight != "dense"
@@ -341,5 +341,5 @@ def _adapters(env: Environment, shape: ModelShape) -> Iterator[Rule]:
 
 
 def _rerun(env: Environment) -> bool:
-    """Return whether blocks run again operator by operator, up to the last tensor needed: the down product's input."""
+    """Return whether blocks run again by operator, up to the last tensor needed: the input of `down`."""
     return Part.ACTIVATION_CHECKPOINTING in env.claimed and Part.COMPILED not in env.claimed

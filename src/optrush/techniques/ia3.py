@@ -62,7 +62,7 @@ class Ia3(Technique):
             io.read_config(self.name, self.init, {"peft_type": "IA3"})
 
     def _targets(self, known: Collection[str]) -> str | tuple[str, ...]:
-        """What `auto` means in a model whose linears have these names; `auto` where they match no known family."""
+        """Return the targets of `auto` for linears with these names; `auto` if no known family matches."""
         if self.targets != "auto":
             return self.targets
         return next((names for names in (OURS, *OTHERS) if {*names} <= {*known}), "auto")
@@ -72,7 +72,7 @@ class Ia3(Technique):
         return Requirement(self._targets(known) != "auto", "`ia3:targets=auto`", found, do)
 
     def _apart(self, linears: Collection[Collection[str]], targets: str | tuple[str, ...]) -> Iterator[Requirement]:
-        """Whether no module whose input is to be scaled shares it with another."""
+        """Yield whether each module with a scaled input has that input alone."""
         names = {*ledger.chosen(targets, [n for pieces in linears for n in pieces])} & {*self.feedforward}
         do = "leave it out of feedforward, or take model.implementation: transformers"
         for name, pieces in ((n, p) for n in sorted(names) for p in linears if n in p):
@@ -80,7 +80,7 @@ class Ia3(Technique):
             yield Requirement(len(pieces) == 1, f"`ia3:feedforward=[{name}]`", found, do)
 
     def _within(self, names: Collection[str]) -> Requirement:
-        """Whether what `feedforward` names is among the targets; its default names more than any model has."""
+        """Return whether `feedforward` is a subset of the targets; its default has more names than any model."""
         wrong = next((n for n in self.feedforward if n not in names), "")
         asked, found = f"`ia3:feedforward=[{', '.join(self.feedforward)}]`", f"{wrong} is not a target"
         do = f"take some of {', '.join(names)}, or add it to the targets"
@@ -90,7 +90,7 @@ class Ia3(Technique):
         return "adapters only"
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """Yield what is frozen, the vectors that are learnt, and what each keeps of its linear."""
+        """Yield the frozen weights, the trained vectors, and each one's saved linear output."""
         learnt: list[tuple[int, int]] = []
         known = ledger.names_of(env.shape)
         keep, left, names = set(), 0, {*ledger.chosen(self._targets(known), known)}

@@ -46,7 +46,7 @@ class LongLora(Technique):
         return self.group or env.seq // 4
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        """Yield what groups, kernels, axes, objective and model must be."""
+        """Yield requirements of groups, kernels, axes, objective and model."""
         G, asked = self.size(env), "`longlora`"
         met = G > 0 and G % 2 == 0 and env.seq % G == 0 and env.seq > G
         do = "take a group that is even, divides batch.seq and is smaller"
@@ -74,7 +74,7 @@ class LongLora(Technique):
         return "sparse attention"
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """Yield scores and masks of G in place of T, and what the halves of the heads keep besides."""
+        """Yield scores and masks of G instead of T, and the extra tensors of the shifted heads."""
         G, L = self.size(env), env.blocks
         share, packed = G / env.seq, Part.PACKED_ROWS in env.claimed
         for work in (tagged("attention"), tagged("scores", no=("heads",))):

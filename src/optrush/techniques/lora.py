@@ -131,7 +131,7 @@ class Lora(Technique):
             io.read_config(self.name, self.init, trained_with)
 
     def _narrow(self, env: Environment) -> Iterator[Requirement]:
-        """Yield what adapters in bfloat16 need: updates too small for their last bit count, and exact first values."""
+        """Yield requirements of bfloat16 adapters: rounding that preserves small updates, exact initial values."""
         asked, rounding = "`lora:dtype=bfloat16`", env.spec.rounding
         found = f"updates rounded {'to nearest' if rounding == 'nearest' else 'with Kahan summation'}"
         yield Requirement(rounding == "stochastic", asked, found, "take --with bf16, whose rounding is stochastic")
@@ -299,7 +299,7 @@ class Lora(Technique):
 
 
 def _lengths(env: Environment, crossed: float, weights: float, rows: float) -> Iterator[Rule]:
-    """Yield the work of the lengths of rows, which is of weights, and of scaling each token's sums by them."""
+    """Yield the work of computing row lengths from weights, and of scaling each token's sums."""
 
     def work(name: str, why: str, flop: float = 0.0, values: float = 0.0, role: Role = "product") -> Rule:
         return add(WorkItem(f"forward.{name}", why, "micro", flop, values=values, role=role, of=("forward",)))

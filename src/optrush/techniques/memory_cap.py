@@ -71,7 +71,7 @@ class MemoryCap(Technique):
         return 1
 
     def _bytes(self, device: Device) -> int | None:
-        """Memory of the smaller card; None where no size is given, or the device's memory is not known."""
+        """Return the memory of the smaller card; None without a size, or if the device's memory is unknown."""
         if self.mib is not None:
             return self.mib << 20
         if self.fraction is None or device.memory_bytes is None:

@@ -80,7 +80,7 @@ class Halving:
         return [part for b in batches for part in b.parts(self.trainer.env.micro_rows)]
 
     def _exhausted(self, error: BaseException) -> str:
-        """Return what ran out of memory; raise any other error, or one that no smaller micro-batch can avoid."""
+        """Return the out-of-memory message; raise any other error, or one that smaller micro-batches cannot avoid."""
         if not exhausted(error) or self.trainer.env.fewer_rows is None:
             raise error
         return first_line(error)

@@ -62,7 +62,7 @@ class _Noise:
     documents: Documents
 
     def __init__(self, alpha: float, at: int) -> None:
-        """at: this rank's place among those that may share the tokens of what they embed."""
+        """at: this rank's index among ranks that may share the embedded tokens."""
         self.alpha, self.at, self.training = alpha, at, False
 
     def enter(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:

@@ -82,7 +82,7 @@ class Nf4(StoredInBits):
         yield from ledger.predict_quantized(env, width)
 
     def config(self, hf: dict[str, Any]) -> int:
-        """Remove `quantization_config`: what is exported is not quantised."""
+        """Remove `quantization_config`: exports are not quantized."""
         stored = hf.get("quantization_config") or {}
         if not isinstance(stored, dict):
             raise ConfigError("`quantization_config` of config.json", f"{stored!r}, no mapping", "download it again")

@@ -62,7 +62,7 @@ class OffloadActivations(Technique):
             yield live(tagged("casts", "blocks"), why, blocks_on_device=self.keep)
 
     def lane(self, trainer: Trainer) -> Lane:
-        """Return what copies."""
+        """Return the copier."""
         from optrush.models.activation_offload import Streams
 
         return Streams(trainer.world.device)

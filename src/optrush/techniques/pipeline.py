@@ -66,7 +66,7 @@ class Pipeline(Technique):
         return tuple(range(rank, self.size * self.each, self.size))
 
     def stages(self, env: Environment) -> list[range]:
-        """Return the blocks of each stage, which no more than model, length of rows and options decide."""
+        """Return the blocks of each stage; they depend only on model, row length and options."""
         counts = _balanced(self, env.blocks, head_in_blocks(env))
         return [range(*ends) for ends in pairwise(accumulate(counts, initial=0))]
 
@@ -101,7 +101,7 @@ class Pipeline(Technique):
         return min(m, n - rank if self.schedule == "1f1b" else n)
 
     def bubble(self, accumulation: int, others: float = 1.0) -> float:
-        """Return the share of a window in which a rank waits for the others.
+        """Return the share of a window in which a rank waits for others.
 
         A stage's backward pass takes as long as two forward passes; of zero-bubble, each of its halves as long as one.
 
@@ -115,7 +115,7 @@ class Pipeline(Technique):
         return others * idle / (work + others * idle)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """Yield what the rank `env.pp_rank` of the pipeline holds and does, what it receives and how long it waits."""
+        """Yield memory, work, communication and idle time of the pipeline's rank `env.pp_rank`."""
         L, m, rank, stages = env.blocks, env.accumulation, env.pp_rank, self.stages(env)
         numbers = self.mine(rank)
         held = sum(len(stages[number]) for number in numbers)
@@ -148,7 +148,7 @@ class Pipeline(Technique):
         yield add(WorkItem("bubble", why, "micro", waiting=share))
 
     def _ends(self, env: Environment, begins: bool, ends: bool, share: float) -> Iterator[Rule]:
-        """Yield what only the first and the last stage have, and a rank's share of the update."""
+        """Yield the parts of only the first and last stage, and a rank's share of the update."""
         tied, elsewhere = env.shape is not None and env.shape.tied, "on another rank"
         if not ends:
             yield live(tagged("loss"), elsewhere, gone=True)
@@ -211,7 +211,7 @@ class Pipeline(Technique):
 
 
 def head_in_blocks(env: Environment) -> float:
-    """Return the FLOPs of the head's product over those of a block: its products, and attention at this length."""
+    """Return the FLOPs of the head's matmul over those of a block: its matmuls, and attention at this length."""
     s = env.shape
     if s is None or env.scored:
         return 0.0

@@ -70,7 +70,7 @@ class QuantisedLinks(Technique):
         return [name for name in ("weights", "gradients") if getattr(self, name) != "none"]
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """Yield codes for what the link carries of the blocks, their room, and the operators that make them."""
+        """Yield the codes sent for the blocks, their buffers, and the operators that compute them."""
         each = 1.0 / env.blocks
         if self.weights != "none":
             why = "matrices in codes, and a scale per 256 of them"
@@ -109,7 +109,7 @@ class QuantisedLinks(Technique):
         return len(self._packed) * len(trainer.model.blocks)
 
     def _evaluate_exactly(self, trainer: Trainer, gathers: list[PackedGather]) -> None:
-        """Gather weights as they are in an evaluation, which is of the weights that are exported."""
+        """Gather unquantized weights in an evaluation, to evaluate the exported weights."""
         inner = trainer.eval_loss
 
         def exactly(batches: Any) -> Tensor:

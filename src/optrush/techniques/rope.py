@@ -78,7 +78,7 @@ class Rope(Technique):
             raise ConfigError(asked, "no factor", "set factor to at least the rows' length over the model's positions")
 
     def _checked(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the rotary settings of a model, or raise NeedsError for what has none that this kind can change."""
+        """Return the rotary settings of a model, or raise NeedsError if this kind cannot change them."""
         family, given = hf.get("model_type"), rope_settings(hf)
         asked, do = f"`rope` in a model of type {family!r}", "leave rope out, or take another model"
         if not given and "rope_theta" not in hf and family not in FAMILIES:

@@ -72,7 +72,7 @@ class SelectiveRecompute(Technique):
         yield Requirement(self.ops == "attention" or Part.ADAPTERS not in env.claimed, asked, found, do)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """What is not kept exists in one block at a time; what computes it runs twice. Names: the baseline's."""
+        """Discarded tensors exist in one block at a time; their operators run twice. Names: the baseline's."""
         if self.budget is not None:
             yield from _by_budget(self.budget, env)
             return
@@ -103,7 +103,7 @@ class SelectiveRecompute(Technique):
         yield {"ops": "attention"}
 
     def recompute(self, trainer: Trainer) -> int:
-        """By operator: inside the block, so that it is part of what is compiled."""
+        """By operator: inside the block, so that it is compiled too."""
         if self.budget is not None:
             return 0
         from types import MethodType
@@ -139,7 +139,7 @@ class SelectiveRecompute(Technique):
         return len(blocks)
 
     def wrap_step(self, trainer: Trainer) -> int:
-        """By budget: around what was compiled, whose graph is cut in two when it is first called."""
+        """By budget: around the compiled block, whose graph is split in two at its first call."""
         if self.budget is None:
             return 0
         changed = 0
@@ -210,7 +210,7 @@ def _products(blocks: Any) -> float:
 
 
 def _kept(products: float) -> Callable[[], Any]:
-    """Return a checkpoint's `context_fn`, which keeps the first `products` products and all attention."""
+    """Return a checkpoint's `context_fn`, which saves the first `products` matmuls and all attention."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     class Policy:

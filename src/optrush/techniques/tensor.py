@@ -88,7 +88,7 @@ class TensorParallel(Technique):
         yield from ({"size": n} for n in env.shared_row_sizes)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """Yield a rank's shares, and the stream's way over the link, for which the products wait."""
+        """Yield a rank's shards, and the stream's communication, for which the matmuls wait."""
         n, L, D = self.size, env.blocks, 0 if env.shape is None else env.shape.width
 
         for part in (tagged("blocks"), tagged("embedding"), tagged("head")):  # adapters are whole on every rank
@@ -130,7 +130,7 @@ class TensorParallel(Technique):
         return split_model(trainer.model, self._axis(trainer))
 
     def loss(self, trainer: Trainer) -> int:
-        """Make the loss of whatever kernel was chosen one of a cut vocabulary: the owner of the head comes first."""
+        """Shard the chosen loss kernel over the vocabulary: the owner of the head comes first."""
         from optrush.kernels.cross_entropy import across_ranks
         from optrush.models.decoder import Decoder
         from optrush.models.tensor_parallel import vocabulary
@@ -142,7 +142,7 @@ class TensorParallel(Technique):
         return 1
 
     def wrap_window(self, trainer: Trainer) -> int:
-        """Sum the gradients of what is whole on every rank, whoever made them, once a window."""
+        """Sum the gradients of replicated parameters over the ranks, once per window."""
         from optrush.models.decoder import Decoder
         from optrush.models.tensor_parallel import partial_gradients
         from optrush.trainer.distributed import sum_together
@@ -168,7 +168,7 @@ class TensorParallel(Technique):
 
 
 def _loss(env: Environment) -> Iterator[Rule]:
-    """Yield what the loss over a cut vocabulary holds and moves: no compiler has it, for ranks exchange inside."""
+    """Yield memory and traffic of the loss over a sharded vocabulary; it communicates, so it is not compiled."""
     if env.teacher is not None or env.scored:
         return
     yield live(tagged("loss", "fusable"), "of another loss", gone=True)
@@ -183,6 +183,6 @@ def _loss(env: Environment) -> Iterator[Rule]:
 
 
 def _sizes(s: ModelShape) -> tuple[tuple[str, int], ...]:
-    """Return what is cut, and how much of it there is."""
+    """Return the sharded parts, and their size."""
     heads, pairs, words = "key/value heads", "gate/up pairs", "entries of the vocabulary"
     return (heads, s.kv_heads), (pairs, s.ff_width), (words, s.vocab)
