@@ -151,7 +151,7 @@ def test_sets_without_what_only_the_user_chooses_are_no_answer(call: Call, tmp_p
     found = call("plan", *given, "--with", "longlora:group=3000", "--out", str(out))
     first, second, *_ = found.out.splitlines()
     assert found.code == 2 and not out.exists()
-    assert first.startswith("invalid as configured: `longlora` cuts rows of 2048 tokens: groups of 3000")
+    assert first.startswith("invalid as configured: `longlora` splits rows of 2048 tokens: groups of 3000")
     assert second.startswith("fits on") and second.endswith("; without longlora, which you named")
     whole = call("plan", *given, "--with", "longlora:group=1024")
     first = whole.out.splitlines()[0]

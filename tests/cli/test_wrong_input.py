@@ -240,7 +240,7 @@ VALUES: dict[str, Case] = {
     ),
     "bf16 of bf16 weights": (
         {"model": {"path": "tiny", "dtype": "bfloat16"}, "with": {"bf16": {}}}, [],
-        ("`bf16` makes bf16 weights", "`model.dtype: bfloat16`", "leave one of the two out"),
+        ("`bf16` converts float32 weights", "`model.dtype: bfloat16`", "leave one of the two out"),
     ),
     # flags
     "set without a value": ({}, ["--set", "optim.lr"], ("--set optim.lr", "no `key=value`", "--set optim.lr=1e-4")),

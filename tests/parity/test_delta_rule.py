@@ -197,7 +197,7 @@ REFUSED = [
     ("cuda-graphs", OTHER, 1),
     ("fused-kernels:mlp=quack", OTHER, 1),
     ("fused-kernels:norm=true", "norms multiply by 1 \\+ weight", 1),
-    ("fused-kernels:rope=true", "the model norms each of them first", 1),
+    ("fused-kernels:rope=true", "the model normalizes each of them first", 1),
 ]
 
 

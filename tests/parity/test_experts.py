@@ -484,7 +484,7 @@ def test_adapters_of_experts(family: str, targets: Any, moe: Path, tmp_path: Pat
         ({"lora": {"targets": ("q_proj", "no_proj")}}, "no linear is called no_proj"),
         ({"lora": {"targets": "experts", "dora": True}}, "dora or dropout"),
         ({"lora": {"targets": "dense"}}, "every layer has experts"),
-        ({"lora": {}, "nf4": {}}, "rows of 64 and 32 values, not multiples of 64"),
+        ({"lora": {}, "nf4": {}}, "rows of 64 and 32 values; a block of 64"),
         ({"ia3": {}}, "`ia3`"),
         ({"fp8": {}}, "`fp8`"),
         ({"muon": {}}, "`muon`"),
@@ -501,7 +501,7 @@ def test_what_experts_do_not_have_is_refused(moe: Path, with_: dict[str, Any], f
 def test_what_parts_beside_experts_do_not_have_is_refused(tmp_path: Path) -> None:
     make_golden.write_model(tmp_path / "untied", False, **DEEPSEEK)
     make_golden.write_documents(tmp_path / "text.jsonl", False)
-    with pytest.raises(NeedsError, match="which PEFT does not have for parts beside experts"):
+    with pytest.raises(NeedsError, match="which PEFT does not support for parts next to experts"):
         decide(golden_run(tmp_path, packed=True, lora={"targets": "dense", "dropout": 0.1}))
     with pytest.raises(NeedsError, match="gate_proj is a part of the experts' gate_up_proj") as caught:
         decide(golden_run(tmp_path, packed=True, lora={"targets": "mlp"}))

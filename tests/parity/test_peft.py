@@ -372,7 +372,7 @@ def first(trainer) -> dict[str, torch.Tensor]:
 def test_one_module_with_all_pieces_has_no_other_names(folders, tmp_path):
     """Keys and values have no module of their own; nor have experts."""
     for with_, found, do in (
-        ({"ia3": {}}, "linears of other names: qkv_proj, o_proj, gate_up_proj, down_proj", "name them"),
+        ({"ia3": {}}, "linears with other names: qkv_proj, o_proj, gate_up_proj, down_proj", "set targets"),
         ({"lora": {"targets": ["q_proj"]}}, "no linear is called q_proj", "did you mean `qkv_proj`"),
         ({"lora": {"targets": "experts"}}, "a model without linears of the set experts", "gate_up_proj"),
     ):
@@ -469,7 +469,7 @@ def test_split_weights(folders, tmp_path, family, implementation, init, more):
 
 @pytest.mark.parametrize(
     ("options", "found"),
-    [({"rank": 33}, "of rank 33"), ({"dora": True}, "dora: true"), ({"beside": {"nf4": {}}}, "4 or 8 bits")],
+    [({"rank": 33}, "of rank 33"), ({"dora": True}, "dora: true"), ({"beside": {"nf4": {}}}, "4-bit or 8-bit")],
 )
 def test_split_weights_refused(folders, tmp_path, options, found):
     beside = options.pop("beside", {})

@@ -539,9 +539,9 @@ def test_what_needs_refuse(box):
         {"lora": {"targets": ["down_proj"], "dora": True}, "int8": {}},
         {"ia3": {}},
     ):
-        with pytest.raises(NeedsError, match="more than matrices with low-rank sums") as caught:
+        with pytest.raises(NeedsError, match="other than matrices with low-rank adapters") as caught:
             ready(**refused)
-        assert caught.value.asked == "`fused-kernels:mlp=quack` makes the products"
+        assert caught.value.asked == "`fused-kernels:mlp=quack` computes the matmuls"
         assert caught.value.do == "take mlp=triton"
 
 
@@ -579,7 +579,7 @@ def test_no_search_takes_what_is_refused():
 def test_what_the_stage_refuses(box, lora, beside):
     with_ = {**beside, **({} if lora is None else {"lora": lora})}
     run = golden_run(box, packed=True, **QUACK, **with_)
-    with pytest.raises(NeedsError, match="more than matrices with low-rank adapters") as caught:
+    with pytest.raises(NeedsError, match="other than matrices with low-rank adapters") as caught:
         assembled(run, CLASSES)
     assert caught.value.asked == "`fused-kernels:mlp=quack`" and caught.value.do == "take mlp=triton"
 

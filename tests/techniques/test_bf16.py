@@ -159,7 +159,7 @@ def test_an_optimizer_that_cannot_is_refused(box):
 
 def test_no_remainders_of_float32_adapters(box):
     """The base is frozen, so Kahan summation would change nothing; adapters next to trained bf16 weights keep it."""
-    with pytest.raises(NoEffectError, match="what is trained is float32") as error:
+    with pytest.raises(NoEffectError, match="the trained ones are float32") as error:
         assembled(golden_run(box, packed=True, lora={}, **KAHAN))
     assert error.value.asked == "`bf16:rounding=kahan`" and error.value.do == "leave rounding out: --with bf16"
     assert assembled(golden_run(box, packed=True, lora={}, **OURS)).rounding == "stochastic"

@@ -236,7 +236,7 @@ def test_where_documents_begin_for_some_queries():
         (
             GATHER, 2, ["batch.seq=46", "batch.tokens=368", "batch.micro_tokens=92"], "batch.seq: 46", "multiple of 4",
         ),
-        ({"context": {"size": 3}}, 3, [], "4 query heads, 2 of keys and values", "kind: gather"),
+        ({"context": {"size": 3}}, 3, [], "4 query heads, 2 key and value heads", "kind: gather"),
         (TWO, 2, ["model.implementation=transformers"], "through transformers", "another model"),
         (TWO | {"pad": {}}, 2, [], "its own width", "packing"),
         (RING, 2, [], "several documents into a row", "gather or ulysses"),

@@ -253,7 +253,7 @@ def test_moved_weights_are_seen(box):
         ({}, "cpu", [], 1, "a CUDA device"),
         ({}, "h200", ["model.implementation=transformers"], 1, "whose code may synchronize with the GPU"),
         ({"ddp": {}}, "h200", [], 2, "over several ranks"),
-        ({"recompute": {}}, "h200", [], 1, "runs blocks again"),
+        ({"recompute": {}}, "h200", [], 1, "recomputes blocks"),
         ({"pad": {}}, "h200", [], 1, "gives each micro-batch its own"),
     ],
 )

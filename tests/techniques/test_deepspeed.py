@@ -236,9 +236,9 @@ def test_what_it_refuses(box, with_, sets, ranks, found, do):
     ("shape", "more", "found"),
     [
         ("qwen3-30b-a3b", [], "a model with experts"),
-        ("llama-3.2-1b", ["offload-activations"], "what blocks save"),
+        ("llama-3.2-1b", ["offload-activations"], "saved activations"),
         ("llama-3.2-1b", ["fp8", "amp", "compile"], "one graph"),
-        ("llama-3.2-1b", ["fused-kernels:mlp=quack", "amp"], "lays weights out anew"),
+        ("llama-3.2-1b", ["fused-kernels:mlp=quack", "amp"], "changes the layout of weights"),
         ("llama-3.2-1b", ["cuda-graphs"], "over several ranks"),
     ],
 )

@@ -204,7 +204,7 @@ def test_gradients_of_whole_models(quack, tmp_path, family, with_, whole):
     layers = [block.experts for block in ours.model.blocks.values() if block.experts is not None]
     assert all(e.grouped is experts_quack.grouped_quack for e in layers)
     assert all((e.feed is experts_quack.feed_quack) == whole for e in layers)
-    assert ("QuACK makes their products only" in ours.describe()) == (not whole)
+    assert ("QuACK computes only their matmuls" in ours.describe()) == (not whole)
     (loss, grads), (want_loss, want) = first_gradients(ours), first_gradients(job())
     assert loss == pytest.approx(want_loss, rel=1e-6) and furthest(grads, want) < 1e-5
 

@@ -92,7 +92,7 @@ def test_whose_kernel_float32_weights_take(box, monkeypatch, kind, lacks):
     monkeypatch.setattr(fused_adamw, "compilers", lambda device: [lack] if lacks else [])
     fused_adamw.FusedAdamW().optimizer(job)
     assert asked["fused"] and asked["launch"] == (kind == "cuda" and not lacks)
-    said = "fused-adamw: torch's kernel, for ours cannot be built here: none of cc, gcc"
+    said = "fused-adamw: uses torch's kernel; ours cannot be built here: none of cc, gcc"
     assert (said in job.notes) == lacks
 
 

@@ -113,7 +113,7 @@ def test_refused(box, tmp_path, monkeypatch):
         decide(golden_run(box, fused_kernels={"mlp": "none"}))
     folder = shutil.copytree(box / "untied", tmp_path / "qwen3")
     (folder / "config.json").write_text(json.dumps({**SIZES, "model_type": "qwen3", "attention_bias": True}))
-    with pytest.raises(NeedsError, match="rotates queries and keys as the product makes them"):
+    with pytest.raises(NeedsError, match="rotates the matmul's queries and keys"):
         decide(golden_run(box, sets=[f"model.path={folder}"], fused_kernels=ROPE))
     monkeypatch.setattr("optrush.technique.library", lambda name: None)
     FusedKernels().demand_triton(CPU)
@@ -163,7 +163,7 @@ def test_what_is_more_than_a_matrix_is_called(box):
         return assembled(dataclasses.replace(prepared, techniques=[Doubled(), *prepared.techniques]))
 
     job = made(fused_kernels={})
-    assert "its input is kept" in job.describe()
+    assert "its input is saved" in job.describe()
     (loss, grads), (want_loss, want) = first_gradients(job), first_gradients(made())
     assert loss == pytest.approx(want_loss, rel=1e-6) and furthest(grads, want) < 1e-5
 
@@ -194,7 +194,7 @@ def test_quack_is_refused_where_it_cannot_run(box, monkeypatch):
         refuse_unmet(missing(ours))
     assert ours.recompute(job) == len(job.model.blocks)
     job.model.blocks["0"].gate_up.matmul = torch.nn.functional.bilinear
-    with pytest.raises(NeedsError, match="more than matrices"):
+    with pytest.raises(NeedsError, match="other than matrices"):
         ours.recompute(job)
 
 

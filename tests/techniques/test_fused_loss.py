@@ -126,7 +126,7 @@ def test_refused_where_it_cannot_run(box, impl, monkeypatch):
     assert lacks() == []
     assert len(lacks(chunk=100)) == 1
     if impl == "quack":
-        assert lacks("b200") and lacks(vocab=1000) == ["a vocabulary of 1000, no multiple of 128"]
+        assert lacks("b200") and lacks(vocab=1000) == ["a vocabulary of 1000, not a multiple of 128"]
         wide = dataclasses.replace(plain, claimed=frozenset(), device=parse_hardware("h200")[0])
         assert any("float32" in need.found for need in unmet([FusedLoss(impl=impl)], wide))
     job = assembled(golden_run(box))

@@ -179,8 +179,8 @@ def test_the_plan_counts_the_bytes(more, monkeypatch):
         ({"group": 10}, {}, 1, "groups of 10"),
         ({"group": 3}, {}, 1, "groups of 3"),
         ({"group": T}, {}, 1, f"groups of {T}"),
-        ({}, {"context": {}, "ddp": {}}, 2, "parts of a row"),
-        ({}, {"tensor": {}}, 2, "parts of a row"),
+        ({}, {"context": {}, "ddp": {}}, 2, "shards rows or heads"),
+        ({}, {"tensor": {}}, 2, "shards rows or heads"),
     ],
     ids=str,
 )

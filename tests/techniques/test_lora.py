@@ -560,10 +560,10 @@ def test_a_target_of_another_family_is_noted(box):
         ({"targets": ["c_attn"]}, {}, ["model.implementation=transformers"], "no linear is called c_attn"),
         ({"save": ["embed_tokens"]}, {}, ["model.path={box}/tied", "model.implementation=transformers"], "name both"),
         ({"init": "{box}/nowhere"}, {}, [], "no adapter_config.json there"),
-        ({"dropout": 0.1}, {"cuda_graphs": {}}, [], "no proof that a replay draws"),
-        ({"dtype": "bfloat16"}, {"amp": {}}, [], "updates that are rounded to the nearest"),
-        ({"dtype": "bfloat16"}, {"bf16": {"rounding": "kahan"}, "fused_adamw": {}}, [], "rounded with remainders"),
-        ({"dtype": "bfloat16", "dora": True}, {"bf16": {}}, [], "dora: true, whose lengths"),
+        ({"dropout": 0.1}, {"cuda_graphs": {}}, [], "replays are not proved to draw"),
+        ({"dtype": "bfloat16"}, {"amp": {}}, [], "updates rounded to nearest"),
+        ({"dtype": "bfloat16"}, {"bf16": {"rounding": "kahan"}, "fused_adamw": {}}, [], "rounded with Kahan summation"),
+        ({"dtype": "bfloat16", "dora": True}, {"bf16": {}}, [], "dora: true, which uses the lengths"),
         ({"dtype": "bfloat16", "init": "olora"}, {"bf16": {}}, [], "init=olora"),
     ],
 )
@@ -576,7 +576,7 @@ def test_what_it_refuses(box, options, with_, sets, text):
 
 def test_norms_of_bf16_blocks_are_not_sharded(box):
     run = golden_run(box, lora={"save": ["input_layernorm"]}, bf16={}, fsdp={})
-    with pytest.raises(NeedsError, match="input_layernorm in bf16 beside adapters in float32"):
+    with pytest.raises(NeedsError, match="input_layernorm in bf16 with float32 adapters"):
         decide(run, ranks=2)
 
 

@@ -405,11 +405,11 @@ def test_something_must_move(box, here, keep):
 
 
 def test_what_does_not_go_with_it(box, here):
-    with pytest.raises(NeedsError, match="entered inside their graph"):
+    with pytest.raises(NeedsError, match="run inside the graph"):
         decide(golden_run(box, sets=["model.implementation=transformers"], compile={}, offload_activations={}), here)
     with pytest.raises(NeedsError, match="take compile:scope=blocks"):
         assembled(golden_run(box, compile={"scope": "model"}, offload_activations={}), here)
-    with pytest.raises(NeedsError, match="beside it"):
+    with pytest.raises(NeedsError, match="separately"):
         assembled(golden_run(box, selective_recompute={}, offload_activations={}), here)
     env = dataclasses.replace(SETUP, claimed=frozenset({Part.ACTIVATION_STORAGE, Part.CAPTURE}))
     assert [n.found for n in OffloadActivations().needs(env) if not n.met] == [

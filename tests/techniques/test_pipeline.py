@@ -198,10 +198,10 @@ REFUSED = [
     (ONE, ("model.implementation=transformers",), 2, "through transformers", "leave pipeline out"),
     ({"pipeline": {"size": 3}}, (), 3, "2 blocks", "smaller size"),
     (TWICE, (), 2, "2 blocks", "smaller size"),
-    (ONE, ("batch.micro_tokens=384",), 2, "1 micro-batch a step", "batch.tokens to 768"),
+    (ONE, ("batch.micro_tokens=384",), 2, "1 micro-batch per step", "batch.tokens to 768"),
     ({"pipeline": {"schedule": "interleaved"}}, ("batch.tokens=1056",), 2, "2 blocks", "smaller size"),
     (ONE | {"pad": {}}, (), 2, "its own width", "packing"),
-    (ONE | {"fsdp": {"sync": "each"}}, (), 4, "once a window", "leave sync out"),
+    (ONE | {"fsdp": {"sync": "each"}}, (), 4, "once per window", "leave sync out"),
     (ONE | {"update-in-backward": {}}, ("optim.clip=null", "batch.micro_tokens=384"), 2, "", ""),
     (ONE | {"compile": {"scope": "model"}}, (), 2, "several ranks", "scope=blocks"),
     (ONE, ("objective=dpo",), 2, "pairs", "leave pipeline out"),
@@ -237,7 +237,7 @@ def test_what_halves_of_a_backward_pass_refuse(deep, with_, ranks, found):
     ("shape", "more", "found"),
     [
         ("qwen3-30b-a3b", [], "a model with experts"),
-        ("llama-3.2-1b", ["offload-activations"], "what one micro-batch saves"),
+        ("llama-3.2-1b", ["offload-activations"], "a micro-batch's saved activations"),
         ("llama-3.2-1b", ["cuda-graphs"], "over several ranks"),
     ],
 )

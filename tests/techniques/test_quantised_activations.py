@@ -227,9 +227,9 @@ def test_the_plan_counts_the_bytes(with_, chunk, monkeypatch):
     ("with_", "found"),
     [
         ({"compile": {}}, "compiled blocks"),
-        ({"recompute": {}}, "runs it again"),
-        ({"selective-recompute": {}}, "runs it again"),
-        ({"fp8": {}}, "8 bits already"),
+        ({"recompute": {}}, "recomputes blocks"),
+        ({"selective-recompute": {}}, "recomputes blocks"),
+        ({"fp8": {}}, "already have 8 bits"),
     ],
     ids=str,
 )

@@ -198,8 +198,8 @@ def test_the_plan_counts_the_bytes(box, pair):
     [
         ({"weights": "none"}, {"fsdp": {}}, "nothing to compress"),
         ({}, {"ddp": {}}, "with its own collectives"),
-        ({}, {"fsdp": {}, "lora": {}, "nf4": {}}, "bytes travel as they are"),
-        ({"gradients": "int8"}, {"fsdp": {}, "lora": {}}, "whose gradients are few"),
+        ({}, {"fsdp": {}, "lora": {}, "nf4": {}}, "are sent quantized anyway"),
+        ({"gradients": "int8"}, {"fsdp": {}, "lora": {}}, "whose gradients are small"),
     ],
     ids=str,
 )

@@ -113,7 +113,7 @@ def test_two_ranks_and_recomputation(box, pair, reference):
     [
         ({}, {}, "no factor"),
         ({"kind": "base"}, {}, "no base"),
-        ({"kind": "base", "base": 9.0, "factor": 2.0}, {}, "no use for"),
+        ({"kind": "base", "base": 9.0, "factor": 2.0}, {}, "does not use"),
         (
             {"kind": "linear", "factor": 2.0},
             {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},

@@ -260,7 +260,7 @@ def test_the_plan_keeps_what_the_partitioner_keeps(box, once, monkeypatch, budge
 
 
 ADAPTED = {"lora": {}, "compile": {}}
-SEVERAL = ("adapters, which make several of each", "take ops=attention")
+SEVERAL = ("adapters, whose matmuls are summed in place", "take ops=attention")
 
 
 @pytest.mark.parametrize(

@@ -169,9 +169,9 @@ def test_these_tests_would_see_it(box, pair, how):
 
 REFUSED = [
     ({"size": 4}, {}, (), 4, "2 key/value heads"),
-    ({}, {}, ("batch.seq=47", "batch.tokens=376", "batch.micro_tokens=47"), 2, "no multiple of 2"),
-    ({}, {"pad": {}}, (), 2, "widths of their own"),
-    ({}, {"nf4": {}, "lora": {}}, (), 2, "fewer bits"),
+    ({}, {}, ("batch.seq=47", "batch.tokens=376", "batch.micro_tokens=47"), 2, "not a multiple of 2"),
+    ({}, {"pad": {}}, (), 2, "its own width"),
+    ({}, {"nf4": {}, "lora": {}}, (), 2, "quantized weights"),
     ({}, {"muon": {}}, (), 2, "shards them over the ranks"),
     ({}, {"adam8bit": {}}, (), 2, "by columns"),
     ({}, {"adam4bit": {}}, (), 2, "by columns"),

@@ -144,7 +144,7 @@ def test_a_backward_pass_outside_the_window_updates_nothing(box):
 @pytest.mark.parametrize(
     ("sets", "with_", "ranks", "found", "do"),
     [
-        ([f"batch.micro_tokens={T}"], {}, 1, "8 micro-batches a step", f"batch.micro_tokens to {T * 8}"),
+        ([f"batch.micro_tokens={T}"], {}, 1, "8 micro-batches per step", f"batch.micro_tokens to {T * 8}"),
         (["optim.clip=0.5"], {}, 1, "`optim.clip: 0.5`", "optim.clip to null"),
         ([f"batch.micro_tokens={T * 4}", "optim.clip=null"], {"ddp": {}}, 2, "sums gradients over ranks", "leave one"),
     ],

@@ -214,7 +214,7 @@ def test_a_method_that_the_model_has_not(monkeypatch: pytest.MonkeyPatch) -> Non
         lambda config: answer.answer(config, "h100"),
         lambda config: decide(config, device=hardware.NAMED["h100"]),
     ):
-        with pytest.raises(NeedsError, match="not multiples of 64, the block size"):
+        with pytest.raises(NeedsError, match="a block of 64 cannot cross rows"):
             ask(run("narrow", method="qlora"))
 
 

@@ -35,5 +35,5 @@ def test_a_refusal_is_the_products() -> None:
     together = SCRIPT["together"]
     assert together(["nf4"], {}) == ("", ("lora",))
     said, needed = together(["nf4"], {"tensor": {}})
-    assert "tensor" in said and "fewer bits" in said and needed == ()
+    assert "tensor" in said and "quantized weights" in said and needed == ()
     assert "both own" in together(["amp", "bf16"], {})[0]

@@ -302,7 +302,7 @@ def test_a_technique_that_wants_the_whole_step_stays_in_the_search():
     assert found.settings
     for setting in found.settings:
         assert "update-in-backward" in setting.with_ and setting.micro_rows * run.batch.seq == run.batch.tokens
-    assert not any("micro-batches a step" in why for _, why in found.lost)
+    assert not any("micro-batches per step" in why for _, why in found.lost)
 
 
 @pytest.mark.parametrize(

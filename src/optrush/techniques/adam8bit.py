@@ -12,7 +12,7 @@ from optrush.technique import Environment, Numerics, Part, Requirement, Techniqu
 
 
 class AdamInBits(Technique):
-    """Base: moments in codes, decoded and encoded in the kernel of the update."""
+    """Base: moments stored as codes, decoded and encoded in the update kernel."""
 
     numerics = Numerics.DIFFERENT_MATHS
     claims = frozenset({Part.OPTIMIZER})
@@ -45,15 +45,15 @@ class AdamInBits(Technique):
 
 @dataclass(frozen=True)
 class Adam8bit(AdamInBits):
-    """Keeps mean and root mean square as 8-bit codes with a float32 scale for every 256 values of a row.
+    """Stores mean and root mean square as 8-bit codes with a float32 scale per 256 values of a row.
 
-    One kernel decodes a block, updates it in float32, encodes it to the nearest codes and writes the weight as the run
-    rounds weights. Vectors, and matrices under 4096 elements, keep float32 moments.
+    One kernel decodes a block, updates it in float32, encodes it to the nearest codes and writes the weight with the
+    run's rounding. Vectors, and matrices under 4096 elements, keep float32 moments.
 
     Source: Dettmers et al., https://arxiv.org/abs/2110.02861
-    Memory: 2.03 bytes a parameter of states instead of 8, or of 4 under bf16.
-    Work: as the fused update, with 4 bytes of states read and written instead of 16; but 230 instructions a value.
-    Differs from the source: the second moment's code is of its root; blocks of 256 within rows, not 2048 across them;
+    Memory: 2.03 bytes of states per parameter instead of 8, or of 4 under bf16.
+    Work: like the fused update, with 4 bytes of states read and written instead of 16, and 230 instructions per value.
+    Differs from the source: encodes the root of the second moment; blocks of 256 within rows, not 2048 across them;
         every matrix has codes, embeddings too.
     """
 
@@ -62,23 +62,23 @@ class Adam8bit(AdamInBits):
     source = "https://arxiv.org/abs/2110.02861"
     bits = 8
     role = "code"
-    kept = "a byte for each moment, and a float32 scale for 256 of them"
-    codes = (25.0, "230 instructions a value, as long as 25 bytes take (an H200; others assumed)")
+    kept = "one byte per moment, and a float32 scale per 256 of them"
+    codes = (25.0, "decode and encode: 230 instructions per value, the time of moving 25 bytes (on an H200)")
 
 
 @dataclass(frozen=True)
 class Adam4bit(AdamInBits):
-    """Keeps mean and root mean square as 4-bit codes, two a byte, with a float32 scale for every 128 values of a row.
+    """Stores mean and root mean square as 4-bit codes, two per byte, with a float32 scale per 128 values of a row.
 
-    The kernel and the rounding of weights are the 8-bit AdamW's. Vectors, and matrices under 4096 elements, keep
-    float32 moments. What a mean loses to its code would have moved the weight in later steps, and moves it at once.
+    Kernel and rounding of weights are those of the 8-bit AdamW. Vectors, and matrices under 4096 elements, keep float32
+    moments. The rounding error of a mean would have moved the weight in later steps, and moves it at once.
 
     Source: https://arxiv.org/abs/2309.01507 (Li et al.)
-    Memory: 1.06 bytes a parameter of states instead of 8, or of 4 under bf16.
-    Work: as the fused update, with 2.1 bytes of states read and written instead of 16.
-    Differs from the source: there what codes take is lost; the second moment's code is of its root, and its scale its
-        block's own, where the source takes the smaller of a row's and a column's largest, for which a cut row would
-        need the others; every matrix has codes, embeddings too.
+    Memory: 1.06 bytes of states per parameter instead of 8, or of 4 under bf16.
+    Work: like the fused update, with 2.1 bytes of states read and written instead of 16.
+    Differs from the source: applies the rounding error, which the source discards; encodes the root of the second
+        moment, scaled per block (the source uses the smaller of a row's and a column's maximum, which a shard lacks);
+        every matrix has codes, embeddings too.
     """
 
     name = "adam4bit"
@@ -86,5 +86,5 @@ class Adam4bit(AdamInBits):
     source = "https://arxiv.org/abs/2309.01507"
     bits = 4
     role = "nibble"
-    kept = "half a byte for each moment, and a float32 scale for 128 of them"
-    codes = (38.0, "180 instructions a value, as long as 20 bytes take (by adam8bit's; not measured)")
+    kept = "half a byte per moment, and a float32 scale per 128 of them"
+    codes = (38.0, "decode and encode: 180 instructions per value, the time of moving 20 bytes (not measured)")

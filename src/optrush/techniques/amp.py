@@ -19,18 +19,18 @@ GROWTH_INTERVAL = 2000  # good updates before the scale doubles
 
 @dataclass(frozen=True)
 class Amp(Technique):
-    """Casts to the lower precision where products happen, by autocast; under sharding the gathered weights are cast.
+    """Casts to the lower precision in matmuls, by autocast; under sharding the gathered weights are cast.
 
     fp16's gradients underflow, so the loss is multiplied by a scale that halves when an update overflows and doubles
-    after 2000 good ones; the update unscales. bf16 has float32's range and needs none.
+    after 2000 good ones; the update unscales. bf16 has float32's range and needs no scale.
 
-    stream: what flows between blocks, and is added to, stays float32 as autocast leaves it, or takes the products' type
-        from the embedding on, as in a model whose weights are cast as a whole.
+    stream: dtype of the residual stream between blocks: float32, as under autocast, or the matmul dtype from the
+        embedding on, as in a model whose weights are cast as a whole.
 
     Source: Micikevicius et al., https://arxiv.org/abs/1710.03740
-    Memory: activations at 2 bytes instead of 4; a cast copy of each weight while it is used (autocast keeps them for
-        the backward pass: 2 bytes a parameter); 16 bytes a parameter stay.
-    Work: products at the bf16/fp16 rate; a cast of each weight a micro-batch.
+    Memory: activations at 2 bytes instead of 4; a cast copy of each weight in use (autocast keeps them for the
+        backward pass: 2 bytes per parameter); weights, gradients and states keep 16 bytes per parameter.
+    Work: matmuls at the bf16/fp16 rate; one cast of each weight per micro-batch.
     """
 
     dtype: Literal["bf16", "fp16"] = "bf16"
@@ -49,7 +49,7 @@ class Amp(Technique):
         asked, do = "`amp` keeps float32 weights", "leave `model.dtype` out, or `amp`"
         yield Requirement(env.dtype == "float32", asked, f"`model.dtype: {env.dtype}`", do)
         asked = "`amp:stream=half` needs the native implementation"
-        found = "the model runs through transformers, whose blocks may be given more than the embedding"
+        found = "the model runs through transformers, whose blocks may have other inputs than the embedding"
         yield Requirement(self.stream == "float32" or env.native, asked, found, "leave stream out")
         if self.dtype == "bf16":
             asked = "`amp` in bf16 needs a device with bf16 matmuls"

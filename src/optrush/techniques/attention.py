@@ -20,19 +20,19 @@ class Attention(Technique):
     """Puts one kernel into every block's `attention` slot.
 
     masked: whole scores (B, H, T, T), float32 softmax; the baseline, exact, runs anywhere.
-    sdpa: torch's scaled_dot_product_attention, which picks the fastest of its kernels; rows of one document need no
-        mask, packed rows bring one.
-    varlen: torch's FlashAttention over documents, no mask; bf16 or fp16 on CUDA. Layers whose heads are wider than
-        its 256 take sdpa, where others of the model are narrower (Gemma 4).
+    sdpa: torch's scaled_dot_product_attention, which picks its fastest kernel; rows of one document need no mask,
+        packed rows do.
+    varlen: torch's FlashAttention over documents, no mask; bf16 or fp16 on CUDA. Layers with heads wider than its 256
+        use sdpa, if other layers of the model have narrower ones (Gemma 4).
     cudnn: cuDNN's kernel, rows of one document only; bf16 or fp16 on CUDA.
     fa4: the package flash-attn-4, over documents or dense rows; bf16 or fp16, Hopper and later.
-    delta: of layers with a delta rule in place of attention: `fla`, the package flash-linear-attention, on CUDA unless
-        chosen otherwise; `plain`, torch's operators in chunks, elsewhere.
+    delta: kernel of layers with a delta rule in place of attention: `fla`, the package flash-linear-attention (default
+        on CUDA), or `plain`, torch's operators in chunks.
 
     Source: Dao, https://arxiv.org/abs/2307.08691
-    Memory: masked saves about B*H*T*T*(4+2) bytes a block; the others B*T*H*E*2 and one number a row and head; sdpa on
-        packed rows its mask too, B*T*T*2.
-    Work: unchanged FLOPs for dense rows; varlen does the sum of squared lengths only.
+    Memory: masked saves about B*H*T*T*(4+2) bytes per block; the others B*T*H*E*2 and one number per row and head;
+        sdpa on packed rows also its mask, B*T*T*2.
+    Work: unchanged FLOPs for dense rows; varlen does only the sum of squared lengths.
     """
 
     impl: Literal["masked", "sdpa", "varlen", "cudnn", "fa4"] = "sdpa"
@@ -56,15 +56,15 @@ class Attention(Technique):
             return
         asked = f"attention:impl={self.impl}"
         yield env.needs_gpu(asked, (8, 0) if self.impl == "varlen" else (9, 0))
-        yield env.needs_half(f"`{asked}` needs products in bf16 or fp16", "take impl=sdpa")
-        found = "the model runs through transformers, which brings masked and sdpa"
+        yield env.needs_half(f"`{asked}` needs matmuls in bf16 or fp16", "take impl=sdpa")
+        found = "the model runs through transformers, which has masked and sdpa"
         yield Requirement(env.native, f"`{asked}` needs the native implementation", found, "take impl=sdpa")
         if self.impl == "cudnn":
             met, found = Part.PACKED_ROWS not in env.claimed, "a technique puts several documents into a row"
             yield Requirement(met, f"`{asked}` needs rows of one document", found, "take impl=varlen")
 
     def _delta_rule(self, env: Environment) -> Iterator[Requirement]:
-        """Require what the kernel of a delta rule needs, and a model that has one if it is chosen."""
+        """Yield requirements of the delta rule's kernel, and of a model with such layers if it is set."""
         asked = f"`attention:delta={self.delta}`"
         if env.shape is None or env.shape.delta is None:
             found = "a model without layers of a delta rule in our own decoder"
@@ -90,20 +90,20 @@ class Attention(Technique):
         spread = not masked and {"sdpa": _ungrouped(env), "varlen": _older_torch() or sinks}.get(self.impl, False)
         whole = spread and not env.native  # transformers leaves it to torch, which then takes plain products
         moved = tagged("scores", no=("heads",)) if whole else tagged("scores")
-        yield live(moved, "scores stay on the chip, and the kernel keeps none", gone=True)
+        yield live(moved, "scores stay on the chip; none are saved", gone=True)
         if masked:
             why, values = (
-                "the mask of rows with documents, a window, chunks, images or sinks, T a slot",
+                "the mask of rows with documents, a window, chunks, images or sinks, T per slot",
                 env.blocks * env.seq,
             )
             if s is not None and sinks:
-                why, values = "the mask of each head, with its sink, H T a slot", values * s.heads
+                why, values = "the mask of each head, with its sink, H T per slot", values * s.heads
             yield add(saved("mask", why, values, env.blocks, "mask"))
         elif wide and Part.PACKED_ROWS in env.claimed:
-            why = "the mask of rows with documents, T a slot, in layers with wider heads than flash attention has"
+            why = "the mask of rows with documents, T per slot, in layers with heads too wide for flash attention"
             yield add(saved("mask", why, wide * env.seq, wide, "mask"))
         if masked:
-            why = "whole scores, where the mask lets nothing through too"
+            why = "whole scores, masked ones included"
             yield live(tagged("attention"), why, times=_slower(env, 1.0, 1.0), unit="masked")
         whole_rows = Part.PACKED_ROWS in env.claimed or sinks or chunks
         kept = 1.0 if spread or (masked and whole_rows) else _repeated(env, window) if self.impl == "sdpa" else 0.0
@@ -115,7 +115,7 @@ class Attention(Technique):
                 **({"values": kept} if kept else {"gone": True}),
             )
         if not masked:
-            between = ", and what lies between documents" if env.span < env.seq else ""
+            between = ", and so are pairs across documents" if env.span < env.seq else ""
             why = f"the half behind the diagonal is skipped{between}"
             hopper = env.device.capability >= (9, 0)
             unit = {"varlen": "flash2", "fa4": "flash4"}.get(self.impl, "attention") if hopper else "attention"
@@ -141,7 +141,7 @@ class Attention(Technique):
     def model(self, trainer: Trainer) -> int:
         if self.impl == "cudnn":
             trainer.model.supports_packing = False  # so that evaluation does not pack either
-            trainer.notes.append("attention: evaluation takes one document a row, cudnn cannot isolate several")
+            trainer.notes.append("attention: evaluation uses one document per row (cudnn)")
         shape = trainer.env.shape
         if shape is not None and shape.delta is not None:
             rule = self._rule(trainer.env)
@@ -169,7 +169,7 @@ def check_package(capability: tuple[int, int]) -> None:
         version = tuple(int(n) for n in re.findall(r"\d+", triton)[:3])
         if capability[0] != 9 or not (3, 4) <= version < (3, 7, 1) or library("tilelang") is not None:
             return
-        found = f"triton {triton}, which compiles the gradients of flash-linear-attention wrongly for Hopper"
+        found = f"triton {triton}, which compiles the gradients of flash-linear-attention incorrectly for Hopper"
         do = "python -m pip install tilelang, or take a torch with triton 3.7.1 or newer"
     raise NeedsError("a delta rule on CUDA", found, f"{do}, or take attention:delta=plain")
 
@@ -200,7 +200,7 @@ def _kinds(env: Environment, impl: str) -> Iterator[Requirement]:
         found = f"attention in chunks of {s.chunks.size} tokens in some layers, and rows of {env.seq}"
         yield Requirement(impl != "cudnn", asked, found, "take impl=varlen or sdpa")
     if s is not None and s.latent is not None:
-        found = f"queries and keys of {s.head_width} values, and values of {s.latent.value}"
+        found = f"query and key heads of {s.head_width}, value heads of {s.latent.value}"
         yield Requirement(impl in ("masked", "sdpa", "varlen"), asked, found, "take impl=varlen or sdpa")
     if s is not None and s.sinks:
         # The package's own limit of gradients with sinks (flash_attn/cute/interface.py of 4.0.0b36).
@@ -208,17 +208,17 @@ def _kinds(env: Environment, impl: str) -> Iterator[Requirement]:
         found = "attention sinks in the model" + (f", on {env.device.name}" if impl == "fa4" else "")
         yield Requirement(met, asked, found, "take impl=varlen or sdpa")
     if s is not None and (widest := max(one.head_width for one in s.kinds)) > WIDEST:
-        found = f"heads of {widest} values in some layers, where its kernel has {WIDEST} at most"
+        found = f"heads of {widest} values in some layers; its kernel supports up to {WIDEST}"
         some = impl == "varlen" and len(_wide(env)) < s.layers  # the others take it
         do = "take impl=varlen or sdpa" if min(one.head_width for one in s.kinds) <= WIDEST else "take impl=sdpa"
         yield Requirement(some or impl in ("masked", "sdpa"), asked, found, do)
     if s is not None and s.score_cap is not None:
-        found = f"attn_logit_softcapping {s.score_cap:g}, scores bounded by a tanh, which no fused kernel here has"
+        found = f"attn_logit_softcapping {s.score_cap:g}, scores bounded by a tanh, unsupported by fused kernels"
         yield Requirement(impl == "masked", asked, found, "leave attention out, or take impl=masked")
 
 
 def _wide(env: Environment) -> list[int]:
-    """Return the layers whose heads are wider than flash attention has them."""
+    """Return the layers whose heads are too wide for flash attention."""
     kinds = {} if env.shape is None else env.shape.kinds
     return [layer for one, layers in kinds.items() if one.head_width > WIDEST for layer in layers]
 

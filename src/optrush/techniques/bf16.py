@@ -17,19 +17,19 @@ class Bf16(Technique):
     """Everything in bfloat16, with no float32 copy of the weights.
 
     rounding: how updated weights are rounded. `stochastic`: to one of the two neighbors in bfloat16, with the
-        probability that keeps the expected value. Both moments are rounded so too: to the nearest, one with beta2 =
-        0.999 would never shrink. The random bits are a function of seed, name, count of updates and place in the whole
+        probability that keeps the expected value. Both moments are rounded in the same way: to nearest, one with beta2
+        = 0.999 would never shrink. The random bits are a function of seed, name, update count and index in the whole
         parameter: the same on every rank, device and run. `nearest`: a weight moves only when its update exceeds about
         1/256 of it; at small learning rates most weights then never move. `kahan`: a weight is the sum of two bfloat16,
-        the one that the model computes with, and what rounding took from it.
+        the one used by the model and its rounding error.
 
     Source: Kalamkar et al., https://arxiv.org/abs/1905.12322; rounding: Zamirai et al.,
         https://arxiv.org/abs/2010.06192
-    Memory: 8 bytes a parameter (2 weight, 2 gradient, 4 states) instead of 16; kahan: 10.
-    Work: products at the bf16 rate; half the bytes in every elementwise operator and in the optimizer. stochastic:
-        three hashes of 32 bits a weight, in the kernel of the update. kahan: 4 bytes a parameter more in the update.
-    Differs from the source: Kalamkar et al. keep a float32 copy of the weights; with kahan, the remainder, which is
-        rounded too, and both moments are rounded stochastically, so that no update is too small to count.
+    Memory: 8 bytes per parameter (2 weight, 2 gradient, 4 states) instead of 16; kahan: 10.
+    Work: matmuls at the bf16 rate; half the bytes in every elementwise operator and in the optimizer. stochastic:
+        three 32-bit hashes per weight, in the update kernel. kahan: 4 more bytes per parameter in the update.
+    Differs from the source: Kalamkar et al. keep a float32 copy of the weights; with kahan, the rounding error (itself
+        rounded) and both moments are rounded stochastically, so that no update is too small to count.
     """
 
     rounding: Literal["stochastic", "nearest", "kahan"] = "stochastic"
@@ -44,7 +44,7 @@ class Bf16(Technique):
         return replace(spec, rounding=self.rounding)
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        asked, found = "`bf16` makes bf16 weights of float32 ones", f"`model.dtype: {env.dtype}`"
+        asked, found = "`bf16` converts float32 weights to bf16", f"`model.dtype: {env.dtype}`"
         yield Requirement(env.dtype == "float32", asked, found, "leave one of the two out")
         asked = "`bf16` needs a device with bf16 matmuls"
         yield env.needs_capability((8, 0), asked, "take --with amp:dtype=fp16")
@@ -73,7 +73,7 @@ class Bf16(Technique):
             why = "a kernel for each parameter"
             yield add(WorkItem("update.launches", why, "step", launches=launches, of=("update", "launches")))
         if self.rounding == "kahan":
-            why = "what rounding took from each weight"
+            why = "the rounding error of each weight"
             yield like(tagged("weights"), Line("states.compensation", why, 1.0, "weight", "always", of=("states",)))
             why = "the same read and written"
             work = WorkItem("update.compensation", why, "step", values=2.0, role="weight", of=("update",))
@@ -96,6 +96,6 @@ class Bf16(Technique):
         import torch
 
         if self.rounding == "kahan" and all(t.local.dtype != torch.bfloat16 for t in trainer.trained):
-            found = "every bfloat16 weight is frozen, and what is trained is float32"
+            found = "every bfloat16 weight is frozen, and the trained ones are float32"
             raise NoEffectError("`bf16:rounding=kahan`", found, "leave rounding out: --with bf16")
         return 0

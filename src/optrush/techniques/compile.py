@@ -30,19 +30,19 @@ ON_CPU = 0.8
 
 @dataclass(frozen=True)
 class Compile(Technique):
-    """Compiles in place, and the head's kernel as far as it allows.
+    """Compiles blocks or the model in place, and the head's kernel as far as possible.
 
-    blocks: each block by itself, and the last norm. Equal blocks share one compilation, so it costs one block's time,
-        not the model's.
-    model: all from the tokens to the last norm as one graph, one rank only. Compiles longer by the number of blocks.
-    autotune: the compiler times several kernels for each product, and takes the fastest. Records no CUDA graphs.
+    blocks: each block by itself, and the last norm. Equal blocks share one compilation, so it costs one block's time.
+    model: everything from the tokens to the last norm as one graph, one rank only. Compile time is multiplied by the
+        number of blocks.
+    autotune: times several kernels for each matmul, and uses the fastest. Records no CUDA graphs.
 
     Source: Ansel et al., https://doi.org/10.1145/3620665.3640366; autotune: "max-autotune-no-cudagraphs" of
         https://docs.pytorch.org/docs/stable/generated/torch.compile.html
-    Memory: what elementwise operators between products saved is recomputed in their fused backward. As one graph, all
-        gradients but the head's are there before the first is handed over.
-    Work: unchanged FLOPs; elementwise operators read and write memory once a fused group, with `model` also where one
-        block ends and the next begins; the host starts one graph instead of one a block.
+    Memory: activations of elementwise operators between matmuls are recomputed in their fused backward. As one graph,
+        all gradients except the head's exist before the first is released.
+    Work: unchanged FLOPs; elementwise operators read and write memory once per fused group, with `model` also across
+        blocks; the host launches one graph instead of one per block.
     """
 
     scope: Literal["blocks", "model"] = "blocks"
@@ -55,7 +55,7 @@ class Compile(Technique):
     claims = frozenset({Part.COMPILED, Part.ROW_WIDTH})  # one width: each other would be compiled anew
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        found = "a technique over several ranks, which could not send while one graph of all blocks computes"
+        found = "a technique over several ranks, which cannot communicate inside one graph of all blocks"
         met = self.scope == "blocks" or not RANK_PARTS & env.claimed
         yield Requirement(met, "`compile:scope=model`", found, "take scope=blocks")
 
@@ -68,7 +68,7 @@ class Compile(Technique):
             yield {}
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        why = "fused into their neighbours, and computed again where the backward pass needs them"
+        why = "fused into their neighbours, and recomputed in the backward pass"
         cpu = env.device.kind == "cpu"
         yield live(tagged("fusable", no=("elementwise",) if cpu else ()), why, gone=True)
         if self.scope == "blocks":
@@ -77,7 +77,7 @@ class Compile(Technique):
             why = "fused; most of it came from the cache before"
             yield live(tagged("fusable", "elementwise"), why, times=ON_CPU)
         for way, kernels in zip(WAYS, (16, 31), strict=True):
-            why, launches = f"about {kernels} kernels a block", COMPILED * kernels * env.blocks
+            why, launches = f"about {kernels} kernels per block", COMPILED * kernels * env.blocks
             yield add(launched(way, "compiled.launches", why, launches))
 
     def compile(self, trainer: Trainer) -> int:
@@ -87,7 +87,7 @@ class Compile(Technique):
         from optrush.models.decoder import Decoder
 
         seen = self.scope == "model" and getattr(trainer.model, "tower", None) is not None
-        found = "rows with images: a tower runs before the blocks, on patches of another number in each batch"
+        found = "rows with images: a vision tower runs before the blocks, on a varying number of patches"
         refuse_unmet([Requirement(not seen, "`compile:scope=model`", found, "take scope=blocks")])
         refuse_unmet(compilers(trainer.env.device))
         # torch's cache on disk identifies our operators by name, not by code.
@@ -106,7 +106,7 @@ class Compile(Technique):
             modules.append(model.norm)
         options = {"max_autotune": True} if self.autotune else {}
         if self.autotune:
-            trainer.notes.append("compile: the first steps compile and time every candidate: minutes, on a GPU many")
+            trainer.notes.append("compile: the first steps compile and time candidates: minutes, on a GPU many")
         # Experts that gather their own weights under data sharding do so between two graphs of their block.
         env = trainer.env
         one = env.native and not (Part.EP in env.claimed and "dp" in env.sharded)

@@ -22,19 +22,19 @@ MULTIPLE = 8  # of the head width that flash attention takes
 
 @dataclass(frozen=True)
 class Context(Technique):
-    """Cuts every micro-batch's rows where the model is entered; attention alone exchanges anything.
+    """Shards every micro-batch's rows at the model's input; only attention communicates.
 
-    ulysses: exchanges tokens for heads around the attention kernel, which sees whole rows of fewer heads.
-    gather: gathers keys and values of whole rows, with a kernel that knows where its queries begin.
+    ulysses: exchanges tokens for heads around the attention kernel, which gets whole rows of fewer heads.
+    gather: gathers keys and values of whole rows, with a kernel that accepts an offset of its queries.
     ring: passes keys and values from rank to rank, for rows of one document; nothing is whole on any rank.
 
     Source: Jacobs et al., https://arxiv.org/abs/2309.14509 (ulysses); Llama 3, https://arxiv.org/abs/2407.21783
         (gather); Liu et al., https://arxiv.org/abs/2310.01889 (ring)
-    Memory: all that grows with the tokens / n; gather: keys and values of whole rows besides, 2*K*E a token and block.
-    Work: / n. Over the link, for each of a rank's tokens and each block, forward and again backward: ulysses
-        2*(H+K)*E*(n-1)/n values, gather 2*K*E*(n-1), ring as much, and its gradients in float32.
+    Memory: everything that grows with the tokens / n; gather: also whole keys and values, 2*K*E per token and block.
+    Work: / n. Communication for each of a rank's tokens and each block, forward and again backward: ulysses
+        2*(H+K)*E*(n-1)/n values, gather 2*K*E*(n-1), ring the same, and its gradients in float32.
     Differs from the source: documents of packed rows are isolated; under gather and ring a rank has a chunk from each
-        end of a row, so that causal work is even; ring needs no masks. Weights are shared by ddp or fsdp, over these
+        end of a row, so that causal work is even; ring needs no masks. ddp or fsdp shares the weights, over these
         ranks too.
     """
 
@@ -53,26 +53,26 @@ class Context(Technique):
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         n, each = self.size, self.size if self.kind == "ulysses" else 2 * self.size
-        yield env.needs_mesh(self.name, f"`context: size: {n}` shares the tokens of a row")
+        yield env.needs_mesh(self.name, f"`context: size: {n}` shards the tokens of a row")
         found, do = f"`batch.seq: {env.seq}`", f"take a multiple of {each}"
         yield Requirement(env.seq % each == 0, f"`context` cuts rows into {each} equal chunks", found, do)
         found, do = (
-            "the model runs through transformers, whose attention sees a rank's tokens alone",
+            "the model runs through transformers, whose attention would use only a rank's own tokens",
             "take another model",
         )
         yield Requirement(env.native, "`context` exchanges heads or keys in our own decoder", found, do)
-        yield env.needs_dense("`context` shares the tokens of a block", or_experts=True)
+        yield env.needs_dense("`context` shards the tokens of a block", or_experts=True)
         s = env.shape
         if s is not None:
             found = (
                 "attention sinks in the model" if s.sinks else f"a sliding window of {s.window} tokens in some layers"
             )
-            found = found if s.score_cap is None else "a bound of attention's scores (attn_logit_softcapping)"
+            found = found if s.score_cap is None else "capped attention scores (attn_logit_softcapping)"
             met = not s.sinks and s.score_cap is None and (s.window is None or s.window >= env.seq)
             yield Requirement(met, "`context` attends to all earlier tokens of a document", found, do)
             found = f"RoPE type {s.rope.kind!r}, whose angles depend on the length of a document"
             yield Requirement(not s.rope.by_length, "`context` gives each rank its positions", found, do)
-        found = "pairs, whose losses are of whole documents"
+        found = "pairs, whose losses cover whole documents"
         yield Requirement(not env.paired, "`context` sums losses token by token", found, "leave context out")
         fixed = Part.ROW_WIDTH not in env.claimed or Part.COMPILED in env.claimed
         found, do = "a technique that gives each micro-batch its own width", "take packing in its place"
@@ -85,13 +85,13 @@ class Context(Technique):
         tp, n = env.axes.get("tp", 1), self.size
         heads, keys = env.shape.heads // tp, env.shape.kv_heads // tp
         met = heads % n == 0 and (keys % n == 0 or n % keys == 0)
-        found = f"{heads} query heads, {keys} of keys and values" + (f", on each of {tp} ranks" if tp > 1 else "")
+        found = f"{heads} query heads, {keys} key and value heads" + (f", on each of {tp} ranks" if tp > 1 else "")
         asked = f"`context: size: {n}` gives each rank its heads"
         yield Requirement(met, asked, found, "take a size that divides them, or kind: gather")
 
     def _gather(self, env: Environment) -> Iterator[Requirement]:
         asked, found = (
-            "`context:kind=gather` attends from some queries of a row",
+            "`context:kind=gather` attends from part of a row's queries",
             f"attention:impl={env.spec.attention}",
         )
         do = f"take one of {', '.join(FROM)}, or kind=ulysses"
@@ -104,12 +104,12 @@ class Context(Technique):
         met, found = Part.ATTENTION not in env.claimed, "a technique that chooses another kernel"
         yield Requirement(met, f"{asked} computes attention itself", found, "leave attention out, or take kind=ulysses")
         met, found = Part.COMPILED not in env.claimed, "a technique that compiles a block as one graph"
-        yield Requirement(met, f"{asked} sends and receives inside of a block", found, "take kind=ulysses or gather")
+        yield Requirement(met, f"{asked} communicates inside a block", found, "take kind=ulysses or gather")
         if env.device.kind == "cuda":
-            yield env.needs_half(f"{asked} needs products in bf16 or fp16", "take kind=ulysses")
+            yield env.needs_half(f"{asked} needs matmuls in bf16 or fp16", "take kind=ulysses")
         width = env.shape.head_width if env.shape is not None else 0
         do = "take kind=ulysses or gather"
-        yield Requirement(width % MULTIPLE == 0, f"{asked} needs heads of a multiple of {MULTIPLE}", f"{width}", do)
+        yield Requirement(width % MULTIPLE == 0, f"{asked} needs head widths divisible by {MULTIPLE}", f"{width}", do)
 
     @classmethod
     def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
@@ -156,7 +156,7 @@ class Context(Technique):
             yield add(Line("ring", why, 8 * kv, "wide", "backward", True, of=("heads",)))
             yield from _exchange(env, "keys and values to the next rank", 2 * kv * (n - 1), 2 * kv * n)
             yield from _started(env, n - 1)
-            why, values = "and their gradients, home again", 2 * kv * n * env.blocks
+            why, values = "and their gradients, back", 2 * kv * n * env.blocks
             yield add(_link(env, "backward", "exchange.gradients", why, values, values, "wide"))
 
     def _whole_rows(self, env: Environment, q: int, kv: int) -> Iterator[Rule]:
@@ -189,7 +189,7 @@ class Context(Technique):
                 block.attention = context_parallel.ring(share)
         if self.kind == "ring":
             trainer.model.supports_packing = False  # so that evaluation does not pack either
-            trainer.notes.append("context: evaluation takes one document a row, a ring cannot isolate several")
+            trainer.notes.append("context: evaluation uses one document per row (ring)")
         inner, part = trainer.place, share.cut
 
         def place(batch: Batch) -> Batch:
@@ -206,13 +206,13 @@ class Context(Technique):
 
 
 def _exchange(env: Environment, why: str, values: float, whole: float, awaited: bool = False) -> Iterator[Rule]:
-    """Yield what every block sends for each token, forward and backward."""
+    """Yield each block's communication per token, forward and backward."""
     values, whole = values * env.blocks, whole * env.blocks
     yield add(*(_link(env, way, "exchange", why, values, whole, awaited=awaited) for way in WAYS))
 
 
 def _started(env: Environment, calls: int) -> Iterator[Rule]:
-    """Yield what the host takes to start so many collectives of a block, each way."""
+    """Yield the host's launch time for this number of collectives per block, each way."""
     launches = ledger.COLLECTIVE_LAUNCHES * calls * env.blocks
     for way in WAYS:
         yield add(ledger.launched(way, "exchange.launches", "the host starts collectives", launches, "exchange"))

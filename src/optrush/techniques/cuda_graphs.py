@@ -23,14 +23,14 @@ ONE = "leave one of the two out"
 APART = (
     (Part.DATA, "a technique that sums gradients over several ranks", "take one rank, or leave cuda-graphs out"),
     *(
-        (part, "a technique that cuts the model or its rows over several ranks", "take one rank, or leave it out")
+        (part, "a technique that shards the model or its rows over several ranks", "take one rank, or leave it out")
         for part in (Part.TP, Part.CP, Part.PP)
     ),
-    (Part.ACTIVATION_STORAGE, "a technique that moves or rounds what is kept", ONE),
+    (Part.ACTIVATION_STORAGE, "a technique that moves or rounds saved activations", ONE),
     (Part.UPDATE, "a technique that updates inside the window", ONE),
     (
         Part.ACTIVATION_CHECKPOINTING,
-        "a technique that runs blocks again, and asks for the random state of their first run",
+        "a technique that recomputes blocks, and reads the random state of their first run",
         ONE,
     ),
 )
@@ -38,15 +38,15 @@ APART = (
 
 @dataclass(frozen=True)
 class CudaGraphs(Technique):
-    """Records all micro-batches of the first full window; every later one is copied into place and replayed.
+    """Records all micro-batches of the first full window; later ones are copied into place and replayed.
 
-    The update runs outside, so that every optimizer goes with it. A window of other shapes, and every evaluation, runs
-    as if nothing were recorded; the second full one in a row is recorded anew.
+    The update runs outside, so every optimizer works. Windows of other shapes and evaluations run without the graph;
+    the second full window in a row of another shape is recorded anew.
 
     Source: https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/
-    Memory: what a window holds at its peak stays reserved between windows, gradients among it; evaluation and the
-        update's temporaries come on top. 28 bytes a slot of the window for its batches.
-    Work: unchanged FLOPs; the host starts one graph and 10 copies a micro-batch instead of every kernel.
+    Memory: a window's peak stays reserved between windows, gradients included; evaluation and the update's temporaries
+        are added. 28 bytes per slot of the window for its batches.
+    Work: unchanged FLOPs; the host launches one graph and 10 copies per micro-batch instead of every kernel.
     Differs from the source: one graph of the whole window, not one of each forward and backward pass.
     """
 
@@ -76,7 +76,7 @@ class CudaGraphs(Technique):
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         n = env.accumulation
-        yield live(tagged("launches"), "started as one graph", gone=True)
+        yield live(tagged("launches"), "launched as one graph", gone=True)
         yield add(
             WorkItem("window", "one graph, and copies of its batches", "step", launches=1 + 10 * n),
             Line("window.batches", "copies of the window's batches, at fixed places", 28 * n, "byte", "always", True),
@@ -157,7 +157,7 @@ class Window:
             self.terms.copy_(terms)
 
     def _run(self) -> None:
-        """Run the window on the inputs; what it leaves is referenced here, or its memory would be reused."""
+        """Run the window on the inputs; its results are referenced here, or their memory would be reused."""
         self.mean = self.plain(self.inputs, self.terms)
         self.finite = self.trainer.loss_is_finite
         self.grads = [t.parameter.grad for t in self.trainer.trained]

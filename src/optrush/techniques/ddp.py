@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ddp(Technique):
-    """Sums gradients over the data axis, once a window, in the order in which the backward pass makes them.
+    """Sums gradients over the data axis, once per window, in the order of the backward pass.
 
     Source: Li et al., https://arxiv.org/abs/2006.15704
     Memory: the whole model, gradients and states on each rank; buckets hold the gradients themselves.
     Work: 2*(n-1)/n times the gradients' bytes over the link, overlapped with the last backward pass.
-    Differs from the source: gradients are summed, not averaged (the divisor is the number of targets of all ranks),
-        and the parameters keep their names and their module.
+    Differs from the source: gradients are summed, not averaged (the divisor is the target tokens of all ranks), and the
+        parameters keep their names and their module.
     """
 
     bucket_mib: Annotated[int, Field(ge=1)] = 25

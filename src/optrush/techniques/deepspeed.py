@@ -33,23 +33,23 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class DeepSpeed(Technique):
-    """Cuts states (stage 1), gradients too (2), weights too (3), and updates by torch's AdamW over flat shards.
+    """Shards states (stage 1), gradients too (2), weights too (3); updates with torch's AdamW over flat shards.
 
-    The engine finds the norm, clips, and skips what is not finite; loss, divisor, learning rate, checkpoints and
+    The engine computes the norm, clips, and skips non-finite steps; loss, divisor, learning rate, checkpoints and
     exports are those of any other run. Under `amp` it holds bf16 copies of the weights, gathers these, and reduces
     gradients in float32.
     offload: `states` keeps float32 weights, states and gradients in host memory, where the update runs too; `all` also
-    the weights that products read, until they are gathered (stage 3).
-    hpz: a second copy of the weights, cut over groups of so many neighboring ranks, which the backward pass gathers
-    from (ZeRO++).
+    the matmul weights, until they are gathered (stage 3).
+    hpz: a second copy of the weights, sharded over groups of that many neighboring ranks, from which the backward pass
+    gathers (ZeRO++).
 
     Source: Rajbhandari et al., https://arxiv.org/abs/1910.02054; offload: https://arxiv.org/abs/2101.06840; hpz:
         https://arxiv.org/abs/2306.10209; the engine is DeepSpeed 0.19's
-    Memory: states 8/n bytes a parameter on n ranks, gradients 4 (stage 1) or 4/n; float32 weights 4/n, and beside them
-        what products read: 4, under amp 2 (stages 1 and 2), or 1/n of that (stage 3).
-    Work: weights gathered once a step (stages 1, 2) or twice a micro-batch (3); gradients reduced once a step (1) or
-        micro-batch (2, 3); a host read a step.
-    Differs from the source: gradients are summed, not averaged; a loss that is not finite skips the update, too; the
+    Memory: states 8/n bytes per parameter on n ranks, gradients 4 (stage 1) or 4/n; float32 weights 4/n, plus matmul
+        weights: 4, under amp 2 (stages 1 and 2), or 1/n of that (stage 3).
+    Work: weights gathered once per step (stages 1, 2) or twice per micro-batch (3); gradients reduced once per step (1)
+        or micro-batch (2, 3); one host read per step.
+    Differs from the source: gradients are summed, not averaged; a loss that is not finite also skips the update; the
         sizes of buckets follow the model's.
     """
 
@@ -81,11 +81,11 @@ class DeepSpeed(Technique):
         yield Requirement(met, "`deepspeed` shards one model over all ranks", found, ELSE)
         found, do = "a technique that compiles them as one graph", "leave compile out, or take fsdp"
         met = Part.COMPILED not in env.claimed
-        yield Requirement(met, "`deepspeed` gathers weights by hooks inside of blocks", found, do)
-        found, do = "weights in bfloat16", "take amp, with which products, gathers and copies are in bfloat16"
+        yield Requirement(met, "`deepspeed` gathers weights by hooks inside blocks", found, do)
+        found, do = "weights in bfloat16", "take amp, which uses bfloat16 for matmuls, gathers and copies"
         met = Part.WEIGHTS not in env.claimed and env.dtype == "float32"
         yield Requirement(met, "`deepspeed` updates float32 weights", found, do)
-        found, do = "amp, for which DeepSpeed has another optimizer", "take stage: 2, which holds less"
+        found, do = "amp, for which DeepSpeed uses another optimizer", "take stage: 2, which takes less memory"
         met = self.stage > 1 or Part.PRECISION not in env.claimed
         yield Requirement(met, "`deepspeed: stage: 1` works in float32", found, do)
         found, do = "`batch.micro_tokens: auto`", "give batch.micro_tokens a number"
@@ -95,18 +95,18 @@ class DeepSpeed(Technique):
         yield from self._options(env)
 
     def _model(self, env: Environment) -> Iterator[Requirement]:
-        """Yield requirements of the model and of what runs it."""
-        yield env.needs_dense("`deepspeed` gathers the weights of a module that is called")
-        found = "an objective with pairs, a reference or a teacher, of several passes"
+        """Yield requirements of the model and its implementation."""
+        yield env.needs_dense("`deepspeed` gathers the weights of each module when it is called")
+        found = "an objective with pairs, a reference or a teacher, which needs several passes"
         met = not (env.paired or env.reference or env.teacher)
-        yield Requirement(met, "`deepspeed` runs one forward pass a micro-batch", found, ELSE)
+        yield Requirement(met, "`deepspeed` runs one forward pass per micro-batch", found, ELSE)
         found, do = "the model runs through transformers", "leave amp out, or take fsdp"
         met = env.native or Part.PRECISION not in env.claimed
         yield Requirement(met, "`deepspeed` under `amp` casts the weights of our own decoder", found, do)
-        found, do = "a technique that moves or rounds what blocks save", f"take recompute, or {ELSE}"
+        found, do = "a technique that moves or rounds saved activations", f"take recompute, or {ELSE}"
         met = Part.ACTIVATION_STORAGE not in env.claimed
         yield Requirement(met, "`deepspeed` frees weights that the backward pass reads", found, do)
-        found, do = "fused-kernels:mlp=quack, which lays weights out anew", "take mlp=triton, or leave it out"
+        found, do = "fused-kernels:mlp=quack, which changes the layout of weights", "take mlp=triton, or leave it out"
         yield Requirement(env.spec.mlp != "quack", "`deepspeed` flattens weights", found, do)
 
     def _options(self, env: Environment) -> Iterator[Requirement]:
@@ -115,14 +115,14 @@ class DeepSpeed(Technique):
         yield Requirement(met, "`deepspeed: offload: all` moves sharded weights", found, do)
         met, asked = (
             self.hpz == 1 or self.stage == 3,
-            f"`deepspeed: hpz: {self.hpz}` copies weights that are cut",
+            f"`deepspeed: hpz: {self.hpz}` copies sharded weights",
         )
         yield Requirement(met, asked, found, do)
-        found, do = f"{env.ranks} rank{'s' * (env.ranks != 1)}", "take a divisor of the ranks, as the GPUs of one host"
+        found, do = f"{env.ranks} rank{'s' * (env.ranks != 1)}", "take a divisor of the ranks, such as GPUs per host"
         yield Requirement(env.ranks % self.hpz == 0, f"`deepspeed: hpz: {self.hpz}` makes equal groups", found, do)
 
     def sizes(self, env: Environment) -> Sizes:
-        """Return what the engine's buffers hold, from the shape: about a block at a time, as under fsdp."""
+        """Return the sizes of the engine's buffers, from the shape: about a block at a time, as under fsdp."""
         if env.shape is None:
             return Sizes(MOST_REDUCED, MOST_REDUCED, 10**9, 10_000)
         s = env.shape
@@ -137,7 +137,7 @@ class DeepSpeed(Technique):
         return OptimizerSpec("one kernel makes no temporaries", resident=resident, loop=False)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """Yield shares of everything, what is whole besides, buffers, and what the link carries."""
+        """Yield shards, whole tensors, buffers and communication."""
         n, frozen = env.gradient_ranks, Part.ADAPTERS in env.claimed
         yield cut(tagged("states"), "dp", n, "a rank updates its share")
         if self.stage > 1:
@@ -145,12 +145,12 @@ class DeepSpeed(Technique):
             yield cut(tagged("gradients"), "dp", n, why, gathered=1, during=("backward",) if whole else ())
             if whole:
                 yield live(tagged("gradients"), "in one flat buffer that stays", live="always")
-        yield live(tagged("casts"), "products read what is gathered, no copies beside it", gone=True)
+        yield live(tagged("casts"), "matmuls read the gathered weights, without copies", gone=True)
         if not frozen:
             yield cut(tagged("weights"), "dp", n, "a rank updates its share of the float32 weights")
             parts: list[Tag] = ["blocks", "embedding"]
             parts += [] if env.shape is None or env.shape.tied else ["head"]
-            why = "what products read, beside the float32 weights"
+            why = "matmul weights, in addition to the float32 weights"
             for part in parts:
                 blocks = env.blocks if part == "blocks" else 1
                 line = Line(f"copies.{part}", why, 1.0, "product", "always", blocks=blocks, of=("copies", part))
@@ -170,7 +170,7 @@ class DeepSpeed(Technique):
         yield from self._links(env, n)
 
     def _gathered(self, env: Environment, kind: Literal["weights", "copies"]) -> Iterator[Rule]:
-        """Yield the share of what stage 3 cuts, and what of it is whole while it is used."""
+        """Yield the shards of stage 3, and the weights that are whole while in use."""
         n, tied = env.gradient_ranks, env.shape is None or env.shape.tied
         ends, whole = "embedding and head are whole while they are used", "a block's weights are whole while it runs"
         why, phases = f"{whole}, and the next block's ahead of it", ("forward", "backward")
@@ -180,12 +180,12 @@ class DeepSpeed(Technique):
         during = () if tied else ("forward", "backward, embedding")
         yield cut(f"{kind}.embedding", "dp", n, ends, gathered=1, during=during)
         # A gather of several weights has one buffer, which is freed when the last of them has been used.
-        why = "the buffers in which embedding and head arrived, with weights whose turn is still to come"
+        why = "gather buffers of embedding and head, shared with weights not used yet"
         arriving = Line("head.arriving", why, 1.0, "product", "head", of=("loss",))
         yield like(tagged("weights", no=("blocks",)), arriving)
 
     def _offloaded(self, copied: bool) -> Iterator[Rule]:
-        """Yield what is in host memory."""
+        """Yield the lines in host memory."""
         if self.stage == 3:
             yield live(tagged("gradients"), "on the host, once a block has made them", blocks_on_device=0)
         if copied:
@@ -195,7 +195,7 @@ class DeepSpeed(Technique):
             yield live(tagged(kind), "on the host until they are gathered", blocks_on_device=0)
 
     def _links(self, env: Environment, n: int) -> Iterator[Rule]:
-        """Yield what the ranks send each other."""
+        """Yield the communication between ranks."""
         share, (hosts, entering) = (n - 1) / n, env.over_hosts("dp")
         quantized = any(linear.weight == "quantized" for linear in env.spec.linears.values())
         stored: Role = "stored" if quantized else "product"
@@ -227,8 +227,8 @@ class DeepSpeed(Technique):
             do = "python -m pip install 'optrush[deepspeed]'"
             raise NeedsError(f"`deepspeed` runs DeepSpeed {LIKE}x", f"version {found}", do)
         if trainer.precision == torch.float16:
-            asked, do = "`deepspeed` finds updates that are not finite itself", "take amp:dtype=bf16, or fsdp"
-            raise NeedsError(asked, "amp:dtype=fp16, whose loss scale would be changed twice", do)
+            asked, do = "`deepspeed` detects non-finite updates itself", "take amp:dtype=bf16, or fsdp"
+            raise NeedsError(asked, "amp:dtype=fp16, whose loss scale would change twice", do)
         import deepspeed
 
         from optrush.trainer import zero
@@ -249,7 +249,7 @@ class DeepSpeed(Technique):
     def optimizer(self, trainer: Trainer) -> int:
         from optrush.trainer.zero import Engine
 
-        trainer.notes.append("deepspeed: updates by torch's AdamW over flat shards; it finds the norm, clips and skips")
+        trainer.notes.append("deepspeed: its engine updates (torch's AdamW over flat shards), clips and skips")
         Engine(trainer, self.engine_config(trainer)).train(self.offload != "none")
         return len(trainer.trained)
 
@@ -265,7 +265,7 @@ class DeepSpeed(Technique):
         from optrush.trainer.zero import Engine
 
         if trainer.optimizer is not None and not isinstance(trainer.optimizer, Engine):
-            found, do = "lora:lr_ratio, by which it is scaled for some", "leave lr_ratio out, or take fsdp"
+            found, do = "lora:lr_ratio, which scales it for some parameters", "leave lr_ratio out, or take fsdp"
             raise NeedsError("`deepspeed` updates with one learning rate", found, do)
         return 0
 

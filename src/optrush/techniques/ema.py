@@ -23,14 +23,14 @@ MOST_OF_FIRST, LITTLE = 0.1, 0.01  # shares of the averages that the weights bef
 
 @dataclass(frozen=True)
 class Ema(Technique):
-    """Averages the trained weights over steps: a = decay a + (1 - decay) w after each update; a begins as w.
+    """Averages the trained weights over steps: a = decay a + (1 - decay) w after each update; a starts as w.
 
-    evaluate: held-out losses, and so the best checkpoint, are those of the averages.
-    export: `model/` has the averages.
+    evaluate: compute eval losses, and so choose the best checkpoint, with the averages.
+    export: write the averages to `model/`.
 
     Source: https://doi.org/10.1137/0330046 (Polyak and Juditsky 1992)
-    Memory: 4 bytes a trained parameter, float32 whatever the weights' type; weights once more in an evaluation.
-    Work: 3 values read and written a trained parameter and step.
+    Memory: 4 bytes per trained parameter, float32 whatever the weights' dtype; a copy of the weights in an evaluation.
+    Work: 3 values read and written per trained parameter and step.
     Differs from the source: old weights count less, by powers of `decay`.
     """
 
@@ -47,12 +47,12 @@ class Ema(Technique):
     averages = True
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        found = "a technique that updates weights elsewhere than in the optimizer's step"
+        found = "a technique that updates weights outside the optimizer's step"
         yield Requirement(
             Part.UPDATE not in env.claimed, "`ema` follows each update", found, "leave one of the two out"
         )
         found, do = "a technique that keeps states elsewhere", "leave one of the two out"
-        yield Requirement(Part.STATES not in env.claimed, "`ema` keeps averages beside the weights", found, do)
+        yield Requirement(Part.STATES not in env.claimed, "`ema` keeps averages with the weights", found, do)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         if (s := env.shape) is None:

@@ -17,19 +17,19 @@ ELSE = "leave experts out"
 
 @dataclass(frozen=True)
 class ExpertParallel(Technique):
-    """Gives each of `size` ranks 1 / size of the experts of each layer; each keeps rows of its own.
+    """Gives each of `size` ranks 1 / size of the experts of each layer; each keeps its own rows.
 
-    Those are data ranks, or with `over: context` the ranks that share a row, which then need no others beside them.
-    Rows go to the ranks of their experts and back, as many as there are: none is dropped and none padded. Gradients of
-    experts are summed over the ranks that have the same experts and other tokens, all others over all ranks that do.
+    These are data ranks, or with `over: context` the ranks that share a row, so that no further ranks are needed.
+    Rows are sent to the ranks of their experts and back, without dropping or padding. Gradients of experts are summed
+    over the ranks with the same experts and other tokens, all others over all ranks with other tokens.
 
     Source: Lepikhin et al., https://arxiv.org/abs/2006.16668; without dropping: Gale et al.,
         https://arxiv.org/abs/2211.15841
-    Memory: weights, gradients and states of experts / size; rows under way, k D a token each way; what experts save is
-        of the rows that arrive: as many as without it if routing is even, up to size times as many if not.
-    Work: 2 k D (n-1)/n values a token and layer over the link in each pass, for which the products wait, and half of
-        them where a forward pass runs again; the counts of rows are read on the host once a layer and micro-batch.
-    Differs from the source: no limit of rows an expert; the loss of balance is that of a rank's own micro-batch.
+    Memory: weights, gradients and states of experts / size; rows in transit, k D per token each way; experts save
+        activations of the received rows: as many as without it if routing is even, else up to size times as many.
+    Work: 2 k D (n-1)/n values per token and layer over the link in each pass, for which matmuls wait, and half of that
+        in a recomputed forward pass; the host reads the row counts once per layer and micro-batch.
+    Differs from the source: no limit on rows per expert; the balance loss is that of a rank's own micro-batch.
     """
 
     size: Annotated[int, Field(ge=2)] = 2
@@ -46,8 +46,8 @@ class ExpertParallel(Technique):
         return {"ep": self.size} if self.over == "data" else {}
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        n, asked = self.size, "`experts` shares the experts of our own decoder's layers"
-        yield env.needs_mesh(self.name, f"`experts: size: {n}` shares experts between {n} ranks")
+        n, asked = self.size, "`experts` shards the experts of our own decoder"
+        yield env.needs_mesh(self.name, f"`experts: size: {n}` shards experts over {n} ranks")
         if self.over == "context":
             found = f"`context: size: {env.axes['cp']}`" if "cp" in env.axes else "no context"
             do = f"take --with context:size={n}, or over: data"
@@ -61,17 +61,17 @@ class ExpertParallel(Technique):
         yield Requirement(
             count % n == 0, f"`experts: size: {n}` gives each rank the same number", f"{count} experts", do
         )
-        found = "experts in 4 or 8 bits, stored as one block of bytes"
+        found = "quantized experts, stored as one block of bytes"
         dense = all(linear.weight == "dense" for linear in env.spec.linears.values())
         yield Requirement(dense, asked, found, f"take lora without nf4 and int8, or {ELSE}")
         if "dp" in env.sharded:
             ranks = max(n, env.gradient_ranks // env.axes.get("rep", 1))
-            asked = f"data sharding divides the {count // n} experts of a rank over {ranks // n} ranks"
+            asked = f"data sharding splits the {count // n} experts of a rank over {ranks // n} ranks"
             found, do = f"{count} experts for {ranks} ranks", f"take ddp, fsdp with more replicas, or {ELSE}"
             yield Requirement(count % ranks == 0, asked, found, do)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """Yield a rank's experts, the rows under way, and what the link carries. Routing is taken to be even."""
+        """Yield a rank's experts, rows in transit and communication. Routing is assumed to be even."""
         s, n = env.shape, self.size
         if s is None or s.experts is None:
             return
@@ -88,8 +88,8 @@ class ExpertParallel(Technique):
             yield live(tagged("update"), why, times=1 - mine / s.parameters)
         yield from _fewer(env, s, n)
         k, D = e.active, s.width
-        places, share = "the order of the rows that arrive, and their weights, 5 k", sparse / L
-        rows = "rows before they are in their experts' order, k D"
+        places, share = "the order of received rows, and their weights, 5 k", sparse / L
+        rows = "rows before reordering by expert, k D"
         yield add(
             Line("working.arriving", rows, share * k * D, "product", "forward", True),
             Line("feed.arriving", "and their gradients", share * k * D, "product", "backward", True, side="feed"),
@@ -99,18 +99,18 @@ class ExpertParallel(Technique):
             why = "experts are a group of their own in each layer"
             yield live("gather.launches", why, times=1 + sparse / (L + 2))
             yield live("gather.reduce.launches", why, times=1 + sparse / (L + 2))
-        why = "the numbers of rows, which the host reads in each layer before it sends them, once a micro-batch"
+        why = "row counts, read by the host in each layer before the exchange, once per micro-batch"
         yield add(WorkItem("counts.reads", why, "micro", reads=float(sparse)))
         hosts, entering = env.over_hosts(axis)
         for way in WAYS:
             # As in the baseline twice what is moved, for rows that are read by number.
-            order, moved = "rows that arrive put in the order of the experts here, and back", 8.0 * k * D * sparse
+            order, moved = "received rows reordered by local expert, and back", 8.0 * k * D * sparse
             yield add(WorkItem(f"{way}.rows.arriving", order, "token", values=moved, role="product", of=(way,)))
         sent: tuple[tuple[str, tuple[Tag, ...], int, str], ...] = (
             ("forward.rows.links", ("forward", "exchange"), 1, "rows to the ranks of their experts"),
-            ("returned.links", ("exchange",), 1, "products of the forward pass back, which no second one sends"),
+            ("returned.links", ("exchange",), 1, "results of the forward pass back, not sent when recomputed"),
             ("backward.rows.links", ("backward", "exchange"), 2,
-             "gradients of products to the ranks of their experts, of rows back"),
+             "gradients of results to the ranks of their experts, of rows back"),
         )  # fmt: skip
         for name, of, times, why in sent:
             each = 1.0 * times * k * D * sparse
@@ -131,8 +131,8 @@ class ExpertParallel(Technique):
 
 
 def _fewer(env: Environment, s: ModelShape, n: int) -> Iterator[Rule]:
-    """Yield what the owner of the data axes sends less, whose work is of all parameters on all their ranks."""
-    why = "experts of a rank, over the ranks that have the same"
+    """Yield the reduction of the data axes' communication, which counts all parameters on all ranks."""
+    why = "a rank's experts, over the ranks with the same ones"
 
     def less(all_: float, ranks: int, part: float) -> float:
         """Return what is sent as a part of what it would be; `part` is what one rank's copy costs beside the others."""

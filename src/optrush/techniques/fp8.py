@@ -19,16 +19,16 @@ LEAVES = {"qkv": ("heads", 1.0), "o": ("middle", 1.0), "gate_up": ("gate_up", 1.
 
 @dataclass(frozen=True)
 class Fp8(Technique):
-    """Inputs and weights of the chosen linears in e4m3, gradients in e5m2, each scaled by its largest value.
+    """Inputs and weights of the chosen linears in e4m3, gradients in e5m2, each scaled by its maximum.
 
-    The head, norms, attention and all sums stay as they are; so do weights, gradients and states. On a CPU the rounding
-    is done and the products are float32: the same figures, slower.
+    The head, norms, attention and all sums are unchanged; so are weights, gradients and states. On a CPU the rounding
+    is real and the matmuls run in float32: the same results, slower.
 
     Source: Micikevicius et al., https://arxiv.org/abs/2209.05433
-    Memory: compiled, inputs that a kernel of its own made are kept in 1 byte a value: with the norms of `fused-kernels`
-        2 D (mlp: D), with its mlp F. What attention or a compiler makes is rounded again; cast weights are not kept.
-    Work: products at the 8-bit rate; every operand is read twice and written once or twice to be rounded.
-    Differs from the source: the scale is that of the very tensor, not of its history.
+    Memory: compiled, inputs written by our own kernels are saved in 1 byte per value: with the norms of `fused-kernels`
+        2 D (mlp: D), with its mlp F. Outputs of the compiler are quantized again; cast weights are not saved.
+    Work: matmuls at the 8-bit rate; every operand is read twice and written once or twice to be rounded.
+    Differs from the source: the scale is that of the current tensor, not of its history.
     """
 
     targets: Literal["all", "mlp"] = "all"
@@ -46,12 +46,12 @@ class Fp8(Technique):
     def needs(self, env: Environment) -> Iterator[Requirement]:
         yield env.needs_dense("`fp8`")
         found = "the model runs through transformers"
-        yield Requirement(env.native, "`fp8` changes our own linears", found, "take model.implementation: native")
+        yield Requirement(env.native, "`fp8` needs our own linears", found, "take model.implementation: native")
         if env.device.kind != "cuda":
             return
         asked = "`fp8` needs a device with 8-bit float matmuls (capability 8.9 or newer)"
         yield env.needs_capability((8, 9), asked, "leave it out")
-        yield env.needs_half("`fp8` stands on products in bf16")
+        yield env.needs_half("`fp8` needs matmuls in bf16")
         asked, compiled = "`fp8` needs `compile`", Part.COMPILED in env.claimed
         found = "no `compile`: without it, fp8 is slower than bf16"
         yield Requirement(compiled, asked, found, "add --with compile")
@@ -77,14 +77,14 @@ class Fp8(Technique):
                 )
                 of = env.shape.stream_line if line == "middle" and env.shape is not None else f"saved.{line}"
                 yield like(of, work)
-        why = "weights rounded to 8 bits, in the forward and in the backward pass"
+        why = "weights rounded to 8 bits, in forward and backward pass"
         share = 1.0 if self.targets == "all" else MLP_SHARE
         yield like("casts.blocks", WorkItem("fp8.weights", why, "micro", values=11.0 * share))
 
     def _kept(self, env: Environment) -> Iterator[Rule]:
         """Inputs that no compiler can recompute, in 8 bits; it recomputes and rounds the others. What enters `o` stays
         in the products' type, as attention keeps it."""
-        why, again, blocks = "kept in 8 bits", "made and rounded again", env.blocks
+        why, again, blocks = "kept in 8 bits", "recomputed and rounded again", env.blocks
         compiled = Part.COMPILED in env.claimed
         product, normed = not compiled or env.spec.mlp != "torch", not compiled or env.spec.norm == "fused"
         yield live("saved.product", why, role="byte") if product else live("saved.product", again, gone=True)
@@ -99,11 +99,11 @@ class Fp8(Technique):
         if self.targets == "mlp":
             halves: tuple[tuple[str, Role], ...] = (("qkv", "product"), ("gate_up", "byte"))
             for name, role in halves[: 2 if normed else 1]:
-                yield like("saved.normed", saved(f"normed.{name}", f"what enters {name}, D", 0.5, blocks, role=role))
+                yield like("saved.normed", saved(f"normed.{name}", f"input of {name}, D", 0.5, blocks, role=role))
         if compiled:
-            yield live("casts.blocks", "the rounded ones are made of the weights again", gone=True)
+            yield live("casts.blocks", "rounded from the weights again", gone=True)
             if self.targets == "mlp":
-                why = "copies of the other matrices in the products' type"
+                why = "copies of the other matrices in the matmul dtype"
                 of: tuple[Tag, ...] = ("casts", "blocks")
                 others = Line("casts.blocks.others", why, 1 - MLP_SHARE, "cast", "saved", blocks=blocks, of=of)
                 yield like("casts.blocks", others)
@@ -127,6 +127,6 @@ class Fp8(Technique):
             linear.matmul = float8.float8_linear
             changed += 1
         if left:
-            note = f"fp8: {len(left)} linears are no multiples of {MULTIPLE} and stay, the first {left[0]}"
+            note = f"fp8: {len(left)} linears stay: widths not multiples of {MULTIPLE}, the first {left[0]}"
             trainer.notes.append(note)
         return changed

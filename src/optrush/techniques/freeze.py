@@ -18,14 +18,14 @@ Published = Mapping[str, Collection[str]]  # names in the model's files, by our 
 
 @dataclass(frozen=True)
 class Freeze(Technique):
-    """Does not train the parameters of these layers and names.
+    """Excludes the parameters of these layers and names from training.
 
     layers: numbers from 0 and ranges with both ends, "0-3,7".
-    names: of the model's files or of our decoder, or parts of them between dots; `*` stands for any text.
+    names: in the model's files or in our decoder, or parts of them between dots; `*` matches any text.
 
     Source: https://arxiv.org/abs/1911.03090
-    Memory: no gradient and no states; below the first trained block nothing is kept for the backward pass.
-    Work: 4 FLOPs a frozen weight and token instead of 6; 2 below the first trained block, if embeddings are frozen.
+    Memory: no gradient and no states; nothing is saved for the backward pass below the first trained block.
+    Work: 4 FLOPs per frozen weight and token instead of 6; 2 below the first trained block, if embeddings are frozen.
     """
 
     layers: str | int | tuple[int, ...] | None = None
@@ -46,8 +46,8 @@ class Freeze(Technique):
         yield Requirement(self.layers is not None or bool(self.names), "`freeze`", "neither `layers` nor `names`", do)
         found, do = "a technique that quantizes frozen weights: it is for adapters", "leave one of the two out"
         met = all(linear.weight == "dense" for linear in env.spec.linears.values())
-        yield Requirement(met, "`freeze` leaves weights as they are", found, do)
-        found = "a technique that gives ranks parts of the layers: one may have nothing to train"
+        yield Requirement(met, "`freeze` leaves weights unchanged", found, do)
+        found = "a technique that gives ranks some of the layers: a rank may have nothing to train"
         yield Requirement(Part.PP not in env.claimed, "`freeze` in a pipeline", found, do)
         yield from self._within(env.blocks)
         if env.shape is not None and (known := published_names(env.shape)):
@@ -70,7 +70,7 @@ class Freeze(Technique):
         return len(chosen)
 
     def _numbers(self) -> list[tuple[int, int]]:
-        """Return the ranges of layers, both ends included; an empty list if the text is none."""
+        """Return the ranges of layers, both ends included; an empty list if the text is invalid."""
         if not isinstance(self.layers, str):
             numbers = () if self.layers is None else (self.layers,) if isinstance(self.layers, int) else self.layers
             return [(n, n) for n in numbers]
@@ -78,7 +78,7 @@ class Freeze(Technique):
         return [(int(m[1]), int(m[2] or m[1])) for m in found if m] if all(found) else []
 
     def _within(self, blocks: int) -> Iterator[Requirement]:
-        """Yield whether `layers` can be read, and names layers that the model has."""
+        """Yield whether `layers` is valid, and its layers exist in the model."""
         if self.layers is None:
             return
         asked, ranges = f"`freeze:layers={self.layers}`", self._numbers()
@@ -100,7 +100,7 @@ class Freeze(Technique):
             for name, pieces in known.items():
                 halves = [piece for piece in pieces if not _matches(pattern, [piece])]
                 whole = not halves or len(halves) == len(pieces) or self._freezes(name, pieces)
-                found = f"{name} holds {', '.join(_module(p) for p in pieces)} in one tensor, of which it names a part"
+                found = f"{name} holds {', '.join(_module(p) for p in pieces)} in one tensor, not all named"
                 yield Requirement(whole, asked, found, f"name {', '.join(_module(p) for p in halves)}, too")
         chosen = set(self._chosen(known))
         found, do = "every parameter of the model: nothing is left to train", "name fewer"
@@ -119,7 +119,7 @@ class Freeze(Technique):
 
 
 def published_names(shape: ModelShape) -> dict[str, list[str]]:
-    """Return the names that the model's files give to each parameter of our decoder; of another model none."""
+    """Return the file names of each parameter of our decoder; empty for other models."""
     if shape.family not in FAMILIES:
         return {}
     spec, found = FAMILIES[shape.family], dict[str, list[str]]()

@@ -24,16 +24,16 @@ HOOKS, REDUCTION = 80.0, 30.0
 class Fsdp(Technique):
     """Gathers a block's weights before it runs, frees them after (stage 3) or keeps them to the backward pass (2).
 
-    The head is gathered once a call, however many chunks its loss has; a tied head shares its embedding's group.
-    sync `last` sums gradients once a window, and holds whole gradients until then; `each` after every micro-batch.
-    With `replicate: N` the model is cut over 1/N of the ranks and held N times (hybrid sharding): gathers stay within a
-    group of neighbouring ranks, and only gradients, summed there first, cross between groups.
+    The head is gathered once per call, whatever the number of loss chunks; a tied head shares its embedding's group.
+    sync `last` reduces gradients once per window, and holds whole gradients until then; `each` after every micro-batch.
+    With `replicate: N` the model is sharded over 1/N of the ranks and held N times (hybrid sharding): gathers stay
+    within a group of neighbouring ranks, and only gradients, reduced there first, cross between groups.
 
     Source: Zhao et al., https://arxiv.org/abs/2304.11277; stages as in ZeRO, https://arxiv.org/abs/1910.02054
-    Memory: 16/n bytes a parameter on n ranks of a group; gathered: two blocks (stage 3) or the whole model (stage 2),
+    Memory: 16/n bytes per parameter on n ranks of a group; gathered: two blocks (stage 3) or the whole model (stage 2),
         and the embedding and head; whole gradients while accumulating with sync `last`.
-    Work: parameters gathered twice (stage 3) or once (stage 2) a micro-batch, gradients reduced once a sync.
-    Differs from the source: gradients are summed, not averaged; the divisor is the number of targets of all ranks.
+    Work: parameters gathered twice (stage 3) or once (stage 2) per micro-batch, gradients reduced once per sync.
+    Differs from the source: gradients are summed, not averaged; the divisor is the target tokens of all ranks.
     """
 
     stage: Literal[2, 3] = 3
@@ -59,7 +59,7 @@ class Fsdp(Technique):
         do = f"take {2 * self.replicate} ranks or another multiple of that, a smaller replicate, or ddp"
         met = env.gradient_ranks % self.replicate == 0 and env.gradient_ranks > self.replicate
         yield Requirement(met, asked, found, do)
-        met, found = self.sync == "last" or Part.PP not in env.claimed, "a technique that reduces once a window"
+        met, found = self.sync == "last" or Part.PP not in env.claimed, "a technique that reduces once per window"
         yield Requirement(met, "`fsdp: sync: each`", found, "leave sync out")
 
     @classmethod
@@ -73,7 +73,7 @@ class Fsdp(Technique):
                 yield {"sync": "each", **replicas}
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """Yield shares of everything, whole blocks while they run, and what the link carries."""
+        """Yield shards, whole blocks while they run, and communication."""
         n, L = env.gradient_ranks // self.replicate, env.blocks
         blocks = min(L, 2) if self.stage == 3 and Part.PP not in env.claimed else L
         whole = "a block's weights are whole while it runs, and the next block's ahead of it"
@@ -92,7 +92,7 @@ class Fsdp(Technique):
         yield cut("weights.embedding", "dp", n, ends, gathered=1, during=during)
         held = 1 / env.axes.get("tp", 1)  # a rank's part of what its group has
         if not tied:  # a tied head is gathered with the embedding, where nothing else is in memory yet
-            why = "the buffer in which the head's shards arrived, kept until the next gather"
+            why = "the head's gather buffer, kept until the next gather"
             arriving = Line("head.arriving", why, 0.5 * held, "product", "head", of=("loss",))
             yield like(tagged("weights", no=("blocks",)), arriving)
         reduced = env.accumulation == 1 or self.sync == "each"
@@ -101,12 +101,12 @@ class Fsdp(Technique):
         for kind, why, gathered in cuts:  # of blocks experts may be cut over some of the n ranks already
             yield cut(tagged(kind, "blocks"), "dp", n * env.blocks_held, why, gathered=gathered * shared)
             yield cut(tagged(kind, no=("blocks",)), "dp", n, why, gathered=gathered)
-        yield live(tagged("casts"), "the gathered weights are cast, no copies beside them", gone=True)
+        yield live(tagged("casts"), "the gathered weights are cast, without copies", gone=True)
         yield cut("update.loop", "dp", n, "of a rank's share")
         yield live(tagged("update"), "a rank updates its share", times=1 / n)
         share = (n - 1) / n
         times = 2 if self.stage == 3 else 1
-        why = f"weights gathered {'twice' if times == 2 else 'once'} a micro-batch"
+        why = f"weights gathered {'twice' if times == 2 else 'once'} per micro-batch"
         quantized = any(linear.weight == "quantized" for linear in env.spec.linears.values())
         stored: Role = "stored" if quantized else "product"
         hosts, entering = env.over_hosts("dp", "ep", "cp")
@@ -114,7 +114,7 @@ class Fsdp(Technique):
             ("weights.blocks", "gather.blocks", stored),
             (tagged("weights", no=("blocks",)), "gather.ends", "product"),
         ]
-        moved = "gathered shards copied to where the weights are, and a shard to where it is sent from"
+        moved = "gathered shards copied to the weights, and a shard to the send buffer"
         for match, name, role in parts:
             steps = times * (hosts - 1) * (L if name == "gather.blocks" else 2)
             work = WorkItem(name, why, "micro", unit="link", values=times * share * held, role=role, of=("gather",))
@@ -122,7 +122,7 @@ class Fsdp(Technique):
             again = 2.0 * times * (1 + 1 / n) * held
             copied = WorkItem(f"{name}.copied", moved, "micro", values=again, role=role, of=("gather",))
             yield like(match, copied)
-        why = "hooks around a gather: shards sent, copied, made parameters, and cut again"
+        why = "hooks around a gather: shards sent, copied, made parameters, and sharded again"
         groups = L + 2.0
         # Twice: before a backward pass they run, too, where nothing is left to gather.
         launches = HOOKS * 2 * groups
@@ -231,7 +231,7 @@ class Fsdp(Technique):
 
         def forget() -> None:
             # Half-summed gradients of an open window are in FSDP's own buffers, which clearing .grad does not reach.
-            assert not window["open"], "a window cut short cannot be taken again under fsdp: resume from a checkpoint"
+            assert not window["open"], "an interrupted window cannot be repeated under fsdp: resume from a checkpoint"
             discard()
 
         def resharded(batches: Any) -> Tensor:

@@ -12,12 +12,12 @@ from optrush.technique import Environment, Numerics, Part, Technique, Trainer, c
 class FusedAdamW(Technique):
     """One kernel over all parameters that unscales, clips, skips and steps; the baseline loops over them.
 
-    On a GPU our own Triton kernel, which rounds bfloat16 weights as the run does; torch's for float32 weights on a
-    machine that cannot build it, and on a CPU.
+    On a GPU it is our own Triton kernel, which rounds bfloat16 weights with the run's rounding. On a CPU, and for
+    float32 weights on a machine that cannot build ours, it is torch's.
 
     Source: https://pytorch.org/docs/stable/generated/torch.optim.AdamW.html (fused=True)
-    Memory: unchanged, 8 bytes a parameter in float32; the loop's temporaries go.
-    Work: reads weight, gradient and states once and writes them once, instead of once an operator.
+    Memory: unchanged, 8 bytes per parameter in float32; the loop's temporaries are gone.
+    Work: reads weight, gradient and states once and writes them once, instead of once per operator.
     """
 
     name = "fused-adamw"
@@ -39,5 +39,5 @@ class FusedAdamW(Technique):
         cuda = trainer.world.device.type == "cuda"
         lacking = [need for need in compilers(trainer.env.device) if not need.met]
         if cuda and lacking:
-            trainer.notes.append(f"fused-adamw: torch's kernel, for ours cannot be built here: {lacking[0].found}")
+            trainer.notes.append(f"fused-adamw: uses torch's kernel; ours cannot be built here: {lacking[0].found}")
         return self.set_optimizer(trainer, AdamW, fused=True, launch=cuda and not lacking)

@@ -26,30 +26,30 @@ NORM, ROPE, GATE = 0.4, 0.15, 0.1
 class FusedKernels(Technique):
     """Computes silu(gate) * up, the norms and the rotary embedding of each block in one kernel each way.
 
-    mlp: `triton`, a kernel between the products. Backward it reads gate, up and the incoming gradient, and writes the
-        gradients of both and the activation, which the weight gradient of the down product needs: so it is not saved.
-        `quack`, the same in the epilogues of the products before and after, by the package quack-kernels; bf16 on
-        Hopper. Low-rank adapters of frozen linears are further columns of these products, and the sum is rounded once;
-        only the gradient of the input of gate and up is rounded, then added to. Of experts QuACK makes all products of
-        groups of rows; where they are plain matrices, whole on each rank, and no adapters are in the model, activations
-        are in epilogues, and no rows of tokens are copied. `none` leaves the activation as it is.
+    mlp: `triton`, a kernel between the matmuls. Backward it reads gate, up and the incoming gradient, and writes the
+        gradients of both and the activation for the weight gradient of the down projection: so it is not saved.
+        `quack`, the same in the epilogues of the matmuls before and after, with the package quack-kernels; bf16 on
+        Hopper. Low-rank adapters of frozen linears are extra columns of these matmuls, and the sum is rounded once;
+        only the gradient of the input of gate and up is rounded before the addition. Expert matmuls are QuACK's grouped
+        matmuls. If experts are plain matrices, whole on each rank, and the model has no adapters, their activations are
+        in epilogues, and token rows are not copied. `none` leaves the activation unchanged.
     norm: both norms of a block, the second with the addition before it.
-    rope: queries, keys and values are taken out of one product, queries and keys rotated. Models that normalize their
-        queries and keys between the two (qwen3) are refused.
+    rope: splits queries, keys and values, and rotates queries and keys. Models that normalize their queries and keys
+        between the two (qwen3) are rejected.
 
     Source: Hsu et al., https://arxiv.org/abs/2410.10989
-    Memory: mlp: B*T*F values a block less, of 2 (bf16) or 4 bytes (quack, of plain experts: B*T*k (D + 2 F)); as many
+    Memory: mlp: B*T*F values less per block, of 2 (bf16) or 4 bytes (quack, plain experts: B*T*k (D + 2 F)); as many
         more in the backward pass of one block, and again as many with triton, which reads the gradient of the
-        activation. With adapters on dense weights that are not sharded, r rows of A next to each up to a multiple of
-        64, 2 F r values of gate_up's a block more and (rows + r) (width + r) - rows * width of each other linear's.
-        norm: not compiled, 2 D float32 values a token and block less; compiled, D in the residual stream's type instead
-        of the products'. rope: unchanged.
-    Work: unchanged FLOPs. mlp: triton reads and writes 3 F values a token and block forward, 6 F backward, quack F and
-        5 F. With adapters quack saves 2 values a token and row of a linear; inputs and gradients that no kernel pads
-        (`norm`, `rope` and `attention:impl=fa4` do) are copied, 2 D a token at least; sharded dense weights of gate_up
-        and down too, 6 D F a micro-batch. norm: 4 D values a token forward with the addition, 2 D without, 4 D
-        backward. rope: 2 (H + 2 K) E values a token and block each way.
-    Differs from the source: gate and up are pairs in one matrix, and the down product belongs to the operator; the
+        activation. With adapters on dense weights that are not sharded, r rows of A per weight, padded to a multiple
+        of 64: 2 F r more values of gate_up per block, (rows + r) (width + r) - rows * width of each other linear.
+        norm: not compiled, 2 D float32 values less per token and block; compiled, D in the residual stream's dtype
+        instead of the matmul dtype. rope: unchanged.
+    Work: unchanged FLOPs. mlp: triton reads and writes 3 F values per token and block forward, 6 F backward, quack F
+        and 5 F. With adapters quack saves 2 values per token and row of a linear; inputs and gradients without padding
+        (`norm`, `rope` and `attention:impl=fa4` pad) are copied, 2 D per token at least; sharded dense weights of
+        gate_up and down too, 6 D F per micro-batch. norm: 4 D values per token forward with the addition, 2 D without,
+        4 D backward. rope: 2 (H + 2 K) E values per token and block each way.
+    Differs from the source: gate and up are pairs in one matrix, and the down projection belongs to the operator; the
         residual stream goes through the norm; the rotation reads and writes all heads at once, values too.
     """
 
@@ -82,7 +82,7 @@ class FusedKernels(Technique):
             asked = f"`fused-kernels:mlp={self.mlp}` computes silu(gate) * up"
             yield Requirement(not clamped, asked, "a clamped activation in the model's experts", "take mlp=none")
             gelu = env.shape is not None and env.shape.gelu
-            yield Requirement(not gelu, asked, "a model with gelu in place of silu", "leave `fused-kernels` out")
+            yield Requirement(not gelu, asked, "a model with gelu instead of silu", "leave `fused-kernels` out")
         order = None if env.shape is None else env.shape.other_order
         if self.norm or self.mlp == "quack":
             which, do = ("norm=true", "take norm=false") if self.norm else ("mlp=quack", "take mlp=triton")
@@ -96,40 +96,40 @@ class FusedKernels(Technique):
             yield Requirement(kind == "rms", asked, "a model with layer norms", "take norm=false")
         if self.rope:
             normed = env.shape is not None and env.shape.qk_norm
-            asked = "`fused-kernels:rope=true` rotates queries and keys as the product makes them"
-            yield Requirement(not normed, asked, "the model norms each of them first", "take rope=false")
+            asked = "`fused-kernels:rope=true` rotates the matmul's queries and keys"
+            yield Requirement(not normed, asked, "the model normalizes each of them first", "take rope=false")
             part = env.shape is not None and env.shape.rotated is not None
-            yield Requirement(not part, asked, "the model rotates a part of each head", "take rope=false")
+            yield Requirement(not part, asked, "the model rotates only part of each head", "take rope=false")
             latent = env.shape is not None and env.shape.latent is not None
-            found = "the model makes them in several products, through latents"
+            found = "the model computes them by several matmuls, through latents"
             yield Requirement(not latent, asked, found, "take rope=false")
             pairs = env.shape is not None and env.shape.pairs
             yield Requirement(not pairs, asked, "the model rotates neighbouring pairs", "take rope=false")
             unrotated = env.shape is not None and bool(env.shape.unrotated)
-            yield Requirement(not unrotated, asked, "some layers rotate nothing", "take rope=false")
+            yield Requirement(not unrotated, asked, "some layers have no rotation", "take rope=false")
         if self.mlp == "quack":
             asked, do = "fused-kernels:mlp=quack", "take mlp=triton"
             yield env.needs_dense(f"`{asked}`", or_experts=True)
             yield env.needs_gpu(asked, (9, 0))
             yield Requirement(env.device.capability == (9, 0), f"`{asked}` needs Hopper", env.device.name, do)
-            yield env.needs_half(f"`{asked}` needs products in bf16 or fp16", do)
+            yield env.needs_half(f"`{asked}` needs matmuls in bf16 or fp16", do)
             linears = env.spec.linears["gate_up"], env.spec.linears["down"]
             low_rank = all(linear.matmul == "torch" and linear.adapter != "other" for linear in linears)
-            found = "linears that are more than matrices with low-rank sums (8-bit products, IA3, DoRA, dropout)"
-            yield Requirement(low_rank, f"`{asked}` makes the products", found, do)
+            found = "linears other than matrices with low-rank adapters (8-bit matmuls, IA3, DoRA, dropout)"
+            yield Requirement(low_rank, f"`{asked}` computes the matmuls", found, do)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """Yield what each kernel saves, moves and costs the host."""
+        """Yield each kernel's memory, traffic and host time."""
         done = 0.0 if env.device.kind == "cpu" else NORM * self.norm + ROPE * self.rope + GATE * (self.mlp != "none")
         yield live(tagged("elementwise", "fusable"), "by fused kernels", times=1 - done)
         own = (self.mlp != "none") + 2 * self.norm + self.rope
         for way in WAYS if own and Part.COMPILED in env.claimed else ():
-            yield add(launched(way, "kernels.launches", f"{own} kernels a block", OURS * own * env.blocks))
+            yield add(launched(way, "kernels.launches", f"{own} kernels per block", OURS * own * env.blocks))
         if self.norm:
             why = "inside the kernel, recomputed in the backward pass"
             yield live("saved.widened", why, gone=True)
             yield live("saved.normalised", why, gone=True)
-            yield live("saved.middle", "the sum is kept, in the residual stream's type", role="residual")
+            yield live("saved.middle", "the sum is saved, in the residual stream's dtype", role="residual")
             yield live("saved.middle.wide", "in the sum", gone=True)
         if self.mlp != "none":
             yield from self._activation(env)
@@ -140,7 +140,7 @@ class FusedKernels(Technique):
                 yield from _adapters(env, env.shape)
 
     def _activation(self, env: Environment) -> Iterator[Rule]:
-        why = "recomputed from gate and up where the backward pass needs it"
+        why = "recomputed from gate and up in the backward pass"
         frozen = Part.ADAPTERS in env.claimed  # and an adapter of `down` may need its input
         routed = env.shape is not None and env.shape.experts is not None  # their weights multiply the activation
         quack = self.mlp == "quack"
@@ -167,9 +167,9 @@ class FusedKernels(Technique):
 
     @classmethod
     def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
-        """Of norm and rope none, which gain less than a percent, but where they leave room for adapters.
+        """Yield no `norm` and `rope` (under 1 %), except with adapters, where they provide the padding.
 
-        Nor `quack` for experts that have their products alone by it, which gains nothing that was measured.
+        Nor `quack` for experts if it would replace only their matmuls (no measured gain).
         """
         if env.device.kind == "cpu" or (env.shape is not None and env.shape.gelu):
             return  # its formulas are for checks there: no gain was measured
@@ -199,8 +199,8 @@ class FusedKernels(Technique):
             if experts := [block.experts for block in blocks if block.experts is not None]:
                 demand_compilers(self.name, trainer.env.device)
                 if sum(not _set_experts(each) for each in experts):
-                    found = "experts have adapters or quantized weights, share ranks, or weigh what enters them"
-                    trainer.notes.append(f"fused-kernels: {found}, so QuACK makes their products only")
+                    found = "experts have adapters or quantized weights, share ranks, or weight their inputs"
+                    trainer.notes.append(f"fused-kernels: {found}, so QuACK computes only their matmuls")
         elif self.mlp == "triton":
             demand_compilers(self.name, trainer.env.device)
             dense = [block for block in blocks if block.experts is None]
@@ -211,7 +211,7 @@ class FusedKernels(Technique):
             for block, matrix in zip(dense, matrices, strict=True):
                 block.mlp = swiglu.mlp_fused_down if matrix else swiglu.mlp_fused_activation
             if not all(matrices):
-                trainer.notes.append("fused-kernels: `down` is more than a matrix or runs again, so its input is kept")
+                trainer.notes.append("fused-kernels: `down` is not a plain matrix or runs again, so its input is saved")
         return len(blocks) * ((self.mlp != "none") + 2 * self.norm + self.rope)
 
     def wrap_step(self, trainer: Trainer) -> int:  # weights have bytes now
@@ -241,7 +241,7 @@ def _plain(linear: object) -> bool:
 
 
 def _set_quack(blocks: Sequence[Any]) -> None:
-    """Put QuACK's products into every block, or raise NeedsError for linears that they cannot compute."""
+    """Put QuACK's matmuls into every block, or raise NeedsError for unsupported linears."""
     from optrush.kernels import swiglu_quack
     from optrush.peft import lora
 
@@ -251,14 +251,14 @@ def _set_quack(blocks: Sequence[Any]) -> None:
     elif all(_plain(linear) for linear in linears):
         feed = swiglu_quack.quack_mlp
     else:
-        found = "linears that are more than matrices with low-rank adapters (a bias, DoRA, dropout, other products)"
+        found = "linears other than matrices with low-rank adapters (a bias, DoRA, dropout, other matmuls)"
         raise NeedsError("`fused-kernels:mlp=quack`", found, "take mlp=triton")
     for block in blocks:
         block.mlp = feed
 
 
 def _set_experts(experts: Experts) -> bool:
-    """Put QuACK's products into a layer of experts; return whether they also take activations and rows by number."""
+    """Put QuACK's matmuls into a layer of experts; return whether they fuse activations and index rows."""
     from optrush.kernels import experts_quack, swiglu
     from optrush.models.experts import gate_pairs, multiply_here
 
@@ -291,17 +291,17 @@ def _uncopied() -> Iterator[Rule]:
 
     The rate of products stays as torch's, with which a step is 0.5 % off (one H200: h200-cells-kinds).
     """
-    why = "products read tokens by number, and copy no rows"
+    why = "matmuls read tokens by index, without copies"
     yield live("saved.routed", why, gone=True)
-    yield live("saved.weighed", "weights multiply what leaves the down product", gone=True)
+    yield live("saved.weighed", "weights multiply the output of the down projection", gone=True)
     for way in ("forward", "backward"):
         yield live(f"{way}.rows", f"{why}: sums alone", times=0.5)
 
 
 def _hidden(s: ModelShape) -> Iterator[Rule]:
-    """Yield what epilogues read and write and products do not hide: F and 3 F, of 3 F and 6 F (docs/log)."""
+    """Yield the epilogues' traffic that matmuls do not hide: F and 3 F, of 3 F and 6 F (docs/log)."""
     D, F, heads = s.width, s.active_width, 2 * (s.heads + s.kv_heads) * s.head_width
-    why = "of the activation's values, those that the products do not hide"
+    why = "of share of the activation's traffic that the matmuls do not hide"
     yield live("forward.elementwise", why, times=(D + heads + F) / (D + heads + 3 * F))
     yield live("backward.elementwise", why, times=(D + heads + 3 * F) / (D + heads + 6 * F))
 
@@ -313,7 +313,7 @@ GRADIENTS = {"qkv": "rope", "o": "norm", "down": "none"}
 
 
 def _adapters(env: Environment, shape: ModelShape) -> Iterator[Rule]:
-    """Yield the cost of storing adapters next to what they add to; kernels that pad their output save a copy."""
+    """Yield the cost of storing adapters next to their weights; kernels that pad their output save a copy."""
     spec, L, room = env.spec, env.blocks, 0
     padding = {"norm": spec.norm == "fused", "attention": spec.attention == "fa4", "rope": spec.rope == "fused"}
     quantized = spec.linears["down"].weight != "dense"
@@ -323,7 +323,7 @@ def _adapters(env: Environment, shape: ModelShape) -> Iterator[Rule]:
         if not many or (linear.bias and name in ("qkv", "o")) or (bare and linear.module not in ("gate_up", "down")):
             continue
         if name == "gate_up" or not bare:
-            yield live(f"forward.added.{name}", "in the product itself", gone=True)
+            yield live(f"forward.added.{name}", "in the matmul itself", gone=True)
         for way, writers in zip(WAYS, (INPUTS, GRADIENTS), strict=True):
             if name in writers and (bare or not padding.get(writers[name], False)):
                 n, what = (width, "input") if way == "forward" else (rows, "gradient")
@@ -341,5 +341,5 @@ def _adapters(env: Environment, shape: ModelShape) -> Iterator[Rule]:
 
 
 def _rerun(env: Environment) -> bool:
-    """Return whether blocks run again operator by operator, up to the last tensor needed: the down product's input."""
+    """Return whether blocks run again by operator, up to the last tensor needed: the input of `down`."""
     return Part.ACTIVATION_CHECKPOINTING in env.claimed and Part.COMPILED not in env.claimed

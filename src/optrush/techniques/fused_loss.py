@@ -21,15 +21,15 @@ LIGER_CHUNK = 1024  # tokens, about what Liger takes at 16 to 32 thousand of the
 
 @dataclass(frozen=True)
 class FusedLoss(Technique):
-    """Computes a chunk's logits, its loss and its gradients at once, and forgets the logits.
+    """Computes a chunk's logits, loss and gradients at once, and discards the logits.
 
-    chunked: plain torch products around a compilable softmax; any device and type, biases, softcaps, losses by token.
-    quack: by the package quack-kernels, a product whose epilogue exponentiates, and two plain ones; bf16 on Hopper.
-    liger: the package liger-kernel (Triton); CUDA. It chooses its chunk itself.
+    chunked: plain torch matmuls around a compilable softmax; any device and dtype, biases, softcaps, losses per token.
+    quack: with the package quack-kernels, one matmul whose epilogue exponentiates, and two plain ones; bf16 on Hopper.
+    liger: the package liger-kernel (Triton); CUDA. It chooses its own chunk.
 
     Source: Wijmans et al., https://arxiv.org/abs/2411.09009; the chunking as in Liger, https://arxiv.org/abs/2410.10989
-    Memory: chunk*V*(2+4) bytes instead of B*T*V*(2+4+4), quack chunk*V*2; and V*D*4 for the weight's gradient, but for
-        quack where all tokens fit into one chunk.
+    Memory: chunk*V*(2+4) bytes instead of B*T*V*(2+4+4), quack chunk*V*2; and V*D*4 for the weight's gradient, except
+        with quack if all tokens fit into one chunk.
     Work: unchanged FLOPs.
     Differs from the source: the weight's gradient is summed over chunks in float32.
     """
@@ -51,22 +51,22 @@ class FusedLoss(Technique):
         if self.impl == "chunked":
             return
         asked = f"fused-loss:impl={self.impl}"
-        found = "an objective that needs the loss of each token; this kernel has only the gradients of their sum"
+        found = "an objective that needs per-token losses; this kernel computes only gradients of their sum"
         yield Requirement(not env.paired, f"`{asked}`", found, "take impl=chunked")
         yield Requirement(
             "tp" not in env.axes, f"`{asked}`", "a vocabulary that is sharded over ranks", "take impl=chunked"
         )
         yield env.needs_gpu(asked, (9, 0) if self.impl == "quack" else (8, 0))
         if self.impl == "liger":
-            found, do = f"chunk={self.chunk}, where Liger cuts the rows itself", "leave chunk out"
+            found, do = f"chunk={self.chunk}; Liger chooses its own chunk", "leave chunk out"
             yield Requirement(self.chunk is None, f"`{asked}`", found, do)
             return
         do = "take impl=chunked"
         yield Requirement(env.device.capability == (9, 0), f"`{asked}` needs Hopper", env.device.name, do)
-        yield env.needs_half(f"`{asked}` needs products in bf16", do)
-        found = f"a vocabulary of {env.vocab}, no multiple of 128"
+        yield env.needs_half(f"`{asked}` needs matmuls in bf16", do)
+        found = f"a vocabulary of {env.vocab}, not a multiple of 128"
         yield Requirement(env.vocab % 128 == 0, f"`{asked}`", found, do)
-        asked, found = f"`{asked},chunk={self.chunk}`", "a chunk that is no multiple of 128"
+        asked, found = f"`{asked},chunk={self.chunk}`", "a chunk that is not a multiple of 128"
         yield Requirement((self.chunk or TILE) % TILE == 0, asked, found, "take a multiple of 128")
 
     def predict(self, env: Environment) -> Iterator[Rule]:
@@ -76,8 +76,8 @@ class FusedLoss(Technique):
         yield live(tagged("logits"), "of one chunk at a time", most_tokens=most)
         yield live("tied.sum", "the head's gradient is added to in place", gone=True)
         if self.impl == "quack":
-            yield live(tagged("logits", "fusable"), "the products' epilogue does it", gone=True)
-            yield live("head.moved", "written and read by products, which hide it", gone=True)
+            yield live(tagged("logits", "fusable"), "done in the matmul's epilogue", gone=True)
+            yield live("head.moved", "written and read by matmuls, which hide it", gone=True)
         else:
             why, values = "the gradients of a chunk's logits and of the one before, 2 V", 2.0
             if env.slots <= most:
@@ -133,9 +133,9 @@ class FusedLoss(Technique):
         if self.impl == "quack":
             V = trainer.env.vocab if head.weight is None else head.weight.shape[0]  # None: elsewhere in a pipeline
             if V % 128:
-                raise NeedsError(f"`{asked}`", f"a vocabulary of {V}, no multiple of 128", "take impl=chunked")
+                raise NeedsError(f"`{asked}`", f"a vocabulary of {V}, not a multiple of 128", "take impl=chunked")
             if trainer.precision == torch.float16:
-                raise NeedsError(f"`{asked}`", "products in fp16", "take bf16, or impl=chunked")
+                raise NeedsError(f"`{asked}`", "matmuls in fp16", "take bf16, or impl=chunked")
         head.nll = Package(function={"quack": quack, "liger": liger}[self.impl], chunk=self.tokens(trainer.env))
-        trainer.notes.append("fused-loss: evaluation, which needs no gradients, goes through the chunked kernel")
+        trainer.notes.append("fused-loss: evaluation uses the chunked kernel")
         return 1

@@ -23,15 +23,15 @@ OTHERS = (
 
 @dataclass(frozen=True)
 class Ia3(Technique):
-    """Multiplies keys and values, and what enters the down product, by a learnt factor each; factors begin at 1.
+    """Multiplies keys, values and the input of the down projection by learned factors; factors start at 1.
 
-    targets: `auto`, those three (of families with other names, what PEFT takes), or names: [q_proj, down_proj].
-    feedforward: those of the targets whose input is scaled instead of their output.
-    init: a folder of PEFT's to begin with, of the same targets.
+    targets: `auto`, these three (in families with other names, PEFT's targets), or names: [q_proj, down_proj].
+    feedforward: targets whose input is scaled instead of their output.
+    init: a PEFT folder to start from, with the same targets.
 
     Source: Liu et al., https://arxiv.org/abs/2205.05638
-    Memory: 16 bytes a factor, and of the model its weights alone, in the type of the products.
-    Work: 4 FLOPs a frozen weight and token instead of 6.
+    Memory: 16 bytes per factor, and only the weights of the model, in the matmul dtype.
+    Work: 4 FLOPs per frozen weight and token instead of 6.
     """
 
     targets: str | tuple[str, ...] = "auto"
@@ -62,27 +62,27 @@ class Ia3(Technique):
             io.read_config(self.name, self.init, {"peft_type": "IA3"})
 
     def _targets(self, known: Collection[str]) -> str | tuple[str, ...]:
-        """What `auto` means in a model whose linears have these names; `auto` where they match no known family."""
+        """Return the targets of `auto` for linears with these names; `auto` if no known family matches."""
         if self.targets != "auto":
             return self.targets
         return next((names for names in (OURS, *OTHERS) if {*names} <= {*known}), "auto")
 
     def _named(self, known: Collection[str]) -> Requirement:
-        found, do = f"linears of other names: {', '.join(known)}", "name them: targets, and of these feedforward"
+        found, do = f"linears with other names: {', '.join(known)}", "set targets, and their subset feedforward"
         return Requirement(self._targets(known) != "auto", "`ia3:targets=auto`", found, do)
 
     def _apart(self, linears: Collection[Collection[str]], targets: str | tuple[str, ...]) -> Iterator[Requirement]:
-        """Whether no module whose input is to be scaled shares it with another."""
+        """Yield whether each module with a scaled input has that input alone."""
         names = {*ledger.chosen(targets, [n for pieces in linears for n in pieces])} & {*self.feedforward}
         do = "leave it out of feedforward, or take model.implementation: transformers"
         for name, pieces in ((n, p) for n in sorted(names) for p in linears if n in p):
-            found = f"one product makes {', '.join(pieces)} of one input"
+            found = f"one matmul computes {', '.join(pieces)} from one input"
             yield Requirement(len(pieces) == 1, f"`ia3:feedforward=[{name}]`", found, do)
 
     def _within(self, names: Collection[str]) -> Requirement:
-        """Whether what `feedforward` names is among the targets; its default names more than any model has."""
+        """Return whether `feedforward` is a subset of the targets; its default has more names than any model."""
         wrong = next((n for n in self.feedforward if n not in names), "")
-        asked, found = f"`ia3:feedforward=[{', '.join(self.feedforward)}]`", f"{wrong} is none of the targets"
+        asked, found = f"`ia3:feedforward=[{', '.join(self.feedforward)}]`", f"{wrong} is not a target"
         do = f"take some of {', '.join(names)}, or add it to the targets"
         return Requirement(not wrong or self.feedforward == Ia3.feedforward, asked, found, do)
 
@@ -90,7 +90,7 @@ class Ia3(Technique):
         return "adapters only"
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """Yield what is frozen, the vectors that are learnt, and what each keeps of its linear."""
+        """Yield the frozen weights, the trained vectors, and each one's saved linear output."""
         learnt: list[tuple[int, int]] = []
         known = ledger.names_of(env.shape)
         keep, left, names = set(), 0, {*ledger.chosen(self._targets(known), known)}
@@ -104,7 +104,7 @@ class Ia3(Technique):
             left += 0 if inputs else layers * linear.outputs
         yield from ledger.predict_frozen(env, (), learnt, keep)
         if left:
-            why = "what a linear gave, before it is scaled"
+            why = "a linear's output, before scaling"
             yield add(saved("left", why, left, env.blocks, "adapters"))
 
     def peft(self, trainer: Trainer) -> int:

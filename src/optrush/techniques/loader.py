@@ -13,13 +13,13 @@ from optrush.technique import Environment, Numerics, Requirement, Technique, Tra
 
 @dataclass(frozen=True)
 class Loader(Technique):
-    """Worker processes gather, or tokenise, and pack batches ahead; page-locked memory lets a GPU fetch them itself.
+    """Worker processes gather (or tokenize) and pack batches ahead; page-locked memory lets a GPU fetch them.
 
-    `pinned` left out means: where there is a GPU. The batches and their order do not depend on it.
+    `pinned` unset means: on a GPU. The batches and their order do not depend on it.
 
     Source: torch.utils.data, https://docs.pytorch.org/docs/stable/data.html#multi-process-data-loading
-    Memory: workers x prefetch steps of batches on the host, about 24 bytes a slot each.
-    Work: none of the device's; what the host did between two steps happens during them.
+    Memory: workers x prefetch steps of batches on the host, about 24 bytes per slot.
+    Work: none on the device; host work between two steps now overlaps with them.
     """
 
     workers: Annotated[int, Field(ge=1)] = 2

@@ -20,16 +20,16 @@ ELSE = "leave longlora out"
 
 @dataclass(frozen=True)
 class LongLora(Technique):
-    """Lets each token read a group of G tokens while training, half of the heads shifted by G/2; evaluations are dense.
+    """Lets each token attend within a group of G tokens in training, half of the heads shifted by G/2.
 
-    group: G, a divisor of T; without it T / 4, as in the source. With `lora` the source trains embedding and norms, as
-    lora:save=[embed_tokens,norm,input_layernorm,post_attention_layernorm] does.
+    Evaluations are dense. group: G, a divisor of T; by default T / 4, as in the source. The source also trains
+    embedding and norms: lora:save=[embed_tokens,norm,input_layernorm,post_attention_layernorm].
 
     Source: Chen et al., https://arxiv.org/abs/2309.12307
-    Memory: where scores or masks are kept, G values a token and head, or slot, in place of T; half of the queries, keys
-        and values, and of the output, once more.
-    Work: G scores a token and head in place of T; half of queries, keys and values moved there and back.
-    Differs from the source: documents of a row stay apart, and so do the beginning and the end of a row.
+    Memory: saved scores (per token and head) or masks (per slot) take G values instead of T; half of the queries, keys
+        and values, and of the output, are saved once more.
+    Work: G scores per token and head instead of T; half of queries, keys and values moved there and back.
+    Differs from the source: documents of a row are isolated, and so are the start and the end of a row.
     """
 
     group: Annotated[int, Field(ge=2)] | None = None
@@ -46,35 +46,35 @@ class LongLora(Technique):
         return self.group or env.seq // 4
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        """Yield what groups, kernels, axes, objective and model must be."""
+        """Yield requirements of groups, kernels, axes, objective and model."""
         G, asked = self.size(env), "`longlora`"
         met = G > 0 and G % 2 == 0 and env.seq % G == 0 and env.seq > G
         do = "take a group that is even, divides batch.seq and is smaller"
-        yield Requirement(met, f"{asked} cuts rows of {env.seq} tokens", f"groups of {G}", do)
+        yield Requirement(met, f"{asked} splits rows of {env.seq} tokens", f"groups of {G}", do)
         found = "the model runs through transformers"
         yield Requirement(env.native, f"{asked} wraps the attention of our own blocks", found, ELSE)
         found, do = f"attention:impl={env.spec.attention}, which takes documents by their lengths", "take impl=sdpa"
-        yield Requirement(env.spec.attention in KERNELS, f"{asked} makes rows of groups", found, do)
-        found = "a technique that gives ranks parts of a row, or of the heads"
+        yield Requirement(env.spec.attention in KERNELS, f"{asked} splits rows into groups", found, do)
+        found = "a technique that shards rows or heads"
         met = not {Part.CP, Part.TP} & env.claimed
         yield Requirement(met, f"{asked} needs whole rows and all heads", found, ELSE)
-        found = "an objective that compares with a model of dense attention"
+        found = "an objective that compares with a model with dense attention"
         yield Requirement(not (env.paired or env.reference), f"{asked} is dense in evaluation", found, ELSE)
         if env.shape is None:
             return
         s = env.shape
-        found = f"{s.heads} heads, and {s.kv_heads} of keys and values"
+        found = f"{s.heads} heads, and {s.kv_heads} key and value heads"
         met = s.heads % 2 == 0 and (s.kv_heads % 2 == 0 or s.kv_heads == 1)
         yield Requirement(met, f"{asked} shifts half of the heads", found, ELSE)
         other = s.latent or s.delta or s.sinks or s.chunks or s.score_cap or s.window is not None
         found = "latent attention, a delta rule, sinks, windows, chunks or capped scores in the model"
-        yield Requirement(not other, f"{asked} takes plain causal attention", found, ELSE)
+        yield Requirement(not other, f"{asked} needs plain causal attention", found, ELSE)
 
     def quality(self, env: Environment) -> str:
         return "sparse attention"
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """Yield scores and masks of G in place of T, and what the halves of the heads keep besides."""
+        """Yield scores and masks of G instead of T, and the extra tensors of the shifted heads."""
         G, L = self.size(env), env.blocks
         share, packed = G / env.seq, Part.PACKED_ROWS in env.claimed
         for work in (tagged("attention"), tagged("scores", no=("heads",))):
@@ -95,7 +95,7 @@ class LongLora(Technique):
         else:
             if packed:
                 yield live("saved.mask", f"within groups of {G} tokens", gone=True)
-            why, many = f"masks within groups of {G} tokens, G a slot", 2 if packed else 1
+            why, many = f"masks within groups of {G} tokens, G per slot", 2 if packed else 1
             yield add(saved("shifted.mask", why, L * G * many, L, "mask"))
             if q > kv and not packed:
                 why = "keys and values of the shifted heads repeated for each query head, H - K"
@@ -122,5 +122,5 @@ class LongLora(Technique):
 
         for block in blocks:
             block.attention = attend  # type: ignore[assignment]
-        trainer.notes.append(f"longlora: groups of {group} tokens while training; evaluations are dense")
+        trainer.notes.append(f"longlora: groups of {group} tokens in training; evaluations are dense")
         return len(blocks)

@@ -24,28 +24,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Lora(Technique):
-    """Adds alpha / rank * B A x to what a frozen linear gives, A and B of the given rank; B begins as zeros.
+    """Adds alpha / rank * B A x to the output of a frozen linear, A and B of the given rank; B starts as zeros.
 
-    rslora: the factor is alpha / sqrt(rank). dora: each row of the sum is scaled to a learnt length.
+    rslora: the factor is alpha / sqrt(rank). dora: each row of the sum is scaled to a learned length.
     targets: `auto` and `all-linear` every linear of the blocks, `attention`, `mlp`, names: [q_proj, v_proj], or a
-        regular expression of whole module names, as PEFT has it. Names that match nothing are listed. Of a
-        model with experts `auto` is its attention; `experts` names their stacked matrices, [gate_up_proj, down_proj],
-        `dense` its other feed-forward parts: shared experts, layers without experts. Lists may name sets, too.
-    save: modules that are trained whole as well: embed_tokens, lm_head, names of norms.
-    init: a folder of PEFT's to begin with, of the same rank, targets and save; or `pissa`, `pissa_niter_N`, `olora`:
-        the adapter begins as the largest part of the weight, and the rest is frozen.
+        regular expression of whole module names, as in PEFT. Names that match nothing are listed. In a model with
+        experts `auto` is its attention; `experts` their stacked matrices, [gate_up_proj, down_proj], `dense` its other
+        feed-forward parts: shared experts, layers without experts. Lists may name sets, too.
+    save: modules that are also trained whole: embed_tokens, lm_head, names of norms.
+    init: a PEFT folder to start from, with the same rank, targets and save; or `pissa`, `pissa_niter_N`, `olora`: the
+        adapter starts as the largest part of the weight, and the rest is frozen.
     lr_ratio: B's learning rate as a multiple of A's (LoRA+).
-    dtype: of A and B, their gradients and states. bfloat16: rounded as `bf16` rounds weights, stochastically.
+    dtype: of A and B, their gradients and states. bfloat16: rounded stochastically, like weights of `bf16`.
 
     Source: Hu et al., https://arxiv.org/abs/2106.09685; rsLoRA https://arxiv.org/abs/2312.03732, DoRA
         https://arxiv.org/abs/2402.09353, PiSSA https://arxiv.org/abs/2404.02948, OLoRA
         https://arxiv.org/abs/2406.01775, LoRA+ https://arxiv.org/abs/2402.12354
-    Memory: 16 bytes a parameter of the adapters, 8 in bfloat16; of the model its weights alone, in the products' type.
-    Work: 4 FLOPs a frozen weight and token instead of 6, and 6 an adapter's; dora 2 r n a weight and micro-batch, for
-        W A^T of n pieces in one linear, and each weight read twice more, or made dense once more. pissa: a
+    Memory: 16 bytes per adapter parameter, 8 in bfloat16; only the weights of the model, in the matmul dtype.
+    Work: 4 FLOPs per frozen weight and token instead of 6, and 6 per adapter's; dora 2 r n per weight and micro-batch,
+        for W A^T of n pieces in one linear, and each weight read twice more, or dequantized once more. pissa: a
         decomposition of every weight when it is loaded.
-    Differs from the source: pieces of a fused linear (q, k, v; gate, up) share the products and one dropout mask;
-        adapters multiply in the type of the linear's output; dora drops nothing of the frozen product's input.
+    Differs from the source: pieces of a fused linear (q, k, v; gate, up) share matmuls and one dropout mask; adapters
+        multiply in the dtype of the linear's output; dora applies no dropout to the frozen linear's input.
     """
 
     rank: Annotated[int, Field(ge=1)] = 16
@@ -92,18 +92,18 @@ class Lora(Technique):
         parts = {name.removeprefix("" if env.native else "dense.") for name in ledger.DENSE}
         routed = env.native or (isinstance(env.shape, TracedShape) and env.shape.stacked > 0)
         beside = routed and not parts.isdisjoint(ledger.chosen(targets, ledger.names_of(env.shape)))
-        found = "dora or dropout, which PEFT does not have for parts beside experts"
+        found = "dora or dropout, which PEFT does not support for parts next to experts"
         do = "take targets=attention, or leave out dora and dropout"
         met = not (beside and (self.dora or self.dropout))
         yield Requirement(met, f"`lora:targets={targets}`", found, do)
         if env.shape is not None and [*ledger.expert_sizes(env.shape, targets)]:
             asked, do = f"`lora:targets={targets}`", "take targets=attention for it"
-            found = "dora or dropout, which have no meaning for a product by rows of several experts"
+            found = "dora or dropout, which are undefined for grouped matmuls of experts"
             yield Requirement(not (self.dora or self.dropout), f"{asked} adapts experts", found, do)
-            found = f"rank {self.rank}, where a grouped product on a GPU needs multiples of 8"
+            found = f"rank {self.rank}; grouped matmuls on a GPU need multiples of 8"
             aligned = env.device.kind != "cuda" or self.rank % 8 == 0
             yield Requirement(aligned, f"{asked} adapts experts", found, "take a multiple of 8")
-        found = "a technique that records the step: no proof that a replay draws new dropout masks"
+        found = "a technique that records the step: replays are not proved to draw new dropout masks"
         met = not self.dropout or Part.CAPTURE not in env.claimed
         yield Requirement(met, f"`lora:dropout={self.dropout:g}`", found, "leave dropout out")
         if self.dtype == "bfloat16":
@@ -112,16 +112,16 @@ class Lora(Technique):
         delta = env.shape is not None and env.shape.delta is not None  # whose layers have a module `norm`
         inside = sorted({*self.save} - {ledger.EMBEDDING, ledger.HEAD, *(() if delta else ("norm",))})
         asked = f"`lora:save=[{', '.join(self.save)}]` over several ranks"
-        found = f"{inside[0] if inside else ''} in bf16 beside adapters in float32, which are sharded together"
+        found = f"{inside[0] if inside else ''} in bf16 with float32 adapters, sharded together"
         do = "leave norms of blocks out, or take --with amp instead of bf16 weights"
         yield Requirement(not (inside and narrow and Part.DATA in env.claimed), asked, found, do)
         if self.splits_base:
             asked, do = f"`lora:init={self.init}`", "leave one of the two out"
-            found = "a base in 4 or 8 bits, which would round what is left of each weight"
+            found = "a 4-bit or 8-bit base, which would round the rest of each weight"
             dense = all(linear.weight == "dense" for linear in env.spec.linears.values())
             yield Requirement(dense, asked, found, do)
-            yield Requirement(not self.dora, asked, "dora: true, whose lengths are those of whole weights", do)
-            found = "a technique that gives ranks parts of the layers, where the first one publishes all adapters"
+            yield Requirement(not self.dora, asked, "dora: true, which uses the lengths of whole weights", do)
+            found = "a technique that gives ranks some of the layers; the first rank publishes all adapters"
             yield Requirement(Part.PP not in env.claimed, asked, found, do)
         elif self.init is not None:
             trained_with = {  # targets show in its tensors
@@ -131,13 +131,13 @@ class Lora(Technique):
             io.read_config(self.name, self.init, trained_with)
 
     def _narrow(self, env: Environment) -> Iterator[Requirement]:
-        """Yield what adapters in bfloat16 need: updates too small for their last bit count, and exact first values."""
+        """Yield requirements of bfloat16 adapters: rounding that preserves small updates, exact initial values."""
         asked, rounding = "`lora:dtype=bfloat16`", env.spec.rounding
-        found = f"updates that are rounded {'to the nearest' if rounding == 'nearest' else 'with remainders'}"
+        found = f"updates rounded {'to nearest' if rounding == 'nearest' else 'with Kahan summation'}"
         yield Requirement(rounding == "stochastic", asked, found, "take --with bf16, whose rounding is stochastic")
-        found = "dora: true, whose lengths are those of the weights" if self.dora else f"init={self.init}"
+        found = "dora: true, which uses the lengths of the weights" if self.dora else f"init={self.init}"
         exact = not (self.dora or self.splits_base)
-        yield Requirement(exact, f"{asked} rounds first values", found, "leave dtype out")
+        yield Requirement(exact, f"{asked} rounds initial values", found, "leave dtype out")
 
     def quality(self, env: Environment) -> str:
         return "adapters only" if self.dtype == "float32" else "adapters only, in bf16"
@@ -187,24 +187,24 @@ class Lora(Technique):
         if not learnt:
             return
         L = env.blocks
-        why = "A x of every adapter, n r values" + (", and what is scaled" if self.dora else "")
-        copies = "A and B in the products' type, B over all rows"
+        why = "A x of every adapter, n r values" + (", and the scaled output" if self.dora else "")
+        copies = "A and B in the matmul dtype, B over all rows"
         if entering:
-            yield add(saved("enters.experts", "rows that enter experts, kept for their adapters", entering, L))
+            yield add(saved("enters.experts", "inputs of experts, saved for their adapters", entering, L))
         yield add(
             saved("low", why, low + rows * self.dora, L, "adapters"),
             Line("saved.laid", copies, laid, "product", "saved", blocks=L, of=("saved", "adapters")),
         )
         for way, times in zip(WAYS, (2, 4), strict=True):
-            why = f"{times} a value of A and of B over all rows"
+            why = f"{times} per value of A and of B over all rows"
             yield add(WorkItem(f"{way}.adapters", why, "token", times * laid, of=(way,)))
         for way, values in zip(WAYS, (there, back), strict=True):
-            why = "rows of the experts, whose adapters' products are apart from theirs"
+            why = "rows of the experts, with separate matmuls for adapters"
             if values:
                 yield add(WorkItem(f"{way}.adapters.rows", why, "token", values=values, role="product", of=(way,)))
         for way, kernels in zip(WAYS, (3, 7), strict=True):
             factor = OURS if Part.COMPILED in env.claimed else 1.0  # else assumed, not measured
-            why, launches = f"{kernels} kernels a linear", factor * kernels * sum(keep.values())
+            why, launches = f"{kernels} kernels per linear", factor * kernels * sum(keep.values())
             yield add(launched(way, "adapters.launches", why, launches))
         if self.dora:
             yield from _lengths(env, crossed, weights, rows)
@@ -239,7 +239,7 @@ class Lora(Technique):
         trainer.notes += ledger.remarks(self.name, self.targets, shape, known)
         if self.splits_base and inside:
             do = "leave init out, or take targets: attention"
-            raise NeedsError(f"`lora:init={self.init}`", "targets among the experts, which are not decomposed", do)
+            raise NeedsError(f"`lora:init={self.init}`", "targets among the experts, which cannot be decomposed", do)
         trained = adapted.freeze_base(model, recipe, self.save, trainer.precision)
         settings = Settings(self.rank, self.alpha, self.dropout, self.rslora, self.dora, self.dtype == "bfloat16")
         switch = adapted.AdapterToggle()
@@ -299,16 +299,16 @@ class Lora(Technique):
 
 
 def _lengths(env: Environment, crossed: float, weights: float, rows: float) -> Iterator[Rule]:
-    """Yield the work of the lengths of rows, which is of weights, and of scaling each token's sums by them."""
+    """Yield the work of computing row lengths from weights, and of scaling each token's sums."""
 
     def work(name: str, why: str, flop: float = 0.0, values: float = 0.0, role: Role = "product") -> Rule:
         return add(WorkItem(f"forward.{name}", why, "micro", flop, values=values, role=role, of=("forward",)))
 
     yield work("lengths", "W A^T and B (A A^T), the second in float32", 2 * crossed)
     yield work("measured", "W read twice for lengths", values=2 * weights)
-    for way, each, why in zip(WAYS, (2, 4), ("the sum read and written", "both gradients of a product"), strict=True):
+    for way, each, why in zip(WAYS, (2, 4), ("the sum read and written", "both gradients of a matmul"), strict=True):
         yield add(WorkItem(f"{way}.scaled", why, "token", values=each * rows, role="product", of=(way,)))
     if Part.LINEARS in env.claimed:
-        why = "W made dense once more, for the lengths"
+        why = "W dequantized once more, for the lengths"
         yield work("measured.packed", why, values=weights, role="stored")
         yield work("measured.unpacked", why, values=weights)

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MemoryCap(Technique):
-    """Caps torch's allocator, so that a run fails here where it would fail on a smaller card; the plan uses that size.
+    """Caps torch's allocator, so that a run fails here if it would fail on a smaller card; the plan uses that size.
 
-    What a CUDA process takes besides torch's allocations is subtracted from the cap, as in the plan. Exactly one of the
-    options is given.
+    The memory of a CUDA process outside torch's allocator is subtracted from the cap, as in the plan. Exactly one of
+    the options must be set.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.set_per_process_memory_fraction.html
     Memory: at most `mib`, or `fraction` of the card, less 800 MiB for the CUDA context.
@@ -53,7 +53,7 @@ class MemoryCap(Technique):
         asked = f"`memory-cap` of {size_bytes >> 20} MiB"
         found = f"{env.device.name} has {memory_bytes >> 20} MiB"
         yield Requirement(size_bytes <= memory_bytes, asked, found, "take less, or leave memory-cap out")
-        found = f"{CONTEXT_BYTES >> 20} MiB of it go to the CUDA context"
+        found = f"{CONTEXT_BYTES >> 20} MiB are for the CUDA context"
         yield Requirement(size_bytes > CONTEXT_BYTES, asked, found, "take more")
 
     def card(self, device: Device) -> Device:
@@ -71,7 +71,7 @@ class MemoryCap(Technique):
         return 1
 
     def _bytes(self, device: Device) -> int | None:
-        """Memory of the smaller card; None where no size is given, or the device's memory is not known."""
+        """Return the memory of the smaller card; None without a size, or if the device's memory is unknown."""
         if self.mib is not None:
             return self.mib << 20
         if self.fraction is None or device.memory_bytes is None:

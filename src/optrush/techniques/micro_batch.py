@@ -20,15 +20,15 @@ ONCE = frozenset({Part.UPDATE, Part.CAPTURE})
 
 @dataclass(frozen=True)
 class MicroBatch(Technique):
-    """Takes a window again in smaller micro-batches when it ran out of memory; `batch.micro_tokens: auto` brings it in.
+    """Repeats a window in smaller micro-batches if it ran out of memory; `batch.micro_tokens: auto` adds it.
 
-    Before step 0 on any number of ranks. Later in a run of one process, where the step is not lost; several ranks
-    wait for each other in the middle of a window, so there the run ends, and goes on from its last checkpoint.
+    Before step 0 on any number of ranks. Later only in a run of one process, which loses no step; several ranks wait
+    for each other in the middle of a window, so the run ends there, and can resume from its last checkpoint.
 
     Source: https://arxiv.org/abs/1811.06965
-    Memory: of half the rows, half of what is saved for the backward pass and of what the head holds.
-    Work: unchanged FLOPs; more operators to start, and for smaller products a lower rate.
-    Differs from the source: micro-batches are sized by a prediction and by what was found to fit, not given.
+    Memory: with half the rows, half of the saved activations and of the head's memory.
+    Work: unchanged FLOPs; more operators to launch, and a lower rate for smaller matmuls.
+    Differs from the source: the size of micro-batches is predicted and tested, not given.
     """
 
     name = "micro-batch"
@@ -41,7 +41,7 @@ class MicroBatch(Technique):
     def wrap_window(self, trainer: Trainer) -> int:
         if trainer.world.ranks > 1 or ONCE & trainer.env.claimed:
             several = trainer.world.ranks > 1
-            why = "several ranks wait for each other" if several else "it is not run as often as one likes"
+            why = "several ranks wait for each other" if several else "it cannot be repeated"
             trainer.notes.append(f"out of memory after step 0 ends the run, resumably: in the middle of a window {why}")
             return 1
         Halving(trainer).around()
@@ -49,7 +49,7 @@ class MicroBatch(Technique):
 
 
 class Halving:
-    """`forward_backward` and `eval_loss` in micro-batches of at most `env.micro_rows`, halved when memory runs out."""
+    """Runs `forward_backward` and `eval_loss` in at most `env.micro_rows` rows, halved if memory runs out."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.gradients, self.losses = trainer, trainer.forward_backward, trainer.eval_loss
@@ -80,7 +80,7 @@ class Halving:
         return [part for b in batches for part in b.parts(self.trainer.env.micro_rows)]
 
     def _exhausted(self, error: BaseException) -> str:
-        """Return what ran out of memory; raise any other error, or one that no smaller micro-batch can avoid."""
+        """Return the out-of-memory message; raise any other error, or one that smaller micro-batches cannot avoid."""
         if not exhausted(error) or self.trainer.env.fewer_rows is None:
             raise error
         return first_line(error)

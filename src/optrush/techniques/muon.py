@@ -19,14 +19,14 @@ ROOM = 1 << 25  # elements of the matrices that are updated at a time: their tem
 
 @dataclass(frozen=True)
 class Muon(Technique):
-    """Steps each matrix of the blocks along its momentum with all singular values near 1; everything else by AdamW.
+    """Steps each matrix of the blocks along its orthogonalized momentum; everything else uses AdamW.
 
-    Query, key, value, gate and up are made orthogonal one by one, also where one tensor holds them together. The
-    step is as large as AdamW's: `optim.lr` and `optim.weight_decay` serve both parts.
+    Query, key, value, gate and up are orthogonalized separately, even if one tensor stores several. The step is as
+    large as AdamW's: `optim.lr` and `optim.weight_decay` serve both parts.
 
     Source: https://kellerjordan.github.io/posts/muon/ (Jordan et al.)
-    Memory: one value a parameter of the blocks' matrices instead of two; temporaries of 33 million elements.
-    Work: 10 r (2 r c + r^2) FLOP a step for each matrix of r <= c rows and columns, whatever the tokens.
+    Memory: one value per parameter of the blocks' matrices instead of two; temporaries of 33 million elements.
+    Work: 10 r (2 r c + r^2) FLOP per step for each matrix of r <= c rows and columns, whatever the tokens.
     Differs from the source: the step's size is 0.2 sqrt(max(rows, columns)) (https://arxiv.org/abs/2502.16982).
     """
 
@@ -45,17 +45,17 @@ class Muon(Technique):
         yield from env.needs_own_matrices(self.name, "the blocks'")
         do = "take ddp instead, or another optimizer: fused-adamw"
         found = "a technique that shards them over the ranks"
-        yield Requirement(not env.sharded, "`muon` makes whole matrices orthogonal", found, do)
+        yield Requirement(not env.sharded, "`muon` orthogonalizes whole matrices", found, do)
         yield env.needs_no_kahan(self.name)
 
     def optimizer_spec(self, env: Environment) -> OptimizerSpec:
-        why = "momenta, and steps before and after the products, one operator at a time"
+        why = "momenta, and steps before and after the matmuls, one operator at a time"
         steps = WorkItem("update.steps", why, "step", values=30.0, role="wide")
         workspace = {}
         if env.shape is not None:  # float32 steps, and what makes them orthogonal: in bfloat16, on a CPU in float32
             width = 3.0 if env.device.kind == "cuda" else 5.0
             workspace = {"blocks": width * at_once(env.shape, alone=Part.UPDATE in env.claimed)}
-        why = "a momentum for each parameter; those of a shape are stepped together"
+        why = "one momentum per parameter; equal shapes are stepped together"
         return OptimizerSpec(why, {"blocks": States(1.0)}, loop=False, work={"blocks": steps}, workspace=workspace)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
@@ -63,7 +63,7 @@ class Muon(Technique):
         yield from super().predict(env)
         if (s := env.shape) is not None:
             flop = s.layers * sum(2.0 * r * r * (2 * c + r) for r, c in map(sorted, pieces(s))) * self.iterations
-            why = f"{self.iterations} iterations of three products for each matrix"
+            why = f"{self.iterations} iterations of three matmuls per matrix"
             launches = 35 * 4 * s.layers
             yield add(WorkItem("update.orthogonal", why, "step", flop=flop, launches=launches, of=("update",)))
 
@@ -81,7 +81,7 @@ class Muon(Technique):
         if not found:
             held = f"no trained linear in the blocks of this {trainer.hf['model_type']} model"
             do = "take --with fused-adamw or --with adam8bit instead"
-            raise NeedsError("`muon` makes the blocks' matrices orthogonal", held, do)
+            raise NeedsError("`muon` orthogonalizes the blocks' matrices", held, do)
         if any(t.local.dtype == torch.bfloat16 for t in trainer.trained):
             self.demand_triton(trainer.env.device)
         options = {"matrices": found, "momentum": self.momentum, "iterations": self.iterations, "room": ROOM}

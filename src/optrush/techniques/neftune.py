@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Neftune(Technique):
-    """Adds noise to each embedding while training: uniform up to alpha / sqrt(n D), of a document of n tokens.
+    """Adds uniform noise up to alpha / sqrt(n D) to each embedding in training, n the tokens of its document.
 
     Source: Jain et al. 2023, https://arxiv.org/abs/2310.05914
-    Memory: 8 bytes a value of the embeddings while the noise is drawn; none is kept.
+    Memory: 8 bytes per value of the embeddings while the noise is drawn; nothing is saved.
     Work: 3 values read and written for each value of the embeddings.
-    Differs from the source: n counts the tokens of a document, also where a row holds several.
+    Differs from the source: n counts the tokens of a document, also if a row holds several.
     """
 
     alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
@@ -38,10 +38,10 @@ class Neftune(Technique):
     draws = True
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        asked, do = "`neftune` measures whole documents at the embedding", "leave one of the two out"
+        asked, do = "`neftune` counts the tokens of whole documents", "leave one of the two out"
         met = not {Part.CP, Part.PP} & env.claimed
-        yield Requirement(met, asked, "a technique that gives ranks parts of the tokens or of the layers", do)
-        found = "a technique that records the step: a replay may not draw anew"
+        yield Requirement(met, asked, "a technique that shards tokens or layers over ranks", do)
+        found = "a technique that records the step: a replay may repeat the noise"
         yield Requirement(Part.CAPTURE not in env.claimed, "`neftune` draws noise in each step", found, do)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
@@ -62,7 +62,7 @@ class _Noise:
     documents: Documents
 
     def __init__(self, alpha: float, at: int) -> None:
-        """at: this rank's place among those that may share the tokens of what they embed."""
+        """at: this rank's index among ranks that may share the embedded tokens."""
         self.alpha, self.at, self.training = alpha, at, False
 
     def enter(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class StoredInBits(Technique):
-    """Base: frozen weights of the linears in fewer bits, made dense where they multiply."""
+    """Base: frozen weights of the linears in fewer bits, dequantized to multiply."""
 
     numerics = Numerics.DIFFERENT_MATHS
     claims = frozenset({Part.LINEARS})
@@ -29,7 +29,7 @@ class StoredInBits(Technique):
 
     def forms(self) -> tuple[Form, Form | None]:
         """Return the form of linears, and that of experts if it is another one."""
-        raise AssertionError("each form is a technique")
+        raise AssertionError("each format is a technique")
 
     def peft(self, trainer: Trainer) -> int:
         ledger.demand_compilers(self.name, trainer.env.device)
@@ -41,20 +41,20 @@ class StoredInBits(Technique):
 
 @dataclass(frozen=True)
 class Nf4(StoredInBits):
-    """Holds the weights of linears and experts as 4-bit NormalFloat, and makes each dense while it multiplies.
+    """Stores the weights of linears and experts as 4-bit NormalFloat, and dequantizes each to multiply.
 
-    Quantised while they are read, a tensor at a time, to the bytes that bitsandbytes makes; folders that bitsandbytes
-    quantised are taken as they are. Another technique determines what is trained; embedding, norms and head stay as
-    they are.
+    Weights are quantized while loading, one tensor at a time, to the bytes of bitsandbytes; folders quantized by
+    bitsandbytes are loaded unchanged. Another technique determines the trained parameters; embedding, norms and head
+    are unchanged.
 
-    double: the scales are quantised too. experts: `mxfp4` keeps those of a checkpoint that has them so, byte by byte.
+    double: quantize the scales too. experts: `mxfp4` keeps a checkpoint's MXFP4 experts, byte by byte.
 
     Source: Dettmers et al., https://arxiv.org/abs/2305.14314
-    Memory: 4.127 bits a weight of linears and experts, 4.5 without double; and one dense linear, or all gates and ups
+    Memory: 4.127 bits per weight of linears and experts, 4.5 without double; and one dense linear, or all gates and ups
         of a layer's experts, while they multiply.
-    Work: a linear's codes read and its dense weight written, once a forward pass and once a backward pass.
-    Differs from the source: values are quantised as the file has them, not rounded to a type of products before; the
-        experts of a layer are two matrices, whose rows are in our order; no paged optimizer.
+    Work: a linear's codes read and its dense weight written, once per forward pass and once per backward pass.
+    Differs from the source: values are quantized as stored in the file, without a cast to the matmul dtype; the experts
+        of a layer are two matrices, with rows in our order; no paged optimizer.
     """
 
     double: bool = True
@@ -68,7 +68,7 @@ class Nf4(StoredInBits):
         experts = None if env.shape is None else env.shape.experts
         width = 0 if env.shape is None or experts is None else math.gcd(env.shape.width, experts.ff_width)
         found = f"experts with rows of {env.shape.width if env.shape else 0} and {experts.ff_width if experts else 0}"
-        found += " values, where a block of 64 may not cross rows"
+        found += " values; a block of 64 cannot cross rows"
         met = width % 64 == 0 or self.experts == "mxfp4"
         yield Requirement(met, "`nf4`", found, "take --with int8 instead")
 
@@ -82,12 +82,12 @@ class Nf4(StoredInBits):
         yield from ledger.predict_quantized(env, width)
 
     def config(self, hf: dict[str, Any]) -> int:
-        """Remove `quantization_config`: what is exported is not quantised."""
+        """Remove `quantization_config`: exports are not quantized."""
         stored = hf.get("quantization_config") or {}
         if not isinstance(stored, dict):
             raise ConfigError("`quantization_config` of config.json", f"{stored!r}, no mapping", "download it again")
         if self.experts == "mxfp4" and stored.get("quant_method") != "mxfp4":
-            found = f"a checkpoint {'quantised by another method' if stored else 'of dense weights'}"
+            found = f"a checkpoint {'quantized by another method' if stored else 'of dense weights'}"
             raise ConfigError("`nf4:experts=mxfp4`", found, "leave experts=mxfp4 out")
         if stored.get("quant_method") != "bitsandbytes":
             return 0
@@ -95,10 +95,10 @@ class Nf4(StoredInBits):
         kind = f"{kind} in {stored.get('bnb_4bit_quant_storage', 'uint8')}"
         if kind != "nf4 in uint8":
             do = "start from the unquantised checkpoint"
-            raise ConfigError("`nf4` on weights that bitsandbytes quantised", f"they are {kind}", do)
+            raise ConfigError("`nf4` on weights quantized by bitsandbytes", f"they are {kind}", do)
         there = bool(stored.get("bnb_4bit_use_double_quant"))
         if there != self.double:
-            found = f"weights that were quantised {'with' if there else 'without'} it"
+            found = f"weights quantized {'with' if there else 'without'} it"
             raise ConfigError(f"`nf4:double={self.double}`", found, f"take --with nf4:double={str(there).lower()}")
         del hf["quantization_config"]
         return 1
@@ -111,16 +111,16 @@ class Nf4(StoredInBits):
 
 @dataclass(frozen=True)
 class Int8(StoredInBits):
-    """Holds the weights of linears and experts as integers of a byte with a scale a row; dense while they multiply.
+    """Stores the weights of linears and experts as int8 with one scale per row, and dequantizes each to multiply.
 
-    Quantised while they are read, a tensor at a time. Another technique determines what is trained; embedding, norms
-    and head stay as they are, and so do the products' inputs.
+    Weights are quantized while loading, one tensor at a time. Another technique determines the trained parameters;
+    embedding, norms, head and the inputs of matmuls are unchanged.
 
     Source: Dettmers et al., https://arxiv.org/abs/2208.07339
-    Memory: 8 + 32 / D bits a weight of linears and experts; and one dense linear, or all gates and ups of a layer's
+    Memory: 8 + 32 / D bits per weight of linears and experts; and one dense linear, or all gates and ups of a layer's
         experts, while they multiply.
-    Work: a linear's codes read and its dense weight written, once a forward pass and once a backward pass.
-    Differs from the source: products run in the type of their inputs, which are not quantised.
+    Work: a linear's codes read and its dense weight written, once per forward pass and once per backward pass.
+    Differs from the source: matmuls run in the dtype of their inputs, which are not quantized.
     """
 
     name = "int8"

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OffloadActivations(Technique):
-    """Moves what blocks save to pinned host memory on a stream of its own, and back a block ahead of its use.
+    """Moves saved activations to pinned host memory on a separate stream, and back one block ahead of use.
 
-    With recompute only the inputs of blocks move. The last `keep` blocks, needed first, keep theirs on the device.
+    With recompute only the inputs of blocks move. Those of the last `keep` blocks, needed first, stay on the device.
 
     Source: https://github.com/pytorch/torchtune/blob/main/torchtune/training/_activation_offloading.py
-    Memory: on the device keep + 1 blocks' activations, two at least; the other blocks' in pinned host memory.
-    Work: each moved byte crosses the link to the host twice, during the computation.
-    Differs from the source: whole storages instead of tensors, a block at a time, in pages of pinned memory that
-        stay for the whole run; nothing is recorded on streams, the caller's stream waits before memory is freed.
+    Memory: on the device the activations of keep + 1 blocks, two at least; the other blocks' in pinned host memory.
+    Work: each offloaded byte crosses the link to the host twice, overlapped with computation.
+    Differs from the source: whole storages instead of tensors, a block at a time, in pages of pinned memory kept
+        for the whole run; nothing is recorded on streams, the caller's stream waits before memory is freed.
     """
 
     keep: Annotated[int, Field(ge=0)] = 1
@@ -46,23 +46,23 @@ class OffloadActivations(Technique):
             f"take keep from 0 to {env.blocks - 1}",
         )
         yield Requirement(self.keep < env.blocks, f"`offload-activations:keep={self.keep}`", found, do)
-        asked = "`offload-activations` hooks what blocks save"
-        found = "compiled blocks of a transformers model, which are entered inside their graph"
+        asked = "`offload-activations` hooks saved activations"
+        found = "compiled blocks of a transformers model, whose hooks run inside the graph"
         do = "take model.implementation: native, or leave compile out"
         yield Requirement(env.native or Part.COMPILED not in env.claimed, asked, found, do)
-        asked = "`offload-activations` copies while a step runs"
+        asked = "`offload-activations` copies during a step"
         found = "a technique that records the step: the two together are not tested"
         yield Requirement(Part.CAPTURE not in env.claimed, asked, found, "take one of the two")
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        why = f"of {self.keep} blocks, and of one on its way; the others' lies on the host"
+        why = f"of {self.keep} blocks, and of one in transit; the others are on the host"
         yield live(tagged("saved"), why, blocks_on_device=self.keep)
         yield live("input", why, blocks_on_device=self.keep)
         if Part.COMPILED in env.claimed:  # autocast's copies stay, a compiled block's are saved like any value
             yield live(tagged("casts", "blocks"), why, blocks_on_device=self.keep)
 
     def lane(self, trainer: Trainer) -> Lane:
-        """Return what copies."""
+        """Return the copier."""
         from optrush.models.activation_offload import Streams
 
         return Streams(trainer.world.device)
@@ -92,12 +92,12 @@ class OffloadActivations(Technique):
 def _check(trainer: Trainer) -> None:
     """Raise NeedsError if the model is one graph, or if blocks keep outputs that autograd's hooks do not reach."""
     if trainer.model._compiled_call_impl is not None:
-        asked, found = "`offload-activations` moves a block at a time", "the model compiled as one graph"
+        asked, found = "`offload-activations` moves one block at a time", "the model compiled as one graph"
         raise NeedsError(asked, found, "take compile:scope=blocks")
     for block in trainer.model.blocks.values():
         if getattr(block, "keeps_outputs", False) and block._compiled_call_impl is None:
             asked, found = (
-                "`offload-activations` sees what autograd saves",
-                "blocks that keep the outputs of operators beside it",
+                "`offload-activations` moves autograd's saved tensors",
+                "uncompiled blocks that save operator outputs separately",
             )
             raise NeedsError(asked, found, "add --with compile, or take recompute instead")

@@ -20,16 +20,16 @@ LEAST = 1 << 16  # weights of a parameter, below which its states stay on the de
 
 @dataclass(frozen=True)
 class PagedStates(Technique):
-    """Keeps states in pinned host memory; in the update a piece is fetched while the one before it is updated.
+    """Keeps states in pinned host memory; the update fetches one piece while it updates the one before.
 
-    The AdamW of the run (the baseline's, one kernel, or 8- or 4-bit moments) steps pieces of parameters as if they were
-    shards. A piece is sent back while the next arrives. Counts and states of small parameters stay on the device.
+    The AdamW of the run (the baseline's, one kernel, or 8- or 4-bit moments) steps pieces of parameters like shards. A
+    piece is sent back while the next arrives. Counts and states of small parameters stay on the device.
 
     Source: https://arxiv.org/abs/2305.14314 (Dettmers et al., QLoRA: paged optimizers)
     Memory: on the device the states of two pieces of 8 Mi weights; all states in pinned host memory.
-    Work: each byte of states crosses the link to the host twice a step, there and back; a kernel a piece.
-    Differs from the source: copies ahead of their use instead of unified memory that moves on a page fault; always, not
-        only when memory runs out.
+    Work: each byte of states crosses the link to the host twice per step, there and back; one kernel per piece.
+    Differs from the source: copies ahead of use instead of unified memory that moves on a page fault; always, not only
+        when memory runs out.
     """
 
     name = "paged-states"
@@ -82,7 +82,7 @@ class PagedStates(Technique):
             return 0
         optimizer = trainer.optimizer.inner if isinstance(trainer.optimizer, ScaledRates) else trainer.optimizer
         if not isinstance(optimizer, Paged):
-            found = f"{type(optimizer).__name__} cannot move its states to the host"
+            found = f"{type(optimizer).__name__} keeps its states where it creates them"
             do = "take fused-adamw, adam8bit or adam4bit, or leave paged-states out"
             raise NeedsError("`paged-states` keeps an optimizer's states", found, do)
         trainer.host_memory.take(sum(page.nbytes for page in optimizer.pages))

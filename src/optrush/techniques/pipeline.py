@@ -26,17 +26,17 @@ CLASSES = {
 class Pipeline(Technique):
     """Gives each of `size` ranks some of the blocks; the first has the embedding, the last the norm and the head.
 
-    Which blocks follows from the FLOPs of the head and of a block, so that the rank with most work has least.
-    1f1b: a stage a rank; each runs one forward and one backward pass in turn as soon as it can.
-    interleaved: two stages a rank, each half as long, so that the first pass reaches the last rank sooner.
-    zero-bubble: two stages a rank, laid out as a V; gradients of weights are computed where a rank would wait.
+    Blocks are split by the FLOPs of the head and of a block, so that the largest work of a rank is minimal.
+    1f1b: one stage per rank; each alternates one forward and one backward pass as soon as it can.
+    interleaved: two stages per rank, each half as long, so that the first pass reaches the last rank sooner.
+    zero-bubble: two stages per rank, arranged as a V; weight gradients are computed when a rank would wait.
 
     Source: Narayanan et al., https://arxiv.org/abs/2104.04473; zero-bubble: Qi et al.,
         https://arxiv.org/abs/2401.10241; the engine is torch.distributed.pipelining
-    Memory: weights, gradients and states of a rank's blocks; what blocks save, of as many micro-batches as are under
-        way, on the first rank `size`; what is received, for every micro-batch of a window.
-    Work: of a rank's blocks; B T D values a micro-batch to the next stage and as many back; waiting, (p - 1) of
-        m + p - 1 micro-batches' time with m micro-batches of a step on p ranks.
+    Memory: weights, gradients and states of a rank's blocks; their activations for all micro-batches in flight, on the
+        first rank `size`; receive buffers for every micro-batch of a window.
+    Work: that of a rank's blocks; B T D values per micro-batch to the next stage and as many back; idle time, (p - 1)
+        of m + p - 1 micro-batches' time with m micro-batches per step on p ranks.
     Differs from the source: documents of packed rows are isolated on every stage; a tied head is a copy of the
         embedding on the last rank, and their gradients are summed.
     """
@@ -66,16 +66,16 @@ class Pipeline(Technique):
         return tuple(range(rank, self.size * self.each, self.size))
 
     def stages(self, env: Environment) -> list[range]:
-        """Return the blocks of each stage, which no more than model, length of rows and options decide."""
+        """Return the blocks of each stage; they depend only on model, row length and options."""
         counts = _balanced(self, env.blocks, head_in_blocks(env))
         return [range(*ends) for ends in pairwise(accumulate(counts, initial=0))]
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         n, stages = self.size, self.size * self.each
-        yield env.needs_mesh(self.name, f"`pipeline: size: {n}` cuts the model over {n} ranks")
+        yield env.needs_mesh(self.name, f"`pipeline: size: {n}` shards the model over {n} ranks")
         found = "the model runs through transformers"
-        yield Requirement(env.native, "`pipeline` divides our own decoder into stages", found, ELSE)
-        yield env.needs_dense("`pipeline` passes hidden states from stage to stage")
+        yield Requirement(env.native, "`pipeline` splits our own decoder into stages", found, ELSE)
+        yield env.needs_dense("`pipeline` sends hidden states from stage to stage")
         do = f"take a smaller size, or {ELSE}"
         asked = f"`pipeline: schedule: {self.schedule}` needs at least one block for each of {stages} stages"
         yield Requirement(env.blocks >= stages, asked, f"{env.blocks} blocks", do)
@@ -83,10 +83,10 @@ class Pipeline(Technique):
         yield Requirement(not env.paired, "`pipeline` sums losses", found, f"take ddp or fsdp for it, and {ELSE}")
         snug = Part.ROW_WIDTH in env.claimed and Part.COMPILED not in env.claimed
         found, do = "a technique that gives each micro-batch its own width", f"take packing in its place, or {ELSE}"
-        yield Requirement(not snug, "`pipeline` passes on hidden states of one shape", found, do)
+        yield Requirement(not snug, "`pipeline` sends hidden states of one shape", found, do)
         if env.data_ranks:  # else the ranks are too few for the mesh
             yield self._filled(env)
-        found, do = "a technique that moves or rounds what one micro-batch saves", f"take recompute, or {ELSE}"
+        found, do = "a technique that moves or rounds a micro-batch's saved activations", f"take recompute, or {ELSE}"
         met = Part.ACTIVATION_STORAGE not in env.claimed
         yield Requirement(met, "`pipeline` runs several micro-batches at once", found, do)
         if self.schedule == "zero-bubble":
@@ -101,7 +101,7 @@ class Pipeline(Technique):
         return min(m, n - rank if self.schedule == "1f1b" else n)
 
     def bubble(self, accumulation: int, others: float = 1.0) -> float:
-        """Return the share of a window in which a rank waits for the others.
+        """Return the share of a window in which a rank waits for others.
 
         A stage's backward pass takes as long as two forward passes; of zero-bubble, each of its halves as long as one.
 
@@ -115,14 +115,14 @@ class Pipeline(Technique):
         return others * idle / (work + others * idle)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """Yield what the rank `env.pp_rank` of the pipeline holds and does, what it receives and how long it waits."""
+        """Yield memory, work, communication and idle time of the pipeline's rank `env.pp_rank`."""
         L, m, rank, stages = env.blocks, env.accumulation, env.pp_rank, self.stages(env)
         numbers = self.mine(rank)
         held = sum(len(stages[number]) for number in numbers)
         begins, ends = 0 in numbers, len(stages) - 1 in numbers
         yield cut(tagged("per-block"), "pp", L / held, f"a rank holds {held} of {L} blocks")
         flight = self.in_flight(rank, m)
-        why = f"{flight:g} micro-batches are under way"
+        why = f"{flight:g} micro-batches are in flight"
         yield live(tagged("per-block"), why, in_flight=flight)
         for way in WAYS:
             yield live(tagged(way), "of a rank's blocks", times=held / L)
@@ -131,7 +131,7 @@ class Pipeline(Technique):
             return
         D = env.shape.width
         receives, sends = len(numbers) - begins, len(numbers) - ends
-        why = "what stages receive, of every micro-batch of a window, D each way"
+        why = "receive buffers for every micro-batch of a window, D each way"
         yield add(
             Line("received", why, m * D * (receives + sends), "residual", "always", True),
             Line("window", "tokens, labels, positions, documents of the other micro-batches", 28 * (m - 1), "byte",
@@ -148,7 +148,7 @@ class Pipeline(Technique):
         yield add(WorkItem("bubble", why, "micro", waiting=share))
 
     def _ends(self, env: Environment, begins: bool, ends: bool, share: float) -> Iterator[Rule]:
-        """Yield what only the first and the last stage have, and a rank's share of the update."""
+        """Yield the parts of only the first and last stage, and a rank's share of the update."""
         tied, elsewhere = env.shape is not None and env.shape.tied, "on another rank"
         if not ends:
             yield live(tagged("loss"), elsewhere, gone=True)
@@ -167,7 +167,7 @@ class Pipeline(Technique):
         held += [tagged("reduce")] if Part.DATA in env.claimed else []
         held += [tagged("gather")] if "dp" in env.sharded else []
         for match in held:
-            yield live(match, "of what a rank holds", times=share)
+            yield live(match, "of a rank's parameters", times=share)
 
     def _filled(self, env: Environment) -> Requirement:
         """Return the requirement of as many micro-batches as the schedule takes."""
@@ -176,22 +176,20 @@ class Pipeline(Technique):
         met = m >= n and m % rounds == 0
         near = max(n, m // n * n)
         tokens = near * env.micro_rows * env.data_ranks * env.seq
-        asked = f"`pipeline: size: {n}` fills with {n} micro-batches of a step or more"
+        asked = f"`pipeline: size: {n}` needs at least {n} micro-batches per step"
         if self.schedule == "interleaved":
-            asked = (
-                f"`pipeline: schedule: interleaved` takes a step's micro-batches in rounds of {n} or more, all alike"
-            )
+            asked = f"`pipeline: schedule: interleaved` needs a step's micro-batches in equal rounds of {n} or more"
         do = f"set batch.tokens to {tokens}, or another batch.micro_tokens, or {ELSE}"
-        return Requirement(met, asked, f"{m} micro-batch{'es' * (m != 1)} a step", do)
+        return Requirement(met, asked, f"{m} micro-batch{'es' * (m != 1)} per step", do)
 
     def _zero_bubble(self, env: Environment) -> Iterator[Requirement]:
-        asked, do = "`pipeline: schedule: zero-bubble` halves backward passes", "take schedule: interleaved"
-        found = "a loss kernel that makes its gradients once, for one pass"
+        asked, do = "`pipeline: schedule: zero-bubble` splits backward passes", "take schedule: interleaved"
+        found = "a loss kernel that computes its gradients once, for one pass"
         one = Part.HEAD in env.claimed or Part.TP in env.claimed  # whose loss is made in chunks, too
         yield Requirement(not one, asked, found, do)
-        found = "a technique that cuts weights over data ranks: torch's halves do not reach all of their gradients"
+        found = "a technique that shards weights over data ranks: split backward passes miss some gradients"
         yield Requirement("dp" not in env.sharded, asked, found, f"{do}, or ddp")
-        found = "compiled blocks, whose backward passes are whole"
+        found = "compiled blocks, whose backward passes cannot be split"
         yield Requirement(Part.COMPILED not in env.claimed, asked, found, do)
 
     def split(self, trainer: Trainer) -> int:
@@ -213,7 +211,7 @@ class Pipeline(Technique):
 
 
 def head_in_blocks(env: Environment) -> float:
-    """Return the FLOPs of the head's product over those of a block: its products, and attention at this length."""
+    """Return the FLOPs of the head's matmul over those of a block: its matmuls, and attention at this length."""
     s = env.shape
     if s is None or env.scored:
         return 0.0

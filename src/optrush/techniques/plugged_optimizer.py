@@ -15,14 +15,14 @@ from optrush.technique import Environment, Numerics, Part, Requirement, Techniqu
 
 @dataclass(frozen=True)
 class PluggedOptimizer(Technique):
-    """Steps the weights with an optimizer that is named: an entry point, `FILE.py:NAME` or `MODULE:NAME`.
+    """Steps the weights with a given optimizer: an entry point, `FILE.py:NAME` or `MODULE:NAME`.
 
     use: `torch.optim:Adagrad`, `lion.py:Lion`, or an entry point of the group `optrush.optimizers`.
-    options: its keywords. Rate and weight decay are the run's.
-    states: values that it keeps for each trained value, for the plan.
+    options: its keywords. Learning rate and weight decay are the run's.
+    states: values that it keeps per trained value, for the plan.
 
     Source: https://docs.pytorch.org/docs/stable/optim.html
-    Memory: `states` values a parameter, as wide as the weights; a gradient's copy of each parameter.
+    Memory: `states` values per parameter, in the weights' dtype; a copy of each parameter's gradient.
     Work: one operator at a time, unless the class has its own kernels; each step reads the device.
     """
 
@@ -41,10 +41,10 @@ class PluggedOptimizer(Technique):
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         do = "name one: --with own-optimizer:use=torch.optim:Adagrad, or use=FILE.py:NAME"
-        yield Requirement(bool(self.use), "`own-optimizer`", "no `use`: which optimizer is not known", do)
+        yield Requirement(bool(self.use), "`own-optimizer`", "no `use`, which names the optimizer", do)
         yield env.needs_no_kahan(self.name)
         found, do = "a technique that keeps them elsewhere", "leave one of the two out"
-        yield Requirement(Part.STATES not in env.claimed, "`own-optimizer` keeps its states itself", found, do)
+        yield Requirement(Part.STATES not in env.claimed, "`own-optimizer` keeps its own states", found, do)
 
     def optimizer_spec(self, env: Environment) -> OptimizerSpec:
         return OptimizerSpec(f"states of {self.use}, {self.states:g} per weight", {"*": States(self.states)})

@@ -14,15 +14,15 @@ ONE = "leave one of the two out"
 
 @dataclass(frozen=True)
 class QuantisedActivations(Technique):
-    """Rounds what blocks save to int8 with a scale for each 256 values; the forward pass keeps its exact values.
+    """Rounds saved activations to int8 with a scale per 256 values; the forward pass uses the exact values.
 
-    What attention saves stays as it is, and so do parameters, masks, statistics and what is small
+    Tensors saved by attention, parameters, masks, statistics and small tensors are unchanged
     (models/activation_rounding.py). Gradients are those of the rounded values; the loss is unchanged.
 
     Source: Chakrabarti and Moseley, https://arxiv.org/abs/1901.07988; Chen et al., https://arxiv.org/abs/2104.14129
-    Memory: of a block 1 + 4/256 bytes a value in place of 4 or 2, and none for float32 copies; the (H + 2 K) E values
-        a token that attention saves, and its output, as they are. One operator's inputs are dense in the backward pass.
-    Work: saved values read and written once more each way, rounded to the nearest by several operators.
+    Memory: per block 1 + 4/256 bytes per value instead of 4 or 2, and no float32 copies; attention's (H + 2 K) E values
+        per token and its output are unchanged. One operator's inputs are dense in the backward pass.
+    Work: saved values read and written once more each way, rounded to nearest by several operators.
     Differs from the sources: 8 bits for all tensors, no random rounding; attention is left out.
     """
 
@@ -35,17 +35,17 @@ class QuantisedActivations(Technique):
     searched = False  # changes the gradient
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        asked = "`quantised-activations` rounds what our own blocks save"
+        asked = "`quantised-activations` works on our own decoder"
         yield Requirement(env.native, asked, "the model runs through transformers", "take model.implementation: native")
-        yield env.needs_dense("`quantised-activations` rounds what dense blocks save")
-        found, do = "compiled blocks, which save statistics and values alike", "leave compile out, or take recompute"
+        yield env.needs_dense("`quantised-activations` works on dense blocks")
+        found, do = "compiled blocks, which mix statistics and values", "leave compile out, or take recompute"
         met = Part.COMPILED not in env.claimed
         yield Requirement(met, "`quantised-activations` rounds one operator's inputs at a time", found, do)
-        found = "a technique that keeps little of a block, and runs it again from that"
+        found = "a technique that recomputes blocks from few saved values"
         met = Part.ACTIVATION_CHECKPOINTING not in env.claimed
         yield Requirement(met, "`quantised-activations` keeps a block's values rounded", found, ONE)
         float8 = any(linear.matmul == "float8" for linear in env.spec.linears.values())
-        found = "products in float8, whose inputs have 8 bits already"
+        found = "float8 matmuls, whose inputs already have 8 bits"
         yield Requirement(not float8, "`quantised-activations` rounds to 8 bits", found, ONE)
         found = "fused-kernels:mlp=quack, which writes adapters into the padding of its inputs"
         met, do = env.spec.mlp != "quack", "take mlp=triton"
@@ -56,7 +56,7 @@ class QuantisedActivations(Technique):
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         """Codes for all lines of a block but those of attention; float32 copies of what is narrower are not kept."""
-        why = "kept in 8 bits, with a scale for 256 values"
+        why = "kept in 8 bits, with a scale per 256 values"
         yield live("input", why, role="code")
         yield live(tagged("saved", "per-token", no=("heads", "mask", "adapters", "widened")), why, role="code")
         if Part.ATTENTION not in env.claimed:  # else a kernel keeps its output
@@ -66,14 +66,14 @@ class QuantisedActivations(Technique):
         if env.shape is None:
             return
         F, L = env.shape.ff_width, env.blocks
-        why = "what one operator reads, made again of its codes, 2 F"
+        why = "one operator's inputs, dequantized, 2 F"
         yield add(Line("feed.again", why, 2 * F, "product", "backward", True, side="feed", of=("mlp",)))
         for way, values in zip(WAYS, (28.0, 14.0), strict=True):  # of all lines, for each of gate and up
-            why = "saved values rounded, or made again, by several operators"
+            why = "saved values quantized or dequantized by several operators"
             work = WorkItem(f"{way}.rounded", why, "token", values=values, role="wide", of=(way,))
             yield like("saved.gate_up", work)
             launches = (16.0 if way == "forward" else 8.0) * 12 * L
-            yield add(launched(way, "rounded.launches", "of 12 tensors a block", launches))
+            yield add(launched(way, "rounded.launches", "of 12 tensors per block", launches))
 
     def wrap_step(self, trainer: Trainer) -> int:
         import torch

@@ -19,16 +19,16 @@ CODE = 1 + 4 / 256  # bytes a value: a code, and a 256th of a float32 scale
 
 @dataclass(frozen=True)
 class QuantisedLinks(Technique):
-    """Gathers the matrices of blocks as int8 codes with a scale for each 256 values; optionally reduces gradients so.
+    """Gathers the blocks' matrices as int8 codes with a scale per 256 values; optionally reduces gradients so.
 
-    Shards that are trained stay exact; every rank multiplies by the same rounded weights. Norms, biases, adapters,
-    embedding and head travel as they are, and so does everything in an evaluation. With `replicate` the sums of groups
-    are exchanged as they are.
+    The trained shards stay exact; every rank multiplies by the same rounded weights. Norms, biases, adapters, embedding
+    and head are sent unquantized, and so is everything in an evaluation. With `replicate` the sums of groups are
+    exchanged unquantized.
 
     Source: Wang et al., ZeRO++, https://arxiv.org/abs/2306.10209
-    Memory: a block's codes while they are gathered; with gradients what a rank sends and receives, in codes.
-    Work: on the link 1 + 4/256 bytes a value of the blocks in place of 2 or 4; every value is rounded once by the rank
-        that sends it and restored by those that receive it.
+    Memory: a block's codes while they are gathered; with gradients a rank's sent and received codes.
+    Work: 1 + 4/256 bytes per value of the blocks over the link instead of 2 or 4; every value is rounded once by its
+        sender and dequantized by its receivers.
     Differs from the source: no second copy of weights within a host; gradients in 8 bits, and summed in one exchange.
     """
 
@@ -47,20 +47,20 @@ class QuantisedLinks(Technique):
         met = self.weights != "none" or self.gradients != "none"
         asked, do = "`quantised-links: weights: none`", "take weights: int8 or gradients: int8, or leave it out"
         yield Requirement(met, asked, "gradients: none: nothing to compress", do)
-        asked, do = "`quantised-links` packs what fsdp sends", "take --with fsdp, or leave it out"
+        asked, do = "`quantised-links` quantizes the communication of fsdp", "take --with fsdp, or leave it out"
         yield Requirement(env.gradient_ranks > 1, asked, env.alone, "start it with --ranks 2 or torchrun, and fsdp")
         met = Part.DATA not in env.claimed or ("dp" in env.sharded and Part.UPDATE not in env.claimed)
         yield Requirement(met, asked, "a technique with its own collectives", do)
         yield Requirement(env.native, asked, "the model runs through transformers", "take model.implementation: native")
-        yield env.needs_dense("`quantised-links` packs the matrices of dense blocks")
-        found, do = "a technique that cuts matrices over other ranks, too", "leave one of the two out"
-        yield Requirement(Part.TP not in env.claimed, "`quantised-links` packs whole rows", found, do)
+        yield env.needs_dense("`quantised-links` quantizes the matrices of dense blocks")
+        found, do = "a technique that also shards matrices over other ranks", "leave one of the two out"
+        yield Requirement(Part.TP not in env.claimed, "`quantised-links` quantizes whole rows", found, do)
         stored = any(linear.weight == "quantized" for linear in env.spec.linears.values())
-        found, do = "frozen weights in 4 or 8 bits, whose bytes travel as they are", "leave one of the two out"
+        found, do = "frozen weights in 4 or 8 bits, which are sent quantized anyway", "leave one of the two out"
         yield Requirement(not stored, "`quantised-links` rounds dense weights", found, do)
-        found, do = "adapters, whose gradients are few", "take gradients: none"
+        found, do = "adapters, whose gradients are small", "take gradients: none"
         met = self.gradients == "none" or Part.ADAPTERS not in env.claimed
-        yield Requirement(met, "`quantised-links: gradients: int8` rounds those of matrices", found, do)
+        yield Requirement(met, "`quantised-links: gradients: int8` rounds gradients of matrices", found, do)
 
     def quality(self, env: Environment) -> str:
         return f"{' and '.join(self._packed)} in 8 bits on the link"
@@ -70,22 +70,22 @@ class QuantisedLinks(Technique):
         return [name for name in ("weights", "gradients") if getattr(self, name) != "none"]
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """Yield codes for what the link carries of the blocks, their room, and the operators that make them."""
+        """Yield the codes sent for the blocks, their buffers, and the operators that compute them."""
         each = 1.0 / env.blocks
         if self.weights != "none":
-            why = "matrices in codes, and a scale for 256 of them"
+            why = "matrices in codes, and a scale per 256 of them"
             yield live("gather.blocks", why, role="code")
-            yield live("gather.blocks.copied", f"{why}, made and restored by several operators", times=4)
+            yield live("gather.blocks.copied", f"{why}, quantized and dequantized by several operators", times=4)
             for way in ("forward", "backward"):
-                line = Line(f"gather.codes.{way}", "a block's codes as they arrive", each, "code", way)
+                line = Line(f"gather.codes.{way}", "a block's received codes", each, "code", way)
                 yield like("weights.blocks", line)
         if self.gradients != "none" and env.shape is not None:
             wide = 4.0 if env.dtype == "float32" and Part.WEIGHTS not in env.claimed else 2.0
             share = env.shape.block_parameters / env.shape.parameters
-            why = "those of blocks in codes, and a scale for 256 of them"
+            why = "gradients of blocks in codes, and a scale per 256 of them"
             yield live("reduce", why, times=(share * CODE + (1 - share) * wide) / wide)
             yield like("gradients.blocks", Line("reduce.codes", "sent and received, 2", 2 * each, "code", "backward"))
-            why = "gradients rounded, restored and summed by several operators"
+            why = "gradients quantized, dequantized and summed by several operators"
             yield like("gradients.blocks", WorkItem("reduced.rounded", why, "step", values=12.0, role="wide"))
 
     def shard(self, trainer: Trainer) -> int:
@@ -109,7 +109,7 @@ class QuantisedLinks(Technique):
         return len(self._packed) * len(trainer.model.blocks)
 
     def _evaluate_exactly(self, trainer: Trainer, gathers: list[PackedGather]) -> None:
-        """Gather weights as they are in an evaluation, which is of the weights that are exported."""
+        """Gather unquantized weights in an evaluation, to evaluate the exported weights."""
         inner = trainer.eval_loss
 
         def exactly(batches: Any) -> Tensor:

@@ -14,11 +14,11 @@ from optrush.technique import Environment, Numerics, Part, Requirement, Techniqu
 
 @dataclass(frozen=True)
 class Recompute(Technique):
-    """Every n-th block keeps its input only.
+    """Saves only the input of every n-th block, and recomputes the block in the backward pass.
 
     Source: Chen et al., https://arxiv.org/abs/1604.06174
-    Memory: of every n-th block B*T*D values instead of all its activations, and one live block in the backward pass.
-        Compiled under autocast, of the casts of the chosen blocks' weights one block's.
+    Memory: B*T*D values per n-th block instead of all its activations, and one live block in the backward pass.
+        Compiled under autocast, the cast weights of one of these blocks at a time.
     Work: one more forward pass of every n-th block.
     """
 
@@ -37,7 +37,7 @@ class Recompute(Technique):
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         share = env.blocks // self.every / env.blocks
-        yield live(tagged("saved"), "kept by one block at a time, while it runs again", recomputed=share)
+        yield live(tagged("saved"), "saved by one block at a time, while it is recomputed", recomputed=share)
         if Part.COMPILED in env.claimed:  # else autocast keeps them until the micro-batch ends
             yield live(tagged("casts", "blocks"), "compiled blocks cast their weights again", recomputed=share)
         yield live(tagged("forward"), "the forward pass of these blocks runs twice", times=1 + share)

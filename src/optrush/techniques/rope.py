@@ -16,18 +16,18 @@ from optrush.technique import Environment, Numerics, Technique
 
 @dataclass(frozen=True)
 class Rope(Technique):
-    """Changes the rotary positions in the model's config.json; training and the exported model have them.
+    """Changes the rotary positions in the model's config.json; training and the exported model use them.
 
     base: other wavelengths, with `base` as theta. linear: every position is divided by `factor`. yarn: long waves are
-    divided by it, short ones kept, those between mixed, and attention is sharpened. dynamic: a document of more tokens
-    than the model has positions for gets a larger base, the others stay as they are.
+    divided by it, short ones kept, those between interpolated, and attention is sharpened. dynamic: a document of more
+    tokens than the model has positions gets a larger base, the others are unchanged.
     With linear and yarn the model has `factor` times as many positions.
 
     Source: Chen et al., https://arxiv.org/abs/2306.15595 (linear); Peng et al., https://arxiv.org/abs/2309.00071 (yarn,
         and dynamic in its appendix); Xiong et al., https://arxiv.org/abs/2309.16039 (base)
     Memory: unchanged for the same rows.
     Work: unchanged.
-    Differs from the source: nothing is searched for; `dynamic` is of use after training, since rows are at most as long
+    Differs from the source: nothing is searched for; `dynamic` acts only after training, since rows are at most as long
         as the positions.
     """
 
@@ -71,14 +71,14 @@ class Rope(Technique):
         asked = f"`rope: kind: {self.kind}`"
         if self.kind == "base":
             if self.base is None:
-                raise ConfigError(asked, "no base", "give base, 500000 for example")
+                raise ConfigError(asked, "no base", "set base, for example 500000")
             if self.factor is not None:
-                raise ConfigError(asked, f"factor: {self.factor}, which it has no use for", "leave factor out")
+                raise ConfigError(asked, f"factor: {self.factor}, which `base` does not use", "leave factor out")
         elif self.factor is None:
-            raise ConfigError(asked, "no factor", "give factor: the rows' length over the model's positions, at least")
+            raise ConfigError(asked, "no factor", "set factor to at least the rows' length over the model's positions")
 
     def _checked(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the rotary settings of a model, or raise NeedsError for what has none that this kind can change."""
+        """Return the rotary settings of a model, or raise NeedsError if this kind cannot change them."""
         family, given = hf.get("model_type"), rope_settings(hf)
         asked, do = f"`rope` in a model of type {family!r}", "leave rope out, or take another model"
         if not given and "rope_theta" not in hf and family not in FAMILIES:

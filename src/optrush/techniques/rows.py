@@ -16,7 +16,7 @@ Window = Annotated[int, Field(ge=1)]  # samples that are laid out together
 
 
 class LayoutTechnique(Technique):
-    """Base: a layout of rows, whose options are the layout's fields."""
+    """Base: a layout of rows, with the layout's fields as options."""
 
     numerics = Numerics.SAME_MATHS
     proof = "tests/techniques/test_layouts.py"
@@ -38,11 +38,11 @@ class LayoutTechnique(Technique):
 
 @dataclass(frozen=True)
 class Pad(LayoutTechnique):
-    """Cuts each micro-batch to its longest document (a multiple of 64), instead of padding every row to T.
+    """Shortens each micro-batch to its longest document (a multiple of 64), instead of padding every row to T.
 
     Source: Vaswani et al. 2017, section 5.1, and every trainer since: https://arxiv.org/abs/1706.03762
-    Memory: at most that of B x T slots, in the micro-batch that has a document of T tokens.
-    Work: B x longest slots a micro-batch; the share of real tokens is mean length / E[longest of B].
+    Memory: at most that of B x T slots, in the micro-batch with a document of T tokens.
+    Work: B x longest slots per micro-batch; the share of real tokens is mean length / E[longest of B].
     """
 
     name = "pad"
@@ -57,13 +57,13 @@ class Pad(LayoutTechnique):
 
 @dataclass(frozen=True)
 class SortByLength(LayoutTechnique):
-    """Sorts a window of the epoch's random order by length, cuts it into steps, and shuffles the steps.
+    """Sorts a window of the epoch's random order by length, splits it into steps, and shuffles the steps.
 
     Source: Khomenko et al. 2016, https://arxiv.org/abs/1708.05604 ("bucketing")
     Memory: at most that of B x T slots, in the micro-batches of the longest documents.
-    Work: B x longest slots a micro-batch, of which nearly all are real: neighbours in the sorted window differ little.
-    Differs from the source: whole steps are alike in length, not only micro-batches, so that ranks wait less for each
-        other; the loss of neighbouring steps varies more for it.
+    Work: B x longest slots per micro-batch, nearly all real: neighbours in the sorted window differ little.
+    Differs from the source: whole steps are similar in length, not only micro-batches, so that ranks wait less for each
+        other; the loss varies more from step to step.
     """
 
     window: Window = 65536
@@ -72,20 +72,20 @@ class SortByLength(LayoutTechnique):
     summary = "one document per row; documents of similar length share a step"
     source = "https://arxiv.org/abs/1708.05604"
     claims = frozenset({Part.BATCH_LAYOUT, Part.ROW_WIDTH})
-    padding = (0.1, "documents of a micro-batch are nearly as long as each other")
+    padding = (0.1, "documents of a micro-batch have similar lengths")
 
 
 @dataclass(frozen=True)
 class Wrap(LayoutTechnique):
-    """Concatenates the documents of a window and cuts rows of T tokens; a token attends to all before it in its row.
+    """Concatenates the documents of a window and splits them into rows of T; a token attends to its row's earlier ones.
 
-    Documents end with their own end-of-text or end-of-turn token, which separates them. A row that begins inside a
-    document repeats its last `overlap` tokens as context, not learnt again; with 1, every target is learnt once.
+    Documents end with their own end-of-text or end-of-turn token, which separates them. A row that starts inside a
+    document repeats its last `overlap` tokens as context without learning them; with 1, every target is learned once.
 
     Source: Brown et al. 2020, section 2.1 and appendix B, https://arxiv.org/abs/2005.14165
     Memory: unchanged for the same rows x T.
-    Work: every slot is real, but for what `overlap` repeats; attention runs over whole rows: T per token instead of
-        the document's length.
+    Work: every slot except the overlap is real; attention runs over whole rows: T per token instead of the document's
+        length.
     Differs from the source: the overlap, which is the usual stride for documents longer than a row.
     """
 
@@ -96,7 +96,7 @@ class Wrap(LayoutTechnique):
     summary = "documents concatenated and split into full rows; they see each other"
     source = "https://arxiv.org/abs/2005.14165"
     numerics = Numerics.DIFFERENT_MATHS
-    padding = (0.02, "rows are full, but for what overlap repeats")
+    padding = (0.02, "rows are full, except the overlap")
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         do = f"take fewer than {env.seq}, or a longer batch.seq"
@@ -116,10 +116,10 @@ class Packing(LayoutTechnique):
 
     Source: Krell et al., https://arxiv.org/abs/2107.02027
     Memory: unchanged for the same rows x T.
-    Work: a step of R rows does R*T token slots either way; real tokens in them rise from the mean length / T to
-        nearly 1. Attention falls with the sum of squared lengths where the kernel takes the documents.
+    Work: a step of R rows computes R*T token slots either way; the share of real tokens rises from mean length / T to
+        nearly 1. Attention falls with the sum of squared lengths if the kernel takes the documents.
     Differs from the source: best fit decreasing on counts of lengths, within windows of the epoch's random order; the
-        rows of a window are shuffled, so that no length has its place in the epoch.
+        rows of a window are shuffled, so that position in the epoch does not depend on length.
     """
 
     window: Window = 65536
@@ -131,8 +131,8 @@ class Packing(LayoutTechnique):
     verified_on = ("cpu", "gpu")
     claims = frozenset({Part.BATCH_LAYOUT, Part.PACKED_ROWS})
     searched = True
-    padding = (0.02, "rows hold several documents, and little else")
+    padding = (0.02, "rows hold several documents and little padding")
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        found = "a model in which a document of a row changes the next one"
+        found = "a model that cannot isolate documents of a row"
         yield Requirement(env.shape is None or env.shape.separates, "`packing`", found, "leave packing out")

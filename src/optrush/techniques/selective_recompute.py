@@ -24,20 +24,20 @@ ATTENTION = (
 
 @dataclass(frozen=True)
 class SelectiveRecompute(Technique):
-    """A block keeps the outputs of chosen operators, or as much as a budget allows; the rest runs again.
+    """Saves the outputs of chosen operators, or as much as a budget allows; recomputes the rest.
 
-    ops `products` (what it does without options): outputs of matrix products and of attention kernels are kept; norms,
-        rotation, activation and gating run again.
-    ops `attention`: outputs of attention kernels are kept, products run again too.
-    budget: of compiled blocks, the share of what they would keep; torch's partitioner chooses what runs again.
+    ops `products` (the default): outputs of matmuls and attention kernels are saved; norms, rotation, activation and
+        gating run again.
+    ops `attention`: outputs of attention kernels are saved, matmuls run again too.
+    budget: the share of their activations that compiled blocks keep; torch's partitioner chooses what to recompute.
 
-    The last product of a block never runs again, as nothing in the backward pass reads its output. Attention by plain
-    products with whole scores is no kernel: it runs again, and its scores are never kept.
+    The last matmul of a block never runs again, as the backward pass does not read its output. Attention by plain
+    matmuls with whole scores is not a kernel: it runs again, and its scores are not saved.
 
     Source: Korthikanti et al., https://arxiv.org/abs/2205.05198
-    Memory: `products` keeps B*T*(2D + (2H + 2K)E + 2F) values a block, `attention` B*T*(D + HE); one block at a time
-        has all its activations in the backward pass. budget: what fits into its share of all, whole outputs.
-    Work: the elementwise part of the forward pass again; with `attention` all but attention and the last product.
+    Memory: `products` saves B*T*(2D + (2H + 2K)E + 2F) values per block, `attention` B*T*(D + HE); one block at a time
+        has all its activations in the backward pass. budget: whole outputs that fit into its share.
+    Work: the elementwise part of the forward pass again; with `attention` all but attention and the last matmul.
     Differs from the source: it keeps all but the inside of attention; here attention kernels keep no inside.
     """
 
@@ -52,31 +52,31 @@ class SelectiveRecompute(Technique):
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         asked, found = (
-            "`selective-recompute` by operator or by budget",
+            "`selective-recompute` works by operator or by budget",
             f"both, ops={self.ops} and budget={self.budget}",
         )
         yield Requirement(self.ops is None or self.budget is None, asked, found, "give one of the two")
         asked = f"`selective-recompute:budget={self.budget}`"
         found, do = (
-            "no compiled blocks, whose partitioner alone knows a budget",
+            "no compiled blocks; a budget needs the compiler's partitioner",
             "add --with compile, or take ops=products",
         )
         yield Requirement(self.budget is None or Part.COMPILED in env.claimed, asked, found, do)
         if self.ops != "attention" or self.budget is not None:
-            yield env.needs_dense("`selective-recompute` of products or by a budget (ops=attention keeps no product)")
+            yield env.needs_dense("`selective-recompute` of matmuls or by a budget (ops=attention saves no matmul)")
         asked = "`selective-recompute` keeps the outputs of all matmuls, or of the expensive ones"
         found, do = (
-            "adapters, whose additional matmuls are not predicted",
+            "adapters, whose matmuls are summed in place: their cost is unknown",
             "take ops=attention, or recompute",
         )
         yield Requirement(self.ops == "attention" or Part.ADAPTERS not in env.claimed, asked, found, do)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """What is not kept exists in one block at a time; what computes it runs twice. Names: the baseline's."""
+        """Discarded tensors exist in one block at a time; their operators run twice. Names: the baseline's."""
         if self.budget is not None:
             yield from _by_budget(self.budget, env)
             return
-        why = "kept by one block at a time, while it runs again"
+        why = "saved by one block at a time, while it is recomputed"
         again = "these operators of the forward pass run twice"
         if self.ops == "attention":
             # Assumed, not measured: where rows of experts arrived is kept.
@@ -87,7 +87,7 @@ class SelectiveRecompute(Technique):
             yield from _cheap_again(env, again)
             yield live("forward.launches", again, times=1.5)
             if Part.TP in env.claimed:
-                kept = "what attention's last product gave, of all tokens: kept before the ranks sum it"
+                kept = "output of attention's last matmul for all tokens, saved before the ranks sum it"
                 yield live("saved.middle", kept, gone=True)
                 stream = "saved.middle" if env.shape is None else env.shape.stream_line
                 yield like(stream, saved("added", kept, 1.0, env.blocks, "product-output"))
@@ -95,7 +95,7 @@ class SelectiveRecompute(Technique):
             yield live(tagged("casts", "blocks"), "compiled blocks cast their weights again", recomputed=1.0)
         if Part.ATTENTION not in env.claimed:  # plain products, which are not kept
             for work in ("attention", "scores"):
-                yield live(tagged("forward", work), "attention by plain products runs twice", times=2)
+                yield live(tagged("forward", work), "attention by plain matmuls runs twice", times=2)
 
     @classmethod
     def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
@@ -103,7 +103,7 @@ class SelectiveRecompute(Technique):
         yield {"ops": "attention"}
 
     def recompute(self, trainer: Trainer) -> int:
-        """By operator: inside the block, so that it is part of what is compiled."""
+        """By operator: inside the block, so that it is compiled too."""
         if self.budget is not None:
             return 0
         from types import MethodType
@@ -139,7 +139,7 @@ class SelectiveRecompute(Technique):
         return len(blocks)
 
     def wrap_step(self, trainer: Trainer) -> int:
-        """By budget: around what was compiled, whose graph is cut in two when it is first called."""
+        """By budget: around the compiled block, whose graph is split in two at its first call."""
         if self.budget is None:
             return 0
         changed = 0
@@ -164,7 +164,7 @@ def _by_budget(budget: float, env: Environment) -> Iterator[Rule]:
         yield live(tagged("saved"), f"of all but {budget:g}, kept by one block at a time", recomputed=1 - budget)
         yield live(tagged("forward", "elementwise"), "elementwise operators run again first", times=1 + cheap)
         dear = max(0.0, 1 - 1.5 * budget)
-        why = "products and attention, where that is not enough"
+        why = "matmuls and attention, if that is not enough"
         yield live(tagged("forward", no=("elementwise", "launches")), why, times=1 + dear)
         return
     heads = (shape.heads + 2 * shape.kv_heads) * shape.head_width
@@ -179,7 +179,7 @@ def _by_budget(budget: float, env: Environment) -> Iterator[Rule]:
     room = budget * (all_three + cheap)
     sets = [kept for n in range(4) for kept in combinations(outputs, n) if sum(outputs[k][0] for k in kept) <= room]
     kept = max(sets, key=lambda names: sum(outputs[k][1] for k in names))
-    why = "kept by one block at a time, while it runs again"
+    why = "saved by one block at a time, while it is recomputed"
     cheap_to_make = tagged(
         "saved", no=("product-output", "attention-output", "scores", "mask"), but="saved.middle.wide"
     )
@@ -198,7 +198,7 @@ def _cheap_again(env: Environment, why: str) -> Iterator[Rule]:
     """Yield that all runs again but products and attention."""
     yield live(tagged("forward", "elementwise"), why, times=2)
     if env.claimed & {Part.TP, Part.CP}:
-        yield live(tagged("forward", "exchange"), "what ranks exchange around kept products is sent again", times=2)
+        yield live(tagged("forward", "exchange"), "communication around saved matmuls is repeated", times=2)
 
 
 def _products(blocks: Any) -> float:
@@ -210,7 +210,7 @@ def _products(blocks: Any) -> float:
 
 
 def _kept(products: float) -> Callable[[], Any]:
-    """Return a checkpoint's `context_fn`, which keeps the first `products` products and all attention."""
+    """Return a checkpoint's `context_fn`, which saves the first `products` matmuls and all attention."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     class Policy:

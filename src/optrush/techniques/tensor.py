@@ -26,15 +26,15 @@ ELSE = "leave tensor out"
 class TensorParallel(Technique):
     """Gives each of `size` ranks whole heads, a share of the feed-forward width and a share of the vocabulary.
 
-    sequence: between the products each rank holds T / size tokens of the stream, so norms are shared out, too.
+    sequence: between the matmuls each rank holds T / size tokens of the stream, so norms are sharded too.
 
     Source: Shoeybi et al., https://arxiv.org/abs/1909.08053; sequence: Korthikanti et al.,
         https://arxiv.org/abs/2205.05198
     Memory: weights, gradients and states of matrices / size; heads, gate and up, logits / size; with sequence also the
-        stream and what norms keep; what enters qkv and gate_up is kept whole.
+        stream and the norms' activations; inputs of qkv and gate_up are saved whole.
     Work: matrix FLOPs / size; a gather and a reduce-scatter around attention and around the feed-forward part, in both
-        passes: 8 B T D (n-1)/n values a block over the link, for which the products wait.
-    Differs from the source: the gathered stream is kept for the backward pass, not gathered again; adapters are whole
+        passes: 8 B T D (n-1)/n values per block over the link, for which the matmuls wait.
+    Differs from the source: the gathered stream is saved for the backward pass, not gathered again; adapters are whole
         on every rank.
     """
 
@@ -54,29 +54,29 @@ class TensorParallel(Technique):
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         n, s = self.size, env.shape
-        yield env.needs_mesh(self.name, f"`tensor: size: {n}` cuts the model over {n} ranks")
+        yield env.needs_mesh(self.name, f"`tensor: size: {n}` shards the model over {n} ranks")
         found = "the model runs through transformers"
         yield Requirement(env.native, "`tensor` shards our own decoder", found, ELSE)
-        yield env.needs_dense("`tensor` cuts the products of a block")
+        yield env.needs_dense("`tensor` shards the matmuls of a block")
         sinks = s is not None and s.sinks
-        yield Requirement(not sinks, "`tensor` shards attention heads", "attention sinks, one a head", ELSE)
+        yield Requirement(not sinks, "`tensor` shards attention heads", "attention sinks, one per head", ELSE)
         whole = s is not None and s.whole_qk_norm
-        found = "norms of queries and keys over all heads at once"
+        found = "norms of queries and keys across all heads"
         yield Requirement(not whole, "`tensor` shards attention heads", found, ELSE)
         uneven = "" if s is None else next((f"{many:,} {what}" for what, many in _sizes(s) if many % n), "")
-        asked = f"`tensor: size: {n}` gives each rank as much"
+        asked = f"`tensor: size: {n}` gives each rank an equal share"
         yield Requirement(not uneven, asked, uneven, f"take a size that divides, or {ELSE}")
-        asked, found = "`tensor` with sequence cuts rows over ranks", f"`batch.seq: {env.seq}`, no multiple of {n}"
+        asked, found = "`tensor` with sequence shards rows over ranks", f"`batch.seq: {env.seq}`, not a multiple of {n}"
         met, do = not self.sequence or env.seq % n == 0, f"take a multiple of {n}, or sequence: false"
         yield Requirement(met, asked, found, do)
         snug = Part.ROW_WIDTH in env.claimed and Part.COMPILED not in env.claimed
-        found, do = "a technique that gives micro-batches widths of their own", "take packing, or sequence: false"
+        found, do = "a technique that gives each micro-batch its own width", "take packing, or sequence: false"
         yield Requirement(not (self.sequence and snug), asked, found, do)
         linears = env.spec.linears.values()
         asked = "`tensor` shards dense matrices"
-        found, do = "weights in fewer bits, in blocks that no cut respects", f"leave the quantization out, or {ELSE}"
+        found, do = "quantized weights, in blocks that sharding would split", f"leave the quantization out, or {ELSE}"
         yield Requirement(all(linear.weight == "dense" for linear in linears), asked, found, do)
-        found, do = "products in float8, scaled by the maximum of a whole matrix", f"take amp or bf16, or {ELSE}"
+        found, do = "float8 matmuls, scaled by the maximum of a whole matrix", f"take amp or bf16, or {ELSE}"
         yield Requirement(all(linear.matmul != "float8" for linear in linears), asked, found, do)
         found = "fused-kernels:mlp=quack, which needs whole matrices"
         yield Requirement(env.spec.mlp != "quack", asked, found, f"take mlp=triton, or {ELSE}")
@@ -88,7 +88,7 @@ class TensorParallel(Technique):
         yield from ({"size": n} for n in env.shared_row_sizes)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """Yield a rank's shares, and the stream's way over the link, for which the products wait."""
+        """Yield a rank's shards, and the stream's communication, for which the matmuls wait."""
         n, L, D = self.size, env.blocks, 0 if env.shape is None else env.shape.width
 
         for part in (tagged("blocks"), tagged("embedding"), tagged("head")):  # adapters are whole on every rank
@@ -130,7 +130,7 @@ class TensorParallel(Technique):
         return split_model(trainer.model, self._axis(trainer))
 
     def loss(self, trainer: Trainer) -> int:
-        """Make the loss of whatever kernel was chosen one of a cut vocabulary: the owner of the head comes first."""
+        """Shard the chosen loss kernel over the vocabulary: the owner of the head comes first."""
         from optrush.kernels.cross_entropy import across_ranks
         from optrush.models.decoder import Decoder
         from optrush.models.tensor_parallel import vocabulary
@@ -142,7 +142,7 @@ class TensorParallel(Technique):
         return 1
 
     def wrap_window(self, trainer: Trainer) -> int:
-        """Sum the gradients of what is whole on every rank, whoever made them, once a window."""
+        """Sum the gradients of replicated parameters over the ranks, once per window."""
         from optrush.models.decoder import Decoder
         from optrush.models.tensor_parallel import partial_gradients
         from optrush.trainer.distributed import sum_together
@@ -168,7 +168,7 @@ class TensorParallel(Technique):
 
 
 def _loss(env: Environment) -> Iterator[Rule]:
-    """Yield what the loss over a cut vocabulary holds and moves: no compiler has it, for ranks exchange inside."""
+    """Yield memory and traffic of the loss over a sharded vocabulary; it communicates, so it is not compiled."""
     if env.teacher is not None or env.scored:
         return
     yield live(tagged("loss", "fusable"), "of another loss", gone=True)
@@ -176,13 +176,13 @@ def _loss(env: Environment) -> Iterator[Rule]:
     # Less one of the two gradients in the products' type that a chunk counts, which is not there yet.
     values = 4.75 if Part.HEAD in env.claimed else 5.25
     yield like("head.logits", ledger.at_head("logits.across", why, values, "wide", "logits"))
-    why = "operators of a chunk, one at a time, beside what a compiled one reads and writes"
+    why = "operators of a chunk, one at a time, in addition to those of a compiled one"
     yield like("head.logits", WorkItem("head.across", why, "token", values=20.0, role="wide", of=("loss",)))
     if Part.HEAD not in env.claimed and Part.ADAPTERS not in env.claimed:
         yield ledger.head_gradient()
 
 
 def _sizes(s: ModelShape) -> tuple[tuple[str, int], ...]:
-    """Return what is cut, and how much of it there is."""
-    heads, pairs, words = "key/value heads", "gate/up pairs", "words of the vocabulary"
+    """Return the sharded parts, and their size."""
+    heads, pairs, words = "key/value heads", "gate/up pairs", "entries of the vocabulary"
     return (heads, s.kv_heads), (pairs, s.ff_width), (words, s.vocab)

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class UpdateInBackward(Technique):
-    """Steps a parameter when its gradient is whole, and frees the gradient.
+    """Steps a parameter when its gradient is complete, and frees the gradient.
 
-    With no norm of all gradients beforehand there is no clipping, and a gradient that is not finite skips its own
-    parameter only. (A loss that is not finite skips them all.) The step counts as skipped if any parameter was.
+    Without a global gradient norm beforehand there is no clipping, and a gradient that is not finite skips only its own
+    parameter. (A loss that is not finite skips them all.) The step counts as skipped if any parameter was.
 
     Source: https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html
-    Memory: the gradients of one block, and of the head or the embedding, instead of one a parameter.
-    Work: unchanged; an optimizer of one launch takes one a parameter.
+    Memory: the gradients of one block, and of the head or the embedding, instead of one per parameter.
+    Work: unchanged; an optimizer of one launch takes one per parameter.
     Differs from the source: one optimizer for all parameters, called with the index to step; a bad gradient steps
         nothing.
     """
@@ -42,22 +42,22 @@ class UpdateInBackward(Technique):
         n = env.accumulation
         asked = "`update-in-backward` steps on the gradient of one micro-batch"
         do = f"set batch.micro_tokens to {env.rows // env.data_ranks * env.seq}, or batch.tokens lower"
-        yield Requirement(n == 1, asked, f"{n} micro-batches a step", do)
-        asked = "`update-in-backward` steps before the norm of all gradients is known"
+        yield Requirement(n == 1, asked, f"{n} micro-batches per step", do)
+        asked = "`update-in-backward` steps before the global gradient norm exists"
         yield Requirement(env.clip is None, asked, f"`optim.clip: {env.clip}`", "set optim.clip to null")
         found = "a technique that sums gradients over ranks, during or after the backward pass"
         met = not RANK_PARTS & env.claimed
         yield Requirement(met, "`update-in-backward` on one device", found, "leave one of the two out")
 
     def optimizer_spec(self, env: Environment) -> OptimizerSpec:
-        return OptimizerSpec("freed as soon as its parameter was updated", in_backward=True)
+        return OptimizerSpec("freed as soon as its parameter is updated", in_backward=True)
 
     def wrap_step(self, trainer: Trainer) -> int:
         import torch
 
         if trainer.precision is torch.float16:
-            found = "products in fp16, whose loss scale is found by skipping whole updates"
-            raise NeedsError("`update-in-backward` without a loss scale", found, "take bf16 products, or leave it out")
+            found = "matmuls in fp16, whose loss scale needs skipping of whole updates"
+            raise NeedsError("`update-in-backward` without a loss scale", found, "take bf16 matmuls, or leave it out")
         stepping = Stepping(trainer)
         trainer.loss, trainer.forward_backward = stepping.loss, stepping.gradients
         trainer.optimizer_step = stepping.update
@@ -90,7 +90,7 @@ class Stepping:
         return found
 
     def gradients(self, batches: list[Batch], terms: float | Tensor) -> Tensor:
-        assert len(batches) == 1, "one micro-batch a step: its gradients are the step's"
+        assert len(batches) == 1, "one micro-batch per step: its gradients are the step's"
         self._begin()
         self.armed = True
         try:
