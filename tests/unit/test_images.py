@@ -807,6 +807,11 @@ def test_bounds_of_every_family(kind: str, bound: str, found: str, do: str, tmp_
     with pytest.raises(NeedsError) as caught:
         _ = open_reader(tmp_path, f"data.{bound}").sizes
     assert found in caught.value.found and do in caught.value.do
+    path = write_rows(tmp_path / "rows", 2)
+    text = f"{{model: {tmp_path}, objective: sft, data: {{path: {path}}}, output: o}}"
+    with pytest.raises(NeedsError) as planned:  # nothing is planned that the run refuses
+        decide(parse_config(text, "images.yaml", ["train.steps=1", f"data.{bound}"]))
+    assert planned.value.args == caught.value.args
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,10 @@ def place_images(found: dict[str, Any], named: list[str], keys: tuple[str, ...])
 
 
 def about_tokens(folder: Path, least: int | None, most: int | None) -> Callable[[Picture, Path], float]:
-    """Return what estimates the placeholders of an image, without transformers; of one that is not read, USUAL."""
+    """Return what estimates the placeholders of an image, without transformers; of one that is not read, USUAL.
+
+    Raises NeedsError: bounds that the base does not have, or of which the first is larger.
+    """
     try:
         hf, given = parse_json(read_text(folder / "config.json")), dict[str, Any]()
         for name in PROCESSORS[1::-1]:
@@ -213,8 +216,10 @@ def about_tokens(folder: Path, least: int | None, most: int | None) -> Callable[
                 found = parse_json(read_text(folder / name))
                 given |= found.get("image_processor") or found
         sizes = sizes_of(hf, given.get, least, most)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, AssertionError, UserError):  # the run reports it
-        return lambda *_: USUAL
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, AssertionError, UserError) as error:
+        if isinstance(error, NeedsError) and (least, most) != (None, None):
+            raise
+        return lambda *_: USUAL  # the run reports it
 
     def tokens(given: Picture, at: Path) -> float:
         try:
