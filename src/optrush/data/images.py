@@ -41,6 +41,7 @@ PLACE = "<image>"  # in the texts of a row with `images`
 # What other tools call a row's images: `image_path`, `img`, `picture_urls`.
 NAMING = re.compile(r"(?i)(image|img|picture|photo)s?(_?(url|uri|path|file|file_?name|bytes|base64|b64|data)s?)?")
 IMAGE_PARTS = ("image", "image_url")  # types of a part of a turn's content
+SCHEMES = ("data", "http", "https", "file")
 SOURCES = ("bytes", "base64", "image", "image_url", "url", "path")  # keys of such a part
 # Their decoders are part of Pillow: others start programs (EPS) or are hardly ever used, and so hardly tried.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
@@ -114,9 +115,11 @@ def as_picture(found: Any) -> Picture:
         return Picture(data=found)
     if not isinstance(found, str):
         raise ValueError(f"is {kind_of(found)}, not a path or an object with one")
+    scheme, colon, rest = found[:8].partition(":")  # in letters of any case
+    found = f"{scheme.lower()}:{rest}{found[8:]}" if colon and scheme.lower() in SCHEMES else found
     if found.startswith("data:"):
         head, comma, body = found.partition(",")
-        if not comma or not head.endswith(";base64"):
+        if not comma or not head.lower().endswith(";base64"):
             raise ValueError(f"is a data: address without base64: {quoted(found[:40])}")
         return Picture(data=_decoded(body))
     if found.startswith(REMOTE):
