@@ -144,19 +144,24 @@ def _decoded(text: str) -> bytes:
     return data
 
 
-def image_keys(found: dict[str, Any]) -> list[str]:
-    """Return the keys by which a row or a turn names images: `images` and `image`, else others if it has a place."""
+def image_keys(found: dict[str, Any], noted: set[str] | None = None) -> list[str]:
+    """Return the keys by which a row or a turn names images: `images` and `image`, else others if it has a place.
+
+    noted: gets the place of a row whose `images` or `image` is empty.
+    """
     named = [key for key, value in found.items() if NAMING.fullmatch(key) and value not in (None, "", [], {})]
     own = [key for key in named if key in ("images", "image")]
-    return own or (named if named and has_place(found) else [])
+    if noted is not None and not named and {"images", "image"} & found.keys() and _has_place(found):
+        noted.add(f"{PLACE} without images")
+    return own or (named if named and _has_place(found) else [])
 
 
-def has_place(found: Any) -> bool:
+def _has_place(found: Any) -> bool:
     """Return whether a value of a row has a place for an image that it does not name there."""
     if isinstance(found, dict):
         empty = found.get("type") in IMAGE_PARTS and all(found.get(key) is None for key in SOURCES)
-        return empty or any(map(has_place, found.values()))
-    return any(map(has_place, found)) if isinstance(found, list) else isinstance(found, str) and PLACE in found
+        return empty or any(map(_has_place, found.values()))
+    return any(map(_has_place, found)) if isinstance(found, list) else isinstance(found, str) and PLACE in found
 
 
 def place_images(found: dict[str, Any], named: list[str], keys: tuple[str, ...]) -> dict[str, Any]:
