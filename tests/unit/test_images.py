@@ -105,6 +105,10 @@ def write(folder: Path, *rows: Any) -> Path:
         ({"messages": [asked({"type": "image_url", "image_url": {"url": "a.png"}}), ANSWER]}, [Picture("a.png")]),
         ({"messages": [asked({"type": "image_url", "image_url": f"data:image/png;base64,{TEXT}"}), ANSWER]}, [PNG]),
         ({"messages": [asked({"type": "image", "base64": TEXT}), ANSWER]}, [PNG]),
+        ({"messages": [asked({"type": "image", "url": f"DATA:image/png;BASE64,{TEXT}"}), ANSWER]}, [PNG]),
+        ({"messages": [asked({"type": "image", "url": "HTTPS://x.y/A.png"}), ANSWER]}, [Picture("https://x.y/A.png")]),
+        ({"messages": [asked({"type": "image", "url": "File:///b/A.png"}), ANSWER]}, [Picture("/b/A.png")]),
+        ({"messages": [asked({"type": "image", "path": "Data/A:b.png"}), ANSWER]}, [Picture("Data/A:b.png")]),
         ({"messages": [asked({"type": "image", "image": {"bytes": PNG, "path": "x.png"}}), ANSWER]}, [PNG]),
         ({"messages": [asked({"type": "image", "bytes": PNG}, {"type": "image", "path": "b"}), ANSWER]},
          [PNG, Picture("b")]),
@@ -807,6 +811,11 @@ def test_bounds_of_every_family(kind: str, bound: str, found: str, do: str, tmp_
     with pytest.raises(NeedsError) as caught:
         _ = open_reader(tmp_path, f"data.{bound}").sizes
     assert found in caught.value.found and do in caught.value.do
+    path = write_rows(tmp_path / "rows", 2)
+    text = f"{{model: {tmp_path}, objective: sft, data: {{path: {path}}}, output: o}}"
+    with pytest.raises(NeedsError) as planned:  # nothing is planned that the run refuses
+        decide(parse_config(text, "images.yaml", ["train.steps=1", f"data.{bound}"]))
+    assert planned.value.args == caught.value.args
 
 
 @pytest.mark.parametrize(

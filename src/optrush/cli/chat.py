@@ -163,7 +163,7 @@ class Conversation:
             for n, model in enumerate(self.models):
                 answers.append(model.stream(ids[n], self.sampling, self.seed + self.asked, partial(shows, n)))
         self.asked += 1
-        self.images = []  # those of a message that is refused are the next one's
+        self.images = []  # a refused message keeps its images for the next
         for n, answer in enumerate(answers):
             if self.plain:
                 self.texts[n] += text + answer.text

@@ -45,10 +45,8 @@ def write_captions(folder: Path, to: Path) -> int:
     lines = []
     for image, question, caption in found:
         part = {"type": "image", "image": os.path.relpath(image, to.parent)}
-        try:
-            part["image"].encode()
-        except UnicodeEncodeError:
-            raise DataError(asked, f"the file name {part['image']!a} is not UTF-8", "rename that file") from None
+        if any("\ud800" <= c <= "\udfff" for c in part["image"]):
+            raise DataError(asked, f"the file name {part['image']!a} is not UTF-8", "rename that file")
         user = {"role": "user", "content": [part, {"type": "text", "text": question}]}
         lines.append(json.dumps({"messages": [user, {"role": "assistant", "content": caption}]}, ensure_ascii=False))
     write_whole(to, "\n".join(lines) + "\n")

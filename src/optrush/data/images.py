@@ -41,6 +41,7 @@ PLACE = "<image>"  # in the texts of a row with `images`
 # What other tools call a row's images: `image_path`, `img`, `picture_urls`.
 NAMING = re.compile(r"(?i)(image|img|picture|photo)s?(_?(url|uri|path|file|file_?name|bytes|base64|b64|data)s?)?")
 IMAGE_PARTS = ("image", "image_url")  # types of a part of a turn's content
+SCHEMES = ("data", "http", "https", "file")
 SOURCES = ("bytes", "base64", "image", "image_url", "url", "path")  # keys of such a part
 # Their decoders are part of Pillow: others start programs (EPS) or are hardly ever used, and so hardly tried.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
@@ -114,9 +115,11 @@ def as_picture(found: Any) -> Picture:
         return Picture(data=found)
     if not isinstance(found, str):
         raise ValueError(f"is {kind_of(found)}, not a path or an object with one")
+    scheme, colon, rest = found[:8].partition(":")  # in letters of any case
+    found = f"{scheme.lower()}:{rest}{found[8:]}" if colon and scheme.lower() in SCHEMES else found
     if found.startswith("data:"):
         head, comma, body = found.partition(",")
-        if not comma or not head.endswith(";base64"):
+        if not comma or not head.lower().endswith(";base64"):
             raise ValueError(f"is a data: address without base64: {quoted(found[:40])}")
         return Picture(data=_decoded(body))
     if found.startswith(REMOTE):
@@ -141,19 +144,24 @@ def _decoded(text: str) -> bytes:
     return data
 
 
-def image_keys(found: dict[str, Any]) -> list[str]:
-    """Return the keys by which a row or a turn names images: `images` and `image`, else others if it has a place."""
+def image_keys(found: dict[str, Any], noted: set[str] | None = None) -> list[str]:
+    """Return the keys by which a row or a turn names images: `images` and `image`, else others if it has a place.
+
+    noted: gets the place of a row whose `images` or `image` is empty.
+    """
     named = [key for key, value in found.items() if NAMING.fullmatch(key) and value not in (None, "", [], {})]
     own = [key for key in named if key in ("images", "image")]
-    return own or (named if named and has_place(found) else [])
+    if noted is not None and not named and {"images", "image"} & found.keys() and _has_place(found):
+        noted.add(f"{PLACE} without images")
+    return own or (named if named and _has_place(found) else [])
 
 
-def has_place(found: Any) -> bool:
+def _has_place(found: Any) -> bool:
     """Return whether a value of a row has a place for an image that it does not name there."""
     if isinstance(found, dict):
         empty = found.get("type") in IMAGE_PARTS and all(found.get(key) is None for key in SOURCES)
-        return empty or any(map(has_place, found.values()))
-    return any(map(has_place, found)) if isinstance(found, list) else isinstance(found, str) and PLACE in found
+        return empty or any(map(_has_place, found.values()))
+    return any(map(_has_place, found)) if isinstance(found, list) else isinstance(found, str) and PLACE in found
 
 
 def place_images(found: dict[str, Any], named: list[str], keys: tuple[str, ...]) -> dict[str, Any]:
@@ -205,7 +213,10 @@ def place_images(found: dict[str, Any], named: list[str], keys: tuple[str, ...])
 
 
 def about_tokens(folder: Path, least: int | None, most: int | None) -> Callable[[Picture, Path], float]:
-    """Return what estimates the placeholders of an image, without transformers; of one that is not read, USUAL."""
+    """Return what estimates the placeholders of an image, without transformers; of one that is not read, USUAL.
+
+    Raises NeedsError: bounds that the base does not have, or of which the first is larger.
+    """
     try:
         hf, given = parse_json(read_text(folder / "config.json")), dict[str, Any]()
         for name in PROCESSORS[1::-1]:
@@ -213,8 +224,10 @@ def about_tokens(folder: Path, least: int | None, most: int | None) -> Callable[
                 found = parse_json(read_text(folder / name))
                 given |= found.get("image_processor") or found
         sizes = sizes_of(hf, given.get, least, most)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, AssertionError, UserError):  # the run reports it
-        return lambda *_: USUAL
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, AssertionError, UserError) as error:
+        if isinstance(error, NeedsError) and (least, most) != (None, None):
+            raise
+        return lambda *_: USUAL  # the run reports it
 
     def tokens(given: Picture, at: Path) -> float:
         try:

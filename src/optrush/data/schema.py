@@ -18,18 +18,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from optrush.config import COMPARED, JUDGED, PAIRED, Config, Grpo
-from optrush.data.images import (
-    IMAGE_PARTS,
-    MARK,
-    PLACE,
-    SOURCES,
-    Picture,
-    SeenImage,
-    as_picture,
-    has_place,
-    image_keys,
-    place_images,
-)
+from optrush.data.images import IMAGE_PARTS, MARK, SOURCES, Picture, SeenImage, as_picture, image_keys, place_images
 from optrush.data.strict_json import decode_json, kind_of, quoted, remedy
 from optrush.errors import DataError
 
@@ -576,11 +565,10 @@ TURNS_OF_IMAGES = "write turns (messages, or prompt and completion as lists), fo
 
 def _with_images(found: dict[str, Any], sign: str, unread: set[str]) -> tuple[dict[str, Any], str]:
     """Return a row with its `images` as parts of its turns, and its kind: an instruction becomes turns."""
-    named = image_keys(found)
+    named = image_keys(found, unread)
     if named and sign not in (*IMAGES_IN, "instruction"):
         _refuse(found, tuple(named), "the row", TURNS_OF_IMAGES)
-    if not named:  # a text may have that word; beside an empty column it hardly does
-        unread.update({f"{PLACE} without images"} if {"images", "image"} & found.keys() and has_place(found) else ())
+    if not named:
         return found, sign
     if sign == "instruction" and found.get("output") is not None:
         asked = {"role": "user", "content": _question(found)}
