@@ -104,7 +104,7 @@ def test_a_token_that_was_not_special_becomes_it(box, tmp_path):
 def test_tokens_that_cannot_be(box, tmp_path):
     with pytest.raises(ConfigError, match="white space at its ends") as caught:
         add_tokens(tokenizer(box), ("<a> ",))
-    assert caught.value.do == "leave it out" and "'<a> '" in caught.value.asked
+    assert caught.value.do == "remove it" and "'<a> '" in caught.value.asked
     with pytest.raises(ConfigError, match="a word of this tokenizer's vocabulary") as caught:
         add_tokens(tokenizer(box), ("w3",))
     assert "<|im_start|>" in caught.value.do

@@ -727,8 +727,8 @@ def test_sizes_of_every_family(kind: str, tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("kind", "bound", "found", "do"),
     [
-        ("gemma3", "max_pixels=1000", "a base whose Gemma3ImageProcessor has one size", "leave it out"),
-        ("llava", "min_pixels=64", "a base whose CLIPImageProcessor has one size", "leave it out"),
+        ("gemma3", "max_pixels=1000", "a base whose Gemma3ImageProcessor has one size", "remove it"),
+        ("llava", "min_pixels=64", "a base whose CLIPImageProcessor has one size", "remove it"),
         ("gemma4", "min_pixels=64", "the largest size within a number of tokens", "remove it"),
         ("gemma4", "max_pixels=100", "100 (data.max_pixels)", "data.max_pixels of at least 4,480"),
         ("mistral3", "min_pixels=64", "a longest edge and enlarges no image", "remove it"),
