@@ -1,4 +1,4 @@
-"""Tables of the keys of other trainers: for each the place of its value in our YAML, or why it has none here.
+"""Tables of other trainers' keys: the place of each value in our YAML, or why it has none.
 
 `optrush import` translates files by them; a YAML with such a key is answered with our spelling. A place is a dotted
 path of our YAML, `*.NAME` a key of the objective's own section, and `@NAME` a value that `cli.import_config` combines
@@ -21,15 +21,15 @@ ToolName = Literal["axolotl", "llama-factory", "trl-sft", "trl-dpo", "trl-kto", 
 
 @dataclass(frozen=True)
 class Rule:
-    """What one key of another tool becomes."""
+    """The conversion of one key of another tool."""
 
     to: str = ""  # a place
-    values: Mapping[Any, Any] | None = None  # the value there, by the value here; others are refused
-    idle: str = ""  # why the key, or a value that is not one of `values`, has no effect here
-    note: str = ""  # what is different here, where the value has a place
-    only: tuple[Any, ...] = ()  # values without an effect; others are refused
-    do: str = ""  # instead of a value that is refused
-    null: str = ""  # what null means, where that is not the tool's default: it is refused
+    values: Mapping[Any, Any] | None = None  # their value -> ours; others are rejected
+    idle: str = ""  # why the key, or a value outside `values`, has no effect here
+    note: str = ""  # the difference here, if the value has a place
+    only: tuple[Any, ...] = ()  # values without an effect; others are rejected
+    do: str = ""  # remedy for a rejected value
+    null: str = ""  # meaning of null if not the tool's default: rejected
 
 
 def to(place: str, values: Mapping[Any, Any] | None = None, do: str = "") -> Rule:
@@ -45,7 +45,7 @@ def only(*values: Any, do: str) -> Rule:
 
 
 def on(technique: str, **options: Any) -> Rule:
-    """Return the rule of a key that switches a technique on or off."""
+    """Return the rule of a key that turns a technique on or off."""
     return to("with", {True: {technique: options}, False: {}})
 
 
@@ -88,7 +88,7 @@ ABSENT = only(*OFF, do=LEAVE)
 ALWAYS = only(*ON, do=LEAVE)
 NOT_RESUMED = only(*OFF, "auto", do="leave it out, and run: optrush train --resume auto")
 BOOL = {True: True, False: False}
-FLAG = {True: True, False: None}  # off is what it is where it is left out
+FLAG = {True: True, False: None}  # off is the default
 
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "@constant", "constant_with_warmup": "constant"} | {
     "cosine_with_min_lr": "cosine", "cosine_with_restarts": "@cosine", "warmup_stable_decay": "wsd",
@@ -391,7 +391,7 @@ class Tool:
     name: str
     keys: Table
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    needed: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # what the key is if left out, what to do
+    needed: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # meaning if absent, and remedy
 
 
 _TRAINER: dict[str, Any] = {
@@ -433,11 +433,11 @@ TOOLS: dict[ToolName, Tool] = {
 
 @dataclass(frozen=True)
 class ValueKind:
-    """What a value of a place must be, and how it is written there; None leaves it out."""
+    """The type of a place's value, and its conversion; None omits it."""
 
     kinds: tuple[type, ...]
-    read: Callable[[Any], Any] = lambda value: value  # raises ValueError with what to do
-    do: str = ""  # instead of a value of another kind
+    read: Callable[[Any], Any] = lambda value: value  # raises ValueError with a remedy
+    do: str = ""  # remedy for a value of another type
 
     @property
     def words(self) -> str:
@@ -551,9 +551,9 @@ BITSANDBYTES = Tool("bitsandbytes", rules_of({
     "load_in_4bit load_in_8bit": only(do="write it next to bnb_config_kwargs, not inside"),
     "llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight": ABSENT,
 }))  # fmt: skip
-# Columns that LLaMA-Factory does not read where its list names others and not these; ours by theirs.
+# Columns that LLaMA-Factory ignores if its list names only others; ours by theirs.
 FACTORY_UNNAMED = {"query": "input", "system": "system"}
-# The columns that it reads where its list names none.
+# Its default columns.
 FACTORY_NAMED = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
 IGNORED = "ignore"
 
@@ -570,7 +570,7 @@ NEAREST = {
     "*.label_smoothing": "dpo.label_smoothing", "*.desirable_weight": "kto.desirable_weight",
     "*.undesirable_weight": "kto.undesirable_weight",
 }  # fmt: skip
-# Lines for those whose value is another one here.
+# Lines for keys with another value here.
 LINES = {
     "@rows": "batch: {micro_tokens: N}, where N is VALUE rows x batch.seq",
     "@all_rows": "batch: {tokens: N}, where N is VALUE rows x batch.seq x ranks",
@@ -586,7 +586,7 @@ LINES = {
 }  # fmt: skip
 
 
-# Keys for what is a flag of a verb here.
+# Keys that are command-line flags here.
 FLAGS = {"resume_from_checkpoint": "optrush train CONFIG --resume auto"} | spread({
     "hours max_hours time max_time deadline time_limit": "optrush plan CONFIG --solve hours=N finds the steps",
     "usd cost max_cost dollars price budget": "optrush plan CONFIG --solve usd=N (or hours=N) finds the steps",
@@ -594,7 +594,7 @@ FLAGS = {"resume_from_checkpoint": "optrush train CONFIG --resume auto"} | sprea
 
 
 def foreign_spelling(key: str, value: Any) -> str | None:
-    """Return what to write for a key of another tool; None if no tool has it, or its value has no place of its own."""
+    """Return our line for another tool's key; None if no tool has it, or its value has no place."""
     name = key.lower().replace("-", "_")
     rule = next((tool.keys[name] for tool in TOOLS.values() if name in tool.keys), Rule())
     if rule.to == "@tokens" and str(value)[:1].isdigit():  # how long to train, not tokens to add
@@ -621,7 +621,7 @@ def foreign_spelling(key: str, value: Any) -> str | None:
 
 
 def _line(place: str) -> str:
-    """Return the line of a place in our YAML; empty for what has no place there."""
+    """Return the line of a place in our YAML; empty without a place."""
     if place[:1] in ("", "@", "*"):
         return ""
     first, *rest = place.split(".")

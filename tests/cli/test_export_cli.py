@@ -449,7 +449,7 @@ def test_a_gguf_file(call: Call, trained: Path) -> None:
         (("--to", "gguf", "--dtype", "float16"), "--dtype float16 with --to gguf"),
         (("--to", "fp8", "--adapter"), "--adapter with --to fp8"),
         (("--to", "gguf", "--max-shard-gb", "1"), "--max-shard-gb with --to gguf"),
-        (("--to", "gguf", "--out", "folder"), "no file .gguf"),
+        (("--to", "gguf", "--out", "folder"), "not a .gguf file"),
     ],
 )
 def test_flags_of_gguf(call: Call, trained: Path, flags: tuple[str, ...], says: str) -> None:

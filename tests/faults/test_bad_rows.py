@@ -101,8 +101,8 @@ def test_bad_rows_of_json_lines(tmp_path: Path) -> None:
 
 def test_bad_rows_of_csv(tmp_path: Path) -> None:
     rows = {
-        "truncated": (b"a,b", "2 cells under 3 columns"),
-        "too many cells": (b"a,b,c,d", "4 cells under 3 columns"),
+        "truncated": (b"a,b", "2 cells for 3 columns"),
+        "too many cells": (b"a,b,c,d", "4 cells for 3 columns"),
         "empty line": (b"", "an empty line"),
         "invalid UTF-8": (b"a,\xff,c", "invalid UTF-8"),
         "byte order mark in a row": (b"\xef\xbb\xbfa,b,c", "byte order mark"),

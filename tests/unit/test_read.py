@@ -154,7 +154,7 @@ def test_a_file_that_was_cut_after_its_parts_were_counted(tmp_path):
     parts = list(chunks(path, len(GOOD) * 2))
     path.write_bytes(GOOD * 3)
     assert len(found(parts[0])) == 2
-    assert "shorter than when its parts were counted" in refused(lambda: found(parts[1])).found
+    assert "shorter than when it was counted" in refused(lambda: found(parts[1])).found
 
 
 @pytest.mark.parametrize("size", [1, 30, 10**6])
@@ -228,7 +228,7 @@ def test_bad_rows_of_a_csv_are_named_with_their_line(tmp_path):
     assert rows[0][1] == {"text": "two\nlines", "n": "1"} and rows[7][1] == {"text": "last", "n": "2"}
     for (_, reason), expected, line in zip(
         rows[1:7],
-        ["1 cells under 2 columns", "an empty line", "3 cells under 2", "invalid UTF-8", "not valid CSV", "byte order"],
+        ["1 cells for 2 columns", "an empty line", "3 cells for 2", "invalid UTF-8", "not valid CSV", "byte order"],
         range(4, 10),
     ):
         assert expected in reason and reason.endswith(f"(line {line} of the file)")
