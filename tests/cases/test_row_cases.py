@@ -961,7 +961,7 @@ def test_an_answer_of_broken_weights_is_refused(
         code, out, err = call(*command, "--max-tokens", "4", *greedy)
         assert (code, "!!!" in out) == (1, False), err
         assert len(re.findall("^(?:asked|found|do): ", err, re.MULTILINE)) == 3 and "Traceback" not in err
-        assert f"NaN or infinity among the scores of the next token; {name} holds some" in err
+        assert f"NaN or infinity among the scores of the next token; {name} has some" in err
     assert not Path("out.jsonl").exists()
 
 

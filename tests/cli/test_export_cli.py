@@ -166,7 +166,7 @@ def test_a_tensor_that_is_not_what_was_written_is_red(
     monkeypatch.setattr(exporting, "write_generation", damage(tensor, how))
     found = call("export", "run", "--out", "bad", "--dtype", dtype)
     assert found.code == 1 and found.out == "", found
-    assert f"is not the trained model: {tensor} was written otherwise" in found.err
+    assert f"is not the trained model: {tensor} differs after reloading" in found.err
     assert not (here / "bad").exists() and (here / "bad.tmp" / "config.json").is_file()
     assert "bad.tmp exists" in refused(call, "run", "--out", "bad")
     shutil.rmtree(here / "bad.tmp")

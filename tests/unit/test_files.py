@@ -117,7 +117,7 @@ def test_a_folder_that_cannot_be_listed_is_an_error(folder, monkeypatch):
     (folder / "data/shut").mkdir()
     monkeypatch.setattr(os, "scandir", deny)
     error = refused("data")
-    assert error.found == "Permission denied: data/shut" and "rights" in error.do
+    assert error.found == "Permission denied: data/shut" and "permissions" in error.do
 
 
 # --- the hub

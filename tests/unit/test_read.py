@@ -285,7 +285,7 @@ def test_a_table_whose_separator_is_unclear(tmp_path, name, header, held, do):
     raw = f"\ufeff{header}\n{header}{mark}more\n".encode()
     (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
     error = refused(lambda: found(tmp_path / name))
-    assert f"the header has one column, {header!r}, which holds {held}" in error.found and do in error.do
+    assert f"the header has one column, {header!r}, which contains {held}" in error.found and do in error.do
     (tmp_path / "one.csv").write_text("text\na;b|c\td\n")
     assert found(tmp_path / "one.csv") == [(1, {"text": "a;b|c\td"})]
     (tmp_path / "named.csv").write_text("the text; in one column\na b\n")
