@@ -187,7 +187,7 @@ def _open_tower(trainer: Trainer, folder: Path | None, reader: ImageReader | Non
     shape, dtype = model.shape, getattr(torch, trainer.config.model.dtype)
     if shape.rope.by_length:
         found = f"{shape.rope.kind} rotary embeddings, which depend on a document's length"
-        raise NeedsError("to train on rows with images", found, "use another rope type, or rows of text only")
+        raise NeedsError("to train on rows with images", found, "use other rotary embeddings, or rows of text")
     if model.tower is None:
         model.tower = open_tower(folder, trainer.hf, dtype, shape.rotated_width).to(trainer.world.device)
     trainer.loading = sampler.decoding_ahead(trainer.loading, trainer.world.device, trainer.world.ranks)
